@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +16,8 @@ import pytest
 from mlxtune import DataError
 from mlxtune.commands.inspect import inspect as run_inspect
 from mlxtune.config import InspectConfig
-from tests.command import ROWS, Cli, files_in, finish, start
+from tests.command import ROWS, Cli, files_in, start
 from tests.models import CHATML, THINKING, sums, write_chat, write_tokenizer
-from tests.slow import slow
 
 
 @pytest.fixture
@@ -100,9 +98,8 @@ def test_real_tokenizer_folder_is_enough(cli: Cli, shared: Path) -> None:
     assert "<|im_end|>⟧" in shown
 
 
-@pytest.mark.parametrize("extra", [[], slow(["--json"])], ids=str)
-def test_output_that_nobody_reads_on_is_no_crash(light: Path, chat: Path, extra: list[str]) -> None:
-    process = start("inspect", "--model-path", light, "--data", chat, *extra)
+def test_output_that_nobody_reads_on_is_no_crash(light: Path, chat: Path) -> None:
+    process = start("inspect", "--model-path", light, "--data", chat)
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
@@ -287,15 +284,14 @@ def test_dump_is_exactly_what_train_gives_the_model(
 # Without what is not needed
 
 
-@pytest.mark.parametrize("extra", [slow([]), slow(["--json"]), ["--html", "page.html"]], ids=str)
-def test_no_model_is_loaded(light: Path, chat: Path, tmp_path: Path, extra: list[str]) -> None:
+def test_process_of_its_own_loads_no_model(light: Path, chat: Path, tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from mlxtune.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "finally: print(*sys.modules, file=sys.stderr)"
     )
-    arguments = ["inspect", "--model-path", str(light), "--data", str(chat), "--quiet", *extra]
+    arguments = ["inspect", "--model-path", str(light), "--data", str(chat), "--row", "2"]
     process = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
@@ -303,6 +299,7 @@ def test_no_model_is_loaded(light: Path, chat: Path, tmp_path: Path, extra: list
         check=True,
         cwd=tmp_path,
     )
+    assert "⟦It is 8!<|im_end|>⟧" in process.stdout
     loaded = process.stderr.split()
     assert "mlxtune.backend.text.tokenizer" in loaded
     assert "mlxtune.backend.step.pipeline" not in loaded
@@ -334,10 +331,3 @@ def test_data_options_of_both_commands_are_the_same() -> None:
 def test_error_of_python_is_the_packages_own(model: Path, chat: Path) -> None:
     with pytest.raises(DataError, match="has no row 99"):
         run_inspect(InspectConfig(str(model), str(chat), row=99))
-
-
-def test_process_of_its_own_reads_the_data_and_exits_with_0(light: Path, chat: Path) -> None:
-    shutil.rmtree(light.parent / "cache", ignore_errors=True)
-    outcome = finish(start("inspect", "--model-path", light, "--data", chat, "--row", 2))
-    assert (outcome.code, outcome.err) == (0, "")
-    assert "⟦It is 8!<|im_end|>⟧" in outcome.out
