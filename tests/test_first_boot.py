@@ -22,6 +22,7 @@ import pytest
 from mlxtune.backend.device import device
 from mlxtune.cli import COMMANDS
 from tests.command import Cli, Outcome, finish, start
+from tests.diagnosis.test_prove import assert_documented
 from tests.paths import DATA, DOCS, ROOT
 
 QWEN, ROWS = DATA / "demo-qwen3", DATA / "bookings.jsonl"
@@ -104,10 +105,21 @@ def test_plan_of_a_model_on_the_hub_without_a_network_is_one_line(
 
 
 @pytest.mark.slow
-def test_proof_needs_no_network(no_network: dict[str, str], tmp_path: Path) -> None:
+def test_proof_passes_here_and_needs_no_network(no_network: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "proof.json"
-    outcome = without_network(no_network, "doctor", "--prove", "--share", path)
-    assert outcome.code == 0, outcome.out
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environment = no_network | {"TMPDIR": str(scratch)}
+    outcome = without_network(environment, "doctor", "--prove", "--json", "--share", path)
+    proof = json.loads(outcome.out)
+    assert_documented(proof)
+    assert outcome.code == 0, outcome.err
+    kinds = [check["kind"] for check in proof["checks"]]
+    assert kinds.count("gradients") >= 9
+    assert (kinds.count("bytes"), kinds.count("memory")) == (4, 3)
+    stopped = [check["values"].get("stopped_after") for check in proof["checks"]]
+    assert sum(step is not None and 1 <= step < 12 for step in stopped) == 2
+    assert not list(scratch.iterdir())
     shared = json.loads(path.read_text(encoding="utf-8"))
     assert not any(each["passed"] is False for each in shared["checks"])
 

@@ -16,7 +16,6 @@ from tests.long.fuzz import names_of, report
 from tests.long.fuzz_cases import FOLDERS, Place, prepare, run_case
 from tests.long.mutated_folders import mutate_model
 from tests.models import THINKING, write_model
-from tests.slow import slow
 
 SEED = 2
 
@@ -31,8 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return made
 
 
-CASES = [("data", 60), *((kind, 4) for kind in FOLDERS)]
-CASES += [slow("data", 300), *(slow(kind, 20) for kind in FOLDERS)]
+CASES = [("data", 24), *((kind, 2) for kind in FOLDERS)]
 
 
 @pytest.mark.parametrize(("kind", "count"), CASES)

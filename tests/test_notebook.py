@@ -12,13 +12,10 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from mlxtune import TrainConfig, train
-from tests.command import Cli
 from tests.kernels import Kernel, Shown, kernel
 from tests.models import sums, write_chat
 from tests.paths import DOCS, ROOT
 from tests.slow import slow
-from tests.waiting import wait_until
 
 NOTEBOOK = DOCS / "notebook.ipynb"
 
@@ -96,38 +93,6 @@ def test_interrupt_of_the_kernel_saves_and_says_how_to_resume(
     opened.read(again)
     (line,) = again.error
     assert int(line.split()[3].strip(";")) > int(said[1])
-
-
-KILLED = """
-import os, signal
-from mlxtune.backend.step.pipeline import InstructPipeline
-whole = InstructPipeline.start_batch
-def killed(self, *arguments, step, **options):
-    if step == 12:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return whole(self, *arguments, step=step, **options)
-InstructPipeline.start_batch = killed
-"""
-
-
-def test_run_whose_kernel_is_killed_resumes_from_the_command_line(
-    model: Path, tmp_path: Path, cli: Cli
-) -> None:
-    chat = write_chat(tmp_path / "chat.jsonl", sums(20))
-    changes = {"epochs": 4, "val_split": 0, "save_steps": 5}
-    own = options(model, chat, tmp_path / "killed", **changes)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with kernel(cwd=str(tmp_path), env=environment) as started:
-        started.client.execute(KILLED + training(**own))
-        wait_until(lambda: not started.manager.is_alive())
-    names = [path.name for path in (tmp_path / "killed" / "checkpoints").glob("*-*")]
-    assert sorted(names) == ["epoch-2", "step-10"]
-    outcome = cli("train", "--resume", tmp_path / "killed")
-    assert outcome.code == 0, outcome.err
-    whole = options(model, chat, tmp_path / "whole", **changes)
-    adapter = train(TrainConfig(**whole, quiet=True)).adapter
-    assert adapter
-    assert (tmp_path / "killed" / adapter.name).read_bytes() == adapter.read_bytes()
 
 
 # docs/notebook.ipynb

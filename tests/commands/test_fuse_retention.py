@@ -114,17 +114,13 @@ def held_out_rows(run: Path) -> list[int]:
     return split_rows(range(40), about["val_split"], about["seed"], about["val_rows"])[1]
 
 
-@pytest.mark.parametrize("missing", ["data", "mark", "run"])
+@pytest.mark.parametrize("missing", ["data", "mark"])
 def test_without_rows_of_an_own_run_the_divergence_on_prompts_decides(
     run: Path, tmp_path: Path, missing: str
 ) -> None:
     """A stranger's run would choose which files are read."""
     copy = tmp_path / "run"
-    if missing == "run":
-        copy.mkdir()
-        for name in ("adapters.safetensors", "adapter_config.json"):
-            shutil.copyfile(run / "out" / name, copy / name)
-    elif missing == "mark":
+    if missing == "mark":
         shutil.copytree(run / "out", copy)
         (copy / "checkpoints" / MARK).write_text("0" * 32 + "\n")
     else:

@@ -290,21 +290,6 @@ def test_interrupt_from_a_terminal_leaves_no_process_and_no_folder(tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-def test_machine_that_runs_the_tests_proves_itself(tmp_path: Path) -> None:
-    process = start("doctor", "--prove", "--json", env={**os.environ, "TMPDIR": str(tmp_path)})
-    outcome = finish(process, timeout=600)
-    proof = json.loads(outcome.out)
-    assert_documented(proof)
-    assert outcome.code == 0, outcome.err
-    kinds = [check["kind"] for check in proof["checks"]]
-    assert kinds.count("gradients") >= 9
-    assert (kinds.count("bytes"), kinds.count("memory")) == (4, 3)
-    stopped = [check["values"].get("stopped_after") for check in proof["checks"]]
-    assert sum(step is not None and 1 <= step < 12 for step in stopped) == 2
-    assert not list(tmp_path.iterdir())
-
-
 def test_shared_file_holds_neither_names_nor_paths(
     cli: Cli, fakes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

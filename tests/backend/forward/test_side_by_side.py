@@ -77,8 +77,11 @@ def test_gated_delta_rule_starts_anew_with_each_example(
         assert_same(computed(fast, [example]), computed(alone, [example]))
 
 
-@pytest.mark.parametrize("operations", [MLX, CPU], ids=["mlx", "cpu"])
-@pytest.mark.parametrize("architecture", HYBRIDS)
+@pytest.mark.parametrize(
+    ("architecture", "operations"),
+    [(architecture, MLX) for architecture in HYBRIDS] + [("lfm2", CPU), ("mamba2", CPU)],
+    ids=str,
+)
 def test_examples_of_a_line_give_what_each_gives_by_itself(
     architecture: str, operations: Operations, tmp_path: Any
 ) -> None:

@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.launch import needs_ring, run
+from tests.slow import slow
 
 
 @needs_ring
-@pytest.mark.parametrize(
-    "workers", [2, *(pytest.param(workers, marks=pytest.mark.slow) for workers in (3, 4))]
-)
+@pytest.mark.parametrize("workers", [2, slow(3)])
 def test_several_workers_compute_what_one_does(workers: int, tmp_path: Path) -> None:
     said = run(workers, ["-m", "tests.backend.step.on_workers"], tmp_path / "log")
     for worker in range(workers):
@@ -22,7 +21,7 @@ def test_several_workers_compute_what_one_does(workers: int, tmp_path: Path) -> 
 @needs_ring
 @pytest.mark.parametrize(
     ("workers", "architectures"),
-    [(2, ("llama", "qwen3")), pytest.param(2, (), marks=pytest.mark.slow)],
+    [(2, ("qwen3",)), slow(2, ())],
 )
 def test_workers_that_share_a_model_compute_what_one_does(
     workers: int, architectures: tuple[str, ...], tmp_path: Path
