@@ -79,8 +79,10 @@ def test_gated_delta_rule_starts_anew_with_each_example(
 
 @pytest.mark.parametrize(
     ("architecture", "operations"),
-    [(architecture, MLX) for architecture in HYBRIDS] + [("lfm2", CPU), ("mamba2", CPU)],
-    ids=str,
+    [
+        *(pytest.param(architecture, MLX, id=f"{architecture}-mlx") for architecture in HYBRIDS),
+        *(pytest.param(name, CPU, id=f"{name}-cpu") for name in ("lfm2", "mamba2")),
+    ],
 )
 def test_examples_of_a_line_give_what_each_gives_by_itself(
     architecture: str, operations: Operations, tmp_path: Any
