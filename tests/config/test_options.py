@@ -282,27 +282,24 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("option", NUMBERS)
 @pytest.mark.parametrize(
     "value", [float("nan"), float("inf"), "-inf", "nan", "many", "", True, [1], {"a": 1}, b"1"]
 )
-def test_what_is_no_finite_number_is_named_with_its_option(option: str, value: Any) -> None:
-    (found,) = problems(**{option: value})
+def test_what_is_no_finite_number_is_named_with_its_option(value: Any) -> None:
+    for option in NUMBERS:
+        (found,) = problems(**{option: value})
+        assert found.startswith(f"{flag(option)} must be a ")
 
-    assert found.startswith(f"{flag(option)} must be a ")
 
-
-@pytest.mark.parametrize("option", NUMBERS)
 @pytest.mark.parametrize("value", [10**400, -(10**400)], ids=["huge", "hugely_negative"])
-def test_number_beyond_all_floats_is_taken_or_named_but_never_a_crash(
-    option: str, value: int
-) -> None:
-    try:
-        found = config(**{option: value})
-    except ConfigError as error:
-        assert [problem.split()[0] for problem in error.problems] == [flag(option)]
-    else:
-        assert getattr(found, option) == value > 0
+def test_number_beyond_all_floats_is_taken_or_named_but_never_a_crash(value: int) -> None:
+    for option in NUMBERS:
+        try:
+            found = config(**{option: value})
+        except ConfigError as error:
+            assert [problem.split()[0] for problem in error.problems] == [flag(option)]
+        else:
+            assert getattr(found, option) == value > 0
 
 
 @pytest.mark.parametrize("value", [2.5, "2.5", "1e3", "0x10", "two"])
