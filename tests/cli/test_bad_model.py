@@ -13,7 +13,6 @@ import pytest
 
 from tests.command import Cli, Outcome, files_in, finish, start
 from tests.models import write_tokenizer
-from tests.waiting import SECONDS
 
 # The model folder
 
@@ -273,15 +272,6 @@ def test_relative_folder_that_is_missing_is_not_looked_for_on_the_hub(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert train("--model-path", path).error == f"{path}: no such folder: check --model-path"
-
-
-def test_model_that_cannot_be_downloaded_is_one_line(tmp_path: Path, chat: Path) -> None:
-    # A port where nothing listens, and no cache.
-    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    arguments = ["--model-path", "nobody/nothing", "--data", chat, "--output", tmp_path / "a/b"]
-    error = finish(start("train", *arguments, env=environment), timeout=SECONDS).error
-    assert error.startswith("nobody/nothing: no such folder, and downloading it failed: ")
-    assert not (tmp_path / "a").exists()
 
 
 def test_advice_of_transformers_to_the_makers_of_a_model_is_not_shown(

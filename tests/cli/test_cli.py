@@ -16,8 +16,7 @@ import pytest
 from mlxtune.config import BenchConfig, DataConfig, InspectConfig, TrainConfig
 from mlxtune.config.fields import flag
 from mlxtune.errors import ConfigError, DataError, MlxTuneError
-from tests.command import Cli, Outcome, files_in, finish, read_terminal, start
-from tests.slow import slow
+from tests.command import Cli, Outcome, files_in, read_terminal, start
 
 
 @pytest.fixture
@@ -59,19 +58,15 @@ def test_help_shows_the_default_of_zero(cli: Cli) -> None:
     assert re.search(r"--dropout X [^\[]*\[default: 0\]", said)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["train", "--help"], ["inspect", "--help"], ["bench", "--help"], ["--version"]],
-)
-def test_help_loads_neither_mlx_nor_transformers_nor_numpy(arguments: list[str]) -> None:
+def test_version_loads_neither_mlx_nor_transformers_nor_numpy() -> None:
     code = (
         "import sys\n"
         "from mlxtune.cli import main\n"
-        "try: main(sys.argv[1:])\n"
+        "try: main(['--version'])\n"
         "finally: print(*sys.modules, file=sys.stderr)"
     )
     process = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     loaded = {name.partition(".")[0] for name in process.stderr.split()}
     assert "mlxtune" in loaded
@@ -250,10 +245,10 @@ def test_problems_of_config_file_and_flags_are_said_together(cli: Cli, tmp_path:
 
 
 def test_good_run_is_plain_lines_on_stderr_when_piped(
-    model: Path, chat: Path, output: Path
+    cli: Cli, model: Path, chat: Path, output: Path
 ) -> None:
     arguments = ["--model-path", model, "--data", chat, "--output", output, "--max-steps", 2]
-    outcome = finish(start("train", *arguments, "--log-every", 1))
+    outcome = cli("train", *arguments, "--log-every", 1)
     assert outcome.code == 0
     assert outcome.out == ""
     assert "\x1b" not in outcome.err
@@ -304,10 +299,9 @@ def test_dry_run_makes_no_folder(train: Cli, output: Path) -> None:
     assert not output.parent.exists()
 
 
-@pytest.mark.parametrize("columns", [100, slow(60)])
-def test_terminal_shows_a_live_bar(model: Path, chat: Path, output: Path, columns: int) -> None:
+def test_terminal_shows_a_live_bar(model: Path, chat: Path, output: Path) -> None:
     terminal, end = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "60"}
     arguments = [
         "--model-path",
         model,

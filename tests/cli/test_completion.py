@@ -1,4 +1,4 @@
-"""Completion as the shells ask for it: by an environment variable, in a process of its own."""
+"""Completion as the shells ask for it: by an environment variable."""
 
 from __future__ import annotations
 
@@ -6,29 +6,33 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.command import Cli
 from tests.paths import ROOT
 
 COMMAND = [sys.executable, "-m", "mlxtune"]
 
+Completed = Callable[..., list[str]]
 
-def completed(shell: str, *words: str, last: str = "") -> list[str]:
-    """Return what a shell is answered for `words`, the last of which is being typed."""
-    line = " ".join(["mlxtune", *words, last])
-    # fish gives the word itself, the others its place.
-    place = last if shell == "fish" else str(len(words) + 1)
-    environment = {
-        **os.environ,
-        "_MLXTUNE_COMPLETE": f"{shell}_complete",
-        "COMP_WORDS": line,
-        "COMP_CWORD": place,
-    }
-    process = subprocess.run(COMMAND, env=environment, capture_output=True, text=True, check=True)
-    assert process.stderr == ""
-    return process.stdout.split()
+
+@pytest.fixture
+def completed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Completed:
+    """Return the answer to a shell for words, the last of which is being typed."""
+
+    def run(shell: str, *words: str, last: str = "") -> list[str]:
+        monkeypatch.setenv("_MLXTUNE_COMPLETE", f"{shell}_complete")
+        monkeypatch.setenv("COMP_WORDS", " ".join(["mlxtune", *words, last]))
+        # fish gives the word itself, the others its place.
+        monkeypatch.setenv("COMP_CWORD", last if shell == "fish" else str(len(words) + 1))
+        outcome = cli()
+        assert (outcome.code, outcome.err) == (0, "")
+        return outcome.out.split()
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -39,11 +43,13 @@ def completed(shell: str, *words: str, last: str = "") -> list[str]:
         ("fish", ["plain,float32", "plain,float16"]),
     ],
 )
-def test_each_shell_is_given_the_choices_that_begin_so(shell: str, dtypes: list[str]) -> None:
+def test_each_shell_is_given_the_choices_that_begin_so(
+    completed: Completed, shell: str, dtypes: list[str]
+) -> None:
     assert completed(shell, "train", "--dtype", last="fl") == dtypes
 
 
-def test_commands_and_options_are_completed() -> None:
+def test_commands_and_options_are_completed(completed: Completed) -> None:
     assert "plain,train" in completed("bash", last="tr")
     assert completed("bash", "train", last="--val-sp") == ["plain,--val-split"]
     assert completed("bash", "runs", "--sort", last="tr") == ["plain,train"]
@@ -65,11 +71,11 @@ def test_commands_and_options_are_completed() -> None:
         ["import"],
     ],
 )
-def test_files_and_folders_are_left_to_the_shell(words: list[str]) -> None:
+def test_files_and_folders_are_left_to_the_shell(completed: Completed, words: list[str]) -> None:
     assert completed("bash", *words, last="da") == ["file,da"]
 
 
-def test_number_is_not_completed() -> None:
+def test_number_is_not_completed(completed: Completed) -> None:
     assert completed("bash", "train", "--rank", last="1") == []
 
 

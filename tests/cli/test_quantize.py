@@ -18,11 +18,12 @@ from mlxtune.errors import ConfigError, ModelError
 from tests.cli.test_resume import stop_after
 from tests.command import Cli
 from tests.models import write_model
+from tests.slow import slow
 
 STEPS = ("--max-steps", "4", "--targets", "all", "--lr", "1e-2")
 
 
-@pytest.mark.parametrize("name", ["4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4"])
+@pytest.mark.parametrize("name", ["4", "mxfp8", "nf4"])
 def test_each_format_trains_and_is_said(train: Cli, output: Path, name: str) -> None:
     done = train(*STEPS, "--quantize", name, quiet=False)
     assert done.code == 0, done.err
@@ -95,7 +96,7 @@ def test_gpu_takes_the_faster_form_and_prints_the_times(
     assert recorded(output) == "quantized"
 
 
-@pytest.mark.parametrize("first", ["quantized", "dequantized"])
+@pytest.mark.parametrize("first", ["quantized", slow("dequantized")])
 def test_resumed_run_keeps_the_form_whatever_is_faster_now(
     train: Cli, output: Path, on_gpu: Callable[[float, float], None], first: str
 ) -> None:
