@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 from tests.kernels import Kernel, Shown, kernel
 from tests.models import sums, write_chat
 from tests.paths import DOCS, ROOT
-from tests.slow import slow
+from tests.slow import long
 
 NOTEBOOK = DOCS / "notebook.ipynb"
 
@@ -103,7 +103,7 @@ def test_notebook_is_stored_without_outputs() -> None:
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
 
 
-@pytest.mark.parametrize("short", [True, slow(False)])
+@pytest.mark.parametrize("short", [True, long(False)])
 def test_notebook_runs_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: bool
 ) -> None:

@@ -15,8 +15,12 @@ from tests.paths import ROOT, SHARED
 # What trains on MLX's operations, from the step to the command.
 CORE = (
     *("tests/core/steps/test_pack.py", "tests/core/training/test_trainer.py"),
-    *("tests/backend/step/test_pipeline.py", "tests/backend/step/test_execution.py"),
+    "tests/backend/step/test_execution.py::test_step_equals_the_plain_one",
     "tests/cli/test_not_finite.py",
+)
+SLOW = (
+    *("tests/backend/step/test_pipeline.py", "tests/backend/step/test_execution.py"),
+    *("tests/commands/test_train.py", "tests/backend/adapters/test_checkpoints.py"),
 )
 LONG = (
     *("tests/core", "tests/config", "tests/views", "tests/commands", "tests/cli"),
@@ -51,5 +55,10 @@ def test_core_of_the_suite_runs_without_the_cpus_operations(copy: Path) -> None:
 
 
 @pytest.mark.slow
+def test_steps_and_runs_need_none_of_the_cpus_operations(copy: Path) -> None:
+    run_tests(copy, *SLOW)
+
+
+@pytest.mark.long
 def test_commands_and_adapters_run_without_the_cpus_operations(copy: Path) -> None:
     run_tests(copy, *LONG)

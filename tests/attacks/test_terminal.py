@@ -18,7 +18,7 @@ from mlxtune.core.run import checkpoint
 from tests.command import Cli, Outcome
 from tests.models import sums, write_chat
 from tests.paths import ROOT
-from tests.slow import slow, slow_except
+from tests.slow import long_except
 
 TITLE = "\x1b]0;owned\x07\x9b2J"
 
@@ -70,7 +70,7 @@ def test_push_shows_a_card_without_acting_on_it(cli: Cli, run: Path) -> None:
 
 @pytest.mark.parametrize(
     "pair",
-    slow_except(
+    long_except(
         [(command, record) for command in COMMANDS for record in RECORDS],
         *[("runs", "run.json"), ("report", "result.json"), ("push", "ledger.json")],
     ),
@@ -82,7 +82,7 @@ def test_records_do_not_control_the_terminal(cli: Cli, run: Path, pair: tuple[st
     assert is_plain(cli(command, run.parent if command == "push" else run, *more))
 
 
-@pytest.mark.parametrize("command", [slow("verify"), "train"])
+@pytest.mark.parametrize("command", ["train"])
 def test_options_of_a_checkpoint_do_not_control_the_terminal(
     cli: Cli, run: Path, command: str
 ) -> None:

@@ -19,6 +19,7 @@ from mlxtune.backend.models import packed
 from mlxtune.backend.models.loading import load_base
 from mlxtune.core.steps.execution import Execution
 from tests.backend.step.executions import model_folder
+from tests.slow import slow
 
 # The last bit of a number's fraction.
 LAST_BIT = {"bfloat16": 2**-7, "float16": 2**-10}
@@ -58,7 +59,7 @@ def replace_attention(
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", attention)
 
 
-@pytest.mark.parametrize("depth", [24, 64])
+@pytest.mark.parametrize("depth", [slow(24), 64])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_deep_model_packs_though_the_last_bit_of_attention_is_random(
     dtype: str, depth: int, texts: Texts, monkeypatch: pytest.MonkeyPatch

@@ -55,9 +55,13 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-@pytest.mark.parametrize("tokens_at_once", [1, 60, 10_000])
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-def test_each_examples_loss_is_that_of_full_logits(way: Execution, tokens_at_once: int) -> None:
+# Every way in several micro-batches, and some with one example or all in each.
+SIZED = [(way, 60) for way in WAYS]
+SIZED += [(way, tokens) for way in ("split head", "all") for tokens in (1, 10_000)]
+
+
+@pytest.mark.parametrize(("way", "tokens_at_once"), SIZED)
+def test_each_examples_loss_is_that_of_full_logits(way: str, tokens_at_once: int) -> None:
     base = load_base(model_folder("qwen3"), "float32")
     examples = fixed_step()
     wanted = expected(base.model, examples)
@@ -65,7 +69,7 @@ def test_each_examples_loss_is_that_of_full_logits(way: Execution, tokens_at_onc
         base.model,
         base.parameters,
         pytest.fail,
-        execution=replace(way, micro_batch_tokens=tokens_at_once),
+        execution=replace(WAYS[way], micro_batch_tokens=tokens_at_once),
     )
     np.testing.assert_allclose(evaluator.losses(examples), wanted, rtol=1e-5)
 

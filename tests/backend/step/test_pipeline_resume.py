@@ -23,7 +23,7 @@ from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
 from tests.models import VOCAB_SIZE, write_model
-from tests.slow import slow, slow_except
+from tests.slow import long_except, slow
 
 STEPS, STOP = 6, 3
 WAYS = {
@@ -69,7 +69,7 @@ def state(made: InstructPipeline) -> dict[str, bytes]:
     return {name: bytes(memoryview(value)) for name, value in tensors.items()}
 
 
-FOLDERS = slow_except(["qwen3", "gemma3_text", "quantised"], "qwen3")
+FOLDERS = long_except(["qwen3", "gemma3_text", "quantised"], "qwen3")
 
 
 @pytest.fixture(scope="module", params=FOLDERS)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch import needs_ring, run
-from tests.slow import slow
+from tests.slow import long, slow
 
 
 @needs_ring
@@ -21,7 +21,7 @@ def test_several_workers_compute_what_one_does(workers: int, tmp_path: Path) -> 
 @needs_ring
 @pytest.mark.parametrize(
     ("workers", "architectures"),
-    [(2, ("qwen3",)), slow(2, ())],
+    [(2, ("qwen3",)), slow(2, ("llama", "qwen3_moe")), long(2, ())],
 )
 def test_workers_that_share_a_model_compute_what_one_does(
     workers: int, architectures: tuple[str, ...], tmp_path: Path

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.config import OPTIONS
@@ -277,6 +277,7 @@ MESSAGES = st.lists(
         max_size=6,
     )
 )
+@settings(max_examples=5)
 def test_rows_are_the_same_from_every_kind_of_file(rows: list[dict[str, Any]]) -> None:
     pa = pytest.importorskip("pyarrow", reason="needs pyarrow to write parquet")
     from pyarrow import parquet

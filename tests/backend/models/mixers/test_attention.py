@@ -33,7 +33,7 @@ from tests.backend.step.executions import (
     gradients_of,
     model_folder,
 )
-from tests.slow import slow_except
+from tests.slow import slow, slow_except
 
 fused = mx.fast.scaled_dot_product_attention
 WINDOW_WAYS = {
@@ -127,7 +127,7 @@ def padded(length: int, window: int) -> Any:
     return create_attention_mask(mx.zeros((1, length, 8)), None, window_size=window)
 
 
-@pytest.mark.parametrize(("make", "cache"), [(in_line, LineCache()), (padded, None)])
+@pytest.mark.parametrize(("make", "cache"), [(in_line, LineCache()), slow(padded, None)])
 def test_long_windows_take_blocks_and_keep_less(make: Callable[..., Any], cache: Any) -> None:
     """A mask is known by its identity; one that a model changed is another."""
     length, window = 4096, 128
