@@ -140,7 +140,7 @@ def test_run_is_judged_and_benched_without_a_network(
         assert without_network(no_network, *command).code == 0
 
 
-@pytest.mark.parametrize(("cpu", "metal"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(("cpu", "metal"), [(False, True), (False, False)])
 def test_a_run_is_planned_with_metal_and_without(
     cpu: bool, metal: bool, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

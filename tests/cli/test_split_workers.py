@@ -12,7 +12,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from mlxtune import TrainConfig, train
-from mlxtune.errors import ConfigError
+from mlxtune.backend.models.loading import open_base
+from mlxtune.backend.workers import split
+from mlxtune.errors import ConfigError, ModelError
 from tests.cli.test_workers import adapter, arguments, has_ended, resumed, steps_in
 from tests.launch import launched, needs_ring, pid_of, run
 from tests.models import sums, write_chat, write_model
@@ -84,6 +86,7 @@ def test_a_killed_worker_ends_both_and_they_resume_to_the_byte(whole: Path, tmp_
 
 
 @needs_ring
+@pytest.mark.slow
 def test_a_model_that_cannot_be_split_is_named_before_its_weights_are_read(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "gemma3_text")
     data = write_chat(tmp_path / "data.jsonl", sums(8))
@@ -91,6 +94,15 @@ def test_a_model_that_cannot_be_split_is_named_before_its_weights_are_read(tmp_p
     said = run(2, arguments(tmp_path, **options), tmp_path / "log")
     assert "--parallel tensor cannot split models of type gemma3_text, only glm4_moe" in said
     assert "Traceback" not in said
+
+
+def test_a_model_that_workers_cannot_share_is_named(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "gemma", "gemma3_text")
+    with pytest.raises(ModelError, match=r"cannot split models of type gemma3_text, only glm4_moe"):
+        split._check(open_base(model, "float32"), 2)
+    model = write_model(tmp_path / "qwen", "qwen3")
+    with pytest.raises(ModelError, match=r"over 3 workers: its \w+ is \d+: start as many"):
+        split._check(open_base(model, "float32"), 3)
 
 
 def test_options_that_do_not_go_with_a_split_model_are_refused(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from tests.slow import long, slow
 
 
 @needs_ring
-@pytest.mark.parametrize("workers", [2, slow(3)])
-def test_several_workers_compute_what_one_does(workers: int, tmp_path: Path) -> None:
-    said = run(workers, ["-m", "tests.backend.step.on_workers"], tmp_path / "log")
+@pytest.mark.parametrize(("workers", "cases"), [(2, ()), slow(3, ("all",))])
+def test_several_workers_compute_what_one_does(
+    workers: int, cases: tuple[str, ...], tmp_path: Path
+) -> None:
+    said = run(workers, ["-m", "tests.backend.step.on_workers", *cases], tmp_path / "log")
     for worker in range(workers):
         assert f"worker {worker}: done" in said, said
 
