@@ -257,6 +257,11 @@ def archive_previous_run(run: Path) -> Path | None:
             if path.name in _FILES:
                 remove_file(moving / path.name)
             move(path, moving / path.name)
+        if not checkpoint_folders(moving) and not os.path.lexists(moving / METRICS):
+            # It was stopped before its first record.
+            discard(moving)
+            mark(run)
+            return None
         number = max(previous_number(path.name) or 0 for path in [moving, *paths]) + 1
         previous = run / f"previous-{number}"
         move(moving, previous)

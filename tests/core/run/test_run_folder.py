@@ -150,6 +150,13 @@ def test_links_in_place_of_folders_are_not_followed(tmp_path: Path) -> None:
     assert (mine / "notes.txt").read_text() == "mine"
 
 
+def test_run_without_a_record_is_not_kept(tmp_path: Path) -> None:
+    for name in (MARK, "run.json", "ledger.json"):
+        (tmp_path / name).write_text("")
+    assert archive_previous_run(tmp_path) is None
+    assert names_in(tmp_path) == []
+
+
 def test_name_that_is_taken_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "previous-7").write_text("mine")
     run_in(tmp_path, "first")
