@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 
 VOCAB_SIZE = 320
 CONTROL_TOKENS = ("<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>")
@@ -144,6 +145,15 @@ def write_tokenizer(
         **({"bos_token": "<bos>"} if bos else {}),
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+def write_adapter_config(folder: Path, config: dict[str, Any]) -> None:
+    """Give an adapter another config, beside it and in its own metadata."""
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    weights = folder / "adapters.safetensors"
+    safetensors.numpy.save_file(
+        safetensors.numpy.load_file(weights), weights, {"adapter_config": json.dumps(config)}
+    )
 
 
 def write_chat(path: Path, rows: Iterable[Any]) -> Path:

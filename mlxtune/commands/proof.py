@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.backend.adapters import proof
-from mlxtune.backend.adapters.attach import base_options, load_adapted
+from mlxtune.backend.adapters.attach import base_options, check_base, load_adapted
 from mlxtune.backend.adapters.certificate import CERTIFICATE, Certificate, WeightCheck, check
 from mlxtune.backend.adapters.files import find_adapter, read_info
 from mlxtune.backend.adapters.formats.adapter import Adapter
@@ -73,6 +73,7 @@ def find_source(config: OutgoingConfig) -> Source:
     info, (metadata, run) = read_info(weights), metadata_of(weights)
     relative_to = str(metadata.get("working_directory") or "")
     folder = find_base(config, info.model, relative_to, str(weights), run)
+    check_base(weights, folder, other_base=config.other_base)
     base = open_base(folder, "float32", trust_remote_code=config.trust_remote_code)
     adapter = read_mlx_lm(weights, projections_of(base.model))
     quantization = base_options(weights, folder, trust_remote_code=config.trust_remote_code)

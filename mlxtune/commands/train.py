@@ -10,8 +10,8 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from mlxtune.backend.adapters.attach import base_mismatch
-from mlxtune.backend.adapters.files import check_replaceable, find_adapter
+from mlxtune.backend.adapters.attach import base_mismatch, check_base
+from mlxtune.backend.adapters.files import check_beside, check_replaceable, find_adapter
 from mlxtune.backend.device import memory
 from mlxtune.backend.forward import operations
 from mlxtune.backend.models import loading, model_folder
@@ -131,6 +131,9 @@ def train(
         # A missing folder is made only once there is something to put into it.
         if is_locked := not dry_run and config.checkpoint_path.is_dir():
             lock_folder(config, resume, held)
+        if config.init_adapter is not None and resume is None:
+            weights = find_adapter(config.init_adapter, "--init-adapter")
+            check_base(weights, folder, other_base=config.other_base)
         setup = prepare(folder, worker_run, None if dry_run else held, resume)
         ledgers = setup.dataset.ledgers
         with (
@@ -139,6 +142,7 @@ def train(
         ):
             trainer = make_trainer(setup, worker_run, asked, stop_after, watch)
             print_plan(config, setup, trainer, console)
+            check_beside(config.output_path, setup.pipeline.lora.written_config)
             if resume is not None:
                 check_resumed(resume, trainer, console)
             check_workers(worker_run, trainer, resume)

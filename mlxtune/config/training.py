@@ -234,6 +234,12 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
     overwrite: bool = Section.RUN.option(
         False, "Start over if the folder holds an unfinished run.", PLACES, inherited=False
     )
+    other_base: bool = Section.LORA.option(
+        False,
+        "Use an adapter that was trained on another base model.",
+        EXECUTION,
+        inherited=False,
+    )
     wait: bool = Section.RUN.option(
         False,
         "Wait if other runs hold the memory, instead of failing.",

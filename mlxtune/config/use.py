@@ -167,6 +167,7 @@ class FuseConfig(ImportConfig):
         "dtype",
         help="Dtype of the proof; auto is the model's own on a GPU, else float32.",
     )
+    other_base: bool = same(TrainConfig, "other_base")
     dequantize: bool = Section.EXPORT.option(False, "Dequantise the base model's weights.", COMMAND)
     force: bool = Section.EXPORT.option(
         False, "Quantise the trained projections as the base does, whatever that loses.", COMMAND
@@ -192,6 +193,7 @@ class ExportConfig(ImportConfig):
         required=True,
     )
     dtype: str = same(FuseConfig, "dtype")
+    other_base: bool = same(TrainConfig, "other_base")
     json: bool = same(FuseConfig, "json")
 
 

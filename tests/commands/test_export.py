@@ -315,6 +315,8 @@ def test_problems_are_one_line_that_names_them(
     assert "already holds other files" in cli("fuse", *good, "--overwrite", "--quiet").error
     elsewhere = ["--adapter", adapter, "--output", tmp_path / "p", "--quiet"]
     other = write_model(tmp_path / "wide", "llama", hidden_size=32)
-    assert "the adapter is for" in cli("fuse", *elsewhere, "--model-path", other).error
+    named = [*elsewhere, "--model-path", other]
+    assert "was trained on another base model" in cli("fuse", *named).error
+    assert "the adapter is for" in cli("fuse", *named, "--other-base").error
     assert files_in(tmp_path / "o") == ["thesis.txt"]
     assert not (tmp_path / "p").exists()

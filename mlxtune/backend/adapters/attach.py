@@ -34,6 +34,7 @@ from mlxtune.backend.models.quantize import (
     quantization_of,
 )
 from mlxtune.config import InstructConfig
+from mlxtune.core.files.hashing import base_fingerprint, is_same_base
 from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.errors import ConfigError, ModelError, one_line
 
@@ -123,6 +124,28 @@ def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False
             "name the full-precision model"
         )
     return {}
+
+
+def base_difference(weights: Path, folder: Path) -> str | None:
+    """Return how the base of an adapter differs from a model's folder; None if it does not.
+
+    Adapters of other tools have no fingerprint of it. Raises ModelError.
+    """
+    info, own = read_info(weights), base_fingerprint(folder)
+    trained = info.mlxtune.get("base")
+    # A forged or a later one says nothing.
+    if not isinstance(trained, Mapping) or trained.keys() != own.keys():
+        return None
+    if is_same_base(trained, own):
+        return None
+    named = f", {info.model!r:.100}" if info.model else ""
+    return f"{weights}: was trained on another base model{named}, not on {folder}"
+
+
+def check_base(weights: Path, folder: Path, *, other_base: bool) -> None:
+    """Raise ModelError if an adapter's base differs from a model's folder, unless that is meant."""
+    if not other_base and (problem := base_difference(weights, folder)) is not None:
+        raise ModelError(f"{problem}: give the right --model-path, or --other-base if it is meant")
 
 
 def base_mismatch(weights: Path, base: BaseModel, *, trust_remote_code: bool = False) -> str | None:

@@ -15,6 +15,7 @@ import safetensors.numpy
 
 from mlxtune.config.fields import as_path
 from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
+from mlxtune.config.limits import parse_json
 from mlxtune.config.ranks import alpha_of
 from mlxtune.core.files.files import read_json, write_file
 from mlxtune.core.files.tensor_files import TensorHeader, TensorInfo, read_header
@@ -22,6 +23,8 @@ from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, OutputError, one_line
 
+# The entry of an adapter's metadata that holds its config.
+OWN_CONFIG = "adapter_config"
 LEAVES = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.(.+)")
 # Dtypes as a header names them.
@@ -81,6 +84,37 @@ def check_replaceable(weights: Path) -> None:
             )
 
 
+def check_beside(weights: Path, described: Mapping[str, Any]) -> None:
+    """Raise OutputError if the folder has another adapter, whose config another would replace.
+
+    `described` are entries of the config to write, of which any may differ.
+    """
+    try:
+        config = read_json(weights.with_name(ADAPTER_CONFIG), CONFIG_LIMITS)
+    except (OSError, ValueError):
+        return
+    others = (path for path in weights.parent.glob("*.safetensors") if path != weights)
+    if _same(config, described) or not any(map(_holds_adapter, others)):
+        return
+    folder = weights.with_suffix("") / ADAPTER
+    raise OutputError(
+        f"{weights}: another adapter's {ADAPTER_CONFIG} is there, with other options, and mlx-lm "
+        f"reads one for all: give this adapter a folder of its own: --output {folder}"
+    )
+
+
+def _same(config: Mapping[str, Any], described: Mapping[str, Any]) -> bool:
+    """Return whether a config has all these entries, in its objects too."""
+    for name, value in described.items():
+        found = config.get(name)
+        if isinstance(value, Mapping):
+            if not isinstance(found, Mapping) or not _same(found, value):
+                return False
+        elif found != value:
+            return False
+    return True
+
+
 def _holds_adapter(path: Path) -> bool:
     return any(".lora_" in name for name in read_header(path).tensors)
 
@@ -91,17 +125,31 @@ def _describes_adapter(path: Path) -> bool:
 
 
 def read_adapter_config(weights: Path) -> dict[str, Any]:
-    """Return the adapter_config.json, mlx-lm's or PEFT's, next to an adapter. Raises ModelError."""
-    path = weights.with_name(ADAPTER_CONFIG)
+    """Return the adapter_config.json, mlx-lm's or PEFT's, next to an adapter. Raises ModelError.
+
+    What the adapter's own metadata says of it wins, as the file beside it may be another adapter's.
+    """
+    path, own = weights.with_name(ADAPTER_CONFIG), _own_config(weights)
     try:
         # It may be a link: Hugging Face's cache consists of links.
-        return read_json(Path(os.path.realpath(path)), CONFIG_LIMITS)
-    except FileNotFoundError:
-        raise ModelError(
-            f"{path}: is missing: copy it there from where the adapter was trained"
-        ) from None
+        return read_json(Path(os.path.realpath(path)), CONFIG_LIMITS) | own
     except (OSError, ValueError) as error:
+        if own:
+            return own
+        if isinstance(error, FileNotFoundError):
+            raise ModelError(
+                f"{path}: is missing: copy it there from where the adapter was trained"
+            ) from None
         raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
+
+
+def _own_config(weights: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):  # whoever reads its tensors names the problem
+        own = read_header(weights).metadata.get(OWN_CONFIG, "{}")
+        config = parse_json(own.encode(), CONFIG_LIMITS, weights.name)
+        if isinstance(config, dict):
+            return config
+    return {}
 
 
 def read_info(weights: Path) -> AdapterInfo:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -79,6 +80,12 @@ class LoRASummary:
     def keys(self) -> tuple[str, ...]:
         """The paths of the targets within a layer."""
         return tuple(match.path for match in self.matches if match.parameters)
+
+    @property
+    def written_config(self) -> dict[str, Any]:
+        """What adapter_config.json says of it that decides how another tool loads it."""
+        loaded = {"rank": self.written_rank, "scale": self.scale, "keys": sorted(self.keys)}
+        return {"fine_tune_type": self.kind, "lora_parameters": loaded}
 
     @property
     def modules(self) -> int:

@@ -39,6 +39,7 @@ from mlxtune.backend.models.quantize import (
 )
 from mlxtune.backend.models.timed_products import TimedProducts, time_products
 from mlxtune.backend.models.weight_headers import NOT_TEXT
+from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.core.text import count, short_number
 from mlxtune.errors import ModelError, one_line
 
@@ -218,6 +219,11 @@ def base_quantization(base: BaseModel) -> dict[str, Any]:
     if base.quantize is None:
         return {}
     return {"quantize": base.quantize, "double_quant": base.double_quant}
+
+
+def base_record(base: BaseModel) -> dict[str, Any]:
+    """Return what adapters record of their base: its fingerprint, and how it was quantised."""
+    return {"base": base_fingerprint(base.folder), **base_quantization(base)}
 
 
 def slow_products(base: BaseModel) -> str | None:

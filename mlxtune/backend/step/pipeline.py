@@ -43,7 +43,7 @@ class InstructPipeline:
 
     Applies LoRA to `model`, an mlx-lm model, which stays frozen otherwise. `execution` changes
     neither loss nor gradient; its micro-batches are halved, and `warn` called, where memory runs
-    out. Written adapters record `base_model` and `base_quantization`, how it was quantised while
+    out. Written adapters record `base_model` and `base_record`, how it was quantised while
     loading. Unless `fresh`, LoRA gets its values from `restore`, and `initial_hash` is the SHA-256
     of the adapter that it once started from, if it did. `provenance` returns further entries of a
     checkpoint's metadata. With several `workers`, each has a pipeline that is given the same steps,
@@ -59,7 +59,7 @@ class InstructPipeline:
         *,
         execution: Execution | None = None,
         base_model: str = "",
-        base_quantization: Mapping[str, Any] | None = None,
+        base_record: Mapping[str, Any] | None = None,
         fresh: bool = True,
         initial_hash: str | None = None,
         provenance: Callable[[], Mapping[str, Any]] = dict,
@@ -84,7 +84,7 @@ class InstructPipeline:
         moments = 2 * 4 * self.lora.trainable_parameters
         self.losses = ExampleLosses(self.forward, self.runner, parameters, workers, held=moments)
         self._workers = workers
-        self._base = base_model, base_quantization
+        self._base = base_model, base_record
         self._provenance = provenance
         self.initial_hash = initialise.initialise(model, self.lora) if fresh else initial_hash
         self.vectors = LoRAVectors(model, apart=config.lr_ratio != 1)

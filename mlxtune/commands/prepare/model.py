@@ -5,8 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.adapters.attach import Adapted, base_mismatch, base_options, load_adapted
-from mlxtune.backend.adapters.files import find_adapter, read_adapter_config
+from mlxtune.backend.adapters.attach import (
+    Adapted,
+    base_difference,
+    base_mismatch,
+    base_options,
+    load_adapted,
+)
+from mlxtune.backend.adapters.files import find_adapter
 from mlxtune.backend.device import memory
 from mlxtune.backend.forward.gate_kernels import gate_kernels_problem
 from mlxtune.backend.models import loading, model_folder
@@ -68,7 +74,7 @@ def build_pipeline(
         fresh=resume is None,
         initial_hash=resumed.get("init_adapter_hash"),
         provenance=provenance,
-        base_quantization=loading.base_quantization(base),
+        base_record=loading.base_record(base),
         warn=console.warn,
         workers=workers,
     )
@@ -108,8 +114,6 @@ def find_model(config: UseConfig) -> Path:
     """
     folder = model_folder.find_folder(config.model_path)
     model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
-    if config.adapter is not None:
-        read_adapter_config(find_adapter(config.adapter))
     _base_options(config, folder)
     return folder
 
@@ -137,10 +141,9 @@ def load_model(
     elif config.quantize is not None and base_mismatch(
         adapted.weights, base, trust_remote_code=config.trust_remote_code
     ):
-        console.warn(
-            "the adapter was trained on another base: --quantize disagrees with its "
-            "adapter_config.json"
-        )
+        console.warn("--quantize gives another base than the adapter was trained on")
+    if (problem := base_difference(adapted.weights, base.folder)) is not None:
+        console.warn(f"{problem}: its answers and losses are not those of its training")
     return LoadedModel(base, adapted)
 
 

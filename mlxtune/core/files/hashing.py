@@ -1,17 +1,22 @@
-"""The hash of a model, over the files of its folder that determine its computation."""
+"""The hash of a model over all files that determine what it computes, and a quick fingerprint."""
 
 import hashlib
+import json
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
 from mlxtune.core.files.files import file_hash, make_folder, read_json, write_json
+from mlxtune.core.files.reading import open_regular
+from mlxtune.core.files.tensor_files import read_header
 from mlxtune.errors import ModelError, OutputError
 
 # The cache of file hashes by path, with the size and times that the file had.
 FILE = "hashes.json"
 _KEPT = 1000
+_PARTS = ("layout", "weights", "vectors")
 
 
 def hash_in_background(folder: Path, cache: Path | None) -> Future[str]:
@@ -27,6 +32,42 @@ def hash_in_background(folder: Path, cache: Path | None) -> Future[str]:
     # A daemon, unlike an executor's threads: it must not delay the end of the process.
     Thread(target=compute, daemon=True).start()
     return result
+
+
+def base_fingerprint(folder: Path) -> dict[str, str]:
+    """Return hashes of a model's weights that take milliseconds.
+
+    `layout` is over their names, dtypes and shapes, `weights` over 64 bytes of each, and `vectors`
+    over the norms and biases, which stay the same when matrices are quantised. None depends on how
+    the weights are split into files. Raises ModelError if a file cannot be read.
+    """
+    parts: dict[str, list[str]] = {name: [] for name in _PARTS}
+    try:
+        for path in folder.glob("model*.safetensors"):
+            tensors = read_header(path).tensors
+            with open_regular(path) as file:
+                length = int.from_bytes(file.read(8), "little")
+                places = json.loads(file.read(length))
+                for name, info in tensors.items():
+                    start, end = places[name]["data_offsets"]
+                    file.seek(8 + length + start + (end - start) // 128 * 64)
+                    middle = f"{name} {file.read(min(64, end - start)).hex()}"
+                    parts["layout"].append(f"{name} {info.dtype} {info.shape}")
+                    parts["weights"].append(middle)
+                    if len(info.shape) == 1:
+                        parts["vectors"].append(middle)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder}: cannot be read: {error}") from error
+    return {
+        name: hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:32]
+        for name, lines in parts.items()
+    }
+
+
+def is_same_base(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Return whether two fingerprints are of the same model, perhaps one of them quantised."""
+    layout, weights, vectors = (one[name] == other[name] for name in _PARTS)
+    return weights if layout else vectors
 
 
 def model_hash(folder: Path, cache: Path | None) -> str:

@@ -15,7 +15,7 @@ from mlxtune.backend.adapters.attach import find_adapter, load_adapted
 from mlxtune.backend.models.loading import load_base
 from mlxtune.errors import ModelError
 from tests.experts import EXPERTS
-from tests.models import sums, write_chat, write_model
+from tests.models import sums, write_adapter_config, write_chat, write_model
 
 TOKENS = [[5, 17, 80, 3]]
 
@@ -121,7 +121,7 @@ def test_config_that_says_nothing_is_an_error(
     model, adapter = trained
     shutil.copy(adapter / "adapters.safetensors", tmp_path)
     config = json.loads((adapter / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
+    write_adapter_config(tmp_path, config | change)
     with pytest.raises(ModelError, match=said):
         load_adapted(load_base(model, "float32"), str(tmp_path))
 
@@ -132,10 +132,9 @@ def test_rank_that_is_not_that_of_the_tensors_makes_nothing_of_that_size(
 ) -> None:
     model, adapter = trained
     shutil.copytree(adapter, tmp_path / "adapter")
-    path = tmp_path / "adapter" / "adapter_config.json"
-    config = json.loads(path.read_text())
+    config = json.loads((adapter / "adapter_config.json").read_text())
     config["lora_parameters"]["rank"] = rank
-    path.write_text(json.dumps(config))
+    write_adapter_config(tmp_path / "adapter", config)
     with pytest.raises(ModelError, match=r"gives rank|no valid rank|more than 100 digits"):
         load_adapted(load_base(model, "float32"), str(tmp_path / "adapter"))
 

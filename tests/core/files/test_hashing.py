@@ -6,10 +6,17 @@ import hashlib
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 from mlxtune.core.files import hashing
-from mlxtune.core.files.hashing import hash_in_background, model_hash
+from mlxtune.core.files.hashing import (
+    base_fingerprint,
+    hash_in_background,
+    is_same_base,
+    model_hash,
+)
 from mlxtune.errors import ModelError
 
 
@@ -91,3 +98,26 @@ def test_file_that_cannot_be_read_is_an_error_when_the_hash_is_asked_for(folder:
     computing = hash_in_background(folder, None)
     with pytest.raises(ModelError, match="cannot be read"):
         computing.result()
+
+
+def test_fingerprint_tells_weights_apart_but_not_how_they_are_stored(tmp_path: Path) -> None:
+    def write(name: str, *files: dict[str, np.ndarray]) -> dict[str, str]:
+        (tmp_path / name).mkdir()
+        for number, tensors in enumerate(files):
+            safetensors.numpy.save_file(tensors, tmp_path / name / f"model-{number}.safetensors")
+        return base_fingerprint(tmp_path / name)
+
+    rng = np.random.default_rng(0)
+    matrix, norm, bias = (rng.standard_normal(n).astype("f4") for n in ((64, 64), 64, 2))
+    whole = write("whole", {"q.weight": matrix, "norm.weight": norm, "q.bias": bias})
+    parts = write("parts", {"q.weight": matrix}, {"norm.weight": norm, "q.bias": bias})
+    assert parts == whole
+    tuned = write("tuned", {"q.weight": matrix * 1.01, "norm.weight": norm, "q.bias": bias})
+    assert not is_same_base(whole, tuned)
+    codes = {"q.weight": np.ones((64, 8), "u4"), "q.scales": np.ones((64, 1), "f4")}
+    assert is_same_base(whole, write("codes", codes | {"norm.weight": norm, "q.bias": bias}))
+    other = codes | {"norm.weight": norm + 1, "q.bias": bias}
+    assert not is_same_base(whole, write("other", other))
+    (tmp_path / "whole" / "model-0.safetensors").write_bytes(b"broken")
+    with pytest.raises(ModelError, match="cannot be read"):
+        base_fingerprint(tmp_path / "whole")

@@ -10,6 +10,7 @@ from mlx_lm.tuner.utils import load_adapters
 
 from mlxtune.backend.adapters.files import (
     LEAVES,
+    OWN_CONFIG,
     adapter_header,
     module_names,
     read_info,
@@ -68,9 +69,9 @@ def tensors_of(modules: Mapping[str, Update]) -> dict[str, Matrix]:
 def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
     """Write an adapter's file, and adapter_config.json next to it, each whole or not at all.
 
+    The file's metadata holds the config too, as another adapter may replace the one beside it.
     Tensors are sorted by name, so that equal adapters are equal bytes. Raises OutputError.
     """
-    write_tensors(weights, tensors_of(adapter.modules), {"format": "mlx"})
     config = {
         "fine_tune_type": "dora" if adapter.is_dora else "lora",
         "model": adapter.model,
@@ -82,7 +83,15 @@ def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
             "keys": sorted({path_in_layer(name)[1] for name in adapter.modules}),
         },
     }
-    write_json(weights.with_name(ADAPTER_CONFIG), config | dict(adapter.settings))
+    config |= adapter.settings
+    # Without the model's path, which is not for others to read.
+    own = {name: value for name, value in config.items() if name != "model"}
+    write_tensors(
+        weights,
+        tensors_of(adapter.modules),
+        {"format": "mlx", OWN_CONFIG: json.dumps(own, sort_keys=True)},
+    )
+    write_json(weights.with_name(ADAPTER_CONFIG), config)
 
 
 def copy_mlx_lm(weights: Path, folder: Path) -> None:

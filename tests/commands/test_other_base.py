@@ -1,0 +1,103 @@
+"""An adapter on another base model than its own, and beside another adapter."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlxtune.backend.adapters.files import read_info
+from mlxtune.commands.train import train
+from mlxtune.config import TrainConfig
+from tests.command import Cli
+from tests.models import sums, write_chat, write_model
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, a tune of it, chat data, and an adapter of the model in `out`."""
+    home = tmp_path_factory.mktemp("home")
+    base = write_model(home / "base", "qwen3")
+    tune = Path(shutil.copytree(base, home / "tune"))
+    file = tune / "model.safetensors"
+    weights = mx.load(str(file))
+    assert isinstance(weights, dict)
+    weights = {name: value * 1.01 for name, value in weights.items()}
+    mx.save_safetensors(str(file), weights, {"format": "mlx"})
+    write_chat(home / "chat.jsonl", sums(12))
+    train(config(home, "out/adapters.safetensors"))
+    return home
+
+
+def config(home: Path, output: str, **changes: object) -> TrainConfig:
+    paths = {"model_path": str(home / "base"), "data": str(home / "chat.jsonl")}
+    fixed = {"max_steps": 1, "val_split": 0.0, "samples": 0, "quiet": True}
+    return TrainConfig(**{**paths, "output": str(home / output), **fixed, **changes})  # type: ignore[arg-type]
+
+
+def test_commands_that_show_warn_of_another_base(cli: Cli, home: Path) -> None:
+    asked = ["--adapter", home / "out", "--data", home / "chat.jsonl", "--json"]
+    other = cli("eval", "--model-path", home / "tune", *asked)
+    assert other.code == 0
+    assert "was trained on another base model" in other.err
+    assert "another base" not in cli("eval", "--model-path", home / "base", *asked).err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("fuse", "--adapter"),
+        ("export", "--format", "peft", "--adapter"),
+        ("train", "--data", "chat.jsonl", "--max-steps", 1, "--val-split", 0, "--init-adapter"),
+    ],
+)
+def test_commands_that_write_refuse_another_base(
+    cli: Cli, home: Path, tmp_path: Path, command: tuple[object, ...]
+) -> None:
+    given = [home / each if each == "chat.jsonl" else each for each in command]
+    asked = [*given, home / "out", "--model-path", home / "tune", "--output", tmp_path / "to" / "a"]
+    refused = cli(*asked)
+    assert refused.code == 1
+    assert "give the right --model-path, or --other-base if it is meant" in refused.error
+    assert not (tmp_path / "to" / "a").exists()
+    assert cli(*asked, "--other-base").code == 0
+
+
+def test_adapter_of_another_tool_has_no_fingerprint(cli: Cli, home: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(home / "out", tmp_path / "out"))
+    weights = folder / "adapters.safetensors"
+    tensors = mx.load(str(weights))
+    assert isinstance(tensors, dict)
+    mx.save_safetensors(str(weights), tensors, {"format": "mlx"})
+    beside = json.loads((folder / "adapter_config.json").read_text())
+    del beside["mlxtune"]
+    (folder / "adapter_config.json").write_text(json.dumps(beside))
+    asked = ["--adapter", folder, "--data", home / "chat.jsonl", "--json"]
+    assert "another base" not in cli("eval", "--model-path", home / "tune", *asked).err
+
+
+def test_output_beside_an_adapter_with_other_options_needs_its_own_folder(
+    cli: Cli, home: Path
+) -> None:
+    paths = ["--model-path", home / "base", "--data", home / "chat.jsonl", "--max-steps", 1]
+    asked = ["train", *paths, "--val-split", 0, "--samples", 0, "--output"]
+    refused = cli(*asked, home / "out" / "b.safetensors", "--alpha", 160)
+    assert refused.code == 1
+    own = home / "out" / "b" / "adapters.safetensors"
+    assert f"give this adapter a folder of its own: --output {own}" in refused.err
+    assert cli(*asked, home / "out" / "c.safetensors").code == 0
+
+
+def test_config_in_the_adapter_wins_over_the_file_beside_it(home: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(home / "out", tmp_path / "out"))
+    before = read_info(folder / "adapters.safetensors")
+    beside = json.loads((folder / "adapter_config.json").read_text())
+    beside["lora_parameters"]["scale"] = 20.0
+    (folder / "adapter_config.json").write_text(json.dumps(beside))
+    assert read_info(folder / "adapters.safetensors") == before
+    (folder / "adapter_config.json").unlink()
+    assert read_info(folder / "adapters.safetensors").scale == before.scale
+    assert str(home).encode() not in (folder / "adapters.safetensors").read_bytes()
