@@ -1,5 +1,6 @@
 """mlx-lm's adapter folder: read, written, copied, and loaded by mlx-lm itself."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
