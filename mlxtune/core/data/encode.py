@@ -22,6 +22,8 @@ from mlxtune.core.data.template import Rendered, Rendering, Template
 _CHUNK_ROWS = 512
 # Tokenizers take some 200 bytes for each character of what they encode at once.
 _CHUNK_CHARACTERS, _MOST_CHARACTERS = 2**21, 2**22
+# Of the prompts of a text that are encoded one by one: a minute.
+_MOST_PROMPTS = 2**25
 _PREFETCHED_ROWS = 32
 # The texts right before answers are short and recur: their tokens are cached.
 _CACHED_TAILS = 4096
@@ -248,7 +250,10 @@ class Encoder:
             if any(one.assistant_mask.any() for one in examples):
                 yield examples
             else:
-                skipped.add(row, BadRow("the tokenizer gives no token for the answer"))
+                problem = "the tokenizer gives no token for the answer"
+                if not len(examples[0]):
+                    problem = "its turns are too many to encode"
+                skipped.add(row, BadRow(problem))
 
     def _tokenize(self, rendered: Sequence[tuple[int, Rendering]]) -> EncodedRows:
         texts = [text.text for _, rendering in rendered for text in rendering.texts]
@@ -276,6 +281,9 @@ class Encoder:
         spans = [span for span in ranges if span is not None]
         if len(spans) == len(ranges):
             yield self._example(row, text, whole.ids, spans)
+            return
+        if sum(start for start, _ in text.spans) > _MOST_PROMPTS:
+            yield Example(row, np.zeros(0, np.int32), np.zeros(0, np.uint8))
             return
         prompts = self._encoded(text.text[:start] for start, _ in text.spans)
         for prompt, (start, end) in zip(prompts, text.spans, strict=True):

@@ -193,6 +193,19 @@ def test_turns_stay_one_example_where_what_begins_a_text_is_tokenised_otherwise(
     assert tokenizer.decode(example.tokens) == "<|im_start|>a b c\nd<|im_end|>\n"
 
 
+def test_row_whose_prompts_take_minutes_to_encode_is_skipped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = PatternTokenizer(r"assistant\n(?!H)|\n|\w+|.")
+    turns = [("user", "Hi"), ("assistant", "H")] * 20
+    monkeypatch.setattr(encode_module, "_MOST_PROMPTS", 5000)
+    few, _, _ = encode(tokenizer, converse(*turns[:4]))
+    _, _, skipped = encode(tokenizer, converse(*turns))
+
+    assert len(few) == 2
+    assert skipped.counts == {"its turns are too many to encode": 1}
+
+
 def test_prompt_has_its_own_tokens_also_where_the_answer_would_change_them() -> None:
     # "assistant\n" is one token, but two before an H: no token crosses the edge, and yet the
     # whole does not begin with the prompt's tokens.
