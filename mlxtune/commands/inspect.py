@@ -77,7 +77,9 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection
     """Make the inspection of a data set."""
     if dataset.validation is None:
         identities = dataset.corpus.identities
-        _, held_out = order.split_rows(identities, config.val_split, config.seed, config.val_rows)
+        _, held_out = order.hold_out_rows(
+            identities, config.val_split, config.seed, config.val_rows
+        )
         dataset.hold_out(held_out)
     else:
         trained = dataset.corpus.num_rows

@@ -18,7 +18,7 @@ import pytest
 from mlx_lm.utils import load
 
 from mlxtune import TrainConfig, TrainResult, train
-from mlxtune.core.steps.order import split_rows
+from mlxtune.core.steps.order import hold_out_rows
 
 STEPS, VAL_ROWS = 10, 8
 FLAGS = (
@@ -105,4 +105,5 @@ def held_out_rows(shared: Path) -> list[Any]:
     lines = rows_of(shared)
     # Rows that are the same stand on one side.
     identities = [lines.index(line) for line in lines]
-    return [json.loads(lines[i])["messages"] for i in split_rows(identities, 0.2, 42, VAL_ROWS)[1]]
+    _, held_out = hold_out_rows(identities, 0.2, 42, VAL_ROWS)
+    return [json.loads(lines[i])["messages"] for i in held_out]

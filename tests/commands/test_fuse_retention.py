@@ -107,11 +107,11 @@ def test_measured_loss_is_that_of_the_folder_written(run: Path, tmp_path: Path) 
 
 
 def held_out_rows(run: Path) -> list[int]:
-    from mlxtune.core.steps.order import split_rows
+    from mlxtune.core.steps.order import hold_out_rows
 
     # All rows differ.
     about = json.loads((run / "out/checkpoints/run.json").read_text())["config"]
-    return split_rows(range(40), about["val_split"], about["seed"], about["val_rows"])[1]
+    return hold_out_rows(range(40), about["val_split"], about["seed"], about["val_rows"])[1]
 
 
 @pytest.mark.parametrize("missing", ["data", "mark"])

@@ -31,7 +31,7 @@ from mlxtune.core.run.run_plan import LongestFit
 from mlxtune.core.run.speed import read_measured, save_measured, save_speed, speed_of
 from mlxtune.core.steps import memory_plan, order
 from mlxtune.core.steps.execution import BatchLoad, Execution, Measured, ModelShapes
-from mlxtune.core.steps.memory_plan import MemoryPlan, Work, planned
+from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan, planned
 from mlxtune.errors import MemoryLimitError, MlxTuneError, OutputError
 from mlxtune.views import plan_text
 from mlxtune.views.console import RunConsole
@@ -49,7 +49,7 @@ def training_rows(config: TrainConfig, dataset: Dataset) -> list[int]:
     corpus = dataset.corpus
     if dataset.validation is not None:
         return list(range(corpus.num_rows))
-    return order.split_rows(corpus.identities, config.val_split, config.seed, config.val_rows)[0]
+    return order.hold_out_rows(corpus.identities, config.val_split, config.seed, config.val_rows)[0]
 
 
 def first_epoch(config: TrainConfig, dataset: Dataset) -> Iterator[list[Sequence[Example]]]:
@@ -68,7 +68,7 @@ def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[Sequence[E
 
 def planned_work(
     config: TrainConfig, steps: Sequence[Sequence[Example]], dataset: Dataset | None = None
-) -> Work:
+) -> DataSample:
     """Return the work to plan: steps, and the single examples that need most memory.
 
     These come from the whole data set or else from the steps. Without either, there is one example
@@ -80,7 +80,7 @@ def planned_work(
         sizes = list(zip(corpus.lengths.tolist(), corpus.supervised.tolist(), strict=True))
     sizes = sizes or [(config.max_seq_len, config.max_seq_len)]
     extremes = {max(sizes), max(sizes, key=lambda size: size[::-1])}
-    return Work(
+    return DataSample(
         steps=steps,
         alone=tuple(
             BatchLoad.single(length, supervised) for length, supervised in sorted(extremes)
@@ -90,7 +90,7 @@ def planned_work(
 
 
 def choose_plan(
-    config: TrainConfig, base: BaseModel, work: Work, execution: str = "auto"
+    config: TrainConfig, base: BaseModel, work: DataSample, execution: str = "auto"
 ) -> MemoryPlan:
     """Choose how to run the steps in the memory limit. Raises MemoryLimitError if none fits.
 
@@ -130,7 +130,7 @@ def confirm(
     config: TrainConfig,
     base: BaseModel,
     pipeline: InstructPipeline,
-    work: Work,
+    work: DataSample,
     plan: MemoryPlan,
     recorded: Measured | None = None,
     workers: Workers = ALONE,
@@ -176,7 +176,7 @@ def recorded_memory(run: Path) -> Measured | None:
 
 
 def _choose(
-    config: TrainConfig, shapes: ModelShapes, execution: Execution, work: Work, limit: int
+    config: TrainConfig, shapes: ModelShapes, execution: Execution, work: DataSample, limit: int
 ) -> MemoryPlan:
     allowed = _CHECKPOINTING[config.grad_checkpoint]
     tolerance = _CPU_TOLERANCE if device.on_cpu() else 0.0
@@ -187,7 +187,7 @@ def _choose(
     return plan
 
 
-def larger_limit(config: TrainConfig, plan: MemoryPlan, work: Work) -> str:
+def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str:
     """Return the gain of a larger --memory-limit on this device as a line, empty without one."""
     recommended = memory.find_limits(config.memory_limit).recommended or 0
     most = recommended // memory.GB
@@ -218,7 +218,7 @@ def _sizes(shapes: ModelShapes) -> dict[str, Any]:
 def settle_products(
     config: TrainConfig,
     base: BaseModel,
-    work: Work,
+    work: DataSample,
     plan: MemoryPlan,
     resume: ResumePoint | None = None,
     workers: Workers = ALONE,
@@ -246,7 +246,7 @@ def recorded_products(metadata: Mapping[str, Any]) -> str:
     return form if form in loading.PRODUCTS else ""
 
 
-def _tokens(work: Work, plan: MemoryPlan) -> int:
+def _tokens(work: DataSample, plan: MemoryPlan) -> int:
     """Return the tokens of a large micro-batch: a step may have fewer than the plan allows."""
     steps = [[len(example) for example in step] for step in work.steps if step]
     if not steps:

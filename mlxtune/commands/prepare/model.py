@@ -27,7 +27,7 @@ from mlxtune.commands.prepare.memory import confirm, recorded_memory
 from mlxtune.config import ChatConfig, TrainConfig, UseConfig
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.run.run_folder import ResumePoint
-from mlxtune.core.steps.memory_plan import MemoryPlan, Work
+from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
 from mlxtune.errors import DataError
 from mlxtune.views.console import RunConsole
 
@@ -53,7 +53,7 @@ def open_model(
 def build_pipeline(
     config: TrainConfig,
     base: BaseModel,
-    work: Work,
+    work: DataSample,
     plan: MemoryPlan,
     console: RunConsole,
     provenance: Callable[[], Mapping[str, Any]] = dict,

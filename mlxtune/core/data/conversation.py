@@ -129,7 +129,7 @@ def _parse_answer(fields: dict[str, Any], trained: bool, where: str) -> Message:
         raise BadRow("content is not text", f"{where} is {json_type(content)}")
     answer = content
     if "</think>" in content:
-        thought, answer = _split_thinking(content)
+        thought, answer = _thinking_and_answer(content)
         thinking = thinking or thought
     if not calls and not thinking and (not answer or answer.isspace()):
         raise BadRow("empty answer", where)
@@ -146,7 +146,7 @@ def _thinking_field(fields: Mapping[str, Any], where: str) -> str:
     return ""
 
 
-def _split_thinking(content: str) -> tuple[str, str]:
+def _thinking_and_answer(content: str) -> tuple[str, str]:
     """Split `<think>thinking</think>answer`, whose opening tag may be in the prompt instead."""
     thought, _, answer = content.partition("</think>")
     thought = thought.lstrip()

@@ -34,6 +34,8 @@ ADVICE = {
     NO_PROMPT: "there is nothing to answer, so it is context and not trained on",
     TRUNCATED_ANSWER: "the model learns neither its end nor when to stop: raise --max-seq-len",
 }
+# Values in one row. Short ones take some 20 times their text in memory, so only long text counts.
+_MAX_VALUES, _LONG = 4_000_000, 2**20
 # Kinds of notes that `train` refuses.
 ERRORS = (DOUBLE_BOS,)
 
@@ -100,10 +102,22 @@ class SkippedRows(RowTally):
         return f"{self.path}:{row}: {problem}"
 
 
+def check_values(text: bytes) -> None:
+    """Raise BadRow for JSON of more values than a row needs, which takes far more memory."""
+    if len(text) < _LONG:
+        return
+    values = sum(text.count(mark) for mark in (b"[", b"{", b","))
+    if values > _MAX_VALUES:
+        raise BadRow(f"holds more than {_MAX_VALUES:,} values")
+
+
 def parse_json(text: str | bytes, kind: str = "not valid JSON") -> Any:
     """Return the value of JSON text, in UTF-8 if it is bytes. Raises BadRow, of this kind."""
     try:
-        return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
+        if isinstance(text, bytes):
+            check_values(text)
+            text = text.decode("utf-8")
+        return json.loads(text)
     except UnicodeDecodeError as error:
         raise BadRow("not UTF-8", f"byte {error.start + 1}") from error
     except json.JSONDecodeError as error:

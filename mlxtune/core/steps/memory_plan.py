@@ -66,8 +66,8 @@ def planned(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What will run: the first steps, and the examples that take most memory alone.
+class DataSample:
+    """A sample of the data: the first steps, and the examples that take most memory alone.
 
     With `keyed`, only examples of equal key share tokens.
     """
@@ -77,7 +77,7 @@ class Work:
     keyed: bool = False
 
 
-def _candidates(work: Work) -> list[int]:
+def _candidates(work: DataSample) -> list[int]:
     longest = max(load.tokens for load in work.alone)
     largest = max([longest, *(sum(map(run_length, step)) for step in work.steps)])
     enough = next((tokens for tokens in _TOKENS if tokens >= largest), _TOKENS[-1])
@@ -92,7 +92,11 @@ def _chunks(shapes: ModelShapes, execution: Execution) -> tuple[int, ...]:
 
 
 def _plans(
-    shapes: ModelShapes, work: Work, base: Execution, limit: int, checkpointing: Sequence[bool]
+    shapes: ModelShapes,
+    work: DataSample,
+    base: Execution,
+    limit: int,
+    checkpointing: Sequence[bool],
 ) -> Iterator[MemoryPlan]:
     chunks = _chunks(shapes, base)
     for tokens in _candidates(work):
@@ -122,7 +126,7 @@ def _plans(
 
 def choose(
     shapes: ModelShapes,
-    work: Work,
+    work: DataSample,
     base: Execution,
     *,
     limit: int,
@@ -161,14 +165,14 @@ def longest(
     """
 
     def needs(tokens: int) -> int:
-        work = Work((), (BatchLoad.single(tokens, tokens),))
+        work = DataSample((), (BatchLoad.single(tokens, tokens),))
         return min(plan.peak.total for plan in _plans(shapes, work, base, limit, checkpointing))
 
     return _most(needs, most, int(limit / (1 + MARGIN)))
 
 
 def why_not(
-    shapes: ModelShapes, work: Work, execution: Execution, limit: int, may_checkpoint: bool
+    shapes: ModelShapes, work: DataSample, execution: Execution, limit: int, may_checkpoint: bool
 ) -> str:
     """Return why not even one example fits, and what would help."""
     execution = replace(execution, recompute=may_checkpoint)

@@ -14,10 +14,10 @@ from mlxtune.core.data.corpus import CorpusRows
 _LENGTH_NOISE = 0.1
 
 
-def split_rows(
+def hold_out_rows(
     identities: Sequence[int] | npt.NDArray[np.uint64], val_split: float, seed: int, val_rows: int
 ) -> tuple[list[int], list[int]]:
-    """Split rows into training and validation, both as indices in the order of the file.
+    """Return the rows that train and those held out for validation, as indices in their order.
 
     ceil(n * val_split) rows are held out, at most `val_rows` of them, at least one on each side.
     Rows of equal identity stay on one side, for which fewer may be held out. The choice depends on

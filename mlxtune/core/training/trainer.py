@@ -40,14 +40,14 @@ _MAX_SKIPPED_IN_A_ROW = 3
 class InstructTrainer:
     """Trains a pipeline on a corpus.
 
-    `validation` replaces the split: its examples are evaluated and the whole corpus trains; if it
-    is empty, there is no validation. `run_config` is saved in each checkpoint. `should_stop` is
-    called after each step and during validation; after step `stop_after`, it need not be. With
-    several workers, `decide` takes whether this one would save, and returns if all stop, and save.
+    With `validation`, no rows are held out: its examples are evaluated and the whole corpus trains;
+    if it is empty, there is no validation. `run_config` is saved in each checkpoint. `should_stop`
+    is called after each step and during validation, not after step `stop_after`. With several
+    workers, `decide` takes whether this one would save, and returns whether all stop, and save.
     `progress` has the records of the run so far, `best_folder` the checkpoint of the best
     validation.
 
-    Raises ValueError when the corpus is empty or too small to split.
+    Raises ValueError when the corpus is empty or too small to hold rows out.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class InstructTrainer:
         corpus = Corpus.of(corpus)
         self._data_hash = corpus.data_hash()
         if validation is None:
-            training, held_out = order.split_rows(
+            training, held_out = order.hold_out_rows(
                 corpus.identities, config.val_split, config.seed, config.val_rows
             )
             self.train_rows, self.val_rows = corpus.select(training), corpus.select(held_out)
@@ -121,7 +121,7 @@ class InstructTrainer:
         return TrainingMetrics(self.total_steps, self.progress.steps)
 
     def data_hash(self) -> str:
-        """Return `sha256:` over the whole corpus, before the split."""
+        """Return `sha256:` over the whole corpus, with the rows held out."""
         return self._data_hash
 
     def validation_hash(self) -> str:

@@ -15,14 +15,14 @@ from mlxtune.commands.prepare import memory
 from mlxtune.commands.prepare.memory import choose_plan, confirm, planned_work, recorded_memory
 from mlxtune.config import TrainConfig
 from mlxtune.core.steps.execution import Factors, Measured
-from mlxtune.core.steps.memory_plan import MemoryPlan, Work
+from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
 from mlxtune.errors import MemoryLimitError
 from tests.backend.conftest import random_examples
 from tests.models import write_model
 
 # A layer that is kept takes a thousand times the estimate; one that runs again, what is estimated.
 HUGE = Measured(kept=Factors(1000.0, 1000.0), working=Factors(1000.0, 1000.0))
-Loaded = tuple[TrainConfig, BaseModel, InstructPipeline, Work, MemoryPlan]
+Loaded = tuple[TrainConfig, BaseModel, InstructPipeline, DataSample, MemoryPlan]
 
 
 @pytest.fixture

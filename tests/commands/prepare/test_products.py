@@ -17,7 +17,7 @@ from mlxtune.commands.prepare.memory import settle_products
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import BatchLoad, Execution
-from mlxtune.core.steps.memory_plan import Work
+from mlxtune.core.steps.memory_plan import DataSample
 from tests.models import write_model
 
 
@@ -39,11 +39,11 @@ def plan(tokens: int) -> Any:
     return SimpleNamespace(execution=Execution(None, tokens))
 
 
-def work(*lengths: list[int]) -> Work:
+def work(*lengths: list[int]) -> DataSample:
     steps = [
         [Example(0, np.zeros(n, np.int32), np.ones(n, np.uint8)) for n in step] for step in lengths
     ]
-    return Work(steps=steps, alone=(BatchLoad.single(70, 70),))
+    return DataSample(steps=steps, alone=(BatchLoad.single(70, 70),))
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import BatchLoad, Execution, ModelShapes
 from mlxtune.core.steps.memory_plan import (
     MARGIN,
+    DataSample,
     MemoryPlan,
-    Work,
     choose,
     longest,
     planned,
@@ -32,15 +32,15 @@ def example(length: int, row: int = 1) -> Example:
     return Example(row, (np.arange(length) + row).astype(np.int32), mask)
 
 
-def work(*lengths: int, steps: int = 2) -> Work:
+def work(*lengths: int, steps: int = 2) -> DataSample:
     """Steps of examples of these lengths, which share nothing."""
     every = [[example(n, 1000 * i) for i, n in enumerate(lengths)] for _ in range(steps)]
     longest = max(lengths)
-    return Work(every, (BatchLoad.single(longest, 2),))
+    return DataSample(every, (BatchLoad.single(longest, 2),))
 
 
 def chosen(
-    given: Work,
+    given: DataSample,
     limit: int = AMPLE,
     *,
     execution: Execution | None = None,
@@ -79,7 +79,7 @@ def test_checkpointing_is_for_what_does_not_fit_without() -> None:
     assert chosen(given, tight.limit, checkpointing=(False,)) is None
 
 
-def chosen_least(given: Work, recompute: bool) -> MemoryPlan:
+def chosen_least(given: DataSample, recompute: bool) -> MemoryPlan:
     found = chosen(given, tolerance=100.0, checkpointing=(recompute,))
     assert found
     return found
@@ -88,7 +88,7 @@ def chosen_least(given: Work, recompute: bool) -> MemoryPlan:
 def test_logits_are_held_in_smaller_chunks_where_they_must_be() -> None:
     mask = np.array([0] + [1] * 299, dtype=np.uint8)
     one = Example(1, np.arange(300, dtype=np.int32), mask)
-    given = Work([[one]], (BatchLoad.single(300, 299),))
+    given = DataSample([[one]], (BatchLoad.single(300, 299),))
     large = shapes(vocab=100_000, itemsize=2)
     free = chosen(given, execution=GRAPH, of=large)
     tight = chosen(given, 30_000_000, execution=GRAPH, of=large)
@@ -132,7 +132,7 @@ def test_counts_are_those_of_the_steps() -> None:
 
 
 def test_without_data_one_example_is_planned_for() -> None:
-    plan = chosen(Work([], (BatchLoad.single(512, 512),)))
+    plan = chosen(DataSample([], (BatchLoad.single(512, 512),)))
     assert plan
     assert plan.execution.micro_batch_tokens == 512
     assert not plan.execution.recompute
@@ -183,7 +183,7 @@ def test_longest_example_fits_and_one_token_more_does_not(limit: int, recompute:
     found = longest(shapes(), execution, limit, most, [recompute])
 
     def fits(tokens: int) -> bool:
-        given = Work((), (BatchLoad.single(tokens, tokens),))
+        given = DataSample((), (BatchLoad.single(tokens, tokens),))
         plan = choose(
             shapes(), given, execution, limit=limit, checkpointing=[recompute], tolerance=0.0
         )

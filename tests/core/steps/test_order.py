@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import mlxtune
 from mlxtune.core.steps.order import (
+    hold_out_rows,
     shuffled_steps,
-    split_rows,
     steps_by_length,
 )
 
@@ -32,7 +32,7 @@ def test_split_holds_out_the_ceiling_of_the_share_within_its_bounds(
     count: int, share: int, seed: int, val_rows: int
 ) -> None:
     # In 64ths, which floats hold exactly, so that whole numbers give the ceiling too.
-    training, validation = split_rows(range(count), share / 64, seed, val_rows)
+    training, validation = hold_out_rows(range(count), share / 64, seed, val_rows)
 
     assert len(validation) == min(-(-count * share // 64), val_rows, count - 1)
     assert len(validation) >= 1
@@ -42,7 +42,7 @@ def test_split_holds_out_the_ceiling_of_the_share_within_its_bounds(
     assert validation == sorted(validation)
     # Which numbers the identities are does not matter, only which are equal.
     others = [(i * 7919 + seed) % 2**64 for i in range(count)]
-    assert split_rows(others, share / 64, seed, val_rows) == (training, validation)
+    assert hold_out_rows(others, share / 64, seed, val_rows) == (training, validation)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_split_holds_out_the_ceiling_of_the_share_within_its_bounds(
 def test_split_of_a_few_rows_is_what_one_counts_by_hand(
     count: int, val_split: float, held_out: int
 ) -> None:
-    training, validation = split_rows(range(count), val_split, seed=42, val_rows=1000)
+    training, validation = hold_out_rows(range(count), val_split, seed=42, val_rows=1000)
 
     assert (len(training), len(validation)) == (count - held_out, held_out)
 
@@ -60,7 +60,7 @@ def test_split_of_a_few_rows_is_what_one_counts_by_hand(
 @pytest.mark.parametrize("identities", [[], [5], [5, 5, 5]])
 def test_split_needs_a_row_for_each_side(identities: list[int]) -> None:
     with pytest.raises(ValueError, match="at least two rows that differ"):
-        split_rows(identities, 0.2, seed=42, val_rows=1000)
+        hold_out_rows(identities, 0.2, seed=42, val_rows=1000)
 
 
 @settings(deadline=None)
@@ -75,7 +75,7 @@ def test_split_needs_a_row_for_each_side(identities: list[int]) -> None:
 def test_split_keeps_identical_rows_on_one_side_and_holds_out_no_more_than_asked(
     identities: list[int], share: int, seed: int, val_rows: int
 ) -> None:
-    training, validation = split_rows(identities, share / 64, seed, val_rows)
+    training, validation = hold_out_rows(identities, share / 64, seed, val_rows)
 
     assert training
     assert validation
@@ -94,14 +94,14 @@ def test_split_keeps_identical_rows_on_one_side_and_holds_out_no_more_than_asked
 
 
 def test_row_with_the_fewest_copies_is_held_out_where_all_have_more_than_asked_for() -> None:
-    assert split_rows([1, 1, 1, 9, 5, 5, 9, 9], 0.1, 42, 1000) == ([0, 1, 2, 3, 6, 7], [4, 5])
+    assert hold_out_rows([1, 1, 1, 9, 5, 5, 9, 9], 0.1, 42, 1000) == ([0, 1, 2, 3, 6, 7], [4, 5])
 
 
 def test_split_with_copies_holds_out_the_share_and_each_row_at_times() -> None:
     identities = [i // 2 if i < 40 else i for i in range(100)]
     counts = np.zeros(100)
     for seed in range(500):
-        validation = split_rows(identities, 0.2, seed, 1000)[1]
+        validation = hold_out_rows(identities, 0.2, seed, 1000)[1]
         assert len(validation) == 20
         counts[validation] += 1
 
@@ -110,10 +110,10 @@ def test_split_with_copies_holds_out_the_share_and_each_row_at_times() -> None:
 
 
 def test_split_differs_by_seed_and_keeps_the_first_choice_when_capped() -> None:
-    splits = [split_rows(range(100), 0.2, seed, 1000)[1] for seed in range(20)]
+    splits = [hold_out_rows(range(100), 0.2, seed, 1000)[1] for seed in range(20)]
     assert len({tuple(split) for split in splits}) == 20
 
-    capped = split_rows(range(100), 0.2, 7, val_rows=5)[1]
+    capped = hold_out_rows(range(100), 0.2, 7, val_rows=5)[1]
     assert len(capped) == 5
     assert set(capped) <= set(splits[7])
 
@@ -122,7 +122,7 @@ def test_split_holds_out_every_row_about_equally_often() -> None:
     # 2,000 draws at a fifth: each row 400 times, standard deviation 18.
     counts = np.zeros(50)
     for seed in range(2000):
-        counts[split_rows(range(50), 0.2, seed, 1000)[1]] += 1
+        counts[hold_out_rows(range(50), 0.2, seed, 1000)[1]] += 1
 
     assert counts.sum() == 2000 * 10
     assert np.abs(counts - 400).max() < 6 * 18
@@ -159,7 +159,7 @@ def test_orders_and_split_are_the_same_in_another_process() -> None:
         "from mlxtune.core.steps import order\n"
         "print(order.shuffled_steps(20, 3, 42, 3))\n"
         "print(order.steps_by_length([i * 7 % 20 + 1 for i in range(20)], 3, 42, 3))\n"
-        "print(order.split_rows([i // 3 for i in range(20)], 0.25, 42, 1000))\n"
+        "print(order.hold_out_rows([i // 3 for i in range(20)], 0.25, 42, 1000))\n"
     )
     package = str(Path(mlxtune.__file__).parents[1])
     outputs = {
@@ -173,7 +173,7 @@ def test_orders_and_split_are_the_same_in_another_process() -> None:
         for seed in ("0", "1", "12345")
     }
 
-    split = split_rows([i // 3 for i in range(20)], 0.25, 42, 1000)
+    split = hold_out_rows([i // 3 for i in range(20)], 0.25, 42, 1000)
     steps = steps_by_length(LENGTHS, 3, 42, 3)
     assert outputs == {f"{shuffled_steps(20, 3, 42, 3)}\n{steps}\n{split}\n"}
 
@@ -186,7 +186,7 @@ def test_orders_and_split_are_those_of_earlier_versions() -> None:
     assert steps_by_length(LENGTHS[:10], 4, 42, 1) == [[5, 8], [1, 4, 7, 2], [0, 3, 6, 9]]
     assert steps_by_length(LENGTHS[:10], 4, 42, 2) == [[0, 3, 6, 9], [1, 4], [7, 2, 5, 8]]
     # As indices; the rows of these were the 3rd, 5th and 7th.
-    assert split_rows(range(10), 0.3, 42, 1000)[1] == [2, 4, 6]
+    assert hold_out_rows(range(10), 0.3, 42, 1000)[1] == [2, 4, 6]
 
 
 # Steps by length

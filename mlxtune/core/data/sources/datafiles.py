@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mlxtune.core.data.problems import BadRow, json_type, parse_json
-from mlxtune.core.data.sources.expansion import check_gzip, check_values
+from mlxtune.core.data.sources.expansion import check_gzip
 from mlxtune.core.data.sources.parquet import parquet_rows
 from mlxtune.core.files.reading import open_regular, open_zipped
 from mlxtune.core.files.sizes import check_stored
@@ -207,7 +207,6 @@ def _parse(line: bytes) -> dict[str, Any] | BadRow:
         advice = "write each object on one line, or all of them as one JSON array"
         return BadRow("a JSON object over several lines", advice)
     try:
-        check_values(line)
         return _object(parse_json(line))
     except BadRow as problem:
         return problem
@@ -223,7 +222,6 @@ def _array_rows(path: Path) -> Iterator[NumberedRow]:
             content = file.read(_MAX_ARRAY_BYTES + 1).removeprefix(_UTF8_BOM)
         if len(content) > _MAX_ARRAY_BYTES:
             raise BadRow(f"a JSON array of more than {_MAX_ARRAY_BYTES:,} bytes")
-        check_values(content)
         elements = parse_json(content, "not a valid JSON array")
     except BadRow as problem:
         raise DataError(

@@ -5,7 +5,6 @@ import zlib
 from contextlib import suppress
 from pathlib import Path
 
-from mlxtune.core.data.problems import BadRow
 from mlxtune.core.files.reading import open_zipped
 from mlxtune.core.text import byte_size
 from mlxtune.errors import DataError
@@ -16,8 +15,6 @@ _ALWAYS, _PER_BYTE = 2**24, 200
 # No byte of gzip stands for more.
 _MOST_OF_GZIP = 1032
 _PIECE = 2**20
-# Values in one row. Short ones take some 20 times their text in memory, so only long text counts.
-_MAX_VALUES, _LONG = 4_000_000, 2**20
 
 
 def most_bytes(size: int) -> int:
@@ -42,12 +39,3 @@ def check_gzip(path: Path) -> None:
             left -= len(piece)
             if left < 0:
                 raise expands(path, size)
-
-
-def check_values(text: bytes) -> None:
-    """Raise BadRow for JSON of more values than a row needs, which takes far more memory."""
-    if len(text) < _LONG:
-        return
-    values = sum(text.count(mark) for mark in (b"[", b"{", b","))
-    if values > _MAX_VALUES:
-        raise BadRow(f"holds more than {_MAX_VALUES:,} values")

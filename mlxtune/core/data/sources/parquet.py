@@ -11,9 +11,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.problems import BadRow, check_values
 from mlxtune.core.data.sources import parquet_child
-from mlxtune.core.data.sources.expansion import check_values, expands, most_bytes
+from mlxtune.core.data.sources.expansion import expands, most_bytes
 from mlxtune.core.files.processes import LimitedProcess, TooMuchMemory
 from mlxtune.errors import DataError, one_line
 
