@@ -157,10 +157,7 @@ def sums_of(rows: CorpusRows, losses: Losses, on_progress: Callable[[int, int], 
 
 
 def evaluation_of(rows: CorpusRows, base: Sums, adapted: Sums | None, seed: int) -> Evaluation:
-    """Compare the losses of rows.
-
-    Raises NonFiniteLossError if the loss of a row is not finite.
-    """
+    """Compare the losses of rows. Raises NonFiniteLossError if the loss of a row is not finite."""
     for name, sums in (("base", base), ("adapted", adapted)):
         if sums is not None and not np.isfinite(sums.losses).all():
             path, row = rows.place(int(np.argmin(np.isfinite(sums.losses))))
