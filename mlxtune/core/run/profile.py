@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -96,6 +96,7 @@ class ProfilerBackend(Protocol):
         """Return the bytes in use, and the peak since the last call."""
 
 
+@dataclass
 class StepProfiler:
     """Profiles one step in `interval`.
 
@@ -103,48 +104,41 @@ class StepProfiler:
     `on_problem` is called once. Steps that a resumed run takes again are appended again.
     """
 
-    def __init__(
-        self,
-        interval: int,
-        backend: ProfilerBackend,
-        folder: Path,
-        *,
-        on_record: Callable[[StepProfile], None],
-        on_problem: Callable[[str], None],
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._interval = interval
-        self._backend = backend
-        self._path = folder / PROFILE
-        self._on_record = on_record
-        self._on_problem = on_problem
-        self._clock = clock
+    interval: int
+    backend: ProfilerBackend
+    folder: Path
+    _: KW_ONLY
+    on_record: Callable[[StepProfile], None]
+    on_problem: Callable[[str], None]
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
         self._last: StepProfile | None = None
         self._failing = False
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Measure the step taken inside, if it is due and applied."""
-        if step % self._interval:
+        if step % self.interval:
             yield
             return
-        timer = PhaseTimer(self._backend.memory, self._clock)
-        self._backend.timer = timer
+        timer = PhaseTimer(self.backend.memory, self.clock)
+        self.backend.timer = timer
         try:
             yield
             self._last = timer.finish(step)
         finally:
-            self._backend.timer = None
+            self.backend.timer = None
 
     def record(self) -> None:
         """Write the record of the last step, if it was profiled."""
         if self._last is None:
             return
         profile, self._last = self._last, None
-        self._on_record(profile)
+        self.on_record(profile)
         try:
-            append_line(self._path, json.dumps(asdict(profile), allow_nan=False))
+            append_line(self.folder / PROFILE, json.dumps(asdict(profile), allow_nan=False))
         except OutputError as error:
             if not self._failing:
-                self._on_problem(f"{error}; training continues, and its profile will be incomplete")
+                self.on_problem(f"{error}; training continues, and its profile will be incomplete")
             self._failing = True

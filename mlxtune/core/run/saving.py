@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ def saves_epoch(epoch: int, epochs: int, save_every: int) -> bool:
     return epochs <= save_every or epoch % save_every == 0
 
 
+@dataclass
 class CheckpointSaver:
     """Writes the checkpoints of a run.
 
@@ -37,28 +38,20 @@ class CheckpointSaver:
     first. The last `keep` remain, in addition to `best/`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        every_steps: int | None,
-        every_minutes: float,
-        keep: int,
-        on_saved: Callable[[Path], None],
-        on_problem: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.folder = folder
+    folder: Path
+    _: KW_ONLY
+    every_steps: int | None
+    every_minutes: float
+    keep: int
+    on_saved: Callable[[Path], None]
+    on_problem: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self.latest: Path | None = None
-        self._every_steps = every_steps
-        self._every_seconds = every_minutes * 60
-        self._keep = keep
-        self._on_saved = on_saved
-        self._on_problem = on_problem
-        self._clock = clock
         self._kept: list[Path] = []
         self._failing = False
-        self._saved_at, self._saved_step = clock(), 0
+        self._saved_at, self._saved_step = self.clock(), 0
         # The best snapshot, until it can be written.
         self._pending_best: CheckpointContent | None = None
 
@@ -69,14 +62,14 @@ class CheckpointSaver:
 
     def is_due(self, step: int) -> bool:
         """Return whether to write a checkpoint after this step."""
-        elapsed = self._clock() - self._saved_at
+        elapsed = self.clock() - self._saved_at
         if self._failing and elapsed >= _RETRY_SECONDS:
             return True
-        return self.is_due_by_steps(step) or 0 < self._every_seconds <= elapsed
+        return self.is_due_by_steps(step) or 0 < self.every_minutes * 60 <= elapsed
 
     def is_due_by_steps(self, step: int) -> bool:
         """Return whether it is due whatever the clock says."""
-        return self._every_steps is not None and step - self._saved_step >= self._every_steps
+        return self.every_steps is not None and step - self._saved_step >= self.every_steps
 
     def try_save(self, name: str, content: CheckpointContent) -> None:
         """Write a checkpoint and remove older ones; if that fails, warn and let training continue.
@@ -87,11 +80,11 @@ class CheckpointSaver:
 
     def save(self, name: str, content: CheckpointContent) -> Path:
         """Write a checkpoint and remove older ones. Raises OutputError."""
-        self._saved_step, self._saved_at = content.metadata["step"], self._clock()
+        self._saved_step, self._saved_at = content.metadata["step"], self.clock()
         # A checkpoint after the best one cannot be resumed without `best/`.
         self._save_pending_best()
         target = self._write(name, content)
-        self._kept = [*(path for path in self._kept if path != target), target][-self._keep :]
+        self._kept = [*(path for path in self._kept if path != target), target][-self.keep :]
         checkpoint.prune(self.folder, set(self._kept))
         return target
 
@@ -104,7 +97,7 @@ class CheckpointSaver:
         """Write `best/` if it is still pending, and remove old checkpoints. Raises OutputError."""
         self._save_pending_best()
         if self._kept:
-            checkpoint.prune(self.folder, set(self._kept[-self._keep :]))
+            checkpoint.prune(self.folder, set(self._kept[-self.keep :]))
 
     def _save_pending_best(self) -> None:
         if self._pending_best is not None:
@@ -115,7 +108,7 @@ class CheckpointSaver:
         target = self.folder / name
         checkpoint.write_checkpoint(target, content.snapshot, content.metadata, content.metrics())
         self.latest, self._failing = target, False
-        self._on_saved(target)
+        self.on_saved(target)
         return target
 
     def _try(self, write: Callable[[], object]) -> None:
@@ -123,5 +116,5 @@ class CheckpointSaver:
             write()
         except OutputError as error:
             if not self._failing:
-                self._on_problem(f"{error}; training continues and will try again")
+                self.on_problem(f"{error}; training continues and will try again")
             self._failing = True

@@ -5,7 +5,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from mlxtune.errors import (
 )
 
 
+@dataclass
 class RunRecorder:
     """Adds records to the `progress` of a run, and writes metrics.jsonl and checkpoints.
 
@@ -34,37 +35,27 @@ class RunRecorder:
     no step changes.
     """
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        config: InstructTrainingConfig,
-        progress: Progress,
-        observer: TrainingObserver,
-        *,
-        steps_per_epoch: int,
-        total_steps: int,
-        rate: Callable[[int], float],
-        about: Mapping[str, Any],
-    ) -> None:
-        self._pipeline = pipeline
-        self._config = config
-        self._progress = progress
-        self._observer = observer
-        self._steps_per_epoch = steps_per_epoch
-        self._total_steps = total_steps
-        self._rate = rate
-        self._about = about
-        self._folder = Path(config.checkpoint_dir)
-        self._metrics_file = MetricsFile(self._folder, observer.on_problem)
+    pipeline: Pipeline
+    config: InstructTrainingConfig
+    progress: Progress
+    observer: TrainingObserver
+    steps_per_epoch: int
+    total_steps: int
+    rate: Callable[[int], float]
+    about: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self._folder = Path(self.config.checkpoint_dir)
+        self._metrics_file = MetricsFile(self._folder, self.observer.on_problem)
         self.saver = CheckpointSaver(
             self._folder,
-            every_steps=config.save_steps,
-            every_minutes=config.save_minutes,
-            keep=config.keep,
-            on_saved=observer.on_checkpoint,
-            on_problem=observer.on_problem,
+            every_steps=self.config.save_steps,
+            every_minutes=self.config.save_minutes,
+            keep=self.config.keep,
+            on_saved=self.observer.on_checkpoint,
+            on_problem=self.observer.on_problem,
         )
-        self._started = self._epoch_started = time.perf_counter()
+        self.start()
 
     def start(self) -> None:
         self._started = self._epoch_started = time.perf_counter()
@@ -75,42 +66,42 @@ class RunRecorder:
         `validated` returns whether a step within an epoch is followed by a validation. Raises
         ModelError if the checkpoint does not fit the pipeline.
         """
-        progress, checkpoint = self._progress, point.checkpoint
-        self._pipeline.restore(checkpoint.folder)
+        progress, checkpoint = self.progress, point.checkpoint
+        self.pipeline.restore(checkpoint.folder)
         run_folder.reopen(self._folder)
         for record in point.progress:
             progress.append(record)
         step = progress.step
-        progress.reopen_epoch(self._steps_per_epoch, self._total_steps, validated(step))
+        progress.reopen_epoch(self.steps_per_epoch, self.total_steps, validated(step))
         self.saver.resume(point.kept, step)
         self._started -= checkpoint.seconds("total_time_ms")
         self._epoch_started -= checkpoint.seconds("epoch_time_ms")
 
     def add(self, record: Record) -> None:
-        self._progress.append(record)
-        self._metrics_file.write(self._progress)
+        self.progress.append(record)
+        self._metrics_file.write(self.progress)
 
     def end_epoch(self, epoch: int, val_loss: float | None) -> None:
         """Record an epoch that ended with the last step, write its checkpoints, start the next."""
-        if len(self._progress.epochs) < epoch:
+        if len(self.progress.epochs) < epoch:
             metrics = self._epoch_metrics(val_loss)
             self.add(metrics)
-            self._observer.on_epoch(metrics, self._is_best())
+            self.observer.on_epoch(metrics, self._is_best())
         # A run that is resumed here may have ended between the checkpoints of the epoch.
-        metrics = self._progress.epochs[-1]
-        saved = saves_epoch(epoch, self._config.epochs, self._config.save_every)
+        metrics = self.progress.epochs[-1]
+        saved = saves_epoch(epoch, self.config.epochs, self.config.save_every)
         self._save(metrics, f"epoch-{epoch}" if saved else None)
         self._epoch_started = time.perf_counter()
 
     def save_validated(self, val_loss: float | None) -> None:
-        self._save(self._epoch_metrics(val_loss), f"step-{self._progress.step}")
+        self._save(self._epoch_metrics(val_loss), f"step-{self.progress.step}")
 
     def save_step(self) -> None:
-        self.saver.try_save(f"step-{self._progress.step}", self._checkpoint())
+        self.saver.try_save(f"step-{self.progress.step}", self._checkpoint())
 
     def interrupted(self) -> TrainingInterrupted:
         """Return the error that ends a run before its time, its state saved."""
-        step = self._progress.step
+        step = self.progress.step
         if step == 0:
             return TrainingInterrupted(None, 0)
         return TrainingInterrupted(self.saver.save(f"step-{step}", self._checkpoint()), step)
@@ -118,8 +109,8 @@ class RunRecorder:
     def finish(self, stopped_early: bool) -> InstructTrainResult:
         """Write the files that are still due, and return the run as a whole."""
         self.saver.finish()
-        self._metrics_file.write(self._progress)
-        return self._progress.result(stopped_early, _milliseconds_since(self._started))
+        self._metrics_file.write(self.progress)
+        return self.progress.result(stopped_early, _milliseconds_since(self._started))
 
     @contextmanager
     def naming_checkpoint(self) -> Iterator[None]:
@@ -134,13 +125,13 @@ class RunRecorder:
             raise type(error)(f"{error}; {kept}") from error
 
     def _is_best(self) -> bool:
-        best = self._progress.best
-        return best is not None and best.step == self._progress.step
+        best = self.progress.best
+        return best is not None and best.step == self.progress.step
 
     def _epoch_metrics(self, val_loss: float | None) -> InstructEpochMetrics:
-        step, time_ms = self._progress.step, _milliseconds_since(self._epoch_started)
-        epoch = math.ceil(step / self._steps_per_epoch)
-        return self._progress.epoch_metrics(epoch, val_loss, self._rate(step), time_ms)
+        step, time_ms = self.progress.step, _milliseconds_since(self._epoch_started)
+        epoch = math.ceil(step / self.steps_per_epoch)
+        return self.progress.epoch_metrics(epoch, val_loss, self.rate(step), time_ms)
 
     def _save(self, metrics: InstructEpochMetrics, name: str | None) -> None:
         """Write `best/` if the last validation is the best, and the checkpoint of a name."""
@@ -151,22 +142,22 @@ class RunRecorder:
             self.saver.try_save(name, content)
 
     def _checkpoint(self, metrics: InstructEpochMetrics | None = None) -> CheckpointContent:
-        progress = self._progress
+        progress = self.progress
         best = progress.best
         metadata = {
             "task": "instruct",
             "step": progress.step,
-            "total_steps": self._total_steps,
+            "total_steps": self.total_steps,
             "total_time_ms": _milliseconds_since(self._started),
             **asdict(metrics or self._epoch_metrics(None)),
             "best_epoch": progress.best_epoch,
             "best_step": best.step if best else None,
             "best_val_loss": best.val_loss if best else None,
-            **self._pipeline.describe(),
-            **self._about,
+            **self.pipeline.describe(),
+            **self.about,
         }
         lines = partial(progress.lines, 0, len(progress))
-        return CheckpointContent(self._pipeline.snapshot(), metadata, lines)
+        return CheckpointContent(self.pipeline.snapshot(), metadata, lines)
 
 
 def _milliseconds_since(started: float) -> int:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine.conditions import Conditions, Pressure, seconds_asleep
@@ -24,6 +24,7 @@ class Demand:
     pause: bool
 
 
+@dataclass
 class Surroundings:
     """Looks at the machine before each step.
 
@@ -31,25 +32,17 @@ class Surroundings:
     the machine has slept so far. `observer` receives what it does.
     """
 
-    def __init__(
-        self,
-        conditions: Callable[[], Conditions] = Conditions,
-        observer: TrainingObserver | None = None,
-        *,
-        pause_on_battery: bool = False,
-        asked: Callable[[], bool] = lambda: False,
-        asleep: Callable[[], float] = seconds_asleep,
-        wait: Callable[[float], object] = time.sleep,
-    ) -> None:
-        self._conditions = conditions
-        self._observer = observer or TrainingObserver()
-        self._pause_on_battery = pause_on_battery
-        self._asked = asked
-        self._asleep = asleep
-        self._wait = wait
-        self._latest = conditions()
+    conditions: Callable[[], Conditions] = Conditions
+    observer: TrainingObserver = field(default_factory=TrainingObserver)
+    pause_on_battery: bool = False
+    asked: Callable[[], bool] = lambda: False
+    asleep: Callable[[], float] = seconds_asleep
+    wait: Callable[[float], object] = time.sleep
+
+    def __post_init__(self) -> None:
+        self._latest = self.conditions()
         self._thermal = ""
-        self._slept = asleep()
+        self._slept = self.asleep()
         # The highest pressure since it was last normal.
         self._demanded = Pressure.NORMAL
 
@@ -60,15 +53,15 @@ class Surroundings:
         warning is the normal state of a small Mac, and a cache that is cleared at each reading is
         none.
         """
-        self._latest = latest = self._conditions()
-        before, self._slept = self._slept, self._asleep()
+        self._latest = latest = self.conditions()
+        before, self._slept = self._slept, self.asleep()
         slept = self._slept - before
         if slept >= _SLEPT_SECONDS:
             message = f"the machine slept for {duration(slept)} after step {step}"
-            self._observer.on_note("Sleep", f"{message}; times and rates do not count it")
+            self.observer.on_note("Sleep", f"{message}; times and rates do not count it")
         if latest.thermal != self._thermal:
             self._thermal = latest.thermal
-            self._observer.on_thermal(latest.thermal)
+            self.observer.on_thermal(latest.thermal)
         demanded, pressure = self._demanded, latest.pressure
         self._demanded = Pressure.NORMAL if pressure is Pressure.NORMAL else max(demanded, pressure)
         if pressure <= demanded:
@@ -87,25 +80,25 @@ class Surroundings:
         if demand.pressure > Pressure.NORMAL:
             halved = self._relieve(demand.pressure, pipeline, examples, step)
         if demand.pause:
-            self._observer.on_problem(
+            self.observer.on_problem(
                 f"on battery: paused after step {step} until plugged in; Ctrl-C stops the run"
             )
             while self._pauses():
-                self._wait(_POLL_SECONDS)
-                self._latest = self._conditions()
-            if not self._asked():
-                self._observer.on_note("Power", "plugged in: training continues")
+                self.wait(_POLL_SECONDS)
+                self._latest = self.conditions()
+            if not self.asked():
+                self.observer.on_note("Power", "plugged in: training continues")
         return halved
 
     def _pauses(self) -> bool:
-        return self._pause_on_battery and bool(self._latest.on_battery) and not self._asked()
+        return self.pause_on_battery and bool(self._latest.on_battery) and not self.asked()
 
     def _relieve(
         self, pressure: Pressure, pipeline: Pipeline, examples: Sequence[Example], step: int
     ) -> bool:
         if pressure is Pressure.WARN:
             pipeline.relieve_memory()
-            self._observer.on_problem(
+            self.observer.on_problem(
                 f"the machine's memory is short after step {step}: cached memory is given back"
             )
             return False
@@ -113,5 +106,5 @@ class Surroundings:
         how = "micro-batches cannot be halved: close other programs"
         if tokens is not None:
             how = f"micro-batches of up to {tokens:,} tokens from here on"
-        self._observer.on_problem(f"the machine's memory is very short after step {step}: {how}")
+        self.observer.on_problem(f"the machine's memory is very short after step {step}: {how}")
         return tokens is not None
