@@ -295,12 +295,12 @@ def _kept(number: int, file: CutExamples) -> tuple[npt.NDArray[Any], ...]:
     return numbers, starts, file.lengths[kept], file.supervised[kept], arrays.rows[kept], identities
 
 
+@dataclass(frozen=True, eq=False)
 class CorpusRows:
     """Some rows of a corpus, by index; each is built on access."""
 
-    def __init__(self, corpus: Corpus, indices: Sequence[int]) -> None:
-        self.corpus = corpus
-        self.indices = indices
+    corpus: Corpus
+    indices: Sequence[int]
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -50,27 +50,25 @@ class StepProfile:
     phases: Mapping[str, Phase]
 
 
+@dataclass
 class PhaseTimer:
     """Divides the time and memory of a step into phases.
 
     `memory` returns the bytes in use and the peak since its last call.
     """
 
-    def __init__(
-        self,
-        memory: Callable[[], tuple[int, int]],
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._memory = memory
-        self._clock = clock
+    memory: Callable[[], tuple[int, int]]
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
         self._phases: dict[str, Phase] = {}
-        self._active, _ = memory()
-        self._started = self._last = clock()
+        self._active, _ = self.memory()
+        self._started = self._last = self.clock()
 
     def end(self, name: str) -> None:
         """Add everything since the last boundary to a phase, which may end more than once."""
-        now = self._clock()
-        active, peak = self._memory()
+        now = self.clock()
+        active, peak = self.memory()
         # If nothing was allocated, no peak was counted.
         peak = max(peak, active, self._active)
         stretch = Phase(now - self._last, peak - self._active, peak)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import takewhile
 from operator import attrgetter
 from pathlib import Path
@@ -255,15 +255,18 @@ def _without_measurements(record: Record) -> dict[str, Any]:
     return {name: value for name, value in asdict(record).items() if name not in MEASURED}
 
 
+@dataclass
 class MetricsFile:
     """Writes the record of a run to metrics.jsonl.
 
     When the disk fails, it warns once; the next write that succeeds completes the file.
     """
 
-    def __init__(self, folder: Path, on_problem: Callable[[str], None]) -> None:
-        self._path = folder / METRICS
-        self._on_problem = on_problem
+    folder: Path
+    on_problem: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self._path = self.folder / METRICS
         self._failing = False
         # The records and bytes in the file; None if the file has to be replaced.
         self._written = 0
@@ -276,7 +279,7 @@ class MetricsFile:
                 self._write(progress)
         except OutputError as error:
             if not self._failing:
-                self._on_problem(f"{error}; training continues and will try again")
+                self.on_problem(f"{error}; training continues and will try again")
             self._failing = True
         else:
             self._failing = False
