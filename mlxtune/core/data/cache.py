@@ -21,13 +21,7 @@ from mlxtune.core.data.corpus import COLUMNS, ExampleArrays, write_arrays
 from mlxtune.core.data.encode import EncodedRows
 from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.problems import RowTally, SkippedRows
-from mlxtune.core.files.files import (
-    as_output_error,
-    file_hash,
-    make_folder,
-    mark_used,
-    new_file,
-)
+from mlxtune.core.files.files import as_output_error, file_hash, make_folder, mark_used, new_file
 from mlxtune.core.files.ours import move, remove_folder
 from mlxtune.core.files.scratch import PREFIX, scratch_folder
 from mlxtune.core.files.sizes import read_value

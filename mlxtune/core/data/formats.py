@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.data import MESSAGE_NAMES, ROW_NAMES
-from mlxtune.core.data.conversation import (
-    Conversation,
-    Document,
-    parse_conversation,
-    parse_tools,
-)
+from mlxtune.core.data.conversation import Conversation, Document, parse_conversation, parse_tools
 from mlxtune.core.data.problems import BadRow, SkippedRows, json_type, parse_json
 from mlxtune.core.data.sources.datafiles import read_objects
 from mlxtune.errors import DataError, shorten
@@ -95,10 +90,7 @@ def recognise(content: JsonObject) -> str | None:
 
 
 def _missing_keys(
-    content: JsonObject,
-    renamed: JsonObject,
-    file_format: Format | None,
-    fields: Mapping[str, str],
+    content: JsonObject, renamed: JsonObject, file_format: Format | None, fields: Mapping[str, str]
 ) -> BadRow:
     shown = [shorten(k) + " (null)" * (content[k] is None) for k in list(content)[:5]]
     keys = f"its keys: {', '.join(shown) or 'none'}"

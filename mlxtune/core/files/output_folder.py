@@ -26,11 +26,7 @@ _Known = Mapping[str, tuple[int, int, int]]
 
 @contextmanager
 def new_folder(
-    target: Path,
-    sources: Iterable[Path],
-    *,
-    manifest: str,
-    overwrite: bool,
+    target: Path, sources: Iterable[Path], *, manifest: str, overwrite: bool
 ) -> Iterator[Path]:
     """Yield a folder to fill, which becomes the target if all goes well.
 

@@ -26,11 +26,7 @@ from mlxtune.errors import one_line
 # The packages that install MLX's own library, all into the same place.
 MLX_LIBRARIES = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal")
 
-_SYSCTL = (
-    "machdep.cpu.brand_string",
-    "sysctl.proc_translated",
-    "iogpu.wired_limit_mb",
-)
+_SYSCTL = ("machdep.cpu.brand_string", "sysctl.proc_translated", "iogpu.wired_limit_mb")
 _TOOL_SECONDS = 2.0
 # MLX starts within a second; the first time after an update perhaps within a few.
 _MLX_SECONDS = 30.0

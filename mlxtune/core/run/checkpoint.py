@@ -24,14 +24,7 @@ from mlxtune.core.files.files import (
     write_file,
     write_json,
 )
-from mlxtune.core.files.ours import (
-    discard,
-    is_folder,
-    move,
-    others_in,
-    remove_file,
-    remove_folder,
-)
+from mlxtune.core.files.ours import discard, is_folder, move, others_in, remove_file, remove_folder
 from mlxtune.core.files.output_folder import put_back, replaced_folder
 from mlxtune.core.files.sizes import check_stored
 from mlxtune.core.names import is_file_name

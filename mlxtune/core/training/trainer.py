@@ -131,10 +131,7 @@ class InstructTrainer:
         return self._data_hash if held_out else corpus.data_hash() if self.val_rows else ""
 
     def train(
-        self,
-        records: Mapping[str, Any] | None = None,
-        *,
-        resume: ResumePoint | None = None,
+        self, records: Mapping[str, Any] | None = None, *, resume: ResumePoint | None = None
     ) -> InstructTrainResult:
         """Take all steps, or those after the checkpoint to resume from.
 
