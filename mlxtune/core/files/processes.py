@@ -98,15 +98,15 @@ def output_of(
     """Run a process to its end. Raises OSError, and ChildTimeoutError after so many seconds."""
     # Not apart, Python uses posix_spawn for a path: a fork has to mark all of the memory of a
     # process that trains.
-    process = start(
+    with start(
         command, stdout=PIPE, stderr=PIPE, folder=folder, environment=environment, apart=False
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise ChildTimeoutError(f"no answer within {seconds:.0f} seconds") from None
-    finally:
-        end(process)
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            raise ChildTimeoutError(f"no answer within {seconds:.0f} seconds") from None
+        finally:
+            process.kill()
     texts = (each.decode(errors="replace") for each in (stdout, stderr))
     return Output(process.returncode, *texts)
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from mlxtune.config.limits import HEADER, TENSOR_NAME, check_bytes, check_count
 from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.sizes import check_open
@@ -39,6 +37,9 @@ def read_header(path: Path) -> TensorHeader:
 
     Raises ValueError, which names the file and what is wrong, or OSError.
     """
+    # The core is imported without it.
+    from safetensors import SafetensorError, safe_open
+
     name = f"the header of {path.name}"
     with open_regular(path) as file:
         check_open(path.name, file)
