@@ -19,6 +19,7 @@ from mlxtune.commands.prepare.model import (
     check_prompt_length,
     find_model,
     load_model,
+    prompted_as_trained,
     start_generator,
 )
 from mlxtune.config import ChatConfig, as_path
@@ -50,7 +51,7 @@ def chat(config: ChatConfig) -> None:
 
     Raises a child of MlxTuneError for what options, files or the model cause.
     """
-    folder = find_model(config)
+    folder, config = find_model(config), prompted_as_trained(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = Reader(config.reading(turns="last"), folder)
         encoder = reader.encoder  # its problems show before minutes of loading

@@ -8,7 +8,7 @@ from mlxtune.backend.adapters.files import find_adapter
 from mlxtune.backend.forward import operations
 from mlxtune.commands.judge import answer_rows, compare_losses
 from mlxtune.commands.prepare.dataset import Reader, load_dataset, report_findings, with_hub_data
-from mlxtune.commands.prepare.model import find_model, load_model
+from mlxtune.commands.prepare.model import find_model, load_model, prompted_as_trained
 from mlxtune.config import EvalConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.sources.datafiles import held_out_file
@@ -27,7 +27,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
     Raises a child of MlxTuneError for what options, files or the model cause.
     """
     folder = find_model(config)
-    config = with_hub_data(config, RunConsole(quiet=config.quiet))
+    config = with_hub_data(prompted_as_trained(config), RunConsole(quiet=config.quiet))
     reading = config.reading(data=_data_files(config))
     operations.load_ahead(folder)
     with closing(RunConsole(quiet=config.quiet)) as console:

@@ -11,6 +11,7 @@ from mlxtune.commands.prepare.model import (
     check_prompt_length,
     find_model,
     load_model,
+    prompted_as_trained,
     start_generator,
 )
 from mlxtune.config import GenerateConfig, as_path
@@ -28,7 +29,7 @@ def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda tex
 
     Raises a child of MlxTuneError for what options, files or the model cause.
     """
-    folder = find_model(config)
+    folder, config = find_model(config), prompted_as_trained(config)
     content, where = _content(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = Reader(config.reading(turns="last"), folder)

@@ -10,6 +10,7 @@ from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.evaluation import Evaluation, Generated, RowLosses, Sample, verdict_line
 from mlxtune.core.run.metrics import (
+    PERPLEXITY_CAP,
     InstructEpochMetrics,
     InstructTrainResult,
     StepRecord,
@@ -30,7 +31,9 @@ _PHASE_WIDTH = 16
 
 def loss_and_perplexity(value: float) -> str:
     """Return `1.2817 (perplexity 3.603)`."""
-    return f"{value:.4f} (perplexity {perplexity(value):.4g})"
+    found = perplexity(value)
+    shown = f"{found:.4g}" if found < PERPLEXITY_CAP else f"over {PERPLEXITY_CAP:,.0f}"
+    return f"{value:.4f} (perplexity {shown})"
 
 
 def rows_line(ledger: Ledger) -> str:

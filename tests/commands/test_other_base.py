@@ -101,3 +101,14 @@ def test_config_in_the_adapter_wins_over_the_file_beside_it(home: Path, tmp_path
     (folder / "adapter_config.json").unlink()
     assert read_info(folder / "adapters.safetensors").scale == before.scale
     assert str(home).encode() not in (folder / "adapters.safetensors").read_bytes()
+
+
+def test_prompts_are_rendered_as_in_training(cli: Cli, home: Path, tmp_path: Path) -> None:
+    output = str(tmp_path / "out" / "adapters.safetensors")
+    train(config(home, output, template="gemma"))
+    asked = ["--model-path", home / "base", "--prompt", "2 + 2?", "--max-new-tokens", 1]
+    trained = cli("generate", *asked, "--adapter", tmp_path / "out")
+    assert "gemma" in trained.err
+    assert "qwen3" in cli("generate", *asked).err
+    chosen = cli("generate", *asked, "--adapter", tmp_path / "out", "--template", "qwen3")
+    assert "qwen3" in chosen.err

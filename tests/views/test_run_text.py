@@ -32,7 +32,7 @@ from tests.core.training.records import epoch_metrics, step_record
 
 def test_loss_stands_with_its_perplexity() -> None:
     assert run_text.loss_and_perplexity(2.0) == "2.0000 (perplexity 7.389)"
-    assert run_text.loss_and_perplexity(100.0) == "100.0000 (perplexity 1e+06)"
+    assert run_text.loss_and_perplexity(100.0) == "100.0000 (perplexity over 1,000,000)"
 
 
 def test_rows_and_tokens_of_a_file_are_all_accounted_for() -> None:

@@ -1,9 +1,9 @@
 """The model of a command: opened and given LoRA to train, or loaded with its adapter to run."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mlxtune.backend.adapters.attach import (
     Adapted,
@@ -12,7 +12,7 @@ from mlxtune.backend.adapters.attach import (
     base_options,
     load_adapted,
 )
-from mlxtune.backend.adapters.files import find_adapter
+from mlxtune.backend.adapters.files import find_adapter, read_info
 from mlxtune.backend.device import memory
 from mlxtune.backend.forward.gate_kernels import gate_kernels_problem
 from mlxtune.backend.models import loading, model_folder
@@ -30,6 +30,11 @@ from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
 from mlxtune.errors import DataError
 from mlxtune.views.console import RunConsole
+
+# Options that decide what a prompt is.
+_PROMPT = ("template", "thinking", "merge_system")
+
+U = TypeVar("U", bound=UseConfig)
 
 # Training
 
@@ -74,7 +79,7 @@ def build_pipeline(
         fresh=resume is None,
         initial_hash=resumed.get("init_adapter_hash"),
         provenance=provenance,
-        base_record=loading.base_record(base),
+        base_record=loading.base_record(base) | {"prompt": _prompt_options(config)},
         warn=console.warn,
         workers=workers,
     )
@@ -116,6 +121,24 @@ def find_model(config: UseConfig) -> Path:
     model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
     _base_options(config, folder)
     return folder
+
+
+def prompted_as_trained(config: U) -> U:
+    """Return the options with those by which the adapter's data was rendered, unless one is given.
+
+    Raises ModelError.
+    """
+    if config.adapter is None or _prompt_options(config):
+        return config
+    trained = read_info(find_adapter(config.adapter)).mlxtune.get("prompt")
+    known = trained if isinstance(trained, Mapping) else {}
+    return replace(config, **{name: known[name] for name in _PROMPT if name in known})
+
+
+def _prompt_options(config: UseConfig | TrainConfig) -> dict[str, Any]:
+    """Return the options that shape prompts and differ from their defaults."""
+    values = {name: getattr(config, name) for name in _PROMPT}
+    return {name: value for name, value in values.items() if value != getattr(UseConfig, name)}
 
 
 def load_model(
