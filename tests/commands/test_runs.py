@@ -121,3 +121,20 @@ def test_runs_are_removed_after_a_question(cli: Cli, monkeypatch: pytest.MonkeyP
     assert all(each.exists() for each in runs)
     assert cli("runs", "--remove", "--yes", "a").code == 0
     assert [each.exists() for each in runs] == [False, True]
+
+
+def test_adapter_of_an_earlier_run_is_its_best_checkpoint(cli: Cli) -> None:
+    """Its own was replaced by that of the run after it."""
+    run = write_run(Path("out"))
+    earlier = run / "previous-1"
+    earlier.mkdir()
+    for path in run.iterdir():
+        if path != earlier:
+            path.rename(earlier / path.name)
+    (earlier / "best").mkdir()
+    best = earlier / "best" / "adapters.safetensors"
+    (found,) = json.loads(cli("runs", "--json").out)
+    assert (found["name"], found["adapter"]) == (str(earlier), "")
+    best.touch()
+    (found,) = json.loads(cli("runs", "--json").out)
+    assert found["adapter"] == str(best)

@@ -84,7 +84,8 @@ def _find_point(folder: str, given: Mapping[str, Any]) -> tuple[Path, ResumePoin
     found = find_resume_point(run)
     if found is None:
         raise OutputError(
-            f"{run}: holds no checkpoint to resume from: name the folder of a run after --resume"
+            f"{run}: holds no checkpoint to resume from: name the folder of a run after --resume, "
+            "or start a run that was stopped before its first checkpoint again"
         )
     check_asked_again(run, found.checkpoint, given)
     return run, found

@@ -16,8 +16,10 @@ from typing import Any
 
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import Affects, flag
+from mlxtune.core.run.checkpoint import ADAPTER, BEST
 from mlxtune.core.run.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation, verdict_line
 from mlxtune.core.run.run import CHECKPOINTS, Run, mapping, number, text, whole
+from mlxtune.core.run.run_folder import previous_number
 from mlxtune.core.text import byte_size, count, duration, loss_text, sentence
 
 _CURVE_POINTS = 12
@@ -287,6 +289,10 @@ def _speed(run: Run, name: str, seconds: float) -> float | None:
 
 
 def _adapter(run: Run) -> str:
+    if previous_number(run.folder.name) is not None:
+        # The run after it has written another adapter over its own.
+        best = run.folder / BEST / ADAPTER
+        return str(best) if best.exists() else ""
     adapter = text(run.result, "adapter")
     return os.path.normpath(run.folder / adapter) if adapter else ""
 

@@ -10,7 +10,13 @@ from typing import Any
 from mlxtune.config import OPTIONS
 from mlxtune.config.fields import Affects, flag
 from mlxtune.core.files.files import file_hash, read_json, read_own
-from mlxtune.core.run.checkpoint import BEST, METRICS, Checkpoint, find_checkpoints
+from mlxtune.core.run.checkpoint import (
+    BEST,
+    METRICS,
+    Checkpoint,
+    checkpoint_folders,
+    find_checkpoints,
+)
 from mlxtune.core.run.evaluation import VERDICTS
 from mlxtune.core.run.metrics import ValidationRecord
 from mlxtune.core.run.progress import Progress
@@ -145,7 +151,10 @@ def _verify_result(found: Verification, run: Path, progress: Progress | None) ->
         found.add(RESULT, str(error), "")
         return
     except OSError:
-        found.add("end", None, "unfinished: resume it with mlxtune train --resume")
+        again = "resume it with mlxtune train --resume"
+        found.add(
+            "end", None, f"unfinished: {again if checkpoint_folders(run) else 'start it again'}"
+        )
         return
     found.finished = True
     steps = result.get("steps")
