@@ -157,7 +157,11 @@ def write_model(model: nn.Module, config: Mapping[str, Any], base: Path, folder:
         content = json.dumps(index, indent=4) + "\n"
         write_file(folder / "model.safetensors.index.json", [content.encode()])
         save_config(dict(config), config_path=folder / "config.json")
-        _copy_files(base, folder)
+        check_copied(base)
+        for path in filter(Path.is_file, _copied_files(base)):
+            target = folder / path.relative_to(base)
+            make_folder(target.parent)
+            copy_file(path, target)
 
 
 def _save(path: Path, tensors: Mapping[str, mx.array]) -> None:
@@ -199,14 +203,6 @@ def check_copied(base: Path) -> None:
                 check_file(path, limits_of(path.name))
         except TooLarge as error:
             raise ModelError(f"{path}: would be copied: {error}: download it again") from error
-
-
-def _copy_files(base: Path, folder: Path) -> None:
-    check_copied(base)
-    for path in filter(Path.is_file, _copied_files(base)):
-        target = folder / path.relative_to(base)
-        make_folder(target.parent)
-        copy_file(path, target)
 
 
 def _projection(modules: Mapping[str, nn.Module], name: str, folder: Path) -> nn.Module:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -245,17 +246,6 @@ def _fault_error(fault: Fault, text: str) -> MlxTuneError:
     return fault_error(fault, text, "while the answer was generated", remedy)
 
 
-@dataclass(frozen=True)
-class _BatchTokenizer:
-    """The part of a tokenizer that mlx-lm's batch_generate uses if prompts are tokens."""
-
-    tokenizer: ModelTokenizer
-    eos_token_ids: frozenset[int]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return text_of(self.tokenizer.spell(ids))
-
-
 def answers(
     model: nn.Module,
     tokenizer: ModelTokenizer,
@@ -282,11 +272,13 @@ def answers(
 
     def answer() -> list[str]:
         ends = tokenizer.eos_ids | {each.end for each in batch() if each.end is not None}
+        # The part of a tokenizer that mlx-lm uses if prompts are tokens.
+        used = SimpleNamespace(eos_token_ids=ends, decode=lambda ids: text_of(tokenizer.spell(ids)))
         sampler = _CheckedSampler(sampling.sampler(vocab_size))
         try:
             texts = batch_generate(
                 model,
-                _BatchTokenizer(tokenizer, ends),
+                used,
                 [list(each.ids) for each in batch()],
                 max_tokens=sampling.max_new_tokens,
                 sampler=sampler,

@@ -23,12 +23,7 @@ from mlxtune.backend.adapters.files import (
     write_tensors,
 )
 from mlxtune.backend.adapters.formats import peft_experts
-from mlxtune.backend.adapters.formats.adapter import (
-    Adapter,
-    Matrix,
-    Update,
-    path_in_layer,
-)
+from mlxtune.backend.adapters.formats.adapter import Adapter, Matrix, Update, path_in_layer
 from mlxtune.backend.models.model_folder import json_object, weight_names
 from mlxtune.backend.models.weight_headers import NOT_TEXT
 from mlxtune.core.files.files import write_json
@@ -64,7 +59,8 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
     model_type = str(json_object(base / "config.json").get("model_type"))
     placed = model_type in peft_experts.PLACES
     adapter.check_plain(f"PEFT's format for {model_type}", dora=True, experts=placed)
-    present = _modules_in(base)
+    weights = weight_names(base)
+    present = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
     # Modules that are zero throughout are padding: mlx-lm needs the same modules in every layer.
     kept = {path: each for path, each in adapter.modules.items() if each.a.any() or each.b.any()}
     kept = kept or dict(adapter.modules)
@@ -200,12 +196,6 @@ def _expert_parts(
             places = peft_experts.wrapped(module, names)
             found |= {place: (module, name) for name, place in places.items()}
     return {name: each for name, each in found.items() if name in set(parts)}
-
-
-def _modules_in(folder: Path) -> set[str]:
-    """Return the modules with a weight in a model folder, without reading it. Raises ModelError."""
-    names = weight_names(folder)
-    return {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
 
 
 def _match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[str, str]:
