@@ -19,7 +19,7 @@ from mlxtune.backend.lora.targets import EXPERTS
 
 # From this many parameters on, the kernels gain more than calling them costs.
 _LARGE_MODEL = 10_000_000
-# What makes a layer one of experts or recurrences.
+# Modules of layers with experts or recurrences.
 _WITHOUT_KERNELS = (*EXPERTS, nn.Conv1d, Rwkv7TimeMixing)
 
 

@@ -69,8 +69,8 @@ def matrix(x: mx.array) -> Floats:
 def unshared_products() -> Callable[[], None]:
     """Have numpy run each product on one thread; return a function that undoes it.
 
-    OpenBLAS's own threads wait for the next product by spinning, which takes the processors from
-    those of `in_parts`.
+    OpenBLAS's own threads spin until the next product, which takes the processors from the threads
+    of `in_parts`.
     """
     # Of the extra `cpu`, which has numba too.
     from threadpoolctl import ThreadpoolController
@@ -107,7 +107,7 @@ def computes(*arrays: Any) -> bool:
 def by_rows(
     kernel: Callable[..., None], x: npt.NDArray[Any], *args: Any, rows: int | None = None
 ) -> None:
-    """Call a kernel that takes (start, end, x, *args) for all `rows`, by default those of x."""
+    """Call a kernel that takes (start, end, x, *args) for all `rows`, by default the rows of x."""
     rows = len(x) if rows is None else rows
     if x.size < _WORTH_SHARING:
         kernel(0, rows, x, *args)

@@ -95,12 +95,12 @@ class _Attention:
         return np.ascontiguousarray(chosen).reshape(len(chosen), -1, x.shape[-1])
 
     def seen(self, x: Floats, part: _Part) -> Floats:
-        """Return what a part sees of x (B, G, S, n): (groups, keys, n)."""
+        """Return the keys of x (B, G, S, n) that a part sees: (groups, keys, n)."""
         pieces = [x[part.line, part.groups, at] for at in part.keys]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
 
     def add_seen(self, into: Floats, part: _Part, values: Floats) -> None:
-        """Add values (groups, keys, n) to what a part sees of `into` (B, G, S, n)."""
+        """Add values (groups, keys, n) to the keys of `into` (B, G, S, n) that a part sees."""
         start = 0
         for at in part.keys:
             end = start + at.stop - at.start

@@ -30,7 +30,7 @@ from mlxtune.backend.cpu.arrays import (
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.layers import PackedRows
 
-# A frozen matrix (out, in), as it is or quantised.
+# A frozen matrix (out, in), plain or quantised.
 Weight = mx.array | PackedRows
 
 # Rows of the vocabulary in a block: of each thread as many as its cache holds.
@@ -48,7 +48,7 @@ class _Scratch(threading.local):
     weight = np.empty(0, dtype=np.uint32)
 
     def rows(self, shape: tuple[int, ...]) -> npt.NDArray[np.uint32]:
-        """Return the place for a matrix, which is also that of the next."""
+        """Return the place for a matrix, where the next one will stand too."""
         size = math.prod(shape)
         if self.weight.size < size:
             self.weight = np.empty(size, dtype=np.uint32)
@@ -238,7 +238,7 @@ class _Head(_OnlineSoftmax):
         self.take(z)
         if not self.expected.size:
             return
-        # The correction of the first block is 0, as is what it corrects.
+        # The correction of the first block is 0, as are the sums before it.
         if (self.correction != 1).any():
             self.expected *= self.correction[:, None]
         self.expected += np.matmul(z, block, out=self._product)

@@ -56,7 +56,7 @@ def find_limits(memory_limit_gb: float) -> MemoryLimits:
     info = mx.device_info()
     recommended = _recommended(info)
     if recommended is not None and (free := info.get("free_memory")) is not None:
-        # What other programs hold cannot be had. What other runs hold can, once they end: their
+        # Memory of other programs cannot be had. Memory of other runs can, once they end: their
         # reservations make this run wait, or stop with an error that names them.
         held = mx.get_active_memory() + mx.get_cache_memory() + _reserved_by_others()
         recommended = min(recommended, int(free) + held)
@@ -113,7 +113,7 @@ def relieve_pressure() -> None:
 
 
 def release() -> None:
-    """Free the memory of what is no longer referenced."""
+    """Free the memory of objects that are no longer referenced."""
     # Modules and the objects that run them refer to each other.
     gc.collect()
     mx.clear_cache()
@@ -133,7 +133,7 @@ def peak_gb() -> float:
 def peak_rss() -> int:
     """Return the most real memory that this process has had, in bytes."""
     try:
-        # The kernel's other count takes over that of the process that started this one.
+        # The kernel's other count starts from the peak of the parent process.
         text = read_kernel_file(Path("/proc/self/status"))
         return int(re.findall(r"VmHWM:\s+(\d+) kB", text)[0]) * 1024
     except (OSError, IndexError):

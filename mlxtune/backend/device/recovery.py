@@ -11,9 +11,9 @@ Result = TypeVar("Result")
 
 
 def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) -> Result:
-    """Return what `work` gives, which changes nothing where it fails.
+    """Return the result of `work`, which changes nothing where it fails.
 
-    After a fault, `change` is called with MLX's text, to ask for less or to free what it can; it
+    After a fault, `change` is called with MLX's text, to ask for less or to free memory; it
     raises where nothing is left to change. Then the work is tried again: once after each fault that
     may pass, as that may come from what ran before or from another program.
 

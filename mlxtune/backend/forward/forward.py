@@ -31,9 +31,9 @@ from mlxtune.core.steps.execution import Execution, Operations
 from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
 
-# What the loss is raised by where a model computes in float16: the gradients of single tokens are
-# near its smallest numbers, 6e-8 to 6e-5. A power of two changes no other bit, and one this small
-# lets entries of a gradient reach 256 before they overflow. The step takes it back in float32.
+# Raises the loss where a model computes in float16: the gradients of single tokens are near
+# its smallest numbers, 6e-8 to 6e-5. A power of two changes no other bit, and one this small lets
+# entries of a gradient reach 256 before they overflow. The step takes it back in float32.
 _RAISED_FLOAT16 = 256.0
 
 # The loss of the rows of hidden states (P, H) at the supervised positions.

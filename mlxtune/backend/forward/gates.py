@@ -56,7 +56,7 @@ def _run(mlp: nn.Module, x: mx.array) -> mx.array:
     return output
 
 
-# Stand in for the projections of an MLP, to see what it computes between them.
+# Stand in for the projections of an MLP, to see the function between them.
 _TRIAL: dict[str, Callable[[mx.array], mx.array]] = {
     "gate_proj": lambda x: 2 * x + 1,
     "up_proj": lambda x: 3 * x - 1,

@@ -52,8 +52,8 @@ class SplitModel:
     """An mlx-lm model whose head can run on chosen positions alone, soft-capping and all.
 
     `splits`: its trunk was found; otherwise the model can only run whole. `weight` (V, H) is that
-    of a head which is one product and no more, else None; `dtype` is that of the hidden states, and
-    `logits_dtype` that of the logits.
+    of a head which is one product and no more, else None; `dtype` belongs to the hidden states, and
+    `logits_dtype` to the logits.
     `vocabulary` says for which tokens this worker has logits, if not for all. `packing_problem`
     says why examples do not run in one line, once `packs` found that they do not.
     """
@@ -92,7 +92,7 @@ class SplitModel:
         return slot.hidden
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Return the logits (P, V) of hidden states (P, H), those of this worker's tokens."""
+        """Return the logits (P, V) of hidden states (P, H), for this worker's tokens."""
         if self.vocabulary is not None:
             hidden = self.vocabulary.enter(hidden)
         with self._without_layers():
@@ -101,7 +101,7 @@ class SplitModel:
         return logits.squeeze(0)
 
     def packs(self, mixers: Mixers) -> bool:
-        """Return whether examples in one line give what each gives by itself, as tried."""
+        """Return whether examples in one line give the same as each alone, as tried."""
         if self._runs_in_line():
             return True
         if not mixers.by_segments:
@@ -122,7 +122,7 @@ class SplitModel:
         return not self.packing_problem
 
     def line_caches(self) -> list[LineCache]:
-        """Return what the layers take for their caches while a line runs."""
+        """Return the caches of the layers while a line runs."""
         return [LineCache() for _ in self.model.layers]
 
     def _call(

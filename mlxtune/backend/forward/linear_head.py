@@ -101,7 +101,7 @@ def _blocks(weight: mx.array | PackedRows, positions: int) -> Iterator[mx.array]
 def _rows(
     weight: mx.array | PackedRows, tokens: mx.array, vocabulary: Vocabulary | None
 ) -> mx.array:
-    """Return the rows of tokens in float32 (P, H), zeros for those that another worker has."""
+    """Return the rows of tokens in float32 (P, H), zeros where another worker has the token."""
     if vocabulary is None:
         return weight[tokens].astype(mx.float32)
     places, here = vocabulary.find(tokens)

@@ -13,8 +13,8 @@ from mlxtune.backend.workers.split import Vocabulary
 def cross_entropies(model: nn.Module, inputs: mx.array, targets: mx.array) -> mx.array:
     """Return each target's cross-entropy, in nats, float32 (B, T).
 
-    `inputs` and `targets` are int32 (B, T). The logits are those of one forward pass without a KV
-    cache, taken to float32: logsumexp(z) - z[target].
+    `inputs` and `targets` are int32 (B, T). The logits come from one forward pass without a KV
+    cache, in float32: logsumexp(z) - z[target].
     """
     return nn.losses.cross_entropy(model(inputs).astype(mx.float32), targets)
 
@@ -48,7 +48,7 @@ def split_cross_entropies(vocabulary: Vocabulary, logits: mx.array, targets: mx.
     """Return float32 (P,), in nats, where a worker has the logits (P, v) of a part of the
     vocabulary.
 
-    The gradient is that of the worker's logits.
+    The gradient reaches the worker's logits.
     """
     places, here = vocabulary.find(targets[:, None])
 
@@ -82,7 +82,7 @@ def head_losses(
 ) -> mx.array:
     """Return the cross-entropy of each hidden state, in nats, float32 (P,), with no gradient.
 
-    The arguments are those of `head_loss_sum`; no more than `chunk` positions have logits at once.
+    It takes the arguments of `head_loss_sum`; no more than `chunk` positions have logits at once.
     """
     chunks: list[mx.array] = []
     for start in range(0, hidden.shape[0], chunk):
@@ -126,7 +126,7 @@ def head_loss_sum(
             loss, gradient = loss_and_gradient(rows, targets[at])
             total = total + loss
             gradients.append(gradient)
-        # With the loss, so that what it was computed from is not held until it is read.
+        # With the loss, so that its inputs are not held until it is read.
         return total, mx.depends(mx.concatenate(gradients), total)
 
     def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:

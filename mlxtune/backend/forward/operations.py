@@ -1,4 +1,4 @@
-"""MLX's own operations, and the choice of those that compute a step on the device in use."""
+"""MLX's own operations, and the choice of operations for the device in use."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ class Recompute:
         """Return the outputs of a layer."""
 
         def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-            # A lone array is passed by itself, as to a layer with no trained parameters.
+            # MLX passes a lone array without a list, as to a layer with no trained parameters.
             primals = [primals] if isinstance(primals, mx.array) else list(primals)
             return run_again(function, primals, list(cotangents))
 
@@ -104,7 +104,7 @@ class MlxOperations:
         return undo
 
     def layer_passes(self, recompute: bool) -> Recompute | None:
-        """Return what runs layers again, None where the graph keeps what it needs."""
+        """Return passes that run layers again, None where the graph keeps their values."""
         return Recompute() if recompute else None
 
 

@@ -14,9 +14,9 @@ from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.models.packed import Layout
 from mlxtune.core.steps.pack import Segment
 
-# How far a layer may take the hidden states of a token from those of the same token alone, in root
-# mean square relative to these. A last bit that is random in attention's output, in both forms,
-# gives up to 0.02 in bfloat16 and 0.0025 in float16, whatever the depth.
+# How far a layer may take the hidden states of a token from the states of the same token alone, in
+# root mean square relative to the latter. A last bit that is random in attention's output, in both
+# forms, gives up to 0.02 in bfloat16 and 0.0025 in float16, whatever the depth.
 _TOLERANCES = {mx.bfloat16: 3e-2, mx.float16: 4e-3, mx.float32: 1e-4}
 # Embeddings are looked up, which rounds nothing: positions added at 2% of them are seen.
 _SHARE_OF_EMBEDDINGS = 0.25
@@ -87,7 +87,7 @@ class LayerInputs:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep what the layers are given."""
+        """Keep the inputs of the layers."""
         self.alone = []
 
         def keep(layer: nn.Module, *args: Any, **options: Any) -> Any:
@@ -99,7 +99,7 @@ class LayerInputs:
 
     @contextmanager
     def compared(self) -> Iterator[None]:
-        """Compare what the layers are given with what was kept, and give them that."""
+        """Compare the inputs of the layers with the kept ones, and give them the latter."""
         self.differences, self._dtypes, kept = [], set(), iter(self.alone)
 
         def compare(layer: nn.Module, *args: Any, **options: Any) -> Any:

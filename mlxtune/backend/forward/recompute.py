@@ -67,19 +67,19 @@ class LayerCall:
         self._output: Any = None
 
     def run(self, *inputs: mx.array) -> list[mx.array]:
-        """Run the layer on its arrays; return those that it gives."""
+        """Run the layer on its arrays; return the arrays of its output."""
         # By the backward pass, another pass through the model may have set its own.
         self._dropout.set(self._keys.rows, self._keys.positions)
         self._update(inputs[len(self.given) :])
         args, options = _filled((self._args, self._options), inputs)
         with packed.laid_out(self._layout):
             output = self._layer(*args, **options)
-            # Its arrays are those of the function, and are not kept here a second time.
+            # The function returns its arrays, which are not kept here a second time.
             self._output = tree_map(lambda leaf: _ARRAY if _is_floating(leaf) else leaf, output)
             return _floating(output)
 
     def result(self, outputs: list[mx.array]) -> Any:
-        """Return what the layer returns; it has its own arrays again."""
+        """Return the layer's output; the layer has its own arrays again."""
         self._update(self.trained)
         return _filled(self._output, outputs)
 
@@ -92,7 +92,7 @@ def first_trained(layers: Sequence[nn.Module]) -> int:
     return [bool(tree_flatten(layer.trainable_parameters())) for layer in layers].index(True)
 
 
-# Stands where an array was, in what a layer takes or gives.
+# Stands where an array was, in the inputs or the output of a layer.
 _ARRAY = mx.array(0.0)
 
 
@@ -108,6 +108,6 @@ def _floating(tree: Any) -> list[mx.array]:
 
 
 def _filled(tree: Any, arrays: Sequence[mx.array]) -> Any:
-    """Return a tree with these in the place of such arrays."""
+    """Return a tree with arrays in the place of its own."""
     left = iter(arrays)
     return tree_map(lambda leaf: next(left) if _is_floating(leaf) else leaf, tree)

@@ -1,7 +1,7 @@
 """Keeps the examples of a line apart, whatever the operations and nearly whatever the model.
 
-Norms, projections, MLPs and experts compute each token by itself, so they run on the line and on no
-padding. What looks across tokens, a layer's mixers (attention, convolutions, recurrences), sees the
+Norms, projections, MLPs and experts compute each token alone, so they run on the line and on no
+padding. A layer's mixers (attention, convolutions, recurrences), which look across tokens, see the
 examples side by side:
 
     line            a b c d x p q       x continues a b, as c d does
@@ -119,7 +119,7 @@ class _Sides:
         self._known: list[tuple[mx.array, mx.array]] = []
 
     def beside(self, line: Any) -> Any:
-        """Return an array of the line side by side; anything else as it is."""
+        """Return an array of the line side by side; anything else unchanged."""
         length = len(self._layout.positions)
         if not isinstance(line, mx.array) or line.ndim != 3 or line.shape[:2] != (1, length):
             return line
@@ -150,10 +150,10 @@ class _Sides:
         return differentiable(gather, gradient)(line)
 
     def line(self, beside: Any) -> Any:
-        """Return an array that is side by side on the line; anything else as it is.
+        """Return an array that is side by side on the line; anything else unchanged.
 
-        One that came from the line is that of the line: MLX never computes the other form if
-        nothing else needs it.
+        An array that was gathered from the line maps back to its source: MLX never computes the
+        other form if nothing else needs it.
         """
         for known, line in self._known:
             if known is beside:

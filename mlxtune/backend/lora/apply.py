@@ -39,7 +39,7 @@ _MOSTLY = 0.5
 class Match:
     """The projections at one path of the layers that were searched.
 
-    `layers` have one there; `experts` counts those of one stack, 0 for a plain projection;
+    `layers` have one there; `experts` counts one stack, 0 for a plain projection;
     `parameters` are LoRA's, 0 if they do not train.
     """
 
@@ -53,7 +53,7 @@ class Match:
 class LoRASummary:
     """The LoRA on a model: its options, and the modules that they matched.
 
-    `matches` are those of the last `num_layers` layers, `layers` how many of these train. An
+    `matches` are in the last `num_layers` layers, of which `layers` train. An
     adapter file has one rank, the largest, and its scale. `trained_as_written`: its tensors are the
     trained ones, unpadded.
     """
@@ -131,7 +131,7 @@ class LoRASummary:
                 yield f"{target} is {', '.join(places)}"
 
     def warnings(self) -> Iterator[str]:
-        """Yield what is surprising about the experts, with its remedy."""
+        """Yield surprises about the experts, with their remedies."""
         trained = [match for match in self.matches if match.parameters]
         names = {match.path.rsplit(".", 1)[-1] for match in trained}
         left = [match for match in self.matches if match.experts and not match.parameters]
@@ -244,7 +244,7 @@ def lora_layer(
     config: InstructConfig,
     dropout_keys: DropoutKeys,
 ) -> nn.Module:
-    """Return a projection with LoRA on it, of this rank and scale whatever those of the config.
+    """Return a projection with LoRA on it, of this rank and scale, whatever the config says.
 
     Raises ModelError if that is not possible.
     """

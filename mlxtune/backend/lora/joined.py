@@ -17,9 +17,9 @@ MOST_COLUMNS = 64
 class SharedInput:
     """Projections that a layer gives the same input, one after the other.
 
-    The first call computes all of them; the others return what it kept for them. Of `members`, the
-    projections with LoRA, a step holds the A matrices side by side, as the first one's `lora_a`
-    (in, R), and each `lora_b` with zeros in the rows of the others, (R, out):
+    The first call computes all outputs and keeps the others. Of `members`, the projections
+    with LoRA, a step holds the A matrices side by side, as the first one's `lora_a` (in, R), and
+    each `lora_b` with zeros in the rows of the others, (R, out):
 
         A  = (A1 | A2)      B1' = (B1 / 0)      B2' = (0 / B2)      y1 = W1 x + scale * (x A) B1'
     """
@@ -33,11 +33,11 @@ class SharedInput:
 
     @property
     def runs(self) -> bool:
-        """Whether the matrices are those of a step; otherwise each projection runs alone."""
+        """Whether the matrices are joined for a step; otherwise each projection runs alone."""
         return len(self.members) < 2 or self.members[0].lora_a.shape[1] == self._columns
 
     def output(self, number: int, x: mx.array) -> mx.array:
-        """Return what the projection of this number gives for x (..., in)."""
+        """Return the output of the projection of this number for x (..., in)."""
         if self._x is not x or number not in self._kept:
             self._x, self._kept = x, dict(enumerate(self._outputs(x)))
         output = self._kept.pop(number)

@@ -123,7 +123,7 @@ class LoRALinear(nn.Module):
         return self.factors()
 
     def lora_update(self, x: mx.array) -> mx.array:
-        """Return what LoRA adds to the frozen layer's output for inputs x (..., in)."""
+        """Return LoRA's addition to the frozen layer's output for inputs x (..., in)."""
         if not self.drops():
             return self._low_rank(x, *self.own_factors())
         if self.principal is None:

@@ -20,7 +20,7 @@ _SMALLEST_NORM = 1e-6
 class Update(NamedTuple):
     """The result of an update, not yet computed.
 
-    `norm` is that of the gradient before clipping. Unless `finite`, `parameters`, the `vectors`
+    `norm` is the gradient's before clipping. Unless `finite`, `parameters`, the `vectors`
     that they are parts of, and `state`, the optimizer's, are those before.
     """
 

@@ -63,7 +63,7 @@ class Targets:
 
 
 def choose_targets(model: nn.Module, config: InstructConfig) -> Targets:
-    """Return what the options name, without reading any weights.
+    """Return the projections that the options name, without reading any weights.
 
     Raises ModelError if they name something that the model lacks, or that cannot be trained so.
     """
@@ -99,7 +99,7 @@ def rank_of(name: str, config: InstructConfig) -> int:
 
 
 def dimensions(module: nn.Module) -> tuple[int, int]:
-    """Return the input and output dimensions of a projection, those of one expert of a stack."""
+    """Return the input and output dimensions of a projection, or of one expert of a stack."""
     outputs, inputs = module.weight.shape[-2:]
     return (inputs * 32 // module.bits if "scales" in module else inputs), outputs
 

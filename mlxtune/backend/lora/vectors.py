@@ -21,7 +21,7 @@ ROW = 1024
 class _Part:
     """A part of a vector: one matrix, or A matrices side by side, in the rows of one (in, R).
 
-    A step holds it in `dtype`, with so many rows of zeros `above` and `below` it.
+    A step holds it in `dtype`, with rows of zeros `above` and `below` it.
     """
 
     names: tuple[str, ...]

@@ -23,7 +23,7 @@ from mlxtune.core.steps.execution import MemoryUse, ModelShapes
 
 # Copies of the scores of a layer that its backward pass holds, where MLX computes attention.
 _COPIES = 10
-# Arrays as large as its state that Mamba's loop keeps of each token, and those that RWKV 7's holds.
+# Arrays as large as its state that Mamba's loop keeps of each token, and that RWKV 7's loop holds.
 _KEPT_STATES, _HELD_STATES = 4, 3
 _MAMBA = (MambaBlock, JambaMambaMixer)
 
@@ -142,7 +142,7 @@ def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
     if "scales" not in head:
         return entries if head.weight.dtype != dtype else 0
     if not hasattr(head, "unpacked"):
-        return 0  # MLX's quantised products take the weight as it is.
+        return 0  # MLX's quantised products take the stored weight.
     return entries * memory.head_copies
 
 
@@ -205,7 +205,7 @@ def _held_scores(base: BaseModel) -> int:
 def _caps(base: BaseModel, *, attention: bool) -> bool:
     """Return whether the scores of attention, or else the logits, are capped or scaled."""
     text = getattr(base.model, "language_model", base.model)
-    # What config.json leaves out has its default here.
+    # The model has the defaults of options that config.json leaves out.
     options = {**base.text_config, **vars(getattr(text, "args", object))}
     return any(
         bool(value) and ("attn" in name) == attention

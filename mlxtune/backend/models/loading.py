@@ -49,7 +49,7 @@ PRODUCTS = (QUANTIZED, DEQUANTIZED)
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A model and its facts. `dtype` is what it computes in.
+    """A model and its facts. It computes in `dtype`.
 
     `text_config` is the language model's part of config.json. `quantization` describes quantised
     weights, `quantize` is the format they were quantised to while loading, and
@@ -117,7 +117,7 @@ def open_base(
     """Return a model in the given dtype (`auto`: its own on a GPU, float32 on the CPU).
 
     Its shapes and dtypes are known, but no weights are read. Quantised weights stay as they are;
-    the dtype is that of the other weights and the activations. `quantize`, a format of --quantize,
+    the other weights and the activations have the dtype. `quantize`, a format of --quantize,
     quantises the weights of a full-precision model one by one as they are read; `double_quant` is
     for nf4. `quantized_compute` is explained at `compute_quantized`.
 
@@ -248,7 +248,7 @@ def timed_products(base: BaseModel, tokens: int) -> TimedProducts | None:
 def with_products(base: BaseModel, form: str) -> BaseModel:
     """Return a model whose quantised products are computed in a form, if the device allows it.
 
-    On the CPU, and from the dequantised form, a model stays what it is.
+    On the CPU, and from the dequantised form, a model stays the same.
     """
     if on_cpu() or form == base.quantized_compute or form != DEQUANTIZED:
         return base
@@ -289,7 +289,7 @@ def _choose_dtype(model: nn.Module, dtype: str) -> mx.Dtype:
     return mx.float32 if on_cpu() or not sizes else sizes.most_common(1)[0][0]
 
 
-# What takes the place of layers that are stored in 16 bits.
+# The classes of layers that are stored in 16 bits.
 _STORED: dict[type, Any] = {
     nn.Embedding: StoredEmbedding,
     nn.Linear: StoredLinear,

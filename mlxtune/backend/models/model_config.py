@@ -1,4 +1,4 @@
-"""What a config.json contradicts: itself, what it may be, or the weights beside it."""
+"""Contradictions of a config.json: within it, to known bounds, and to the weights beside it."""
 
 import math
 import re
@@ -55,7 +55,7 @@ _USED = (
 _OTHER_SHAPE = re.compile(
     r"Expected shape \((.*?)\) but received shape \((.*?)\) for parameter (\S+)"
 )
-# What the names of layer kinds in transformers and mlx-lm have in them.
+# Parts of the names of layer kinds in transformers and mlx-lm.
 _KINDS = re.compile(
     r"\w*(?:attention|attn|full|linear|sliding|window|sparse|dense|mlp|moe|conv|hybrid|mamba|ssm"
     r"|recurrent)\w*"
@@ -63,7 +63,7 @@ _KINDS = re.compile(
 
 
 def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with a config and the language model's part of it."""
+    """Yield the problems of a config and of the language model's part of it."""
     for name, count in counts(config, _LISTED):
         if count > _MOST:
             yield f"{name} is more than {_MOST:,}"
@@ -146,7 +146,7 @@ def _integers(values: list[Any]) -> bool:
 def _unknown_formats(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the formats of quantised weights that MLX has not; some divide by their group size.
 
-    `quantization` has MLX's formats, also by layer; `quantization_config` those of other tools.
+    `quantization` has MLX's formats, also by layer; `quantization_config` other tools' formats.
     """
     ours, others = config.get("quantization"), config.get("quantization_config")
     if isinstance(others, Mapping) and others.get("group_size", 1) == 0:
@@ -195,7 +195,7 @@ def _layer_kinds(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def misfit(error: Exception, config: Mapping[str, Any]) -> str | None:
-    """Return what MLX's error for a weight of another shape means, with the keys to look at."""
+    """Explain MLX's error for a weight of another shape, with the keys to look at."""
     if (found := _OTHER_SHAPE.search(str(error))) is None:
         return None
     made, stored, name = found.groups()

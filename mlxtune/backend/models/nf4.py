@@ -87,7 +87,7 @@ def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
 def in_parts(
     weight: mx.array, entries: int, make: Callable[[mx.array], Sequence[mx.array]]
 ) -> list[mx.array]:
-    """Return what `make` gives for a weight (out, in), made for about so many entries at a time.
+    """Return the results of `make` for a weight (out, in), made for about `entries` at a time.
 
     Temporary arrays then cover only one part of the weight.
     """

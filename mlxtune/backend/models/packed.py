@@ -150,7 +150,7 @@ class LineCache:
     lengths = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the keys and values to attend to: those of the call."""
+        """Return the keys and values of the call, to attend to."""
         return keys, values
 
     def make_mask(self, length: int, **options: Any) -> Any:

@@ -35,7 +35,7 @@ def quantize_lazily(
 ) -> str:
     """Quantise a model whose weights are not read yet; return a description of the format.
 
-    In MLX's formats the result is that of `mlx_lm.convert`: embeddings and head are quantised too,
+    In MLX's formats the result equals `mlx_lm.convert`: embeddings and head are quantised too,
     the architecture's own predicate is respected, and matrices whose rows no group divides stay
     unquantised. In nf4, as in QLoRA, only linear layers are quantised, except the head.
 
@@ -71,12 +71,12 @@ def describe_format(parameters: Mapping[str, Any]) -> str:
 
 
 def format_name(quantize: str, double_quant: bool = False) -> str:
-    """Return the name of a format, with that of its scales."""
+    """Return the name of a format and its scales."""
     return f"{quantize} with double quantisation" if double_quant else quantize
 
 
 def quantized_config(model: nn.Module, quantize: str) -> dict[str, Any]:
-    """Return what `mlx_lm.convert` adds to the config of a model in one of MLX's formats."""
+    """Return the entries that `mlx_lm.convert` adds to a config for one of MLX's formats."""
     parameters = MLX_FORMATS[quantize]
     # Layers for which the architecture chooses other parameters are listed by path.
     exceptions = {

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlxtune.backend.models.layers import DEQUANTIZED, QUANTIZED, DequantizedLinear, copy_quantized
 from mlxtune.core.text import short_duration
 
-# Runs of each form before those that count, whose number is odd.
+# Runs of each form that do not count, and the odd number of runs that do.
 _WARMUPS, _RUNS = 2, 5
 # A dequantised matrix takes memory: it has to be faster by this share.
 _GAIN = 0.05

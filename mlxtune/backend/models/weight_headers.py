@@ -1,4 +1,4 @@
-"""What the headers of a model's weights say that MLX or mlx-lm would fail, or crash, on."""
+"""Problems in the headers of a model's weights on which MLX or mlx-lm would fail, or crash."""
 
 import re
 from collections.abc import Iterator, Mapping

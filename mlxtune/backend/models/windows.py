@@ -26,7 +26,7 @@ def window_of(mask: Any) -> int | None:
 def create_attention_mask(
     h: mx.array, cache: Any = None, window_size: int | None = None, return_array: bool = False
 ) -> Any:
-    """Return what mlx-lm's function of this name does; `h` is (B, T, ·).
+    """Return the mask of mlx-lm's function of this name; `h` is (B, T, ·).
 
     Without a cache, as while padded examples train, the mask knows its window.
     """

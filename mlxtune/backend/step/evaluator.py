@@ -38,7 +38,7 @@ class ExampleLosses:
     """Computes the losses of examples, in batches as large as memory allows.
 
     The device computes a batch while the next is prepared, and never holds two. `held` are bytes
-    in use beside the model's, which has so many `parameters`.
+    in use beside the model's; `parameters` counts the model's.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ExampleLosses:
         self._memory = BatchMemory(forward, held)
 
     def limit_memory(self, most: int) -> None:
-        """Have the peak of no batch above this many bytes, unless that of training is."""
+        """Keep the peak of each batch below this many bytes, unless training's is above."""
         self._memory.limit(most)
 
     def of(
@@ -90,7 +90,7 @@ class ExampleLosses:
         return losses
 
     def _run(self, examples: Sequence[Example], compute: Callable[[], None]) -> None:
-        """Run `compute` with larger micro-batches than those of training, if they fit."""
+        """Run `compute` with larger micro-batches than training has, if they fit."""
         batches = self._batches
         trained = batches.max_tokens
         batches.max_tokens = allowed = self._bound(examples)
@@ -170,7 +170,7 @@ class BatchMemory:
         self._splits_head = execution.split_head
 
     def limit(self, most: int) -> None:
-        """Leave no more free than what is left of `most` bytes."""
+        """Leave no more free than the rest of `most` bytes."""
         self._free = min(self._free, most - self._held)
 
     def fits(self, load: BatchLoad) -> bool:
@@ -191,7 +191,7 @@ class BatchMemory:
 class Evaluator:
     """Computes the losses of one model by the same fast computations as training.
 
-    `parameters` counts those of the base, by which the execution is chosen unless one is given. An
+    `parameters` counts the base's, by which the execution is chosen unless one is given. An
     adapter that is taken off and put back later has to be on the model here: both are then
     evaluated as the model stands.
     """
@@ -217,7 +217,7 @@ class Evaluator:
     def losses(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
     ) -> npt.NDArray[np.float64]:
-        """Return what `ExampleLosses.of` does."""
+        """Return the losses of examples; see `ExampleLosses.of`."""
         return self._losses.of(examples, on_progress)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from mlxtune.core.steps.pack import Pack, pack
 
 
 class MicroBatches:
-    """Splits what a `Forward` runs into micro-batches of at most `max_tokens`, by its execution.
+    """Splits examples into micro-batches of at most `max_tokens`, by the execution of a `Forward`.
 
     With `keyed`, only examples of equal key share tokens. Where workers `run_alike`, the bound is
     never halved, as all of them would have to halve it at once.
@@ -39,7 +39,7 @@ class MicroBatches:
         return len(self.plan(examples, self.max_tokens)) == 1
 
     def plan(self, examples: Sequence[Example], max_tokens: int) -> list[Group]:
-        """Return which examples make a micro-batch of at most so many tokens."""
+        """Return the examples of each micro-batch of at most `max_tokens` tokens."""
         execution = replace(self._forward.execution, micro_batch_tokens=max_tokens)
         return execution.plan(examples, keyed=self._keyed)
 

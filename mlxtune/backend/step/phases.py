@@ -28,14 +28,14 @@ class Phases:
         return int(mx.get_active_memory()), memory.lap_peak()
 
     def end(self, name: str, *arrays: Any) -> None:
-        """End a phase that computed these arrays, or what was evaluated already."""
+        """End a phase that computed these arrays, or arrays that were evaluated already."""
         if self.timer is not None:
             if arrays:
                 mx.eval(*arrays)
             self.timer.end(name)
 
     def gradients(self, *args: Any) -> Gradients:
-        """Return what `Forward.gradients` gives, and end the phases within.
+        """Return the result of `Forward.gradients`, and end the phases within.
 
         These are forward, loss (the head) and backward.
         """

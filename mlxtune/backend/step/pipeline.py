@@ -32,7 +32,7 @@ from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult, pe
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
 
-# What an error advises where memory runs out with one example.
+# The advice of an error where memory runs out with one example.
 _LESS_MEMORY = (
     "lower --max-seq-len, set --grad-checkpoint on, or use --quantize 4 or fewer --num-layers"
 )
@@ -203,9 +203,9 @@ class InstructPipeline:
         checkpoints.adapter_writer(self.model, self.lora, *self._base)(weights)
 
     def snapshot(self) -> Callable[[Path], None]:
-        """Return what writes the adapter, as mlx-lm loads it, and the optimizer into a folder.
+        """Return a writer of the adapter, as mlx-lm loads it, and the optimizer into a folder.
 
-        It writes what is now, whenever it is called, and raises OutputError.
+        It writes the present state, whenever it is called, and raises OutputError.
         """
         self.runner.settle()
         self._workers.check_same(self.model.trainable_parameters(), self.builder.steps)
@@ -246,11 +246,11 @@ class InstructPipeline:
         checkpoints.read_parameters(folder, self.model, self.lora)
         self._optimizer.adopt(self.model)
         self._optimizer.take_from_file(state)
-        # What was halved since the plan stays halved; what the plan gives less is for less memory.
+        # A bound that was halved stays halved; a plan with a lower one is for less memory.
         self.batches.max_tokens, self.builder.steps = min(tokens, self.batches.max_tokens), steps
 
     def describe(self) -> Mapping[str, Any]:
-        """Return what a checkpoint says of the adapter and the versions that made it."""
+        """Return a checkpoint's description of the adapter and of the versions that made it."""
         return {
             "lora_rank": self.config.lora_rank,
             "lora_alpha": self.config.lora_alpha,

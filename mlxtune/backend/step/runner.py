@@ -1,4 +1,4 @@
-"""The runner of a step: evaluation in stages, and what is tried after a fault of the GPU.
+"""The runner of a step: evaluation in stages, and further tries after a fault of the GPU.
 
 macOS ends commands that keep the GPU from drawing the display for some seconds (mlx#3267), so no
 command keeps a Mac's GPU busy for much longer than a second.
@@ -50,7 +50,7 @@ class Graph:
     arrays: Any
 
     def parts(self) -> list[Sequence[Any]]:
-        """Return what each stage evaluates; the graph keeps none of the outputs."""
+        """Return the arrays of each stage; the graph keeps none of the outputs."""
         found: list[Sequence[Any]] = []
         if self.stages > 1:
             forward = max(int(self.stages * _FORWARD), 1)
@@ -217,7 +217,7 @@ class StepRunner:
         return can
 
     def count(self, tokens: int) -> int:
-        """Return in how many stages a micro-batch of so many tokens is computed."""
+        """Return the number of stages of a micro-batch with this many tokens."""
         needed = max(math.ceil(self.seconds_per_token * tokens / _SECONDS), 1)
         return min(needed * self._shortened, self._most)
 
@@ -267,7 +267,7 @@ class StepRunner:
     # Faults
 
     def warn_of_limit(self) -> None:
-        """Warn once of a pass that took more than the limit, which changes nothing by itself.
+        """Warn once of a pass that took more than the limit, which alone changes nothing.
 
         The peak includes buffers in flight, whose number depends on timing.
         """

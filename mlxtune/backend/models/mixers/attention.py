@@ -32,7 +32,7 @@ def scaled_dot_product_attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Return what mlx-lm's function of this name does, in a form that has a gradient.
+    """Return the output of mlx-lm's function of this name, in a form that has a gradient.
 
     queries are (B, Hq, T, D), keys and values (B, Hk, S, ·). With a cache of tokens, as while a
     model generates, it is mlx-lm's.

@@ -52,7 +52,7 @@ def _serves(x: mx.array, indices: mx.array) -> bool:
 def _by_expert(
     run: Callable[[mx.array, mx.array], mx.array], x: mx.array, indices: mx.array
 ) -> mx.array:
-    """Return what experts give for x (..., in) and indices (..., k): (..., k, out).
+    """Return the outputs (..., k, out) of experts for x (..., in) and indices (..., k).
 
     `run(x, experts)` takes the tokens (N k, 1, in) in the order of their experts (N k,).
     """
