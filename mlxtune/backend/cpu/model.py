@@ -65,8 +65,6 @@ def _frozen_weight(module: nn.Module) -> products.Weight:
 
 
 class _Linear(FrozenProduct):
-    """A linear layer with a frozen weight."""
-
     def __call__(self, x: mx.array) -> mx.array:
         if not computes(x):
             return super().__call__(x)
@@ -75,8 +73,6 @@ class _Linear(FrozenProduct):
 
 
 class _Head(nn.Module):
-    """Embeddings that are used as the head."""
-
     def as_linear(self, x: mx.array) -> mx.array:
         return _product(x, self) if computes(x) else super().as_linear(x)
 
@@ -122,8 +118,6 @@ class _GemmaRMSNorm(nn.Module):
 
 
 class _RoPE(nn.Module):
-    """Rotary embeddings by a base."""
-
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
         return elementwise.rope(
             x,

@@ -129,7 +129,6 @@ def backward(cotangent: mx.array, weight: Weight) -> mx.array:
 
 
 def _blocks(weight: Weight) -> Iterator[slice]:
-    """Yield blocks of the vocabulary."""
     for start in range(0, weight.shape[0], _VOCABULARY):
         yield slice(start, min(start + _VOCABULARY, weight.shape[0]))
 

@@ -98,7 +98,6 @@ class LoRALinear(nn.Module):
         return linear.part.leave(self._run(linear.own_product, linear.part.enter(x)))
 
     def _run(self, product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
-        """Return the frozen product of x (..., in), with the update."""
         if self.drops():
             return product(x) + self.lora_update(x)
         a, b = self.own_factors()
