@@ -71,7 +71,6 @@ class _BlockingFile(io.FileIO):
     """A file that waits where a write would block: other programs make shared streams do so."""
 
     def write(self, data: Any, /) -> int:
-        """Write some bytes and return how many."""
         while (written := super().write(data)) is None:
             select.select([], [self], [])
         return written
@@ -79,7 +78,6 @@ class _BlockingFile(io.FileIO):
 
 class _StdoutFile(_BlockingFile):
     def write(self, data: Any, /) -> int:
-        """Write some bytes. Raises OutputError, or BrokenPipeError if nobody reads."""
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -92,7 +90,6 @@ class _StdoutFile(_BlockingFile):
 
 class _StderrFile(_BlockingFile):
     def write(self, data: Any, /) -> int:
-        """Write some bytes if possible: no work ends because nobody reads its messages."""
         try:
             return super().write(data)
         except OSError:

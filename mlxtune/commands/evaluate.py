@@ -48,7 +48,6 @@ def evaluate(config: EvalConfig) -> Evaluation:
 
 
 def show(config: EvalConfig) -> None:
-    """Evaluate, and print the result as lines or JSON."""
     evaluation = evaluate(config)
     if config.json:
         print_json(evaluation.as_dict())

@@ -39,7 +39,6 @@ def export(config: ExportConfig) -> ExportResult:
 
 
 def show(config: ExportConfig) -> None:
-    """Export, and print the certificate."""
     print_result(export(config), config)
 
 

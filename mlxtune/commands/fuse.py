@@ -97,5 +97,4 @@ def _write_gguf(
 
 
 def show(config: FuseConfig) -> None:
-    """Fuse, and print the certificate."""
     print_result(fuse(config), config)

@@ -46,7 +46,6 @@ def import_adapter(config: ImportConfig) -> Path:
 
 
 def show(config: ImportConfig) -> None:
-    """Import, and print what was written."""
     path = import_adapter(config)
     print_line(f"{'Wrote':<12}{path} and adapter_config.json beside it")
 

@@ -74,7 +74,6 @@ def show(config: InspectConfig) -> None:
 
 
 def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection.Inspection:
-    """Make the inspection of a data set."""
     if dataset.validation is None:
         identities = dataset.corpus.identities
         _, held_out = order.hold_out_rows(
@@ -110,7 +109,6 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection
 
 
 def why_not_shown(row: int, reader: Reader, dataset: Dataset) -> str:
-    """Return why a row has no example."""
     for file in dataset.files:
         problem = reader.why_skipped(file.skipped.path, row)
         if problem is not None:

@@ -159,6 +159,5 @@ def _draw(rows: CorpusRows, count: int, seed: int, tokenizer: ModelTokenizer) ->
 
 
 def _show(console: RunConsole, activity: str, with_adapter: bool) -> Callable[[int, int], None]:
-    """Return a callback that shows how many of the rows are done."""
     name = "the adapter" if with_adapter else "the base model"
     return lambda done, total: console.show(f"{activity} with {name}: {done:,} of {total:,}")

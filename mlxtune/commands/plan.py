@@ -89,7 +89,6 @@ def plan(config: PlanConfig) -> RunPlan:
 
 
 def show(config: PlanConfig) -> None:
-    """Print the plan as lines or JSON."""
     planned = plan(config)
     if config.json:
         print_json(planned.as_dict())

@@ -223,7 +223,6 @@ def prompts_for(config: OutgoingConfig, source: Source) -> list[list[int]]:
 
 
 def print_result(result: ExportResult, config: OutgoingConfig) -> None:
-    """Print what was written and its certificate, or the certificate as JSON."""
     if config.json:
         print_json(result.certificate.as_dict())
         return

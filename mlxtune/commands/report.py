@@ -72,7 +72,6 @@ def _read_runs(runs: Sequence[str | Path]) -> list[Run]:
 
 
 def _as_dict(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return runs as docs/report.md describes them."""
     return {
         "runs": [
             {

@@ -79,12 +79,10 @@ class TrainResult:
     model_path: str = ""
 
     def _repr_html_(self) -> str | None:
-        """Return what a notebook shows; it shows the text where this is None."""
         card = self._card()
         return None if card is None else card.html()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Write what IPython shows as text."""
         card = self._card()
         printer.text(repr(self) if card is None else card.text())
 

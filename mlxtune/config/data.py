@@ -134,7 +134,6 @@ class RowsConfig(Checked):
 
     @property
     def cache_path(self) -> Path | None:
-        """The folder that caches encoded data, or None."""
         if self.no_cache:
             return None
         return user_cache() / "encoded" if self.cache_dir is None else as_path(self.cache_dir)

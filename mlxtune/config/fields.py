@@ -189,7 +189,6 @@ def _read_number(value: Any, kind: type[int] | type[float]) -> int | float:
 
 
 def flag(name: str) -> str:
-    """Return the command-line flag of a field: `max_seq_len` is `--max-seq-len`."""
     return "--" + name.replace("_", "-")
 
 
@@ -214,12 +213,10 @@ def same(
 
 
 def options_of(config: type) -> dict[str, Option]:
-    """Return the options of a config by the names of its fields."""
     return {field.name: field.metadata["option"] for field in dataclasses.fields(config)}
 
 
 def field_types(config: type) -> dict[str, Any]:
-    """Return the resolved annotation of each field of a config."""
     return typing.get_type_hints(config)
 
 
@@ -245,7 +242,6 @@ class Checked:
             raise ConfigError(problems)
 
     def contradictions(self) -> list[str]:
-        """Return the problems between fields that are each valid alone."""
         return []
 
     def part(self, kind: type[_Part], **changes: Any) -> _Part:

@@ -55,13 +55,11 @@ def alpha_of(scale: float, rank: int, *, rslora: bool) -> float:
 
 
 def pissa_iterations(init: str) -> int | None:
-    """Return the N of `pissa_niter_N`, or None."""
     match = _NITER.fullmatch(init)
     return int(match[1]) if match else None
 
 
 def init_problem(init: str) -> str | None:
-    """Return what is wrong with an --init, or None."""
     if init in ("lora", "pissa") or pissa_iterations(init):
         return None
     return f"--init must be lora, pissa or pissa_niter_N with N from 1 to 999, not {init!r:.60}"

@@ -282,7 +282,6 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
         return problems
 
     def _tensor_problems(self) -> list[str]:
-        """Return the contradictions of --parallel."""
         if self.parallel == "data":
             return []
         if self.parallel.startswith("tensor:"):
@@ -305,7 +304,6 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
 
     @property
     def output_path(self) -> Path:
-        """The adapter file to write."""
         return as_path(self.output)
 
     @property
@@ -445,7 +443,6 @@ class BenchConfig(_StepConfig):
 
     @property
     def json_path(self) -> Path | None:
-        """The file to write, or None."""
         return None if self.json in (None, "-") else as_path(str(self.json))
 
     def training(self, dtype: str) -> TrainConfig:

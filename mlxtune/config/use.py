@@ -153,7 +153,6 @@ class ImportConfig(Checked):
 
     @property
     def output_path(self) -> Path:
-        """The folder to write."""
         return as_path(self.output)
 
 

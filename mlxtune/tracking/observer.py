@@ -50,7 +50,6 @@ class TrackingObserver(TrainingObserver):
         self._complete = False
 
     def on_start(self, run: RunStart, previous: Path | None) -> None:
-        """Open the run; one that is new to the tracker when it is resumed begins there."""
         with self._until_failure():
             self._tracker = TRACKERS[self._name](self._tracked(run))
 
@@ -75,7 +74,6 @@ class TrackingObserver(TrainingObserver):
         )
 
     def on_step(self, record: StepRecord) -> None:
-        """Record a step."""
         self._step = record.step
         values = {
             "train/loss": record.loss,
@@ -90,11 +88,9 @@ class TrackingObserver(TrainingObserver):
         self._log(values, record.step)
 
     def on_validation(self, step: int, loss: float) -> None:
-        """Record a validation."""
         self._log({"val/loss": loss, "val/perplexity": perplexity(loss)}, step)
 
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
-        """Record an epoch; its validation is recorded already."""
         values = {
             "epoch/train_loss": metrics.train_loss,
             "epoch/samples_per_second": metrics.samples_per_sec,
@@ -102,7 +98,6 @@ class TrackingObserver(TrainingObserver):
         self._log(values, self._step)
 
     def on_result(self, result: InstructTrainResult) -> None:
-        """Keep the result for the end."""
         values = {
             "train_loss": result.epoch_metrics[-1].train_loss,
             "initial_val_loss": result.initial_val_loss,
@@ -116,7 +111,6 @@ class TrackingObserver(TrainingObserver):
         self._complete = True
 
     def on_end(self) -> None:
-        """Close the run."""
         if self._tracker is not None:
             with self._until_failure():
                 self._tracker.finish(self._result, self._complete)

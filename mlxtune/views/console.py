@@ -40,13 +40,11 @@ class BestEffortStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text if possible."""
         with suppress(OSError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream if possible."""
         with suppress(OSError):
             self._stream.flush()
 
@@ -94,7 +92,6 @@ class RunConsole(TrainingObserver):
 
     @property
     def stopping(self) -> str:
-        """What to print after a first interrupt."""
         again = "interrupt the kernel again" if self._notebook else "press Ctrl-C again"
         return f"stopping after this step; {again} to stop at once"
 
@@ -108,21 +105,17 @@ class RunConsole(TrainingObserver):
         self._line(Text(f"{stage:<{_STAGE_WIDTH}}", "bold"), message, wrap=not copyable)
 
     def warn(self, message: str) -> None:
-        """Print a warning, even when quiet."""
         self._line(Text("warning: ", "yellow"), message, wrap=True)
 
     def on_encoding(self, path: Path, rows: int) -> None:
-        """Show on a terminal the number of rows encoded so far."""
         self.show(f"encoding {path}: {count(rows, 'row')}")
 
     def show(self, text: str) -> None:
-        """Show the current activity on a terminal, until the next line is printed."""
         self._activity = self._activity or self._open_line(bar=False)
         if self._activity is not None:
             self._activity.update(printable(text))
 
     def close(self) -> None:
-        """Remove the current activity."""
         if self._activity is not None:
             self._activity.close()
             self._activity = None
@@ -138,7 +131,6 @@ class RunConsole(TrainingObserver):
         self._console.print(line)
 
     def on_start(self, run: RunStart, previous: Path | None) -> None:
-        """Open the bar on a terminal."""
         if previous is not None:
             self.say("Checkpoints", f"an earlier run's files were moved to {previous}")
         self._run = run
@@ -149,7 +141,6 @@ class RunConsole(TrainingObserver):
             self._bar.update("starting", run.progress.step / run.total_steps)
 
     def on_step(self, record: StepRecord) -> None:
-        """Move the bar, or print every `log_every` steps when piped."""
         assert self._run is not None
         self._losses.append(record.loss)
         average, total = fmean(self._losses), self._run.total_steps
@@ -162,7 +153,6 @@ class RunConsole(TrainingObserver):
             self.say("Training", line)
 
     def on_evaluated(self, done: int, total: int) -> None:
-        """Show the progress of a validation."""
         if self._bar is not None:
             self._bar.update(f"validating {done}/{total}")
 
@@ -179,28 +169,22 @@ class RunConsole(TrainingObserver):
             self.say("Validation", line)
 
     def on_profile(self, profile: StepProfile) -> None:
-        """Print the times of a profiled step, and keep them for the table at the end."""
         self._profile.add(profile)
         self.say("Profile", run_text.profile_line(profile), copyable=True)
 
     def on_problem(self, message: str) -> None:
-        """Print a warning."""
         self.warn(message)
 
     def on_note(self, topic: str, message: str) -> None:
-        """Print a line."""
         self.say(topic, message)
 
     def on_thermal(self, state: str) -> None:
-        """Show with the next steps what heat does."""
         self._thermal = state
 
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
-        """Print the epoch's result."""
         self.say("Training", run_text.epoch_line(metrics, best))
 
     def on_end(self) -> None:
-        """Close the bar, and print the table of a profile."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -230,11 +214,9 @@ class TerminalLine:
         self.progress.start()
 
     def update(self, text: str, share: float | None = None) -> None:
-        """Replace the text and, if given, the share of the work that is done."""
         self.progress.update(self._task, description=text, completed=share)
 
     def close(self) -> None:
-        """Remove the line."""
         self.progress.stop()
 
 
@@ -249,7 +231,6 @@ class NotebookLine:
         self._handle = display(_content(""), raw=True, display_id=True)
 
     def update(self, text: str, share: float | None = None) -> None:
-        """Replace what is shown, unless it has been replaced just now."""
         now = time.monotonic()
         if now - self._shown < _SECONDS_BETWEEN:
             return
@@ -262,7 +243,6 @@ class NotebookLine:
         self._handle.update(_content(text, share), raw=True)
 
     def close(self) -> None:
-        """Remove the line."""
         self._handle.update(_content(""), raw=True)
 
 

@@ -10,7 +10,6 @@ from mlxtune.core.text import byte_size, count, duration, short_duration
 
 
 def micro_batches_line(plan: MemoryPlan) -> str:
-    """Return how each step will be split, and whether activations are kept or recomputed."""
     tokens = plan.execution.micro_batch_tokens
     line = f"micro-batches of {'one example' if tokens == 1 else f'up to {tokens:,} tokens'}"
     if plan.micro_batches_per_step:
@@ -20,7 +19,6 @@ def micro_batches_line(plan: MemoryPlan) -> str:
 
 
 def peak_line(plan: MemoryPlan) -> str:
-    """Return the predicted peak memory and its limit, or an estimate with its range."""
     peak, limit = byte_size(plan.peak.total), byte_size(plan.limit)
     if plan.shapes.measured is not None:
         return f"predicted peak memory {peak} of {limit}"

@@ -37,7 +37,6 @@ def loss_and_perplexity(value: float) -> str:
 
 
 def rows_line(ledger: Ledger) -> str:
-    """Return where the rows of a file went."""
     parts = [f"{count(ledger.rows_read, 'row')} read"]
     if ledger.rows_train:
         parts.append(f"{ledger.rows_train:,} train")
@@ -50,7 +49,6 @@ def rows_line(ledger: Ledger) -> str:
 
 
 def evaluated_line(ledger: Ledger) -> str:
-    """Return the rows and supervised tokens of a file that `eval` uses."""
     cut = f", {ledger.rows_truncated:,} truncated" if ledger.rows_truncated else ""
     skipped = f", {total:,} skipped" if (total := ledger.rows_skipped.total()) else ""
     return (
@@ -60,7 +58,6 @@ def evaluated_line(ledger: Ledger) -> str:
 
 
 def tokens_line(ledger: Ledger) -> str:
-    """Return where the tokens of a file went."""
     cut = f" from {count(ledger.rows_truncated, 'row')}" if ledger.rows_truncated else ""
     several = f" in {ledger.examples:,} examples" if ledger.examples > ledger.rows_kept else ""
     return (
@@ -70,14 +67,12 @@ def tokens_line(ledger: Ledger) -> str:
 
 
 def template_line(template: str, config: DataConfig) -> str:
-    """Return the chat template and the options that turn rows into examples."""
     turns = "every assistant turn" if config.turns == "all" else "the last assistant turn"
     thinking = "" if config.thinking == "auto" else f", thinking {config.thinking}"
     return f"{template}; {turns}{thinking}, up to {config.max_seq_len:,} tokens"
 
 
 def finding_line(finding: Finding) -> str:
-    """Return a finding with its first row, if it is about rows."""
     if not finding.places:
         return f"{finding.kind}: {finding.advice}"
     first = finding.places[0]
@@ -89,7 +84,6 @@ def finding_line(finding: Finding) -> str:
 def step_line(
     record: StepRecord, total_steps: int, average: float, peak_gb: float, thermal: str = ""
 ) -> str:
-    """Return a step as one line, with how heat slows the machine."""
     return (
         f"step {record.step}/{total_steps}  loss {record.loss:.4f}  average {average:.4f}  "
         f"lr {record.learning_rate:.3g}  grad norm {record.grad_norm:.3g}  "
@@ -99,7 +93,6 @@ def step_line(
 
 
 def step_state(record: StepRecord, average: float, peak_gb: float, thermal: str = "") -> str:
-    """Return what a live bar shows of a step, and of heat that slows the machine."""
     speed = tokens_per_second(record)
     return f"loss {average:.3f}  {speed:,.0f} tok/s  {byte_size(peak_gb * 1e9)}{_heat(thermal)}"
 
@@ -109,12 +102,10 @@ def _heat(thermal: str) -> str:
 
 
 def tokens_per_second(record: StepRecord) -> float:
-    """Return the speed of a step in tokens of its examples."""
     return record.tokens / max(record.seconds, 1e-9)
 
 
 def epoch_line(metrics: InstructEpochMetrics, best: bool) -> str:
-    """Return one epoch's result."""
     validation = ""
     if metrics.val_loss is not None:
         validation = f", validation {loss_and_perplexity(metrics.val_loss)}"
@@ -132,7 +123,6 @@ def validation_line(step: int, epochs: float, loss: float, best: bool) -> str:
 
 
 def plan_line(trainer: InstructTrainer) -> str:
-    """Return the steps, epochs, rows, learning rate and seed of a run."""
     config = trainer.config
     validation = f"{len(trainer.val_rows):,} validate" if trainer.val_rows else "no validation"
     if trainer.val_rows and config.val_steps:
@@ -146,7 +136,6 @@ def plan_line(trainer: InstructTrainer) -> str:
 
 
 def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
-    """Yield the last lines of a run: speed, memory, losses, and the files written."""
     rates = f", {view.rows_per_second:.1f} rows/s, {view.speed}" if view.rows_per_second else ""
     predicted = f" (predicted {byte_size(size)})" if (size := view.predicted_memory) else ""
     yield f"{view.course}{rates}, peak memory {byte_size(view.peak_memory or 0)}{predicted}"
@@ -195,7 +184,6 @@ _CONVERT_OPTIONS = {
 
 
 def usage_line(result: InstructTrainResult, config: TrainConfig) -> str:
-    """Return the command that runs the adapter with mlx-lm."""
     folder = config.output_path.parent
     if config.output_path.name != ADAPTER:
         if result.best_epoch is None:
@@ -206,7 +194,6 @@ def usage_line(result: InstructTrainResult, config: TrainConfig) -> str:
 
 
 def python_usage(model_path: str, adapter: str) -> str:
-    """Return the code that asks a trained adapter something."""
     return (
         "from mlxtune import GenerateConfig, generate\n"
         f"generate(GenerateConfig(model_path={model_path!r}, adapter={adapter!r}, prompt='…')).text"
@@ -243,7 +230,6 @@ def next_lines(run: TrainConfig) -> Iterator[str]:
 
 
 def evaluation_lines(evaluation: Evaluation) -> Iterator[str]:
-    """Yield the losses, the verdict, the rows that changed most, and sampled answers."""
     yield f"{'Base':<{_NAME_WIDTH}}{loss_and_perplexity(evaluation.base.loss)}"
     if evaluation.adapted is not None:
         yield f"{'Adapted':<{_NAME_WIDTH}}{loss_and_perplexity(evaluation.adapted.loss)}"
@@ -297,7 +283,6 @@ class ProfileSummary:
         self.phases: dict[str, Phase] = {}
 
     def add(self, profile: StepProfile) -> None:
-        """Add a step."""
         self.steps += 1
         self.seconds += profile.seconds
         for name, phase in profile.phases.items():
@@ -306,7 +291,6 @@ class ProfileSummary:
 
 
 def profile_line(profile: StepProfile) -> str:
-    """Return a profiled step in one line."""
     shares = ", ".join(
         f"{name} {phase.seconds / max(profile.seconds, 1e-12):.0%}"
         for name, phase in profile.phases.items()
@@ -318,7 +302,6 @@ def profile_line(profile: StepProfile) -> str:
 
 
 def profile_table(summary: ProfileSummary) -> Iterator[str]:
-    """Yield the lines of a table with each phase of a step."""
     if summary.steps:
         steps = count(summary.steps, "step")
         yield f"{steps} profiled, {short_duration(summary.seconds / summary.steps)} a step"

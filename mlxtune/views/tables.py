@@ -31,7 +31,6 @@ def result_console(*, stderr: bool = False) -> Console:
 
 
 def shown(text: str, style: str = "") -> Text:
-    """Return a text for a terminal, with escapes for control characters."""
     return Text(printable(text), style)
 
 

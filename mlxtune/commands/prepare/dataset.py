@@ -92,7 +92,6 @@ class Reader:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The tokenizer with the chat template."""
         if self.template_source:
             start_process()
         config, tokenizer = self._config, self.tokenizer
@@ -131,7 +130,6 @@ class Reader:
         return "qwen3" if config["model_type"].startswith("qwen") else "gemma"
 
     def describe(self) -> str:
-        """Return a description of the template, without loading the tokenizer."""
         if self.template_source:
             return "the model's own"
         missing = ", as the model has none" if self._config.template == "auto" else ""
@@ -169,7 +167,6 @@ class Reader:
         return read_rows(path, skipped, format=self._config.format, fields=fields)
 
     def _key(self, path: Path) -> str:
-        """Return a key over everything that the encoded file depends on."""
         config = self._config
         if config.no_cache:
             return ""

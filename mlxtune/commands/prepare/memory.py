@@ -60,7 +60,6 @@ def first_epoch(config: TrainConfig, dataset: Dataset) -> Iterator[list[Sequence
 
 
 def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[Sequence[Example]]:
-    """Return the steps of the first epoch that the plan is made for."""
     if dataset is None:
         return []
     return planned([each for row in step for each in row] for step in first_epoch(config, dataset))
@@ -113,7 +112,6 @@ def _possible(
 
 
 def longest_example(config: TrainConfig, base: BaseModel) -> LongestFit:
-    """Return the longest example that fits the memory limit, by what the options allow."""
     context = base.text_config.get("max_position_embeddings")
     context = context if isinstance(context, int) and context > 0 else _LONGEST
     allowed, shapes = _possible(config, base)
@@ -162,14 +160,12 @@ def confirm(
 
 
 def _agreed(measured: Measured | None, workers: Workers) -> Measured | None:
-    """Return the measured memory of worker 0."""
     text = "" if measured is None else json.dumps(asdict(measured))
     first = workers.texts(text)[0]
     return Measured.of(json.loads(first)) if first else None
 
 
 def recorded_memory(run: Path) -> Measured | None:
-    """Return the measured memory that the plan of the run in a folder was made from."""
     with suppress(OSError, ValueError):
         return Measured.of(mapping(read_json(run / ABOUT), "plan").get("measured"))
     return None

@@ -107,7 +107,6 @@ class LoadedModel:
     adapted: Adapted | None
 
     def use_adapter(self, on: bool) -> None:
-        """Run the model with its adapter or as the base model."""
         if self.adapted is not None:
             self.adapted.use_adapter(on)
 
@@ -197,7 +196,6 @@ def check_prompt_length(prompt: Prompt, base: BaseModel, where: str) -> None:
 
 
 def start_generator(config: ChatConfig, loaded: LoadedModel, reader: Reader) -> Generator:
-    """Return a generator of answers, with the sampling seeded."""
     if config.seed is not None:
         seed(config.seed)
     return Generator(loaded.base.model, reader.tokenizer, loaded.base.vocab_size)

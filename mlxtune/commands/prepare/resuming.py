@@ -122,7 +122,6 @@ def check_asked_again(
 
 
 def _is_remote(option: str, value: str, found: Checkpoint) -> bool:
-    """Return whether a run's model or data is a name to download, and not a path."""
     there = _from(str(found.metadata.get("working_directory", "")), value, option)
     return not is_local(there) if option == "model_path" else dataset_name(there) is not None
 
@@ -275,5 +274,4 @@ def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
 
 
 def _workers(described: object) -> str:
-    """Return on what workers a run was, as `Workers.describe` has it."""
     return count(described, "worker") if isinstance(described, int) else shorten(str(described))

@@ -102,7 +102,6 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _lengths(corpora: Sequence[Corpus | None]) -> dict[str, Any]:
-    """Return the distributions of tokens and supervised tokens over all examples."""
     present = [corpus for corpus in corpora if corpus is not None]
     lengths = {}
     for name, attribute in (("tokens", "lengths"), ("supervised", "supervised")):

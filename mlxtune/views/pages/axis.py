@@ -18,8 +18,6 @@ _SPANS = 20.0
 
 @dataclass(frozen=True)
 class Axis:
-    """A linear or logarithmic range of values."""
-
     low: float
     high: float
     log: bool = False
@@ -32,7 +30,6 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int = 5) -> list[float]:
-        """Return about `most` values to mark."""
         return (_log_ticks if self.log else _linear_ticks)(self.low, self.high, most)
 
 

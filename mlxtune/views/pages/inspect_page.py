@@ -22,7 +22,6 @@ PAGE = PageType(command="inspect", script="inspect_page.js")
 
 
 def render_page(inspection: Inspection) -> str:
-    """Return the page."""
     names = [PurePath(ledger["path"]).name for ledger in inspection.files]
     return PAGE.render(
         "inspect_page.html",

@@ -112,17 +112,14 @@ def _multiline(text: str) -> Markup:
 
 
 def number_text(value: float | None, spec: str = ",") -> str | None:
-    """Return a number formatted by `spec`; None stays None."""
     return None if value is None else format(value, spec)
 
 
 def percent(part: float, whole: float) -> str:
-    """Return a share in whole percent."""
     return f"{100 * part / whole:.0f}%" if whole else "0%"
 
 
 def asset(name: str) -> str:
-    """Return a style or script of `templates/`."""
     return resources.files(__package__).joinpath("templates", name).read_text("utf-8")
 
 

@@ -51,7 +51,6 @@ def _measures(views: Sequence[RunView]) -> tuple[_Measure, ...]:
 
 
 def charts_of(run: Run, view: RunView) -> list[Chart]:
-    """Return the charts of one run, the loss first."""
     return [loss_chart(run, view), *(_chart(run, view, each) for each in _measures([view]))]
 
 
@@ -82,7 +81,6 @@ def _chart(run: Run, view: RunView, measure: _Measure) -> Chart:
 
 
 def loss_chart(run: Run, view: RunView) -> Chart:
-    """Return the chart of the training and validation loss."""
     steps, losses = run.column("step"), run.column("loss")
     both = pairwise(zip(steps, run.column("epoch"), strict=True))
     ends = [step for (step, epoch), (_, following) in both if epoch != following]

@@ -51,7 +51,6 @@ def write_page(folder: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def render_runs(runs: Sequence[Run]) -> str:
-    """Return the page of one run, or of several compared."""
     views = [RunView.of(run) for run in runs]
     problems = [
         f"{view.name}: {problem}" if len(runs) > 1 else problem
@@ -124,7 +123,6 @@ def _settings(run: Run, view: RunView) -> dict[str, str]:
 
 
 def _evaluation_context(run: Run) -> dict[str, Any]:
-    """Return the variables of evaluation.html."""
     model = text(run.config, "model_path") or "MODEL"
     return {
         "evaluation": run.evaluation,
@@ -200,7 +198,6 @@ def _comparison_context(runs: Sequence[Run], views: Sequence[RunView]) -> dict[s
 
 
 def comparison_headline(views: Sequence[RunView]) -> str:
-    """Return in one sentence which of several runs did best."""
     validated = [each for each in views if each.best_val_loss is not None]
     runs = count(len(views), "run")
     if not validated:
@@ -231,7 +228,6 @@ class ResultCard:
     code: str
 
     def html(self) -> str:
-        """Return the card as HTML that needs no script and no network."""
         view = RunView.of(self.run)
         picture, _ = draw(loss_chart(self.run, view), 0)
         return str(
@@ -245,7 +241,6 @@ class ResultCard:
         )
 
     def text(self) -> str:
-        """Return the card without its picture."""
         view = RunView.of(self.run)
         figures = (f"{value}  {name}" for name, value in view.figures.items())
         return "\n".join([f"{view.headline}.", view.verdict.line, *figures, self.code])
