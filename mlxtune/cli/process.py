@@ -34,9 +34,9 @@ def open_streams() -> None:
         sys.stdin = open(_STDIN, encoding="utf-8", closefd=False)  # noqa: SIM115
     # Otherwise they are a test's, or a program's that calls main().
     if sys.stdout is sys.__stdout__:
-        sys.stdout = _text(_StdoutFile(_STDOUT, "w", closefd=False), sys.stdout)
+        sys.stdout = _text(_Stream(_STDOUT, "w", closefd=False), sys.stdout)
     if sys.stderr is sys.__stderr__:
-        sys.stderr = _text(_StderrFile(_STDERR, "w", closefd=False), sys.stderr)
+        sys.stderr = _text(_Stream(_STDERR, "w", closefd=False), sys.stderr)
 
 
 def flush_results() -> None:
@@ -67,33 +67,24 @@ def _text(raw: io.FileIO, before: TextIO | None) -> TextIO:
     )
 
 
-class _BlockingFile(io.FileIO):
-    """A file that waits where a write would block: other programs make shared streams do so."""
+class _Stream(io.FileIO):
+    """Standard output, whose failures are ours, or standard error, whose failures end no work."""
 
     def write(self, data: Any, /) -> int:
-        while (written := super().write(data)) is None:
-            select.select([], [self], [])
-        return written
-
-
-class _StdoutFile(_BlockingFile):
-    def write(self, data: Any, /) -> int:
+        """Write some bytes. Raises OutputError, or BrokenPipeError if nobody reads stdout."""
         try:
-            return super().write(data)
-        except BrokenPipeError:
-            raise
+            # It waits where a write would block: other programs make shared streams do so.
+            while (written := super().write(data)) is None:
+                select.select([], [self], [])
+            return written
         except OSError as error:
+            if self.fileno() == _STDERR:
+                return memoryview(data).nbytes
+            if isinstance(error, BrokenPipeError):
+                raise
             raise OutputError(
                 f"stdout: cannot be written: {error.strerror}: redirect it elsewhere"
             ) from error
-
-
-class _StderrFile(_BlockingFile):
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return memoryview(data).nbytes
 
 
 def check_current_folder() -> None:

@@ -21,7 +21,6 @@ from mlxtune.commands.proof import (
 from mlxtune.config import ExportConfig
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.run.checkpoint import ADAPTER
-from mlxtune.views.console import RunConsole
 
 
 def export(config: ExportConfig) -> ExportResult:
@@ -29,13 +28,12 @@ def export(config: ExportConfig) -> ExportResult:
 
     Raises a child of MlxTuneError; the output folder is then not written.
     """
-    console = RunConsole(quiet=config.quiet)
     source = find_source(config)
-    with output_folder(config, source, console) as folder:
+    with output_folder(source) as folder:
         # Written first: it fails at once if the format has no place for the adapter.
         _write(config, source, folder)
         load = partial(_load, config, source, folder)
-        return prove(config, source, console, config.format, folder, load)
+        return prove(source, config.format, folder, load)
 
 
 def show(config: ExportConfig) -> None:
@@ -60,7 +58,7 @@ def _write(config: ExportConfig, source: Source, folder: Path) -> None:
 
 def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
     """Return a fresh base model with the adapter of a folder, in any of the formats."""
-    base = load_base(config, source)
+    base = load_base(source)
     if config.format == "mlx-lm" and source.adapter.is_dora and base.quantize == "nf4":
         # mlx-lm's DoRA unpacks the base by MLX's functions, which do not support nf4.
         return load_adapted(base, str(folder)).model

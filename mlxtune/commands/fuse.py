@@ -19,7 +19,6 @@ from mlxtune.commands.proof import (
 )
 from mlxtune.commands.retention import choose_storage
 from mlxtune.config import FuseConfig
-from mlxtune.views.console import RunConsole
 
 
 def fuse(config: FuseConfig) -> ExportResult:
@@ -27,18 +26,18 @@ def fuse(config: FuseConfig) -> ExportResult:
 
     Raises a child of MlxTuneError; the output folder is then not written.
     """
-    console = RunConsole(quiet=config.quiet)
     source, trust = find_source(config), config.trust_remote_code
+    console = source.console
     fusing.check_copied(source.folder)
-    with output_folder(config, source, console) as folder:
+    with output_folder(source) as folder:
         options: dict[str, Any] = {
-            "dequantize": _dequantizes(config, source, console),
+            "dequantize": _dequantizes(config, source),
             "trust_remote_code": trust,
             "quantization": source.quantization,
         }
         retention = None
         if not options["dequantize"]:
-            options["storage"], retention = choose_storage(config, source, console)
+            options["storage"], retention = choose_storage(config, source)
         model, model_config = fusing.fused_model(source.folder, source.adapter, **options)
         exact = not fusing.is_quantized(model, source.adapter)
         stored = fusing.stored_dtype(model)
@@ -47,11 +46,9 @@ def fuse(config: FuseConfig) -> ExportResult:
         del model
         memory.release()
         if config.gguf:
-            _write_gguf(config, source, folder, stored, console)
+            _write_gguf(config, source, folder, stored)
         return prove(
-            config,
             source,
-            console,
             "fused",
             folder,
             lambda: load_base(folder, config.dtype, trust_remote_code=trust).model,
@@ -63,7 +60,7 @@ def fuse(config: FuseConfig) -> ExportResult:
         )
 
 
-def _dequantizes(config: FuseConfig, source: Source, console: RunConsole) -> bool:
+def _dequantizes(config: FuseConfig, source: Source) -> bool:
     """Return whether plain weights are written, as asked or because of what reads them.
 
     Raises ModelError if --gguf cannot be done for this model.
@@ -75,16 +72,15 @@ def _dequantizes(config: FuseConfig, source: Source, console: RunConsole) -> boo
     if config.dequantize or not quantized:
         return config.dequantize
     if source.quantization.get("quantize") == NF4:
-        console.say("", "mlx-lm has no nf4: writing plain weights, as with --dequantize")
+        source.console.say("", "mlx-lm has no nf4: writing plain weights, as with --dequantize")
         return True
     if config.gguf:
-        console.say("", "llama.cpp reads plain weights: writing these, as with --dequantize")
+        source.console.say("", "llama.cpp reads plain weights: writing these, as with --dequantize")
     return config.gguf
 
 
-def _write_gguf(
-    config: FuseConfig, source: Source, folder: Path, stored: str, console: RunConsole
-) -> None:
+def _write_gguf(config: FuseConfig, source: Source, folder: Path, stored: str) -> None:
+    console = source.console
     program = merged_gguf.converter()
     if program is None:
         console.warn(merged_gguf.advice(config.output_path, stored))

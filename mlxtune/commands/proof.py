@@ -44,13 +44,15 @@ _PROMPTS = (
 
 @dataclass(frozen=True)
 class Source:
-    """A trained adapter and its base model on disk.
+    """A trained adapter and its base model on disk, named by the options of `config`.
 
     `metadata` is the checkpoint's that holds the same adapter, or empty; `run` is the folder of
     that checkpoint's run. `quantization` has the keywords with which `load_base` makes the base
     that the adapter was trained on.
     """
 
+    config: OutgoingConfig
+    console: RunConsole
     folder: Path
     weights: Path
     adapter: Adapter
@@ -77,7 +79,8 @@ def find_source(config: OutgoingConfig) -> Source:
     base = open_base(folder, "float32", trust_remote_code=config.trust_remote_code)
     adapter = read_mlx_lm(weights, projections_of(base.model))
     quantization = base_options(weights, folder, trust_remote_code=config.trust_remote_code)
-    return Source(folder, weights, adapter, metadata, run, quantization)
+    console = RunConsole(quiet=config.quiet)
+    return Source(config, console, folder, weights, adapter, metadata, run, quantization)
 
 
 def find_base(
@@ -136,12 +139,13 @@ def metadata_of(weights: Path) -> tuple[Mapping[str, Any], Path | None]:
 
 
 @contextmanager
-def output_folder(config: OutgoingConfig, source: Source, console: RunConsole) -> Iterator[Path]:
+def output_folder(source: Source) -> Iterator[Path]:
     """Yield a folder that is put in place at --output when all went well.
 
     Reports the base first, if it was quantised while loading. Nothing is left if a signal ends the
     process, and what a kill left is removed the next time. Raises OutputError.
     """
+    config, console = source.config, source.console
     if source.quantization:
         name = format_name(**source.quantization)
         console.say("Base", f"{source.folder}, quantised to {name} while loading, as in training")
@@ -157,17 +161,15 @@ def output_folder(config: OutgoingConfig, source: Source, console: RunConsole) -
         yield folder
 
 
-def load_base(config: OutgoingConfig, source: Source) -> BaseModel:
+def load_base(source: Source) -> BaseModel:
     """Load the base that an adapter was trained on, as the proof runs it. Raises ModelError."""
-    trust = config.trust_remote_code
-    options = source.quantization
-    return loading.load_base(source.folder, config.dtype, trust_remote_code=trust, **options)
+    dtype, trust = source.config.dtype, source.config.trust_remote_code
+    quantization = source.quantization
+    return loading.load_base(source.folder, dtype, trust_remote_code=trust, **quantization)
 
 
 def prove(
-    config: OutgoingConfig,
     source: Source,
-    console: RunConsole,
     format: str,
     folder: Path,
     load: Callable[[], Any],
@@ -184,9 +186,9 @@ def prove(
     With `exact` false, they were quantised again, which logits cannot judge. No two models are
     loaded at once. Raises OutputError if rounding does not explain the difference.
     """
-    console.say("Proving", "running the trained model, then what was written")
-    prompts = prompts_for(config, source)
-    adapted = load_adapted(load_base(config, source), str(source.weights))
+    source.console.say("Proving", "running the trained model, then what was written")
+    prompts = prompts_for(source)
+    adapted = load_adapted(load_base(source), str(source.weights))
     reference = proof.reference_of(adapted, prompts, rounding, everywhere=everywhere)
     del adapted
     memory.release()
@@ -203,14 +205,16 @@ def prove(
         weights=weights,
         retention=retention,
     )
-    check(certificate, config.output_path)
+    output = source.config.output_path
+    check(certificate, output)
     write_json(folder / CERTIFICATE, certificate.as_dict())
-    return ExportResult(config.output_path, certificate)
+    return ExportResult(output, certificate)
 
 
-def prompts_for(config: OutgoingConfig, source: Source) -> list[list[int]]:
+def prompts_for(source: Source) -> list[list[int]]:
     """Return the tokens of the prompts to compare on, as `generate` would make them."""
-    data = DataConfig(str(source.folder), data=_PROMPTS, trust_remote_code=config.trust_remote_code)
+    trust = source.config.trust_remote_code
+    data = DataConfig(str(source.folder), data=_PROMPTS, trust_remote_code=trust)
     encoder = Reader(data, source.folder).encoder
     prompts = []
     for text in _PROMPTS:

@@ -25,7 +25,6 @@ from mlxtune.core.run.run_folder import find_resume_point
 from mlxtune.core.steps import order
 from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
-from mlxtune.views.console import RunConsole
 
 # Rows to measure on: more take longer, and change the share lost by little.
 _MOST_ROWS = 100
@@ -34,9 +33,7 @@ _MOST_ROWS = 100
 _Measure = Callable[[BaseModel], float]
 
 
-def choose_storage(
-    config: FuseConfig, source: Source, console: RunConsole
-) -> tuple[str, Retention | None]:
+def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention | None]:
     """Return how to store the trained projections, and what that costs.
 
     The cost is the loss on the run's validation rows, if this user made the run and its data is
@@ -50,9 +47,9 @@ def choose_storage(
     storages = fusing.storages(source.folder, source.adapter, **options)
     if len(storages) == 1:
         return AS_BASE, None
-    console.say("Measuring", "what quantising again loses of what the adapter gained")
-    adapted = load_adapted(load_base(config, source), str(source.weights))
-    name, unit, base, trained, measure = _measure_of(config, source, adapted, console)
+    source.console.say("Measuring", "what quantising again loses of what the adapter gained")
+    adapted = load_adapted(load_base(source), str(source.weights))
+    name, unit, base, trained, measure = _measure_of(source, adapted)
     del adapted
     memory.release()
 
@@ -73,7 +70,7 @@ def choose_storage(
     if first.lost > MOST_LOST:
         loses = f"quantised again as the base, the adapter loses {first.lost:.0%} of its gain"
         kept = retention.chosen
-        console.warn(
+        source.console.warn(
             f"{loses}: it is worth more on its own, or with --dequantize"
             if config.force
             else f"{loses}: the trained projections are stored {kept.storage}, which loses "
@@ -82,14 +79,12 @@ def choose_storage(
     return retention.chosen.storage, retention
 
 
-def _measure_of(
-    config: FuseConfig, source: Source, adapted: Adapted, console: RunConsole
-) -> tuple[str, str, float, float, _Measure]:
+def _measure_of(source: Source, adapted: Adapted) -> tuple[str, str, float, float, _Measure]:
     """Return a measure's name and unit, its values without and with the adapter, and itself."""
     if (rows := _validation_rows(source)) is not None:
 
         def loss(base: BaseModel) -> float:
-            with closing(Evaluator(base.model, base.parameters, console.warn)) as evaluator:
+            with closing(Evaluator(base.model, base.parameters, source.console.warn)) as evaluator:
                 return sums_of(rows, evaluator.losses, lambda done, total: None).loss.loss
 
         trained = loss(adapted.base)
@@ -98,7 +93,7 @@ def _measure_of(
         adapted.use_adapter(True)
         if without > trained:
             return f"Loss on {count(len(rows), 'validation row')}", "nats", without, trained, loss
-    prompts = prompts_for(config, source)
+    prompts = prompts_for(source)
     reference = proof.reference_of(adapted, prompts, "float32", everywhere=False)
     adapted.use_adapter(False)
     without = proof.compare(adapted.model, reference).mean_kl

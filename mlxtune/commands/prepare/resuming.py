@@ -1,6 +1,7 @@
 """Resuming a run: its folder, its options, and checks that model and data are the same."""
 
 import dataclasses
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,14 +21,7 @@ from mlxtune.core.run.run import mapping, run_folder_at
 from mlxtune.core.run.run_folder import ResumePoint, find_resume_point
 from mlxtune.core.text import count
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.errors import (
-    ConfigError,
-    DataError,
-    MlxTuneError,
-    ModelError,
-    OutputError,
-    shorten,
-)
+from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, OutputError, shorten
 from mlxtune.hub.names import dataset_name
 from mlxtune.views.console import RunConsole
 
@@ -220,19 +214,13 @@ def _from(working_directory: str, path: str, name: str) -> str:
     is_name = name == "model_path" or (
         name in ("data", "val_data") and dataset_name(path) is not None
     )
-    return path if is_name and not _exists(there) else str(there)
+    # Unlike Path.exists, False for a name that no system has.
+    return path if is_name and not os.path.exists(there) else str(there)  # noqa: PTH110
 
 
 def _has_null(value: Any) -> bool:
     texts = value if isinstance(value, list) else [value]
     return any(isinstance(text, str) and "\0" in text for text in texts)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # a name that no system has
-        return False
 
 
 def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunConsole) -> None:
