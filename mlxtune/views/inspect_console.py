@@ -4,8 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
-from markupsafe import Markup
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -15,6 +13,7 @@ from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.inspection import Inspection, Piece, ShownExample
 from mlxtune.core.text import count
 from mlxtune.views import visible
+from mlxtune.views.output import render_lines
 
 # How many pieces are printed at each end of a long example.
 _HEAD, _TAIL = 240, 80
@@ -53,20 +52,13 @@ def _line(markup: str) -> Padding:
     return Padding(text, (0, 0, 0, len(markup) - len(markup.lstrip(" "))), expand=False)
 
 
-def _safe(value: Any) -> Markup:
+def _safe(value: object) -> str:
     """Return a value in rich's markup, with escapes for control characters."""
-    return value if isinstance(value, Markup) else Markup(escape(visible.escape(str(value))))
+    return escape(visible.escape(str(value)))
 
 
-def _summary(inspection: Inspection) -> Iterator[str]:
-    """Yield all but the examples as lines of rich's markup."""
-    environment = Environment(
-        loader=PackageLoader("mlxtune", "views"),
-        autoescape=True,
-        finalize=_safe,
-        line_statement_prefix="%",
-    )
-    environment.filters |= {"count": count, "number": "{:,}".format, "columns": _columns}
+def _summary(inspection: Inspection) -> list[str]:
+    """Return all but the examples as lines of rich's markup."""
     lengths: list[tuple[Any, ...]] = [("", "median", "p95", "longest", "mean", "sum")]
     for name, each in (("all", inspection.tokens), ("supervised", inspection.supervised)):
         lengths.append((name, each.p50, each.p95, each.max, round(each.mean), each.total))
@@ -75,9 +67,8 @@ def _summary(inspection: Inspection) -> Iterator[str]:
         mark = "▸" if limit.max_seq_len == inspection.max_seq_len else " "
         cut = (limit.rows_cut, limit.rows_lost, limit.tokens_cut, limit.supervised_cut)
         limits.append((f"{mark} {limit.max_seq_len:,}", *cut))
-    template = environment.get_template("inspection.txt")
-    text = template.render(seen=inspection, sums=_sums, more=_more, lengths=lengths, limits=limits)
-    yield from text.split("\n")
+    tables = {"lengths": map(_columns, lengths), "limits": map(_columns, limits)}
+    return render_lines("inspection.txt", _safe, seen=inspection, sums=_sums, more=_more, **tables)
 
 
 def _columns(cells: Sequence[Any]) -> str:

@@ -2,8 +2,10 @@
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
+from mlxtune.core.text import count
 from mlxtune.errors import ConfigError, printable
 
 
@@ -25,6 +27,23 @@ def print_answer(text: str) -> None:
 
     sys.stdout.write(escape_controls(text))
     sys.stdout.flush()
+
+
+def render_lines(template: str, show: Callable[[Any], str], **values: Any) -> list[str]:
+    """Return the lines of a text template of this folder; `show` makes a value of it text."""
+    # Loaded by the commands that use it.
+    from jinja2 import Environment, PackageLoader
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=PackageLoader("mlxtune", "views"),
+        # All values go through `show`, and nothing through the escapes of HTML.
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else Markup(show(value)),
+        line_statement_prefix="%",
+    )
+    environment.filters |= {"count": count, "number": "{:,}".format, "percent": "{:.1%}".format}
+    return environment.get_template(template).render(values).split("\n")
 
 
 def ask(question: str) -> bool:

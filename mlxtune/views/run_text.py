@@ -2,13 +2,14 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.run.checkpoint import ADAPTER
-from mlxtune.core.run.evaluation import Evaluation, Generated, RowLosses, Sample, verdict_line
+from mlxtune.core.run.evaluation import Evaluation, Sample, verdict_line
 from mlxtune.core.run.metrics import (
     PERPLEXITY_CAP,
     InstructEpochMetrics,
@@ -20,11 +21,10 @@ from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
 from mlxtune.core.run.summary import NOT_BETTER, RunView
 from mlxtune.core.text import byte_size, count, duration, short_duration
 from mlxtune.core.training.trainer import InstructTrainer
+from mlxtune.views.output import render_lines
 from mlxtune.views.visible import escape
 
-_NAME_WIDTH = 12
-# The samples that are shown, and the characters of each text.
-_SAMPLES = 4
+# The characters of a sample that are shown.
 _LONGEST = 400
 _PHASE_WIDTH = 16
 
@@ -229,45 +229,17 @@ def next_lines(run: TrainConfig) -> Iterator[str]:
     yield "started by uvx or pipx run? pip install mlxtune, or type it before mlxtune here too"
 
 
-def evaluation_lines(evaluation: Evaluation) -> Iterator[str]:
-    yield f"{'Base':<{_NAME_WIDTH}}{loss_and_perplexity(evaluation.base.loss)}"
-    if evaluation.adapted is not None:
-        yield f"{'Adapted':<{_NAME_WIDTH}}{loss_and_perplexity(evaluation.adapted.loss)}"
-        yield f"{'Verdict':<{_NAME_WIDTH}}{verdict_line(evaluation)}"
-        yield from _changed_rows("Gained most", evaluation.gained)
-        yield from _changed_rows("Lost most", evaluation.lost)
-    if evaluation.generated is not None:
-        yield from _answers(evaluation.generated)
+def evaluation_lines(evaluation: Evaluation) -> list[str]:
+    functions = {
+        "losses": loss_and_perplexity,
+        "verdict": "" if evaluation.adapted is None else verdict_line(evaluation),
+        "first": _short,
+        "last": partial(_short, from_end=True),
+    }
+    return render_lines("evaluation.txt", str, seen=evaluation, **functions)
 
 
-def _changed_rows(name: str, rows: Sequence[RowLosses]) -> Iterator[str]:
-    for i, each in enumerate(rows):
-        yield (
-            f"{'' if i else name:<{_NAME_WIDTH}}{each.path}:{each.row}: {each.base_loss:.4f} to "
-            f"{each.adapted_loss:.4f} over {count(each.tokens, 'token')}"
-        )
-
-
-def _answers(generated: Generated) -> Iterator[str]:
-    match, rows = generated.exact_match, generated.rows
-    if not rows:
-        return
-    parts = [f"base {match.base:,}"]
-    if match.adapted is not None:
-        parts.append(f"adapted {match.adapted:,} ({match.adapted / rows:.1%})")
-    parts[0] += f" ({match.base / rows:.1%})"
-    answers = count(rows, "answer")
-    yield f"{'Exact match':<{_NAME_WIDTH}}{', '.join(parts)}, of {answers}, match exactly"
-    for sample in generated.samples[:_SAMPLES]:
-        yield ""
-        yield f"{sample.path}:{sample.row}"
-        sides = (("prompt", sample.prompt), ("expected", sample.expected), ("base", sample.base))
-        for name, text in (*sides, ("adapted", sample.adapted)):
-            if text is not None:
-                yield f"  {name:<{_NAME_WIDTH - 2}}{_short(text, from_end=name == 'prompt')}"
-
-
-def _short(text: str, *, from_end: bool) -> str:
+def _short(text: str, *, from_end: bool = False) -> str:
     shown = escape(text)
     if len(shown) <= _LONGEST:
         return shown
