@@ -9,6 +9,7 @@ from mlxtune.config.fields import Affects, Checked, Section, as_path
 from mlxtune.errors import shorten
 
 RESULT, LENGTH, INPUT, EXECUTION, PLACES, COMMAND = Affects
+FILES, DATA, INSPECT, BENCH, PLAN, GENERATION, EXPORT, LORA, TRAINING, RUN = Section
 
 ROW_NAMES = (
     *("messages", "tools", "prompt", "completion", "instruction", "input", "output"),
@@ -23,7 +24,7 @@ FORMATS = ("4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4")
 class _Source(Checked):
     """The model folder, and how prompts are written for it."""
 
-    model_path: str = Section.FILES.option(
+    model_path: str = FILES.option(
         "",
         "Model folder in MLX or Hugging Face layout, or owner/name to download.",
         INPUT,
@@ -31,62 +32,60 @@ class _Source(Checked):
         required=True,
     )
     _: dataclasses.KW_ONLY
-    trust_remote_code: bool = Section.FILES.option(
+    trust_remote_code: bool = FILES.option(
         False,
         "Run Python code from the model's folder; read it first.",
         EXECUTION,
         encodes=True,  # it may bring another tokenizer
         inherited=False,
     )
-    template: str = Section.DATA.option(
+    template: str = DATA.option(
         "auto",
         "Chat template; auto is the model's own, or a built-in one for its type.",
         RESULT,
         encodes=True,
         choices=("auto", "qwen3", "gemma"),
     )
-    thinking: str = Section.DATA.option(
+    thinking: str = DATA.option(
         "auto",
         "Whether the template turns thinking on; auto follows each conversation.",
         RESULT,
         encodes=True,
         choices=("auto", "on", "off"),
     )
-    merge_system: bool = Section.DATA.option(
+    merge_system: bool = DATA.option(
         False,
         "Merge a system message into the first user turn if the template has no system role.",
         RESULT,
         encodes=True,
     )
-    quiet: bool = Section.RUN.option(False, "Print warnings and errors only.", PLACES)
+    quiet: bool = RUN.option(False, "Print warnings and errors only.", PLACES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(_Source):
     """Which base model is loaded, in which precision, and the memory that it may use."""
 
-    memory_limit: float = Section.RUN.option(
+    memory_limit: float = RUN.option(
         24.0,
         "Memory that MLX may use, in GB (10^9 bytes); at most what the device can give.",
         EXECUTION,
         above=0,
         at_most=1e6,
     )
-    dtype: str = Section.RUN.option(
+    dtype: str = RUN.option(
         "auto",
         "Compute dtype; auto is the model's own on a GPU and float32 on the CPU.",
         RESULT,
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    quantize: str | None = Section.RUN.option(
+    quantize: str | None = RUN.option(
         None,
         "Quantise the frozen weights while loading, in an MLX format or QLoRA's nf4.",
         RESULT,
         choices=FORMATS,
     )
-    double_quant: bool = Section.RUN.option(
-        False, "Also quantise the scales of nf4, to 8 bits.", RESULT
-    )
+    double_quant: bool = RUN.option(False, "Also quantise the scales of nf4, to 8 bits.", RESULT)
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -99,17 +98,17 @@ class ModelConfig(_Source):
 class RowsConfig(Checked):
     """How the rows of data are read and encoded."""
 
-    max_seq_len: int = Section.DATA.option(
+    max_seq_len: int = DATA.option(
         512, "Longest example in tokens; the rest is cut off.", RESULT, at_least=2, at_most=10**9
     )
-    format: str = Section.DATA.option(
+    format: str = DATA.option(
         "auto",
         "Layout of a row; auto detects it for each file.",
         RESULT,
         encodes=True,
         choices=("auto", "chat", "prompt", "alpaca", "sharegpt", "text"),
     )
-    field: tuple[str, ...] = Section.DATA.option(
+    field: tuple[str, ...] = DATA.option(
         (),
         "Key of a field in the file, such as prompt=question; may be repeated.",
         RESULT,
@@ -117,20 +116,18 @@ class RowsConfig(Checked):
         several=True,
         metavar="NAME=KEY",
     )
-    turns: str = Section.DATA.option(
+    turns: str = DATA.option(
         "all", "Assistant turns that carry loss.", RESULT, encodes=True, choices=("all", "last")
     )
-    strict: bool = Section.DATA.option(
-        False, "Make a bad row an error instead of skipping it.", RESULT
-    )
-    cache_dir: str | None = Section.DATA.option(
+    strict: bool = DATA.option(False, "Make a bad row an error instead of skipping it.", RESULT)
+    cache_dir: str | None = DATA.option(
         None,
         "Folder that caches encoded data; default: the user's cache folder.",
         PLACES,
         path=True,
         inherited=False,
     )
-    no_cache: bool = Section.DATA.option(False, "Encode the data again, and cache nothing.", PLACES)
+    no_cache: bool = DATA.option(False, "Encode the data again, and cache nothing.", PLACES)
 
     @property
     def cache_path(self) -> Path | None:
@@ -151,7 +148,7 @@ class RowsConfig(Checked):
 class DataConfig(RowsConfig, _Source):
     """Which data is read, and how it is encoded, split and batched."""
 
-    data: tuple[str, ...] = Section.FILES.option(
+    data: tuple[str, ...] = FILES.option(
         (),
         "Data to train on: .jsonl, .json, .jsonl.gz or .parquet, a folder with train.jsonl and "
         "valid.jsonl, or owner/name[/config][@revision][:split] on Hugging Face; may be repeated.",
@@ -161,24 +158,24 @@ class DataConfig(RowsConfig, _Source):
         several=True,
     )
     _: dataclasses.KW_ONLY
-    val_split: float = Section.DATA.option(
+    val_split: float = DATA.option(
         0.2,
         "Share of the rows held out for validation, up to 0.5; 0 turns validation off.",
         RESULT,
         at_least=0,
         at_most=0.5,
     )
-    val_data: str | None = Section.DATA.option(
+    val_data: str | None = DATA.option(
         None,
         "Validation file, or owner/name:split on Hugging Face, used instead of --val-split.",
         INPUT,
         path=True,
     )
-    val_rows: int = Section.DATA.option(
+    val_rows: int = DATA.option(
         1000, "Most rows to hold out; the others train.", RESULT, at_least=1
     )
-    batch_size: int = Section.TRAINING.option(4, "Rows in an optimizer step.", RESULT, at_least=1)
-    seed: int = Section.RUN.option(
+    batch_size: int = TRAINING.option(4, "Rows in an optimizer step.", RESULT, at_least=1)
+    seed: int = RUN.option(
         42, "Seed of the split, the order, the LoRA matrices and dropout.", RESULT, at_least=0
     )
 
@@ -187,17 +184,17 @@ class DataConfig(RowsConfig, _Source):
 class InspectConfig(DataConfig):
     """Options of `mlxtune inspect`. Raises ConfigError, with every problem at once."""
 
-    row: int | None = Section.INSPECT.option(
+    row: int | None = INSPECT.option(
         None, "Show only this row, by its number in the file.", COMMAND, at_least=1
     )
-    html: str | None = Section.INSPECT.option(None, "Write an HTML page.", COMMAND, path=True)
-    dump: str | None = Section.INSPECT.option(
+    html: str | None = INSPECT.option(None, "Write an HTML page.", COMMAND, path=True)
+    dump: str | None = INSPECT.option(
         None,
         "Write every example as a JSON line with its row, tokens and mask.",
         COMMAND,
         path=True,
     )
-    json: bool = Section.RUN.option(
+    json: bool = RUN.option(
         False, "Print JSON for programs; docs/inspect.md describes it.", COMMAND
     )
 

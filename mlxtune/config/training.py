@@ -5,16 +5,22 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.data import (
+    BENCH,
     COMMAND,
     EXECUTION,
+    FILES,
     INPUT,
     LENGTH,
+    LORA,
     PLACES,
+    PLAN,
     RESULT,
+    RUN,
+    TRAINING,
     DataConfig,
     ModelConfig,
 )
-from mlxtune.config.fields import Checked, Section, as_path, options_of, same
+from mlxtune.config.fields import Checked, as_path, options_of, same
 from mlxtune.config.ranks import init_problem, target_ranks
 from mlxtune.errors import ConfigError, shorten
 
@@ -23,36 +29,34 @@ from mlxtune.errors import ConfigError, shorten
 class _StepConfig(ModelConfig, DataConfig):
     """The options that `train` and `bench` share."""
 
-    rank: int = Section.LORA.option(
-        8, "Rank of the LoRA matrices.", RESULT, at_least=1, at_most=10**6
-    )
-    alpha: float = Section.LORA.option(
+    rank: int = LORA.option(8, "Rank of the LoRA matrices.", RESULT, at_least=1, at_most=10**6)
+    alpha: float = LORA.option(
         16.0, "LoRA alpha; the update is scaled by alpha / rank.", RESULT, above=0
     )
-    targets: tuple[str, ...] = Section.LORA.option(
+    targets: tuple[str, ...] = LORA.option(
         ("q_proj", "v_proj"),
         "Projections that get LoRA, by name (q_proj) or path (self_attn.q_proj), or 'all'.",
         RESULT,
         metavar="NAME,NAME",
     )
-    num_layers: int | None = Section.LORA.option(
+    num_layers: int | None = LORA.option(
         None, "Apply LoRA to the last N layers only; default: all.", RESULT, at_least=1
     )
-    lr: float = Section.TRAINING.option(1e-4, "Peak learning rate of AdamW.", RESULT, above=0)
-    order: str = Section.TRAINING.option(
+    lr: float = TRAINING.option(1e-4, "Peak learning rate of AdamW.", RESULT, above=0)
+    order: str = TRAINING.option(
         "shuffle",
         "Rows that share a step: shuffle mixes all, length groups rows of similar length.",
         RESULT,
         choices=("shuffle", "length"),
     )
-    quantized_compute: str = Section.RUN.option(
+    quantized_compute: str = RUN.option(
         "auto",
         "Multiply by quantised weights, or dequantise them for each product; auto takes "
         "dequantized on the CPU, and times both on a GPU.",
         RESULT,
         choices=("auto", "quantized", "dequantized"),
     )
-    grad_checkpoint: str = Section.RUN.option(
+    grad_checkpoint: str = RUN.option(
         "auto",
         "Recompute activations in the backward pass, which saves memory and costs time; auto "
         "recomputes if needed.",
@@ -78,43 +82,37 @@ class _StepConfig(ModelConfig, DataConfig):
 class _LoraConfig(Checked):
     """The options that InstructConfig and TrainConfig share."""
 
-    dropout: float = Section.LORA.option(
+    dropout: float = LORA.option(
         0.0, "Dropout on the input of the LoRA matrices.", RESULT, at_least=0, below=1
     )
-    target_rank: tuple[str, ...] = Section.LORA.option(
+    target_rank: tuple[str, ...] = LORA.option(
         (),
         "Rank of one target instead of --rank, such as q_proj=16; may be repeated.",
         RESULT,
         several=True,
         metavar="NAME=N",
     )
-    rslora: bool = Section.LORA.option(
+    rslora: bool = LORA.option(
         False, "Scale the update by alpha / √rank (rsLoRA): for high ranks.", RESULT
     )
-    dora: bool = Section.LORA.option(
-        False, "Also train the magnitude of each weight row (DoRA).", RESULT
-    )
-    init: str = Section.LORA.option(
+    dora: bool = LORA.option(False, "Also train the magnitude of each weight row (DoRA).", RESULT)
+    init: str = LORA.option(
         "lora",
         "Initial LoRA values: lora is random, pissa the weights' largest singular vectors, "
         "pissa_niter_N the same by N iterations, which is faster.",
         RESULT,
         metavar="lora|pissa|pissa_niter_N",
     )
-    init_adapter: str | None = Section.LORA.option(
+    init_adapter: str | None = LORA.option(
         None,
         "Continue training an adapter (file or folder), with its rank, alpha and targets.",
         INPUT,
         path=True,
     )
-    lr_ratio: float = Section.TRAINING.option(
-        1.0,
-        "Learning rate of B, as a multiple of that of A (LoRA+).",
-        RESULT,
-        above=0,
-        at_most=1e6,
+    lr_ratio: float = TRAINING.option(
+        1.0, "Learning rate of B, as a multiple of that of A (LoRA+).", RESULT, above=0, at_most=1e6
     )
-    weight_decay: float = Section.TRAINING.option(0.01, "AdamW weight decay.", RESULT, at_least=0)
+    weight_decay: float = TRAINING.option(0.01, "AdamW weight decay.", RESULT, at_least=0)
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -141,42 +139,42 @@ class _LoraConfig(Checked):
 class _LoopConfig(Checked):
     """The options that InstructTrainingConfig and TrainConfig share."""
 
-    max_steps: int | None = Section.TRAINING.option(
+    max_steps: int | None = TRAINING.option(
         None, "Stop after this many optimizer steps.", LENGTH, at_least=1
     )
-    schedule: str = Section.TRAINING.option(
+    schedule: str = TRAINING.option(
         "warmup-cosine",
         "Learning rate over the run.",
         RESULT,
         choices=("warmup-cosine", "linear-warmup", "constant"),
     )
-    warmup_fraction: float = Section.TRAINING.option(
+    warmup_fraction: float = TRAINING.option(
         0.1, "Share of the steps that warm up.", RESULT, at_least=0, at_most=1
     )
-    lr_min: float = Section.TRAINING.option(
+    lr_min: float = TRAINING.option(
         1e-6, "Learning rate at the end of warmup-cosine.", RESULT, at_least=0
     )
-    val_steps: int | None = Section.TRAINING.option(
+    val_steps: int | None = TRAINING.option(
         None,
         "Also validate and save every N optimizer steps within an epoch; default: only at its end.",
         RESULT,
         at_least=1,
         metavar="N",
     )
-    save_every: int = Section.RUN.option(1, "Epochs between checkpoints.", EXECUTION, at_least=1)
-    save_steps: int | None = Section.RUN.option(
+    save_every: int = RUN.option(1, "Epochs between checkpoints.", EXECUTION, at_least=1)
+    save_steps: int | None = RUN.option(
         None, "Optimizer steps between checkpoints within an epoch.", EXECUTION, at_least=1
     )
-    save_minutes: float = Section.RUN.option(
+    save_minutes: float = RUN.option(
         10.0,
         "Minutes between checkpoints within an epoch; 0 turns these off.",
         EXECUTION,
         at_least=0,
     )
-    keep: int = Section.RUN.option(
+    keep: int = RUN.option(
         2, "Recent checkpoints to keep, in addition to best/.", EXECUTION, at_least=1
     )
-    on_nonfinite: str = Section.RUN.option(
+    on_nonfinite: str = RUN.option(
         "skip",
         "If a loss or gradient is not finite, skip the step and stop after 3 in a row, or stop at "
         "once.",
@@ -196,75 +194,69 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
     """
 
     _: dataclasses.KW_ONLY
-    output: str = Section.FILES.option(
+    output: str = FILES.option(
         "adapters.safetensors",
         "Adapter file to write; adapter_config.json is written next to it.",
         PLACES,
         path=True,
     )
-    checkpoint_dir: str | None = Section.FILES.option(
+    checkpoint_dir: str | None = FILES.option(
         None,
         "Folder of checkpoints, metrics and ledger; default: checkpoints next to --output.",
         PLACES,
         path=True,
     )
-    epochs: int = Section.TRAINING.option(1, "Passes over the training rows.", LENGTH, at_least=1)
-    max_grad_norm: float = Section.TRAINING.option(
+    epochs: int = TRAINING.option(1, "Passes over the training rows.", LENGTH, at_least=1)
+    max_grad_norm: float = TRAINING.option(
         1.0, "Clip gradients to this L2 norm; 0 turns clipping off.", RESULT, at_least=0
     )
-    patience: int = Section.TRAINING.option(
+    patience: int = TRAINING.option(
         5,
         "Stop after this many validations, of epochs and --val-steps, without a better loss.",
         RESULT,
         at_least=1,
     )
-    samples: int = Section.TRAINING.option(
+    samples: int = TRAINING.option(
         3,
         "Validation rows to answer at the end, with and without the adapter; 0 for none.",
         EXECUTION,
         at_least=0,
         at_most=1000,
     )
-    parallel: str = Section.RUN.option(
+    parallel: str = RUN.option(
         "data",
         "What the workers that mlx.launch starts share: the examples of each step (data), or the "
         "model, of which each holds a part (tensor).",
         EXECUTION,
     )
-    overwrite: bool = Section.RUN.option(
+    overwrite: bool = RUN.option(
         False, "Start over if the folder holds an unfinished run.", PLACES, inherited=False
     )
-    other_base: bool = Section.LORA.option(
+    other_base: bool = LORA.option(
         False,
         "Use an adapter that was trained on another base model.",
         EXECUTION,
         inherited=False,
     )
-    wait: bool = Section.RUN.option(
-        False,
-        "Wait if other runs hold the memory, instead of failing.",
-        EXECUTION,
-        inherited=False,
+    wait: bool = RUN.option(
+        False, "Wait if other runs hold the memory, instead of failing.", EXECUTION, inherited=False
     )
-    ignore_ledger: bool = Section.RUN.option(
+    ignore_ledger: bool = RUN.option(
         False, "Train even if other runs hold the memory.", EXECUTION, inherited=False
     )
-    allow_sleep: bool = Section.RUN.option(
+    allow_sleep: bool = RUN.option(
         False, "Let an idle machine fall asleep while it trains.", EXECUTION, inherited=False
     )
-    pause_on_battery: bool = Section.RUN.option(
-        False,
-        "Pause between steps while the machine runs on battery.",
-        EXECUTION,
-        inherited=False,
+    pause_on_battery: bool = RUN.option(
+        False, "Pause between steps while the machine runs on battery.", EXECUTION, inherited=False
     )
-    log_every: int = Section.RUN.option(
+    log_every: int = RUN.option(
         10, "Steps between progress lines when stderr is not a terminal.", PLACES, at_least=1
     )
-    profile_interval: int = Section.RUN.option(
+    profile_interval: int = RUN.option(
         0, "Profile every Nth step, by phase; 0 turns it off.", EXECUTION, at_least=0
     )
-    track: tuple[str, ...] = Section.RUN.option(
+    track: tuple[str, ...] = RUN.option(
         (),
         "Also write the run to a tracker; may be repeated.",
         EXECUTION,
@@ -386,18 +378,16 @@ class PlanConfig(TrainConfig):
         "Data to plan for; without it, one example of --max-seq-len.",
         required=False,
     )
-    longest: bool = Section.PLAN.option(
+    longest: bool = PLAN.option(
         False, "Say how long an example may be to fit --memory-limit.", COMMAND
     )
-    workers: int = Section.PLAN.option(
+    workers: int = PLAN.option(
         1, "Machines to plan for, as mlx.launch starts them.", COMMAND, at_least=1
     )
-    link: float = Section.PLAN.option(
+    link: float = PLAN.option(
         10.0, "Bandwidth between the machines, in Gbit/s.", COMMAND, above=0, metavar="GBPS"
     )
-    json: bool = Section.RUN.option(
-        False, "Print JSON for programs; docs/plan.md describes it.", COMMAND
-    )
+    json: bool = RUN.option(False, "Print JSON for programs; docs/plan.md describes it.", COMMAND)
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -415,23 +405,23 @@ class BenchConfig(_StepConfig):
     _: dataclasses.KW_ONLY
     # Rows held out for validation would not be timed.
     val_split: float = same(DataConfig, "val_split", 0.0)
-    against: str | None = Section.BENCH.option(
+    against: str | None = BENCH.option(
         None, "Measure another trainer on the same steps.", COMMAND, choices=("mlx-lm",)
     )
-    execution: str = Section.BENCH.option(
+    execution: str = BENCH.option(
         "auto",
         "How our side computes: auto is what train does, gpu what Metal and CUDA get on any "
         "device, cpu what Linux gets, plain the reference.",
         COMMAND,
         choices=("auto", "gpu", "cpu", "plain"),
     )
-    steps: int = Section.BENCH.option(
+    steps: int = BENCH.option(
         8, "Optimizer steps to time, the first of an epoch.", COMMAND, at_least=1
     )
-    repeats: int = Section.BENCH.option(
+    repeats: int = BENCH.option(
         2, "Times to measure each side, each in a new process.", COMMAND, at_least=1
     )
-    json: str | None = Section.RUN.option(
+    json: str | None = RUN.option(
         None, "Write the report as JSON, - for stdout; docs/bench.md describes it.", COMMAND
     )
 

@@ -4,8 +4,18 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.data import COMMAND, FORMATS, DataConfig, ModelConfig, RowsConfig
-from mlxtune.config.fields import Checked, Section, as_path, same
+from mlxtune.config.data import (
+    COMMAND,
+    EXPORT,
+    FILES,
+    FORMATS,
+    GENERATION,
+    RUN,
+    DataConfig,
+    ModelConfig,
+    RowsConfig,
+)
+from mlxtune.config.fields import Checked, as_path, same
 from mlxtune.config.training import TrainConfig
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -18,16 +28,16 @@ MODEL, DATA = "demo-qwen3", "bookings.jsonl"
 class UseConfig(ModelConfig):
     """Which model is used, with which adapter and which prompt format."""
 
-    adapter: str | None = Section.FILES.option(
+    adapter: str | None = FILES.option(
         None, "Adapter file, its folder, or a run's folder.", COMMAND
     )
-    quantize: str | None = Section.RUN.option(
+    quantize: str | None = RUN.option(
         None,
         "Quantise the weights while loading; default: as in training.",
         COMMAND,
         choices=("none", *FORMATS),
     )
-    max_new_tokens: int = Section.GENERATION.option(
+    max_new_tokens: int = GENERATION.option(
         256, "Longest answer in tokens.", COMMAND, at_least=1, at_most=10**9
     )
 
@@ -55,38 +65,38 @@ class EvalConfig(RowsConfig, UseConfig):
         "valid.jsonl, or owner/name[/config][@revision][:split] on Hugging Face; may be repeated.",
     )
     turns: str = same(DataConfig, "turns", help="Assistant turns to score.")
-    generate: bool = Section.GENERATION.option(
+    generate: bool = GENERATION.option(
         False, "Also answer the last turn of each row greedily, and count exact matches.", COMMAND
     )
     seed: int = same(DataConfig, "seed", help="Seed of the bootstrap for the confidence interval.")
-    json: bool = Section.RUN.option(False, "Print JSON for programs.", COMMAND)
+    json: bool = RUN.option(False, "Print JSON for programs.", COMMAND)
 
 
 @dataclasses.dataclass(frozen=True)
 class ChatConfig(UseConfig):
     """Options of a conversation in the terminal."""
 
-    system: str | None = Section.GENERATION.option(
+    system: str | None = GENERATION.option(
         None, "System message before the conversation.", COMMAND, metavar="TEXT"
     )
-    temperature: float = Section.GENERATION.option(
+    temperature: float = GENERATION.option(
         0.0,
         "Sampling temperature; 0 always takes the likeliest token.",
         COMMAND,
         at_least=0,
         at_most=100,
     )
-    top_k: int = Section.GENERATION.option(
+    top_k: int = GENERATION.option(
         0, "Sample from the likeliest K tokens; 0 is off.", COMMAND, at_least=0
     )
-    top_p: float = Section.GENERATION.option(
+    top_p: float = GENERATION.option(
         1.0,
         "Sample from the likeliest tokens that together have this probability; 1 is off.",
         COMMAND,
         above=0,
         at_most=1,
     )
-    stop: tuple[str, ...] = Section.GENERATION.option(
+    stop: tuple[str, ...] = GENERATION.option(
         (),
         "Text that ends an answer, like the model's own end tokens; may be repeated.",
         COMMAND,
@@ -105,19 +115,19 @@ class GenerateConfig(ChatConfig):
     Raises ConfigError, with every problem at once.
     """
 
-    prompt: str | None = Section.GENERATION.option(
+    prompt: str | None = GENERATION.option(
         None,
         "The user's message; without it or --messages, standard input is read.",
         COMMAND,
         metavar="TEXT",
     )
-    messages: str | None = Section.GENERATION.option(
+    messages: str | None = GENERATION.option(
         None,
         "JSON file of a conversation to answer: a list of messages, or an object with 'messages' "
         "and perhaps 'tools'; - is standard input.",
         COMMAND,
     )
-    json: bool = Section.RUN.option(False, "Print the answer and its figures as JSON.", COMMAND)
+    json: bool = RUN.option(False, "Print the answer and its figures as JSON.", COMMAND)
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -137,9 +147,7 @@ class ImportConfig(Checked):
         "Adapter of mlx-lm or PEFT: its folder, or its weights.",
         required=True,
     )
-    output: str = Section.EXPORT.option(
-        "", "Folder to write.", COMMAND, required=True, metavar="DIR"
-    )
+    output: str = EXPORT.option("", "Folder to write.", COMMAND, required=True, metavar="DIR")
     model_path: str | None = same(
         UseConfig,
         "model_path",
@@ -167,14 +175,12 @@ class FuseConfig(ImportConfig):
         help="Dtype of the proof; auto is the model's own on a GPU, else float32.",
     )
     other_base: bool = same(TrainConfig, "other_base")
-    dequantize: bool = Section.EXPORT.option(False, "Dequantise the base model's weights.", COMMAND)
-    force: bool = Section.EXPORT.option(
+    dequantize: bool = EXPORT.option(False, "Dequantise the base model's weights.", COMMAND)
+    force: bool = EXPORT.option(
         False, "Quantise the trained projections as the base does, whatever that loses.", COMMAND
     )
-    gguf: bool = Section.EXPORT.option(
-        False, "Also write model.gguf with llama.cpp's converter.", COMMAND
-    )
-    json: bool = Section.RUN.option(
+    gguf: bool = EXPORT.option(False, "Also write model.gguf with llama.cpp's converter.", COMMAND)
+    json: bool = RUN.option(
         False, "Print the certificate as JSON; docs/export.md describes it.", COMMAND
     )
 
@@ -184,7 +190,7 @@ class ExportConfig(ImportConfig):
     """Options of `mlxtune export`. Raises ConfigError, with every problem at once."""
 
     adapter: str = same(FuseConfig, "adapter")
-    format: str = Section.EXPORT.option(
+    format: str = EXPORT.option(
         "",
         "Target: mlx-lm, PEFT and transformers, llama.cpp and Ollama, or a flat safetensors file.",
         COMMAND,
