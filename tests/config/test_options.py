@@ -68,6 +68,7 @@ def test_meaning_of_each_option_is_what_resume_cache_proof_and_reports_rely_on()
         *("memory_limit", "grad_checkpoint", "trust_remote_code", "on_nonfinite"),
         *("save_every", "save_steps", "save_minutes", "keep", "profile_interval", "track"),
         *("wait", "ignore_ledger", "samples", "parallel", "allow_sleep", "pause_on_battery"),
+        "other_base",
     }
     assert {name for name, each in OPTIONS.items() if each.path} == {
         *("model_path", "data", "val_data", "output", "checkpoint_dir", "cache_dir"),
@@ -79,7 +80,7 @@ def test_meaning_of_each_option_is_what_resume_cache_proof_and_reports_rely_on()
     }
     assert {name for name, each in OPTIONS.items() if not each.inherited} == {
         *("trust_remote_code", "cache_dir", "overwrite", "wait", "ignore_ledger"),
-        *("allow_sleep", "pause_on_battery"),
+        *("allow_sleep", "pause_on_battery", "other_base"),
     }
 
 
