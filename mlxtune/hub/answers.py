@@ -6,7 +6,7 @@ answer asks. It has one session for all of a process, also for models that mlx-l
 
 import importlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import huggingface_hub
@@ -41,11 +41,8 @@ def check_answers() -> None:
         own = {"request": _limit, "response": _check}
         hooks = {name: [*hooks[name], hook] for name, hook in own.items()}
         # The client makes a new session after some errors: it is to be checked, too.
-        huggingface_hub.set_client_factory(_factory(type(session), hooks))
-
-
-def _factory(kind: type[Any], hooks: dict[str, list[Callable[..., Any]]]) -> Callable[[], Any]:
-    return lambda: kind(event_hooks=hooks, follow_redirects=True)
+        kind: Any = type(session)
+        huggingface_hub.set_client_factory(lambda: kind(event_hooks=hooks, follow_redirects=True))
 
 
 def _limit(request: Any) -> None:

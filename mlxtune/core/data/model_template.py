@@ -262,7 +262,9 @@ class ModelTemplate:
         thinks = self._thinks(conversation)
         message, tools = conversation.messages[position], conversation.tools
         if thinks is False and message.thinking:
-            message = _without_thinking(message)
+            present = [name for name in THINKING_FIELDS if name in message.fields]
+            content = _without_tags(message.content)
+            message = _with_content(message, content, **dict.fromkeys(present))
         before = [each.fields for each in conversation.messages[:position]]
         asked = _call(before, tools, thinks, asks=True)
         return message, asked, _call([*before, message.fields], tools, thinks)
@@ -325,11 +327,6 @@ def _with_content(message: Message, content: str, **fields: Any) -> Message:
     fields = {**message.fields, "content": content, **fields}
     present = {name: value for name, value in fields.items() if value is not None}
     return replace(message, content=content, fields=present)
-
-
-def _without_thinking(message: Message) -> Message:
-    present = [name for name in THINKING_FIELDS if name in message.fields]
-    return _with_content(message, _without_tags(message.content), **dict.fromkeys(present))
 
 
 def _without_tags(content: str) -> str:

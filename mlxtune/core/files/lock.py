@@ -83,7 +83,9 @@ def _open_locked(path: Path, seconds: float) -> int:
                 # The previous holder may have removed the file after we opened it.
                 with suppress(FileNotFoundError):
                     if os.path.samestat(path.lstat(), os.fstat(descriptor)):
-                        _check_note(path, descriptor)
+                        # A file whose content is no note is somebody else's.
+                        if os.fstat(descriptor).st_size and "pid" not in _note(descriptor):
+                            raise NotOurs(path, "mlxtune did not write it")
                         return descriptor
             elif not left:
                 raise LockHeldError(_note(descriptor))
@@ -107,11 +109,6 @@ def _try_lock(descriptor: int, kind: int) -> bool:
             raise NoLocks(error.errno, "its file system has no file locks") from error
         raise
     return True
-
-
-def _check_note(path: Path, descriptor: int) -> None:
-    if os.fstat(descriptor).st_size and "pid" not in _note(descriptor):
-        raise NotOurs(path, "mlxtune did not write it")
 
 
 def _note(descriptor: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.core.files.files import make_folder, read_json, write_json
+from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.run.metrics import StepRecord
 from mlxtune.core.steps.execution import Measured
 from mlxtune.errors import OutputError
@@ -32,9 +33,8 @@ def speed_of(steps: Sequence[StepRecord], today: str) -> Speed | None:
 
 
 def read_speed(cache: Path | None, key: str) -> Speed | None:
-    entry: Any = _read(cache, FILE).get(key)
-    with suppress(TypeError):
-        speed = Speed(**entry)
+    with suppress(ValueError):
+        speed: Speed = from_json(Speed, _read(cache, FILE).get(key))
         return speed if speed.tokens_per_s > 0 else None
     return None
 

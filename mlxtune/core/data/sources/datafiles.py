@@ -109,7 +109,8 @@ def read_objects(path: Path) -> Iterator[NumberedRow]:
         return parquet_rows(path)
     if _is_zipped(path):
         check_gzip(path)
-    return _array_rows(path) if _is_array(head) else _line_rows(path)
+    is_array = head.removeprefix(_UTF8_BOM).lstrip().startswith(b"[")
+    return _array_rows(path) if is_array else _line_rows(path)
 
 
 # Paths
@@ -163,10 +164,6 @@ def _head(path: Path) -> bytes:
     if b"\0" in head and not head.startswith(_PARQUET):
         raise DataError(f"{path}: is a binary file: save it as JSON lines in UTF-8, or as parquet")
     return head
-
-
-def _is_array(head: bytes) -> bool:
-    return head.removeprefix(_UTF8_BOM).lstrip().startswith(b"[")
 
 
 def _is_zipped(path: Path) -> bool:
