@@ -58,10 +58,11 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Sensors:
-    """Reads the conditions of a machine; `pressure_file` is Linux's."""
+    """Reads the conditions of a machine; `pressure_file` and `supplies` are Linux's."""
 
     system: str = platform.system()
     pressure_file: Path = Path("/proc/pressure/memory")
+    supplies: Path = Path("/sys/class/power_supply")
 
     def pressure(self) -> Pressure:
         if self.system == "Darwin":
@@ -82,6 +83,9 @@ class Sensors:
         """Return whether the machine runs on battery; None if it has none."""
         import psutil
 
+        # psutil takes a mouse's battery for the machine's, where that has none.
+        if self.system == "Linux" and not any(self.supplies.glob("BAT*")):
+            return None
         battery = psutil.sensors_battery()
         plugged = None if battery is None else battery.power_plugged
         return None if plugged is None else not plugged

@@ -109,7 +109,18 @@ def test_machine_runs_on_battery_unless_it_is_plugged_in(
 ) -> None:
     battery = SimpleNamespace(power_plugged=plugged)
     monkeypatch.setattr("psutil.sensors_battery", lambda: battery)
-    assert Sensors().on_battery() is on_battery
+    assert mac().on_battery() is on_battery
+
+
+@pytest.mark.parametrize(("name", "on_battery"), [("BAT0", True), ("hidpp_battery_0", None)])
+def test_battery_of_a_mouse_is_not_the_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, on_battery: bool | None
+) -> None:
+    monkeypatch.setattr("psutil.sensors_battery", lambda: SimpleNamespace(power_plugged=False))
+    sensors = Sensors("Linux", supplies=tmp_path)
+    assert sensors.on_battery() is None
+    (tmp_path / name).mkdir()
+    assert sensors.on_battery() is on_battery
 
 
 @pytest.mark.parametrize(
