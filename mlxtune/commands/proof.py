@@ -84,11 +84,7 @@ def find_source(config: OutgoingConfig) -> Source:
 
 
 def find_base(
-    config: ImportConfig,
-    named: str,
-    relative_to: str,
-    adapter: str,
-    run: Path | None,
+    config: ImportConfig, named: str, relative_to: str, adapter: str, run: Path | None
 ) -> Path:
     """Return the base model's folder: that of --model-path, or the one that the adapter names.
 

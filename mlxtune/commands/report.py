@@ -10,12 +10,7 @@ from mlxtune.core.files.files import check_outputs, make_folder, write_file
 from mlxtune.core.run.progress import record_values
 from mlxtune.core.run.run import Run, read_run, run_folder_at
 from mlxtune.core.run.run_folder import REPORT
-from mlxtune.core.run.summary import (
-    RunView,
-    differing_options,
-    measured_shares,
-    planned_shares,
-)
+from mlxtune.core.run.summary import RunView, differing_options, measured_shares, planned_shares
 from mlxtune.errors import ConfigError, OutputError
 from mlxtune.views.output import print_json, print_line
 from mlxtune.views.pages.run_page import PAGE, comparison_headline, render_runs

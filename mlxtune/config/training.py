@@ -233,10 +233,7 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
         False, "Start over if the folder holds an unfinished run.", PLACES, inherited=False
     )
     other_base: bool = LORA.option(
-        False,
-        "Use an adapter that was trained on another base model.",
-        EXECUTION,
-        inherited=False,
+        False, "Use an adapter that was trained on another base model.", EXECUTION, inherited=False
     )
     wait: bool = RUN.option(
         False, "Wait if other runs hold the memory, instead of failing.", EXECUTION, inherited=False

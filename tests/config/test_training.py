@@ -80,6 +80,7 @@ def test_defaults_of_a_run_are_those_that_are_promised() -> None:
         "quantize": None,
         "double_quant": False,
         "quantized_compute": "auto",
+        "other_base": False,
         "trust_remote_code": False,
     }
 

@@ -10,11 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mlxtune.backend.models.model_folder import read_config, vocab_size
-from mlxtune.backend.text.chat_template import (
-    ChatTemplate,
-    read_chat_template,
-    start_process,
-)
+from mlxtune.backend.text.chat_template import ChatTemplate, read_chat_template, start_process
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import OPTIONS, DataConfig, EvalConfig, as_path
 from mlxtune.config.data import parse_fields

@@ -22,11 +22,7 @@ _NOTES = "unfinished"
 def noted(folder: Path) -> Iterator[None]:
     """Note that this process fills a folder of a temporary name, until it is whole or removed."""
     status = folder.stat()
-    note = {
-        "folder": str(folder.absolute()),
-        "device": status.st_dev,
-        "inode": status.st_ino,
-    }
+    note = {"folder": str(folder.absolute()), "device": status.st_dev, "inode": status.st_ino}
     lock = None
     # Without a note, nothing is lost but the removal after a kill.
     with suppress(OSError, LockHeldError):
