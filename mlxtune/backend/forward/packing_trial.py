@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -22,26 +21,19 @@ _TOLERANCES = {mx.bfloat16: 3e-2, mx.float16: 4e-3, mx.float32: 1e-4}
 _SHARE_OF_EMBEDDINGS = 0.25
 
 
-@dataclass(frozen=True)
 class Texts:
     """Three texts of a length, two of which share a prefix, and the same end to end in one line.
 
     `places` has the place in the texts, one after the other, of each token of the line.
     """
 
-    length: int
-    prefix: int
-    tokens: list[list[int]] = field(init=False)
-    places: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        tokens = [
-            [(i * i + 3 * i + max(number - (i < self.prefix), 0)) % 10 for i in range(self.length)]
+    def __init__(self, length: int, prefix: int) -> None:
+        self.length, self.prefix = length, prefix
+        self.tokens = [
+            [(i * i + 3 * i + max(number - (i < prefix), 0)) % 10 for i in range(length)]
             for number in range(3)
         ]
-        places = [*range(self.length), *range(self.length + self.prefix, 3 * self.length)]
-        object.__setattr__(self, "tokens", tokens)
-        object.__setattr__(self, "places", places)
+        self.places = [*range(length), *range(length + prefix, 3 * length)]
 
     def layout(self) -> Layout:
         """Return the layout of the line."""

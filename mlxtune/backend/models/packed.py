@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -24,20 +23,16 @@ class CannotPackError(Exception):
     """An architecture's attention does not support segments."""
 
 
-@dataclass(frozen=True, eq=False)
 class Layout:
     """The segments of a line; `positions` int32 (T,) is each token's position in its example.
 
     Side by side, the width is rounded.
     """
 
-    segments: Sequence[Segment]
-    rounding: Rounding = NOT_ROUNDED
-    positions: Ints = field(init=False)
-
-    def __post_init__(self) -> None:
-        each = [np.arange(len(one), dtype=np.int32) + one.position for one in self.segments]
-        object.__setattr__(self, "positions", np.concatenate(each))
+    def __init__(self, segments: Sequence[Segment], rounding: Rounding = NOT_ROUNDED) -> None:
+        self.segments, self.rounding = segments, rounding
+        each = [np.arange(len(one), dtype=np.int32) + one.position for one in segments]
+        self.positions: Ints = np.concatenate(each)
 
     @property
     def longest(self) -> int:
