@@ -179,6 +179,10 @@ NEW: dict[str, tuple[Make, str]] = {
         "more than 4,000,000 values",
     ),
     "line of 60 MB of brackets": (_plain([b"{", *[b"[" * MB] * 60]), "more than 4,000,000 values"),
+    "array of 120 MB that take four times as much": (
+        _plain(['["🦙'.encode(), *[b"a" * MB] * 120, b'"]']),
+        "can be trained on",
+    ),
     "array of 300 MB": (_plain([b'["', *[b"a" * MB] * 300]), "a JSON array of more than"),
     "file of holes": (_sparse, "of them are on disk"),
 }

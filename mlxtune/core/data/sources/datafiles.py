@@ -26,8 +26,8 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _HEAD_BYTES = 8192
 _MAX_LINE_BYTES = 1 << 26
-# Of a JSON array, which is read as a whole.
-_MAX_ARRAY_BYTES = 1 << 28
+# Of a JSON array, which is read as a whole: one character beyond 16 bits makes all take 32.
+_MAX_ARRAY_BYTES = 1 << 27
 # Blank lines and comments in a row; a million take a second.
 _MAX_ROWLESS = 1_000_000
 # The number of a row, and its object or the reason why it has none.
