@@ -40,7 +40,7 @@ def open_streams() -> None:
 
 
 def flush_results() -> None:
-    """Write what stdout has buffered. Raises OutputError or BrokenPipeError, and drops it then."""
+    """Flush stdout. Raises OutputError or BrokenPipeError, and drops its buffer then."""
     try:
         sys.stdout.flush()
     except BaseException:
@@ -49,7 +49,7 @@ def flush_results() -> None:
 
 
 def drop_results() -> None:
-    """Drop what stdout has buffered; Python would report its failure again at the exit."""
+    """Drop the buffer of stdout; Python would report its failure again at the exit."""
     with suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

@@ -1,1 +1,1 @@
-"""One file a command, each also a public function, and what several of them share."""
+"""One file a command, each also a public function, and the code that several of them share."""

@@ -69,7 +69,7 @@ def chat(config: ChatConfig) -> None:
 
 @dataclass
 class _Conversation:
-    """The messages so far, and what answers them."""
+    """The messages so far, and the model that answers them."""
 
     config: ChatConfig
     loaded: LoadedModel

@@ -24,7 +24,7 @@ from mlxtune.core.run.checkpoint import ADAPTER
 
 
 def export(config: ExportConfig) -> ExportResult:
-    """Write an adapter in a format, load it again, and compare it with what was trained.
+    """Write an adapter in a format, load it again, and compare it with the trained model.
 
     Raises a child of MlxTuneError; the output folder is then not written.
     """

@@ -22,7 +22,7 @@ from mlxtune.config import FuseConfig
 
 
 def fuse(config: FuseConfig) -> ExportResult:
-    """Write a model folder with an adapter in its weights, and compare it with what was trained.
+    """Write a model folder with an adapter in its weights, and compare it with the trained model.
 
     Raises a child of MlxTuneError; the output folder is then not written.
     """
@@ -61,7 +61,7 @@ def fuse(config: FuseConfig) -> ExportResult:
 
 
 def _dequantizes(config: FuseConfig, source: Source) -> bool:
-    """Return whether plain weights are written, as asked or because of what reads them.
+    """Return whether plain weights are written, as asked or because their readers need them.
 
     Raises ModelError if --gguf cannot be done for this model.
     """

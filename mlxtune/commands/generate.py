@@ -77,7 +77,7 @@ def _content(config: GenerateConfig) -> tuple[dict[str, Any], str]:
         prompt = config.prompt if config.prompt is not None else _read_prompt()
         content = {"messages": [{"role": "user", "content": prompt}]}
     messages = content.get("messages")
-    # Encoding the prompt refuses what is not a list, with a reason.
+    # Encoding the prompt refuses messages that are no list, with a reason.
     if config.system is None or not isinstance(messages, list):
         return content, where
     first = messages[0] if messages else None

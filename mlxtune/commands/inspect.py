@@ -29,7 +29,7 @@ ON_PAGE, ELSEWHERE = 200, 12
 
 
 def inspect(config: InspectConfig) -> inspection.Inspection:
-    """Read the data as `train` with the same options would, and return what it contains.
+    """Read the data as `train` with the same options would, and return its contents.
 
     Writes the files that --html and --dump name.
 
@@ -118,7 +118,7 @@ def why_not_shown(row: int, reader: Reader, dataset: Dataset) -> str:
 
 
 def dump_lines(dataset: Dataset) -> Iterator[bytes]:
-    """Yield every example as a JSON line: exactly what `train` with the same options uses."""
+    """Yield every example as a JSON line: the examples that `train` with the same options uses."""
     for corpus in filter(None, (dataset.corpus, dataset.validation)):
         for example in corpus:
             line = {

@@ -38,7 +38,7 @@ from mlxtune.views.plan_text import plan_lines
 
 
 def plan(config: PlanConfig) -> RunPlan:
-    """Plan what `train` with the same options would do, without reading any weights.
+    """Plan the run of `train` with the same options, without reading any weights.
 
     Raises a child of MlxTuneError for what options, files or the model cause, MemoryLimitError
     if even one example does not fit.

@@ -63,7 +63,7 @@ class Source:
 
 @dataclass(frozen=True)
 class ExportResult:
-    """The file or folder that was written, and how it compares with what was trained."""
+    """The file or folder that was written, and how it compares with the trained model."""
 
     output: Path
     certificate: Certificate
@@ -86,7 +86,7 @@ def find_source(config: OutgoingConfig) -> Source:
 def find_base(
     config: ImportConfig, named: str, relative_to: str, adapter: str, run: Path | None
 ) -> Path:
-    """Return the base model's folder: that of --model-path, or the one that the adapter names.
+    """Return the base model's folder, from --model-path or else by its name in the adapter.
 
     The adapter's name for it may be relative to the folder `relative_to`. It is only downloaded
     under that name if this user made the adapter's `run`. Its config is checked.

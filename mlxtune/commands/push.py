@@ -59,7 +59,7 @@ def show(
     yes: bool,
     dry_run: bool,
 ) -> None:
-    """Print what would be uploaded, ask, and upload it. Raises as `push` does."""
+    """Print the files to upload, ask, and upload them. Raises as `push` does."""
     with end_in_order(), scratch_folder("push") as folder:
         write_package(folder, run, repository, base_model, model_path, RunConsole())
         _print_package(folder)
@@ -84,7 +84,7 @@ def write_package(
     model_path: str,
     console: RunConsole,
 ) -> None:
-    """Write into a folder what is to be uploaded: the adapter in two layouts, and its card."""
+    """Write the files to upload into a folder: the adapter in two layouts, and its card."""
     _check_names(repository, base_model)
     run = read_run(run_folder_at(as_path(run_path)))
     source = find_source(
@@ -132,7 +132,7 @@ def _check_adapter(run: Run, view: RunView, source: Source) -> None:
     """Raise OutputError for an adapter of which the run's records would not be true."""
     own = file_hash(source.weights)
     if not view.sha256:
-        # An unfinished run has written checkpoints alone; what lies beside it is an earlier run's.
+        # An unfinished run has written checkpoints alone; an adapter beside it is an earlier run's.
         if own not in map(file_hash, run.folder.glob(f"*/{ADAPTER}")):
             raise OutputError(
                 f"{source.weights}: is not the adapter of this unfinished run: finish it with "

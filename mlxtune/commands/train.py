@@ -63,9 +63,9 @@ from mlxtune.views.pages.run_page import ResultCard, write_page
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run gave. `adapter` is the file written; None, like `training`, after a dry run.
+    """The result of a run. `adapter` is the file written; None, like `training`, after a dry run.
 
-    `ledgers` account for the rows of each data file, those of validation files last. `evaluation`
+    `ledgers` account for the rows of each data file, validation files last. `evaluation`
     says whether the adapter helped on the validation rows, if there are any. A notebook shows the
     result as a page with the curve of the loss.
     """
@@ -87,7 +87,7 @@ class TrainResult:
         printer.text(repr(self) if card is None else card.text())
 
     def _card(self) -> ResultCard | None:
-        """Return what to show of these values; the run's folder may hold another run by now."""
+        """Return the card of these values; the run's folder may hold another run by now."""
         if self.training is None:
             return None
         run = Run(

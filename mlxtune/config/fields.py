@@ -1,4 +1,4 @@
-"""The fields of a config: what an option means, which values it takes, and how they are read.
+"""The fields of a config: the meaning of an option, its values, and how they are read.
 
 Flags, config files and the Python API go through the same conversion.
 """

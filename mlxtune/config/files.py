@@ -19,14 +19,14 @@ _LONG_KEY = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """Takes plain text for null, true, false or a decimal number, or else as it is.
+    """Takes plain text for null, true, false or a decimal number, or else as text.
 
     Dates, sexagesimals, hexadecimals and numbers with too many digits stay text, so that the
     option that gets one is named. `<<` is a key like any other: merging can double a mapping with
     every line.
     """
 
-    # Without those of SafeLoader.
+    # Without the resolvers of SafeLoader.
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:

@@ -1,4 +1,4 @@
-"""How large what is read may be, by kind of file, and JSON read within these limits.
+"""Limits of the files that are read, by their kind, and JSON read within them.
 
 Python's objects take up to 40 times their JSON: `[],` is 3 bytes, and 64 in memory. So the number
 of values is counted in the text before anything is made of it.
@@ -59,7 +59,7 @@ RECORDS = Limits(256 * _MB)
 # Of validations, epochs and skipped steps in a run; its other steps are kept as columns.
 OTHER_RECORDS = 200_000
 HUB_ANSWER = Limits(32 * _MB, values=1_000_000, entries=500_000, text=_MB)
-# Of a config file, in which each option names what is wrong with its number.
+# Of a config file, in which each option names the fault of its number.
 OPTIONS = Limits(64 * 1024, values=40_000, entries=20_000, digits=100_000, depth=200)
 
 _BY_NAME = {
@@ -163,7 +163,7 @@ def _is_longer(number: int, digits: int) -> bool:
 
 
 def _walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield a value and all in it, each with its depth; what is larger comes before its parts."""
+    """Yield a value and all in it, each with its depth; a list comes before its parts."""
     pending, seen = [(value, 1)], set()
     while pending:
         each, depth = pending.pop()

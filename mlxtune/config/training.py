@@ -1,4 +1,4 @@
-"""Options of a run, its parts for the pipeline and the trainer, and those of `plan` and `bench`."""
+"""Options of a run, of its pipeline and its trainer, of `plan`, and of `bench`."""
 
 import dataclasses
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""What a person sees of a run, in text, on a page or in a notebook."""
+"""A run as a person sees it: in text, on a page or in a notebook."""

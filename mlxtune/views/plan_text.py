@@ -27,7 +27,7 @@ def peak_line(plan: MemoryPlan) -> str:
 
 
 def larger_limit_line(plan: MemoryPlan, larger: MemoryPlan, most: int) -> str:
-    """Return what the larger limit of another plan gains, empty if nothing; `most` GB are there."""
+    """Return the gain of another plan's larger limit, empty without one; `most` GB are there."""
     now, then, gains = plan.execution, larger.execution, ""
     if then.micro_batch_tokens > now.micro_batch_tokens:
         gains += f" run micro-batches of up to {then.micro_batch_tokens:,} tokens"

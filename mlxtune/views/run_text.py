@@ -212,7 +212,7 @@ def before_and_after(row: str, sample: Sample) -> Iterator[tuple[str, str]]:
 
 
 def next_lines(run: TrainConfig) -> Iterator[str]:
-    """Yield what to type after the demo, for its model and for the user's own model and data."""
+    """Yield commands to type after the demo, for its model and for the user's own data."""
     model, adapter = shlex.quote(run.model_path), shlex.quote(str(run.output_path))
     yield (
         f"ask it: mlxtune generate --model-path {model} --adapter {adapter} "

@@ -34,14 +34,14 @@ from mlxtune.hub.names import dataset_name
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole
 
-# Folders whose code decides what an encoded file holds.
+# Folders whose code decides the contents of an encoded file.
 _ENCODING_CODE = ("core/data", "backend/text")
 Config = TypeVar("Config", bound=DataConfig | EvalConfig)
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a run trains on and validates with, and where every row of the files went.
+    """The data that a run trains on and validates with, and the place of every row of its files.
 
     `validation` is None if rows of `corpus` are to be held out, and empty if there is none. `files`
     and `ledgers` are those of the training data, then those of the validation data. `hub` is what
@@ -227,7 +227,7 @@ def with_hub_data(config: Config, console: RunConsole) -> Config:
 def _pinned(
     value: str, config: DataConfig | EvalConfig, console: RunConsole, *, held_out: bool = False
 ) -> str:
-    """Return a value of --data as it is if it is a path, or else its name with the commit."""
+    """Return a value of --data: an unchanged path, or the name of a data set with its commit."""
     name = dataset_name(value)
     if name is None:
         return value

@@ -36,7 +36,7 @@ from mlxtune.errors import MemoryLimitError, MlxTuneError, OutputError
 from mlxtune.views import plan_text
 from mlxtune.views.console import RunConsole
 
-# On the CPU, wide micro-batches are hardly faster: what they may save of time to be chosen.
+# The least share of time that a wide micro-batch must save on the CPU, where few do.
 _CPU_TOLERANCE = 0.05
 # The values of `recompute` that --grad-checkpoint allows.
 _CHECKPOINTING = {"on": (True,), "off": (False,), "auto": (False, True)}

@@ -31,7 +31,7 @@ from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
 from mlxtune.errors import DataError
 from mlxtune.views.console import RunConsole
 
-# Options that decide what a prompt is.
+# Options that decide the form of a prompt.
 _PROMPT = ("template", "thinking", "merge_system")
 
 U = TypeVar("U", bound=UseConfig)

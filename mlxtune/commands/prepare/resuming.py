@@ -25,9 +25,9 @@ from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, Out
 from mlxtune.hub.names import dataset_name
 from mlxtune.views.console import RunConsole
 
-# Options of a run that choose what is downloaded, and who learns of it.
+# Options of a run that choose the downloads, and who learns of it.
 _ASKED_AGAIN = ("model_path", "data", "val_data", "track")
-# What a resumed run must have in common with its checkpoint, and the error if it has not.
+# Facts that a resumed run has in common with its checkpoint, and the error where they differ.
 _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
     "data_hash": (
         DataError,
@@ -88,7 +88,7 @@ def _find_point(folder: str, given: Mapping[str, Any]) -> tuple[Path, ResumePoin
 def check_asked_again(
     run: Path, found: Checkpoint, given: Mapping[str, Any], names: Sequence[str] = _ASKED_AGAIN
 ) -> None:
-    """Raise ConfigError if somebody else's run names what to download or where to send its data.
+    """Raise ConfigError if somebody else's run names downloads, or trackers to send its data to.
 
     These options of it count only if they are given again.
     """
@@ -130,7 +130,7 @@ def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
     own = metadata.get("config")
     if not isinstance(own, Mapping) or not own.keys() <= fields.keys():
         raise ConfigError([f"{place} holds no options of this version of mlxtune"])
-    # Someone else may have written it: it must not choose what code runs or where else to write.
+    # Someone else may have written it: it must not choose code to run or places to write.
     own = {name: value for name, value in own.items() if OPTIONS[name].inherited}
     problems = [
         problem
@@ -207,7 +207,7 @@ def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[s
 
 
 def _from(working_directory: str, path: str, name: str) -> str:
-    """Return a path as seen from here; names of what is to be downloaded stay."""
+    """Return a path as seen from here; names of downloads stay."""
     if path.startswith(("~", "/")):
         return path
     there = Path(working_directory, path)

@@ -1,4 +1,4 @@
-"""What a run records about itself, for reports and for resuming."""
+"""The records of a run about itself, for reports and for resuming."""
 
 import datetime
 import os
@@ -133,7 +133,7 @@ def about_result(
 
 
 def provenance_of(base: BaseModel, model_hash: Future[str]) -> dict[str, Any]:
-    """Return what a result depends on besides options and data."""
+    """Return the facts, besides options and data, that a result depends on."""
     return {
         "model_type": base.model_type,
         "dtype": base.dtype,

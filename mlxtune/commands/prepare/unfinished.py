@@ -1,4 +1,4 @@
-"""Folders under way, noted in the user's cache: a later command removes what a kill left of them.
+"""Folders under way, noted in the user's cache: a later command removes the remains of a kill.
 
 A note names the folder and its inode number, and is locked while its process lives. Nobody else
 writes there, so that no folder of another program is taken for one of these.

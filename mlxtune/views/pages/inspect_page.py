@@ -73,7 +73,7 @@ def _totals(inspection: Inspection) -> dict[str, str]:
 
 
 def _findings(inspection: Inspection) -> Iterator[dict[str, Any]]:
-    """Yield the findings, errors first, with links to those of their rows that are shown."""
+    """Yield the findings, errors first, with links to their rows on the page."""
     numbers: dict[tuple[str, int], int] = {}
     for number, example in enumerate(inspection.shown):
         numbers.setdefault((example.path, example.row), number)

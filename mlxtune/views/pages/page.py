@@ -29,7 +29,7 @@ _START = 4096
 class PageType:
     """The pages of one command.
 
-    `styles` and `script` are files of `templates/`, added to those of all pages.
+    `styles` and `script` are files of `templates/`, added to the files of all pages.
     """
 
     command: str

@@ -157,7 +157,7 @@ def _lengths(run: Run) -> dict[str, Any] | None:
 
 
 def _origin(run: Run, view: RunView) -> list[tuple[str, str]]:
-    """Return what the result depends on in addition to the options, and its files."""
+    """Return the origins of the result besides its options, and its files."""
     pairs = [
         ("run", str(run.folder)),
         ("adapter", view.adapter),
@@ -218,7 +218,7 @@ def _comparable(runs: Sequence[Run]) -> bool:
 
 @dataclass(frozen=True)
 class ResultCard:
-    """Shows a run; `code` is what to type next."""
+    """Shows a run; `code` is the code to type next."""
 
     run: Run
     code: str
