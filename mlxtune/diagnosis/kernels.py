@@ -20,7 +20,7 @@ from mlxtune.backend.device.device import has_metal, on_cpu
 from mlxtune.backend.forward.gate_kernels import device_kernels
 from mlxtune.backend.forward.gates import plain_swiglu
 from mlxtune.backend.forward.operations import best_execution
-from mlxtune.backend.models.mixers import gated_delta
+from mlxtune.backend.models.mixers.gated_delta import by_chunks
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
@@ -90,7 +90,10 @@ def _fill(parameters: Any, model: nn.Module, dtype: mx.Dtype) -> None:
     for name, value in tree_flatten(parameters):
         # Gemma adds 1 to its norms' weights.
         centre = float("norm" in name and value.ndim == 1 and not isinstance(model, _GEMMA))
-        scale = 0.1 if value.ndim == 1 or "lora" in name else value.shape[-1] ** -0.5
+        scale = 0.1 if value.ndim == 1 or "lora_b" in name else value.shape[-1] ** -0.5
+        if "lora_a" in name and value.ndim == 2:
+            # As large as it starts.
+            scale = (3 * len(value)) ** -0.5
         weight = mx.array(centre + scale * rng.standard_normal(value.shape), dtype=mx.float32)
         filled.append((name, weight.astype(mx.bfloat16).astype(dtype)))
     model.load_weights(filled, strict=False)
@@ -152,19 +155,26 @@ def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return device_kernels().swiglu(gate, up)
 
 
-def _gated_delta(rule: str, q: mx.array, *arrays: mx.array) -> mx.array:
-    y, _ = getattr(gated_delta, rule)(q, *arrays, mx.zeros((1, 32, 128, 128)))
+def _gated_delta_kernel(*arrays: mx.array) -> mx.array:
+    q, k, v, log_gates, beta = arrays
+    y, _ = mx.fast.gated_delta_update(q, k, v, mx.exp(log_gates), beta, _delta_state())
     return y
+
+
+def _gated_delta_by_chunks(*arrays: mx.array) -> mx.array:
+    y, _ = by_chunks(*arrays, _delta_state())
+    return y
+
+
+def _delta_state() -> mx.array:
+    return mx.zeros((1, 32, 128, 128))
 
 
 _WINDOW = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64}
 # All experts are used: in 16 bits, a router may choose others.
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16}
 _TIED = {"tie_word_embeddings": True}
-_DELTA = {
-    "gpu": partial(_gated_delta, "kernel_rule"),
-    "plain": partial(_gated_delta, "gated_delta_rule"),
-}
+_DELTA = {"gpu": _gated_delta_kernel, "plain": _gated_delta_by_chunks}
 # A new kernel is one more entry.
 KERNELS: tuple[Kernel, ...] = (
     Kernel("texts of 2 and 3 tokens", partial(_model_step, qwen3, (3, 2, 3) * 8, _TIED)),

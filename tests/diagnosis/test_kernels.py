@@ -63,12 +63,12 @@ def test_wrong_gated_delta_rule_is_found(
 ) -> None:
     only("gated delta rule", monkeypatch)
     assert failed(dtype) == []
-    rule = kernels.gated_delta.kernel_rule
+    rule = mx.fast.gated_delta_update
 
     def wrong(q: mx.array, *rest: mx.array) -> Any:
         return rule(factor * q, *rest)
 
-    monkeypatch.setattr(kernels.gated_delta, "kernel_rule", wrong)
+    monkeypatch.setattr(mx.fast, "gated_delta_update", wrong)
     (name,) = failed(dtype)
     assert name.startswith("gated delta rule")
 
@@ -86,7 +86,7 @@ def test_kernel_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None
     def raising(*_: Any) -> Any:
         raise RuntimeError("[METAL] Command buffer execution failed: Impacting Interactivity")
 
-    monkeypatch.setattr(kernels.gated_delta, "kernel_rule", raising)
+    monkeypatch.setattr(mx.fast, "gated_delta_update", raising)
     last = KERNELS[0]
     rule = next(each for each in KERNELS if each.name == "gated delta rule")
     monkeypatch.setattr(kernels, "KERNELS", (rule, last))
