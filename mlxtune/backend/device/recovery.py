@@ -1,8 +1,8 @@
 """Trying work again after a fault of the GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mlxtune.backend.device import device, memory
 from mlxtune.core.machine.gpu_faults import Fault, fault_error, fault_of
@@ -11,23 +11,30 @@ Result = TypeVar("Result")
 
 
 def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) -> Result:
-    """Return the result of `work`, which changes nothing where it fails.
+    """Return the result of `work`, which changes nothing where it fails; see `tries`."""
+    for attempt in tries(change):
+        with attempt:
+            result = work()
+    return result
 
-    After a fault, `change` is called with MLX's text, to ask for less or to free memory; it
-    raises where nothing is left to change. Then the work is tried again: once after each fault that
-    may pass, as that may come from what ran before or from another program.
+
+def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
+    """Yield a context for each try of some work, until one ends without a fault of the GPU.
+
+    After a fault, `change` is called with MLX's text, to ask for less or to free memory; it raises
+    where nothing is left to change. Then the work is tried again: once after each fault that may
+    pass, as that may come from what ran before or from another program.
 
     Raises MemoryLimitError or GpuError.
     """
     repeated: set[Fault] = set()
     while True:
-        try:
-            return work()
-        except (RuntimeError, MemoryError) as error:
-            fault, text = fault_of(error), str(error)
-            if fault is None:
-                raise
+        attempt = Attempt()
+        yield attempt
         # Out here, the exception no longer holds the arrays of the work.
+        fault, text = attempt.fault, attempt.text
+        if fault is None:
+            return
         if fault is Fault.LOST:
             raise fault_error(fault, text)
         if fault in repeated and not fault.asks_for_less:
@@ -38,3 +45,18 @@ def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) ->
             device.finish()
         change(fault, text)
         memory.release()
+
+
+class Attempt:
+    """A try of some work: holds back a fault of the GPU, and nothing else, and notes its text."""
+
+    fault: Fault | None = None
+    text = ""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> bool:
+        if isinstance(error, (RuntimeError, MemoryError)):
+            self.fault, self.text = fault_of(error), str(error)
+        return self.fault is not None

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from mlxtune.backend.adapters import checkpoints, initialise
 from mlxtune.backend.device import memory
-from mlxtune.backend.device.recovery import retried
+from mlxtune.backend.device.recovery import retried, tries
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora.apply import LoRASummary, apply_lora
@@ -155,9 +155,11 @@ class InstructPipeline:
             if not before.finish():
                 built = None
         memory.start_peak()
-        built = built or retried(build, partial(self.runner.adapt, share))
+        for attempt in tries(partial(self.runner.adapt, share)):
+            with attempt:
+                started = built or build()
         return self.runner.launch(
-            built, build, partial(self.builder.commit, examples, step, rate), share
+            started, build, partial(self.builder.commit, examples, step, rate), share
         )
 
     def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
