@@ -12,7 +12,7 @@ import pytest
 
 from tests.command import Cli
 from tests.models import CHATML
-from tests.paths import ROOT
+from tests.paths import DATA, ROOT
 from tests.slow import slow
 
 
@@ -48,6 +48,35 @@ def test_row_of_many_turns_is_rendered(inspect: Cli, templated: Path, tmp_path: 
     data.write_text(f"{row(300)}\n")
     outcome = inspect("--data", data, "--model-path", templated, "--val-split", 0, "--json")
     assert json.loads(outcome.out)["files"][0]["rows_skipped"] == {}
+
+
+LONG = {
+    "a text of 40 MB": (2, "word " * 4_000_000, "its text is too long"),
+    # The model's tokens cross the edges of answers, so that each prompt is encoded by itself.
+    "turns of another template": (6000, "Hi", "its turns are too many to encode"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LONG)
+def test_row_that_would_take_minutes_to_encode_is_skipped(
+    inspect: Cli, tmp_path: Path, name: str
+) -> None:
+    turns, text, reason = LONG[name]
+    data = tmp_path / "long.jsonl"
+    data.write_text(f"{row(2)}\n{row(turns, text)}\n")
+    options = [
+        "--model-path",
+        DATA / "demo-qwen3",
+        "--template",
+        "gemma",
+        "--val-split",
+        0,
+        "--json",
+    ]
+    outcome = inspect("--data", data, *options)
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["files"][0]["rows_skipped"] == {reason: 1}
 
 
 # Code that waits without a limit

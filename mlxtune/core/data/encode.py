@@ -22,11 +22,11 @@ from mlxtune.core.data.template import Rendered, Rendering, Template
 _CHUNK_ROWS = 512
 # Tokenizers take some 200 bytes for each character of what they encode at once.
 _CHUNK_CHARACTERS, _MOST_CHARACTERS = 2**21, 2**22
-# Of the prompts of a text that are encoded one by one: a minute.
-_MOST_PROMPTS = 2**25
+# Of the prompts of a text, or their ends, that are encoded one by one: half a minute.
+_MOST_PROMPTS = 2**24
 _PREFETCHED_ROWS = 32
 # The texts right before answers are short and recur: their tokens are cached.
-_CACHED_TAILS = 4096
+_CACHED_TAILS, _LONGEST_TAIL = 4096, 1000
 # Nobody writes out longer control tokens.
 _LONGEST_WRITTEN = 1000
 
@@ -176,6 +176,7 @@ class Encoder:
     notes: Mapping[str, str] = field(default_factory=dict)
     prefetch: Callable[[Sequence[Conversation | Document]], None] = lambda rows: None
     _tails: dict[str, Sequence[int]] = field(default_factory=dict)
+    _left: int = _MOST_PROMPTS
 
     def encode(
         self, rows: Iterable[Conversation | Document], skipped: SkippedRows, notes: RowTally
@@ -277,6 +278,7 @@ class Encoder:
         prompt as inference will give them. If not, because a token crosses an edge of an answer,
         each turn is an example: the tokens of its prompt, then those of its answer.
         """
+        self._left = _MOST_PROMPTS
         ranges = [self._token_span(text.text, whole, span) for span in text.spans]
         spans = [span for span in ranges if span is not None]
         if len(spans) == len(ranges):
@@ -299,7 +301,7 @@ class Encoder:
         last of them can differ and has to be compared.
         """
         start, end = whole.boundary(span[0]), whole.boundary(span[1])
-        if start is None or end is None:
+        if start is None or end is None or self._left < 0:
             return None
         control_ids, first = self.tokenizer.control_ids, start
         while first > 0:
@@ -310,11 +312,14 @@ class Encoder:
         return (start, end) if self._ids(tail) == list(whole.ids[first:start]) else None
 
     def _ids(self, tail: str) -> Sequence[int]:
-        if tail not in self._tails:
+        if (found := self._tails.get(tail)) is None:
+            self._left -= len(tail)
+            found = list(self.tokenizer.encode_batch([tail])[0].ids) if tail else []
             if len(self._tails) >= _CACHED_TAILS:
                 self._tails.clear()
-            self._tails[tail] = list(self.tokenizer.encode_batch([tail])[0].ids) if tail else []
-        return self._tails[tail]
+            if len(tail) <= _LONGEST_TAIL:
+                self._tails[tail] = found
+        return found
 
     def _continuation(self, answer: str) -> Sequence[int]:
         """Return the tokens of a text that continues a sequence.
