@@ -147,7 +147,7 @@ def test_tokenizer_gets_few_characters_at_once_but_all_rows_in_their_order() -> 
         (number, Rendering((Rendered("a" * length, ()),)))
         for number, length in enumerate([1, 3 * 2**20, 2**20, 2**20, 1, *[2] * 1500])
     ]
-    chunks = list(encode._chunks(iter(rows)))
+    chunks = list(encode._chunks(iter(rows), encode._total))
     assert [row for chunk in chunks for row in chunk] == rows
     for chunk in chunks:
         assert len(chunk) <= 512
