@@ -67,7 +67,7 @@ def test_streams_of_commands_that_look(run: Path, redirected: str, arguments: li
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
 @pytest.mark.parametrize(
     ("command", "redirected"),
-    [("inspect", ">/dev/full"), ("train", ">/dev/full"), slow("train", "<&- >&- 2>&-")],
+    [slow("inspect", ">/dev/full"), ("train", ">/dev/full"), slow("train", "<&- >&- 2>&-")],
 )
 def test_streams_of_commands_that_work(
     tmp_path: Path, model: Path, chat: Path, train: Cli, output: Path, command: str, redirected: str

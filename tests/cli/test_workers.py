@@ -21,7 +21,7 @@ from tests.waiting import SECONDS, wait_until
 
 pytestmark = needs_ring
 OPTIONS = {
-    "max_steps": 24,
+    "max_steps": 16,
     "save_steps": 6,
     "val_rows": 8,
     "val_steps": 5,
