@@ -1,8 +1,11 @@
 """A model folder's tokenizer, with the interface that core expects."""
 
+import os
 import re
+import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,11 @@ from transformers.utils import logging as transformers_logging
 from mlxtune.backend.models.model_folder import check_auto_map, check_files, json_object
 from mlxtune.backend.text.tokenizer_trial import try_tokenizer
 from mlxtune.core.data.encode import OffsetEncoding
+from mlxtune.core.files.scratch import scratch_file
 from mlxtune.errors import ModelError, one_line
+
+_STDERR = 2
+_stderr_lock = threading.Lock()
 
 
 class FastTokenizer:
@@ -47,16 +54,8 @@ class FastTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoding]:
         """Encode texts, control tokens parsed and none added."""
-        try:
+        with _panics_as_errors(self._folder):
             encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
-        except BaseException as error:
-            # A panic of the library, which is in Rust, is no Exception.
-            if type(error).__name__ != "PanicException":
-                raise
-            raise ModelError(
-                f"{self._folder}: its tokenizer.json is damaged ({one_line(error)}): "
-                "download it again"
-            ) from error
         return [OffsetEncoding(encoding.ids, encoding.offsets) for encoding in encodings]
 
     def spell(self, ids: Sequence[int]) -> list[bytes]:
@@ -186,6 +185,44 @@ def load_tokenizer(
             f"{folder}: has no tokenizer (tokenizer.json or tokenizer.model): download it again"
         )
     return loaded
+
+
+@contextmanager
+def _panics_as_errors(folder: str) -> Iterator[None]:
+    """Raise ModelError for a panic of `tokenizers`, and drop the lines that Rust writes for it.
+
+    Other text for stderr is held back and shown afterwards.
+    """
+    with _stderr_lock, scratch_file() as held:
+        _flush_stderr()
+        try:
+            before = os.dup(_STDERR)
+        except OSError:  # it is closed, so nothing would show
+            before = os.dup(held.fileno())
+        os.dup2(held.fileno(), _STDERR)
+        panicked = False
+        try:
+            yield
+        except BaseException as error:
+            # The class is no Exception, and each library has its own.
+            panicked = type(error).__name__ == "PanicException"
+            if not panicked:
+                raise
+            raise ModelError(
+                f"{folder}: its tokenizer.json is damaged ({one_line(error)}): download it again"
+            ) from error
+        finally:
+            _flush_stderr()
+            os.dup2(before, _STDERR)
+            os.close(before)
+            held.seek(0)
+            if not panicked and (text := held.read()):
+                os.write(_STDERR, text)
+
+
+def _flush_stderr() -> None:
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.flush()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 import unicodedata
 from itertools import accumulate
@@ -17,6 +18,7 @@ from mlxtune.backend.text.tokenizer import (
     FastTokenizer,
     ModelTokenizer,
     SentencePieceTokenizer,
+    _panics_as_errors,
     load_tokenizer,
 )
 from mlxtune.errors import ModelError
@@ -306,10 +308,20 @@ def test_tokenizer_that_panics_when_it_is_loaded_is_refused_in_silence(
 
 
 def test_tokenizer_that_panics_when_it_is_used_is_an_error_that_names_its_folder(
-    tmp_path: Path,
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     # A pattern that takes time without end for some texts.
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
     folder = write_changed(tmp_path, pre_tokenizer=split | {"pattern": {"Regex": "(a+)+$"}})
     with pytest.raises(ModelError, match=f"^{folder}: its tokenizer.json is damaged .*retry-limit"):
         load_tokenizer(folder).encode_batch(["a" * 3000 + "b"])
+    # Rust writes the panic's place and advice.
+    assert capfd.readouterr().err == ""
+
+
+def test_what_else_stderr_gets_while_a_text_is_encoded_is_shown(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with _panics_as_errors("folder"):
+        os.write(2, b"of another thread\n")
+    assert capfd.readouterr().err == "of another thread\n"
