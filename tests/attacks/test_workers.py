@@ -13,6 +13,7 @@ from mlxtune.core.files.lock import Lock
 from mlxtune.core.run.run_folder import LOCK
 from tests.cli.test_workers import arguments, patched
 from tests.launch import free_port, needs_ring, run
+from tests.slow import long
 
 pytestmark = [needs_ring, pytest.mark.slow]
 
@@ -61,7 +62,7 @@ def started_apart(folder: Path, first: list[object], second: list[object]) -> li
 
 
 @pytest.mark.parametrize("place", ["encoding", "loading", "first step"])
-@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("worker", [long(0), 1])
 def test_worker_that_is_killed_before_anything_is_saved_is_named(
     tmp_path: Path, worker: int, place: str
 ) -> None:
@@ -71,9 +72,9 @@ def test_worker_that_is_killed_before_anything_is_saved_is_named(
     assert line.endswith("; nothing was saved: give the same command again")
 
 
-@pytest.mark.parametrize("act", [KILLED, "time.sleep(600)"])
-@pytest.mark.parametrize("worker", [0, 1])
-@pytest.mark.parametrize("command", ["train", "resume", "doctor"])
+@pytest.mark.parametrize("act", [KILLED, long("time.sleep(600)")])
+@pytest.mark.parametrize("worker", [long(0), 1])
+@pytest.mark.parametrize("command", ["train", long("resume"), "doctor"])
 def test_worker_that_joins_and_says_nothing_is_not_waited_for(
     tmp_path: Path, worker: int, act: str, command: str
 ) -> None:
@@ -87,7 +88,7 @@ def test_worker_that_joins_and_says_nothing_is_not_waited_for(
 
 
 @pytest.mark.parametrize("change", ["--resume", "--parallel tensor"])
-@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("worker", [long(0), 1])
 def test_workers_that_began_otherwise_are_told_apart_at_once(
     tmp_path: Path, worker: int, change: str
 ) -> None:
@@ -99,7 +100,7 @@ def test_workers_that_began_otherwise_are_told_apart_at_once(
     assert "start all workers with one command" in line
 
 
-@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("worker", [long(0), 1])
 def test_worker_that_ends_with_a_line_of_its_own_says_why(tmp_path: Path, worker: int) -> None:
     plain, nothing = arguments(tmp_path), arguments(tmp_path, model_path=tmp_path / "nothing")
     said = started_apart(tmp_path, *([nothing, plain] if worker == 0 else [plain, nothing]))
