@@ -301,7 +301,7 @@ def test_dry_run_makes_no_folder(train: Cli, output: Path) -> None:
 
 def test_terminal_shows_a_live_bar(model: Path, chat: Path, output: Path) -> None:
     terminal, end = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "60"}
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
     arguments = [
         "--model-path",
         model,
