@@ -21,6 +21,7 @@ from mlxtune import (
     TrainResult,
     train,
 )
+from mlxtune.core.files.hashing import base_fingerprint
 from tests.models import sums, write_chat
 
 ROWS, EPOCHS = 20, 3
@@ -150,6 +151,8 @@ def test_adapter_config_is_mlx_lms_and_stands_beside_the_output(run: Run, model:
         "num_layers": 2,
         "lora_parameters": {"rank": 8, "scale": 2.0, "dropout": 0.0},
         "mlxtune": {
+            "base": base_fingerprint(model),
+            "prompt": {},
             "rank": 8,
             "alpha": 16.0,
             "rslora": False,
@@ -262,10 +265,10 @@ def test_earlier_run_is_set_aside_and_named(
     first = (checkpoints / "epoch-1" / ADAPTER).read_bytes()
     (checkpoints / "notes.txt").write_text("mine")
     train(config(model, chat, tmp_path, epochs=1, lr=1e-3, quiet=False))
-    assert str(checkpoints / "previous") in capsys.readouterr().err
-    assert names_in(checkpoints) == {"best", "epoch-1", *VALIDATED, "notes.txt", "previous"}
-    assert names_in(checkpoints / "previous") == {"best", "epoch-1", "epoch-2", *VALIDATED}
-    assert (checkpoints / "previous" / "epoch-1" / ADAPTER).read_bytes() == first
+    assert str(checkpoints / "previous-1") in capsys.readouterr().err
+    assert names_in(checkpoints) == {"best", "epoch-1", *VALIDATED, "notes.txt", "previous-1"}
+    assert names_in(checkpoints / "previous-1") == {"best", "epoch-1", "epoch-2", *VALIDATED}
+    assert (checkpoints / "previous-1" / "epoch-1" / ADAPTER).read_bytes() == first
     assert (checkpoints / "epoch-1" / ADAPTER).read_bytes() != first
     records = read_lines(checkpoints / "metrics.jsonl")
     assert sum(record["kind"] == "step" for record in records) == 4

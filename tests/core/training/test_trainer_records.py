@@ -69,7 +69,8 @@ def test_step_keeps_how_it_was_run(tmp_path: Path) -> None:
 
 def test_record_beside_the_checkpoints_is_not_in_them(tmp_path: Path) -> None:
     (tmp_path / MARK).write_text("")
-    (tmp_path / "run.json").write_text("of an earlier run")
+    for name in ("run.json", "metrics.jsonl"):
+        (tmp_path / name).write_text("of an earlier run")
     trainer = InstructTrainer(FakePipeline(), CORPUS, options(tmp_path))
     trainer.train({"run.json": {"a": 1}})
 
