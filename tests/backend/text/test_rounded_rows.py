@@ -17,7 +17,7 @@ from mlxtune.core.steps.order import shuffled_steps
 from tests.core.steps.shapes import GRAPH_OPERATIONS
 from tests.slow import slow
 
-ROWS = 128
+ROWS = {"wikisql_train": 128, "lf_alpaca_en_demo": 512}
 
 
 @pytest.mark.parametrize("rows", ["wikisql_train", slow("lf_alpaca_en_demo")])
@@ -28,11 +28,11 @@ def test_rounded_lines_of_real_rows_have_at_most_3_percent_more_tokens(
     shutil.copytree(shared / "tokenizers" / "qwen3", folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     with (shared / "chat" / f"{rows}.jsonl").open(encoding="utf-8") as lines:
-        (tmp_path / "rows.jsonl").write_text("".join(islice(lines, ROWS)), encoding="utf-8")
+        (tmp_path / "rows.jsonl").write_text("".join(islice(lines, ROWS[rows])), encoding="utf-8")
     data = str(tmp_path / "rows.jsonl")
     options = InspectConfig(str(folder), data, max_seq_len=512, val_split=0, no_cache=True)
     corpus = load_dataset(options, Reader(options, folder)).corpus
-    assert corpus.num_rows == ROWS
+    assert corpus.num_rows == ROWS[rows]
     for rounding in (device._METAL, device._CUDA):
         how = Execution(GRAPH_OPERATIONS, micro_batch_tokens=2048, rounding=rounding)
         for batch_size in (4, 8):

@@ -1,6 +1,6 @@
 """An adapter's tensors by module, without a model: what every format reads and writes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -169,18 +169,26 @@ def shapes_for(module: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int
     return (columns, rank), (rank, rows)
 
 
-def check_fits(module: nn.Module | None, update: Update, name: str) -> None:
-    """Raise ModelError if an update's shapes are not its projection's, if that is known.
-
-    There is one magnitude for each row, or none.
-    """
-    found, rows = (update.a.shape, update.b.shape), update.b.shape[-1:]
-    needed = found if module is None else shapes_for(module, update.rank)
+def check_shapes_fit(
+    module: nn.Module | None, a: Sequence[int], b: Sequence[int], name: str
+) -> None:
+    """Raise ModelError if A and B have other shapes than their projection needs, if it is known."""
+    found = (tuple(a), tuple(b))
+    needed = found if module is None else shapes_for(module, a[1] if len(a) > 1 else 0)
     if found != needed:
         raise ModelError(
             f"{name}: the adapter is for another model: it has {found}, this one needs {needed}: "
             "name the base model that it was trained on"
         )
+
+
+def check_fits(module: nn.Module | None, update: Update, name: str) -> None:
+    """Raise ModelError if an update's shapes are not its projection's, if that is known.
+
+    There is one magnitude for each row, or none.
+    """
+    check_shapes_fit(module, update.a.shape, update.b.shape, name)
+    rows = update.b.shape[-1:]
     if update.m is not None and (update.of_experts or update.m.shape != rows):
         raise ModelError(
             f"{name}: has DoRA magnitudes of shape {update.m.shape}, its projection needs {rows}"

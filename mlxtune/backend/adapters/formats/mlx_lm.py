@@ -24,6 +24,7 @@ from mlxtune.backend.adapters.formats.adapter import (
     Matrix,
     Update,
     check_fits,
+    check_shapes_fit,
     path_in_layer,
 )
 from mlxtune.core.files.files import as_output_error, copy_file, write_json
@@ -36,10 +37,15 @@ _NONE: Mapping[str, nn.Module] = MappingProxyType({})
 def read_mlx_lm(weights: Path, modules: Mapping[str, nn.Module] = _NONE) -> Adapter:
     """Return an adapter in mlx-lm's layout.
 
-    Its shapes are compared with a base model's projections, given by path. Raises ModelError.
+    Its shapes are compared with a base model's projections, given by path, before its tensors are
+    read. Raises ModelError.
     """
     info = read_info(weights)
-    names = module_names(weights, adapter_header(weights), info)
+    header = adapter_header(weights)
+    names = module_names(weights, header, info)
+    for name in names:
+        a, b = (header[f"{name}.lora_{leaf}"].shape for leaf in "ab")
+        check_shapes_fit(modules.get(name), a, b, name)
     tensors = read_tensors(weights)
     updates = {
         name: Update(*(np.array(tensors[f"{name}.{leaf}"]) for leaf in LEAVES[info.kind]))
