@@ -1,17 +1,20 @@
 """Limits its own memory and runs another script: the script of processes.LimitedProcess.
 
 It imports nothing of mlxtune. The other script has two functions: `prepare()` imports what is
-needed, before memory is limited, and `serve(prepared, *arguments)` works until stdin is closed, as
-it is when the parent ends. Both ends exchange lines.
+needed, before memory is limited, and `serve(prepared, *arguments)` works until stdin is closed.
+Both ends exchange lines. This process ends when its parent does, even in the middle of its work.
 """
 
 import os
 import resource
 import runpy
 import sys
+import threading
+import time
 from pathlib import Path
 
 OUT_OF_MEMORY = 77  # exit status
+_LOOK_EVERY = 0.5  # seconds
 _STATM = Path("/proc/self/statm")
 # macOS has no limit of memory, so the parent watches.
 LIMITS_ITSELF = _STATM.exists()
@@ -26,9 +29,17 @@ def _limit_memory(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
+def _end_with(parent: int) -> None:
+    """End this process once its parent has ended, as by a signal that lets it do nothing more."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_EVERY)
+    os._exit(1)
+
+
 def main() -> None:
     """Run a script under the limit: `MEMORY SCRIPT [ARGUMENT…]`."""
     memory, script, *arguments = sys.argv[1:]
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     functions = runpy.run_path(script)
     prepared = functions["prepare"]()
     if LIMITS_ITSELF:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -96,3 +97,24 @@ def test_interrupt_ends_the_process_and_what_it_started(tmp_path: Path) -> None:
     assert len(processes) == 2
     wait_until(lambda: not any(map(alive, processes)))
     assert os.getpid() not in processes
+
+
+def test_limited_process_ends_with_its_parent_in_the_middle_of_its_work(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "def prepare(): pass\n"
+        "def serve(prepared):\n"
+        "    print('at work', flush=True)\n"
+        "    while True: pass\n"
+    )
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from mlxtune.core.files.processes import LimitedProcess\n"
+        "child = LimitedProcess(Path(sys.argv[1]), 2**30)\n"
+        "child.read_line(100)\n"
+        "print(child.pid, flush=True)\n"
+        "os._exit(1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, script], stdout=subprocess.PIPE, check=False)
+    wait_until(lambda: not alive(int(done.stdout)))
