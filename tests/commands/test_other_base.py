@@ -13,7 +13,7 @@ from mlxtune.backend.adapters.files import read_info
 from mlxtune.commands.train import train
 from mlxtune.config import TrainConfig
 from tests.command import Cli
-from tests.models import sums, write_chat, write_model
+from tests.models import sums, write_adapter_config, write_chat, write_model
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +112,15 @@ def test_prompts_are_rendered_as_in_training(cli: Cli, home: Path, tmp_path: Pat
     assert "qwen3" in cli("generate", *asked).err
     chosen = cli("generate", *asked, "--adapter", tmp_path / "out", "--template", "qwen3")
     assert "qwen3" in chosen.err
+
+
+def test_prompt_options_that_an_adapter_forges_are_its_error(
+    cli: Cli, home: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(home / "out", tmp_path / "out"))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["mlxtune"]["prompt"] = {"template": ["x"]}
+    write_adapter_config(folder, config)
+    asked = ["--model-path", home / "base", "--prompt", "2 + 2?", "--adapter", folder]
+    error = cli("generate", *asked).error
+    assert "adapters.safetensors: its config is damaged: --template must be text" in error

@@ -165,7 +165,7 @@ def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, 
 def _group(
     pipeline: InstructPipeline, tokens: int
 ) -> tuple[Group, MicroBatch | Pack, list[Example]]:
-    """Return two examples of about so many tokens together, as the one micro-batch of a step.
+    """Return two examples of about `tokens` tokens in all, as the one micro-batch of a step.
 
     They share a prefix of a quarter, and the last token of each is supervised.
     """

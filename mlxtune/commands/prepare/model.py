@@ -28,7 +28,7 @@ from mlxtune.config import ChatConfig, TrainConfig, UseConfig
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
-from mlxtune.errors import DataError
+from mlxtune.errors import ConfigError, DataError, ModelError, one_line
 from mlxtune.views.console import RunConsole
 
 # Options that decide the form of a prompt.
@@ -129,9 +129,13 @@ def prompted_as_trained(config: U) -> U:
     """
     if config.adapter is None or _prompt_options(config):
         return config
-    trained = read_info(find_adapter(config.adapter)).mlxtune.get("prompt")
+    weights = find_adapter(config.adapter)
+    trained = read_info(weights).mlxtune.get("prompt")
     known = trained if isinstance(trained, Mapping) else {}
-    return replace(config, **{name: known[name] for name in _PROMPT if name in known})
+    try:
+        return replace(config, **{name: known[name] for name in _PROMPT if name in known})
+    except ConfigError as error:
+        raise ModelError(f"{weights}: its config is damaged: {one_line(error)}") from error
 
 
 def _prompt_options(config: UseConfig | TrainConfig) -> dict[str, Any]:
@@ -165,7 +169,7 @@ def load_model(
     ):
         console.warn("--quantize gives another base than the adapter was trained on")
     if (problem := base_difference(adapted.weights, base.folder)) is not None:
-        console.warn(f"{problem}: its answers and losses are not those of its training")
+        console.warn(f"{problem}: expect other answers and losses than in training")
     return LoadedModel(base, adapted)
 
 
