@@ -211,10 +211,14 @@ class TerminalLine:
             expand=bar,
         )
         self._task = self.progress.add_task("starting" if bar else "", total=1.0)
+        self._progressed = False
         self.progress.start()
 
     def update(self, text: str, share: float | None = None) -> None:
-        self.progress.update(self._task, description=text, completed=share)
+        """Show `text`: the first share at once, even of a run shorter than a refresh."""
+        first = share is not None and not self._progressed
+        self._progressed = self._progressed or first
+        self.progress.update(self._task, description=text, completed=share, refresh=first)
 
     def close(self) -> None:
         self.progress.stop()

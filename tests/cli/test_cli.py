@@ -311,8 +311,6 @@ def test_terminal_shows_a_live_bar(model: Path, chat: Path, output: Path) -> Non
         output,
         "--epochs",
         3,
-        "--samples",
-        0,
     ]
     with start("train", *arguments, "--samples", 0, stderr=end, env=environment) as process:
         os.close(end)
