@@ -16,6 +16,7 @@ import pytest
 from mlx_lm.utils import load
 
 from mlxtune import EvalConfig, FuseConfig, TrainConfig, evaluate, fuse, train
+from mlxtune.backend.device.device import on_cpu
 from mlxtune.core.run.own_runs import MARK
 from tests.command import Cli
 from tests.models import sums, write_chat, write_model
@@ -73,8 +74,10 @@ def test_projections_get_more_bits_where_four_lose_the_gain(
     assert "model.embed_tokens" not in quantization
     # The run's own records, and the fused folder by itself, have the losses that were measured.
     result = json.loads((run / "out/checkpoints/result.json").read_text())
-    assert found["base"] == pytest.approx(result["initial_val_loss"], abs=1e-4)
-    assert found["trained"] == pytest.approx(result["best_val_loss"], abs=1e-4)
+    # On a GPU, by products of another form, in 16 bits.
+    tolerance = 1e-4 if on_cpu() else 0.05
+    assert found["base"] == pytest.approx(result["initial_val_loss"], abs=tolerance)
+    assert found["trained"] == pytest.approx(result["best_val_loss"], abs=tolerance)
     model, _ = load(str(tmp_path / "fused"))
     assert model.model.layers[0].mlp.up_proj.bits == 6
     assert model.model.embed_tokens.bits == 4

@@ -110,7 +110,9 @@ def test_tokens_are_those_of_a_large_micro_batch(
     assert timed == [tokens]
 
 
-def test_cpu_keeps_its_form(tmp_path: Path) -> None:
+def test_cpu_keeps_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (layers, loading):
+        monkeypatch.setattr(module, "on_cpu", lambda: True)
     base = opened(tmp_path)
     resume: Any = SimpleNamespace(
         checkpoint=SimpleNamespace(metadata={"quantized_compute": "quantized"})
