@@ -11,7 +11,7 @@ text      text                      no conversation: a document
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mlxtune.config.data import MESSAGE_NAMES, ROW_NAMES
 from mlxtune.core.data.conversation import Conversation, Document, parse_conversation, parse_tools
@@ -22,6 +22,7 @@ from mlxtune.errors import DataError, shorten
 JsonObject = Mapping[str, Any]
 # Of so many bad rows, this share of all shows that the file, or the format, is the wrong one.
 _MANY, _MOST_BAD = 100_000, 0.99
+_BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ def read_rows(
             if isinstance(content, BadRow):
                 raise content
             renamed = _rename_row(content, fields) if fields else content
+            _check_answers_are_good(renamed)
             if file_format is None or not file_format.fits(renamed):
                 recognised = recognise(renamed) if format == "auto" else None
                 if recognised is None:
@@ -87,6 +89,28 @@ def read_rows(
 def recognise(content: JsonObject) -> str | None:
     """Return the name of the format whose keys the row has, or None."""
     return next((name for name, each in FORMATS.items() if each.fits(content)), None)
+
+
+def preference_kind(content: JsonObject) -> Literal["pair", "labelled"] | None:
+    """Return how a row states a preference: two answers to compare, or one with a verdict."""
+    if all(content.get(key) is not None for key in ("chosen", "rejected")):
+        return "pair"
+    return "labelled" if isinstance(_label(content), bool) else None
+
+
+def _label(content: JsonObject) -> Any:
+    """Return a row's label; spreadsheets have booleans as text."""
+    label = content.get("label")
+    return _BOOLEANS.get(label.lower(), label) if isinstance(label, str) else label
+
+
+def _check_answers_are_good(content: JsonObject) -> None:
+    """Raise BadRow for a row that holds an answer not to be learned."""
+    kind = preference_kind(content)
+    if kind == "pair":
+        raise BadRow("a pair of preferences", "'chosen' and 'rejected': use --objective dpo")
+    if kind == "labelled" and _label(content) is False:
+        raise BadRow("an answer labelled as bad", "'label' is false: use --objective kto")
 
 
 def _missing_keys(

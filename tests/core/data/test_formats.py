@@ -17,6 +17,7 @@ from mlxtune.config.data import FIELD_NAMES, parse_fields
 from mlxtune.core.data.conversation import Conversation, Document, Message
 from mlxtune.core.data.formats import (
     FORMATS,
+    preference_kind,
     read_rows,
     recognise,
 )
@@ -66,6 +67,30 @@ def test_row_with_the_keys_of_several_formats_has_the_first_of_them() -> None:
 @pytest.mark.parametrize("row", [{}, {"prompt": "a"}, {"completion": "a"}, {"input": "a"}])
 def test_row_without_known_keys_is_recognised_as_nothing(row: dict[str, Any]) -> None:
     assert recognise(row) is None
+
+
+@pytest.mark.parametrize("row", [CHAT, PROMPT, SHAREGPT, ALPACA, TEXT])
+def test_answer_that_is_not_to_be_learned_is_skipped_by_name(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
+    rows = [row, *(row | {"label": label} for label in (True, False, "False", "spam", 0))]
+    pair = row | {"chosen": "yes", "rejected": "no"}
+
+    good, skipped = read(tmp_path, *rows, pair, pair | {"rejected": None})
+
+    assert [one.row for one in good] == [1, 2, 5, 6, 8]
+    assert [str(problem) for problem in skipped.problems.values()] == [
+        "an answer labelled as bad ('label' is false: use --objective kto)",
+        "an answer labelled as bad ('label' is false: use --objective kto)",
+        "a pair of preferences ('chosen' and 'rejected': use --objective dpo)",
+    ]
+
+
+def test_preference_is_recognised_by_its_keys() -> None:
+    assert preference_kind({"chosen": [], "rejected": []}) == "pair"
+    assert preference_kind({"completion": "a", "label": True}) == "labelled"
+    assert preference_kind({"completion": "a", "label": "spam"}) is None
+    assert preference_kind({"chosen": "a"}) is None
 
 
 def test_first_row_recognised_decides_for_the_file(tmp_path: Path) -> None:
