@@ -45,6 +45,8 @@ RUN_FILES: dict[str, str] = {
     "are any",
     "checkpoints/report.html": "a page about the run; mlxtune report rewrites it",
     "checkpoints/profile.jsonl": "how long each phase of a step took; with --profile-interval",
+    "checkpoints/.mlxtune.stop": "asks the run to stop after its step and save, for an instant; "
+    "with --open or mlxtune watch",
     "checkpoints/tracking.json": "the run's ids in its trackers; with --track",
     "checkpoints/{tensorboard,wandb}/…": "files of the trackers; with --track",
     f"{CHECKPOINT}/adapters.safetensors": "the adapter at that step",

@@ -1,7 +1,7 @@
 """`mlxtune train`: a run, from its options to its adapter, and of a run that is resumed."""
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -51,7 +51,7 @@ from mlxtune.core.run.progress import progress_of
 from mlxtune.core.run.run import Run
 from mlxtune.core.run.run_folder import ABOUT, LEDGER, RESULT, ResumePoint
 from mlxtune.core.run.summary import RunView
-from mlxtune.core.training.observer import Observers
+from mlxtune.core.training.observer import Observers, TrainingObserver
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, OutputError
@@ -107,12 +107,13 @@ def train(
     dry_run: bool = False,
     resume: ResumePoint | None = None,
     stop_after: int | None = None,
+    observers: Sequence[TrainingObserver] = (),
 ) -> TrainResult:
     """Fine-tune a model as the options say, and write the adapter.
 
     With `dry_run`, stop before the first step and print the plan. With `resume`, which
     `mlxtune.resume` finds, continue from that checkpoint. After step `stop_after`, stop as if
-    Ctrl-C had been pressed.
+    Ctrl-C had been pressed. `observers` receive the events of the run, from the first worker.
 
     Raises a child of MlxTuneError for what options, files or the model cause, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
@@ -138,7 +139,13 @@ def train(
             stop_on_interrupt(lambda: console.warn(console.stopping)) as asked,
             ConditionsWatch(Sensors()) as watch,
         ):
-            trainer = make_trainer(setup, worker_run, asked, stop_after, watch)
+            requested = run_folder.StopRequest(
+                config.checkpoint_path,
+                lambda: console.warn("asked to stop by mlxtune watch: stopping after this step"),
+            )
+            trainer = make_trainer(
+                setup, worker_run, lambda: asked() or requested(), stop_after, watch, observers
+            )
             print_plan(config, setup, trainer, console)
             check_beside(config.output_path, setup.pipeline.lora.written_config)
             if resume is not None:
@@ -286,13 +293,15 @@ def make_trainer(
     should_stop: Callable[[], bool],
     stop_after: int | None,
     watch: ConditionsWatch,
+    observers: Sequence[TrainingObserver],
 ) -> InstructTrainer:
     """Make the trainer, and count the rows that it holds out in the ledgers."""
     config, dataset, console = worker_run.config, setup.dataset, worker_run.console
     trackers = [
         TrackingObserver(each, config, console.warn) for each in dict.fromkeys(config.track)
     ]
-    observer = Observers([console, *trackers, worker_run.last_step])
+    first = observers if worker_run.workers.index == 0 else ()
+    observer = Observers([console, *trackers, *first, worker_run.last_step])
     profiler = None
     if config.profile_interval:
         profiler = StepProfiler(

@@ -22,6 +22,9 @@ from mlxtune import (
     train,
 )
 from mlxtune.core.files.hashing import base_fingerprint
+from mlxtune.core.run.metrics import StepRecord
+from mlxtune.core.run.run_folder import request_stop
+from mlxtune.core.training.observer import TrainingObserver
 from tests.models import sums, write_chat
 
 ROWS, EPOCHS = 20, 3
@@ -421,3 +424,21 @@ def test_errors_are_the_packages_own(model: Path, tmp_path: Path) -> None:
         train(config(tmp_path / "missing", tmp_path / "chat.jsonl", tmp_path))
     with pytest.raises(DataError):
         train(config(model, tmp_path / "missing.jsonl", tmp_path))
+
+
+def test_run_that_is_asked_to_stop_saves_its_step_and_ends(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
+    configured = config(model, chat, tmp_path)
+
+    class Asking(TrainingObserver):
+        def on_step(self, record: StepRecord) -> None:
+            if record.step == 2:
+                request_stop(configured.checkpoint_path)
+
+    with pytest.raises(TrainingInterrupted) as interrupted:
+        train(configured, observers=[Asking()])
+    checkpoint = interrupted.value.checkpoint
+    assert checkpoint is not None
+    assert checkpoint.name == f"step-{interrupted.value.step}"
+    assert interrupted.value.step in (2, 3)

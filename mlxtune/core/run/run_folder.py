@@ -5,7 +5,7 @@ The process that trains there holds `.mlxtune.lock`.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,13 +47,15 @@ REPORT = "report.html"
 _PREVIOUS = re.compile(r"previous(?:-([1-9]\d{0,8}))?")
 _MOVING = ".previous.moving"
 LOCK = ".mlxtune.lock"
+# Asks the process that trains here to stop after its step, and to save.
+STOP = ".mlxtune.stop"
 # The run's identity with each tracker, and the files of trackers that keep them here.
 TRACKING = "tracking.json"
 TENSORBOARD = "tensorboard"
 _OF_A_RUN = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, REPORT, PROFILE)
 # TRACKING shows that folders of these names belong to the run, so it is moved last.
 _TRACKERS = (TENSORBOARD, "wandb")
-_FILES = {*_OF_A_RUN, TRACKING, MARK, LOCK}
+_FILES = {*_OF_A_RUN, TRACKING, MARK, LOCK, STOP}
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,36 @@ def lock_run(run: Path, *, new: bool = False) -> Lock:
                 f"{run}: cannot be locked against other runs: {error.strerror}: choose a "
                 "--checkpoint-dir on a local disk"
             ) from error
+        # A request that nobody answered was for the run before.
+        remove_file(run / STOP)
         recover(run)
         return lock
+
+
+def request_stop(run: Path) -> None:
+    """Ask the process that trains in a folder to stop after its step, and to save.
+
+    Raises OutputError if no process trains there, or the folder cannot be written.
+    """
+    if holder_of(run / LOCK) is None:
+        raise OutputError(f"{run}: no process is training here: there is nothing to stop")
+    write_file(run / STOP, [])
+
+
+class StopRequest:
+    """Whether another process has asked the run in a folder to stop; `notify` is called once."""
+
+    def __init__(self, run: Path, notify: Callable[[], None]) -> None:
+        self._path, self._notify = run / STOP, notify
+        self._received = False
+
+    def __call__(self) -> bool:
+        if not self._received and is_ours(self._path):
+            self._received = True
+            with suppress(OSError):  # the next run removes it
+                remove_file(self._path)
+            self._notify()
+        return self._received
 
 
 def lock_output(adapter: Path) -> Lock | None:

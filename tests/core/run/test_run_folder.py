@@ -12,11 +12,14 @@ from mlxtune.core.files.files import write_file
 from mlxtune.core.run.checkpoint import ADAPTER, write_checkpoint
 from mlxtune.core.run.run_folder import (
     MARK,
+    STOP,
+    StopRequest,
     archive_previous_run,
     find_resume_point,
     lock_run,
     remove_run,
     reopen,
+    request_stop,
 )
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import OutputError
@@ -239,3 +242,34 @@ def test_litter_of_a_desktop_is_in_nobodys_way(tmp_path: Path) -> None:
     archive_previous_run(tmp_path)
     run_in(tmp_path, "second")
     assert archive_previous_run(tmp_path) is not None
+
+
+def test_request_to_stop_is_received_once_and_removed(tmp_path: Path) -> None:
+    heard: list[str] = []
+    request = StopRequest(tmp_path, lambda: heard.append("stop"))
+    lock = lock_run(tmp_path)
+    assert not request()
+    request_stop(tmp_path)
+    assert [request(), request()] == [True, True]
+    assert heard == ["stop"]
+    assert not (tmp_path / STOP).exists()
+    lock.release()
+
+
+def test_request_to_stop_needs_a_process_that_trains(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="no process is training here"):
+        request_stop(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_request_to_an_earlier_run_does_not_stop_the_next(tmp_path: Path) -> None:
+    (tmp_path / STOP).write_text("")
+    lock_run(tmp_path).release()
+    assert not (tmp_path / STOP).exists()
+
+
+def test_link_in_place_of_a_request_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    (tmp_path / STOP).symlink_to(tmp_path / "notes")
+    assert not StopRequest(tmp_path, lambda: None)()
+    assert (tmp_path / "notes").read_text() == "mine"
