@@ -229,6 +229,9 @@ def lock_folder(config: TrainConfig, resume: ResumePoint | None, held: ExitStack
     Raises OutputError if another process trains there, or if it holds another unfinished run.
     """
     folder = config.checkpoint_path
+    for new in (config.output_path.parent, folder):
+        if not new.exists():
+            held.callback(run_folder.discard_empty, new)
     if (lock := run_folder.lock_output(config.output_path)) is not None:
         held.callback(lock.release)
     held.callback(run_folder.lock_run(folder, new=resume is None).release)

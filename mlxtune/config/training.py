@@ -196,7 +196,8 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
     _: dataclasses.KW_ONLY
     output: str = FILES.option(
         "adapters.safetensors",
-        "Adapter file to write; adapter_config.json is written next to it.",
+        "Folder of the adapter, or its .safetensors file; adapter_config.json is written next to "
+        "it.",
         PLACES,
         path=True,
     )
@@ -293,7 +294,10 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
 
     @property
     def output_path(self) -> Path:
-        return as_path(self.output)
+        """The adapter's file; `--output` without an extension is its folder."""
+        path = as_path(self.output)
+        is_folder = not path.suffix and not path.is_file()
+        return path / TrainConfig.output if is_folder else path
 
     @property
     def checkpoint_path(self) -> Path:

@@ -22,6 +22,14 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 # The wheel carries its files in the package; a clone, also if installed as editable, has them here.
 _CARRIED, _CLONED = _PACKAGE / "demo", _PACKAGE.parent / "data"
 MODEL, DATA = "demo-qwen3", "bookings.jsonl"
+_WEIGHTS = (".safetensors", ".gguf")
+# The file with the weights in an export's folder, by its format.
+_MAIN_FILES = {
+    "mlx-lm": "adapters.safetensors",
+    "peft": "adapter_model.safetensors",
+    "gguf": "adapter.gguf",
+    "flat": "adapter.safetensors",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +155,9 @@ class ImportConfig(Checked):
         "Adapter of mlx-lm or PEFT: its folder, or its weights.",
         required=True,
     )
-    output: str = EXPORT.option("", "Folder to write.", COMMAND, required=True, metavar="DIR")
+    output: str = EXPORT.option(
+        "", "Folder to write, or its main file.", COMMAND, required=True, path=True
+    )
     model_path: str | None = same(
         UseConfig,
         "model_path",
@@ -159,9 +169,24 @@ class ImportConfig(Checked):
     overwrite: bool = same(TrainConfig, "overwrite", help="Replace an earlier result.")
     quiet: bool = same(UseConfig, "quiet")
 
+    def contradictions(self) -> list[str]:
+        given, files = as_path(self.output), self._main_files()
+        if given.suffix not in _WEIGHTS or given.name in files:
+            return super().contradictions()
+        return [
+            *super().contradictions(),
+            f"--output {self.output}: the file written is {' or '.join(files)}: "
+            "name a folder, or this file in it",
+        ]
+
+    def _main_files(self) -> tuple[str, ...]:
+        return ("adapters.safetensors",)
+
     @property
     def output_path(self) -> Path:
-        return as_path(self.output)
+        """The folder to write; `--output` may name the main file in it."""
+        path = as_path(self.output)
+        return path.parent if path.suffix in _WEIGHTS else path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +209,9 @@ class FuseConfig(ImportConfig):
         False, "Print the certificate as JSON; docs/export.md describes it.", COMMAND
     )
 
+    def _main_files(self) -> tuple[str, ...]:
+        return ("model.safetensors", *["model.gguf"] * self.gguf)
+
 
 @dataclasses.dataclass(frozen=True)
 class ExportConfig(ImportConfig):
@@ -194,12 +222,15 @@ class ExportConfig(ImportConfig):
         "",
         "Target: mlx-lm, PEFT and transformers, llama.cpp and Ollama, or a flat safetensors file.",
         COMMAND,
-        choices=("mlx-lm", "peft", "gguf", "flat"),
+        choices=tuple(_MAIN_FILES),
         required=True,
     )
     dtype: str = same(FuseConfig, "dtype")
     other_base: bool = same(TrainConfig, "other_base")
     json: bool = same(FuseConfig, "json")
+
+    def _main_files(self) -> tuple[str, ...]:
+        return (_MAIN_FILES[self.format],)
 
 
 OutgoingConfig = FuseConfig | ExportConfig

@@ -11,9 +11,11 @@ import pytest
 from tests.command import Cli, files_in
 
 
-def test_output_that_is_a_folder_is_refused(train: Cli, tmp_path: Path) -> None:
-    outcome = train("--output", tmp_path)
-    assert outcome.error == f"{tmp_path}: is a folder: --output takes the name of a file"
+def test_output_that_is_a_folder_named_as_a_file_is_refused(train: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "a.safetensors"
+    folder.mkdir()
+    outcome = train("--output", folder)
+    assert outcome.error == f"{folder}: is a folder: --output takes the name of a file"
 
 
 @pytest.mark.parametrize(

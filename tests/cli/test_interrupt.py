@@ -110,7 +110,7 @@ def test_second_interrupt_ends_at_once(
     assert outcome.code == 130
     assert "mlxtune: interrupted" in outcome.err.splitlines()
     assert "saved" not in outcome.err
-    assert not list(output.parent.rglob("*.safetensors"))
+    assert not output.parent.exists()
 
 
 def test_interrupt_within_a_locks_own_code_is_still_an_interrupt(
@@ -153,6 +153,18 @@ def test_interrupt_while_loading_ends_without_a_traceback(
     monkeypatch.setattr(RunConsole, "say", interrupted)
     assert train() == Outcome(130, "", "mlxtune: interrupted\n")
     assert files_in(output.parent) == []
+
+
+def test_interrupt_while_encoding_leaves_nothing(
+    train: Cli, output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("mlxtune.views.console.RunConsole.on_encoding", interrupted)
+    assert train("--cache-dir", tmp_path / "cache") == Outcome(130, "", "mlxtune: interrupted\n")
+    assert not output.parent.exists()
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
 
 
 def test_interrupt_within_exec_is_an_exit_and_no_signal(tmp_path: Path) -> None:

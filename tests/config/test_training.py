@@ -163,6 +163,17 @@ def test_checkpoints_stand_beside_the_output_unless_told_otherwise(tmp_path: Pat
     assert config().checkpoint_path == Path("checkpoints")
 
 
+def test_output_without_an_extension_is_the_adapters_folder(tmp_path: Path) -> None:
+    for given in (tmp_path, tmp_path / "new"):
+        found = config(output=str(given))
+        assert found.output_path == given / "adapters.safetensors"
+        assert found.checkpoint_path == given / "checkpoints"
+
+    file = tmp_path / "earlier"  # an adapter of an earlier version, which a run may resume
+    file.touch()
+    assert config(output=str(file)).output_path == file
+
+
 def test_home_is_found_in_paths_and_a_tilde_that_is_no_home_is_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -299,6 +299,22 @@ def archive_previous_run(run: Path) -> Path | None:
     return previous
 
 
+def discard_unstarted(run: Path) -> None:
+    """Remove the files of a run of this process that ended before its first step."""
+    with as_output_error(run):
+        if (moved := archive_previous_run(run)) is not None:
+            discard(moved)
+        if not any(previous_number(path.name) is not None for path in entries(run)):
+            remove_file(run / MARK)
+
+
+def discard_empty(folder: Path) -> None:
+    """Remove a folder if nothing is in it."""
+    with suppress(OSError):
+        if is_empty(folder):
+            discard(folder)
+
+
 def remove_run(run: Path) -> None:
     """Remove a run's files, apart from its adapter and the earlier runs in its folder.
 
@@ -314,6 +330,4 @@ def remove_run(run: Path) -> None:
             remove_file(run / MARK)
     finally:
         lock.release()
-    with as_output_error(run):
-        if is_empty(run):
-            discard(run)
+    discard_empty(run)

@@ -135,7 +135,8 @@ class InstructTrainer:
     ) -> InstructTrainResult:
         """Take all steps, or those after the checkpoint to resume from.
 
-        `records` are JSON values by file name, written to the run's folder.
+        `records` are JSON values by file name, written to the run's folder. An interrupt before the
+        first step removes them.
 
         Raises NonFiniteLossError, MemoryLimitError or GpuError if a step cannot be taken,
         OutputError if the best or last checkpoint cannot be written, ModelError if the checkpoint
@@ -144,7 +145,17 @@ class InstructTrainer:
         """
         make_folder(self._folder)
         previous = None if resume else run_folder.archive_previous_run(self._folder)
-        for name, record in (records or {}).items():
+        try:
+            return self._train(records or {}, resume, previous)
+        except KeyboardInterrupt:
+            if resume is None and not self.progress.step:
+                run_folder.discard_unstarted(self._folder)
+            raise
+
+    def _train(
+        self, records: Mapping[str, Any], resume: ResumePoint | None, previous: Path | None
+    ) -> InstructTrainResult:
+        for name, record in records.items():
             write_json(self._folder / name, record)
         self._recorder.start()
         if resume is not None:

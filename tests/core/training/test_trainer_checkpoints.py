@@ -16,7 +16,7 @@ from mlxtune.core.run.metrics import StepRecord
 from mlxtune.core.run.run_folder import find_resume_point
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.errors import NonFiniteLossError, OutputError
+from mlxtune.errors import NonFiniteLossError, OutputError, TrainingInterrupted
 from tests.core.training.fake_pipeline import (
     CORPUS,
     FakePipeline,
@@ -53,6 +53,20 @@ def test_epoch_is_saved_every_save_every_or_each_when_there_are_no_more(
         folder = tmp_path / f"epoch-{epoch}"
         assert (folder / "adapters.safetensors").read_text() == str(3 * epoch)
         assert metadata(folder)["epoch"] == epoch
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_interrupt_before_the_first_step_leaves_earlier_runs_alone(
+    tmp_path: Path, earlier: bool
+) -> None:
+    if earlier:
+        train(tmp_path, FakePipeline())
+    trainer = InstructTrainer(FakePipeline(), CORPUS, options(tmp_path), should_stop=lambda: True)
+    with pytest.raises(TrainingInterrupted):
+        trainer.train({"run.json": {}})
+
+    assert names_in(tmp_path) == ({"previous-1"} if earlier else set())
+    assert (tmp_path / ".mlxtune").exists() is earlier
 
 
 def test_metadata_says_what_was_trained_on_what_and_how_well(tmp_path: Path) -> None:

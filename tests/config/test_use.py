@@ -1,0 +1,33 @@
+"""Outputs of the commands that convert an adapter: a folder, or the main file in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.config import ExportConfig, FuseConfig, ImportConfig
+from mlxtune.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "file"),
+    [
+        (ImportConfig, {}, "adapters.safetensors"),
+        (FuseConfig, {}, "model.safetensors"),
+        (FuseConfig, {"gguf": True}, "model.gguf"),
+        (ExportConfig, {"format": "mlx-lm"}, "adapters.safetensors"),
+        (ExportConfig, {"format": "peft"}, "adapter_model.safetensors"),
+        (ExportConfig, {"format": "gguf"}, "adapter.gguf"),
+        (ExportConfig, {"format": "flat"}, "adapter.safetensors"),
+    ],
+)
+def test_output_is_a_folder_or_the_main_file_in_it(
+    config: type[ImportConfig], options: dict[str, Any], file: str
+) -> None:
+    for given in ("out", f"out/{file}"):
+        assert config(adapter="a", output=given, **options).output_path == Path("out")
+
+    with pytest.raises(ConfigError, match=rf"--output out/b.gguf: the file written is .*{file}"):
+        config(adapter="a", output="out/b.gguf", **options)
