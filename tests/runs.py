@@ -46,9 +46,13 @@ EVALUATION = {
     "tokens": 320,
     "base": {"loss": 4.0, "perplexity": 54.6},
     "adapted": {"loss": 1.0, "perplexity": 2.718},
-    "difference": {"loss": -3.0, "low": -3.2, "high": -2.75, "confidence": 0.95}
+    "difference": {"loss": -3.0, "share": -0.75, "low": -3.2, "high": -2.75, "confidence": 0.95}
     | {"resamples": 1000, "seed": 42},
     "verdict": "helped",
+    "start": None,
+    "base_difference": None,
+    "left_out": 0,
+    "only_trained": False,
     "gained": [
         {"path": "chat.jsonl", "row": 7, "tokens": 30, "base_loss": 5.0, "adapted_loss": 0.5}
     ],

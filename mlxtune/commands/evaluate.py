@@ -1,6 +1,6 @@
 """`mlxtune eval`: whether an adapter helps on rows of data."""
 
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +10,9 @@ from mlxtune.commands.judge import answer_rows, compare_losses
 from mlxtune.commands.prepare.dataset import Reader, load_dataset, report_findings, with_hub_data
 from mlxtune.commands.prepare.model import find_model, load_model, prompted_as_trained
 from mlxtune.config import EvalConfig
-from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.sources.datafiles import held_out_file
-from mlxtune.core.files.files import read_json
-from mlxtune.core.run.checkpoint import BEST
-from mlxtune.core.run.evaluation import Evaluation
+from mlxtune.core.run.evaluation import Evaluation, JudgedRows
+from mlxtune.core.run.trained_rows import NO_ROWS, rows_behind
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json, print_line
@@ -23,6 +21,8 @@ from mlxtune.views.run_text import evaluation_lines
 
 def evaluate(config: EvalConfig) -> Evaluation:
     """Compare a base model with its adapter on the supervised tokens of every row of the data.
+
+    Rows that the adapter was trained on are left out, as far as its run is there.
 
     Raises a child of MlxTuneError for what options, files or the model cause.
     """
@@ -36,14 +36,15 @@ def evaluate(config: EvalConfig) -> Evaluation:
         report_findings(dataset, console)
         for ledger in dataset.ledgers:
             console.say("Data", run_text.evaluated_line(ledger))
-        if _was_trained_on(config, dataset.corpus):
+        trained = NO_ROWS if config.adapter is None else rows_behind(find_adapter(config.adapter))
+        judged = JudgedRows.of(dataset.corpus.select(), trained)
+        if judged.only_trained:
             console.warn("the adapter was trained on these rows: evaluate it on new ones")
-        loaded = load_model(config, folder, console)
-        rows, generated = dataset.corpus.select(), None
+        loaded, generated = load_model(config, folder, console), None
         if config.generate:
             longest = config.max_new_tokens
-            generated = answer_rows(loaded, reader.tokenizer, rows, longest, console)
-        evaluation = compare_losses(loaded, rows, config.seed, console)
+            generated = answer_rows(loaded, reader.tokenizer, judged.rows, longest, console)
+        evaluation = compare_losses(loaded, judged, config.seed, console)
         return replace(evaluation, generated=generated)
 
 
@@ -54,17 +55,6 @@ def show(config: EvalConfig) -> None:
         return
     for line in evaluation_lines(evaluation):
         print_line(line)
-
-
-def _was_trained_on(config: EvalConfig, corpus: Corpus) -> bool:
-    """Return whether the adapter's run, if its records are there, had this data."""
-    if config.adapter is None:
-        return False
-    folder = find_adapter(config.adapter).parent
-    for path in (folder, folder / "checkpoints" / BEST):
-        with suppress(OSError, ValueError):
-            return read_json(path / "metadata.json").get("data_hash") == corpus.data_hash()
-    return False
 
 
 def _data_files(config: EvalConfig) -> tuple[str, ...]:

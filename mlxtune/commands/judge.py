@@ -1,6 +1,6 @@
 """Whether an adapter helped: the losses and answers of one model, without and with it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -24,11 +24,12 @@ from mlxtune.core.run.evaluation import (
     Evaluation,
     ExactMatch,
     Generated,
+    JudgedRows,
     Sample,
     Sums,
     evaluation_of,
     sums_of,
-    verdict_line,
+    verdict_lines,
 )
 from mlxtune.core.run.run_folder import EVALUATION
 from mlxtune.core.text import count
@@ -40,25 +41,43 @@ _LONGEST_SAMPLE = 128
 
 
 def compare_losses(
-    loaded: LoadedModel, rows: CorpusRows, seed: int, console: RunConsole, workers: Workers = ALONE
+    loaded: LoadedModel,
+    judged: JudgedRows,
+    seed: int,
+    console: RunConsole,
+    workers: Workers = ALONE,
+    start: Sums | None = None,
 ) -> Evaluation:
-    """Compute the losses of rows without and with the adapter, each worker a share of them.
+    """Compute the losses of rows without and with the adapter, and compare them.
+
+    `start` are the losses under the adapter from which training started.
+    """
+    models = (False,) if loaded.adapted is None else (False, True)
+    base, *adapted = _sums(loaded, judged.rows, models, console, workers)
+    return evaluation_of(judged, base, adapted[0] if adapted else None, seed, start)
+
+
+def _sums(
+    loaded: LoadedModel,
+    rows: CorpusRows,
+    models: Sequence[bool],
+    console: RunConsole,
+    workers: Workers,
+) -> list[Sums]:
+    """Compute the losses of rows without or with the adapter, each worker a share of them.
 
     The model may compute by faster functions meanwhile, and by its own again afterwards.
     """
-
-    def sums(with_adapter: bool) -> Sums:
-        loaded.use_adapter(with_adapter)
-        return sums_of(rows, evaluator.losses, _show(console, "evaluating", with_adapter))
-
-    base = loaded.base
+    base, found = loaded.base, []
     with closing(
         Evaluator(base.model, base.parameters, console.warn, workers=workers)
     ) as evaluator:
-        without = sums(False)
-        adapted = None if loaded.adapted is None else sums(True)
+        for with_adapter in models:
+            loaded.use_adapter(with_adapter)
+            show = _show(console, "evaluating", with_adapter)
+            found.append(sums_of(rows, evaluator.losses, show))
     console.close()
-    return evaluation_of(rows, without, adapted, seed)
+    return found
 
 
 def answer_rows(
@@ -107,11 +126,13 @@ def answer_rows(
 def judge(
     config: TrainConfig,
     folder: Path,
-    rows: CorpusRows,
+    judged: JudgedRows,
     console: RunConsole,
     workers: Workers = ALONE,
 ) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
+
+    It is compared with the adapter from which training started, if it did, or the base model.
 
     The run has ended and its adapter is written, so problems are warnings. The losses come first,
     because people wait for the verdict; the samples only serve the run's page.
@@ -121,8 +142,9 @@ def judge(
     use = config.part(UseConfig, adapter=adapter, quantize=None, double_quant=False)
     target = config.checkpoint_path / EVALUATION
     try:
+        start = _start(config, folder, judged.rows, console, workers)
         loaded = load_model(use, folder, RunConsole(quiet=True), workers)
-        evaluation = compare_losses(loaded, rows, config.seed, console, workers)
+        evaluation = compare_losses(loaded, judged, config.seed, console, workers, start)
         write_json(target, evaluation.as_dict())
     except MlxTuneError as problem:
         console.warn(f"the adapter is written, but could not be evaluated: {problem}")
@@ -130,12 +152,13 @@ def judge(
     except KeyboardInterrupt:
         console.warn("the adapter is written, but not evaluated: run mlxtune eval for a verdict")
         raise
-    console.say("Verdict", verdict_line(evaluation))
+    for number, line in enumerate(verdict_lines(evaluation)):
+        console.say("" if number else "Verdict", line)
     if not config.samples:
         return evaluation
     try:
         tokenizer = Reader(config, folder).tokenizer
-        if drawn := _draw(rows, config.samples, config.seed, tokenizer):
+        if drawn := _draw(judged.rows, config.samples, config.seed, tokenizer):
             memory.release()
             generated = answer_rows(loaded, tokenizer, drawn, _LONGEST_SAMPLE, console)
             evaluation = replace(evaluation, generated=generated)
@@ -148,6 +171,21 @@ def judge(
     finally:
         console.close()
     return evaluation
+
+
+def _start(
+    config: TrainConfig, folder: Path, rows: CorpusRows, console: RunConsole, workers: Workers
+) -> Sums | None:
+    """Return the losses under the adapter from which training started; None without one."""
+    if config.init_adapter is None:
+        return None
+    quantize = config.quantize or "none"
+    use = config.part(UseConfig, adapter=config.init_adapter, quantize=quantize)
+    loaded = load_model(use, folder, RunConsole(quiet=True), workers)
+    (sums,) = _sums(loaded, rows, (True,), console, workers)
+    del loaded
+    memory.release()
+    return sums
 
 
 def _draw(rows: CorpusRows, count: int, seed: int, tokenizer: ModelTokenizer) -> CorpusRows:

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 
 from mlxtune.backend.adapters.attach import base_mismatch, check_base
@@ -44,13 +46,14 @@ from mlxtune.core.files.hashing import hash_in_background
 from mlxtune.core.machine.conditions import ConditionsWatch, Sensors, kept_awake
 from mlxtune.core.run import run_folder
 from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
-from mlxtune.core.run.evaluation import Evaluation
+from mlxtune.core.run.evaluation import Evaluation, JudgedRows
 from mlxtune.core.run.metrics import InstructTrainResult
 from mlxtune.core.run.profile import StepProfiler
 from mlxtune.core.run.progress import progress_of
 from mlxtune.core.run.run import Run
-from mlxtune.core.run.run_folder import ABOUT, LEDGER, RESULT, ResumePoint
+from mlxtune.core.run.run_folder import ABOUT, LEDGER, RESULT, TRAINED_ROWS, ResumePoint
 from mlxtune.core.run.summary import RunView
+from mlxtune.core.run.trained_rows import NO_ROWS, as_bytes, read_trained_rows, rows_behind
 from mlxtune.core.training.observer import Observers, TrainingObserver
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
@@ -155,18 +158,25 @@ def train(
                 if not is_locked:  # another run may have made the folder meanwhile
                     lock_folder(config, resume, held)
                 about = about_run(config, setup, trainer, resume)
-                records = {LEDGER: [ledger.as_dict() for ledger in ledgers], ABOUT: about}
+                trained = np.union1d(trainer.train_rows.identities, _trained_before(config, resume))
+                records = {
+                    LEDGER: [ledger.as_dict() for ledger in ledgers],
+                    ABOUT: about,
+                    TRAINED_ROWS: as_bytes(trained),
+                }
                 result = trainer.train(records, resume=resume)
         peak_gb = memory.peak_gb()
         if result is not None:
             finish(setup, trainer, result, worker_run)
-            peak_gb, rows = memory.peak_gb(), trainer.val_rows
+            peak_gb, judged = memory.peak_gb(), JudgedRows.of(trainer.val_rows, trained)
             # The adapter is judged on a newly loaded model. Nothing may hold the old one here.
             del setup, trainer
             memory.release()
             try:
                 workers = worker_run.workers
-                evaluation = judge(config, folder, rows, console, workers) if rows else None
+                evaluation = (
+                    judge(config, folder, judged, console, workers) if judged.rows else None
+                )
             finally:  # also after Ctrl-C during the evaluation
                 if worker_run.workers.index == 0 and (
                     page := write_page(config.checkpoint_path, console.warn)
@@ -204,6 +214,15 @@ def resume(folder: str | Path = "", **changes: Any) -> TrainResult:
     """
     config, found = find_run(str(folder), changes)
     return train(config, resume=found)
+
+
+def _trained_before(config: TrainConfig, resume: ResumePoint | None) -> npt.NDArray[np.uint64]:
+    """Return the identities of rows that the adapter was trained on before this start."""
+    if resume is not None:
+        return read_trained_rows(config.checkpoint_path)
+    if config.init_adapter is not None:
+        return rows_behind(find_adapter(config.init_adapter, "--init-adapter"))
+    return NO_ROWS
 
 
 def check_paths(config: TrainConfig) -> Path:

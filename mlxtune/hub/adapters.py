@@ -19,7 +19,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import Affects, flag
-from mlxtune.core.run.evaluation import Evaluation, Sample, verdict_line
+from mlxtune.core.run.evaluation import Evaluation, Sample, verdict_lines
 from mlxtune.core.run.run import Run, mapping, text
 from mlxtune.core.run.summary import RunView, data_name, data_names, hub_data
 from mlxtune.core.text import sentence
@@ -108,7 +108,7 @@ def model_card(run: Run, view: RunView, *, repository: str, base: str, peft: boo
     values: dict[str, Any] = {
         **{"name": name, "repository": repository, "base": base, "peft": peft, "view": view},
         "evaluation": evaluation,
-        "verdict": sentence(verdict_line(evaluation)) if evaluation else "",
+        "verdict": " ".join(map(sentence, verdict_lines(evaluation))) if evaluation else "",
         "ledgers": [(data_name(run, ledger.path), ledger) for ledger in run.ledgers],
         "data_lines": list(_data_lines(run)),
         "command": command_of(run, base),

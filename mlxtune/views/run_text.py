@@ -9,7 +9,7 @@ from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.run.checkpoint import ADAPTER
-from mlxtune.core.run.evaluation import Evaluation, Sample, verdict_line
+from mlxtune.core.run.evaluation import Evaluation, Sample, verdict_lines
 from mlxtune.core.run.metrics import (
     PERPLEXITY_CAP,
     InstructEpochMetrics,
@@ -232,7 +232,7 @@ def next_lines(run: TrainConfig) -> Iterator[str]:
 def evaluation_lines(evaluation: Evaluation) -> list[str]:
     functions = {
         "losses": loss_and_perplexity,
-        "verdict": "" if evaluation.adapted is None else verdict_line(evaluation),
+        "verdict": [] if evaluation.adapted is None else verdict_lines(evaluation),
         "first": _short,
         "last": partial(_short, from_end=True),
     }

@@ -28,6 +28,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(folder / "model", "qwen3")
     (folder / "model" / "chat_template.jinja").write_text(CHATML)
     data = write_chat(folder / "chat.jsonl", sums(ROWS))
+    write_chat(folder / "new.jsonl", sums(2 * ROWS)[ROWS:])
     output = str(folder / "out" / "adapters.safetensors")
     options: dict[str, Any] = {"lr": 1e-2, "targets": ("all",), "epochs": 2, "quiet": True}
     train(TrainConfig(str(folder / "model"), str(data), output=output, **options))
@@ -39,7 +40,7 @@ def judged(cli: Cli, home: Path) -> Cli:
     """Run `mlxtune eval` on the model and its adapter; options given later win."""
 
     def run(*arguments: object) -> Outcome:
-        data = [] if "--data" in arguments else ["--data", home / "chat.jsonl"]
+        data = [] if "--data" in arguments else ["--data", home / "new.jsonl"]
         good = ["--model-path", home / "model", "--adapter", home / "out", *data]
         return cli("eval", *good, *arguments)
 
@@ -55,7 +56,7 @@ def plain_loss(home: Path, adapter: Path | None) -> float:
         str(home / "model"), adapter_path=None if adapter is None else str(adapter)
     )
     total, count = 0.0, 0
-    for line in (home / "chat.jsonl").read_text().splitlines():
+    for line in (home / "new.jsonl").read_text().splitlines():
         messages = json.loads(line)["messages"]
         prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True)
         answer = tokenizer.encode(messages[-1]["content"] + "<|im_end|>", add_special_tokens=False)
@@ -70,10 +71,7 @@ def plain_loss(home: Path, adapter: Path | None) -> float:
 
 def test_losses_are_those_of_plain_cross_entropy_over_all_rows(judged: Cli, home: Path) -> None:
     outcome = judged("--json", "--quiet")
-    assert outcome.code == 0
-    # The rows are those of the run, and it knows that.
-    (warning,) = outcome.err.splitlines()
-    assert warning.startswith("warning: the adapter was trained on these rows")
+    assert (outcome.code, outcome.err) == (0, "")
     found = json.loads(outcome.out)
     base, adapted = plain_loss(home, None), plain_loss(home, home / "out")
     assert found["rows"] == ROWS
@@ -95,7 +93,7 @@ def test_lines_say_it_plainly(judged: Cli, home: Path) -> None:
     assert outcome.code == 0
     lines = outcome.out.splitlines()
     assert lines[2].startswith("Verdict     the adapter helped: ")
-    assert f"Gained most {home / 'chat.jsonl'}:" in outcome.out
+    assert f"Gained most {home / 'new.jsonl'}:" in outcome.out
     assert "40 rows read; " in outcome.err
 
 
@@ -118,15 +116,55 @@ def test_adapter_that_does_nothing_or_harm_is_called_so(
 
 
 def test_one_row_cannot_tell(judged: Cli, tmp_path: Path) -> None:
-    one = write_chat(tmp_path / "one.jsonl", sums(1))
+    one = write_chat(tmp_path / "one.jsonl", sums(ROWS + 1)[ROWS:])
     outcome = judged("--data", one, "--quiet")
     assert outcome.err == ""
     assert "cannot tell whether the adapter helped" in outcome.out
     assert outcome.code == 0
 
 
+def test_rows_of_the_run_are_found_in_any_file_and_left_out(
+    judged: Cli, home: Path, tmp_path: Path
+) -> None:
+    # The run held 8 of its rows out. Another layout of a row gives the same tokens.
+    rows = [{"prompt": asked, "completion": answer} for (_, asked), (_, answer) in sums(ROWS + 10)]
+    mixed = write_chat(tmp_path / "mixed.jsonl", rows)
+    found = json.loads(judged("--data", mixed, "--json").out)
+    assert (found["rows"], found["left_out"], found["verdict"]) == (18, 32, "helped")
+    for adapter in ("checkpoints/best", "checkpoints/best/adapters.safetensors"):
+        given = ["--adapter", home / "out" / adapter, "--data", mixed, "--json"]
+        assert json.loads(judged(*given).out)["left_out"] == 32
+
+    alone = scaled(home, tmp_path / "other", 1)  # another file than the run wrote
+    copied = alone / "adapters.safetensors"
+    copied.write_bytes((home / "out" / copied.name).read_bytes()[:-4] + b"\0\0\0\0")
+    assert json.loads(judged("--adapter", alone, "--data", mixed, "--json").out)["left_out"] == 0
+
+
+def test_rows_of_the_first_adapter_count_as_trained_on_too(
+    judged: Cli, train: Cli, home: Path, output: Path, tmp_path: Path
+) -> None:
+    more = write_chat(tmp_path / "more.jsonl", sums(ROWS + 20)[ROWS:])
+    given = ["--model-path", home / "model", "--init-adapter", home / "out"]
+    outcome = train(*given, "--data", more, "--val-data", home / "chat.jsonl", quiet=False)
+    verdict, second = [line for line in outcome.err.splitlines() if "% off the loss" in line]
+    assert "the loss of the first adapter" in verdict
+    assert "8 rows" in verdict and "32 rows also trained on left out" in verdict
+    assert second.strip().startswith("compared with the base model, it takes ")
+
+    found = evaluation(output.parent)
+    assert found["start"]["loss"] == pytest.approx(
+        json.loads(judged("--data", home / "chat.jsonl", "--json").out)["adapted"]["loss"]
+    )
+    both = json.loads(judged("--adapter", output, "--data", home / "chat.jsonl", "--json").out)
+    assert (both["rows"], both["left_out"]) == (8, 32)
+    only = judged("--adapter", output, "--data", more, "--json")
+    assert json.loads(only.out)["verdict"] == "cannot tell"
+    assert "warning: the adapter was trained on these rows" in only.err
+
+
 def test_base_alone_is_evaluated_without_an_adapter(cli: Cli, home: Path) -> None:
-    given = ["--model-path", home / "model", "--data", home / "chat.jsonl", "--generate"]
+    given = ["--model-path", home / "model", "--data", home / "new.jsonl", "--generate"]
     found = json.loads(cli("eval", *given, "--max-new-tokens", 3, "--json").out)
     assert found["base"]["loss"] == pytest.approx(plain_loss(home, None), rel=1e-5)
     assert (found["adapted"], found["difference"], found["verdict"]) == (None, None, None)
@@ -157,7 +195,7 @@ def test_answers_stand_beside_each_other_and_those_to_the_letter_are_counted(
     assert (found["rows"], len(found["samples"])) == (ROWS, ROWS)
     model, tokenizer = load(str(home / "model"), adapter_path=str(home / "out"))
     for sample in found["samples"][::13]:
-        line = (home / "chat.jsonl").read_text().splitlines()[sample["row"] - 1]
+        line = (home / "new.jsonl").read_text().splitlines()[sample["row"] - 1]
         *asked, answer = json.loads(line)["messages"]
         prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
         assert sample["prompt"] == tokenizer.decode(prompt)

@@ -86,7 +86,8 @@ def test_adapter_comes_through_the_way_out_and_back(
     shared: dict[str, Any] = {**config, "quiet": True, "samples": 0, "targets": ("all",)}
     train(TrainConfig(str(base), (chat,), **shared, **MEMBERS[member]))
     judged = evaluate(EvalConfig(str(base), adapter=str(adapter), data=(chat,), quiet=True))
-    assert judged.verdict == "helped"
+    # The verdict needs rows that were not trained on.
+    assert judged.difference is not None and judged.difference.high < 0
     trained = logits(load_adapted(load_base(base, "float32"), str(adapter)).model)
 
     fused = fuse(FuseConfig(adapter=str(adapter), output=str(tmp_path / "fused"), quiet=True))

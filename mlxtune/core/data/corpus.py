@@ -312,6 +312,15 @@ class CorpusRows:
         np.add.at(lengths, self.corpus.row_of_example, self.corpus.lengths)
         return lengths[np.asarray(self.indices, dtype=np.int64)]
 
+    @property
+    def identities(self) -> npt.NDArray[np.uint64]:
+        return self.corpus.identities[np.asarray(self.indices, dtype=np.int64)]
+
+    def without(self, identities: npt.NDArray[np.uint64]) -> CorpusRows:
+        """Return the rows that are none of these."""
+        kept = np.flatnonzero(~np.isin(self.identities, identities)).tolist()
+        return CorpusRows(self.corpus, [self.indices[i] for i in kept])
+
     def place(self, place: int) -> tuple[str, int]:
         """Return the path of a row's file, if known, and the row's number there."""
         file, row = self.corpus.place_of(self.indices[place])

@@ -24,8 +24,8 @@ def from_json(kind: Any, value: Any) -> Any:
             fits = kind is float and type(value) is float and abs(value) < _LARGEST_FLOAT
         if fits:
             return value
-    elif kind is str:
-        if isinstance(value, str):
+    elif kind is str or kind is bool:
+        if isinstance(value, kind):
             return value
     elif is_dataclass(kind):
         return _dataclass(kind, value)

@@ -26,6 +26,8 @@ RESAMPLES, CONFIDENCE = 10_000, 0.95
 _TAIL = (1 - CONFIDENCE) / 2
 # With fewer rows, even a change of the same sign in all is not significant: 2 * (1/2)^5 > 0.05.
 FEWEST_ROWS = 6
+# A smaller share of the loss hardly matters, however certain it is.
+_HARDLY = 0.01
 # How many of the most improved and most worsened rows to report.
 _TOP_ROWS = 5
 # Row indices drawn at once, over all resamples.
@@ -46,9 +48,13 @@ class Loss:
 
 @dataclass(frozen=True)
 class Difference:
-    """The adapted model's loss minus the base model's, with its interval; below 0 is better."""
+    """The adapted model's loss minus another model's, with its interval; below 0 is better.
+
+    `share` is the difference as a share of the other model's loss.
+    """
 
     loss: float
+    share: float
     low: float
     high: float
     confidence: float
@@ -100,8 +106,13 @@ class Generated:
 class Evaluation:
     """The result of an evaluation. Without an adapter, only the base model's values are set.
 
-    `tokens` counts supervised tokens. `gained` and `lost` are the rows that contribute most to the
-    difference, in nats, for the better and for the worse.
+    `tokens` counts supervised tokens. The difference and the verdict compare with the base model,
+    or with the adapter from which training started: then `start` is its loss, and `base_difference`
+    compares with the base model. `gained` and `lost` are the rows that contribute most to the
+    difference from the base model, in nats, for the better and for the worse.
+
+    `left_out` counts rows that are left out because they were trained on too; with `only_trained`,
+    no other rows remained, and all were evaluated.
     """
 
     rows: int
@@ -113,6 +124,15 @@ class Evaluation:
     gained: tuple[RowLosses, ...] = ()
     lost: tuple[RowLosses, ...] = ()
     generated: Generated | None = None
+    start: Loss | None = None
+    base_difference: Difference | None = None
+    left_out: int = 0
+    only_trained: bool = False
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the difference is below 1% of the loss."""
+        return self.difference is not None and abs(self.difference.share) < _HARDLY
 
     def as_dict(self) -> dict[str, Any]:
         """Return all as JSON-ready values."""
@@ -156,19 +176,51 @@ def sums_of(rows: CorpusRows, losses: Losses, on_progress: Callable[[int, int], 
     return Sums(totals, tokens)
 
 
-def evaluation_of(rows: CorpusRows, base: Sums, adapted: Sums | None, seed: int) -> Evaluation:
-    """Compare the losses of rows. Raises NonFiniteLossError if the loss of a row is not finite."""
-    for name, sums in (("base", base), ("adapted", adapted)):
+@dataclass(frozen=True)
+class JudgedRows:
+    """Rows to evaluate, without those that were trained on too, unless these are all rows."""
+
+    rows: CorpusRows
+    left_out: int
+    only_trained: bool
+
+    @classmethod
+    def of(cls, rows: CorpusRows, trained: npt.NDArray[np.uint64]) -> "JudgedRows":
+        """Choose from `rows` by the identities of the rows that were trained on."""
+        others = rows.without(trained)
+        if not others:
+            return cls(rows, 0, only_trained=bool(rows))
+        return cls(others, len(rows) - len(others), only_trained=False)
+
+
+def evaluation_of(
+    judged: JudgedRows, base: Sums, adapted: Sums | None, seed: int, start: Sums | None = None
+) -> Evaluation:
+    """Compare the losses of rows, with those of the adapter from which training started, if any.
+
+    Raises NonFiniteLossError if the loss of a row is not finite.
+    """
+    rows = judged.rows
+    for name, sums in (("base", base), ("first adapted", start), ("adapted", adapted)):
         if sums is not None and not np.isfinite(sums.losses).all():
             path, row = rows.place(int(np.argmin(np.isfinite(sums.losses))))
             raise NonFiniteLossError(
                 f"{path}:{row}: its loss under the {name} model is not finite: "
                 "check the model, or use --dtype float32"
             )
-    evaluation = Evaluation(len(rows), int(base.tokens.sum()), base.loss)
+    evaluation = Evaluation(
+        len(rows),
+        int(base.tokens.sum()),
+        base.loss,
+        left_out=judged.left_out,
+        only_trained=judged.only_trained,
+    )
     if adapted is None:
         return evaluation
-    difference = paired_difference(base.losses, adapted.losses, base.tokens, seed)
+    from_base = paired_difference(base.losses, adapted.losses, base.tokens, seed)
+    difference = from_base
+    if start is not None:
+        difference = paired_difference(start.losses, adapted.losses, base.tokens, seed)
 
     def most_changed(sign: int) -> tuple[RowLosses, ...]:
         change = sign * (adapted.losses - base.losses)
@@ -188,7 +240,9 @@ def evaluation_of(rows: CorpusRows, base: Sums, adapted: Sums | None, seed: int)
         evaluation,
         adapted=adapted.loss,
         difference=difference,
-        verdict=verdict_of(difference, len(rows)),
+        verdict=CANNOT_TELL if judged.only_trained else verdict_of(difference, len(rows)),
+        start=None if start is None else start.loss,
+        base_difference=None if start is None else from_base,
         gained=most_changed(1),
         lost=most_changed(-1),
     )
@@ -234,7 +288,8 @@ def paired_difference(
         # The correction diverges if, for example, a single row differs; then it is skipped.
         levels.append(normal.cdf(bias + z / divisor) if divisor > 0 else share)
     low, high = np.quantile(drawn, levels).tolist()
-    return Difference(observed, low, high, CONFIDENCE, resamples, seed)
+    share = observed * float(tokens.sum()) / float(base.sum()) if base.any() else 0.0
+    return Difference(observed, share, low, high, CONFIDENCE, resamples, seed)
 
 
 def _resampled(
@@ -260,20 +315,52 @@ def _acceleration(change: _Floats, tokens: npt.NDArray[np.int64]) -> float:
     return float((deviation**3).sum()) / (6 * spread**1.5) if spread > 0 else 0.0
 
 
-def verdict_line(evaluation: Evaluation) -> str:
-    """Return the verdict and its numbers in a sentence. Needs an evaluation with an adapter."""
-    difference = evaluation.difference
+def verdict_lines(evaluation: Evaluation) -> list[str]:
+    """Return the verdict with its size as a line, and a second one on the base model.
+
+    There is a second one only for training that started from an adapter. Needs an evaluation with
+    an adapter.
+    """
+    difference, further = evaluation.difference, evaluation.base_difference
     assert difference is not None
     rows = f"{count(evaluation.rows, 'row')}, {count(evaluation.tokens, 'supervised token')}"
-    better, low, high = "more", difference.low, difference.high
-    if difference.loss <= 0:
-        # The sentence gives the amount without its sign.
-        better, low, high = "less", -high, -low
-    amount = (
-        f"{abs(difference.loss):.4f} nats per token {better} than the base model "
-        f"({difference.confidence:.0%} interval {low + 0.0:.4f} to {high + 0.0:.4f}) on {rows}"
-    )
-    if evaluation.verdict != CANNOT_TELL:
-        return f"the adapter {evaluation.verdict}: {amount}"
+    if evaluation.left_out:
+        rows += f"; {count(evaluation.left_out, 'row')} also trained on left out"
+    other = " of the base model" if further is None else " of the first adapter"
+    amount = f"{_amount(difference, other)}, on {rows}{_answers(evaluation)}"
     few = f"; at least {FEWEST_ROWS} rows are needed" * (evaluation.rows < FEWEST_ROWS)
-    return f"cannot tell whether the adapter helped: {amount}{few}"
+    if evaluation.only_trained:
+        few = "; all of these rows were also trained on"
+    line = f"cannot tell whether the adapter helped: {amount}{few}"
+    if evaluation.verdict != CANNOT_TELL:
+        hardly = "hardly " * evaluation.is_small
+        line = f"the adapter {hardly}{evaluation.verdict}: {amount}"
+    if further is None:
+        return [line]
+    return [line, f"compared with the base model, {_amount(further)}"]
+
+
+def _amount(difference: Difference, other: str = "") -> str:
+    """Return the size of a difference; the sentence gives the amount without its sign."""
+    verb, low, high = "adds", difference.low, difference.high
+    if difference.loss <= 0:
+        verb, low, high = "takes", -high, -low
+    direction = "off" if verb == "takes" else "to"
+    return (
+        f"it {verb} {_share(abs(difference.share))} {direction} the loss{other}, "
+        f"{abs(difference.loss):.4f} nats per token ({difference.confidence:.0%} interval "
+        f"{low + 0.0:.4f} to {high + 0.0:.4f})"
+    )
+
+
+def _share(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+
+
+def _answers(evaluation: Evaluation) -> str:
+    generated = evaluation.generated
+    if generated is None or generated.exact_match.adapted is None or not generated.rows:
+        return ""
+    after, before = generated.exact_match.adapted, generated.exact_match.base
+    share, earlier = after / generated.rows, before / generated.rows
+    return f"; {share:.0%} of {count(generated.rows, 'answer')} exact, {earlier:.0%} without it"

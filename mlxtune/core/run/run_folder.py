@@ -42,6 +42,7 @@ ABOUT = "run.json"
 LEDGER = "ledger.json"
 RESULT = "result.json"
 EVALUATION = "evaluation.json"
+TRAINED_ROWS = "trained_rows.bin"
 REPORT = "report.html"
 # An earlier run, the newest with the highest number; without one, from earlier versions.
 _PREVIOUS = re.compile(r"previous(?:-([1-9]\d{0,8}))?")
@@ -52,7 +53,7 @@ STOP = ".mlxtune.stop"
 # The run's identity with each tracker, and the files of trackers that keep them here.
 TRACKING = "tracking.json"
 TENSORBOARD = "tensorboard"
-_OF_A_RUN = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, REPORT, PROFILE)
+_OF_A_RUN = (METRICS, ABOUT, LEDGER, TRAINED_ROWS, RESULT, EVALUATION, REPORT, PROFILE)
 # TRACKING shows that folders of these names belong to the run, so it is moved last.
 _TRACKERS = (TENSORBOARD, "wandb")
 _FILES = {*_OF_A_RUN, TRACKING, MARK, LOCK, STOP}

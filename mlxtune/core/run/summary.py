@@ -17,7 +17,7 @@ from typing import Any
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import Affects, flag
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
-from mlxtune.core.run.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation, verdict_line
+from mlxtune.core.run.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation, verdict_lines
 from mlxtune.core.run.run import CHECKPOINTS, Run, mapping, number, text, whole
 from mlxtune.core.run.run_folder import previous_number
 from mlxtune.core.text import byte_size, count, duration, loss_text, sentence
@@ -221,8 +221,10 @@ class RunView:
 def _judged(evaluation: Evaluation | None) -> Verdict | None:
     if evaluation is None or evaluation.verdict is None or evaluation.difference is None:
         return None
-    style, sign = _STYLES[evaluation.verdict]
-    return Verdict(style, f"{sign} {sentence(verdict_line(evaluation))}")
+    # A small gain is no success to show in green.
+    certain = evaluation.verdict == HURT or not evaluation.is_small
+    style, sign = _STYLES[evaluation.verdict if certain else CANNOT_TELL]
+    return Verdict(style, f"{sign} {' '.join(map(sentence, verdict_lines(evaluation)))}")
 
 
 def hub_data(run: Run) -> list[Mapping[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
-from mlxtune.core.files.files import make_folder, write_json
+from mlxtune.core.files.files import make_folder, write_file, write_json
 from mlxtune.core.run import run_folder
 from mlxtune.core.run.checkpoint import BEST
 from mlxtune.core.run.metrics import (
@@ -135,8 +135,8 @@ class InstructTrainer:
     ) -> InstructTrainResult:
         """Take all steps, or those after the checkpoint to resume from.
 
-        `records` are JSON values by file name, written to the run's folder. An interrupt before the
-        first step removes them.
+        `records` are JSON values or bytes by file name, written to the run's folder. An interrupt
+        before the first step removes them.
 
         Raises NonFiniteLossError, MemoryLimitError or GpuError if a step cannot be taken,
         OutputError if the best or last checkpoint cannot be written, ModelError if the checkpoint
@@ -156,7 +156,10 @@ class InstructTrainer:
         self, records: Mapping[str, Any], resume: ResumePoint | None, previous: Path | None
     ) -> InstructTrainResult:
         for name, record in records.items():
-            write_json(self._folder / name, record)
+            if isinstance(record, bytes):
+                write_file(self._folder / name, [record])
+            else:
+                write_json(self._folder / name, record)
         self._recorder.start()
         if resume is not None:
             self._recorder.resume(resume, self._validates_within)

@@ -18,13 +18,15 @@ from mlxtune.core.run.evaluation import (
     Evaluation,
     ExactMatch,
     Generated,
+    JudgedRows,
+    Loss,
     Sample,
     Sums,
     evaluation_of,
     paired_difference,
     parse_evaluation,
     sums_of,
-    verdict_line,
+    verdict_lines,
     verdict_of,
 )
 from mlxtune.errors import NonFiniteLossError
@@ -120,7 +122,7 @@ def test_interval_is_a_function_of_the_seed() -> None:
 def test_verdict_needs_an_interval_without_zero_and_some_rows(
     low: float, high: float, rows: int, verdict: str
 ) -> None:
-    assert verdict_of(Difference(0.0, low, high, 0.95, 10_000, 0), rows) == verdict
+    assert verdict_of(Difference(0.0, 0.0, low, high, 0.95, 10_000, 0), rows) == verdict
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
@@ -147,12 +149,18 @@ def example(row: int, length: int, supervised: int) -> Example:
     return Example(row, np.full(length, row, dtype=np.int32), mask)
 
 
-def evaluated(changes: list[float]) -> Evaluation:
+def evaluated(
+    changes: list[float], trained: list[int] | None = None, start: float | None = None
+) -> Evaluation:
+    """Evaluate rows of loss 2.0 a token; `trained` are indices, `start` changes the base's loss."""
     corpus = Corpus.of([example(10 + i, 9, 4) for i in range(len(changes))])
     corpus.paths = ["a.jsonl"]
-    tokens = np.full(len(changes), 4)
-    base = Sums(np.full(len(changes), 8.0), tokens)
-    return evaluation_of(corpus.select(), base, Sums(base.losses + changes, tokens), 0)
+    judged = JudgedRows.of(corpus.select(), corpus.identities[trained or []])
+    tokens = np.full(len(judged.rows), 4)
+    base = Sums(np.full(len(judged.rows), 8.0), tokens)
+    adapted = Sums(base.losses + [changes[i] for i in judged.rows.indices], tokens)
+    first = None if start is None else Sums(base.losses + start, tokens)
+    return evaluation_of(judged, base, adapted, 0, first)
 
 
 def test_examples_of_a_row_are_summed_and_the_first_token_counts_nowhere() -> None:
@@ -224,18 +232,53 @@ def test_lines_say_the_verdict_the_amount_and_the_rows() -> None:
     found = list(evaluation_lines(evaluated([-1.0, -1.2] * 20)))
     assert found[0] == "Base        2.0000 (perplexity 7.389)"
     assert found[2].startswith(
-        "Verdict     the adapter helped: 0.2750 nats per token less than the base model "
-        "(95% interval"
+        "Verdict     the adapter helped: it takes 14% off the loss of the base model, 0.2750 "
+        "nats per token (95% interval"
     )
-    assert found[2].endswith("on 40 rows, 160 supervised tokens")
+    assert found[2].endswith(", on 40 rows, 160 supervised tokens")
     assert found[3] == "Gained most a.jsonl:11: 2.0000 to 1.7000 over 4 tokens"
-    assert "hurt" in verdict_line(evaluated([1.0, 1.2] * 20))
-    few = verdict_line(evaluated([-1.0]))
+    (hurt,) = verdict_lines(evaluated([1.0, 1.2] * 20))
+    assert hurt.startswith("the adapter hurt: it adds 14% to the loss of the base model")
+    (few,) = verdict_lines(evaluated([-1.0]))
     assert few.startswith("cannot tell whether the adapter helped: ")
     assert few.endswith("; at least 6 rows are needed")
 
 
 def test_interval_of_a_gain_is_said_from_small_to_large() -> None:
-    line = verdict_line(evaluated([-1.0, -3.0] * 20))
+    (line,) = verdict_lines(evaluated([-1.0, -3.0] * 20))
     low, high = line.partition("interval ")[2].partition(")")[0].split(" to ")
     assert 0 < float(low) < 0.5 < float(high)
+
+
+@pytest.mark.parametrize(("change", "word"), [(-0.07, "hardly helped"), (-0.09, "helped")])
+def test_less_than_a_percent_of_the_loss_hardly_helps(change: float, word: str) -> None:
+    found = evaluated([change] * 40)
+    assert found.verdict == "helped"
+    assert found.difference
+    assert found.difference.share == pytest.approx(change / 8)
+    assert verdict_lines(found)[0].startswith(f"the adapter {word}: it takes ")
+
+
+def test_verdict_says_the_share_of_answers() -> None:
+    answers = Generated(8, ExactMatch(1, 6), [])
+    (line,) = verdict_lines(replace(evaluated([-1.0] * 40), generated=answers))
+    assert line.endswith("; 75% of 8 answers exact, 12% without it")
+
+
+def test_rows_that_were_trained_on_are_left_out_of_the_verdict() -> None:
+    changes = [-4.0] * 10 + [1.0] * 10
+    found = evaluated(changes, trained=list(range(10)))
+    assert (found.rows, found.left_out, found.verdict) == (10, 10, "hurt")
+    assert verdict_lines(found)[0].endswith("; 10 rows also trained on left out")
+
+    found = evaluated(changes, trained=list(range(20)))
+    assert (found.rows, found.only_trained, found.verdict) == (20, True, "cannot tell")
+    assert verdict_lines(found)[0].endswith("; all of these rows were also trained on")
+
+
+def test_verdict_compares_with_the_adapter_from_which_training_started() -> None:
+    found = evaluated([-3.0] * 40, start=-4.0)
+    assert (found.verdict, found.start) == ("hurt", Loss(1.0, pytest.approx(np.e)))
+    first, second = verdict_lines(found)
+    assert first.startswith("the adapter hurt: it adds 25% to the loss of the first adapter")
+    assert second.startswith("compared with the base model, it takes 38% off the loss")

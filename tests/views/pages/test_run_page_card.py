@@ -20,7 +20,7 @@ def test_card_has_the_curves_the_verdict_the_losses_and_the_code(tmp_path: Path)
     html = ResultCard(finished(tmp_path), CODE).html()
     assert len(re.findall(r'<path class="(?:faint|line) (?:train|val)"', html)) == 3
     assert "2 epochs on chat.jsonl took tiny’s validation loss from 4.00 to 1.00." in html
-    assert "The adapter helped: 3.0000 nats per token less" in html
+    assert "The adapter helped: it takes 75% off the loss of the base model" in html
     assert "<dt>best validation loss, from 4.00 before training</dt><dd>1.00</dd>" in html
     assert "generate(model_path=&#39;&lt;b&gt;&#39;, prompt=&#39;…&#39;)" in html
 

@@ -1,0 +1,41 @@
+"""Which rows a run trained on, kept so that `eval` finds them in any file."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.core.files.files import file_hash, read_json, read_own
+from mlxtune.core.run.checkpoint import MANIFEST
+from mlxtune.core.run.run import run_folder_at, text
+from mlxtune.core.run.run_folder import RESULT, TRAINED_ROWS
+from mlxtune.errors import OutputError
+
+NO_ROWS: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
+
+
+def as_bytes(identities: npt.NDArray[np.uint64]) -> bytes:
+    """Return the content of the file: the sorted identities, each in 8 little-endian bytes."""
+    return np.unique(identities).astype("<u8").tobytes()
+
+
+def read_trained_rows(run: Path) -> npt.NDArray[np.uint64]:
+    """Return the identities that a run's folder keeps; none where it has no readable file."""
+    with suppress(OSError, ValueError):
+        return np.frombuffer(read_own(run / TRAINED_ROWS), dtype="<u8").astype(np.uint64)
+    return NO_ROWS
+
+
+def rows_behind(adapter: Path) -> npt.NDArray[np.uint64]:
+    """Return the identities of the rows that an adapter was trained on, as far as is known.
+
+    The run of an adapter's file is in the folder with its checkpoint, or beside it if its result
+    names this very file.
+    """
+    with suppress(OSError, ValueError, OutputError):
+        run = run_folder_at(adapter)
+        in_checkpoint = (adapter.parent / MANIFEST).exists()
+        if in_checkpoint or text(read_json(run / RESULT), "sha256") == file_hash(adapter):
+            return read_trained_rows(run)
+    return NO_ROWS
