@@ -1,7 +1,7 @@
 """Click options from the fields of a config, and a config from flags and a file."""
 
 import dataclasses
-import difflib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,8 +16,11 @@ from mlxtune.config.fields import (
     every_option,
     field_types,
     flag,
+    flags_of,
     options_of,
 )
+from mlxtune.config.known_names import KNOWN, as_entry, as_flag, suggestion
+from mlxtune.config.mlx_lm_file import is_mlx_lm_file, translate
 from mlxtune.errors import ConfigError, shorten
 
 Config = TypeVar("Config", bound=Checked)
@@ -87,6 +90,31 @@ class ConfigCommand(click.Command):
             place = click.Argument([argument], metavar="PATH", type=click.Path(), required=False)
             self.params.insert(0, place)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; names of other tools' options are answered, all at once."""
+        if problems := list(self._unknown(args)):
+            raise click.UsageError("; ".join(problems), ctx)
+        return super().parse_args(ctx, args)
+
+    def _unknown(self, args: list[str]) -> Iterator[str]:
+        """Yield what is here instead of each unknown option; none if another tool has none."""
+        own = {name: each for each in self.params for name in each.opts}
+        flags, left, answered = flags_of(self.config), list(args), False
+        unknown: list[str] = []
+        while left and left[0] != "--":
+            name, equals, value = left.pop(0).partition("=")
+            if not name.startswith("--") or name in ("--help", "--debug"):
+                continue
+            param = own.get(name)
+            if not equals and left and _takes(param, left[0]):
+                value = left.pop(0)
+            if param is None:
+                plain, options = name[2:].replace("-", "_"), options_of(self.config)
+                answered |= plain in KNOWN
+                end = suggestion(plain, value or None, options, as_flag, flags)
+                unknown.append(f"no option {name}{end}")
+        yield from unknown if answered else ()
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options section by section; the command's own close the last."""
         sections: dict[Section, list[tuple[str, str]]] = {section: [] for section in Section}
@@ -99,6 +127,14 @@ class ConfigCommand(click.Command):
             if rows:
                 with formatter.section(section.value):
                     formatter.write_dl(rows)
+
+
+def _takes(param: click.Parameter | None, following: str) -> bool:
+    """Return whether an option, unknown if None, takes the argument after it as its value."""
+    if isinstance(param, click.Option) and param.is_flag:
+        return False
+    required = isinstance(param, click.Option) and not isinstance(param.flag_value, str)
+    return required or not following.startswith("--")
 
 
 def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Config:
@@ -122,15 +158,34 @@ def given(
     kind: type, config: str | None, flags: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the options in a file and flags, unchecked, and a problem for each unknown one."""
-    options, problems = ({}, []) if config is None else load_config_file(as_path(config), kind)
+    options: dict[str, Any] = {}
+    problems: list[str] = []
+    if config is not None:
+        say = (lambda title, lines: None) if flags.get("quiet") else _say
+        options, problems = load_config_file(as_path(config), kind, say)
     return options | {k: v for k, v in flags.items() if v not in (None, ())}, problems
 
 
-def load_config_file(path: Path, config: type) -> tuple[dict[str, Any], list[str]]:
+def _say(title: str, lines: Sequence[str]) -> None:
+    from mlxtune.backend.workers.environment import launched_worker
+    from mlxtune.views.console import RunConsole
+
+    console = RunConsole(quiet=launched_worker() > 0)
+    console.say("Config", title)
+    for line in lines:
+        console.say("", line)
+
+
+def load_config_file(
+    path: Path,
+    config: type,
+    say: Callable[[str, Sequence[str]], None] = lambda title, lines: None,
+) -> tuple[dict[str, Any], list[str]]:
     """Read options from a YAML or TOML file; keys are field names, with `-` or `_`.
 
     Returns the options of `config`, and a problem for each unknown option. Options of other
-    commands are ignored, so that one file serves all.
+    commands are ignored, so that one file serves all. `say` gets a title and lines about the
+    entries of a file that is mlx-lm's.
 
     Raises ConfigError when the file cannot be read.
     """
@@ -138,20 +193,25 @@ def load_config_file(path: Path, config: type) -> tuple[dict[str, Any], list[str
     from mlxtune.config.files import read_config_file
 
     own, every = options_of(config), every_option()
-    options, unknown = {}, []
-    for key, value in read_config_file(path).items():
+    entries, problems = read_config_file(path), []
+    if is_mlx_lm_file(entries, every):
+        translated = translate(entries)
+        say(f"{path} is mlx-lm's; each entry and what it becomes:", translated.lines)
+        entries = translated.options
+        problems = [f"--config {path}: {problem}" for problem in translated.problems]
+    options: dict[str, Any] = {}
+    unknown = []
+    for key, value in entries.items():
         name = str(key).replace("-", "_")
         if name in own:
             options[name] = value
         elif name not in every:
-            unknown.append(key)
-    problems = [_unknown(path, key, own) for key in unknown[:_MAX_NAMED]]
+            unknown.append((str(key), value))
+    problems += [
+        f"--config {path} has no option {shorten(key)}"
+        + suggestion(key, value, own, as_entry, flags_of(config))
+        for key, value in unknown[:_MAX_NAMED]
+    ]
     if more := len(unknown) - len(problems):
         problems.append(f"--config {path} has {more:,} more that are no options")
     return options, problems
-
-
-def _unknown(path: Path, key: Any, own: dict[str, Option]) -> str:
-    close = difflib.get_close_matches(str(key)[:60].replace("-", "_"), own, n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
-    return f"--config {path} has no option {shorten(str(key))}{hint}"

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from mlxtune.backend.text.generate import Generator, Sampling
+from mlxtune.commands.prepare.base import with_base_model
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.interrupt import stop_on_interrupt
 from mlxtune.commands.prepare.model import (
@@ -51,7 +52,8 @@ def chat(config: ChatConfig) -> None:
 
     Raises a child of MlxTuneError for what options, files or the model cause.
     """
-    folder, config = find_model(config), prompted_as_trained(config)
+    config = with_base_model(prompted_as_trained(config))
+    folder = find_model(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = Reader(config.reading(turns="last"), folder)
         encoder = reader.encoder  # its problems show before minutes of loading

@@ -7,6 +7,7 @@ from pathlib import Path
 from mlxtune.backend.adapters.files import find_adapter
 from mlxtune.backend.forward import operations
 from mlxtune.commands.judge import answer_rows, compare_losses
+from mlxtune.commands.prepare.base import with_base_model
 from mlxtune.commands.prepare.dataset import Reader, load_dataset, report_findings, with_hub_data
 from mlxtune.commands.prepare.model import find_model, load_model, prompted_as_trained
 from mlxtune.config import EvalConfig
@@ -26,6 +27,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
 
     Raises a child of MlxTuneError for what options, files or the model cause.
     """
+    config = with_base_model(config)
     folder = find_model(config)
     config = with_hub_data(prompted_as_trained(config), RunConsole(quiet=config.quiet))
     reading = config.reading(data=_data_files(config))

@@ -6,6 +6,7 @@ from contextlib import closing
 from typing import Any
 
 from mlxtune.backend.text.generate import Answer, Sampling
+from mlxtune.commands.prepare.base import with_base_model
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.model import (
     check_prompt_length,
@@ -29,7 +30,8 @@ def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda tex
 
     Raises a child of MlxTuneError for what options, files or the model cause.
     """
-    folder, config = find_model(config), prompted_as_trained(config)
+    config = with_base_model(prompted_as_trained(config))
+    folder = find_model(config)
     content, where = _content(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = Reader(config.reading(turns="last"), folder)

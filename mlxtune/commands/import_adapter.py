@@ -9,7 +9,7 @@ from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm, write_mlx_lm
 from mlxtune.backend.adapters.formats.peft import PICKLED, WEIGHTS, base_of, read_peft
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models.loading import open_base
-from mlxtune.commands.proof import find_base, metadata_of
+from mlxtune.commands.prepare.base import find_base, metadata_of
 from mlxtune.config import ImportConfig, as_path
 from mlxtune.core.files.files import write_json
 from mlxtune.core.files.output_folder import hashes, new_folder

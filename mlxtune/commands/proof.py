@@ -1,8 +1,7 @@
 """What `fuse` and `export` share: finding adapter and base, the output folder, the proof."""
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,16 @@ from mlxtune.backend.device import memory
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel, open_base
-from mlxtune.backend.models.model_folder import find_folder, is_local, read_config
 from mlxtune.backend.models.quantize import format_name
+from mlxtune.commands.prepare.base import find_base, metadata_of
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.interrupt import end_in_order
 from mlxtune.commands.prepare.unfinished import noted, remove_unfinished
-from mlxtune.config import DataConfig, ImportConfig, OutgoingConfig
+from mlxtune.config import DataConfig, OutgoingConfig
 from mlxtune.core.data.prompt import prompt_of
-from mlxtune.core.files.files import file_hash, read_json, write_json
+from mlxtune.core.files.files import write_json
 from mlxtune.core.files.output_folder import hashes, new_folder
 from mlxtune.core.machine.facts import versions
-from mlxtune.core.run.checkpoint import ADAPTER, METADATA
-from mlxtune.core.run.own_runs import is_own
 from mlxtune.errors import ModelError
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json, print_line
@@ -81,57 +78,6 @@ def find_source(config: OutgoingConfig) -> Source:
     quantization = base_options(weights, folder, trust_remote_code=config.trust_remote_code)
     console = RunConsole(quiet=config.quiet)
     return Source(config, console, folder, weights, adapter, metadata, run, quantization)
-
-
-def find_base(
-    config: ImportConfig, named: str, relative_to: str, adapter: str, run: Path | None
-) -> Path:
-    """Return the base model's folder, from --model-path or else by its name in the adapter.
-
-    The adapter's name for it may be relative to the folder `relative_to`. It is only downloaded
-    under that name if this user made the adapter's `run`. Its config is checked.
-
-    Raises ModelError.
-    """
-    path = config.model_path or named
-    if not path:
-        raise ModelError(f"{adapter}: names no base model: give --model-path")
-    with suppress(OSError, ValueError):  # not a folder name, or a folder we may not read
-        if not config.model_path and relative_to and (Path(relative_to) / path).is_dir():
-            path = str(Path(relative_to) / path)
-    if not (config.model_path or is_local(path) or (run is not None and is_own(run))):
-        raise ModelError(
-            f"{adapter}: its base model is not here, and you did not make the adapter on this "
-            f"machine: to download the model, give --model-path {shlex.quote(path)}"
-        )
-    try:
-        folder = find_folder(path)
-    except ModelError as error:
-        if config.model_path:
-            raise
-        raise ModelError(f"{adapter}: its base model: {error}: give --model-path") from error
-    read_config(folder, trust_remote_code=config.trust_remote_code)
-    return folder
-
-
-def metadata_of(weights: Path) -> tuple[Mapping[str, Any], Path | None]:
-    """Return the metadata of the checkpoint with the same adapter, and the folder of its run.
-
-    The checkpoint is the adapter's own folder, or one of the run that wrote it.
-    """
-    for folder in [weights.parent, *sorted(weights.parent.glob("checkpoints/*"))]:
-        try:
-            same = folder / ADAPTER == weights or (
-                # A pipe or device could be read forever.
-                (folder / ADAPTER).is_file()
-                and (folder / ADAPTER).stat().st_size == weights.stat().st_size
-                and file_hash(folder / ADAPTER) == file_hash(weights)
-            )
-            if same and (folder / METADATA).is_file():
-                return read_json(folder / METADATA), folder.parent
-        except (OSError, ValueError):
-            continue
-    return {}, None
 
 
 @contextmanager

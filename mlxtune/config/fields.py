@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
+from mlxtune.config.known_names import unknown_keyword
 from mlxtune.errors import ConfigError
 
 # Computations use 64-bit integers.
@@ -82,7 +83,9 @@ class Option:
         Raises ValueError with its problem, which starts with a verb: the caller puts the name of
         the option before it.
         """
-        if isinstance(value, int) and not isinstance(value, bool) and self.choices:
+        if isinstance(value, bool) and annotation is str and {"on", "off"} <= {*self.choices}:
+            value = "on" if value else "off"  # as YAML reads `thinking: on`
+        elif isinstance(value, int) and not isinstance(value, bool) and self.choices:
             value = str(value)  # as in `quantize: 4`
         if isinstance(annotation, UnionType):
             if value is None:
@@ -220,11 +223,26 @@ def field_types(config: type) -> dict[str, Any]:
     return typing.get_type_hints(config)
 
 
+def flags_of(config: type) -> frozenset[str]:
+    """Return the names of the options that take no value on the command line."""
+    return frozenset(name for name, kind in field_types(config).items() if kind is bool)
+
+
 _Part = TypeVar("_Part")
 
 
 class Checked:
     """A dataclass that converts and checks its fields, and reports all problems at once."""
+
+    def __new__(cls, *_: Any, **options: Any) -> Self:
+        """Answer unknown options before Python does. Raises ConfigError."""
+        own = options_of(cls)
+        if unknown := [name for name in options if name not in own]:
+            flags = flags_of(cls)
+            raise ConfigError(
+                [unknown_keyword(name, options[name], own, flags) for name in unknown]
+            )
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         problems: list[str] = []

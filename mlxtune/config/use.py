@@ -36,6 +36,13 @@ _MAIN_FILES = {
 class UseConfig(ModelConfig):
     """Which model is used, with which adapter and which prompt format."""
 
+    model_path: str | None = same(  # type: ignore[assignment]
+        ModelConfig,
+        "model_path",
+        None,
+        "Folder of the base model; default: the one that --adapter names.",
+        required=False,
+    )
     adapter: str | None = FILES.option(
         None, "Adapter file, its folder, or a run's folder.", COMMAND
     )
@@ -48,6 +55,12 @@ class UseConfig(ModelConfig):
     max_new_tokens: int = GENERATION.option(
         256, "Longest answer in tokens.", COMMAND, at_least=1, at_most=10**9
     )
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.model_path is None and self.adapter is None:
+            problems += ["--model-path is required, or an --adapter, which names its base model"]
+        return problems
 
     def reading(self, **options: Any) -> DataConfig:
         """Return the options that read data as `train` reads it, with `options`."""

@@ -1,6 +1,7 @@
 """The output of `train` and `eval` as lines of text. Nothing here prints."""
 
 import json
+import math
 import shlex
 from collections.abc import Iterator
 from functools import partial
@@ -20,6 +21,7 @@ from mlxtune.core.run.metrics import (
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
 from mlxtune.core.run.summary import NOT_BETTER, RunView
 from mlxtune.core.text import byte_size, count, duration, short_duration
+from mlxtune.core.training.schedule import count_steps
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
 from mlxtune.views.visible import escape
@@ -127,9 +129,11 @@ def plan_line(trainer: InstructTrainer) -> str:
     validation = f"{len(trainer.val_rows):,} validate" if trainer.val_rows else "no validation"
     if trainer.val_rows and config.val_steps:
         validation += f" every {count(config.val_steps, 'step')}"
+    per_epoch, _ = count_steps(config, len(trainer.train_rows))
+    epochs = min(config.epochs, math.ceil(trainer.total_steps / max(per_epoch, 1)))
     return (
         f"{count(trainer.total_steps, 'step')} of {count(config.batch_size, 'row')}, "
-        f"{count(config.epochs, 'epoch')}; {len(trainer.train_rows):,} rows train, {validation}; "
+        f"{count(epochs, 'epoch')}; {len(trainer.train_rows):,} rows train, {validation}; "
         f"learning rate {trainer.learning_rate:g}, {config.schedule}; "
         f"seed {config.seed}"
     )

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import load_config_file
 from mlxtune.config import TrainConfig
 from mlxtune.errors import ConfigError
+from tests.command import Cli
 from tests.configs import config
 
 
@@ -129,4 +131,53 @@ def test_wrong_value_in_a_config_file_is_named_by_its_option(tmp_path: Path) -> 
     assert raised.value.problems == [
         "--rank must be a whole number, not 'many'",
         "--epochs must be a whole number, not None",
+    ]
+
+
+# Names of other tools
+
+
+def test_options_of_other_tools_are_answered_all_at_once(cli: Cli) -> None:
+    known = ["--model", "m", "--iters=200", "--learning-rate", "1e-5", "--load-in-4bit"]
+
+    assert cli("train", "--data", "d", *known, "--ranck", 3).error == (
+        "no option --model, here: --model-path m; "
+        "no option --iters, here: --max-steps 200 (--epochs bounds the steps too); "
+        "no option --learning-rate, here: --lr 1e-5; "
+        "no option --load-in-4bit, here: --quantize 4 (nf4 is QLoRA's); "
+        "no option --ranck (did you mean --rank?)"
+    )
+
+
+def test_value_that_looks_like_an_option_of_other_tools_is_a_value() -> None:
+    command = next(each for each in COMMANDS if each.name == "generate")
+
+    context = command.make_context("generate", ["--prompt", "--iters"])
+
+    assert context.params["prompt"] == "--iters"
+
+
+def test_file_of_mlx_lm_is_read_and_each_entry_said(tmp_path: Path) -> None:
+    path = write(tmp_path, "lora.yaml", "model: m\niters: 60\nlearning_rate: 1e-5\n")
+    said: list[tuple[str, list[str]]] = []
+
+    options, problems = load_config_file(
+        path, TrainConfig, lambda title, lines: said.append((title, list(lines)))
+    )
+
+    assert problems == []
+    assert options["model_path"] == "m" and options["max_steps"] == 60
+    ((title, lines),) = said
+    assert title == f"{path} is mlx-lm's; each entry and what it becomes:"
+    assert lines[0] == "model: m → --model-path m"
+
+
+def test_entries_of_other_tools_are_answered(tmp_path: Path) -> None:
+    path = write(tmp_path, "run.yaml", "base_model: m\nmicro_batch_size: 2\nrank: 8\nbf16: true\n")
+
+    assert load_config_file(path, TrainConfig)[1] == [
+        f"--config {path} has no option 'base_model', here: model_path: m",
+        f"--config {path} has no option 'micro_batch_size', here: batch_size: 2 "
+        "(the rows of a whole step)",
+        f"--config {path} has no option 'bf16', here: dtype: bfloat16",
     ]

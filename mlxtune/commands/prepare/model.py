@@ -116,7 +116,7 @@ def find_model(config: UseConfig) -> Path:
 
     Raises ModelError.
     """
-    folder = model_folder.find_folder(config.model_path)
+    folder = model_folder.find_folder(str(config.model_path))
     model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
     _base_options(config, folder)
     return folder

@@ -1,0 +1,83 @@
+"""The base model of an adapter: the folder that an option, or the adapter itself, names."""
+
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlxtune.backend.adapters.files import find_adapter, read_info
+from mlxtune.backend.models.model_folder import find_folder, is_local, read_config
+from mlxtune.config import ImportConfig, UseConfig
+from mlxtune.core.files.files import file_hash, read_json
+from mlxtune.core.run.checkpoint import ADAPTER, METADATA
+from mlxtune.core.run.own_runs import is_own
+from mlxtune.errors import ModelError
+
+Use = TypeVar("Use", bound=UseConfig)
+
+
+def with_base_model(config: Use) -> Use:
+    """Return the options with the base model that the adapter names, unless they name one.
+
+    Raises ModelError.
+    """
+    if config.model_path is not None or config.adapter is None:
+        return config
+    weights = find_adapter(config.adapter)
+    metadata, run = metadata_of(weights)
+    relative_to = str(metadata.get("working_directory") or "")
+    folder = find_base(config, read_info(weights).model, relative_to, str(weights), run)
+    return replace(config, model_path=str(folder))
+
+
+def find_base(
+    config: ImportConfig | UseConfig, named: str, relative_to: str, adapter: str, run: Path | None
+) -> Path:
+    """Return the base model's folder, from --model-path or else by its name in the adapter.
+
+    The adapter's name for it may be relative to the folder `relative_to`. It is only downloaded
+    under that name if this user made the adapter's `run`. Its config is checked.
+
+    Raises ModelError.
+    """
+    path = config.model_path or named
+    if not path:
+        raise ModelError(f"{adapter}: names no base model: give --model-path")
+    with suppress(OSError, ValueError):  # not a folder name, or a folder we may not read
+        if not config.model_path and relative_to and (Path(relative_to) / path).is_dir():
+            path = str(Path(relative_to) / path)
+    if not (config.model_path or is_local(path) or (run is not None and is_own(run))):
+        raise ModelError(
+            f"{adapter}: its base model is not here, and you did not make the adapter on this "
+            f"machine: to download the model, give --model-path {shlex.quote(path)}"
+        )
+    try:
+        folder = find_folder(path)
+    except ModelError as error:
+        if config.model_path:
+            raise
+        raise ModelError(f"{adapter}: its base model: {error}: give --model-path") from error
+    read_config(folder, trust_remote_code=config.trust_remote_code)
+    return folder
+
+
+def metadata_of(weights: Path) -> tuple[Mapping[str, Any], Path | None]:
+    """Return the metadata of the checkpoint with the same adapter, and the folder of its run.
+
+    The checkpoint is the adapter's own folder, or one of the run that wrote it.
+    """
+    for folder in [weights.parent, *sorted(weights.parent.glob("checkpoints/*"))]:
+        try:
+            same = folder / ADAPTER == weights or (
+                # A pipe or device could be read forever.
+                (folder / ADAPTER).is_file()
+                and (folder / ADAPTER).stat().st_size == weights.stat().st_size
+                and file_hash(folder / ADAPTER) == file_hash(weights)
+            )
+            if same and (folder / METADATA).is_file():
+                return read_json(folder / METADATA), folder.parent
+        except (OSError, ValueError):
+            continue
+    return {}, None

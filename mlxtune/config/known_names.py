@@ -1,0 +1,189 @@
+"""Names that people know from mlx-lm, TRL, Unsloth and Axolotl, each with ours and what differs."""
+
+import difflib
+import shlex
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlxtune.errors import shorten
+
+_ADAMW = "the optimizer is always AdamW; --weight-decay 0 makes it Adam"
+_ANSWERS_ONLY = "only answers ever carry loss; --turns last keeps the last of a row"
+_ONE_LINE = "examples are always laid end to end, which changes nothing else"
+_NEW_TOKENS = "new tokens are out of scope: LoRA trains no embeddings"
+_FULL = "full fine-tuning is out of scope: mlxtune trains LoRA, and DoRA with --dora"
+_IMAGES = "images are out of scope: only a model's text part is trained"
+_OWN_CHOICE = "mlxtune decides that from the machine"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a name of other tools is here.
+
+    `ours` are options of which each command has one at most, perhaps with a value (`quantize=4`)
+    that stands instead of the given one. `differs` says what else is different, or, without
+    `ours`, why there is no such option.
+    """
+
+    ours: tuple[str, ...]
+    differs: str = ""
+
+
+# The names, ours, and what differs. Names are written with `_`.
+_TABLE: tuple[tuple[str, str, str], ...] = (
+    # Model and data
+    ("model model_name base_model model_name_or_path", "model_path", ""),
+    ("dataset datasets dataset_name dataset_path train_dataset train_file", "data", ""),
+    ("eval_dataset test_datasets valid_file", "val_data", ""),
+    ("val_set_size", "val_split", "a share of the rows; --val-rows bounds it"),
+    ("dataset_text_field", "field=text=KEY", ""),
+    ("hf_dataset", "data", "owner/name:split on Hugging Face, with --field for its columns"),
+    ("max_seq_length max_length sequence_len model_max_length", "max_seq_len", ""),
+    ("chat_template chat_template_path", "template", "the model's own unless it is named"),
+    ("system_prompt", "system", ""),
+    ("mask_prompt completion_only_loss assistant_only_loss", "", _ANSWERS_ONLY),
+    ("train_on_inputs train_on_responses_only", "", _ANSWERS_ONLY),
+    ("packing sample_packing padding_free group_by_length pad_to_sequence_len", "", _ONE_LINE),
+    ("dataset_prepared_path", "cache_dir", ""),
+    ("tokens special_tokens added_tokens add_tokens new_tokens", "", _NEW_TOKENS),
+    ("modules_to_save lora_modules_to_save embedding_learning_rate", "", _NEW_TOKENS),
+    ("image images image_folder image_size finetune_vision_layers", "", _IMAGES),
+    # LoRA
+    ("fine_tune_type", "", "LoRA is what it trains, DoRA with --dora; full is out of scope"),
+    ("full full_finetuning full_finetune", "", _FULL),
+    ("r lora_r lora_rank", "rank", ""),
+    ("lora_alpha", "alpha", ""),
+    ("scale lora_scale", "alpha=N", "alpha is scale times rank"),
+    ("lora_dropout", "dropout", ""),
+    ("target_modules lora_target_modules keys", "targets", "names separated by commas, or all"),
+    ("lora_target_linear", "targets=all", ""),
+    ("lora_layers layers_to_transform lora_layers_to_transform", "num_layers", ""),
+    ("lora_parameters", "rank", "with --alpha (scale times rank), --dropout and --targets"),
+    ("rank_pattern", "target_rank=q_proj=16", ""),
+    ("use_rslora peft_use_rslora", "rslora", ""),
+    ("use_dora peft_use_dora", "dora", ""),
+    ("init_lora_weights", "init=pissa", "lora or pissa"),
+    ("loraplus_lr_ratio", "lr_ratio", ""),
+    ("resume_adapter_file lora_model_dir", "init_adapter", ""),
+    ("load_in_4bit", "quantize=4", "nf4 is QLoRA's"),
+    ("load_in_8bit", "quantize=8", ""),
+    ("bnb_4bit_use_double_quant", "double_quant", ""),
+    # Training
+    ("learning_rate", "lr", ""),
+    ("iters", "max_steps", "--epochs bounds the steps too"),
+    ("num_train_epochs num_epochs n_epochs", "epochs", ""),
+    ("per_device_train_batch_size micro_batch_size", "batch_size", "the rows of a whole step"),
+    (
+        "gradient_accumulation_steps grad_accumulation_steps",
+        "batch_size=N",
+        "the rows of a whole step, split as the memory needs",
+    ),
+    ("gradient_checkpointing use_gradient_checkpointing", "grad_checkpoint=on", ""),
+    ("lr_scheduler lr_scheduler_type lr_schedule", "schedule=warmup-cosine", ""),
+    ("warmup_ratio", "warmup_fraction", ""),
+    ("warmup warmup_steps", "warmup_fraction=0.1", "a share of the steps"),
+    ("optim optimizer optimizer_config", "", _ADAMW),
+    ("gradient_clipping", "max_grad_norm", ""),
+    ("random_state", "seed", ""),
+    ("neftune_noise_alpha", "", "mlxtune adds no noise to embeddings"),
+    # Validation, checkpoints and records
+    ("steps_per_eval eval_steps", "val_steps", "every epoch ends with a validation anyway"),
+    ("eval_strategy evals_per_epoch", "val_steps=N", "every epoch ends with a validation anyway"),
+    ("val_batches", "", "each validation covers all of it; --val-rows bounds a split"),
+    ("test test_batches", "", "mlxtune eval measures an adapter on test data"),
+    ("early_stopping_patience", "patience", ""),
+    ("save_strategy steps_per_save", "save_steps=N", ""),
+    ("save_total_limit", "keep", ""),
+    ("steps_per_report logging_steps", "log_every", ""),
+    ("report_to", "track", ""),
+    ("wandb_project project_name", "track=wandb", "the project is wandb's own setting"),
+    ("output_dir", "output", ""),
+    ("adapter_path", "adapter output", ""),
+    ("save_path", "output", ""),
+    ("resume_from_checkpoint", "resume", ""),
+    ("hub_model_id push_to_hub upload_repo", "", "mlxtune push uploads a finished run"),
+    ("export_gguf", "gguf", ""),
+    ("de_quantize", "dequantize", ""),
+    # Running
+    ("bf16", "dtype=bfloat16", ""),
+    ("fp16", "dtype=float16", ""),
+    ("torch_dtype", "dtype", ""),
+    ("max_tokens", "max_new_tokens", ""),
+    ("temp", "temperature", ""),
+    ("extra_eos_token stop_words", "stop", ""),
+    ("do_train do_eval", "", "each is a command: mlxtune train, mlxtune eval"),
+    ("train", "", "leave it out: mlxtune train is a command"),
+    ("clear_cache_threshold flash_attention attn_implementation", "", _OWN_CHOICE),
+    ("per_device_eval_batch_size eval_batch_size dataset_num_proc use_cpu", "", _OWN_CHOICE),
+)
+KNOWN: Mapping[str, Known] = {
+    name: Known(tuple(ours.split()), differs)
+    for names, ours, differs in _TABLE
+    for name in names.split()
+}
+# Writes an option and its value, None if it has none, as it is given: as a flag, in a file or here.
+Writer = Callable[[str, str | None], str]
+
+
+def as_flag(name: str, value: str | None) -> str:
+    """Write an option as the command line takes it."""
+    flag = "--" + name.replace("_", "-")
+    return flag if value is None else f"{flag} {shlex.quote(value)}"
+
+
+def as_entry(name: str, value: str | None) -> str:
+    """Write an option as a config file takes it."""
+    return f"{name}: {'true' if value is None else value}"
+
+
+def as_keyword(name: str, value: str | None) -> str:
+    """Write an option as Python takes it."""
+    return f"{name}={'True' if value is None else value}"
+
+
+def answer(
+    name: str, value: Any, own: Collection[str], write: Writer, flags: Collection[str] = ()
+) -> str | None:
+    """Return what to use for another tool's name, to end a message; None if it is not known.
+
+    `own` are the options that the command has, and `flags` the ones among them without a value;
+    `value` was given, None if it is not to be repeated.
+    """
+    known = KNOWN.get(name)
+    if known is None:
+        return None
+    if not known.ours:
+        return f": {known.differs}"
+    for ours in known.ours:
+        option, fixed, text = ours.partition("=")
+        if option in own:
+            shown = text if fixed else (None if option in flags else _shown(value))
+            return f", here: {write(option, shown)}" + (
+                f" ({known.differs})" if known.differs else ""
+            )
+    return None
+
+
+def _shown(value: Any) -> str:
+    """Return a value as text to repeat in a message."""
+    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return "…" if value is None or len(text) > 60 or not text.isprintable() else text
+
+
+def suggestion(
+    name: str, value: Any, own: Collection[str], write: Writer, flags: Collection[str] = ()
+) -> str:
+    """Return the end of a message about an unknown option: ours for it, or one spelt like it."""
+    plain = name[:60].replace("-", "_")
+    if plain in KNOWN:
+        return answer(plain, value, own, write, flags) or ""
+    close = difflib.get_close_matches(plain, own, n=1)
+    hint = as_flag(close[0], None) if close and write is as_flag else "".join(close)
+    return f" (did you mean {hint}?)" if hint else ""
+
+
+def unknown_keyword(name: str, value: Any, own: Collection[str], flags: Collection[str]) -> str:
+    """Return the problem of a keyword in Python that no option has."""
+    shown = repr(value) if isinstance(value, str | int | float | list | tuple) else "…"
+    return f"no option {shorten(name)}{suggestion(name, shown, own, as_keyword, flags)}"

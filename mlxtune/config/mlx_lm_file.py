@@ -1,0 +1,261 @@
+"""Config files of mlx-lm's trainer as options of ours, and what became of each line.
+
+mlx_lm.lora takes such a file with --config; its keys and defaults are in mlx_lm/lora.py.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxtune.config.known_names import as_flag
+from mlxtune.errors import shorten
+
+# Keys by which a file is mlx-lm's; it has others that are ours or other tools' too.
+_SIGNS = frozenset(
+    (
+        *("model", "iters", "lora_parameters", "lora_layers", "fine_tune_type", "adapter_path"),
+        *("steps_per_report", "steps_per_eval", "val_batches", "test_batches", "mask_prompt"),
+        *("resume_adapter_file", "max_seq_length", "lr_schedule", "clear_cache_threshold"),
+    )
+)
+Options = dict[str, Any]
+Entries = Mapping[str, Any]
+
+
+@dataclass
+class Translation:
+    """Options for the entries of a file, and a line for each entry."""
+
+    options: Options = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+class _Impossible(ValueError):
+    """An entry that mlxtune cannot honour; the message says why."""
+
+
+def is_mlx_lm_file(entries: Mapping[Any, Any], own: Collection[str]) -> bool:
+    """Return whether the entries are for mlx-lm; `own` are the options of all commands here."""
+    names = {str(key).replace("-", "_") for key in entries}
+    return bool(names & _SIGNS) and not any(name in own for name in names - _ENTRIES.keys())
+
+
+def translate(entries: Mapping[Any, Any]) -> Translation:
+    """Return what the entries of an mlx-lm file become here; unknown ones are problems."""
+    named = {str(key).replace("-", "_"): value for key, value in entries.items()}
+    found = Translation()
+    for name, value in named.items():
+        if (convert := _ENTRIES.get(name)) is None:
+            found.problems.append(f"{shorten(name)} is no option of mlx-lm or mlxtune")
+            continue
+        try:
+            options, why = ({}, "not set") if value is None else convert(value, named)
+        except _Impossible as problem:
+            found.problems.append(f"{name}: {shorten(str(value))}: {problem}")
+            continue
+        found.options |= options
+        found.lines.append(_line(name, value, options, why))
+    if absent := [f"{name} ({ours})" for name, ours in _DEFAULTS.items() if name not in named]:
+        found.lines.append(f"not in the file, so mlxtune's default: {', '.join(absent)}")
+    return found
+
+
+def _line(name: str, value: Any, options: Options, why: str) -> str:
+    flags = " ".join(
+        as_flag(option, None if each is True else _text(each)) for option, each in options.items()
+    )
+    shown = "" if isinstance(value, Mapping) else f" {_text(value)}"
+    return f"{name}:{shown} → {', '.join(filter(None, (flags, why)))}"
+
+
+def _text(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list | tuple):
+        return ",".join(map(_text, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# Conversions: each returns options, and what else there is to say of the entry.
+
+_Converter = Callable[[Any, Entries], tuple[Options, str]]
+
+
+def _same(option: str, why: str = "") -> _Converter:
+    return lambda value, _: ({option: value}, why)
+
+
+def _nothing(why: str) -> _Converter:
+    return lambda *_: ({}, why)
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise _Impossible("must be a number") from None
+
+
+def _whole(value: Any, by: int = 1) -> int:
+    return max(int(_number(value)) // by, 1)
+
+
+def _accumulated(entries: Entries) -> int:
+    """Return how many of mlx-lm's batches are a step here."""
+    return _whole(entries.get("grad_accumulation_steps") or 1)
+
+
+def _fine_tune_type(value: Any, _: Entries) -> tuple[Options, str]:
+    if value == "full":
+        raise _Impossible("full fine-tuning is out of scope: use lora or dora")
+    return ({"dora": True}, "") if value == "dora" else ({}, "what mlxtune trains")
+
+
+def _training_mode(value: Any, _: Entries) -> tuple[Options, str]:
+    if value != "normal":
+        raise _Impossible("leave it out, and give --objective")
+    return {}, "what mlxtune does"
+
+
+def _optimizer(value: Any, entries: Entries) -> tuple[Options, str]:
+    if value not in ("adam", "adamw"):
+        raise _Impossible("the optimizer is always AdamW: use adam or adamw")
+    decay = _settings(entries).get("weight_decay", 0.01 if value == "adamw" else 0)
+    return {"weight_decay": decay}, "AdamW, with bias correction"
+
+
+def _settings(entries: Entries) -> Entries:
+    every = entries.get("optimizer_config")
+    own = every.get(entries.get("optimizer")) if isinstance(every, Mapping) else None
+    return own if isinstance(own, Mapping) else {}
+
+
+def _optimizer_config(_: Any, entries: Entries) -> tuple[Options, str]:
+    left_out = [name for name in _settings(entries) if name != "weight_decay"]
+    ours = "betas are 0.9, 0.999, eps is 1e-8, bias is corrected"
+    return {}, f"without {', '.join(left_out)}: {ours}" if left_out else "see optimizer"
+
+
+def _num_layers(value: Any, _: Entries) -> tuple[Options, str]:
+    return ({"num_layers": value}, "") if _number(value) > 0 else ({}, "all layers, as here")
+
+
+def _batch_size(value: Any, entries: Entries) -> tuple[Options, str]:
+    return {"batch_size": _whole(value) * _accumulated(entries)}, ""
+
+
+def _iters(value: Any, entries: Entries) -> tuple[Options, str]:
+    steps = _whole(value, _accumulated(entries))
+    return {"max_steps": steps, "epochs": steps}, "as many passes as the steps take"
+
+
+def _in_steps(option: str) -> _Converter:
+    return lambda value, entries: ({option: _whole(value, _accumulated(entries))}, "")
+
+
+def _learning_rate(value: Any, entries: Entries) -> tuple[Options, str]:
+    if entries.get("lr_schedule"):
+        return {"lr": value}, "see lr_schedule"
+    return {"lr": value, "schedule": "constant"}, ""
+
+
+def _lr_schedule(value: Any, entries: Entries) -> tuple[Options, str]:
+    name = value.get("name") if isinstance(value, Mapping) else None
+    arguments = value.get("arguments") if isinstance(value, Mapping) else None
+    if name != "cosine_decay" or not isinstance(arguments, list) or len(arguments) < 2:
+        raise _Impossible("only cosine_decay with its arguments has a counterpart: see --schedule")
+    iters = _number(entries.get("iters") or arguments[1])
+    warmup = min(_number(value.get("warmup") or 0) / max(iters, 1), 1.0)
+    options = {
+        "schedule": "warmup-cosine",
+        "lr": _number(arguments[0]),
+        "warmup_fraction": warmup,
+        "lr_min": _number(arguments[2]) if len(arguments) > 2 else 0.0,
+    }
+    return options, "falls over the whole run"
+
+
+def _lora_parameters(value: Any, _: Entries) -> tuple[Options, str]:
+    if not isinstance(value, Mapping):
+        raise _Impossible("must have rank, scale and dropout")
+    rank = _whole(value.get("rank", 8))
+    scaled = value.get("alpha", _number(value.get("scale", 20.0)) * rank)
+    keys = value.get("keys")
+    options = {"rank": rank, "alpha": scaled, "targets": ["all"] if keys is None else keys}
+    if _number(value.get("dropout") or 0):
+        options["dropout"] = value["dropout"]
+    return options, "alpha is scale times rank"
+
+
+def _grad_checkpoint(value: Any, _: Entries) -> tuple[Options, str]:
+    return {"grad_checkpoint": "on" if value else "auto"}, "" if value else "only if needed"
+
+
+def _report_to(value: Any, _: Entries) -> tuple[Options, str]:
+    names = str(value).replace(" ", "").split(",")
+    ours = [name for name in names if name != "swanlab"]
+    return {"track": ours}, "" if ours == names else "without swanlab, which mlxtune lacks"
+
+
+def _mask_prompt(value: Any, _: Entries) -> tuple[Options, str]:
+    if value:
+        return {"turns": "last"}, ""
+    return {}, "only answers carry loss here, in every turn"
+
+
+def _train(value: Any, _: Entries) -> tuple[Options, str]:
+    return {}, "what this command does" if value else "this command trains anyway"
+
+
+def _test(value: Any, _: Entries) -> tuple[Options, str]:
+    return {}, "mlxtune eval does that after the run" if value else "nothing to do"
+
+
+def _hf_dataset(*_: Any) -> tuple[Options, str]:
+    raise _Impossible("give --data owner/name:split, and --field for its columns")
+
+
+_ENTRIES: Mapping[str, _Converter] = {
+    "model": _same("model_path"),
+    "train": _train,
+    "fine_tune_type": _fine_tune_type,
+    "training_mode": _training_mode,
+    "optimizer": _optimizer,
+    "optimizer_config": _optimizer_config,
+    "data": _same("data"),
+    "seed": _same("seed"),
+    "num_layers": _num_layers,
+    "lora_layers": _num_layers,
+    "batch_size": _batch_size,
+    "grad_accumulation_steps": _nothing("in --batch-size and --max-steps"),
+    "iters": _iters,
+    "val_batches": _nothing("each validation covers all of it"),
+    "learning_rate": _learning_rate,
+    "lr_schedule": _lr_schedule,
+    "steps_per_report": _same("log_every"),
+    "steps_per_eval": _in_steps("val_steps"),
+    "save_every": _in_steps("save_steps"),
+    "resume_adapter_file": _same("init_adapter"),
+    "adapter_path": _same("output", "a folder"),
+    "test": _test,
+    "test_batches": _nothing("mlxtune eval covers all of a test file"),
+    "max_seq_length": _same("max_seq_len"),
+    "grad_checkpoint": _grad_checkpoint,
+    "clear_cache_threshold": _nothing("mlxtune decides that from --memory-limit"),
+    "lora_parameters": _lora_parameters,
+    "mask_prompt": _mask_prompt,
+    "report_to": _report_to,
+    "project_name": _nothing("the tracker's own setting"),
+    "hf_dataset": _hf_dataset,
+    "trust_remote_code": _same("trust_remote_code"),
+    "config": _nothing("this file"),
+}
+# Where mlx-lm's default differs: ours, for an entry that is missing.
+_DEFAULTS = {
+    "iters": "--epochs 1, mlx-lm 1000",
+    "learning_rate": "--lr 1e-4, mlx-lm 1e-5",
+    "max_seq_length": "--max-seq-len 512, mlx-lm 2048",
+    "num_layers": "all, mlx-lm 16",
+    "lora_parameters": "rank 8 and alpha 16 on q_proj and v_proj, mlx-lm alpha 160 on all",
+}

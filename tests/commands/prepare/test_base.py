@@ -1,0 +1,53 @@
+"""The base model of a command that is given an adapter alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from mlxtune.commands.prepare.base import with_base_model
+from mlxtune.config import EvalConfig, UseConfig
+from mlxtune.errors import ConfigError, ModelError
+from tests.paths import DATA
+
+
+def write_adapter(folder: Path, model: str, **metadata: Any) -> Path:
+    folder.mkdir()
+    config = {"model": model, "lora_parameters": {"rank": 8, "scale": 2.0}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+    values = {"layers.0.q_proj.lora_a": np.zeros((2, 8), np.float32)}
+    safetensors.numpy.save_file(values, folder / "adapters.safetensors")
+    return folder
+
+
+def test_adapter_names_its_base_model(tmp_path: Path) -> None:
+    """Its name is relative to the folder in which the run was started, which is not this one."""
+    adapter = write_adapter(tmp_path / "out", "demo-qwen3", working_directory=str(DATA))
+
+    found = with_base_model(UseConfig(adapter=str(adapter)))
+
+    assert found.model_path == str(DATA / "demo-qwen3")
+    given = UseConfig(model_path="other", adapter=str(adapter))
+    assert with_base_model(given) is given
+
+
+def test_base_model_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "out", "gone")
+
+    with pytest.raises(ModelError, match=r"out/adapters\.safetensors.*gone.*give --model-path"):
+        with_base_model(UseConfig(adapter=str(adapter)))
+
+
+def test_neither_model_nor_adapter_is_one_problem() -> None:
+    with pytest.raises(ConfigError) as raised:
+        EvalConfig(data=("test.jsonl",))
+
+    assert raised.value.problems == [
+        "--model-path is required, or an --adapter, which names its base model"
+    ]
