@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mlxtune.backend.device import device
+from mlxtune.backend.device import device, memory
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.lora.model_facts import ModelFacts
 from mlxtune.backend.models import loading, model_folder
@@ -80,6 +80,8 @@ def plan(config: PlanConfig) -> RunPlan:
         memory=chosen,
         larger_limit=larger_limit(config, chosen, work),
         longest=longest,
+        max_steps=config.max_steps,
+        free_memory=memory.free_now(),
         speed=read_speed(config.cache_path, speed_key(chosen, base.dtype)),
     )
     if dataset is None:

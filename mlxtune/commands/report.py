@@ -10,7 +10,13 @@ from mlxtune.core.files.files import check_outputs, make_folder, write_file
 from mlxtune.core.run.progress import record_values
 from mlxtune.core.run.run import Run, read_run, run_folder_at
 from mlxtune.core.run.run_folder import REPORT
-from mlxtune.core.run.summary import RunView, differing_options, measured_shares, planned_shares
+from mlxtune.core.run.summary import (
+    RunView,
+    differing_options,
+    measured_shares,
+    planned_shares,
+    validated_alike,
+)
 from mlxtune.errors import ConfigError, OutputError
 from mlxtune.views.output import print_json, print_line
 from mlxtune.views.pages.run_page import PAGE, comparison_headline, render_runs
@@ -84,6 +90,7 @@ def _as_dict(runs: Sequence[Run]) -> dict[str, Any]:
             }
             for run in runs
         ],
+        "validated_alike": validated_alike(runs),
         "differences": differing_options(runs),
     }
 
@@ -96,7 +103,7 @@ def _lines(runs: Sequence[Run]) -> list[str]:
         lines += [f"{name}{view.headline}", view.verdict.line]
         lines += [f"problem: {problem}" for problem in view.problems]
     if len(views) > 1:
-        lines.append(comparison_headline(views))
+        lines.append(comparison_headline(views, validated_alike(runs)))
         for option, values in differing_options(runs).items():
             lines.append(f"{option}: {' | '.join(values)}")
     return lines

@@ -377,7 +377,13 @@ def print_plan(
         console.say("", run_text.tokens_line(ledger))
     console.say("Template", run_text.template_line(setup.dataset.template, config))
     console.say("Plan", run_text.plan_line(trainer))
-    lines = (plan_text.micro_batches_line(setup.plan), plan_text.peak_line(setup.plan))
+    plan, steps = setup.plan, (trainer.total_steps, trainer.steps_per_epoch, config.max_steps)
+    lines = (
+        plan_text.few_steps_line(*steps),
+        plan_text.micro_batches_line(plan),
+        plan_text.peak_line(plan),
+        plan_text.free_line(plan, memory.free_now()),
+    )
     for line in filter(None, (*lines, setup.products, setup.larger_limit)):
         console.say("", line)
 
@@ -398,6 +404,8 @@ def finish(
     save_run_speed(config.cache_path, setup.planned, setup.base.dtype, result.steps)
     about = {"plan": {"memory": {"peak": setup.plan.peak.total}}}
     run = Run(config.checkpoint_path, about, result=content, progress=progress_of(result))
+    if (line := run_text.risen_loss_line(result.steps, config)) is not None:
+        console.warn(line)
     for line in run_text.summary_lines(RunView.of(run), config):
         console.say("Done", line)
     for line in run_text.quantized_base_lines(config):

@@ -26,6 +26,34 @@ def peak_line(plan: MemoryPlan) -> str:
     return f"estimated peak memory {peak} ({low} to {high}) of {limit}"
 
 
+def free_line(plan: MemoryPlan, free: int | None) -> str:
+    """Return how the memory limit compares with what is free now, empty if that is unknown."""
+    if free is None:
+        return ""
+    line = f"{byte_size(free)} free now"
+    if plan.peak.total > free:
+        return f"only {line}: close other programs, or plan for less memory"
+    if plan.limit > free:
+        return (
+            f"{line}, less than the limit: --memory-limit {max(free // 10**9, 1)} leaves the rest"
+        )
+    return f"{line}, more than the limit"
+
+
+# With fewer steps, an adapter hardly leaves its start; with the other number, most have learned.
+_FEWEST_STEPS, _ENOUGH_STEPS = 30, 100
+
+
+def few_steps_line(steps: int, per_epoch: int, max_steps: int | None) -> str:
+    """Return what makes a run long enough to learn from, empty if it is."""
+    if not 0 < steps < _FEWEST_STEPS:
+        return ""
+    remedy = f"--epochs {math.ceil(_ENOUGH_STEPS / per_epoch)} gives {_ENOUGH_STEPS}"
+    if max_steps == steps:
+        remedy = f"leave out --max-steps; {remedy}"
+    return f"{count(steps, 'step')} are too few to learn from: {remedy}"
+
+
 def larger_limit_line(plan: MemoryPlan, larger: MemoryPlan, most: int) -> str:
     """Return the gain of another plan's larger limit, empty without one; `most` GB are there."""
     now, then, gains = plan.execution, larger.execution, ""
@@ -46,6 +74,8 @@ def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
     yield "LoRA", run.lora
     yield "Device", run.device
     yield "Memory", peak_line(plan)
+    if line := free_line(plan, run.free_memory):
+        yield "", line
     for name in ("weights", "optimizer", "activations", "head"):
         yield "", f"{name:<12}{byte_size(getattr(peak, name)):>9}"
     yield "Plan", micro_batches_line(plan)
@@ -63,6 +93,8 @@ def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
         f"them supervised; the model reads {plan.run_share:.0%} of them, padding included",
     )
     yield "Steps", f"{count(run.steps, 'step')}, {run.steps_per_epoch:,} in an epoch"
+    if line := few_steps_line(run.steps, run.steps_per_epoch, run.max_steps):
+        yield "", line
     if run.scaling:
         yield "Workers", _workers_line(run.scaling)
     yield "Time", _time(run)

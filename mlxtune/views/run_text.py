@@ -3,7 +3,7 @@
 import json
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from mlxtune.config import DataConfig, TrainConfig
@@ -20,7 +20,7 @@ from mlxtune.core.run.metrics import (
 )
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
 from mlxtune.core.run.summary import NOT_BETTER, RunView
-from mlxtune.core.text import byte_size, count, duration, short_duration
+from mlxtune.core.text import byte_size, count, duration, loss_text, short_duration
 from mlxtune.core.training.schedule import count_steps
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
@@ -29,6 +29,8 @@ from mlxtune.views.visible import escape
 # The characters of a sample that are shown.
 _LONGEST = 400
 _PHASE_WIDTH = 16
+# Fewer losses than these say nothing about a trend.
+_FEWEST_LOSSES = 5
 
 
 def loss_and_perplexity(value: float) -> str:
@@ -137,6 +139,25 @@ def plan_line(trainer: InstructTrainer) -> str:
         f"learning rate {trainer.learning_rate:g}, {config.schedule}; "
         f"seed {config.seed}"
     )
+
+
+def risen_loss_line(steps: Sequence[StepRecord], config: TrainConfig) -> str | None:
+    """Return a warning if the last tenth of the steps had a higher loss than the first tenth."""
+    some = max(len(steps) // 10, _FEWEST_LOSSES)
+    if len(steps) < 2 * some:
+        return None
+    start, end = _mean_loss(steps[:some]), _mean_loss(steps[-some:])
+    if end <= start:
+        return None
+    return (
+        f"the training loss rose from {loss_text(start)} in the first {some} steps to "
+        f"{loss_text(end)} in the last {some}: lower --lr {config.lr:g}"
+    )
+
+
+def _mean_loss(steps: Sequence[StepRecord]) -> float:
+    tokens = sum(each.supervised_tokens for each in steps)
+    return sum(each.loss * each.supervised_tokens for each in steps) / max(tokens, 1)
 
 
 def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:

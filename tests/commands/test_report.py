@@ -51,6 +51,10 @@ def test_page_of_several_is_written_where_it_is_asked_for(cli: Cli) -> None:
     assert cli("report", "a", "b").code == 0
     assert Path("comparison.html").exists()
 
+    write_run(Path("c"), options={"seed": 7})
+    assert "2 runs side by side, validated on different rows" in cli("report", "a", "c").out
+    assert json.loads(cli("report", "a", "c", "--json").out)["validated_alike"] is False
+
 
 def test_json_is_for_programs_and_writes_no_page_unasked(cli: Cli) -> None:
     run = write_run(Path("out"), evaluation=EVALUATION)

@@ -34,6 +34,7 @@ CHECKPOINT = {
     *("metadata.json", "metrics.jsonl", "manifest.json"),
 }
 RUN = {".mlxtune", "run.json", "metrics.jsonl", "ledger.json", "result.json", "report.html"}
+RUN |= {"trained_rows.bin"}
 VALIDATED = {*RUN, "evaluation.json"}
 
 

@@ -13,6 +13,8 @@ from mlxtune.core.steps.execution import Execution, Measured, Prediction
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.steps.scaling import Scaling
 from mlxtune.views.plan_text import (
+    few_steps_line,
+    free_line,
     larger_limit_line,
     micro_batches_line,
     peak_line,
@@ -75,6 +77,34 @@ def test_larger_limit_is_named_with_what_it_gains() -> None:
     assert "--memory-limit 1 would" in larger_limit_line(recomputed, MEMORY, 1)
     assert larger_limit_line(MEMORY, replace(MEMORY, limit=64_000_000_000), 64) == ""
     assert larger_limit_line(wide, MEMORY, 64) == ""
+
+
+@pytest.mark.parametrize(
+    ("free", "line"),
+    [
+        (None, ""),
+        (64 * 10**9, "64 GB free now, more than the limit"),
+        (10 * 10**9, "10 GB free now, less than the limit: --memory-limit 10 leaves the rest"),
+        (
+            10**9,
+            "only 1 GB free now: close other programs, or plan for less memory",
+        ),
+    ],
+)
+def test_limit_is_compared_with_the_memory_that_is_free(free: int | None, line: str) -> None:
+    assert free_line(MEMORY, free) == line
+    assert line in text(replace(RUN, free_memory=free))
+
+
+def test_few_steps_are_said_to_be_too_few_with_the_epochs_that_are_enough() -> None:
+    line = "29 steps are too few to learn from: --epochs 4 gives 100"
+    assert few_steps_line(29, 29, None) == line
+    assert few_steps_line(29, 29, 30) == line
+    assert few_steps_line(29, 40, 29).endswith(
+        "learn from: leave out --max-steps; --epochs 3 gives 100"
+    )
+    assert few_steps_line(30, 30, None) == ""
+    assert line in text(replace(RUN, steps=29, steps_per_epoch=29))
 
 
 def test_lines_give_memory_parts_steps_and_shares() -> None:

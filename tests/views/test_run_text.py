@@ -185,6 +185,21 @@ def test_summary_names_the_step_of_a_best_validation_within_an_epoch(tmp_path: P
     assert found[3].startswith("adapter of step 1 (epoch 1), the best: ")
 
 
+def test_loss_that_ends_above_its_start_is_a_warning_that_names_the_rate() -> None:
+    config = TrainConfig("data/demo", ("chat.jsonl",), lr=0.05)
+
+    def steps(*losses: float) -> list[StepRecord]:
+        return [record(i, loss=loss) for i, loss in enumerate(losses, start=1)]
+
+    rising = steps(*[2.0] * 5, *[9.0] * 3, *[3.0] * 5)
+    assert run_text.risen_loss_line(rising, config) == (
+        "the training loss rose from 2.00 in the first 5 steps to 3.00 in the last 5: "
+        "lower --lr 0.05"
+    )
+    assert run_text.risen_loss_line(rising[:9], config) is None
+    assert run_text.risen_loss_line(steps(*[2.0] * 5, *[1.9] * 5), config) is None
+
+
 def test_summary_of_a_run_without_validation_names_the_last_epoch(tmp_path: Path) -> None:
     found = summary(tmp_path, None, None)
 

@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlxtune.backend.device.device import has_metal, on_cpu
 from mlxtune.config import user_cache
 from mlxtune.core.files.reading import read_kernel_file
+from mlxtune.core.machine.facts import available_memory
 from mlxtune.core.machine.reservation import reservations
 
 GB = 10**9
@@ -76,6 +77,13 @@ def capacity() -> int:
     if size := _recommended(info) or info.get("memory_size"):
         return int(size)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_now() -> int | None:
+    """Return how many bytes nothing uses now, of the device or of its machine; None if unknown."""
+    if (free := mx.device_info().get("free_memory")) is not None:
+        return int(free)
+    return available_memory()
 
 
 def _recommended(info: Mapping[str, str | int]) -> int | None:

@@ -165,9 +165,15 @@ def read_system() -> dict[str, Any]:
     return {"name": name, "release": platform.release(), "memory": read_memory(limit)}
 
 
+def available_memory() -> int | None:
+    """Return the bytes that a new process can have; None if unknown."""
+    memory = read_system()["memory"]
+    return memory.available if isinstance(memory, Memory) else None
+
+
 def read_memory(limit: int = sys.maxsize) -> Memory:
     """Return the memory of the machine; `limit` is a container's, in bytes."""
-    # Only `doctor` needs it.
+    # Loaded only where it is needed.
     import psutil
 
     try:

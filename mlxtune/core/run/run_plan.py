@@ -27,6 +27,7 @@ class RunPlan:
     `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` says what a
     larger --memory-limit would gain here, if anything. `tokens` and `supervised` count those of the
     training rows, `all_tokens` those of all steps. With `scaling`, memory is that of a worker.
+    `max_steps` is the option; `free_memory` counts bytes that are free now, None if unknown.
     """
 
     model: str
@@ -47,6 +48,8 @@ class RunPlan:
     speed: Speed | None = None
     scaling: Scaling | None = None
     longest: LongestFit | None = None
+    max_steps: int | None = None
+    free_memory: int | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -72,6 +75,7 @@ class RunPlan:
             "grad_checkpoint": execution.recompute,
             "loss_chunk": execution.loss_chunk,
             "memory": {"limit": plan.limit, "peak": peak.total, **asdict(peak)},
+            "free_memory": self.free_memory,
             "measured": plan.shapes.measured is not None,
             "larger_limit": self.larger_limit or None,
             "longest": None if self.longest is None else asdict(self.longest),

@@ -356,9 +356,24 @@ def option_text(value: Any) -> str:
 def differing_options(runs: Sequence[Run]) -> dict[str, list[str]]:
     """Return the options whose values differ between runs, with the value in each run."""
     places = {name for name, option in OPTIONS.items() if option.affects is Affects.PLACES}
+    models = {text(run.metadata, "base_hash") for run in runs}
+    if len(models) == 1 and "" not in models:
+        places.add("model_path")  # the same model by several paths
     names = dict.fromkeys(name for run in runs for name in run.config if name not in places)
     values = {name: [option_text(run.config.get(name)) for run in runs] for name in names}
     return {flag(name): each for name, each in values.items() if len(set(each)) > 1}
+
+
+def validated_alike(runs: Sequence[Run]) -> bool:
+    """Return whether all runs that validated did so on the same rows."""
+    validated_on = set()
+    for run in runs:
+        if run.progress.validations:
+            rows = text(run.about, "validation_hash")
+            held_out = rows == text(run.about, "data_hash")
+            names = ("val_split", "seed", "val_rows") if held_out else ()
+            validated_on.add((rows, *(number(run.config, name) for name in names)))
+    return len(validated_on) < 2
 
 
 def planned_shares(run: Run) -> dict[str, float | None]:

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from mlxtune.core.files.files import write_file
 from mlxtune.core.run.evaluation import Evaluation
-from mlxtune.core.run.run import Run, mapping, number, read_run, text, whole
+from mlxtune.core.run.run import Run, mapping, number, read_run, text
 from mlxtune.core.run.run_folder import REPORT
 from mlxtune.core.run.summary import (
     RunView,
@@ -19,6 +19,7 @@ from mlxtune.core.run.summary import (
     option_text,
     options_of,
     planned_shares,
+    validated_alike,
 )
 from mlxtune.core.text import count, join_few, loss_text, minute_of, signed_loss
 from mlxtune.views.pages.charts import Chart, draw
@@ -178,14 +179,15 @@ def _origin(run: Run, view: RunView) -> list[tuple[str, str]]:
 
 
 def _comparison_context(runs: Sequence[Run], views: Sequence[RunView]) -> dict[str, Any]:
-    losses = [each.best_val_loss for each in views if each.best_val_loss is not None]
+    comparable = validated_alike(runs)
+    losses = [view.best_val_loss for view in views if view.best_val_loss is not None and comparable]
     styles = [style_of(place) for place in range(len(runs))]
     return {
         "views": views,
         "styles": styles,
         "results": list(zip(views, styles, strict=True)),
-        "sentence": comparison_headline(views),
-        "comparable": _comparable(runs),
+        "sentence": comparison_headline(views, comparable),
+        "comparable": comparable,
         "best": min(losses, default=None),
         "differing": differing_options(runs),
         "short_names": [PurePath(view.name).name for view in views],
@@ -193,27 +195,16 @@ def _comparison_context(runs: Sequence[Run], views: Sequence[RunView]) -> dict[s
     }
 
 
-def comparison_headline(views: Sequence[RunView]) -> str:
+def comparison_headline(views: Sequence[RunView], comparable: bool) -> str:
+    """Return a sentence that names the best run, if all were validated on the same rows."""
     validated = [each for each in views if each.best_val_loss is not None]
     runs = count(len(views), "run")
     if not validated:
         return f"{runs} side by side"
+    if not comparable:
+        return f"{runs} side by side, validated on different rows"
     best = min(validated, key=lambda each: each.best_val_loss or 0.0)
     return f"Of {runs}, {best.name} has the lowest validation loss, {loss_text(best.best_val_loss)}"
-
-
-def _comparable(runs: Sequence[Run]) -> bool:
-    """Return whether all runs that validated did so on the same rows."""
-    validated_on = {
-        (
-            text(run.about, "validation_hash"),
-            number(run.config, "val_split"),
-            *(whole(run.config, name) for name in ("seed", "val_rows")),
-        )
-        for run in runs
-        if run.progress.validations
-    }
-    return len(validated_on) < 2
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mlxtune.core.run.run import Run, read_run
+from mlxtune.core.run.summary import differing_options
 from mlxtune.views.pages.run_page import render_runs
 from tests.runs import EVALUATION, as_lines, metrics, step_line, write_run
 
@@ -314,8 +315,26 @@ def test_runs_that_were_judged_by_other_rows_are_not_compared_in_silence(tmp_pat
     data = read_run(write_run(tmp_path / "c", about={"validation_hash": "sha256:other"}))
     none = read_run(write_run(tmp_path / "d", validation=False))
     for other, differs in ((seed, True), (data, True), (none, False)):
-        found = "not validated on the same rows" in page(same, other).html
-        assert found is differs
+        found = page(same, other)
+        assert ("not validated on the same rows" in found.html) is differs
+        assert (found.text("h1") == "2 runs side by side, validated on different rows") is differs
+        assert ("1.00 best" in found.text("results")) is not differs
+
+    # The seed chooses no rows where a file has them.
+    file = {"validation_hash": "sha256:file"}
+    first, second = (
+        read_run(write_run(tmp_path / name, options={"seed": seed}, about=file))
+        for seed, name in enumerate("ef")
+    )
+    assert "not validated on the same rows" not in page(first, second).html
+
+
+def test_same_model_by_another_path_is_the_same_model(tmp_path: Path) -> None:
+    first = read_run(write_run(tmp_path / "a"))
+    moved = read_run(write_run(tmp_path / "b", options={"model_path": "/elsewhere/tiny"}))
+    assert differing_options([first, moved]) == {}
+    moved.metadata = {"base_hash": "sha256:other"}
+    assert "--model-path" in differing_options([first, moved])
 
 
 def test_more_runs_than_colours_are_told_apart(tmp_path: Path) -> None:
