@@ -101,7 +101,7 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection
         examples=len(examples.lengths),
         tokens=inspection.Distribution.of(examples.lengths),
         supervised=inspection.Distribution.of(examples.supervised),
-        limits=inspection.limits(dataset.files, config.max_seq_len),
+        limits=inspection.limits(dataset.files, config.max_seq_len, config.cut),
         cost=examples.cost(config.batch_size),
         findings=every_finding,
         shown=tuple(examples.show(index, reader.tokenizer, every_finding) for index in chosen),

@@ -29,6 +29,7 @@ from mlxtune.commands.prepare.dataset import (
 from mlxtune.commands.prepare.interrupt import stop_on_interrupt
 from mlxtune.commands.prepare.memory import (
     choose_plan,
+    cut_line,
     first_steps,
     larger_limit,
     planned_work,
@@ -291,6 +292,8 @@ def prepare(
         if other := base_mismatch(weights, base, trust_remote_code=config.trust_remote_code):
             console.warn(f"--init-adapter {other}")
     work = planned_work(config, first_steps(config, dataset), dataset)
+    if line := cut_line(config, base, work, dataset):
+        console.warn(line)
     planned = choose_plan(config, base, work)
     settled, products = settle_products(config, base, work, planned, resume, workers)
     if settled is not base:

@@ -101,6 +101,12 @@ class RowsConfig(Checked):
     max_seq_len: int = DATA.option(
         512, "Longest example in tokens; the rest is cut off.", RESULT, at_least=2, at_most=10**9
     )
+    cut: str = DATA.option(
+        "end",
+        "Where a longer example is cut: at its end, or at its start, which keeps the last answer.",
+        RESULT,
+        choices=("end", "start"),
+    )
     format: str = DATA.option(
         "auto",
         "Layout of a row; auto detects it for each file.",

@@ -1,6 +1,7 @@
 """Options of a run, of its pipeline and its trainer, of `plan`, and of `bench`."""
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +297,8 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
     def output_path(self) -> Path:
         """The adapter's file; `--output` without an extension is its folder."""
         path = as_path(self.output)
-        is_folder = not path.suffix and not path.is_file()
+        # Unlike Path.is_file, takes a name of any length.
+        is_folder = not path.suffix and not os.path.isfile(path)  # noqa: PTH113
         return path / TrainConfig.output if is_folder else path
 
     @property

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from mlxtune.core.data.inspection import CutLoss
 from mlxtune.core.run.run_plan import LongestFit, RunPlan
 from mlxtune.core.steps.memory_plan import ESTIMATE, MARGIN, MemoryPlan
 from mlxtune.core.steps.scaling import Scaling
@@ -52,6 +53,15 @@ def few_steps_line(steps: int, per_epoch: int, max_steps: int | None) -> str:
     if max_steps == steps:
         remedy = f"leave out --max-steps; {remedy}"
     return f"{count(steps, 'step')} are too few to learn from: {remedy}"
+
+
+def cut_line(loss: CutLoss, max_seq_len: int, peak: int | None) -> str:
+    """Return what a limit cuts off, and one that keeps nearly all; `peak` is None without room."""
+    memory = f"in {byte_size(peak)}" if peak else "which does not fit into --memory-limit"
+    return (
+        f"--max-seq-len {max_seq_len} cuts off {loss.share:.0%} of the supervised tokens: "
+        f"--max-seq-len {loss.enough} keeps 99% of them, {memory}"
+    )
 
 
 def larger_limit_line(plan: MemoryPlan, larger: MemoryPlan, most: int) -> str:

@@ -25,6 +25,7 @@ def test_defaults_of_a_run_are_those_that_are_promised() -> None:
         "lr": 1e-4,
         "epochs": 1,
         "max_seq_len": 512,
+        "cut": "end",
         "targets": ("q_proj", "v_proj"),
         "memory_limit": 24.0,
         "batch_size": 4,

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from mlxtune.core.data.inspection import CutLoss
 from mlxtune.core.run.run_plan import LongestFit, RunPlan
 from mlxtune.core.run.speed import Speed
 from mlxtune.core.steps.execution import Execution, Measured, Prediction
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.steps.scaling import Scaling
 from mlxtune.views.plan_text import (
+    cut_line,
     few_steps_line,
     free_line,
     larger_limit_line,
@@ -94,6 +96,14 @@ def test_larger_limit_is_named_with_what_it_gains() -> None:
 def test_limit_is_compared_with_the_memory_that_is_free(free: int | None, line: str) -> None:
     assert free_line(MEMORY, free) == line
     assert line in text(replace(RUN, free_memory=free))
+
+
+def test_cut_of_supervised_tokens_names_a_limit_and_its_memory() -> None:
+    assert cut_line(CutLoss(0.123, 2048), 512, 3_200_000_000) == (
+        "--max-seq-len 512 cuts off 12% of the supervised tokens: --max-seq-len 2048 keeps 99% of "
+        "them, in 3.2 GB"
+    )
+    assert cut_line(CutLoss(0.123, 2048), 512, None).endswith("does not fit into --memory-limit")
 
 
 def test_few_steps_are_said_to_be_too_few_with_the_epochs_that_are_enough() -> None:

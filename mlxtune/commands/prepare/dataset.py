@@ -154,7 +154,7 @@ class Reader:
             cache=None,
             key="",
         )
-        file.account(file.arrays.cut(self._config.max_seq_len))
+        file.account(file.arrays.cut(self._config.max_seq_len, at=self._config.cut))
         return (unread.problems | file.skipped.problems).get(row)
 
     def rows(self, path: Path, skipped: SkippedRows) -> Iterator[Conversation | Document]:
@@ -280,7 +280,7 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
     files, cuts, ledgers = [], [], []
     for path in paths.all:
         file = reader.encode(path)
-        cut = file.arrays.cut(config.max_seq_len)
+        cut = file.arrays.cut(config.max_seq_len, at=config.cut)
         ledger = file.account(cut, titles.get(path))
         _check_usable(file, ledger, config)
         files.append(file)

@@ -21,6 +21,7 @@ from mlxtune.commands.prepare.dataset import Dataset
 from mlxtune.config import TrainConfig, user_cache
 from mlxtune.core.data.cache import key_of
 from mlxtune.core.data.encode import Example
+from mlxtune.core.data.inspection import cut_loss
 from mlxtune.core.files.files import read_json
 from mlxtune.core.machine import reservation
 from mlxtune.core.machine.facts import versions
@@ -191,6 +192,19 @@ def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str
         return ""
     larger = _choose(config, plan.shapes, plan.execution, work, most * memory.GB)
     return plan_text.larger_limit_line(plan, larger, most)
+
+
+def cut_line(config: TrainConfig, base: BaseModel, work: DataSample, dataset: Dataset) -> str:
+    """Return what --max-seq-len costs of the supervised tokens, empty where it is little."""
+    loss = cut_loss(dataset.files, config.max_seq_len, config.cut)
+    if loss is None:
+        return ""
+    longest = replace(work, alone=(BatchLoad.single(loss.enough, loss.enough),))
+    try:
+        peak = choose_plan(config, base, longest).peak.total
+    except MemoryLimitError:
+        peak = None
+    return plan_text.cut_line(loss, config.max_seq_len, peak)
 
 
 def speed_key(plan: MemoryPlan, dtype: str) -> str:

@@ -81,22 +81,34 @@ class ExampleArrays:
     @cached_property
     def supervised(self) -> npt.NDArray[np.int32]:
         """int32 (E,): the supervised tokens of each example."""
-        return self._supervised_within(self.lengths)
+        return self._supervised_within(self.lengths, np.zeros_like(self.lengths))
 
-    def cut(self, max_seq_len: int | None = None) -> CutExamples:
-        """Cut every example at `max_seq_len` tokens."""
+    def cut(self, max_seq_len: int | None = None, *, at: str = "end") -> CutExamples:
+        """Cut every example to `max_seq_len` tokens, at its `end` or at its `start`."""
         lengths = self.lengths if max_seq_len is None else np.minimum(self.lengths, max_seq_len)
-        supervised = self._supervised_within(lengths)
-        return CutExamples(self, max_seq_len, np.where(supervised > 0, lengths, 0), supervised)
+        skipped = np.zeros_like(self.lengths)
+        if max_seq_len is not None and at == "start":
+            for i in np.flatnonzero(self.lengths > max_seq_len).tolist():
+                end = int(self.ends[i])
+                mask = self.mask[end - int(self.lengths[i]) : end]
+                skipped[i] = _tokens_to_skip(mask, max_seq_len)
+            lengths = np.minimum(lengths, self.lengths - skipped)
+            self.release()
+        supervised = self._supervised_within(lengths, skipped)
+        kept = np.where(supervised > 0, lengths, 0)
+        return CutExamples(self, max_seq_len, kept, supervised, skipped)
 
-    def _supervised_within(self, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Return int32 (E,): each example's supervised tokens among its first `lengths` (E,)."""
+    def _supervised_within(
+        self, lengths: npt.NDArray[np.int32], skipped: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int32]:
+        """Return int32 (E,): supervised tokens among `lengths` (E,) after `skipped` (E,)."""
         counts = np.zeros(len(lengths), dtype=np.int32)
         # In blocks, as numpy converts everything that it sums in one call.
         blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
         for first, last in pairwise([*np.unique(blocks).tolist(), len(lengths)]):
             start = int(self.ends[first - 1]) if first else 0
             starts = self.ends[first:last] - self.lengths[first:last] - start
+            starts += skipped[first:last]
             edges = np.stack([starts, starts + lengths[first:last]], axis=1).reshape(-1)
             mask = self.mask[start : int(self.ends[last - 1])]
             # reduceat takes no index at the end of the array.
@@ -116,16 +128,18 @@ class ExampleArrays:
 
 @dataclass(frozen=True, eq=False)
 class CutExamples:
-    """The examples of one data file, each cut at `max_seq_len`.
+    """The examples of one data file, each cut to `max_seq_len`.
 
-    `lengths` and `supervised` are int32 (E,): the tokens that are kept of each example, and the
-    supervised ones among them. Of an example with no supervised token left, none is kept.
+    `lengths`, `supervised` and `skipped` are int32 (E,): the tokens that are kept of each example,
+    the supervised ones among them, and the tokens before them. Of an example with no supervised
+    token left, none is kept.
     """
 
     arrays: ExampleArrays
     max_seq_len: int | None
     lengths: npt.NDArray[np.int32]
     supervised: npt.NDArray[np.int32]
+    skipped: npt.NDArray[np.int32]
 
     @property
     def cut(self) -> npt.NDArray[np.int32]:
@@ -141,6 +155,26 @@ class CutExamples:
     def rows_cut(self) -> npt.NDArray[np.bool_]:
         """Bool (R,): whether each row loses tokens."""
         return self.arrays.per_row(self.cut) > 0
+
+
+def _tokens_to_skip(mask: npt.NDArray[np.uint8], max_seq_len: int) -> int:
+    """Return how many tokens to skip at the start of an example, so that `max_seq_len` follow.
+
+    A skipped answer is skipped whole. The last one is kept from its start, after a token to predict
+    it from, even if its end is cut then.
+
+    mask         0 0 1 1 0 0 0 1 1
+    max_seq_len        6: skip 4, as the first answer does not fit whole
+    """
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    starts, ends = edges[::2], edges[1::2]
+    skip = len(mask) - max_seq_len
+    if not len(starts):
+        return skip
+    answer = int(np.searchsorted(starts, skip, side="right")) - 1
+    if answer >= 0 and skip < ends[answer]:
+        skip = int(ends[answer])
+    return min(skip, max(int(starts[-1]) - 1, 0))
 
 
 def _as_columns(rows: Sequence[Sequence[Example]], start: int = 0) -> dict[str, Any]:
@@ -290,7 +324,7 @@ def _kept(number: int, file: CutExamples) -> tuple[npt.NDArray[Any], ...]:
     """Return file, start, length, supervised tokens, row and row identity of each kept example."""
     arrays, kept = file.arrays, np.flatnonzero(file.supervised)
     identities = np.repeat(arrays.identities, np.diff(arrays.first_of_row))[kept]
-    starts = arrays.ends[kept] - arrays.lengths[kept]
+    starts = arrays.ends[kept] - arrays.lengths[kept] + file.skipped[kept]
     numbers = np.full(len(kept), number, dtype=np.int32)
     return numbers, starts, file.lengths[kept], file.supervised[kept], arrays.rows[kept], identities
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from mlxtune.core.data.ledger import EncodedFile
 
 SCHEMA_VERSION = 1
 _SHORTEST_LIMIT = 128
+# The share of the supervised tokens that may be cut off without a word.
+_MOST_CUT = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +207,36 @@ def pieces(example: Example, tokenizer: Tokenizer) -> Iterator[Piece]:
             text, tokens = "", 0
 
 
-def limits(files: Sequence[EncodedFile], current: int) -> tuple[LengthLimit, ...]:
+@dataclass(frozen=True)
+class CutLoss:
+    """The share of supervised tokens that --max-seq-len cuts off, and a limit that keeps 99%."""
+
+    share: float
+    enough: int
+
+
+def cut_loss(files: Sequence[EncodedFile], max_seq_len: int, at: str) -> CutLoss | None:
+    """Return the loss of supervised tokens by cutting examples; None where it is below 1%.
+
+    The limit that is enough is a power of two, or halfway between two of them.
+    """
+    most, share = 1 - _MOST_CUT, _supervised_share(files, max_seq_len, at)
+    if share >= most:
+        return None
+    longest = max(int(file.arrays.lengths.max(initial=0)) for file in files)
+    powers = [2**k for k in range(1, longest.bit_length() + 1)]
+    sizes = sorted({*powers, *(3 * power // 2 for power in powers)})
+    sizes = [size for size in sizes if size > max_seq_len]
+    found = bisect_left(sizes, most, key=lambda size: _supervised_share(files, size, at))
+    return CutLoss(1 - share, sizes[found])
+
+
+def _supervised_share(files: Sequence[EncodedFile], max_seq_len: int, at: str) -> float:
+    kept = sum(int(file.arrays.cut(max_seq_len, at=at).supervised.sum()) for file in files)
+    return kept / max(sum(int(file.arrays.supervised.sum()) for file in files), 1)
+
+
+def limits(files: Sequence[EncodedFile], current: int, at: str) -> tuple[LengthLimit, ...]:
     """Return the losses under the current limit, and powers of two up to the longest example."""
     longest = max((int(file.arrays.lengths.max(initial=0)) for file in files), default=0)
     sizes = {current}
@@ -212,15 +244,15 @@ def limits(files: Sequence[EncodedFile], current: int) -> tuple[LengthLimit, ...
     while size // 2 < longest:
         sizes.add(size)
         size *= 2
-    every = [_limit(files, size) for size in sorted(sizes)]
+    every = [_limit(files, size, at) for size in sorted(sizes)]
     # Of limits that cut the same rows, show only the shortest.
     first = {(limit.rows_cut, limit.rows_lost): limit.max_seq_len for limit in reversed(every)}
     shown = {current, every[-1].max_seq_len, *first.values()}
     return tuple(limit for limit in every if limit.max_seq_len in shown)
 
 
-def _limit(files: Sequence[EncodedFile], size: int) -> LengthLimit:
-    cuts = [file.arrays.cut(size) for file in files]
+def _limit(files: Sequence[EncodedFile], size: int, at: str) -> LengthLimit:
+    cuts = [file.arrays.cut(size, at=at) for file in files]
     return LengthLimit(
         max_seq_len=size,
         rows_cut=sum(int(each.rows_cut.sum()) for each in cuts),

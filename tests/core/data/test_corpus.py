@@ -300,3 +300,32 @@ def test_columns_are_little_endian_as_the_picture_shows(tmp_path: Path) -> None:
     assert arrays.per_row(np.array([5, 7, 11])).tolist() == [12, 11]
     assert arrays.supervised.tolist() == [2, 1, 1]
     assert arrays.cut(3).supervised.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("mask", "limit", "kept"),
+    [
+        # The context goes, and the answer stays.
+        ("000000111", 5, slice(4, 9)),
+        # An answer of an earlier turn goes whole.
+        ("001100011", 6, slice(4, 9)),
+        ("001100011", 7, slice(4, 9)),
+        ("001100011", 8, slice(1, 9)),
+        # The last answer is kept from its start.
+        ("000111111", 4, slice(2, 6)),
+        ("111111", 4, slice(0, 4)),
+        ("00011000", 4, slice(2, 6)),
+        ("0011", 4, slice(0, 4)),
+    ],
+)
+def test_cut_at_the_start_keeps_the_last_answer(mask: str, limit: int, kept: slice) -> None:
+    pairs = [(i, int(each)) for i, each in enumerate(mask)]
+    first = [(1, [[(90, 0), (91, 1)]])]  # not at the start of the arrays
+    arrays = in_memory([*first, (2, [pairs])])
+    cut = arrays.cut(limit, at="start")
+    corpus = Corpus([cut])
+    assert plain(corpus[1]) == pairs[kept]
+    assert cut.supervised.tolist() == [1, sum(mask for _, mask in pairs[kept])]
+    assert corpus.part_of_row(1) == (1, 1, len(pairs))
+    digest = in_memory([*first, (2, [pairs[kept]])])
+    assert corpus.data_hash() == Corpus([digest.cut()]).data_hash()

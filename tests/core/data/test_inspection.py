@@ -18,10 +18,12 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.inspection import (
     Cost,
+    CutLoss,
     Distribution,
     InspectedExamples,
     LengthLimit,
     Piece,
+    cut_loss,
     limits,
     pieces,
 )
@@ -83,7 +85,7 @@ ROWS = st.dictionaries(
 def test_limit_cuts_what_a_loop_over_rows_would_cut(
     files: list[list[tuple[int, list[list[int]]]]], current: int
 ) -> None:
-    (found,) = limits([encoded(rows) for rows in files], current)
+    (found,) = limits([encoded(rows) for rows in files], current, "end")
 
     expected = {"rows_cut": 0, "rows_lost": 0, "tokens_cut": 0, "supervised_cut": 0}
     for _, masks in (row for rows in files for row in rows):
@@ -116,7 +118,7 @@ def test_limits_are_powers_of_two_that_cover_the_longest_and_the_current_one(
     # Each limit cuts other rows than the one before it.
     lengths = [size + 1 for size in sizes if size < longest]
     rows = [(i, [[1] * min(length, longest)]) for i, length in enumerate([*lengths, longest], 1)]
-    found = limits([encoded(rows), encoded([(1, [[1]])])], current)
+    found = limits([encoded(rows), encoded([(1, [[1]])])], current, "end")
 
     assert [one.max_seq_len for one in found] == sizes
     for one in found:
@@ -124,14 +126,14 @@ def test_limits_are_powers_of_two_that_cover_the_longest_and_the_current_one(
 
 
 def test_of_limits_that_cut_the_same_rows_the_shortest_and_the_current_one_are_told() -> None:
-    found = limits([encoded([(1, [[1] * 5000]), (2, [[1] * 200])])], 1024)
+    found = limits([encoded([(1, [[1] * 5000]), (2, [[1] * 200])])], 1024, "end")
 
     assert [one.max_seq_len for one in found] == [128, 256, 1024, 8192]
     assert [one.rows_cut for one in found] == [2, 1, 1, 0]
 
 
 def test_limits_of_no_files_are_the_current_one() -> None:
-    assert limits([], 512) == (LengthLimit(512, 0, 0, 0, 0),)
+    assert limits([], 512, "end") == (LengthLimit(512, 0, 0, 0, 0),)
 
 
 # Examples
@@ -346,3 +348,30 @@ def test_inspection_is_json_with_its_version_and_knows_its_errors() -> None:
     assert [finding.kind for finding in INSPECTION.errors] == ["looks wrong"]
     assert str(Place("a.jsonl", 7)) == "a.jsonl:7"
     assert str(Place("a.jsonl", 7, "odd")) == "a.jsonl:7: odd"
+
+
+@pytest.mark.parametrize(
+    ("length", "limit", "found"),
+    [
+        (1000, 512, CutLoss(0.488, 1024)),
+        (600, 512, CutLoss(88 / 600, 768)),
+        (600, 300, CutLoss(0.5, 768)),
+        (770, 512, CutLoss(258 / 770, 768)),
+        (515, 512, None),
+        (500, 512, None),
+    ],
+)
+def test_loss_of_supervised_tokens_names_the_smallest_round_limit(
+    length: int, limit: int, found: CutLoss | None
+) -> None:
+    loss = cut_loss([encoded([(1, [[1] * length])])], limit, "end")
+    if loss is None or found is None:
+        assert loss is found
+    else:
+        assert (loss.share, loss.enough) == (pytest.approx(found.share), found.enough)
+
+
+def test_context_cut_at_its_start_loses_no_supervised_tokens() -> None:
+    file = encoded([(1, [[0] * 900 + [1] * 100])])
+    assert cut_loss([file], 512, "end") == CutLoss(1.0, 1024)
+    assert cut_loss([file], 512, "start") is None
