@@ -6,14 +6,18 @@ from contextlib import closing
 
 from mlxtune.backend.models import model_folder
 from mlxtune.commands.prepare.dataset import (
+    SPLIT_ADVICE,
     Dataset,
     Reader,
     data_files,
     load_dataset,
+    split_problem,
     with_hub_data,
 )
 from mlxtune.config import InspectConfig, as_path
 from mlxtune.core.data import findings, inspection
+from mlxtune.core.data.findings import Finding
+from mlxtune.core.data.places import where
 from mlxtune.core.files.files import check_outputs, make_folder, write_file
 from mlxtune.core.steps import order
 from mlxtune.errors import DataError
@@ -74,18 +78,23 @@ def show(config: InspectConfig) -> None:
 
 
 def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection.Inspection:
-    if dataset.validation is None:
+    problem = split_problem(dataset.corpus, dataset.validation)
+    held_out: list[int] = []
+    if dataset.validation is None and problem is None:
         identities = dataset.corpus.identities
         _, held_out = order.hold_out_rows(
             identities, config.val_split, config.seed, config.val_rows
         )
         dataset.hold_out(held_out)
-    else:
+    elif dataset.validation is not None:
         trained = dataset.corpus.num_rows
         held_out = list(range(trained, trained + dataset.validation.num_rows))
     parts = [part for part in (dataset.corpus, dataset.validation) if part is not None]
     examples = inspection.InspectedExamples(parts, held_out)
     every_finding = (*dataset.findings, *findings.skip_findings(dataset.files))
+    if problem is not None:
+        rows = dataset.corpus.num_rows
+        every_finding = (Finding("error", problem, rows, SPLIT_ADVICE), *every_finding)
     if config.row is None:
         chosen = examples.choose(every_finding, ON_PAGE if config.html else ELSEWHERE)
     elif not (chosen := examples.of_row(config.row)):
@@ -112,7 +121,7 @@ def why_not_shown(row: int, reader: Reader, dataset: Dataset) -> str:
     for file in dataset.files:
         problem = reader.why_skipped(file.skipped.path, row)
         if problem is not None:
-            return f"{file.skipped.path}:{row}: {problem}; row skipped"
+            return f"{where(file.skipped.path, row)}: {problem}; row skipped"
     paths = ", ".join(str(file.skipped.path) for file in dataset.files)
     return f"{paths}: has no row {row}: --row takes the number of a row that is not blank"
 

@@ -82,8 +82,8 @@ class EvalConfig(RowsConfig, UseConfig):
     data: tuple[str, ...] = same(
         DataConfig,
         "data",
-        help="Data to evaluate: .jsonl, .json, .jsonl.gz or .parquet, a folder with test.jsonl or "
-        "valid.jsonl, or owner/name[/config][@revision][:split] on Hugging Face; may be repeated.",
+        help="Data to evaluate: .jsonl, .json, .csv or .tsv, perhaps .gz, or .parquet; a folder "
+        "with test.jsonl or valid.jsonl; or owner/name[/config][@revision][:split] on Hugging Face; may be repeated.",
     )
     turns: str = same(DataConfig, "turns", help="Assistant turns to score.")
     generate: bool = GENERATION.option(

@@ -68,7 +68,9 @@ def _summary(inspection: Inspection) -> list[str]:
         cut = (limit.rows_cut, limit.rows_lost, limit.tokens_cut, limit.supervised_cut)
         limits.append((f"{mark} {limit.max_seq_len:,}", *cut))
     tables = {"lengths": map(_columns, lengths), "limits": map(_columns, limits)}
-    return render_lines("inspection.txt", _safe, seen=inspection, sums=_sums, more=_more, **tables)
+    return render_lines(
+        "inspection.txt", _safe, seen=inspection, sums=_sums, more=_more, places=_places, **tables
+    )
 
 
 def _columns(cells: Sequence[Any]) -> str:
@@ -92,6 +94,16 @@ def _sums(ledger: Mapping[str, Any]) -> list[tuple[int, str, list[tuple[int, str
     ]
 
 
+def _places(finding: Finding) -> Iterator[tuple[str, str]]:
+    """Yield the rows of a finding and what there is to see; the path of several only once."""
+    before = ""
+    for place in finding.places:
+        number = place.where.removeprefix(place.path)
+        shown = " " * len(place.path) + number if before == place.path else place.where
+        yield shown, place.detail.replace(place.path, "")
+        before = place.path
+
+
 def _more(finding: Finding) -> int:
     return finding.rows - len({(place.path, place.row) for place in finding.places})
 
@@ -112,7 +124,7 @@ def _examples(
             f"{example.supervised:,} supervised"
         )
         kinds = f"  [yellow]{_safe(', '.join(example.kinds))}[/]" if example.kinds else ""
-        place = f"[cyan]{_safe(f'{example.path}:{example.row}')}[/]"
+        place = f"[cyan]{_safe(example.where)}[/]"
         yield Text()
         yield _line(f"[dim]── [/]{place}  {_safe(facts)}{kinds}")
         yield _example_text(example.pieces, coloured)

@@ -9,6 +9,7 @@ from functools import partial
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
+from mlxtune.core.data.places import where
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.evaluation import Evaluation, Sample, verdict_lines
 from mlxtune.core.run.metrics import (
@@ -82,7 +83,7 @@ def finding_line(finding: Finding) -> str:
     first = finding.places[0]
     detail = f" ({first.detail})" if first.detail else ""
     more = f", and {finding.rows - 1:,} more" if finding.rows > 1 else ""
-    return f"{first.path}:{first.row}: {finding.kind}{detail}{more}: {finding.advice}"
+    return f"{where(first.path, first.row)}: {finding.kind}{detail}{more}: {finding.advice}"
 
 
 def step_line(

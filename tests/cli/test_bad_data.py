@@ -32,8 +32,8 @@ packed = functools.partial(gzip.compress, mtime=0)
         (packed(b"{}\n"), "none of its 1 rows .*data.jsonl:1: no known format"),
         (packed(b"{}\n" * 99)[:-9], "is a damaged gzip file .*copy or compress it again"),
         (packed(bytes(range(256)) * 20), "is a binary file"),
-        ('{"messages": []}\n'.encode("utf-16"), "is a binary file"),
-        (b'[\n{"messages": []}\n]\n', "none of its 1 rows .*data.jsonl:1: no assist"),
+        ('{"messages": []}\n'.encode("utf-16"), "is text in UTF-16"),
+        (b'[\n{"messages": []}\n]\n', "none of its 1 rows .*data.jsonl\\[1\\]: no assist"),
         (b'[\n{"messages": []\n]\n', "data.jsonl: not a valid JSON array .* at line 3, col"),
         (
             b'{\n"messages": []\n}\n',
@@ -41,7 +41,10 @@ packed = functools.partial(gzip.compress, mtime=0)
         ),
         (b"PAR1 and nothing else", "is a damaged parquet file"),
         (b"\x80\x81\n\xfe\n", "none of its 2 rows .*data.jsonl:1: not UTF-8"),
-        (b'{"messages": []}\n{"txt": "x"}\n3\n', "none of its 3 rows .*data.jsonl:1: no assist"),
+        (
+            b'{"messages": []}\n{"txt": "x"}\n3\n',
+            "none of its 3 rows .*data.jsonl:1: no assist",
+        ),
         (b'{"messages": []}\n{"text": "x"}\n', "data.jsonl:2: is in the text format, but the file"),
     ],
     ids=[
@@ -71,7 +74,8 @@ def test_missing_file_is_named_with_its_option(train: Cli, tmp_path: Path, optio
 def test_folder_in_place_of_a_file_is_refused(train: Cli, tmp_path: Path, option: str) -> None:
     said = {
         "--data": "has no file to train on: name a file in it, or rename one to any of "
-        "train.jsonl, train.json, train.jsonl.gz, train.json.gz, train.parquet",
+        "train.jsonl, train.json, train.jsonl.gz, train.json.gz, train.parquet, "
+        "train.csv, train.tsv, train.csv.gz, train.tsv.gz",
         "--val-data": "is a folder: name a file in it",
     }
     assert train(option, tmp_path).error == f"{tmp_path}: {said[option]}"
@@ -133,7 +137,7 @@ def test_name_that_is_too_long_for_a_file_is_said(train: Cli, option: str) -> No
 def test_output_whose_name_is_too_long_is_an_error_before_any_work(train: Cli) -> None:
     name = "a" * 5000
     error = train("--output", name).error
-    assert error.startswith(f"{name}: cannot be written: File name too long")
+    assert error.startswith(f"{name}/adapters.safetensors: cannot be written: File name too long")
 
 
 # Rows

@@ -40,11 +40,6 @@ REFUSED: dict[str, tuple[list[Any], Callable[[Path], object], list[object], str]
         [*sums(2), {"words": "x"}],
         *(as_it_is, ["--strict"], "{file}:3: no 'messages' (its keys: 'words'); 1 of 3 rows"),
     ),
-    "one row": (sums(1), as_it_is, [], "{file}: one row cannot be both trained on and held out"),
-    "the same rows": (
-        sums(1) * 3,
-        *(as_it_is, [], "{file}: rows that are all the same cannot be both"),
-    ),
     "no row": (["# nothing"], as_it_is, [], "{file}: has no rows"),
     "no good row": ([{"messages": []}], as_it_is, [], "{file}: none of its 1 rows can be trained"),
     "all rows cut": (

@@ -54,14 +54,20 @@ def test_template_that_writes_the_date_is_warned_of_and_encoded_anew_on_another_
     assert Reader(config, folder)._key(chat) == key
 
 
-def test_one_row_that_is_left_says_how_many_were_skipped_and_why(
-    cli: Cli, folder: Path, tmp_path: Path
+def test_one_good_row_among_bad_ones_is_shown_and_refused_by_train(
+    cli: Cli, train: Cli, folder: Path, tmp_path: Path
 ) -> None:
     data = write_chat(tmp_path / "data.jsonl", [*sums(1), "{}", "[]"])
     outcome = cli("inspect", "--model-path", folder, "--data", data)
     assert outcome.code == 1
-    assert "one row cannot be both trained on and held out" in outcome.err
-    assert f"2 others were skipped, the first: {data}:2: no 'messages'" in outcome.err
+    assert "error: one row cannot be both trained on and held out (1 row)" in outcome.out
+    assert f"{data}:2  its keys: none" in outcome.out
+    assert "── " + str(data) + ":1" in outcome.out
+    assert "train refuses this data: one row cannot be both trained on" in outcome.err
+    assert (
+        f"{data}: one row cannot be both trained on and held out: add rows or set --val-split 0; "
+        f"2 others were skipped, the first: {data}:2: no 'messages' (its keys: none)"
+    ) in train("--data", data).error
 
 
 def test_quiet_prints_warnings_only(cli: Cli, folder: Path, tmp_path: Path) -> None:

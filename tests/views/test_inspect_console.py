@@ -86,7 +86,7 @@ def test_errors_stand_before_warnings_with_their_places() -> None:
         "warning: answer cut off (51 rows)",
         "Raise --max-seq-len to 2153.",
         "data/chat.jsonl:33  1,300 tokens",
-        "data/chat.jsonl:999",
+        ":999",
         "and 49 more rows",
     ]
     assert "Findings  none" in printed(dataclasses.replace(INSPECTION, findings=()))

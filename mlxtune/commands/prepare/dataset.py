@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from mlxtune.backend.models.model_folder import read_config, vocab_size
 from mlxtune.backend.text.chat_template import ChatTemplate, read_chat_template, start_process
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
-from mlxtune.config import OPTIONS, DataConfig, EvalConfig, as_path
+from mlxtune.config import OPTIONS, DataConfig, EvalConfig, InspectConfig, as_path
 from mlxtune.config.data import parse_fields
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
@@ -36,6 +36,7 @@ from mlxtune.views.console import RunConsole
 
 # Folders whose code decides the contents of an encoded file.
 _ENCODING_CODE = ("core/data", "backend/text")
+SPLIT_ADVICE = "add rows or set --val-split 0"
 Config = TypeVar("Config", bound=DataConfig | EvalConfig)
 
 
@@ -93,8 +94,10 @@ class Reader:
         config, tokenizer = self._config, self.tokenizer
         if not self.template_source:
             render, end = TEMPLATES[self._built_in], END_OF_TURN[self._built_in]
-            known = len(tokenizer.encode_batch([end])[0].ids) == 1
-            always = {} if known else {NO_END_OF_TURN: end}
+            known = [name for name, each in END_OF_TURN.items() if _is_token(tokenizer, each)]
+            fitting = [f"--template {name}" for name in known] or ["--format text, as none fits"]
+            always = {NO_END_OF_TURN: f"{end}: use {' or '.join(fitting)}"}
+            always = {} if self._built_in in known else always
             return Encoder(lambda row: render(row, config.turns), tokenizer, always)
         chat_template = ChatTemplate(self.template_source, tokenizer.special_tokens)
         template = ModelTemplate(
@@ -194,6 +197,10 @@ class Reader:
             if file.is_file()
             and file.suffix in (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
         }
+
+
+def _is_token(tokenizer: ModelTokenizer, text: str) -> bool:
+    return len(tokenizer.encode_batch([text])[0].ids) == 1
 
 
 @cache  # the code that runs stays what it was when the process started
@@ -332,13 +339,11 @@ def _check_corpus(
     validation: Corpus | None,
     files: Sequence[EncodedFile],
 ) -> None:
-    if validation is None and (corpus.identities == corpus.identities[0]).all():
+    if (kind := split_problem(corpus, validation)) and not isinstance(config, InspectConfig):
         skipped = [file.skipped for file in files if file.skipped.total]
         others = f"; {sum(each.total for each in skipped)} others were skipped, the first: "
         raise DataError(
-            f"{', '.join(config.data)}: "
-            f"{'one row' if corpus.num_rows == 1 else 'rows that are all the same'} cannot be both "
-            "trained on and held out: add rows or set --val-split 0"
+            f"{', '.join(config.data)}: {kind}: {SPLIT_ADVICE}"
             f"{others + skipped[0].first() if skipped else ''}"
         )
     vocab_size = reader.vocab_size
@@ -348,6 +353,14 @@ def _check_corpus(
             f"{config.model_path}: its tokenizer gives token {largest}, but the model knows only "
             f"{vocab_size}: use the model's own tokenizer files"
         )
+
+
+def split_problem(corpus: Corpus, validation: Corpus | None) -> str | None:
+    """Return why no rows can be held out of the training data, None if they can or need not."""
+    if validation is not None or (corpus.identities != corpus.identities[0]).any():
+        return None
+    rows = "one row" if corpus.num_rows == 1 else "rows that are all the same"
+    return f"{rows} cannot be both trained on and held out"
 
 
 def report_findings(dataset: Dataset, console: RunConsole) -> None:

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.data.encode import Example
+from mlxtune.core.data.places import where
 from mlxtune.core.files.files import new_file
 from mlxtune.core.files.reading import open_regular
 
@@ -362,7 +363,7 @@ class CorpusRows:
 
     def where(self, index: int) -> str:
         path, row = self.place(index)
-        return f"{path}:{row}" if path else f"row {row}"
+        return where(path, row) if path else f"row {row}"
 
     def __getitem__(self, place: int) -> RowExamples:
         return self.corpus.row(self.indices[place])

@@ -7,6 +7,7 @@ import numpy as np
 
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.ledger import EncodedFile
+from mlxtune.core.data.places import where
 from mlxtune.core.data.problems import ADVICE, DUPLICATE, ERRORS, LEAK, RowTally
 
 _PLACES = 5
@@ -20,8 +21,12 @@ class Place:
     row: int
     detail: str = ""
 
+    @property
+    def where(self) -> str:
+        return where(self.path, self.row)
+
     def __str__(self) -> str:
-        return f"{self.path}:{self.row}" + (f": {self.detail}" if self.detail else "")
+        return self.where + (f": {self.detail}" if self.detail else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,7 @@ def _note_duplicates(files: Sequence[EncodedFile], corpus: Corpus) -> None:
     for index in np.flatnonzero(original != np.arange(corpus.num_rows)):
         file, row = corpus.place_of(int(index))
         other, other_row = corpus.place_of(int(original[index]))
-        detail = f"same as {files[other].skipped.path}:{other_row}"
+        detail = f"same as {where(files[other].skipped.path, other_row)}"
         files[file].notes.count(row, DUPLICATE, detail)
 
 

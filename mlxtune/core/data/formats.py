@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from mlxtune.config.data import MESSAGE_NAMES, ROW_NAMES
 from mlxtune.core.data.conversation import Conversation, Document, parse_conversation, parse_tools
+from mlxtune.core.data.places import where
 from mlxtune.core.data.problems import BadRow, SkippedRows, json_type, parse_json
 from mlxtune.core.data.sources.datafiles import read_objects
 from mlxtune.errors import DataError, shorten
@@ -22,6 +23,10 @@ from mlxtune.errors import DataError, shorten
 JsonObject = Mapping[str, Any]
 # Of so many bad rows, this share of all shows that the file, or the format, is the wrong one.
 _MANY, _MOST_BAD = 100_000, 0.99
+# Keys of a prompt, of an answer, and of texts that belong to a prompt, in files of other tools.
+_ASKS = ("instruction", "question", "query", "prompt", "input")
+_ANSWERS = ("output", "response", "answer", "completion")
+_BESIDE = ("context", "passage", "document", "choices")
 _BOOLEANS = {"true": True, "false": False}
 
 
@@ -61,15 +66,16 @@ def read_rows(
                 raise content
             renamed = _rename_row(content, fields) if fields else content
             _check_answers_are_good(renamed)
+            renamed = _with_our_keys(renamed)
             if file_format is None or not file_format.fits(renamed):
                 recognised = recognise(renamed) if format == "auto" else None
                 if recognised is None:
                     raise _missing_keys(content, renamed, file_format, fields)
                 if file_format is not None:
                     raise DataError(
-                        f"{path}:{row}: is in the {recognised} format, but the file is in {name} "
-                        f"since row {since}: give each format its own file, or name one with "
-                        "--format to skip the others"
+                        f"{where(path, row)}: is in the {recognised} format, but the file is in "
+                        f"{name} since row {since}: give each format its own file, or name one "
+                        "with --format to skip the others"
                     )
                 name, since, file_format = recognised, row, FORMATS[recognised]
             converted = file_format.convert(row, renamed)
@@ -111,6 +117,31 @@ def _check_answers_are_good(content: JsonObject) -> None:
         raise BadRow("a pair of preferences", "'chosen' and 'rejected': use --objective dpo")
     if kind == "labelled" and _label(content) is False:
         raise BadRow("an answer labelled as bad", "'label' is false: use --objective kto")
+
+
+def _with_our_keys(content: JsonObject) -> JsonObject:
+    """Return a row of no format with the keys of one, if keys known elsewhere have one reading.
+
+    Raises BadRow for several readings, of which --field chooses one.
+    """
+    if recognise(content) is not None:
+        return content
+    prompts, answers, contexts = (
+        [key for key in keys if content.get(key) is not None] for keys in (_ASKS, _ANSWERS, _BESIDE)
+    )
+    if not prompts or not answers:
+        return content
+    alpaca = "instruction" in prompts and prompts in (["instruction"], ["instruction", "input"])
+    asks, answers_as = ("instruction", "output") if alpaca else ("prompt", "completion")
+    if len(answers) == 1 and not contexts and (alpaca or len(prompts) == 1):
+        return _rename(content, {asks: prompts[0], answers_as: answers[0]})
+    beside = f" --field input={contexts[0]}" if contexts and alpaca else ""
+    readings = [f"--field {asks}={ask} --field {answers_as}={answers[0]}" for ask in prompts]
+    readings += [f"--field {asks}={prompts[0]} --field {answers_as}={one}" for one in answers[1:]]
+    raise BadRow(
+        f"two readings of {', '.join(map(repr, (*prompts, *contexts, *answers)))}",
+        f"give {readings[0]}{beside}" if beside else f"give {' or '.join(readings[:2])}",
+    )
 
 
 def _missing_keys(

@@ -19,6 +19,7 @@ from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example, Tokenizer
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import EncodedFile
+from mlxtune.core.data.places import where
 
 SCHEMA_VERSION = 1
 _SHORTEST_LIMIT = 128
@@ -96,6 +97,10 @@ class ShownExample:
     cut: int
     pieces: tuple[Piece, ...]
     kinds: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        return where(self.path, self.row)
 
 
 @dataclass(frozen=True)

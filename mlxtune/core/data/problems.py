@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxtune.core.data.places import where
+
 CONTROL_TOKEN = "control token written in content"
 DOUBLE_BOS = "BOS twice at the start"
 DROPPED_CONTENT = "text beside a tool call left out by the template"
@@ -30,7 +32,7 @@ ADVICE = {
     DUPLICATE: "each copy is trained on: keep one, unless the copies are intended",
     LEAK: "the validation loss looks better than it is: remove it from one of the two",
     MERGED_SYSTEM: "--merge-system did this: merge it likewise at inference",
-    NO_END_OF_TURN: "the model does not know it and will not stop there: choose another --template",
+    NO_END_OF_TURN: "the model does not know it and will not stop there: use a template that fits",
     NO_PROMPT: "there is nothing to answer, so it is context and not trained on",
     TRUNCATED_ANSWER: "the model learns neither its end nor when to stop: raise --max-seq-len",
 }
@@ -92,14 +94,14 @@ class SkippedRows(RowTally):
         """Yield `path:line: reason` for the first rows of each reason, then a count of others."""
         for kind, places in self.places.items():
             for row, detail in places:
-                yield f"{self.path}:{row}: {BadRow(kind, detail)}; row skipped"
+                yield f"{where(self.path, row)}: {BadRow(kind, detail)}; row skipped"
             if (more := self.counts[kind] - len(places)) > 0:
                 yield f"{self.path}: {more} more rows skipped: {kind}"
 
     def first(self) -> str:
         """Return `path:line: reason` for the first row that was skipped."""
         row, problem = min(self.problems.items())
-        return f"{self.path}:{row}: {problem}"
+        return f"{where(self.path, row)}: {problem}"
 
 
 def check_values(text: bytes) -> None:

@@ -203,9 +203,9 @@ def evaluation_of(
     rows = judged.rows
     for name, sums in (("base", base), ("first adapted", start), ("adapted", adapted)):
         if sums is not None and not np.isfinite(sums.losses).all():
-            path, row = rows.place(int(np.argmin(np.isfinite(sums.losses))))
+            where = rows.where(int(np.argmin(np.isfinite(sums.losses))))
             raise NonFiniteLossError(
-                f"{path}:{row}: its loss under the {name} model is not finite: "
+                f"{where}: its loss under the {name} model is not finite: "
                 "check the model, or use --dtype float32"
             )
     evaluation = Evaluation(

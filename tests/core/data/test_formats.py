@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,57 @@ def test_preference_is_recognised_by_its_keys() -> None:
     assert preference_kind({"chosen": "a"}) is None
 
 
+@pytest.mark.parametrize(
+    ("row", "ours"),
+    [
+        ({"question": "Hi", "answer": "Hello!"}, PROMPT),
+        ({"input": "Hi", "output": "Hello!", "id": 3}, PROMPT),
+        ({"query": "Hi", "response": "Hello!"}, PROMPT),
+        ({"prompt": "Hi", "response": "Hello!"}, PROMPT),
+        ({"instruction": "Hi", "response": "Hello!"}, ALPACA),
+        ({"instruction": "A", "input": "b", "response": "c"}, None),
+    ],
+)
+def test_keys_known_elsewhere_are_recognised(
+    tmp_path: Path, row: dict[str, Any], ours: dict[str, Any] | None
+) -> None:
+    ours = ours or {"instruction": "A", "input": "b", "output": "c"}
+
+    assert converted(tmp_path, row) == converted(tmp_path, ours)
+
+
+@pytest.mark.parametrize(
+    ("row", "advice"),
+    [
+        (
+            {"question": "a", "query": "b", "answer": "c"},
+            "give --field prompt=question --field completion=answer or "
+            "--field prompt=query --field completion=answer",
+        ),
+        (
+            {"input": "a", "output": "b", "response": "c"},
+            "give --field prompt=input --field completion=output or "
+            "--field prompt=input --field completion=response",
+        ),
+        (
+            {"instruction": "a", "context": "b", "response": "c"},
+            "give --field instruction=instruction --field output=response --field input=context",
+        ),
+    ],
+)
+def test_keys_with_two_readings_are_named_with_the_field_that_reads_them(
+    tmp_path: Path, row: dict[str, Any], advice: str
+) -> None:
+    good, skipped = read(tmp_path, row)
+
+    assert not good
+    ((kind, detail),) = [(each.kind, each.detail) for each in skipped.problems.values()]
+    assert kind == f"two readings of {', '.join(map(repr, row))}"
+    assert detail == advice
+    pairs = re.findall(r"--field (\S+)", advice.split(" or ")[0])
+    assert read(tmp_path, row, fields=parse_fields(pairs))[1].total == 0
+
+
 def test_first_row_recognised_decides_for_the_file(tmp_path: Path) -> None:
     rows = [3, {"id": 1}, {"messages": []}, CHAT, {"prompt": 1}, CHAT | TEXT]
 
@@ -131,7 +183,7 @@ def test_rows_of_an_array_are_not_called_lines(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text(json.dumps([TEXT, PROMPT], indent=2))
 
-    with pytest.raises(DataError, match=r"json:2: is in the prompt .* in text since row 1: "):
+    with pytest.raises(DataError, match=r"json\[2\]: is in the prompt .* in text since row 1: "):
         list(read_rows(path, SkippedRows(path)))
 
 

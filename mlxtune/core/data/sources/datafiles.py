@@ -1,6 +1,6 @@
-"""From data files to rows: JSON lines, a JSON array, either of them gzipped, or parquet.
+"""From data files to rows: JSON lines, a JSON array, CSV, any of them gzipped, or parquet.
 
-The first bytes decide what a file is, not its name.
+The first bytes decide what a file is, not its name; only CSV and TSV go by their names.
 """
 
 import gzip
@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from mlxtune.core.data.places import PARQUET, UTF8_BOM, has_elements, is_zipped, read_head
 from mlxtune.core.data.problems import BadRow, json_type, parse_json
 from mlxtune.core.data.sources.expansion import check_gzip
 from mlxtune.core.data.sources.parquet import parquet_rows
+from mlxtune.core.data.sources.tables import NAMES as TABLES
+from mlxtune.core.data.sources.tables import check_no_spreadsheet, is_table, table_rows
 from mlxtune.core.files.reading import open_regular, open_zipped
 from mlxtune.core.files.sizes import check_stored
 from mlxtune.errors import DataError, one_line
 
 # File names in a data folder: mlx-lm's, and the same with the endings of the other kinds.
-ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
-_UTF8_BOM = b"\xef\xbb\xbf"
-_GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
-_HEAD_BYTES = 8192
+ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *TABLES)
 _MAX_LINE_BYTES = 1 << 26
 # Of a JSON array, which is read as a whole: one character beyond 16 bits makes all take 32.
 _MAX_ARRAY_BYTES = 1 << 27
@@ -98,19 +98,21 @@ def read_objects(path: Path) -> Iterator[NumberedRow]:
     """Yield each row's number, from 1, and its object or the reason why it has none.
 
     A row of JSON lines is a line that is neither blank nor a comment (`#` first), and its number
-    is the line's. Lines end in LF or CRLF; a UTF-8 byte order mark is dropped. A row of a JSON
-    array or of parquet is an element, and its number is the element's.
+    is the line's. Lines end in LF or CRLF; a UTF-8 byte order mark is dropped. A row of CSV or TSV
+    has the number of its first line. A row of a JSON array or of parquet is an element, and its
+    number is the element's.
 
     Only arrays are held in memory as a whole. Raises DataError when a file cannot be read, or
     unpacks to far more than its size.
     """
     head = _head(path)
-    if head.startswith(_PARQUET):
+    if head.startswith(PARQUET):
         return parquet_rows(path)
-    if _is_zipped(path):
+    if is_zipped(path):
         check_gzip(path)
-    is_array = head.removeprefix(_UTF8_BOM).lstrip().startswith(b"[")
-    return _array_rows(path) if is_array else _line_rows(path)
+    if is_table(path, head):
+        return _table_rows(path)
+    return _array_rows(path) if has_elements(head) else _line_rows(path)
 
 
 # Paths
@@ -157,22 +159,23 @@ def _file_named(stem: str, folder: Path) -> list[Path]:
 
 def _head(path: Path) -> bytes:
     """Return the first bytes, unzipped. Raises DataError when they are not data."""
-    with _reading(path), _open(path) as file:
-        head = file.read(_HEAD_BYTES)
+    with _reading(path):
+        head = read_head(path)
     if not head:
         raise DataError(f"{path}: is empty: it needs one JSON object per line")
-    if b"\0" in head and not head.startswith(_PARQUET):
+    check_no_spreadsheet(path, head)
+    if b"\0" in head and not head.startswith(PARQUET):
         raise DataError(f"{path}: is a binary file: save it as JSON lines in UTF-8, or as parquet")
     return head
 
 
-def _is_zipped(path: Path) -> bool:
-    with open_regular(path) as file:
-        return file.read(len(_GZIP)) == _GZIP
-
-
 def _open(path: Path) -> IO[bytes]:
-    return open_zipped(path) if _is_zipped(path) else open_regular(path)
+    return open_zipped(path) if is_zipped(path) else open_regular(path)
+
+
+def _table_rows(path: Path) -> Iterator[NumberedRow]:
+    with _reading(path), _open(path) as file:
+        yield from table_rows(path, file, _MAX_LINE_BYTES)
 
 
 # JSON
@@ -188,7 +191,7 @@ def _line_rows(path: Path) -> Iterator[NumberedRow]:
                     f"{path}:{number}: is longer than {_MAX_LINE_BYTES:,} bytes: write one JSON "
                     "object per line"
                 )
-            content = (line.removeprefix(_UTF8_BOM) if number == 1 else line).strip()
+            content = (line.removeprefix(UTF8_BOM) if number == 1 else line).strip()
             if content and not content.startswith(b"#"):
                 last = number
                 yield number, _parse(content)
@@ -216,7 +219,7 @@ def _object(content: Any) -> dict[str, Any] | BadRow:
 def _array_rows(path: Path) -> Iterator[NumberedRow]:
     try:
         with _reading(path), _open(path) as file:
-            content = file.read(_MAX_ARRAY_BYTES + 1).removeprefix(_UTF8_BOM)
+            content = file.read(_MAX_ARRAY_BYTES + 1).removeprefix(UTF8_BOM)
         if len(content) > _MAX_ARRAY_BYTES:
             raise BadRow(f"a JSON array of more than {_MAX_ARRAY_BYTES:,} bytes")
         elements = parse_json(content, "not a valid JSON array")

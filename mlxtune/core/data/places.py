@@ -1,0 +1,36 @@
+"""Where a row stands, as messages name it: a line of a file, or an element of an array."""
+
+import zlib
+from pathlib import Path
+
+from mlxtune.core.files.reading import open_regular, open_zipped
+
+UTF8_BOM = b"\xef\xbb\xbf"
+GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
+_HEAD_BYTES = 8192
+
+
+def where(path: str | Path, row: int) -> str:
+    """Return `path:26` for a row that is a line, `path[26]` for an element; both count from 1."""
+    try:
+        head = read_head(Path(path))
+    except (OSError, ValueError, EOFError, zlib.error):
+        head = b""
+    return f"{path}[{row}]" if has_elements(head) else f"{path}:{row}"
+
+
+def has_elements(head: bytes) -> bool:
+    """Return whether a file that starts like this is parquet or a JSON array."""
+    return head.startswith(PARQUET) or head.removeprefix(UTF8_BOM).lstrip().startswith(b"[")
+
+
+def is_zipped(path: Path) -> bool:
+    """Return whether a file is gzip. Raises OSError."""
+    with open_regular(path) as file:
+        return file.read(len(GZIP)) == GZIP
+
+
+def read_head(path: Path) -> bytes:
+    """Return the first bytes, unzipped. Raises what opening and unzipping do."""
+    with open_zipped(path) if is_zipped(path) else open_regular(path) as file:
+        return file.read(_HEAD_BYTES)

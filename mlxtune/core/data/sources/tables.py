@@ -1,0 +1,122 @@
+"""Rows of CSV and TSV files with a header, and the files of spreadsheets, which are refused.
+
+A row's number is the line on which it starts; a value in quotes may go on over several lines.
+"""
+
+import csv
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from mlxtune.core.data.problems import BadRow, parse_json
+from mlxtune.errors import DataError, one_line, shorten
+
+NAMES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_DELIMITERS = ",;\t"
+# Columns whose values are lists, which a table holds as JSON text.
+_LISTS = ("messages", "conversations", "history")
+# By their first bytes: .xlsx, .ods and .numbers are zip archives; .xls is older.
+_SPREADSHEETS = {
+    b"PK\x03\x04": "a spreadsheet or another archive",
+    b"\xd0\xcf\x11\xe0": "an Excel file",
+}
+_EXPORT = (
+    "save it as CSV: in Excel, File > Save As > CSV UTF-8; in Numbers, File > Export To > CSV; in "
+    "LibreOffice or Google Sheets likewise"
+)
+
+
+def is_table(path: Path, head: bytes) -> bool:
+    """Return whether a file is CSV or TSV: its name says so, unless it starts as JSON does."""
+    return path.name.lower().endswith(NAMES) and not head.lstrip().startswith((b"{", b"["))
+
+
+def check_no_spreadsheet(path: Path, head: bytes) -> None:
+    """Raise DataError for a spreadsheet, and for a table in the encoding of one."""
+    for start, kind in _SPREADSHEETS.items():
+        if head.startswith(start):
+            raise DataError(f"{path}: is {kind}: {_EXPORT}")
+    if head.startswith(_UTF16):
+        raise DataError(f"{path}: is text in UTF-16: save it in UTF-8, from Excel as CSV UTF-8")
+
+
+def table_rows(path: Path, file: IO[bytes], longest: int) -> Iterator[tuple[int, Any]]:
+    """Yield each row's number and its object, without empty cells, or the reason for none.
+
+    `longest` is the most bytes of a line, and of a value. Raises DataError.
+    """
+    csv.field_size_limit(longest)
+    lines = _lines(path, file, longest)
+    start, names, delimiter = _header(path, lines)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    while True:
+        number = start + reader.line_num + 1
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            yield number, BadRow("not valid CSV", one_line(error))
+            continue
+        if cells is None:
+            return
+        if any(cells):
+            yield number, _object(names, cells)
+
+
+def _lines(path: Path, file: IO[bytes], longest: int) -> Iterator[str]:
+    number = 0
+    while line := file.readline(longest):
+        number += 1
+        if len(line) == longest and not line.endswith(b"\n"):
+            raise DataError(f"{path}:{number}: is longer than {longest:,} bytes: split it")
+        text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        # Bytes of another encoding are found in their row.
+        yield text.decode("utf-8", "surrogateescape")
+
+
+def _header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str]:
+    """Return how many lines the header takes, the names of the columns, and what is between them.
+
+    Spreadsheets write `;` where the comma is the decimal point.
+    """
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        tried = {each: _split(line, each) for each in _DELIMITERS}
+        delimiter = max(tried, key=lambda each: len(tried[each]))
+        names = [name.strip() for name in tried[delimiter]]
+        twice = {name for name in names if name and names.count(name) > 1}
+        if twice:
+            raise DataError(
+                f"{path}:{number}: has two columns {shorten(min(twice))}: rename one of them"
+            )
+        return number, names, delimiter
+    raise DataError(f"{path}: is empty: it needs a line of column names, then one row a line")
+
+
+def _split(line: str, delimiter: str) -> Sequence[str]:
+    try:
+        return next(csv.reader([line], delimiter=delimiter, strict=True))
+    except csv.Error:
+        return [line]
+
+
+def _object(names: Sequence[str], cells: Iterable[str]) -> dict[str, Any] | BadRow:
+    values = list(cells)
+    if len(values) > len(names) and any(values[len(names) :]):
+        detail = f"{len(values)} of {len(names)}: put values with a separator in quotes"
+        return BadRow("more cells than columns", detail)
+    found: dict[str, Any] = {
+        name: value for name, value in zip(names, values, strict=False) if name and value
+    }
+    try:
+        for value in found.values():
+            value.encode("utf-8")
+        for name in _LISTS:
+            if name in found:
+                found[name] = parse_json(found[name], f"'{name}' is text that is not JSON")
+    except UnicodeEncodeError:
+        return BadRow("not UTF-8", "save it as CSV UTF-8")
+    except BadRow as problem:
+        return problem
+    return found

@@ -1,0 +1,157 @@
+"""CSV and TSV with a header: their rows and line numbers; spreadsheets; elements of arrays."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxtune.core.data.places import where
+from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.sources.datafiles import find_data_files, read_objects
+from mlxtune.errors import DataError
+
+
+def rows_of(path: Path) -> list[tuple[int, Any]]:
+    return [
+        (number, str(row) if isinstance(row, BadRow) else row) for number, row in read_objects(path)
+    ]
+
+
+def table(folder: Path, content: str | bytes, name: str = "data.csv") -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_rows_have_the_number_of_their_first_line(tmp_path: Path) -> None:
+    path = table(
+        tmp_path,
+        '\ufeffprompt, completion,id\r\n\r\nHi,Hello!,1\r\n"two\r\nlines","He said ""no"""\r\n'
+        "x,,\r\n,,\r\na,b,c,d\r\nlast,one,2,",
+    )
+
+    assert rows_of(path) == [
+        (3, {"prompt": "Hi", "completion": "Hello!", "id": "1"}),
+        (4, {"prompt": "two\r\nlines", "completion": 'He said "no"'}),
+        (6, {"prompt": "x"}),
+        (8, "more cells than columns (4 of 3: put values with a separator in quotes)"),
+        (9, {"prompt": "last", "completion": "one", "id": "2"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("data.tsv", "prompt\tcompletion\na, b\tc;d\n"),
+        ("data.csv", 'prompt;completion\n"a, b";"c;d"\n'),
+        ("DATA.CSV", 'prompt,completion\n"a, b","c;d"\n'),
+        ("data.csv.gz", gzip.compress(b'prompt,completion\n"a, b","c;d"\n')),
+    ],
+)
+def test_separator_is_the_header_s(tmp_path: Path, name: str, content: str | bytes) -> None:
+    assert rows_of(table(tmp_path, content, name)) == [(2, {"prompt": "a, b", "completion": "c;d"})]
+
+
+def test_broken_row_is_skipped_and_the_next_is_read(tmp_path: Path) -> None:
+    path = table(tmp_path, b'text\nCaf\xe9\n"a" b\n"[1"\nmore\n')
+
+    assert rows_of(path) == [
+        (2, "not UTF-8 (save it as CSV UTF-8)"),
+        (3, "not valid CSV (',' expected after '\"')"),
+        (4, {"text": "[1"}),
+        (5, {"text": "more"}),
+    ]
+
+
+def test_lists_are_json_in_a_cell(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    path = tmp_path / "data.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["messages"], [json.dumps(messages)], ["['a']"]])
+
+    assert rows_of(path) == [
+        (2, {"messages": messages}),
+        (3, "'messages' is text that is not JSON (Expecting value at column 2)"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("data.xlsx", b"PK\x03\x04...", "spreadsheet or another archive: save it as CSV: in Excel"),
+        ("data.xls", b"\xd0\xcf\x11\xe0...", "is an Excel file: save it as CSV: in Excel, File > "),
+        ("data.csv", "a,b\n".encode("utf-16"), "is text in UTF-16: save it in UTF-8"),
+        ("data.csv", "a,b,a\n", ":1: has two columns 'a': rename one of them"),
+        ("data.csv", "\n\n", "is empty: it needs a line of column names"),
+    ],
+)
+def test_file_that_is_no_table_is_refused_with_the_remedy(
+    tmp_path: Path, name: str, content: str | bytes, said: str
+) -> None:
+    with pytest.raises(DataError) as raised:
+        rows_of(table(tmp_path, content, name))
+
+    assert said in str(raised.value)
+
+
+def test_line_longer_than_any_row_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("mlxtune.core.data.sources.datafiles._MAX_LINE_BYTES", 1000)
+
+    with pytest.raises(DataError, match=r"data\.csv:2: is longer than 1,000 bytes"):
+        rows_of(table(tmp_path, "text\n" + "a" * 2000 + "\n"))
+
+
+def test_value_without_end_is_one_bad_row(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("mlxtune.core.data.sources.datafiles._MAX_LINE_BYTES", 1000)
+
+    found = rows_of(table(tmp_path, 'text\n"' + "a\n" * 2000))
+
+    assert found[0] == (2, "not valid CSV (field larger than field limit (1000))")
+
+
+def test_json_in_a_file_named_as_a_table_is_json(tmp_path: Path) -> None:
+    assert rows_of(table(tmp_path, '{"text": "a"}\n')) == [(1, {"text": "a"})]
+
+
+def test_folder_may_hold_tables(tmp_path: Path) -> None:
+    table(tmp_path, "text\na\n", "train.csv")
+    table(tmp_path, "text\na\n", "valid.tsv")
+
+    found = find_data_files([tmp_path])
+
+    assert [path.name for path in found.all] == ["train.csv", "valid.tsv"]
+
+
+CELLS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=8)
+
+
+@given(st.lists(st.lists(CELLS, min_size=2, max_size=2), max_size=5))
+@settings(deadline=None)
+def test_what_python_writes_is_read(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[list[str]]
+) -> None:
+    path = tmp_path_factory.mktemp("table") / "data.csv"
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_ALL)
+        writer.writerows([["left", "right"], *rows])
+
+    written = [dict(zip(("left", "right"), row, strict=True)) for row in rows]
+    expected = [{k: v for k, v in row.items() if v} for row in written]
+    assert [row for _, row in read_objects(path)] == [row for row in expected if row]
+
+
+def test_elements_of_an_array_are_not_lines(tmp_path: Path) -> None:
+    array, lines = tmp_path / "data.json", tmp_path / "data.jsonl"
+    array.write_text('\n[{"text": 1}]')
+    lines.write_text('{"text": 1}')
+
+    assert where(array, 26) == f"{array}[26]"
+    assert where(lines, 26) == f"{lines}:26"
+    assert where("gone.jsonl", 26) == "gone.jsonl:26"
