@@ -157,7 +157,8 @@ class DataConfig(RowsConfig, _Source):
     data: tuple[str, ...] = FILES.option(
         (),
         "Data to train on: .jsonl, .json, .csv or .tsv, perhaps .gz, or .parquet; a folder with "
-        "train.jsonl and valid.jsonl; or owner/name[/config][@revision][:split] on Hugging Face; may be repeated.",
+        "train.jsonl and valid.jsonl; or owner/name[/config][@revision][:split] on "
+        "Hugging Face; may be repeated.",
         INPUT,
         path=True,
         required=True,

@@ -83,7 +83,8 @@ class EvalConfig(RowsConfig, UseConfig):
         DataConfig,
         "data",
         help="Data to evaluate: .jsonl, .json, .csv or .tsv, perhaps .gz, or .parquet; a folder "
-        "with test.jsonl or valid.jsonl; or owner/name[/config][@revision][:split] on Hugging Face; may be repeated.",
+        "with test.jsonl or valid.jsonl; or owner/name[/config][@revision][:split] on "
+        "Hugging Face; may be repeated.",
     )
     turns: str = same(DataConfig, "turns", help="Assistant turns to score.")
     generate: bool = GENERATION.option(
