@@ -32,9 +32,8 @@ OF_PATHS = {
 
 EXCEPTIONS = {
     ("config/files.py", "path.open"): "the layer below core, which reads 64 KB of --config",
-    ("views/pages/page.py", "resources.files(...).joinpath(...).read_text"): "package data, "
-    "which may be in an archive",
-    ("hub/adapters.py", "resources.files(...).joinpath(...).read_text"): "the same",
+    ("hub/adapters.py", "resources.files(...).joinpath(...).read_text"): "package data, which may "
+    "be in an archive",
     ("cli/process.py", "os.open"): "gives the null device the numbers of closed streams",
     ("cli/process.py", "open"): "an object for the stream that is open already",
     ("benchmark/worker.py", "os.fdopen"): "a copy of stdout",

@@ -63,7 +63,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     # The machine
     "cli/commands.py": {"read_text": PACKAGED},
     "core/machine/blas.py": {"read_text": PACKAGED},
-    "views/pages/page.py": {"read_text": PACKAGED},
     "core/files/limited_child.py": {"read_text": SYSTEM},
     "backend/workers/environment.py": {"read_text": SYSTEM},
 }

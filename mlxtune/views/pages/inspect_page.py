@@ -18,7 +18,7 @@ from mlxtune.views.visible import Stretch
 # A long example shows this many pieces at its start and end; the others are folded.
 _HEAD, _TAIL = 400, 120
 
-PAGE = PageType(command="inspect", script="inspect_page.js")
+PAGE = PageType(command="inspect", scripts=("inspect_page.js",))
 
 
 def render_page(inspection: Inspection) -> str:

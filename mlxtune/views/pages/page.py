@@ -8,11 +8,10 @@ import base64
 import hashlib
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from mlxtune.core.files.files import as_output_error
@@ -29,21 +28,24 @@ _START = 4096
 class PageType:
     """The pages of one command.
 
-    `styles` and `script` are files of `templates/`, added to the files of all pages.
+    `styles` and `scripts` are files of `templates/`, added to the files of all pages. `package` is
+    the package of the page's own templates, `connects` the addresses that its script may fetch.
     """
 
     command: str
-    script: str
+    scripts: tuple[str, ...]
     styles: tuple[str, ...] = ()
+    package: str = __package__
+    connects: str = ""
 
     def render(self, template: str, **context: Any) -> str:
         """Return a page made from a template that extends page.html.
 
         Its content security policy allows its own script and style alone, by their hashes.
         """
-        style = "".join(map(asset, ("page.css", *self.styles)))
-        script = asset("page.js") + asset(self.script)
-        page = render(
+        style = "".join(asset(name, self.package) for name in ("page.css", *self.styles))
+        script = "".join(asset(name, self.package) for name in ("page.js", *self.scripts))
+        page = self.fragment(
             template,
             page=self,
             style=Markup(style),
@@ -53,6 +55,10 @@ class PageType:
             **context,
         )
         return str(page)
+
+    def fragment(self, template: str, **context: Any) -> Markup:
+        """Return a template filled in, which may be one of the page's own package."""
+        return render(template, self.package, **context)
 
     def check_replaceable(self, target: Path, option: str) -> None:
         """Raise OutputError if the page named by `option` would replace another kind of file."""
@@ -70,15 +76,15 @@ class PageType:
         return not start or f'<meta name="generator" content="mlxtune {self.command}">' in start
 
 
-def render(template: str, **context: Any) -> Markup:
-    """Return a template of `templates/` filled in."""
-    return Markup(_environment().get_template(template).render(context))
+def render(template: str, package: str = __package__, **context: Any) -> Markup:
+    """Return a template of `templates/`, or of another package's, filled in."""
+    return Markup(_environment(package).get_template(template).render(context))
 
 
 @cache
-def _environment() -> Environment:
+def _environment(package: str) -> Environment:
     environment = Environment(
-        loader=PackageLoader(__package__),
+        loader=ChoiceLoader([PackageLoader(package), PackageLoader(__package__)]),
         autoescape=True,
         finalize=_shown,
         undefined=StrictUndefined,
@@ -119,8 +125,10 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole else "0%"
 
 
-def asset(name: str) -> str:
-    return resources.files(__package__).joinpath("templates", name).read_text("utf-8")
+def asset(name: str, package: str = __package__) -> str:
+    environment = _environment(package)
+    assert environment.loader is not None
+    return environment.loader.get_source(environment, name)[0]
 
 
 def _hash(content: str) -> str:

@@ -26,7 +26,11 @@ from mlxtune.views.pages.charts import Chart, draw
 from mlxtune.views.pages.page import PageType, asset, render
 from mlxtune.views.pages.run_charts import charts_of, comparison_charts, loss_chart, style_of
 
-PAGE = PageType(command="report", styles=("chart.css", "run_page.css"), script="run_page.js")
+PAGE = PageType(
+    command="report",
+    styles=("chart.css", "run_page.css"),
+    scripts=("chart.js", "run_page.js"),
+)
 # Answers on a page, and how many of them are not folded.
 _MOST_SAMPLES, _OPEN_SAMPLES = 40, 3
 # A longer text is cut.
