@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator as GeneratorType
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
@@ -81,6 +82,10 @@ class Answer:
     tokens_per_second: float
 
 
+# The texts of an answer as they come, with the answer as a whole at the end.
+Stream = GeneratorType[str, None, Answer]
+
+
 class _Stopped(Exception):
     """Stops reading a long prompt, which mlx-lm's progress callback cannot do otherwise."""
 
@@ -109,10 +114,28 @@ class Generator:
         on_text: Callable[[str], None] = lambda text: None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Answer:
-        """Generate an answer; `on_text` is called with its text as it comes, in whole characters.
+        """Generate an answer as `stream` does; `on_text` is called with each text as it comes."""
+        stream = self.stream(prompt, sampling, should_stop)
+        while True:
+            try:
+                if text := next(stream):
+                    on_text(text)
+            except StopIteration as end:
+                answer: Answer = end.value
+                return answer
 
-        `should_stop` is called after each token, and while a long prompt is read; the answer then
-        ends there. Raises MemoryLimitError, GpuError, or ModelError for logits that are no numbers.
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> Stream:
+        """Yield an answer's text token by token, in whole characters, perhaps empty.
+
+        The value at the end is the Answer. `should_stop` is called after each token, and while a
+        long prompt is read; the answer then ends there. The model may be another one between two
+        tokens, if it is the same again for the next. Raises MemoryLimitError, GpuError, or
+        ModelError for logits that are no numbers.
         """
         started = time.perf_counter()
         cache, reused = self._prepared(prompt.ids)
@@ -122,19 +145,14 @@ class Generator:
         shown: list[str] = []
         tokens: list[int] = []
         ends, reason, first = self._tokenizer.eos_ids | {prompt.end}, "length", started
-
-        def show(text: str) -> None:
-            if text:
-                shown.append(text)
-                on_text(text)
-
         try:
             for token in self._steps(prompt.ids[reused:], cache, sampling, should_stop):
                 if not tokens:
                     first = time.perf_counter()
                 tokens.append(token)
                 if token not in ends:
-                    show(stream.add(self._tokenizer.spell([token])[0]))
+                    shown.append(stream.add(self._tokenizer.spell([token])[0]))
+                    yield shown[-1]
                 if token in ends or stream.stopped:
                     reason = "stop"
                     break
@@ -144,7 +162,8 @@ class Generator:
             self._keep(cache, [*prompt.ids, *tokens])
         except _Stopped:
             reason = "interrupted"
-        show(stream.finish())
+        shown.append(stream.finish())
+        yield shown[-1]
         elapsed = time.perf_counter() - first
         return Answer(
             text="".join(shown),
