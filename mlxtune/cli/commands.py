@@ -79,7 +79,9 @@ def _demo(config: str | None, **flags: Any) -> None:
         console.say("" if number else "Next", line, copyable=True)
 
 
-def _train(config: str | None, dry_run: bool, resume: str | None, **flags: Any) -> None:
+def _train(
+    config: str | None, dry_run: bool, resume: str | None, open_page: bool, **flags: Any
+) -> None:
     """Start a run, or resume one with its own options and those given."""
     if resume is None:
         checked, point = merged(TrainConfig, config, flags), None
@@ -93,7 +95,12 @@ def _train(config: str | None, dry_run: bool, resume: str | None, **flags: Any) 
 
     from mlxtune.commands.train import train
 
-    train(checked, dry_run=dry_run, resume=point)
+    observers = []
+    if open_page:
+        from mlxtune.watch.watch import PageOpener
+
+        observers = [PageOpener(checked.checkpoint_path)]
+    train(checked, dry_run=dry_run, resume=point, observers=observers)
 
 
 def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) -> bool:
@@ -184,7 +191,19 @@ COMMANDS: tuple[click.Command, ...] = (
             type=click.Path(),
         ),
         _flag("--dry-run", "Stop before the first step, and print the plan."),
+        _flag("--open open_page", "Open the live page of mlxtune watch in the browser."),
         config=TrainConfig,
+    ),
+    _command(
+        "watch",
+        "mlxtune.watch.watch:show",
+        "Watch runs on a live page in the browser.\n\n"
+        "For a run in progress or done, or a folder of several, side by side: curves, memory, time "
+        "left, where every row went, and a button that stops and saves. After a run, ask its "
+        "model, with and without the adapter. The page is served on this machine alone, until it "
+        "has been closed for ten minutes and no run is in progress.",
+        "mlxtune watch out",
+        click.Argument(["folder"], metavar="FOLDER", type=click.Path()),
     ),
     _command(
         "eval",

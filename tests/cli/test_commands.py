@@ -18,7 +18,18 @@ from tests.command import Cli
 from tests.paths import ROOT
 
 # Those whose result is a file, a conversation or text to be read or run as it is.
-NEEDS_NO_JSON = ["demo", "train", "generate", "chat", "fuse", "export", "import", "report", "push"]
+NEEDS_NO_JSON = [
+    "demo",
+    "train",
+    "watch",
+    "generate",
+    "chat",
+    "fuse",
+    "export",
+    "import",
+    "report",
+    "push",
+]
 each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda each: str(each.name))
 
 

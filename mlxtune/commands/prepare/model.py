@@ -1,6 +1,6 @@
 """The model of a command: opened and given LoRA to train, or loaded with its adapter to run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from mlxtune.backend.models import loading, model_folder
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.quantize import format_name
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.text.generate import Generator, seed
+from mlxtune.backend.text.generate import Answer, Generator, Sampling, Stream, seed
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
 from mlxtune.commands.prepare.dataset import Reader
@@ -203,3 +203,35 @@ def start_generator(config: ChatConfig, loaded: LoadedModel, reader: Reader) -> 
     if config.seed is not None:
         seed(config.seed)
     return Generator(loaded.base.model, reader.tokenizer, loaded.base.vocab_size)
+
+
+class BothModels:
+    """Answers with the base model and with the adapter, a token of each in turn.
+
+    Each keeps the cache of its own conversation.
+    """
+
+    def __init__(self, config: ChatConfig, loaded: LoadedModel, reader: Reader) -> None:
+        self._loaded, self._sampling = loaded, config.part(Sampling)
+        # By whether the adapter is on.
+        self._generators = {on: start_generator(config, loaded, reader) for on in (False, True)}
+
+    def answer(
+        self, prompts: Mapping[bool, Prompt], should_stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[bool, str | Answer]]:
+        """Yield whether the adapter is on, and the next text of its answer or, last, all of it.
+
+        Raises MemoryLimitError, GpuError or ModelError.
+        """
+        streams: dict[bool, Stream] = {
+            on: self._generators[on].stream(prompt, self._sampling, should_stop)
+            for on, prompt in prompts.items()
+        }
+        while streams:
+            for on, stream in list(streams.items()):
+                self._loaded.use_adapter(on)
+                try:
+                    yield on, next(stream)
+                except StopIteration as end:
+                    del streams[on]
+                    yield on, end.value

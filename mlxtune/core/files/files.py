@@ -78,16 +78,18 @@ def open_to_write(path: Path) -> IO[bytes]:
     return file
 
 
-def write_file(target: Path, content: Iterable[bytes]) -> None:
+def write_file(target: Path, content: Iterable[bytes], *, private: bool = False) -> None:
     """Write a file whole or not at all, from pieces of its content.
 
-    Raises OutputError; the target then keeps its content.
+    Only the user may read a `private` one. Raises OutputError; the target then keeps its content.
     """
     temporary = beside(target)
     with as_output_error(target):
         ours.check_file(target)
         try:
             with temporary.open("xb") as file:
+                if private:
+                    os.fchmod(file.fileno(), 0o600)
                 file.writelines(content)
                 file.flush()
                 _sync(file.fileno())
@@ -97,9 +99,10 @@ def write_file(target: Path, content: Iterable[bytes]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def write_json(target: Path, value: Any) -> None:
-    """Write a JSON file whole or not at all. Raises OutputError."""
-    write_file(target, [(json.dumps(value, indent=2, allow_nan=False) + "\n").encode()])
+def write_json(target: Path, value: Any, *, private: bool = False) -> None:
+    """Write a JSON file as `write_file` does. Raises OutputError."""
+    content = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    write_file(target, [content.encode()], private=private)
 
 
 def append_line(target: Path, line: str) -> None:

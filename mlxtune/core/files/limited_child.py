@@ -29,7 +29,7 @@ def _limit_memory(size: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
     """End this process once its parent has ended, as by a signal that lets it do nothing more."""
     while os.getppid() == parent:
         time.sleep(_LOOK_EVERY)
@@ -39,7 +39,7 @@ def _end_with(parent: int) -> None:
 def main() -> None:
     """Run a script under the limit: `MEMORY SCRIPT [ARGUMENT…]`."""
     memory, script, *arguments = sys.argv[1:]
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     functions = runpy.run_path(script)
     prepared = functions["prepare"]()
     if LIMITS_ITSELF:

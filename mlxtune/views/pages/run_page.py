@@ -103,7 +103,7 @@ def _run_context(run: Run, view: RunView) -> dict[str, Any]:
         "defaults": [(flag, own) for flag, (own, _, differ) in options.items() if not differ],
         "origin": _origin(run, view),
         **_chart_context(charts_of(run, view)),
-        **_evaluation_context(run),
+        **evaluation_context(run),
     }
 
 
@@ -123,7 +123,7 @@ def _settings(run: Run, view: RunView) -> dict[str, str]:
     }
 
 
-def _evaluation_context(run: Run) -> dict[str, Any]:
+def evaluation_context(run: Run) -> dict[str, Any]:
     model = text(run.config, "model_path") or "MODEL"
     return {
         "evaluation": run.evaluation,

@@ -1,0 +1,72 @@
+"""The process that answers questions on the page of a run; `asking.py` starts and ends it.
+
+Its argument are the options as JSON. Each line of stdin is a question in JSON, each line of stdout
+an object: a text to add to the answer of the `base` model or of the `adapter`, the new `status`,
+`notes` or a `problem`. It ends with stdin, or with its parent.
+"""
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from mlxtune.backend.text.generate import Answer
+from mlxtune.commands.prepare.dataset import Reader
+from mlxtune.commands.prepare.model import (
+    BothModels,
+    check_prompt_length,
+    find_model,
+    load_model,
+    prompted_as_trained,
+)
+from mlxtune.config import ChatConfig
+from mlxtune.config.limits import RECORD, parse_json
+from mlxtune.core.data.prompt import prompt_of
+from mlxtune.core.files.limited_child import end_with
+from mlxtune.errors import MlxTuneError
+from mlxtune.views.console import RunConsole
+
+_NAMES = {False: "base", True: "adapter"}
+
+
+def answers(options: dict[str, Any], questions: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """Yield what the page is to show for each question. Raises MlxTuneError if nothing loads."""
+    config = prompted_as_trained(ChatConfig(**options))
+    folder = find_model(config)
+    reader = Reader(config.reading(turns="last"), folder)
+    loaded = load_model(config, folder, RunConsole(quiet=True))
+    both = BothModels(config, loaded, reader)
+    for question in questions:
+        yield {"status": "answering"}
+        try:
+            text = parse_json(question.encode(), RECORD, "the question")
+            content = {"messages": [{"role": "user", "content": text}]}
+            prompt = prompt_of(reader.encoder, content, "the question")
+            check_prompt_length(prompt, loaded.base, "the question")
+            for on, piece in both.answer({False: prompt, True: prompt}):
+                if not isinstance(piece, Answer):
+                    yield {_NAMES[on]: piece}
+                elif piece.finish_reason == "length":
+                    yield {"notes": [f"the answer of the {_NAMES[on]} was cut"]}
+        except MlxTuneError as problem:
+            yield {"problem": str(problem)}
+        yield {"status": ""}
+
+
+def main(out: TextIO) -> None:
+    """Answer the questions on stdin."""
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    options = parse_json(sys.argv[1].encode(), RECORD, "the options")
+    try:
+        for line in answers(options, iter(sys.stdin.readline, "")):
+            print(json.dumps(line), file=out, flush=True)
+    except MlxTuneError as problem:
+        print(json.dumps({"problem": str(problem), "status": ""}), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    # Whatever a library prints must not come between the lines.
+    out, sys.stdout = sys.stdout, sys.stderr
+    main(out)

@@ -1,0 +1,189 @@
+"""The model that answers questions on the page: a process of its own, started on demand.
+
+It loads the model of one run, answers one question at a time, and ends once nobody has asked for
+some minutes, when another run is asked, or with this process.
+"""
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxtune.config.limits import RECORD, parse_json
+from mlxtune.core.files.processes import PIPE, Process, end, own_environment, start
+from mlxtune.core.run.own_runs import is_own
+from mlxtune.core.run.run import Run, read_run, text
+from mlxtune.core.run.summary import RunView
+from mlxtune.errors import ConfigError, MlxTuneError, OutputError
+
+# The longest question in characters, and the longest answer in tokens and, with the loading of the
+# model, in seconds.
+LONGEST_QUESTION, _LONGEST_ANSWER, _SECONDS = 16_000, 512, 600.0
+# The model is let go after so many seconds without a question.
+_KEPT_SECONDS = 300.0
+_WORKER = "mlxtune.watch.answer_worker"
+
+
+@dataclass
+class Question:
+    """A question to the model of a run, and both answers so far.
+
+    `status` is what the process does meanwhile, empty at the end.
+    """
+
+    run: Path
+    text: str
+    base: str = ""
+    adapter: str = ""
+    status: str = "loading the model"
+    problem: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+class Asker:
+    """Asks the models of runs; `on_change` is called whenever an answer grows."""
+
+    def __init__(self, seconds: float = _SECONDS, kept_seconds: float = _KEPT_SECONDS) -> None:
+        self._seconds, self._kept_seconds = seconds, kept_seconds
+        self._lock = threading.Lock()
+        self._question: Question | None = None
+        self._process: Process | None = None
+        self._of: Path | None = None
+        self._letting_go: threading.Timer | None = None
+        self.on_change: Callable[[], None] = lambda: None
+
+    def ask(self, run: Path, question: object) -> None:
+        """Start to answer a question; `question_of` returns it with its answers.
+
+        Raises ConfigError for a question that is no text or too long, OutputError if another one is
+        being answered, or this run cannot be asked.
+        """
+        if not isinstance(question, str) or not question.strip():
+            raise ConfigError(["the question is empty"])
+        if len(question) > LONGEST_QUESTION:
+            raise ConfigError([f"the question has more than {LONGEST_QUESTION:,} characters"])
+        options = _options_of(read_run(run))
+        with self._lock:
+            if self._question is not None and self._question.status:
+                raise OutputError("another question is being answered: wait until it ends")
+            self._question = asked = Question(run, question)
+        self.on_change()
+        threading.Thread(target=self._answer, args=(asked, options), daemon=True).start()
+
+    def question_of(self, run: Path) -> Question | None:
+        """Return the last question, if it was to this run."""
+        asked = self._question
+        return asked if asked is not None and asked.run == run else None
+
+    def hush(self) -> None:
+        """Stop the answer under way, with the process."""
+        asked = self._question
+        if asked is not None and asked.status:
+            asked.problem = "stopped"
+            self.close()
+
+    def close(self) -> None:
+        """End the process and let its memory go."""
+        with self._lock:
+            if self._letting_go is not None:
+                self._letting_go.cancel()
+            process, self._process, self._of = self._process, None, None
+        if process is not None:
+            end(process)
+
+    def _answer(self, asked: Question, options: dict[str, Any]) -> None:
+        try:
+            process = self._process_of(asked.run, options)
+        except OSError as problem:
+            asked.problem, asked.status = f"no process could be started: {problem}", ""
+            self.on_change()
+            return
+        limit = threading.Timer(self._seconds, self._give_up, (asked,))
+        limit.daemon = True
+        limit.start()
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            # `hush` may have come before there was a process to end.
+            if asked.problem:
+                raise OSError(asked.problem)
+            process.stdin.write(json.dumps(asked.text).encode() + b"\n")
+            process.stdin.flush()
+            while asked.status:
+                line = parse_json(process.stdout.readline(RECORD.bytes), RECORD, "the answer")
+                self._add(asked, line)
+        except (OSError, ValueError):
+            # Its end, as by a lack of memory; `hush` and the limit say why themselves.
+            asked.problem = asked.problem or "the process that answers has ended"
+            self.close()
+        finally:
+            limit.cancel()
+            asked.status = ""
+            self._let_go_later()
+            self.on_change()
+
+    def _add(self, asked: Question, line: dict[str, Any]) -> None:
+        """Add what the process has sent to the question."""
+        asked.base += line.get("base", "")
+        asked.adapter += line.get("adapter", "")
+        asked.notes += line.get("notes", [])
+        asked.problem = line.get("problem", asked.problem)
+        asked.status = line.get("status", asked.status)
+        self.on_change()
+
+    def _process_of(self, run: Path, options: dict[str, Any]) -> Process:
+        """Return the process that has the model of a run, started if necessary. Raises OSError."""
+        with self._lock:
+            if self._letting_go is not None:
+                self._letting_go.cancel()
+            running = self._process is not None and self._process.poll() is None
+            if running and self._of == run:
+                assert self._process is not None
+                return self._process
+        self.close()
+        process = start(
+            [sys.executable, "-m", _WORKER, json.dumps(options)],
+            stdin=PIPE,
+            stdout=PIPE,
+            environment=own_environment(),
+        )
+        with self._lock:
+            self._process, self._of = process, run
+        return process
+
+    def _give_up(self, asked: Question) -> None:
+        asked.problem = f"no end within {self._seconds:.0f} seconds"
+        self.close()
+
+    def _let_go_later(self) -> None:
+        with self._lock:
+            self._letting_go = threading.Timer(self._kept_seconds, self.close)
+            self._letting_go.daemon = True
+            self._letting_go.start()
+
+
+def problem_of(run: Run) -> str:
+    """Return why the model of a run cannot be asked; empty if it can."""
+    try:
+        _options_of(run)
+    except MlxTuneError as problem:
+        return str(problem)
+    return ""
+
+
+def _options_of(run: Run) -> dict[str, Any]:
+    """Return the options of the process that answers. Raises OutputError if it cannot."""
+    view = RunView.of(run)
+    model = text(run.config, "model_path")
+    if not view.finished or not view.adapter or not Path(view.adapter).is_file():
+        raise OutputError("the model can be asked once the run has ended with an adapter")
+    # A stranger's run could name any model, to be downloaded or to harm.
+    if not is_own(run.folder):
+        raise OutputError(
+            "this run was not made by you on this machine: ask its model with mlxtune chat "
+            f"--model-path MODEL --adapter {run.name}"
+        )
+    return {"model_path": model, "adapter": view.adapter, "max_new_tokens": _LONGEST_ANSWER}

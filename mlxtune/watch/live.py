@@ -1,0 +1,213 @@
+"""The runs of a folder as parts of a page, read anew while a page follows them."""
+
+import hashlib
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxtune.core.files.lock import holder_of
+from mlxtune.core.run.checkpoint import METRICS
+from mlxtune.core.run.run import find_runs, read_run, run_folder_at
+from mlxtune.core.run.run_folder import (
+    ABOUT,
+    EVALUATION,
+    LEDGER,
+    LOCK,
+    RESULT,
+    previous_number,
+    request_stop,
+)
+from mlxtune.errors import OutputError, one_line
+from mlxtune.watch.asking import Asker, problem_of
+from mlxtune.watch.page import Parts, render_answers, render_page, render_run, render_runs
+
+_FILES = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION)
+# Seconds between looks at a run's files, and between those for new runs; reading takes at most this
+# share of the time.
+_LOOK_EVERY, _FIND_EVERY, _MOST_READING = 1.0, 5.0, 0.1
+# Seconds after which an event is sent that says nothing, to see whether the page is still open.
+_SIGN_OF_LIFE = 10.0
+# The newest runs of a folder that are shown.
+MOST_RUNS = 12
+
+
+def key_of(run: Path) -> str:
+    """Return the name by which the page asks for a run."""
+    return hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+
+
+@dataclass
+class _View:
+    """What a page shows: its parts, and when they have to be looked at again."""
+
+    parts: Parts = field(default_factory=dict)
+    seen: Any = None
+    due: float = 0.0
+
+
+class Live:
+    """The site of `mlxtune watch`: all runs of a folder, or one of them, and the model's answers.
+
+    A page follows one view, the name of a run or "" for all. Files are only read while a page
+    follows them. `folder` is the run's own, by whatever path it was named, or that of several.
+    Raises OutputError if it has no run.
+    """
+
+    def __init__(self, folder: Path, asker: Asker) -> None:
+        self.folder, self._asker = folder, asker
+        with suppress(OutputError):
+            self.folder = run_folder_at(folder)
+        self._lock, self._changed = threading.Lock(), threading.Condition()
+        self._views: dict[str, _View] = {}
+        self._runs: dict[str, Path] = {}
+        self._found = 0.0
+        # The holders that were asked to stop, by run.
+        self._asked: dict[str, Mapping[str, Any] | None] = {}
+        self._pages, self._left = 0, time.monotonic()
+        asker.on_change = self._notify
+        if not self._find():
+            run_folder_at(folder)
+
+    def page(self) -> str:
+        return render_page(self.folder)
+
+    def follow(self, view: str, last: str) -> Iterator[tuple[str, str] | None]:
+        """Yield the parts that have changed, all of them at first, with a hash of all."""
+        sent: Parts = {}
+        with self._followed():
+            quiet_since = time.monotonic()
+            while True:
+                parts = self._parts(view)
+                name = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+                if not sent and name == last:
+                    sent = parts
+                if changed := {k: v for k, v in parts.items() if sent.get(k) != v}:
+                    sent, quiet_since = parts, time.monotonic()
+                    yield name, json.dumps(changed)
+                elif time.monotonic() - quiet_since > _SIGN_OF_LIFE:
+                    quiet_since = time.monotonic()
+                    yield None
+                with self._changed:
+                    self._changed.wait(_LOOK_EVERY)
+
+    def act(self, action: str, values: Mapping[str, Any]) -> bool:
+        run = self._runs.get(str(values.get("run")))
+        if run is None:
+            raise OutputError("this run is no longer there: reload the page")
+        if action == "stop":
+            self._asked[key_of(run)] = holder_of(run / LOCK)
+            request_stop(run)
+            self._renew()
+        elif action == "ask":
+            self._asker.ask(run, values.get("question"))
+        elif action == "hush":
+            self._asker.hush()
+        else:
+            return False
+        return True
+
+    def idle_seconds(self) -> float:
+        """Return for how long no page has been open and no run in progress."""
+        with self._lock:
+            training = any(holder_of(run / LOCK) is not None for run in self._find().values())
+            if self._pages or training:
+                self._left = time.monotonic()
+            return time.monotonic() - self._left
+
+    @contextmanager
+    def _followed(self) -> Iterator[None]:
+        self._pages += 1
+        try:
+            yield
+        finally:
+            self._pages -= 1
+            self._left = time.monotonic()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _renew(self) -> None:
+        """Have all pages look at the files at once."""
+        with self._lock:
+            self._views.clear()
+        self._notify()
+
+    def _find(self) -> dict[str, Path]:
+        """Return the runs to show, looked for anew now and then."""
+        if time.monotonic() >= self._found:
+            started = time.monotonic()
+            try:
+                found = [run_folder_at(self.folder)]
+            except OutputError:
+                every = find_runs(self.folder)
+                found = [run for run in every if previous_number(run.name) is None]
+            found = sorted(sorted(found, key=_changed_at)[-MOST_RUNS:])
+            self._runs = {key_of(run): run for run in found}
+            took = time.monotonic() - started
+            self._found = time.monotonic() + max(_FIND_EVERY, took / _MOST_READING)
+        return self._runs
+
+    def _parts(self, name: str) -> Parts:
+        with self._lock:
+            runs = self._find()
+            # A run that is gone leaves the view of all others.
+            name = name if name in runs else ""
+            chosen = {name: runs[name]} if name else runs
+            view = self._views.setdefault(name, _View())
+            if time.monotonic() >= view.due:
+                self._look(view, chosen)
+            parts = dict(view.parts)
+        asked = self._asker.question_of(next(iter(chosen.values()))) if len(chosen) == 1 else None
+        return {**parts, "answers": render_answers(asked)}
+
+    def _look(self, view: _View, runs: Mapping[str, Path]) -> None:
+        """Read the runs of a view if their files have changed."""
+        started = time.monotonic()
+        if (seen := [_state_of(run) for run in runs.values()]) != view.seen:
+            view.seen, view.parts = seen, self._read(runs)
+        took = time.monotonic() - started
+        view.due = time.monotonic() + max(_LOOK_EVERY, took / _MOST_READING)
+
+    def _read(self, runs: Mapping[str, Path]) -> Parts:
+        # Whatever a run's files hold, the page goes on.
+        try:
+            read = {key: read_run(run) for key, run in runs.items()}
+            stopping = {
+                key
+                for key, run in read.items()
+                if run.holder is not None and self._asked.get(key) == run.holder
+            }
+            if len(read) != 1:
+                return render_runs(read, stopping)
+            ((key, run),) = read.items()
+            several = len(self._runs) > 1
+            return render_run(key, run, problem_of(run), several=several, stopping=bool(stopping))
+        except Exception as problem:  # noqa: BLE001
+            return {"head": "", "problem": f"The run cannot be shown: {one_line(problem)}"}
+
+
+def _state_of(run: Path) -> list[Any]:
+    """Return what is different once a run's files have changed."""
+    state: list[Any] = [holder_of(run / LOCK)]
+    for name in _FILES:
+        try:
+            status = (run / name).stat()
+        except OSError:
+            state.append(None)
+        else:
+            state.append((status.st_ino, status.st_size, status.st_mtime_ns))
+    return state
+
+
+def _changed_at(run: Path) -> float:
+    """Return when a run's records last changed; 0 without any."""
+    try:
+        return (run / METRICS).stat().st_mtime
+    except OSError:
+        return 0.0

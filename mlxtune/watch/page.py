@@ -1,0 +1,125 @@
+"""The live page: its frame, and the parts that the server sends whenever they change."""
+
+import math
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from mlxtune.core.run.run import Run, number, text
+from mlxtune.core.run.summary import RunView
+from mlxtune.core.text import byte_size, count, duration
+from mlxtune.views.pages.charts import Chart, draw
+from mlxtune.views.pages.page import PageType
+from mlxtune.views.pages.run_charts import charts_of, comparison_charts, style_of
+from mlxtune.views.pages.run_page import comparison_headline, evaluation_context
+from mlxtune.watch.asking import LONGEST_QUESTION, Question
+
+PAGE = PageType(
+    command="watch",
+    styles=("chart.css", "run_page.css", "watch.css"),
+    scripts=("chart.js", "watch.js"),
+    package=__package__,
+    connects="'self'",
+)
+# The markup of each part by its name, empty for one that is not shown; `chart_data` are the values
+# of the charts, `can_ask` is a truth value, and `title` the page's title.
+Parts = dict[str, Any]
+_PARTS = ("problem", "back", "head", "charts", "why_not", "samples", "data")
+# The time left is that of as many steps as before.
+_RECENT_STEPS = 50
+
+
+def render_page(folder: Path) -> str:
+    """Return the page without its parts."""
+    return PAGE.render("watch.html", folder=str(folder), longest_question=LONGEST_QUESTION)
+
+
+def render_run(key: str, run: Run, why_not: str, *, several: bool, stopping: bool) -> Parts:
+    """Return the parts of one run; `why_not` says why its model cannot be asked."""
+    view = RunView.of(run)
+    state = run_state(key, run, view, stopping=stopping)
+    return _parts(
+        title=f"{state['share']} · {view.name}" if state["share"] else view.name,
+        back="several" if several else "",
+        head=_fragment("run_head.html", view=view, **state),
+        **_charts(charts_of(run, view)),
+        can_ask=not why_not,
+        why_not=why_not if view.finished else "",
+        samples=_fragment("evaluation.html", **evaluation_context(run)) if run.evaluation else "",
+        data=_fragment("ledgers.html", ledgers=run.ledgers),
+    )
+
+
+def render_runs(runs: Mapping[str, Run], stopping: Set[str]) -> Parts:
+    """Return the parts of several runs side by side."""
+    views = [RunView.of(run) for run in runs.values()]
+    rows = [
+        {
+            "view": view,
+            "style": style_of(place),
+            **run_state(key, run, view, stopping=key in stopping),
+        }
+        for place, ((key, run), view) in enumerate(zip(runs.items(), views, strict=True))
+    ]
+    title = count(len(runs), "run")
+    head = _fragment("runs_head.html", rows=rows, sentence=comparison_headline(views))
+    return _parts(title=title, head=head, **_charts(comparison_charts(list(runs.values()), views)))
+
+
+def run_state(key: str, run: Run, view: RunView, *, stopping: bool) -> dict[str, Any]:
+    """Return how far a run is: its share in words, the time left, and its memory."""
+    total, running = view.total_steps, view.status == "running"
+    left = seconds_left(run, view) if running else None
+    limit = number(run.about, "plan", "memory", "limit")
+    return {
+        "key": key,
+        "share": f"{100 * view.step / total:.0f}%" if running and total else "",
+        "left": "" if left is None else f"about {duration(left)} left",
+        "limit": limit,
+        "run_figures": _figures(view, limit),
+        "running": running,
+        "stopping": stopping,
+        "model": text(run.config, "model_path"),
+    }
+
+
+def seconds_left(run: Run, view: RunView) -> float | None:
+    """Return the time that the steps to come will take; None before the first one is measured."""
+    seconds = [each for each in run.column("seconds")[-_RECENT_STEPS:] if math.isfinite(each)]
+    if view.total_steps is None or not seconds:
+        return None
+    return max(view.total_steps - view.step, 0) * math.fsum(seconds) / len(seconds)
+
+
+def _figures(view: RunView, limit: float | None) -> dict[str, str]:
+    figures = dict(view.figures)
+    if view.peak_memory and limit:
+        name = next(each for each in figures if each.startswith("peak memory"))
+        figures[f"{name}; the limit is {byte_size(limit)}"] = figures.pop(name)
+    return figures
+
+
+def render_answers(question: Question | None) -> str:
+    """Return a question and its answers so far."""
+    if question is None:
+        return ""
+    return _fragment("answers.html", question=question)
+
+
+def _parts(**parts: Any) -> Parts:
+    return dict.fromkeys(_PARTS, "") | {"can_ask": False, **parts}
+
+
+def _fragment(template: str, **context: Any) -> str:
+    return str(PAGE.fragment(template, **context))
+
+
+def _charts(charts: list[Chart]) -> dict[str, Any]:
+    drawings = [draw(chart, place) for place, chart in enumerate(charts)]
+    pictures: list[Markup] = [Markup(picture) for picture, _ in drawings]
+    return {
+        "charts": _fragment("charts.html", charts=pictures, large=[c.large for c in charts]),
+        "chart_data": [data for _, data in drawings],
+    }

@@ -1,0 +1,202 @@
+"""A server of one page for one user of this machine, with the events that the page follows.
+
+It listens on the loopback alone. A request has to know the token in the address and to name this
+machine in `Host`, so that no page elsewhere reaches it by a name of its own that leads here; one
+that changes something has to come from the page itself, by its `Origin`. No file is served.
+"""
+
+import hmac
+import io
+import re
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Protocol
+from urllib.parse import parse_qs
+
+from mlxtune.config.limits import Limits, parse_json
+from mlxtune.errors import MlxTuneError
+
+ADDRESS = "127.0.0.1"
+_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?")
+# A request has to arrive within these seconds and bytes, its head included.
+_SECONDS, _LONGEST = 10.0, 128 * 1024
+_BODY = Limits(64 * 1024, values=100, entries=20, text=32 * 1024)
+# Connections at once, most of which a page keeps to follow events.
+_CONNECTIONS = 32
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Site(Protocol):
+    """What is served: a page, its events, and what it can ask for."""
+
+    def page(self) -> str:
+        """Return the page."""
+
+    def follow(self, view: str, last: str) -> Iterator[tuple[str, str] | None]:
+        """Yield events, each with its id and data; None now and then, to see who still listens.
+
+        `last` is the id of the last event that the page has had.
+        """
+
+    def act(self, action: str, values: Mapping[str, Any]) -> bool:
+        """Do what the page asks for; return False for an unknown action. Raises MlxTuneError."""
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves a site under a token. Port 0 is any free one. Raises OSError for a port in use."""
+
+    daemon_threads = True
+    request_queue_size = _CONNECTIONS
+
+    def __init__(self, site: Site, token: str, port: int = 0) -> None:
+        self.site, self.token = site, token
+        self._slots = threading.BoundedSemaphore(_CONNECTIONS)
+        super().__init__((ADDRESS, port), _Handler)
+
+    @property
+    def address(self) -> str:
+        return f"http://{ADDRESS}:{self.server_address[1]}/{self.token}/"
+
+    def server_bind(self) -> None:
+        """Bind without asking a name server for the name of this machine."""
+        socketserver.TCPServer.server_bind(self)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, or not at all where there are too many."""
+        if self._slots.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Show the traceback of a bug; that a browser has gone is none."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class _Request(io.RawIOBase):
+    """What a connection sends, up to a time and a size; then it raises TimeoutError."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._until, self._left = time.monotonic() + _SECONDS, _LONGEST
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        seconds = self._until - time.monotonic()
+        if seconds <= 0 or self._left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(seconds)
+        count = self._connection.recv_into(memoryview(buffer)[: self._left])
+        self._left -= count
+        return count
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PageServer
+    server_version, sys_version = "mlxtune", ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BufferedReader(_Request(self.connection))
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing: the address has the token."""
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        del explain  # of a page of HTML
+        self._answer(code, message or HTTPStatus(code).phrase)
+
+    def do_GET(self) -> None:
+        """Answer with the page or its events; nothing changes."""
+        if (place := self._place()) is None:
+            return
+        path, query = place
+        if path == "":
+            self._answer(HTTPStatus.OK, self.server.site.page(), "text/html; charset=utf-8")
+        elif path == "events":
+            self._send_events(query.get("view", ""))
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND)
+
+    def do_POST(self) -> None:
+        """Do what the page asks for, with values as JSON."""
+        if (place := self._place()) is None:
+            return
+        if self.headers.get_all("Origin") != [f"http://{self.headers['Host']}"]:
+            self.send_error(HTTPStatus.FORBIDDEN)
+            return
+        if self.headers.get_content_type() != "application/json":
+            self.send_error(HTTPStatus.UNSUPPORTED_MEDIA_TYPE)
+            return
+        size = self.headers.get("Content-Length", "")
+        if not re.fullmatch("[0-9]{1,6}", size) or int(size) > _BODY.bytes:
+            self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            return
+        try:
+            values = parse_json(self.rfile.read(int(size)), _BODY, "the request")
+            known = isinstance(values, dict) and self.server.site.act(place[0], values)
+        except MlxTuneError as error:
+            self._answer(HTTPStatus.CONFLICT, str(error))
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST)
+        else:
+            self._answer(HTTPStatus.OK if known else HTTPStatus.NOT_FOUND, "")
+
+    def _place(self) -> tuple[str, dict[str, str]] | None:
+        """Return the path after the token, and the query; None for a request that is refused."""
+        hosts = self.headers.get_all("Host", [])
+        if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
+            return None
+        path, _, query = self.path.partition("?")
+        token, slash, path = path.removeprefix("/").partition("/")
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()) or not slash:
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return None
+        return path, {name: values[0] for name, values in parse_qs(query).items()}
+
+    def _send_events(self, view: str) -> None:
+        self._start(HTTPStatus.OK, "text/event-stream")
+        # Milliseconds until the page asks again after it has lost the server.
+        self.wfile.write(b"retry: 1000\n\n")
+        # A page that is closed ends the connection.
+        with suppress(OSError):
+            for event in self.server.site.follow(view, self.headers.get("Last-Event-ID", "")):
+                text = ":\n\n" if event is None else f"id: {event[0]}\ndata: {event[1]}\n\n"
+                self.wfile.write(text.encode())
+
+    def _answer(self, code: int, text: str, kind: str = "text/plain; charset=utf-8") -> None:
+        content = text.encode()
+        self._start(code, kind, {"Content-Length": str(len(content))})
+        self.wfile.write(content)
+
+    def _start(self, code: int, kind: str, more: Mapping[str, str] | None = None) -> None:
+        self.connection.settimeout(_SECONDS)
+        self.send_response(code)
+        for name, value in {"Content-Type": kind, **_HEADERS, **(more or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()

@@ -1,0 +1,106 @@
+"""`mlxtune watch`: serves the live page of runs, and opens it in the browser."""
+
+import os
+import secrets
+import select
+import sys
+import threading
+import time
+import webbrowser
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mlxtune.config import as_path, user_cache
+from mlxtune.core.files.files import make_folder, read_json, write_json
+from mlxtune.core.files.processes import PIPE, Process, end, own_environment, start
+from mlxtune.core.training.observer import RunStart, TrainingObserver
+from mlxtune.errors import OutputError
+from mlxtune.views.output import print_line
+from mlxtune.watch.asking import Asker
+from mlxtune.watch.live import Live
+from mlxtune.watch.server import PageServer
+
+# Without an open page and a run in progress, the server ends after so many seconds.
+_IDLE_SECONDS, _LOOK_EVERY = 600.0, 2.0
+# The port and the token of each folder, so that an open page finds the next server.
+_ADDRESSES, _MOST_ADDRESSES = "watch.json", 100
+_LONGEST_LINE, _START_SECONDS = 4096, 20.0
+
+
+def show(folder: str) -> None:
+    """Serve the page of the runs in a folder until nobody needs it, and open the browser.
+
+    Raises OutputError if the folder has no run.
+    """
+    asker = Asker()
+    live = Live(as_path(folder), asker)
+    server = start_server(live, live.folder)
+    try:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        print_line(f"page: {server.address}")
+        sys.stdout.flush()
+        if has_browser():
+            webbrowser.open(server.address)
+        while live.idle_seconds() < _IDLE_SECONDS:
+            time.sleep(_LOOK_EVERY)
+    finally:
+        asker.close()
+        server.server_close()
+
+
+def start_server(live: Live, folder: Path) -> PageServer:
+    """Return a server at the folder's last address or, if its port is in use, at a new one."""
+    place, key = user_cache() / _ADDRESSES, str(folder.resolve())
+    known: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        known = read_json(place)
+    server = None
+    with suppress(OSError, OverflowError, TypeError, ValueError):
+        port, token = known[key] if key in known else (0, secrets.token_urlsafe(24))
+        server = PageServer(live, str(token), int(port))
+    if server is None:
+        server = PageServer(live, secrets.token_urlsafe(24))
+    known.pop(key, None)
+    known[key] = [server.server_address[1], server.token]
+    # Without the file, only a page that is open now does not find the next server.
+    with suppress(OutputError):
+        make_folder(place.parent)
+        write_json(place, dict(list(known.items())[-_MOST_ADDRESSES:]), private=True)
+    return server
+
+
+def has_browser() -> bool:
+    """Return whether a browser can show windows here, and not in the terminal or elsewhere."""
+    if "SSH_CONNECTION" in os.environ:
+        return False
+    return sys.platform == "darwin" or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
+
+
+class PageOpener(TrainingObserver):
+    """Starts `mlxtune watch` once a run's files are there, as a process that outlives the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._server: Process | None = None
+
+    def on_start(self, run: RunStart, previous: Path | None) -> None:
+        """Open the page."""
+        try:
+            process = start(
+                [sys.executable, "-m", "mlxtune", "watch", str(self._folder)],
+                stdout=PIPE,
+                environment=own_environment(),
+            )
+        except OSError as problem:
+            print_line(f"warning: the page could not be opened: {problem}", stderr=True)
+            return
+        assert process.stdout is not None
+        line = ""
+        if select.select([process.stdout], [], [], _START_SECONDS)[0]:
+            line = process.stdout.readline(_LONGEST_LINE).decode(errors="replace").strip()
+        if not line:
+            end(process)
+        process.stdout.close()
+        self._server = process
+        print_line(line or "warning: the page could not be opened", stderr=True)

@@ -1,0 +1,215 @@
+"""What the live page shows of runs, what changes it, and the requests that it makes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.core.run.run_folder import LOCK, STOP, lock_run
+from mlxtune.errors import OutputError
+from mlxtune.watch import live as module
+from mlxtune.watch.asking import Asker
+from mlxtune.watch.live import Live, key_of
+from tests.runs import EVALUATION, as_lines, step_line, write_run
+from tests.views.pages.test_run_page import HOSTILE, hostile
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(module, "_FIND_EVERY", 0.0)
+    monkeypatch.setattr(module, "_SIGN_OF_LIFE", 0.05)
+
+
+Events = Iterator[tuple[str, str] | None]
+
+
+def following(live: Live, view: str = "", last: str = "") -> Events:
+    return live.follow(view, last)
+
+
+def parts_of(events: Events) -> dict[str, Any]:
+    """Return the parts of the next event that says something."""
+    event = next(each for each in events if each is not None)
+    parts: dict[str, Any] = json.loads(event[1])
+    return parts
+
+
+def test_first_event_has_all_parts_of_a_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "out", finished=False)
+    lock = lock_run(run)
+    parts = parts_of(following(Live(tmp_path / "out", Asker())))
+    assert "is at step 60 of 80" in parts["head"]
+    assert "<b>75%</b> about 4.0s left" in parts["head"]
+    assert f'data-stop="{key_of(run)}"' in parts["head"]
+    assert "20 MB of 24 GB" in parts["head"]
+    assert parts["title"] == f"75% · {tmp_path / 'out'}"
+    assert parts["charts"].count("<figure") == len(parts["chart_data"]) == 5
+    assert "50</b> rows read" in parts["data"]
+    assert (parts["can_ask"], parts["samples"], parts["answers"]) == (False, "", "")
+    lock.release()
+
+
+def test_later_events_have_what_has_changed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "out", finished=False)
+    events = following(Live(run, Asker()))
+    parts_of(events)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(as_lines([step_line(61, 40)]))
+    changed = parts_of(events)
+    assert "step 61 of 80" in changed["head"]
+    assert changed.keys() == {"head", "charts", "chart_data"}
+
+
+def test_quiet_run_sends_a_sign_of_life(tmp_path: Path) -> None:
+    events = following(Live(write_run(tmp_path), Asker()))
+    parts_of(events)
+    assert next(events) is None
+
+
+def test_page_that_comes_back_is_sent_nothing_twice_by_another_server(tmp_path: Path) -> None:
+    run = write_run(tmp_path)
+    first = next(following(Live(run, Asker())))
+    assert first is not None
+    again = following(Live(run, Asker()), last=first[0])
+    assert next(again) is None
+    (run / "evaluation.json").write_text(json.dumps(EVALUATION))
+    changed = parts_of(again)
+    assert "Answers side by side" in changed["samples"]
+    assert "charts" not in changed
+    assert parts_of(following(Live(run, Asker()), last="other")).keys() > {"charts", "data"}
+
+
+def test_several_runs_stand_side_by_side_and_each_has_its_view(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", finished=False)
+    lock = lock_run(b)
+    live = Live(tmp_path, Asker())
+    parts = parts_of(following(live))
+    assert parts["title"] == "2 runs"
+    assert parts["head"].count("<progress") == 1
+    assert parts["head"].count("data-stop") == 1
+    assert f'data-view="{key_of(a)}"' in parts["head"]
+    own = parts_of(following(live, key_of(a)))
+    assert own["back"]
+    assert own["title"] == str(tmp_path / "a")
+    # A view that is not there is that of all.
+    assert parts_of(following(live, "../../etc"))["title"] == "2 runs"
+    lock.release()
+
+
+def test_new_run_appears_and_earlier_ones_in_its_folder_do_not(tmp_path: Path) -> None:
+    a = write_run(tmp_path / "a")
+    write_run(tmp_path / "x").rename(a / "previous-1")
+    (tmp_path / "x" / "adapters.safetensors").unlink()
+    live = Live(tmp_path, Asker())
+    events = following(live)
+    assert parts_of(events)["title"] == str(tmp_path / "a")
+    write_run(tmp_path / "b")
+    assert parts_of(events)["title"] == "2 runs"
+
+
+def test_most_runs_are_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_RUNS", 2)
+    for name in "abc":
+        write_run(tmp_path / name)
+    head = parts_of(following(Live(tmp_path, Asker())))["head"]
+    assert str(tmp_path / "a") not in head
+    assert str(tmp_path / "c") in head
+
+
+def test_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="holds no run"):
+        Live(tmp_path, Asker())
+    with pytest.raises(OutputError, match="no such folder"):
+        Live(tmp_path / "none", Asker())
+
+
+def test_stop_asks_the_run_and_the_page_says_so(tmp_path: Path) -> None:
+    run = write_run(tmp_path, finished=False)
+    lock = lock_run(run)
+    live = Live(run, Asker())
+    events = following(live)
+    parts_of(events)
+    assert live.act("stop", {"run": key_of(run)})
+    assert (run / STOP).is_file()
+    changed = parts_of(events)
+    assert "Stopping after this step" in changed["head"]
+    assert "data-stop" not in changed["head"]
+    lock.release()
+    assert "unfinished" in parts_of(events)["head"]
+
+
+def test_stop_needs_a_run_of_the_page_that_is_in_progress(tmp_path: Path) -> None:
+    run = write_run(tmp_path, finished=False)
+    live = Live(run, Asker())
+    for name in ("../..", str(run), None, ["a"]):
+        with pytest.raises(OutputError, match="no longer there"):
+            live.act("stop", {"run": name})
+    with pytest.raises(OutputError, match="no process is training here"):
+        live.act("stop", {"run": key_of(run)})
+    assert not (run / STOP).exists()
+    assert not live.act("remove", {"run": key_of(run)})
+
+
+def test_server_is_idle_without_a_page_and_a_run_in_progress(tmp_path: Path) -> None:
+    run = write_run(tmp_path, finished=False)
+    live = Live(run, Asker())
+    live._left -= 1000
+    assert live.idle_seconds() >= 1000
+    events = following(live)
+    next(events)
+    assert live.idle_seconds() < 1
+    live._left -= 1000
+    assert live.idle_seconds() < 1
+    events.close()  # type: ignore[attr-defined]
+    live._left -= 1000
+    lock = lock_run(run)
+    assert live.idle_seconds() < 1
+    lock.release()
+    live._left -= 1000
+    assert live.idle_seconds() >= 1000
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    run = write_run(tmp_path, evaluation=hostile(EVALUATION) | {"verdict": "helped"})
+    about = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(hostile(about)))
+    ledger = json.loads((run / "ledger.json").read_text())
+    ledger[0]["path"] = HOSTILE
+    (run / "ledger.json").write_text(json.dumps(ledger))
+    live = Live(run, Asker())
+    parts = parts_of(following(live))
+    text = json.dumps(parts) + live.page()
+    assert "<img" not in text
+    assert "<script>alert" not in text
+    assert live.page().count("<script") == 1
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "ledger.json", "evaluation.json"])
+def test_forged_file_is_named_and_the_page_goes_on(tmp_path: Path, name: str) -> None:
+    run = write_run(tmp_path)
+    with (run / name).open("wb") as file:
+        file.truncate(2**40)  # a hole
+    parts = parts_of(following(Live(run, Asker())))
+    assert f"{name} is too large" in parts["head"]
+
+
+def test_run_that_cannot_be_drawn_leaves_the_server_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("<b>broken</b>\n")
+
+    monkeypatch.setattr(module, "render_run", broken)
+    parts = parts_of(following(Live(write_run(tmp_path), Asker())))
+    assert parts["problem"] == "The run cannot be shown: <b>broken</b>"
+
+
+def test_link_in_place_of_a_lock_is_no_run_in_progress(tmp_path: Path) -> None:
+    run = write_run(tmp_path, finished=False)
+    (run / LOCK).symlink_to("/etc/passwd")
+    assert "data-stop" not in parts_of(following(Live(run, Asker())))["head"]
