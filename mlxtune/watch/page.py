@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from mlxtune.core.run.run import Run, number, text
-from mlxtune.core.run.summary import RunView
+from mlxtune.core.run.summary import RunView, validated_alike
 from mlxtune.core.text import byte_size, count, duration
 from mlxtune.views.pages.charts import Chart, draw
 from mlxtune.views.pages.page import PageType
@@ -64,8 +64,10 @@ def render_runs(runs: Mapping[str, Run], stopping: Set[str]) -> Parts:
         for place, ((key, run), view) in enumerate(zip(runs.items(), views, strict=True))
     ]
     title = count(len(runs), "run")
-    head = _fragment("runs_head.html", rows=rows, sentence=comparison_headline(views))
-    return _parts(title=title, head=head, **_charts(comparison_charts(list(runs.values()), views)))
+    listed = list(runs.values())
+    sentence = comparison_headline(views, validated_alike(listed))
+    head = _fragment("runs_head.html", rows=rows, sentence=sentence)
+    return _parts(title=title, head=head, **_charts(comparison_charts(listed, views)))
 
 
 def run_state(key: str, run: Run, view: RunView, *, stopping: bool) -> dict[str, Any]:
