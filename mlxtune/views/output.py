@@ -15,9 +15,9 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def print_line(line: str = "", *, stderr: bool = False) -> None:
+def print_line(line: str = "", *, stderr: bool = False, flush: bool = False) -> None:
     """Print a line, or several, with escapes for all other control characters."""
-    print(printable(line), file=sys.stderr if stderr else sys.stdout)
+    print(printable(line), file=sys.stderr if stderr else sys.stdout, flush=flush)
 
 
 def print_answer(text: str) -> None:

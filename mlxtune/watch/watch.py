@@ -38,8 +38,7 @@ def show(folder: str) -> None:
     server = start_server(live, live.folder)
     try:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        print_line(f"page: {server.address}")
-        sys.stdout.flush()
+        print_line(f"page: {server.address}", flush=True)
         if has_browser():
             webbrowser.open(server.address)
         while live.idle_seconds() < _IDLE_SECONDS:

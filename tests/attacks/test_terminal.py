@@ -112,6 +112,7 @@ PRINTS = {
     "backend/text/template_child.py": "a child's lines of JSON, for its parent",
     "backend/text/tokenizer_child.py": "a child's lines of JSON, for its parent",
     "benchmark/worker.py": "a child's lines of JSON, for its parent",
+    "watch/answer_worker.py": "a child's lines of JSON, for its parent",
 }
 TEXTS = {
     "views/tables.py": "`shown` makes them of escaped text",
