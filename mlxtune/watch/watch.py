@@ -45,6 +45,7 @@ def show(folder: str) -> None:
             time.sleep(_LOOK_EVERY)
     finally:
         asker.close()
+        server.shutdown()
         server.server_close()
 
 
