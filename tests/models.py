@@ -103,6 +103,8 @@ def write_model(
     has_bos = not model_type.startswith("qwen") if bos is None else bos
     end = "<end_of_turn>" if model_type.startswith("gemma") else "<|im_end|>"
     write_tokenizer(folder, bos=has_bos, eos_token=end)
+    if not model_type.startswith(("qwen", "gemma")):  # which have a built-in template
+        (folder / "chat_template.jinja").write_text(CHATML)
     return folder
 
 

@@ -17,6 +17,7 @@ ROW_NAMES = (
 )
 MESSAGE_NAMES = ("role", "content", "from", "value")
 FIELD_NAMES = (*ROW_NAMES, *MESSAGE_NAMES)
+TEMPLATES = ("auto", "chatml", "qwen3", "gemma")
 FORMATS = ("4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4")
 
 
@@ -41,10 +42,11 @@ class _Source(Checked):
     )
     template: str = DATA.option(
         "auto",
-        "Chat template; auto is the model's own, or a built-in one for its type.",
+        "Chat template: auto is the model's own, or a built-in one for its type; chatml, qwen3 and "
+        "gemma are built in, FILE.jinja is a file.",
         RESULT,
         encodes=True,
-        choices=("auto", "qwen3", "gemma"),
+        metavar="auto|chatml|qwen3|gemma|FILE.jinja",
     )
     thinking: str = DATA.option(
         "auto",
@@ -60,6 +62,16 @@ class _Source(Checked):
         encodes=True,
     )
     quiet: bool = RUN.option(False, "Print warnings and errors only.", PLACES)
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        template, known = self.template, self.template in TEMPLATES or is_jinja(self.template)
+        if not known and not template.endswith(".jinja"):
+            problems += [
+                f"--template must be one of {', '.join(TEMPLATES)} or FILE.jinja, "
+                f"not {shorten(template)}"
+            ]
+        return problems
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,6 +223,11 @@ class InspectConfig(DataConfig):
         if len(files) > len(set(files)):
             problems += ["--html and --dump name the same file: choose another for one of them"]
         return problems
+
+
+def is_jinja(template: str) -> bool:
+    """Return whether a value of --template is a template's text, as an adapter keeps it."""
+    return "{%" in template or "{{" in template
 
 
 def parse_fields(pairs: Sequence[str]) -> dict[str, str]:

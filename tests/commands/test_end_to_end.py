@@ -22,8 +22,9 @@ from mlxtune.core.steps.order import hold_out_rows
 
 STEPS, VAL_ROWS = 10, 8
 FLAGS = (
-    f"--lr 1e-2 --targets all --max-steps {STEPS} --val-rows {VAL_ROWS} --samples 0 --quiet".split()
-)
+    f"--lr 1e-2 --targets all --max-steps {STEPS} --val-rows {VAL_ROWS} --samples 0 --quiet "
+    "--template gemma"
+).split()
 
 
 def rows_of(shared: Path) -> list[str]:
@@ -39,6 +40,7 @@ def config(shared: Path, folder: Path) -> TrainConfig:
         model_path=str(shared / "models" / "stories260k"),
         data=str(data),
         output=str(folder / "adapters.safetensors"),
+        template="gemma",
         lr=1e-2,
         targets=("all",),
         max_steps=STEPS,

@@ -35,6 +35,7 @@ ROWS, EPOCHS = 24, 2
 OPTIONS = (
     *("--epochs", str(EPOCHS), "--batch-size", "4", "--save-steps", "2", "--max-seq-len", "224"),
     *("--dropout", "0.1", "--lr", "1e-3", "--targets", "all", "--val-rows", "8", "--quiet"),
+    *("--template", "gemma"),
 )
 _TIMES = (
     *("seconds", "epoch_time_ms", "samples_per_sec"),

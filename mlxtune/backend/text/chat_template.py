@@ -137,6 +137,14 @@ class _Rendering:
         return kind, text
 
 
+def read_template_file(path: Path) -> str:
+    """Return the text of a Jinja file. Raises ModelError."""
+    try:
+        return read_text(path, TEMPLATE)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--template {path}: cannot be read: {one_line(error)}") from error
+
+
 def start_process() -> None:
     """Start what will render templates, which takes as long as loading a tokenizer."""
     _process().start()

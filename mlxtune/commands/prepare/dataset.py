@@ -7,13 +7,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from mlxtune.backend.models.model_folder import read_config, vocab_size
-from mlxtune.backend.text.chat_template import ChatTemplate, read_chat_template, start_process
+from mlxtune.backend.text.chat_template import (
+    ChatTemplate,
+    read_chat_template,
+    read_template_file,
+    start_process,
+)
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import OPTIONS, DataConfig, EvalConfig, InspectConfig, as_path
-from mlxtune.config.data import parse_fields
+from mlxtune.config.data import is_jinja, parse_fields
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation, Document
@@ -93,11 +98,13 @@ class Reader:
             start_process()
         config, tokenizer = self._config, self.tokenizer
         if not self.template_source:
-            render, end = TEMPLATES[self._built_in], END_OF_TURN[self._built_in]
+            if (built_in := self._built_in) is None:
+                return Encoder(self._refuse, tokenizer)
+            render, end = TEMPLATES[built_in], END_OF_TURN[built_in]
             known = [name for name, each in END_OF_TURN.items() if _is_token(tokenizer, each)]
             fitting = [f"--template {name}" for name in known] or ["--format text, as none fits"]
             always = {NO_END_OF_TURN: f"{end}: use {' or '.join(fitting)}"}
-            always = {} if self._built_in in known else always
+            always = {} if built_in in known else always
             return Encoder(lambda row: render(row, config.turns), tokenizer, always)
         chat_template = ChatTemplate(self.template_source, tokenizer.special_tokens)
         template = ModelTemplate(
@@ -117,22 +124,36 @@ class Reader:
 
     @cached_property
     def template_source(self) -> dict[str, str]:
-        """The model's own templates by name; none if the options name another."""
-        return read_chat_template(self._folder) if self._config.template == "auto" else {}
+        """The templates by name, the model's own or from a file; none for a built-in one."""
+        template = self._config.template
+        if template == "auto":
+            return read_chat_template(self._folder)
+        return {} if template in TEMPLATES else {"default": template_text(template)}
 
     @cached_property
-    def _built_in(self) -> str:
+    def _built_in(self) -> str | None:
+        """The built-in template that was named or serves models of this type, if there is one."""
         if self._config.template != "auto":
             return self._config.template
         trust = self._config.trust_remote_code
-        config = read_config(self._folder, trust_remote_code=trust)
-        return "qwen3" if config["model_type"].startswith("qwen") else "gemma"
+        model_type = read_config(self._folder, trust_remote_code=trust)["model_type"]
+        families = {"qwen": "qwen3", "gemma": "gemma"}
+        return next((each for name, each in families.items() if model_type.startswith(name)), None)
+
+    def _refuse(self, row: Conversation) -> NoReturn:
+        raise ModelError(
+            f"{self._folder}: has no chat template, as base models do not: use the Instruct model "
+            "of its kind, name one by --template FILE.jinja or --template chatml, or train on "
+            "plain text with --format text"
+        )
 
     def describe(self) -> str:
+        named = self._config.template != "auto"
         if self.template_source:
-            return "the model's own"
-        missing = ", as the model has none" if self._config.template == "auto" else ""
-        return f"built-in {self._built_in}{missing}"
+            return "from a file" if named else "the model's own"
+        if self._built_in is None:
+            return "none, for plain text"
+        return f"built-in {self._built_in}{'' if named else ', as the model has none'}"
 
     def encode(self, path: Path) -> EncodedFile:
         """Encode a file, or take it from the cache. Raises DataError, ModelError or OutputError."""
@@ -177,6 +198,7 @@ class Reader:
                     "data": file_hash(path),
                     "options": {name: getattr(config, name) for name in options},
                     "model": self._model_hashes,
+                    "template": "" if config.template == "auto" else self.template_source,
                     "date": str(datetime.date.today()) if dated else "",
                     "code": _code_hashes(),
                 }
@@ -201,6 +223,11 @@ class Reader:
 
 def _is_token(tokenizer: ModelTokenizer, text: str) -> bool:
     return len(tokenizer.encode_batch([text])[0].ids) == 1
+
+
+def template_text(template: str) -> str:
+    """Return the text of a template that is given as a file, or as its text. Raises ModelError."""
+    return template if is_jinja(template) else read_template_file(as_path(template))
 
 
 @cache  # the code that runs stays what it was when the process started

@@ -22,9 +22,10 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, Stream, seed
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
-from mlxtune.commands.prepare.dataset import Reader
+from mlxtune.commands.prepare.dataset import Reader, template_text
 from mlxtune.commands.prepare.memory import confirm, recorded_memory
 from mlxtune.config import ChatConfig, TrainConfig, UseConfig
+from mlxtune.config.data import TEMPLATES
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
@@ -141,6 +142,8 @@ def prompted_as_trained(config: U) -> U:
 def _prompt_options(config: UseConfig | TrainConfig) -> dict[str, Any]:
     """Return the options that shape prompts and differ from their defaults."""
     values = {name: getattr(config, name) for name in _PROMPT}
+    if values["template"] not in TEMPLATES:
+        values["template"] = template_text(values["template"])  # the file may move
     return {name: value for name, value in values.items() if value != getattr(UseConfig, name)}
 
 

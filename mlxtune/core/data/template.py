@@ -67,7 +67,8 @@ def _join(parts: Iterable[tuple[str, bool]]) -> Rendered:
 def render_qwen3(conversation: Conversation, turns: str = "all") -> Rendering:
     r"""Render as `<|im_start|>role\ncontent<|im_end|>\n`.
 
-    Thinking, tools, tool calls and tool results are written as Qwen3's own template writes them.
+    This is ChatML. Thinking, tools, tool calls and tool results are written as Qwen3's own template
+    writes them.
 
     Source: the chat template of Qwen3's tokenizer_config.json.
     """
@@ -162,5 +163,9 @@ def _gemma_parts(messages: Iterable[Message], chosen: list[int]) -> Iterator[tup
             yield f"<start_of_turn>user\n{content}<end_of_turn>\n", False
 
 
-TEMPLATES: dict[str, Callable[..., Rendering]] = {"qwen3": render_qwen3, "gemma": render_gemma}
-END_OF_TURN = {"qwen3": "<|im_end|>", "gemma": "<end_of_turn>"}
+TEMPLATES: dict[str, Callable[..., Rendering]] = {
+    "chatml": render_qwen3,
+    "qwen3": render_qwen3,
+    "gemma": render_gemma,
+}
+END_OF_TURN = {"chatml": "<|im_end|>", "qwen3": "<|im_end|>", "gemma": "<end_of_turn>"}

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from mlxtune import ModelError, TrainConfig, train
+from mlxtune import ConfigError, ModelError, TrainConfig, train
 from mlxtune.commands.inspect import inspect as run_inspect
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.config import DataConfig, InspectConfig
+from mlxtune.config import data as config_data
 from mlxtune.core.data.inspection import Inspection
+from mlxtune.core.data.template import TEMPLATES
 from tests.command import Cli
 from tests.models import CHATML, THINKING, sums, write_chat, write_model, write_tokenizer
 
@@ -406,7 +408,7 @@ def test_tokenizer_without_a_model_has_no_vocabulary_to_hold_to(tmp_path: Path, 
     ("kind", "name"),
     [
         *((kind, "qwen3") for kind in ("qwen2", "qwen3", "qwen3_moe")),
-        *((kind, "gemma") for kind in ("gemma", "gemma3_text", "llama")),
+        *((kind, "gemma") for kind in ("gemma", "gemma3_text")),
     ],
 )
 def test_built_in_template_is_chosen_by_the_type_of_the_model(
@@ -417,3 +419,42 @@ def test_built_in_template_is_chosen_by_the_type_of_the_model(
     reader = Reader(DataConfig(str(tmp_path), ("none",)), tmp_path)
 
     assert reader.describe() == f"built-in {name}, as the model has none"
+
+
+def test_base_model_without_a_template_stops_with_what_there_is_to_choose(
+    tmp_path: Path,
+) -> None:
+    folder = write_model(tmp_path / "model", "llama", bos=False)
+    (folder / "chat_template.jinja").unlink()
+    file = str(write_chat(tmp_path / "a.jsonl", [{"messages": MESSAGES}]))
+    with pytest.raises(ModelError) as raised:
+        both(folder, file, tmp_path)
+    for choice in ("Instruct", "--template FILE.jinja", "--template chatml", "--format text"):
+        assert choice in str(raised.value)
+
+    assert texts(both(folder, file, tmp_path, template="chatml")) == [chatml("q", "a")]
+    plain = str(write_chat(tmp_path / "b.jsonl", [{"text": "Once upon a time"}]))
+    assert both(folder, plain, tmp_path).template == "none, for plain text"
+
+
+def test_template_of_a_file_is_used_and_decides_the_cache(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    file = str(write_chat(tmp_path / "a.jsonl", [{"messages": MESSAGES}]))
+    jinja = tmp_path / "mine.jinja"
+    for greeting in ("Hi! ", "Ho! "):
+        jinja.write_text(greeting + CHATML)
+        for template in (str(jinja), greeting + CHATML):  # as an adapter keeps it
+            found = both(folder, file, tmp_path, template=template)
+            assert texts(found) == [greeting + chatml("q", "a")]
+            assert found.template == "from a file"
+    jinja.unlink()
+    with pytest.raises(ModelError, match=r"--template .*mine\.jinja: cannot be read: "):
+        both(folder, file, tmp_path, template=str(jinja))
+
+
+def test_template_of_another_name_is_refused() -> None:
+    assert ("auto", *TEMPLATES) == config_data.TEMPLATES
+    with pytest.raises(
+        ConfigError, match=r"--template must be one of auto, chatml, .* not 'llama3'"
+    ):
+        DataConfig("model", ("a.jsonl",), template="llama3")
