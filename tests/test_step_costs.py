@@ -16,6 +16,7 @@ from mlxtune.views.console import RunConsole
 from tests.long.bench_unsloth import measure
 from tests.models import sums, write_chat
 from tests.paths import ROOT
+from tests.slow import slow
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def test_costs_of_both_sides_are_those_of_the_same_steps(costs: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        (f'#!/bin/sh\nexec {sys.executable} -I "$@"', "No package metadata was found for"),
+        slow(f'#!/bin/sh\nexec {sys.executable} -I "$@"', "No package metadata was found for"),
         (None, "is no program"),
     ],
 )

@@ -14,7 +14,6 @@ from tests.paths import ROOT, SHARED
 
 # What trains on MLX's operations, from the step to the command.
 CORE = (
-    *("tests/core/steps/test_pack.py", "tests/core/training/test_trainer.py"),
     "tests/backend/step/test_execution.py::test_step_equals_the_plain_one",
     "tests/cli/test_not_finite.py",
 )

@@ -6,6 +6,7 @@ import fcntl
 import os
 import resource
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from mlxtune.core.run import run_folder
 from tests.attacks.attack import Ended, attack, refused
 from tests.command import Cli
 from tests.runs import EVALUATION, write_run
-from tests.slow import slow
+from tests.slow import long, slow
 
 # Standard streams. The shell applies what a person, cron or a daemon would.
 
@@ -64,10 +65,11 @@ def test_streams_of_commands_that_look(run: Path, redirected: str, arguments: li
     assert bool(outcome.out) == shown
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
 @pytest.mark.parametrize(
     ("command", "redirected"),
-    [slow("inspect", ">/dev/full"), ("train", ">/dev/full"), slow("train", "<&- >&- 2>&-")],
+    [("inspect", ">/dev/full"), ("train", ">/dev/full"), ("train", "<&- >&- 2>&-")],
 )
 def test_streams_of_commands_that_work(
     tmp_path: Path, model: Path, chat: Path, train: Cli, output: Path, command: str, redirected: str
@@ -133,14 +135,17 @@ def test_prompts_from_what_is_no_text(model: Path, tmp_path: Path, command: str)
     ],
 )
 def test_folder_for_temporary_files_that_is_none(
-    model: Path, tmp_path: Path, name: str, folder: str
+    model: Path, tmp_path: Path, cli: Cli, name: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     place = {"missing": str(tmp_path / "missing"), "file": str(tmp_path / "file")}
-    environment = {key: value for key, value in os.environ.items() if key != "TMPDIR"}
-    environment[name] = place.get(folder, folder)
+    monkeypatch.delenv("TMPDIR", raising=False)
+    monkeypatch.setenv(name, place.get(folder, folder))
+    # Python looks for a folder once.
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.chdir(tmp_path)
     options = ["--model-path", model, "--prompt", "hi", "--max-new-tokens", 2, "--quiet"]
-    outcome = attack("generate", *options, cwd=tmp_path, env=environment)
+    outcome = cli("generate", *options)
     assert (outcome.code, outcome.err) == (0, "")
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
@@ -172,7 +177,8 @@ def test_few_open_files(tmp_path: Path, model: Path, chat: Path, output: Path) -
     assert not output.parent.exists()
 
 
-@pytest.mark.parametrize("kilobytes", [slow(1), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("kilobytes", [long(1), 8])
 def test_files_that_may_not_be_large(
     tmp_path: Path, model: Path, chat: Path, output: Path, kilobytes: int
 ) -> None:
@@ -191,7 +197,7 @@ def test_files_that_may_not_be_large(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        slow({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
         {
             "PYTHONIOENCODING": "ascii:strict",
             "COLUMNS": "-5",

@@ -439,6 +439,7 @@ def test_interrupt_ends_the_command_and_leaves_no_file(long_bench: Any) -> None:
     assert [path for path in long_bench.scratch.iterdir() if path.name != "mlx"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
 def test_no_process_outlives_a_command_that_is_killed(long_bench: Any) -> None:
     read_until(long_bench, "Steps ")

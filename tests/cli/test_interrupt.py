@@ -73,8 +73,11 @@ def test_interrupt_finishes_the_step_saves_and_says_where(
     assert not output.exists()
 
 
-def test_interrupt_in_a_step_lets_the_step_end(
-    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_signal_in_a_step_lets_the_step_end(
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
 ) -> None:
     from mlxtune.backend.step.pipeline import InstructPipeline
 
@@ -82,15 +85,17 @@ def test_interrupt_in_a_step_lets_the_step_end(
 
     def interrupted(self: Any, examples: Any, *, step: int, **options: Any) -> Any:
         if step == 2:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         return whole(self, examples, step=step, **options)
 
     monkeypatch.setattr(InstructPipeline, "start_batch", interrupted)
     outcome = train("--epochs", 2)
     folder = output.parent / "checkpoints" / "step-2"
-    assert outcome.code == 130
-    warning, last = outcome.err.splitlines()
-    assert warning.startswith("warning: stopping after this step")
+    assert outcome.code == code
+    *warnings, last = outcome.err.splitlines()
+    # A closed terminal shows no warning.
+    assert len(warnings) == (number != signal.SIGHUP)
+    assert all(each.startswith("warning: stopping after this step") for each in warnings)
     assert last == (
         f"mlxtune: interrupted after step 2; saved to {folder}; "
         f"resume with mlxtune train --resume {folder.parent}"
@@ -179,6 +184,7 @@ cli.main()
     assert subprocess.run(run, cwd=tmp_path, capture_output=True, check=False).returncode == 130
 
 
+@pytest.mark.slow
 def test_signal_that_ends_a_process_has_it_save_first_and_exit_by_its_own_code(
     long_run: list[object], output: Path
 ) -> None:
@@ -190,13 +196,14 @@ def test_signal_that_ends_a_process_has_it_save_first_and_exit_by_its_own_code(
     assert not (output.parent / "checkpoints" / ".mlxtune.lock").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_second_signal_to_terminate_ends_at_once(model: Path, output: Path) -> None:
     outcome = signalled_twice(model, output, signal.SIGTERM)
     assert outcome.code in (143, -signal.SIGTERM)
     assert not list(output.parent.rglob("*.safetensors"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals")
 def test_run_whose_terminal_is_closed_saves_and_ends(long_run: list[object], output: Path) -> None:
     ours, its = os.openpty()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import signal
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlxtune.config import user_cache
-from mlxtune.core.machine.reservation import reserve
-from tests.command import Cli, finish, read_until, start
+from mlxtune.core.machine.reservation import reservations, reserve
+from tests.command import Cli
 
 
 @pytest.fixture
@@ -71,20 +72,23 @@ def test_second_run_that_waits_trains_when_the_first_has_ended(
 
 
 def test_run_reserves_what_it_is_planned_to_take_until_it_ends(
-    model: Path, chat: Path, output: Path
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlxtune.core.machine.reservation import reservations
+    from mlxtune.backend.step.pipeline import InstructPipeline
 
-    folder = user_cache() / "memory"
-    paths = ["--model-path", model, "--data", chat, "--output", output]
-    process = start("train", *paths, "--epochs", 10_000, "--patience", 10_000, "--log-every", 1)
-    read_until(process, "step 3/")
-    (held,) = reservations(folder)
-    assert held.pid == process.pid
+    folder, start = user_cache() / "memory", InstructPipeline.start_batch
+    seen = []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.extend(reservations(folder))
+        return start(*args, **options)
+
+    monkeypatch.setattr(InstructPipeline, "start_batch", watched)
+    assert train("--max-steps", 1).code == 0
+    (held,) = seen
+    assert held.pid == os.getpid()
     assert held.run == str(output.parent / "checkpoints")
     assert 10**5 < held.size < 10**9
-    process.send_signal(signal.SIGINT)
-    finish(process)
     assert reservations(folder) == []
 
 

@@ -32,6 +32,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @needs_ring
 def test_workers_that_share_a_model_write_the_adapter_that_one_does(
     whole: Path, tmp_path: Path
@@ -71,7 +72,7 @@ def test_workers_that_share_a_model_write_the_adapter_that_one_does(
 
 
 @needs_ring
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_worker_ends_both_and_they_resume_to_the_byte(whole: Path, tmp_path: Path) -> None:
     with launched(2, arguments(tmp_path, **OPTIONS), tmp_path / "log") as launch:
         wait_until(lambda: steps_in(tmp_path) > 3)

@@ -79,6 +79,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_workers_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
     config = TrainConfig(
         model_path=str(DATA / "demo-qwen3"),
@@ -145,6 +146,7 @@ def test_a_killed_worker_ends_all_and_the_run_resumes(whole: Path, tmp_path: Pat
     assert adapter(tmp_path) == adapter(whole)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_all_after_one_step_and_saves_once(whole: Path, tmp_path: Path) -> None:
     # Worker 0 waits in a step, so that the run does not end first, and then long for its disk.
     pressed = tmp_path / "pressed"
@@ -213,7 +215,7 @@ def patched(folder: Path, worker: int, patch: str, **changed: object) -> list[ob
     return [script, *arguments(folder, **changed)[2:]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_disk_on_worker_0_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path) -> None:
     saved = tmp_path / "checkpoints" / "step-5"
     patch = f"""real = os.fsync
@@ -231,7 +233,7 @@ os.fsync = fsync"""
     assert adapter(tmp_path) == adapter(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_bug_on_one_worker_ends_all_and_the_run_resumes(whole: Path, tmp_path: Path) -> None:
     patch = """from mlxtune.backend.step.builder import StepBuilder
 real = StepBuilder.build

@@ -154,7 +154,7 @@ def test_plain_base_is_not_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs {SHARED}")
-@pytest.mark.slow
+@pytest.mark.long
 def test_real_model_of_four_bits_keeps_what_it_learned(tmp_path: Path) -> None:
     """A story teller learns arithmetic: four bits would take back more than a tenth of it."""
     from mlx_lm import convert

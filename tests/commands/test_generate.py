@@ -300,6 +300,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program_and_ctrl_d_ends_it() -> Non
         os.close(terminal)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_generate_with_130() -> None:
     command = [sys.executable, "-m", "mlxtune", "generate", "--model-path", str(DEMO)]
     endless = ["--prompt", "Hello", "--max-new-tokens", "1000000", "--temperature", "3"]

@@ -98,6 +98,7 @@ def test_real_tokenizer_folder_is_enough(cli: Cli, shared: Path) -> None:
     assert "<|im_end|>⟧" in shown
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads_on_is_no_crash(light: Path, chat: Path) -> None:
     process = start("inspect", "--model-path", light, "--data", chat)
     assert process.stdout is not None

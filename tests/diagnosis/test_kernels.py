@@ -57,7 +57,7 @@ def test_swiglu_kernel_that_does_not_compile_is_an_error(monkeypatch: pytest.Mon
     assert "back-end" in found.found or "GPU" in found.found
 
 
-@pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.001), ("bfloat16", 1.05)])
+@pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.001), slow("bfloat16", 1.05)])
 def test_wrong_gated_delta_rule_is_found(
     monkeypatch: pytest.MonkeyPatch, dtype: str, factor: float
 ) -> None:

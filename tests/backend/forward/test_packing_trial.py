@@ -60,7 +60,7 @@ def replace_attention(
 
 
 @pytest.mark.parametrize("depth", [slow(24), 64])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])
 def test_deep_model_packs_though_the_last_bit_of_attention_is_random(
     dtype: str, depth: int, texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ from mlxtune.errors import ModelError
 from tests.experts import EXPERTS
 from tests.long.architectures import ARCHITECTURES
 from tests.models import MODEL_TYPES, write_model
-from tests.slow import long, long_except
+from tests.slow import long, long_except, slow
 
 # By whether the CPU's kernels compute.
 EXECUTIONS = {True: Execution(CPU, 10**6), False: Execution(MLX, 10**6)}
@@ -234,7 +234,7 @@ LATENT = ARCHITECTURES["deepseek_v3"] | {"num_hidden_layers": 4, "targets": ("al
 @pytest.mark.parametrize(
     ("architecture", "step", "changes"),
     [
-        pytest.param("gpt_oss", examples(2, 200), {"sliding_window": 64, **MOE}, id="sinks"),
+        slow("gpt_oss", examples(2, 200), {"sliding_window": 64, **MOE}, id="sinks"),
         long("gemma3_text", examples(2, 300), {"sliding_window": 64}, id="window passed"),
         long("gemma3_text", examples(2, 300), {"sliding_window": 512}, id="window not passed"),
         long("gemma2", examples(2, 300), {}, id="capped scores"),
@@ -262,7 +262,7 @@ def test_predicted_peak_of_the_graph_is_near_the_measured_in_every_architecture(
     ("architecture", "step", "changes"),
     [
         long("gemma2", examples(1, 700), {}, id="capped scores"),
-        pytest.param("deepseek_v3", examples(1, 700), LATENT, id="added scores"),
+        slow("deepseek_v3", examples(1, 700), LATENT, id="added scores"),
     ],
 )
 def test_predicted_peak_of_the_kernels_is_near_the_measured_in_every_architecture(

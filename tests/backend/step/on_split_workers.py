@@ -1,7 +1,7 @@
 """What test_workers.py runs on each of several workers that share a model: steps equal one
 worker's.
 
-python -m tests.backend.step.on_split_workers [ARCHITECTURE ...]
+python -m tests.backend.step.on_split_workers [--few] [ARCHITECTURE ...]
 """
 
 from __future__ import annotations
@@ -55,12 +55,15 @@ def check(workers: Workers, how: str, folder: Path, step: Sequence[Example], **c
 
 
 def main() -> None:
-    """Check the architectures that are named, or all."""
+    """Check the architectures that are named, or all; with `--few`, in two ways only."""
     workers = Workers.launched(tensor=True)
     assert workers.size > 1
-    names = sys.argv[1:] or ARCHITECTURES
+    few, names = "--few" in sys.argv, sys.argv[1:] or ARCHITECTURES
+    names = [name for name in names if name != "--few"]
+    cases = CASES[1:] if few else CASES
     for name in names:
-        for how, quantize, config in [*CASES, *([PACKED_HEAD] if name == names[0] else [])]:
+        packed = [PACKED_HEAD] if name == names[0] and not few else []
+        for how, quantize, config in [*cases, *packed]:
             has_experts = "moe" in name or name in ("gpt_oss", "minimax")
             if has_experts and "dropout" in config:
                 continue

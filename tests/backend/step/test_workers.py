@@ -11,7 +11,7 @@ from tests.slow import long, slow
 
 
 @needs_ring
-@pytest.mark.parametrize(("workers", "cases"), [(2, ()), slow(3, ("all",))])
+@pytest.mark.parametrize(("workers", "cases"), [(2, ()), slow(2, ("all",)), long(3, ("all",))])
 def test_several_workers_compute_what_one_does(
     workers: int, cases: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -23,7 +23,7 @@ def test_several_workers_compute_what_one_does(
 @needs_ring
 @pytest.mark.parametrize(
     ("workers", "architectures"),
-    [(2, ("qwen3",)), slow(2, ("llama", "qwen3_moe")), long(2, ())],
+    [(2, ("--few", "qwen3")), slow(2, ("qwen3", "llama", "qwen3_moe")), long(2, ())],
 )
 def test_workers_that_share_a_model_compute_what_one_does(
     workers: int, architectures: tuple[str, ...], tmp_path: Path

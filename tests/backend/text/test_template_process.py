@@ -43,6 +43,14 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": None
 LOOP = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
 
 
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[TemplateProcess]:
+    """A process that no test ends."""
+    process = TemplateProcess()
+    yield process
+    process.close()
+
+
 @pytest.fixture
 def process() -> Iterator[TemplateProcess]:
     process = TemplateProcess()
@@ -158,8 +166,8 @@ def test_template_that_would_take_all_time_or_memory_is_ended_soon(
     ],
     ids=["unfinished", "deep in parentheses", "deep in blocks", "deep in loops"],
 )
-def test_template_that_cannot_be_compiled_is_invalid(process: TemplateProcess, source: str) -> None:
-    kind, reason = render(process, source)
+def test_template_that_cannot_be_compiled_is_invalid(lasting: TemplateProcess, source: str) -> None:
+    kind, reason = render(lasting, source)
     assert kind == INVALID
     assert any(word in reason for word in ("line 1: ", "recursion", "nested blocks"))
 
@@ -177,8 +185,8 @@ def test_template_that_cannot_be_compiled_is_invalid(process: TemplateProcess, s
         "{% import 'os' as os %}",
     ],
 )
-def test_template_does_not_reach_what_is_outside_it(process: TemplateProcess, source: str) -> None:
-    kind, text = render(process, source)
+def test_template_does_not_reach_what_is_outside_it(lasting: TemplateProcess, source: str) -> None:
+    kind, text = render(lasting, source)
     if kind == TEXT:
         assert text == ""
     else:
@@ -237,41 +245,41 @@ REFUSALS = [
 ]
 
 
-def test_harmless_templates_render_as_transformers_renders_them(process: TemplateProcess) -> None:
+def test_harmless_templates_render_as_transformers_renders_them(lasting: TemplateProcess) -> None:
     more = {"tools": TOOLS, "add_generation_prompt": True, "bos": "<s>"}
     for source in HARMLESS:
         (expected,), _ = render_jinja_template([MESSAGES], chat_template=source, **more)
         assert expected
-        assert render(process, source, **more) == (TEXT, expected)
+        assert render(lasting, source, **more) == (TEXT, expected)
 
 
 def test_templates_that_fail_do_so_with_the_error_that_transformers_gives(
-    process: TemplateProcess,
+    lasting: TemplateProcess,
 ) -> None:
     for source in REFUSALS:
         with pytest.raises(Exception) as raised:
             render_jinja_template([MESSAGES], TOOLS, chat_template=source)
-        assert render(process, source, tools=TOOLS) == (REFUSED, str(raised.value))
+        assert render(lasting, source, tools=TOOLS) == (REFUSED, str(raised.value))
 
 
-def test_date_is_todays(process: TemplateProcess) -> None:
+def test_date_is_todays(lasting: TemplateProcess) -> None:
     today = time.strftime("%Y")
-    assert render(process, "{{ strftime_now('%Y') }}") in (
+    assert render(lasting, "{{ strftime_now('%Y') }}") in (
         (TEXT, today),
         (TEXT, time.strftime("%Y")),
     )
 
 
-def test_text_of_any_characters_comes_back_as_it_is(process: TemplateProcess) -> None:
+def test_text_of_any_characters_comes_back_as_it_is(lasting: TemplateProcess) -> None:
     messages = [{"role": "user", "content": "\x00 \n\r\u2028 😀"}]
-    assert render(process, "{{ messages[0].content }}", messages) == (TEXT, messages[0]["content"])
+    assert render(lasting, "{{ messages[0].content }}", messages) == (TEXT, messages[0]["content"])
 
 
-def test_long_conversation_has_more_time_and_a_longer_result(process: TemplateProcess) -> None:
+def test_long_conversation_has_more_time_and_a_longer_result(lasting: TemplateProcess) -> None:
     # 60 million characters on the way, of which 39 million are the result.
     source = "{% for m in messages %}" + "{{ m.content ~ '!' }}" * 13 + "{% endfor %}"
     messages = [{"role": "user", "content": "a" * 1_000_000} for _ in range(3)]
-    assert render(process, source, messages) == (TEXT, ("a" * 1_000_000 + "!") * 39)
+    assert render(lasting, source, messages) == (TEXT, ("a" * 1_000_000 + "!") * 39)
 
 
 def test_time_is_measured_for_each_rendering_anew(quick: TemplateProcess) -> None:
@@ -488,6 +496,6 @@ def test_half_of_a_surrogate_pair_is_refused() -> None:
         ChatTemplate({"default": "{{ '\\ud800' }}"}, {})(MESSAGES)
 
 
-def test_whole_surrogate_pair_is_text(process: TemplateProcess) -> None:
+def test_whole_surrogate_pair_is_text(lasting: TemplateProcess) -> None:
     request = json.dumps({"conversations": [MESSAGES]})
-    assert process.render("{{ '\U0001f600' }}", [request]) == [(TEXT, "\U0001f600")]
+    assert lasting.render("{{ '\U0001f600' }}", [request]) == [(TEXT, "\U0001f600")]

@@ -190,6 +190,7 @@ def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
     assert used <= hashed
 
 
+@pytest.mark.slow
 def test_entry_of_another_process_is_used(cli: Cli, chat: Path, loads: list[Path]) -> None:
     model = DATA / "demo-qwen3"
     arguments = ["inspect", "--model-path", str(model), "--data", str(chat), "--quiet"]

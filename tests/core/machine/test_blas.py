@@ -48,7 +48,7 @@ def test_one_warning_says_what_to_install_when_there_is_none() -> None:
         "    if path is None: return real(path, *args, **options)\n"
         "    raise OSError('not found')\n"
         "ctypes.CDLL = without\n"
-        "from mlxtune.backend import BLAS\nimport mlxtune.backend.forward.loss\n"
+        "from mlxtune.backend import BLAS\nimport mlxtune.backend.device.memory\n"
         "assert BLAS is None\n"
     )
     assert result.stderr.count("RuntimeWarning") == 1
