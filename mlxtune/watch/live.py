@@ -69,6 +69,7 @@ class Live:
         # The holders that were asked to stop, by run.
         self._asked: dict[str, Mapping[str, Any] | None] = {}
         self._pages, self._left = 0, time.monotonic()
+        self._closed = False
         asker.on_change = self._notify
         if not self._find():
             run_folder_at(folder)
@@ -81,7 +82,7 @@ class Live:
         sent: Parts = {}
         with self._followed():
             quiet_since = time.monotonic()
-            while True:
+            while not self._closed:
                 parts = self._parts(view)
                 name = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
                 if not sent and name == last:
@@ -118,6 +119,12 @@ class Live:
             if self._pages or training:
                 self._left = time.monotonic()
             return time.monotonic() - self._left
+
+    def close(self) -> None:
+        """End the events of all pages, and the process that answers."""
+        self._closed = True
+        self._asker.close()
+        self._notify()
 
     @contextmanager
     def _followed(self) -> Iterator[None]:

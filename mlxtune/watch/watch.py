@@ -33,18 +33,17 @@ def show(folder: str) -> None:
 
     Raises OutputError if the folder has no run.
     """
-    asker = Asker()
-    live = Live(as_path(folder), asker)
+    live = Live(as_path(folder), Asker())
     server = start_server(live, live.folder)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
         print_line(f"page: {server.address}", flush=True)
         if has_browser():
             webbrowser.open(server.address)
         while live.idle_seconds() < _IDLE_SECONDS:
             time.sleep(_LOOK_EVERY)
     finally:
-        asker.close()
+        live.close()
         server.shutdown()
         server.server_close()
 

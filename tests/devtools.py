@@ -1,0 +1,136 @@
+"""A real browser without a window that tests drive while a page lives, by its own protocol.
+
+Chromium takes commands through a pipe: objects of JSON, each ended by a null character
+(https://chromedevtools.github.io/devtools-protocol).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.browser import BROWSER
+from tests.waiting import SECONDS
+
+# The numbers of the pipe's ends in the browser.
+_READ, _WRITTEN = 3, 4
+
+
+class Tab:
+    """A tab of a browser. `said` is what its console and its errors said."""
+
+    def __init__(self, browser: Browser, session: str) -> None:
+        self._browser, self._session = browser, session
+        self.said: list[str] = []
+        browser.tabs[session] = self
+        for domain in ("Runtime", "Page", "Log", "Network"):
+            self.call(f"{domain}.enable")
+        self.requested: set[str] = set()
+
+    def call(self, method: str, **parameters: Any) -> Any:
+        return self._browser.call(method, parameters, self._session)
+
+    def open(self, address: str) -> None:
+        self.call("Page.navigate", url=address)
+
+    def evaluate(self, expression: str) -> Any:
+        """Return the value of an expression in the page."""
+        given = {"expression": expression, "awaitPromise": True, "returnByValue": True}
+        answer = self.call("Runtime.evaluate", **given)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def wait_for(self, expression: str) -> Any:
+        """Wait until an expression is true, and return its value."""
+        started = time.monotonic()
+        while not (value := self.evaluate(expression)):
+            assert time.monotonic() - started < SECONDS, (expression, self.said)
+            time.sleep(0.05)
+        return value
+
+    def show_as(self, width: int, height: int, theme: str) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+        feature = {"name": "prefers-color-scheme", "value": theme}
+        self.call("Emulation.setEmulatedMedia", features=[feature])
+
+
+class Browser:
+    """A browser's end of the pipe."""
+
+    def __init__(self, read: int, write: int) -> None:
+        self._read, self._write = read, write
+        self._received = b""
+        self._number = 0
+        self.tabs: dict[str, Tab] = {}
+
+    def new_tab(self) -> Tab:
+        target = self.call("Target.createTarget", {"url": "about:blank"})["targetId"]
+        attached = self.call("Target.attachToTarget", {"targetId": target, "flatten": True})
+        return Tab(self, attached["sessionId"])
+
+    def call(self, method: str, parameters: dict[str, Any], session: str = "") -> Any:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        message |= {"sessionId": session} if session else {}
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, (method, answer)
+                return answer["result"]
+            self._note(answer)
+
+    def _note(self, event: dict[str, Any]) -> None:
+        tab, method = self.tabs.get(event.get("sessionId", "")), event.get("method")
+        if tab is None:
+            return
+        if method in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
+            tab.said.append(json.dumps(event["params"]))
+        if method == "Network.requestWillBeSent":
+            tab.requested.add(event["params"]["request"]["url"])
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._received:
+            piece = os.read(self._read, 2**16)
+            assert piece, "the browser has ended"
+            self._received += piece
+        message, self._received = self._received.split(b"\0", 1)
+        found: dict[str, Any] = json.loads(message)
+        return found
+
+
+@contextmanager
+def browsing(folder: Path) -> Iterator[Browser]:
+    """Yield a browser that keeps its files in a folder."""
+    (commands, write), (read, events) = os.pipe(), os.pipe()
+    # A shell gives the pipe's ends the numbers that the browser expects.
+    ends = f"exec {_READ}<&{commands} {_WRITTEN}>&{events}"
+    process = subprocess.Popen(
+        [
+            *("bash", "-c", f'{ends}; exec "$@"', "browser", str(BROWSER)),
+            *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+            *("--disable-background-networking", "--no-first-run", "--disable-sync"),
+            *("--disable-component-update", "--disable-extensions", "--hide-scrollbars"),
+            *("--remote-debugging-pipe", f"--user-data-dir={folder / 'profile'}"),
+            "about:blank",
+        ],
+        pass_fds=(commands, events),
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(commands)
+    os.close(events)
+    try:
+        yield Browser(read, write)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(read)
+        os.close(write)
