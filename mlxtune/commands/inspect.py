@@ -91,10 +91,11 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection
         held_out = list(range(trained, trained + dataset.validation.num_rows))
     parts = [part for part in (dataset.corpus, dataset.validation) if part is not None]
     examples = inspection.InspectedExamples(parts, held_out)
-    every_finding = (*dataset.findings, *findings.skip_findings(dataset.files))
+    found = [*dataset.findings, *findings.skip_findings(dataset.files)]
     if problem is not None:
         rows = dataset.corpus.num_rows
-        every_finding = (Finding("error", problem, rows, SPLIT_ADVICE), *every_finding)
+        found.append(Finding("error", problem, rows, SPLIT_ADVICE))
+    every_finding = tuple(findings.by_loss(found))
     if config.row is None:
         chosen = examples.choose(every_finding, ON_PAGE if config.html else ELSEWHERE)
     elif not (chosen := examples.of_row(config.row)):

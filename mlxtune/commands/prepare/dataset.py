@@ -335,10 +335,14 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
         validation=validation,
         files=files,
         ledgers=ledgers,
-        findings=[
-            *findings.row_findings(files, corpus, validation),
-            *findings.template_findings("".join(reader.template_source.values()), config.thinking),
-        ],
+        findings=findings.by_loss(
+            [
+                *findings.row_findings(files, corpus, validation),
+                *findings.template_findings(
+                    "".join(reader.template_source.values()), config.thinking
+                ),
+            ]
+        ),
         hub=[data.about() for data in hub],
     )
 

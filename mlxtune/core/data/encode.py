@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from mlxtune.core.data.contents import notes_on
 from mlxtune.core.data.conversation import Conversation, Document, to_json
 from mlxtune.core.data.problems import CONTROL_TOKEN, DOUBLE_BOS, BadRow, RowTally, SkippedRows
 from mlxtune.core.data.template import Rendered, Rendering, Template
@@ -213,7 +214,7 @@ class Encoder:
                 except BadRow as problem:
                     skipped.add(row.row, problem)
                     continue
-                found = dict(rendering.notes)
+                found = dict(rendering.notes) | dict(notes_on(row, text))
                 if written := control.search(text):
                     found[CONTROL_TOKEN] = written
                 if isinstance(row, Conversation):

@@ -1,6 +1,6 @@
 """Findings: problems in the data, to look at before training on it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.places import where
-from mlxtune.core.data.problems import ADVICE, DUPLICATE, ERRORS, LEAK, RowTally
+from mlxtune.core.data.problems import ADVICE, DUPLICATE, ERRORS, LEAK, TRUNCATED_ANSWER, RowTally
 
 _PLACES = 5
 
@@ -33,7 +33,8 @@ class Place:
 class Finding:
     """A problem in the data. `train` warns about it, or refuses the data if it is an `error`.
 
-    `rows` counts the rows that have it, `places` holds the first few of them.
+    `rows` counts the rows that have it, `places` holds the first few of them. `tokens` are the
+    supervised tokens that it costs; a skipped row counts as many as the other rows have on average.
     """
 
     level: str  # "warning" or "error"
@@ -41,12 +42,13 @@ class Finding:
     rows: int
     advice: str
     places: tuple[Place, ...] = ()
+    tokens: int = 0
 
 
 def row_findings(
     files: Sequence[EncodedFile], corpus: Corpus, validation: Corpus | None
 ) -> list[Finding]:
-    """Return a finding for each kind of note on the rows that are kept, errors first.
+    """Return a finding for each kind of note on the rows that are kept.
 
     `files` are those of `corpus`, then those of `validation`. Adds notes for duplicates and leaks
     to `files`, so call it once.
@@ -54,8 +56,12 @@ def row_findings(
     _note_duplicates(files, corpus)
     if validation is not None:
         _note_leaks(files[len(corpus.files) :], corpus, validation)
-    findings = _findings([(file, file.notes) for file in files], ADVICE)
-    return sorted(findings, key=lambda finding: finding.level != "error")
+    return _findings([(file, file.notes) for file in files], ADVICE)
+
+
+def by_loss(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings in the order to read them: errors, then by the tokens and rows they cost."""
+    return sorted(findings, key=lambda each: (each.level != "error", -each.tokens, -each.rows))
 
 
 def skip_findings(files: Sequence[EncodedFile]) -> list[Finding]:
@@ -106,6 +112,16 @@ def _findings(
                 rows=sum(tally.counts[kind] for _, tally in tallies),
                 advice=advice.get(kind, "the row is skipped: fix it or remove it"),
                 places=tuple(places[:_PLACES]),
+                tokens=sum(_lost(file, tally, kind) for file, tally in tallies),
             )
         )
     return findings
+
+
+def _lost(file: EncodedFile, tally: RowTally, kind: str) -> int:
+    """Return the supervised tokens that a kind of problem costs in a file."""
+    if kind == TRUNCATED_ANSWER:
+        return file.answer_tokens_cut
+    if tally is file.skipped and len(file.arrays.supervised):
+        return int(tally.counts[kind] * file.arrays.supervised.mean())
+    return 0

@@ -55,11 +55,15 @@ class Ledger:
 
 @dataclass
 class EncodedFile:
-    """One data file as examples before truncation, with the skipped rows and the notes."""
+    """One data file as examples before truncation, with the skipped rows and the notes.
+
+    `answer_tokens_cut` are the supervised tokens that rows lost and were kept.
+    """
 
     arrays: ExampleArrays
     skipped: SkippedRows
     notes: RowTally
+    answer_tokens_cut: int = 0
 
     def account(self, cut: CutExamples, title: str | None = None) -> Ledger:
         """Return the ledger of the file's examples after they were cut.
@@ -70,7 +74,8 @@ class EncodedFile:
         once.
         """
         arrays, kept_rows = self.arrays, cut.rows_kept
-        cut_answers = arrays.per_row(arrays.supervised - cut.supervised) > 0
+        lost = arrays.per_row(arrays.supervised - cut.supervised)
+        self.answer_tokens_cut, cut_answers = int(lost[kept_rows].sum()), lost > 0
         for index in np.flatnonzero(~kept_rows):
             self._skip(int(index), cut)
         numbers = arrays.rows[arrays.first_of_row[:-1]]

@@ -9,6 +9,7 @@ from typing import Any
 
 from mlxtune.core.data.places import where
 
+BAD_ARGUMENTS = "arguments of a tool call that are not JSON"
 CONTROL_TOKEN = "control token written in content"
 DOUBLE_BOS = "BOS twice at the start"
 DROPPED_CONTENT = "text beside a tool call left out by the template"
@@ -16,13 +17,19 @@ DROPPED_SYSTEM = "system message left out by the template"
 DROPPED_THINKING = "thinking left out by the template"
 DROPPED_TOOLS = "tools left out by the template"
 DUPLICATE = "duplicate row"
+EMPTY_PROMPT = "empty prompt"
 LEAK = "validation row that is also trained on"
 MERGED_SYSTEM = "system message merged into the first user turn"
+MOJIBAKE = "text decoded wrongly, such as Ã© for é"
 NO_END_OF_TURN = "end-of-turn token unknown to the tokenizer"
 NO_PROMPT = "assistant turn with no prompt before it"
+REFUSAL = "answer that refuses"
+REPLACED = "replacement character, where text was lost"
 TRUNCATED_ANSWER = "answer cut at --max-seq-len"
+UNDECLARED_TOOL = "call of a tool that is not declared"
 
 ADVICE = {
+    BAD_ARGUMENTS: "the model learns to write them like that: write a JSON object",
     CONTROL_TOKEN: "the model reads it as a real control token: remove it from the text",
     DOUBLE_BOS: "the model's template writes it twice: fix the template",
     DROPPED_CONTENT: "it is not trained on: remove it, or split the turn in two",
@@ -30,11 +37,16 @@ ADVICE = {
     DROPPED_THINKING: "it is not trained on: use --thinking auto, or a model with a thinking mode",
     DROPPED_TOOLS: "training and inference do not show them: use a model that supports tools",
     DUPLICATE: "each copy is trained on: keep one, unless the copies are intended",
+    EMPTY_PROMPT: "the answer is trained on without a question: fill it in, or remove the row",
     LEAK: "the validation loss looks better than it is: remove it from one of the two",
     MERGED_SYSTEM: "--merge-system did this: merge it likewise at inference",
+    MOJIBAKE: "the model learns to write it: read the source as UTF-8, and export it again",
     NO_END_OF_TURN: "the model does not know it and will not stop there: use a template that fits",
     NO_PROMPT: "there is nothing to answer, so it is context and not trained on",
+    REFUSAL: "the model learns to refuse: remove the row, unless that is intended",
+    REPLACED: "the model learns to write it: export the text again, in UTF-8",
     TRUNCATED_ANSWER: "the model learns neither its end nor when to stop: raise --max-seq-len",
+    UNDECLARED_TOOL: "the model learns to invent tools: add it to the row's tools",
 }
 # Values in one row. Short ones take some 20 times their text in memory, so only long text counts.
 _MAX_VALUES, _LONG = 4_000_000, 2**20

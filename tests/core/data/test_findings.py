@@ -97,14 +97,33 @@ def test_nothing_is_found_where_all_rows_differ_or_there_are_none() -> None:
     assert findings.row_findings([], empty, None) == findings.row_findings([], empty, empty) == []
 
 
-def test_errors_come_first_and_the_others_in_the_order_of_files() -> None:
+def test_findings_are_in_the_order_of_the_tokens_that_they_cost() -> None:
+    """Two rows that were skipped cost two average answers, and a cut answer what it lost."""
+    row = Example(1, np.arange(9, dtype=np.int32), np.array([0] * 3 + [1] * 6, dtype=np.uint8))
+    file = EncodedFile(ExampleArrays.of([row]), SkippedRows(Path("a.jsonl")), RowTally())
+    for number in (2, 3):
+        file.skipped.add(number, problems.BadRow("no answer"))
+    for number in range(4, 9):
+        file.notes.count(number, problems.REFUSAL)
+    cut = file.arrays.cut(5)
+    file.account(cut)
+    found = findings.row_findings([file], Corpus([cut]), None) + findings.skip_findings([file])
+
+    assert [(each.kind, each.tokens, each.rows) for each in findings.by_loss(found)] == [
+        ("no answer", 12, 2),
+        (problems.TRUNCATED_ANSWER, 4, 1),
+        (problems.REFUSAL, 0, 5),
+    ]
+
+
+def test_errors_come_first_and_then_what_concerns_most_rows() -> None:
     files = [encoded("a.jsonl", [1]), encoded("b.jsonl", [2])]
     for row in range(1, 5):
         files[0].notes.count(row, problems.CONTROL_TOKEN, "<s>")
         for kind in (problems.NO_PROMPT, problems.DOUBLE_BOS, problems.CONTROL_TOKEN):
             files[1].notes.count(row, kind)
 
-    found = find(files)
+    found = findings.by_loss(find(files))
 
     assert [(one.level, one.kind, one.rows) for one in found] == [
         ("error", problems.DOUBLE_BOS, 4),

@@ -1,0 +1,75 @@
+"""What is wrong with the words of a row that can be trained on: notes, by their kind.
+
+Only what hardly ever is meant is noted, so that a note is worth a look.
+"""
+
+import re
+from collections.abc import Iterator
+
+from mlxtune.core.data.conversation import Conversation, Document, Message, function_name
+from mlxtune.core.data.problems import (
+    BAD_ARGUMENTS,
+    EMPTY_PROMPT,
+    MOJIBAKE,
+    REFUSAL,
+    REPLACED,
+    UNDECLARED_TOOL,
+)
+from mlxtune.errors import shorten
+
+# How answers of assistants begin that decline, with a straight apostrophe.
+_REFUSES = re.compile(
+    r"as an ai\b|as a (?:large )?language model|i(?:'m| am) (?:just |only )?an ai\b"
+    r"|(?:i(?:'m| am) sorry, but |sorry, )i (?:cannot|can't|am unable|am not able)"
+    r"|i(?:'m| am) (?:unable|not able) to (?:assist|help|fulfill|comply|provide)"
+    r"|i (?:cannot|can't) (?:assist|help|fulfill|comply|provide|engage)",
+)
+_BEGINNING = 200
+# UTF-8 that was read as Windows-1252: the first bytes of é, of quotes and dashes, of emoji, and
+# of signs between U+00A0 and U+00BF.
+_MOJIBAKE = re.compile(
+    "Ã[\u0080-\u00bf\u0192\u02c6\u02dc\u2013-\u2026\u2030\u2039\u203a\u20ac\u2122]"
+    "|â€[\u0080-\u00ff\u0152-\u2122]|ðŸ|Â[\u00a0-\u00bf]"
+)
+_REPLACEMENT = "\ufffd"
+_AROUND = 12
+
+
+def notes_on(row: Conversation | Document, text: str) -> Iterator[tuple[str, str]]:
+    """Yield the kind and a detail of each problem; `text` is all text of the row."""
+    if _REPLACEMENT in text:
+        yield REPLACED, _around(text, text.index(_REPLACEMENT))
+    if found := _MOJIBAKE.search(text):
+        yield MOJIBAKE, _around(text, found.start())
+    if isinstance(row, Document):
+        return
+    for position, message in enumerate(row.messages, start=1):
+        if message.role == "user" and not message.content.strip():
+            yield EMPTY_PROMPT, f"message {position}"
+        if message.role == "assistant":
+            yield from _on_answer(row, message, f"message {position}")
+
+
+def _on_answer(row: Conversation, message: Message, where: str) -> Iterator[tuple[str, str]]:
+    beginning = message.content[:_BEGINNING].replace("\u2019", "'").lower()
+    if message.trained and (found := _REFUSES.search(beginning)):
+        yield REFUSAL, f"{where}: {_around(message.content, found.start())}"
+    for call in message.tool_calls:
+        name = function_name(call)
+        if name is not None and not _is_declared(row, name):
+            yield UNDECLARED_TOOL, f"{where}: {shorten(name)}"
+        function = call.get("function") or call
+        if isinstance(arguments := function.get("arguments"), str):
+            yield BAD_ARGUMENTS, f"{where}: {shorten(arguments)}"
+
+
+def _is_declared(row: Conversation, name: str) -> bool:
+    """Return whether a tool is in the row's list or, as in some files, in its system text."""
+    if any(function_name(tool) == name for tool in row.tools):
+        return True
+    return any(name in message.content for message in row.messages if message.role == "system")
+
+
+def _around(text: str, start: int) -> str:
+    """Return the words at a place of a text, quoted."""
+    return shorten(text[max(start - _AROUND, 0) : start + 2 * _AROUND].strip("\0"))

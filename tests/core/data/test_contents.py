@@ -1,0 +1,70 @@
+"""Notes on the words of a row: what hardly ever is meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune.core.data import problems
+from mlxtune.core.data.contents import notes_on
+from tests.core.data.rows import ALPACA, ANSWER, CHAT, TOOL, USER, read
+
+
+def notes(folder: Path, row: dict[str, Any]) -> dict[str, str]:
+    (one,), _ = read(folder, row)
+    text = getattr(one, "text", None) or " ".join(each.content for each in one.messages)  # type: ignore[union-attr]
+    return dict(notes_on(one, text))
+
+
+def chat(*messages: dict[str, Any], **others: Any) -> dict[str, Any]:
+    return {"messages": [USER, *messages, ANSWER], **others}
+
+
+def call(name: str = "add", arguments: Any = "{}") -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def answering(text: str) -> dict[str, Any]:
+    return {"messages": [USER, {"role": "assistant", "content": text}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        (chat(call("sub"), tools=[TOOL]), problems.UNDECLARED_TOOL),
+        (chat(call()), problems.UNDECLARED_TOOL),
+        (chat(call(arguments="{not json"), tools=[TOOL]), problems.BAD_ARGUMENTS),
+        (chat(call(arguments="[1]"), tools=[TOOL]), problems.BAD_ARGUMENTS),
+        ({"messages": [{"role": "user", "content": " \n"}, ANSWER]}, problems.EMPTY_PROMPT),
+        (ALPACA | {"instruction": ""}, problems.EMPTY_PROMPT),
+        (answering("As an AI language model, I have no taste."), problems.REFUSAL),
+        (answering("I’m sorry, but I can’t help with that."), problems.REFUSAL),
+        (answering("I cannot assist with that request."), problems.REFUSAL),
+        (answering("caf\ufffd"), problems.REPLACED),
+        (answering("cafÃ© au lait"), problems.MOJIBAKE),
+        (answering("it isnâ€™t"), problems.MOJIBAKE),
+        ({"text": "15Â°C ðŸ˜€"}, problems.MOJIBAKE),
+    ],
+)
+def test_problem_is_noted(tmp_path: Path, row: dict[str, Any], kind: str) -> None:
+    assert list(notes(tmp_path, row)) == [kind]
+    assert kind in problems.ADVICE
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        CHAT,
+        chat(call(), tools=[TOOL]),
+        chat(call(arguments={"a": 1}), tools=[{"type": "function", "function": TOOL}]),
+        chat(call()) | {"system": "Call add(a, b) for sums."},
+        answering("The film A.I. is from 2001; I am sorry that I was late."),
+        answering("SÃO PAULO, naïve “quotes” – 15 °C 😀"),
+        {"messages": [USER, {**answering("I cannot assist.")["messages"][1], "weight": 0}, ANSWER]},
+    ],
+)
+def test_what_is_usual_is_not_noted(tmp_path: Path, row: dict[str, Any]) -> None:
+    assert notes(tmp_path, row) == {}
