@@ -19,10 +19,16 @@ from mlxtune.errors import shorten
 
 # How answers of assistants begin that decline, with a straight apostrophe.
 _REFUSES = re.compile(
-    r"as an ai\b|as a (?:large )?language model|i(?:'m| am) (?:just |only )?an ai\b"
-    r"|(?:i(?:'m| am) sorry, but |sorry, )i (?:cannot|can't|am unable|am not able)"
-    r"|i(?:'m| am) (?:unable|not able) to (?:assist|help|fulfill|comply|provide)"
-    r"|i (?:cannot|can't) (?:assist|help|fulfill|comply|provide|engage)",
+    "|".join(
+        (
+            r"as an ai\b",
+            r"as a (?:large )?language model",
+            r"i(?:'m| am) (?:just |only )?an ai\b",
+            r"(?:i(?:'m| am) sorry, but |sorry, )i (?:cannot|can't|am unable|am not able)",
+            r"i(?:'m| am) (?:unable|not able) to (?:assist|help|fulfill|comply|provide)",
+            r"i (?:cannot|can't) (?:assist|help|fulfill|comply|provide|engage)",
+        )
+    )
 )
 _BEGINNING = 200
 # UTF-8 that was read as Windows-1252: the first bytes of é, of quotes and dashes, of emoji, and
