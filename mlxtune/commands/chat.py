@@ -5,36 +5,37 @@ Answers go to stdout, everything else to stderr.
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from mlxtune.backend.text.generate import Generator, Sampling
+from mlxtune.backend.text.generate import Answer
 from mlxtune.commands.prepare.base import with_base_model
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.interrupt import stop_on_interrupt
 from mlxtune.commands.prepare.model import (
+    Answerers,
     LoadedModel,
     check_prompt_length,
     find_model,
     load_model,
     prompted_as_trained,
-    start_generator,
 )
 from mlxtune.config import ChatConfig, as_path
 from mlxtune.core.data.conversation import to_json
 from mlxtune.core.data.encode import Encoder
-from mlxtune.core.data.prompt import prompt_of
+from mlxtune.core.data.prompt import Prompt, prompt_of
 from mlxtune.core.files.files import append_line
 from mlxtune.errors import DataError, MemoryLimitError, OutputError
 from mlxtune.views.console import RunConsole
-from mlxtune.views.output import print_answer, print_line
+from mlxtune.views.output import AnswerConsole, print_line
 
 HELP = """\
 /base          answer with the base model
 /adapter       answer with the adapter
+/both          answer with both, side by side
 /reset         start a new conversation
 /save [FILE]   append the conversation to a file for train (conversations.jsonl)
 /help          show this help
@@ -43,6 +44,7 @@ Ctrl-C stops an answer. Start a line with // to send a message that starts with 
 # A pipe may never end a line.
 _LONGEST_LINE = 2**20
 _SAVE_FILE = "conversations.jsonl"
+_NAMES = {False: "base model", True: "adapter"}
 
 _note = partial(print_line, stderr=True)
 
@@ -58,9 +60,10 @@ def chat(config: ChatConfig) -> None:
         reader = Reader(config.reading(turns="last"), folder)
         encoder = reader.encoder  # its problems show before minutes of loading
         loaded = load_model(config, folder, console)
-        console.say("Chat", "/help lists the commands, Ctrl-D quits")
-    generator = start_generator(config, loaded, reader)
-    conversation = _Conversation(config, loaded, generator, encoder)
+        answerers = Answerers(config, loaded, reader)
+        conversation = _Conversation(config, loaded, answerers, encoder)
+        who = conversation.who
+        console.say("Chat", f"{who}; /help lists the commands, Ctrl-D quits")
     for line in _lines():
         if line.startswith("/") and not line.startswith("//"):
             if not conversation.run_command(line):
@@ -71,43 +74,75 @@ def chat(config: ChatConfig) -> None:
 
 @dataclass
 class _Conversation:
-    """The messages so far, and the model that answers them."""
+    """The messages so far of each model that answers: False is the base model, True the adapter."""
 
     config: ChatConfig
     loaded: LoadedModel
-    generator: Generator
+    answerers: Answerers
     encoder: Encoder
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: dict[bool, list[dict[str, Any]]] = field(default_factory=dict)
     save_file: str = _SAVE_FILE
+
+    def __post_init__(self) -> None:
+        has_adapter = self.loaded.adapted is not None
+        self.messages = {on: [] for on in ((False, True) if self.config.both else (has_adapter,))}
+
+    @property
+    def who(self) -> str:
+        """Which model answers, and from which files."""
+        base, adapter = f"the base model {self.config.model_path}", ""
+        if self.loaded.adapted is not None:
+            adapter = f"the adapter {self.loaded.adapted.weights}"
+        if len(self.messages) == 2:
+            return f"{base} and {adapter} answer side by side"
+        return f"{adapter if True in self.messages else base} answers"
 
     def send(self, text: str) -> None:
         """Send a message and print the answer; without an answer, the message is dropped."""
-        asked = [*self.messages, {"role": "user", "content": text}]
+        asked = {
+            on: [*messages, {"role": "user", "content": text}]
+            for on, messages in self.messages.items()
+        }
         try:
-            prompt = prompt_of(self.encoder, {"messages": [*self._system(), *asked]}, "message")
-            check_prompt_length(prompt, self.loaded.base, "message")
+            prompts = {on: self._prompt(messages) for on, messages in asked.items()}
         except DataError as problem:
             _note(f"{problem}; the message was dropped")
             return
         try:
             with stop_on_interrupt(signals=(signal.SIGINT,)) as should_stop:
-                sampling = self.config.part(Sampling)
-                answer = self.generator.answer(prompt, sampling, print_answer, should_stop)
+                answers = self._answers(prompts, should_stop)
         except KeyboardInterrupt:
-            print_line()
             _note("stopped; the message was dropped")
             return
         except MemoryLimitError as problem:
-            print_line()
             _note(f"{problem}; the message was dropped; /reset starts a new conversation")
             return
-        print_line()
-        if not answer.text.strip():
+        if not all(answer.text.strip() for answer in answers.values()):
             _note("the answer is empty; the message was dropped")
             return
-        if answer.finish_reason == "length":
+        if any(answer.finish_reason == "length" for answer in answers.values()):
             _note("cut at --max-new-tokens")
-        self.messages = [*asked, {"role": "assistant", "content": answer.text}]
+        for on, answer in answers.items():
+            self.messages[on] = [*asked[on], {"role": "assistant", "content": answer.text}]
+
+    def _prompt(self, messages: list[dict[str, Any]]) -> Prompt:
+        """Return the prompt for the next answer. Raises DataError."""
+        prompt = prompt_of(self.encoder, {"messages": [*self._system(), *messages]}, "message")
+        check_prompt_length(prompt, self.loaded.base, "message")
+        return prompt
+
+    def _answers(
+        self, prompts: dict[bool, Prompt], should_stop: Callable[[], bool]
+    ) -> dict[bool, Answer]:
+        """Print the answers as they come, and return them."""
+        answers: dict[bool, Answer] = {}
+        with closing(AnswerConsole([_NAMES[on] for on in prompts])) as console:
+            for on, piece in self.answerers.answer(prompts, should_stop):
+                if isinstance(piece, Answer):
+                    answers[on] = piece
+                else:
+                    console.add(_NAMES[on], piece)
+        return answers
 
     def run_command(self, line: str) -> bool:
         """Run a command; return False if it ends the conversation."""
@@ -117,10 +152,10 @@ class _Conversation:
                 return False
             case "save", _:
                 self._save(argument.strip())
-            case "base" | "adapter", "":
-                self._switch(on=name == "adapter")
+            case "base" | "adapter" | "both", "":
+                self._switch(name)
             case "reset", "":
-                self.messages = []
+                self.messages = {on: [] for on in self.messages}
                 _note("new conversation")
             case "help", "":
                 _note(HELP)
@@ -128,22 +163,25 @@ class _Conversation:
                 _note(f"unknown command: {line}; /help lists the commands")
         return True
 
-    def _switch(self, *, on: bool) -> None:
+    def _switch(self, name: str) -> None:
         if self.loaded.adapted is None:
             _note("there is no adapter: start chat with --adapter")
             return
-        self.loaded.use_adapter(on)
-        # The generator's cache holds keys and values of the other model.
-        self.generator.forget()
-        _note(f"the {'adapter' if on else 'base model'} answers from here on")
+        # Who answers from here on goes on with its own messages or, new, with the other's.
+        latest = self.messages[max(self.messages)]
+        chosen = {"base": (False,), "adapter": (True,), "both": (False, True)}[name]
+        self.messages = {on: self.messages.get(on, latest) for on in chosen}
+        _note(f"{self.who} from here on")
 
     def _save(self, name: str) -> None:
-        if not self.messages:
+        # Of both, the adapter's: it is the one to be trained further.
+        messages = self.messages[max(self.messages)]
+        if not messages:
             _note("nothing to save yet")
             return
         path = as_path(name or self.save_file)
         try:
-            append_line(path, to_json({"messages": [*self._system(), *self.messages]}))
+            append_line(path, to_json({"messages": [*self._system(), *messages]}))
         except OutputError as problem:
             _note(str(problem))
             return

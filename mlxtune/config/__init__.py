@@ -14,6 +14,7 @@ from mlxtune.config.training import (
     TrainConfig,
 )
 from mlxtune.config.use import (
+    AnswerConfig,
     ChatConfig,
     DemoConfig,
     EvalConfig,
@@ -28,6 +29,7 @@ from mlxtune.config.use import (
 
 __all__ = [
     "OPTIONS",
+    "AnswerConfig",
     "BenchConfig",
     "ChatConfig",
     "DataConfig",

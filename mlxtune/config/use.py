@@ -95,8 +95,8 @@ class EvalConfig(RowsConfig, UseConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class ChatConfig(UseConfig):
-    """Options of a conversation in the terminal."""
+class AnswerConfig(UseConfig):
+    """How answers are sampled."""
 
     system: str | None = GENERATION.option(
         None, "System message before the conversation.", COMMAND, metavar="TEXT"
@@ -131,7 +131,22 @@ class ChatConfig(UseConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateConfig(ChatConfig):
+class ChatConfig(AnswerConfig):
+    """Options of a conversation in the terminal."""
+
+    both: bool = GENERATION.option(
+        False, "Answer with the base model and with the adapter, side by side.", COMMAND
+    )
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.both and self.adapter is None:
+            problems += ["--both compares the base model with an adapter: give --adapter"]
+        return problems
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig(AnswerConfig):
     """Options of one answer, for the command and for `mlxtune.commands.generate`.
 
     Raises ConfigError, with every problem at once.

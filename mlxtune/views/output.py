@@ -1,12 +1,18 @@
 """Results on stdout: JSON for programs, and lines in which a terminal shows control characters."""
 
+from __future__ import annotations
+
 import json
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mlxtune.core.text import count
 from mlxtune.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.table import Table
 
 
 def print_json(value: Any) -> None:
@@ -27,6 +33,54 @@ def print_answer(text: str) -> None:
 
     sys.stdout.write(escape_controls(text))
     sys.stdout.flush()
+
+
+class AnswerConsole:
+    """Prints an answer as it arrives; several side by side on a terminal, elsewhere at the end."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._texts = dict.fromkeys(names, "")
+        self._live: Live | None = None
+        if len(names) > 1:
+            # Loaded by whoever compares.
+            from rich.console import Console
+            from rich.live import Live
+
+            self._console = Console(highlight=False)
+            if self._console.is_terminal:
+                self._live = Live(
+                    console=self._console, get_renderable=self._columns, transient=True
+                )
+                self._live.start()
+
+    def add(self, name: str, text: str) -> None:
+        """Add text to the answer of a name."""
+        self._texts[name] += text
+        if len(self._texts) == 1:
+            print_answer(text)
+
+    def close(self) -> None:
+        """Print what is not yet printed, and end the line."""
+        if self._live is not None:
+            self._live.stop()
+            self._console.print(self._columns())
+        elif len(self._texts) == 1:
+            print_line()
+        else:
+            for name, text in self._texts.items():
+                print_answer(f"{name}: {text}\n")
+
+    def _columns(self) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        from mlxtune.views.visible import escape_controls
+
+        table = Table(box=None, expand=True, padding=(0, 2, 0, 0), show_header=True)
+        for name in self._texts:
+            table.add_column(name, ratio=1, overflow="fold")
+        table.add_row(*(Text(escape_controls(text)) for text in self._texts.values()))
+        return table
 
 
 def render_lines(template: str, show: Callable[[Any], str], **values: Any) -> list[str]:

@@ -13,15 +13,16 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from mlxtune.backend.text.generate import Answer
+from mlxtune.commands.prepare.base import with_base_model
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.model import (
-    BothModels,
+    Answerers,
     check_prompt_length,
     find_model,
     load_model,
     prompted_as_trained,
 )
-from mlxtune.config import ChatConfig
+from mlxtune.config import AnswerConfig
 from mlxtune.config.limits import RECORD, parse_json
 from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.files.limited_child import end_with
@@ -33,11 +34,11 @@ _NAMES = {False: "base", True: "adapter"}
 
 def answers(options: dict[str, Any], questions: Iterator[str]) -> Iterator[dict[str, Any]]:
     """Yield what the page is to show for each question. Raises MlxTuneError if nothing loads."""
-    config = prompted_as_trained(ChatConfig(**options))
+    config = with_base_model(prompted_as_trained(AnswerConfig(**options)))
     folder = find_model(config)
     reader = Reader(config.reading(turns="last"), folder)
     loaded = load_model(config, folder, RunConsole(quiet=True))
-    both = BothModels(config, loaded, reader)
+    answerers = Answerers(config, loaded, reader)
     for question in questions:
         yield {"status": "answering"}
         try:
@@ -45,7 +46,7 @@ def answers(options: dict[str, Any], questions: Iterator[str]) -> Iterator[dict[
             content = {"messages": [{"role": "user", "content": text}]}
             prompt = prompt_of(reader.encoder, content, "the question")
             check_prompt_length(prompt, loaded.base, "the question")
-            for on, piece in both.answer({False: prompt, True: prompt}):
+            for on, piece in answerers.answer({False: prompt, True: prompt}):
                 if not isinstance(piece, Answer):
                     yield {_NAMES[on]: piece}
                 elif piece.finish_reason == "length":

@@ -15,7 +15,7 @@ from typing import Any
 from mlxtune.config.limits import RECORD, parse_json
 from mlxtune.core.files.processes import PIPE, Process, end, own_environment, start
 from mlxtune.core.run.own_runs import is_own
-from mlxtune.core.run.run import Run, read_run, text
+from mlxtune.core.run.run import Run, read_run
 from mlxtune.core.run.summary import RunView
 from mlxtune.errors import ConfigError, MlxTuneError, OutputError
 
@@ -177,13 +177,12 @@ def problem_of(run: Run) -> str:
 def _options_of(run: Run) -> dict[str, Any]:
     """Return the options of the process that answers. Raises OutputError if it cannot."""
     view = RunView.of(run)
-    model = text(run.config, "model_path")
     if not view.finished or not view.adapter or not Path(view.adapter).is_file():
         raise OutputError("the model can be asked once the run has ended with an adapter")
     # A stranger's run could name any model, to be downloaded or to harm.
     if not is_own(run.folder):
         raise OutputError(
             "this run was not made by you on this machine: ask its model with mlxtune chat "
-            f"--model-path MODEL --adapter {run.name}"
+            f"--both --adapter {run.name}"
         )
-    return {"model_path": model, "adapter": view.adapter, "max_new_tokens": _LONGEST_ANSWER}
+    return {"adapter": view.adapter, "max_new_tokens": _LONGEST_ANSWER}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune import GenerateConfig, generate
+from mlxtune import GenerateConfig, TrainConfig, generate, train
 from mlxtune.core.files.files import append_line
 from mlxtune.errors import OutputError
 from tests.command import Cli, Outcome
@@ -228,6 +228,45 @@ def test_conversation_through_a_pipe_is_answered_turn_by_turn_and_saved(
     path.write_text(json.dumps(row["messages"][:-1]))
     again = say("generate", "--messages", path, "--quiet").out
     assert again == row["messages"][4]["content"] + "\n"
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of the demo's model that changes its answers."""
+    output = tmp_path_factory.mktemp("adapted") / "adapters.safetensors"
+    options: dict[str, Any] = {"targets": ("all",), "lr": 0.05, "max_steps": 2, "val_split": 0.0}
+    data = str(DATA / "bookings.jsonl")
+    train(TrainConfig(str(DEMO), data, output=str(output), quiet=True, **options))
+    return output
+
+
+def test_both_models_answer_each_with_its_own_conversation(
+    say: Any, adapter: Path, tmp_path: Path, expected: str
+) -> None:
+    saved = tmp_path / "saved.jsonl"
+    lines = [PROMPT, "And Monday?", f"/save {saved}", "/base", "/reset", PROMPT, "/both", "/reset"]
+    outcome = say("chat", "--adapter", adapter, "--both", stdin="\n".join([*lines, PROMPT]))
+    assert outcome.code == 0, outcome.err
+    assert f"the base model {DEMO} and the adapter {adapter} answer side by side" in outcome.err
+    assert f"the base model {DEMO} answers from here on" in outcome.err
+    said = outcome.out
+    assert said.startswith(f"base model: {expected}\nadapter: ")
+    assert said.count(expected) == 3
+    (row,) = map(json.loads, saved.read_text().splitlines())
+    answers = [each["content"] for each in row["messages"] if each["role"] == "assistant"]
+    assert len(answers) == 2
+    # What is saved is the adapter's, and each answer follows from its own conversation.
+    path = tmp_path / "asked.json"
+    path.write_text(json.dumps(row["messages"][:-1]))
+    again = say("generate", "--adapter", adapter, "--messages", path, "--quiet").out
+    assert again == answers[1] + "\n"
+    assert f"adapter: {answers[1]}\n" in said
+
+
+def test_chat_says_which_model_answers_and_both_needs_an_adapter(say: Any, adapter: Path) -> None:
+    assert f"the base model {DEMO} answers; /help" in say("chat").err
+    assert f"the adapter {adapter} answers; /help" in say("chat", "--adapter", adapter).err
+    assert "--both compares the base model with an adapter" in say("chat", "--both").error
 
 
 def test_saved_conversations_are_read_by_train(say: Any, cli: Cli, tmp_path: Path) -> None:

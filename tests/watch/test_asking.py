@@ -124,12 +124,12 @@ def test_run_of_a_stranger_and_one_in_progress_cannot_be_asked(tmp_path: Path) -
     assert "once the run has ended" in problem_of(read_run(unfinished))
 
 
-def test_run_says_no_option_of_its_process_but_model_and_adapter(run: Path) -> None:
+def test_run_says_no_option_of_its_process_but_the_adapter(run: Path) -> None:
     about = json.loads((run / "run.json").read_text())
     about["config"] |= {"trust_remote_code": True, "memory_limit": "1"}
     (run / "run.json").write_text(json.dumps(about))
     options = module._options_of(read_run(run))
-    assert options.keys() == {"model_path", "adapter", "max_new_tokens"}
+    assert options.keys() == {"adapter", "max_new_tokens"}
 
 
 def test_worker_answers_with_both_models(

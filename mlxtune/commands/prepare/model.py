@@ -24,7 +24,7 @@ from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
 from mlxtune.commands.prepare.dataset import Reader, template_text
 from mlxtune.commands.prepare.memory import confirm, recorded_memory
-from mlxtune.config import ChatConfig, TrainConfig, UseConfig
+from mlxtune.config import AnswerConfig, TrainConfig, UseConfig
 from mlxtune.config.data import TEMPLATES
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.run.run_folder import ResumePoint
@@ -202,27 +202,26 @@ def check_prompt_length(prompt: Prompt, base: BaseModel, where: str) -> None:
         )
 
 
-def start_generator(config: ChatConfig, loaded: LoadedModel, reader: Reader) -> Generator:
+def start_generator(config: AnswerConfig, loaded: LoadedModel, reader: Reader) -> Generator:
     if config.seed is not None:
         seed(config.seed)
     return Generator(loaded.base.model, reader.tokenizer, loaded.base.vocab_size)
 
 
-class BothModels:
-    """Answers with the base model and with the adapter, a token of each in turn.
+class Answerers:
+    """The base model and the adapter, which answer alone or in turn, a token each.
 
-    Each keeps the cache of its own conversation.
+    Each keeps the cache of its own conversation. The base model is False, the adapter True.
     """
 
-    def __init__(self, config: ChatConfig, loaded: LoadedModel, reader: Reader) -> None:
+    def __init__(self, config: AnswerConfig, loaded: LoadedModel, reader: Reader) -> None:
         self._loaded, self._sampling = loaded, config.part(Sampling)
-        # By whether the adapter is on.
         self._generators = {on: start_generator(config, loaded, reader) for on in (False, True)}
 
     def answer(
         self, prompts: Mapping[bool, Prompt], should_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[bool, str | Answer]]:
-        """Yield whether the adapter is on, and the next text of its answer or, last, all of it.
+        """Answer each one's prompt: yield who speaks, with the next text or, last, the answer.
 
         Raises MemoryLimitError, GpuError or ModelError.
         """
