@@ -115,6 +115,7 @@ PRINTS = {
     "watch/answer_worker.py": "a child's lines of JSON, for its parent",
 }
 TEXTS = {
+    "views/output.py": "answers through escape_controls",
     "views/tables.py": "`shown` makes them of escaped text",
     "views/console.py": "each through printable",
     "views/inspect_console.py": "each through visible.escape or stretches",
