@@ -139,7 +139,7 @@ class OurSide:
             started = following
 
     def _start(self, number: int, examples: Sequence[Example]) -> "PendingStep":
-        rate = self._config.lr
+        rate = self._config.rate
         return self.pipeline.start_batch(examples, step=number, learning_rate=rate)
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:

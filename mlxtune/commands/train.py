@@ -355,6 +355,8 @@ def make_trainer(
         decide=decide,
         profiler=profiler,
         surroundings=surroundings,
+        objective=setup.pipeline.objective,
+        cache=config.cache_path,
     )
     if dataset.validation is None:
         dataset.hold_out(trainer.val_rows.indices)

@@ -5,6 +5,7 @@ Each option is defined once, as a field of the config that is nearest to its sub
 
 from mlxtune.config.data import DataConfig, InspectConfig, user_cache
 from mlxtune.config.fields import as_path
+from mlxtune.config.objective import ObjectiveConfig
 from mlxtune.config.training import (
     OPTIONS,
     BenchConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "InspectConfig",
     "InstructConfig",
     "InstructTrainingConfig",
+    "ObjectiveConfig",
     "OutgoingConfig",
     "PlanConfig",
     "TrainConfig",

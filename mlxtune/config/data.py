@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlxtune.config.fields import Affects, Checked, Section, as_path
+from mlxtune.config.objective import RowObjectiveConfig
 from mlxtune.errors import shorten
 
 RESULT, LENGTH, INPUT, EXECUTION, PLACES, COMMAND = Affects
@@ -13,7 +14,7 @@ FILES, DATA, INSPECT, BENCH, PLAN, GENERATION, EXPORT, LORA, TRAINING, RUN = Sec
 
 ROW_NAMES = (
     *("messages", "tools", "prompt", "completion", "instruction", "input", "output"),
-    *("system", "history", "conversations", "text"),
+    *("system", "history", "conversations", "text", "chosen", "rejected", "label"),
 )
 MESSAGE_NAMES = ("role", "content", "from", "value")
 FIELD_NAMES = (*ROW_NAMES, *MESSAGE_NAMES)
@@ -107,7 +108,7 @@ class ModelConfig(_Source):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RowsConfig(Checked):
+class RowsConfig(RowObjectiveConfig):
     """How the rows of data are read and encoded."""
 
     max_seq_len: int = DATA.option(

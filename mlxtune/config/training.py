@@ -22,12 +22,13 @@ from mlxtune.config.data import (
     ModelConfig,
 )
 from mlxtune.config.fields import Checked, as_path, options_of, same
+from mlxtune.config.objective import DEFAULT_RATE, PREFERENCE_RATE, ObjectiveConfig
 from mlxtune.config.ranks import init_problem, target_ranks
 from mlxtune.errors import ConfigError, shorten
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _StepConfig(ModelConfig, DataConfig):
+class _StepConfig(ModelConfig, ObjectiveConfig, DataConfig):
     """The options that `train` and `bench` share."""
 
     rank: int = LORA.option(8, "Rank of the LoRA matrices.", RESULT, at_least=1, at_most=10**6)
@@ -43,7 +44,13 @@ class _StepConfig(ModelConfig, DataConfig):
     num_layers: int | None = LORA.option(
         None, "Apply LoRA to the last N layers only; default: all.", RESULT, at_least=1
     )
-    lr: float = TRAINING.option(1e-4, "Peak learning rate of AdamW.", RESULT, above=0)
+    lr: float | None = TRAINING.option(
+        None,
+        f"Peak learning rate of AdamW; default: {DEFAULT_RATE:g}, for preferences "
+        f"{PREFERENCE_RATE:g}.",
+        RESULT,
+        above=0,
+    )
     order: str = TRAINING.option(
         "shuffle",
         "Rows that share a step: shuffle mixes all, length groups rows of similar length.",
@@ -64,6 +71,16 @@ class _StepConfig(ModelConfig, DataConfig):
         EXECUTION,
         choices=("auto", "on", "off"),
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Recorded as a number, whoever chose it.
+        object.__setattr__(self, "lr", self.rate)
+
+    @property
+    def rate(self) -> float:
+        """The peak learning rate: `lr`, or the objective's default."""
+        return self.default_rate if self.lr is None else self.lr
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
@@ -265,9 +282,9 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
 
     def contradictions(self) -> list[str]:
         problems = [*super().contradictions(), *self._tensor_problems()]
-        if self.schedule == "warmup-cosine" and self.lr_min > self.lr:
+        if self.schedule == "warmup-cosine" and self.lr_min > self.rate:
             problems += [
-                f"--lr-min {self.lr_min:g} is above --lr {self.lr:g}: "
+                f"--lr-min {self.lr_min:g} is above --lr {self.rate:g}: "
                 "lower it or use another --schedule"
             ]
         return problems

@@ -16,6 +16,7 @@ from mlxtune.config.data import (
     RowsConfig,
 )
 from mlxtune.config.fields import Checked, as_path, same
+from mlxtune.config.objective import ObjectiveConfig
 from mlxtune.config.training import TrainConfig
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -70,7 +71,7 @@ class UseConfig(ModelConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalConfig(RowsConfig, UseConfig):
+class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     """Options of an evaluation, for the command and for `mlxtune.commands.evaluate`.
 
     Every row of the data is evaluated; in a folder, its `test` or else its `valid` file. Without an

@@ -24,6 +24,7 @@ ASIDE = {
     "core/data/cache.py": "wraps reading, rendering and tokenising",
     "core/data/findings.py": "looks for problems in all rows",
     "core/data/inspection.py": "shows what of a row carries loss",
+    "core/data/preferences.py": "tells rows of preferences from others",
     "core/data/ledger.py": "counts rows and tokens",
     "core/data/sources/expansion.py": "limits what a file unpacks to",
     "core/data/template.py": "names the turns that carry loss, and the built-in templates",

@@ -76,7 +76,7 @@ def test_meaning_of_each_option_is_what_resume_cache_proof_and_reports_rely_on()
     }
     assert {name for name, each in OPTIONS.items() if each.encodes} == {
         *("format", "field", "template", "turns", "thinking", "merge_system"),
-        "trust_remote_code",
+        *("trust_remote_code", "objective", "orpo_nll"),
     }
     assert {name for name, each in OPTIONS.items() if not each.inherited} == {
         *("trust_remote_code", "cache_dir", "overwrite", "wait", "ignore_ledger"),

@@ -154,26 +154,26 @@ def update_gradients(
     return d_x, mx.array(rows.T @ d_low), mx.array(low.T @ d)
 
 
-def head_loss_sum(weight: Weight, hidden: mx.array, targets: mx.array) -> mx.array:
-    """Return the summed cross-entropy, in nats, of a head that is one product.
+def trained_head_losses(weight: Weight, hidden: mx.array, targets: mx.array) -> mx.array:
+    """Return the cross-entropy of each hidden state of a head that is one product, float32 (P,).
 
     weight is (V, H), hidden float32 (P, H), targets int32 (P,). Loss and gradient with respect to
     the hidden states are made in one pass over blocks of the vocabulary, with an online softmax
     (arXiv:1805.02867): the logits of a block are all that is held.
     """
 
-    def summed(hidden: mx.array) -> tuple[mx.array, mx.array]:
-        loss, gradient = _loss_and_gradient(weight, view(hidden), targets)
-        return mx.array(loss, dtype=mx.float32), mx.array(gradient)
+    def forward(hidden: mx.array) -> tuple[mx.array, mx.array]:
+        losses, gradient = _losses_and_gradient(weight, view(hidden), targets)
+        return mx.array(losses, dtype=mx.float32), mx.array(gradient)
 
     def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
-        return cotangents[0] * outputs[1]
+        return cotangents[0][:, None] * outputs[1]
 
-    return differentiable(summed, scaled)(hidden)[0]
+    return differentiable(forward, scaled)(hidden)[0]
 
 
 def head_losses(weight: Weight, hidden: mx.array, targets: mx.array) -> mx.array:
-    """Return the cross-entropy of each hidden state, float32 (P,), as `head_loss_sum` has them."""
+    """Return the cross-entropy of each hidden state, float32 (P,), with no gradient."""
     states = view(hidden)
     head = _over_vocabulary(weight, states, expects=False)
     return mx.array(head.log_sums() - _right(weight, states, targets)[0])
@@ -288,10 +288,12 @@ def _right(weight: Weight, hidden: Floats, targets: mx.array) -> tuple[Floats, F
     return logits, rows
 
 
-def _loss_and_gradient(weight: Weight, hidden: Floats, targets: mx.array) -> tuple[float, Floats]:
+def _losses_and_gradient(
+    weight: Weight, hidden: Floats, targets: mx.array
+) -> tuple[Floats, Floats]:
     head = _over_vocabulary(weight, hidden, expects=True)
     right, rows = _right(weight, hidden, targets)
-    loss = float(head.log_sums().sum(dtype=np.float64) - right.sum(dtype=np.float64))
+    losses = head.log_sums() - right
     head.expected /= head.total[:, None]
     head.expected -= rows
-    return loss, head.expected
+    return losses, head.expected

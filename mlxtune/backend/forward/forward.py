@@ -14,9 +14,9 @@ from mlxtune.backend.forward.head import SplitModel
 from mlxtune.backend.forward.loss import (
     Losses,
     cross_entropies,
-    head_loss_sum,
     head_losses,
     split_cross_entropies,
+    trained_head_losses,
 )
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.forward.recompute import Layerwise
@@ -36,7 +36,7 @@ from mlxtune.errors import ModelError
 # entries of a gradient reach 256 before they overflow. The step takes it back in float32.
 _RAISED_FLOAT16 = 256.0
 
-# The loss of the rows of hidden states (P, H) at the supervised positions.
+# The losses (P,) of the rows of hidden states (P, H) at the supervised positions.
 Head = Callable[[mx.array], mx.array]
 
 
@@ -86,6 +86,7 @@ class Forward:
             self._vocabulary = {"vocabulary": split.vocabulary}
         self._around_head: Callable[[Head, mx.array], mx.array] | None = None
         self.gradients = mx.value_and_grad(self.scaled_loss)
+        self.preference_gradients = mx.value_and_grad(self.preference_loss)
 
     def recompute(self, value: bool) -> None:
         """Recompute the activations of layers in their backward passes from here on, or keep them.
@@ -148,7 +149,8 @@ class Forward:
         if keys is not None:
             arrays["keys"] = keys
         if not self.execution.split_head:
-            return arrays | {"targets": mx.array(batch.targets), "mask": mx.array(batch.mask)}
+            supervised = mx.array(np.flatnonzero(batch.mask))
+            return arrays | {"targets": mx.array(batch.targets), "positions": supervised}
         positions = np.flatnonzero(batch.mask)
         targets = batch.targets.reshape(-1)[positions]
         return arrays | {
@@ -161,37 +163,47 @@ class Forward:
     ) -> mx.array:
         """Return `scale` times the summed cross-entropy of a micro-batch, in nats, float32.
 
-        `parameters` are the model's LoRA matrices, which it keeps. The loss is scaled by the count
-        of the whole step before the backward pass, and by `raised`, which keeps float16 gradients
-        in range.
+        Where `arrays` has `reduce`, it takes the place of the sum. `parameters` are the model's
+        LoRA matrices, which it keeps. The loss is scaled by the count of the whole step before the
+        backward pass, and by `raised`, which keeps float16 gradients in range.
         """
         self.model.update(parameters)
         with self.running(), laid_out(arrays.get("layout")):
             caches = self._caches(arrays)
             if self.execution.split_head:
                 rows, head = self._rows(arrays, caches), self._head(arrays)
-                loss = head(rows) if self._around_head is None else self._around_head(head, rows)
+                losses = head(rows) if self._around_head is None else self._around_head(head, rows)
             else:
-                inputs, targets = arrays["inputs"], arrays["targets"]
-                loss = (cross_entropies(self.model, inputs, targets) * arrays["mask"]).sum()
+                losses = cross_entropies(self.model, arrays["inputs"], arrays["targets"])
+                losses = losses.reshape(-1)[arrays["positions"]]
         self.mixers.stop_noting()
-        return loss * scale
+        reduce = arrays.get("reduce")
+        return (losses.sum() if reduce is None else reduce(losses)) * scale
 
-    def losses(self, batch: MicroBatch | Pack) -> mx.array:
+    def preference_loss(
+        self, parameters: Mapping[str, Any], arrays: Mapping[str, Any], scale: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Return `scale` times the loss of a micro-batch under an objective of preferences.
+
+        The second array, float32 (B,), has the log-probabilities of its examples. `arrays` has
+        `reduce`, which makes both, in one array, of the losses (P,) of supervised tokens.
+        """
+        values = self.scaled_loss(parameters, arrays, mx.array(1.0))
+        return values[0] * scale, mx.stop_gradient(values[1:])
+
+    def losses(self, batch: MicroBatch | Pack, keys: mx.array | None = None) -> mx.array:
         """Return the cross-entropy of each supervised token, in nats, float32 (P,), not computed.
 
-        They are in the order of the batch. There is no dropout, and no gradient.
+        They are in the order of the batch. There is no gradient, and no dropout but with `keys`.
         """
-        arrays = self.arrays(batch, None)
+        arrays = self.arrays(batch, keys)
         targets = arrays["targets"]
         # A loss that is not finite is reported as such.
         with laid_out(arrays.get("layout")), np.errstate(all="ignore"):
             caches = self._caches(arrays)
             if isinstance(batch, MicroBatch) and not self.execution.split_head:
-                supervised = mx.array(np.flatnonzero(batch.mask))
-                return cross_entropies(self.model, arrays["inputs"], targets).reshape(-1)[
-                    supervised
-                ]
+                losses = cross_entropies(self.model, arrays["inputs"], targets)
+                return losses.reshape(-1)[arrays["positions"]]
             rows = self._rows(arrays, caches)
             if self._linear_head is not None:
                 weight = self._split.weight
@@ -224,10 +236,10 @@ class Forward:
         targets = arrays["targets"]
         if self._linear_head is not None:
             weight = self._split.weight
-            loss_sum = partial(self._linear_head.head_loss_sum, **self._vocabulary)
-            return partial(loss_sum, weight, targets=targets)
+            losses = partial(self._linear_head.trained_head_losses, **self._vocabulary)
+            return partial(losses, weight, targets=targets)
         return partial(
-            head_loss_sum,
+            trained_head_losses,
             self._split.logits,
             targets=targets,
             chunk=self.execution.loss_chunk,

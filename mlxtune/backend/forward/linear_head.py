@@ -38,20 +38,20 @@ class _OnlineSoftmax:
         return (self._highest + mx.log(self.total))[:, 0]
 
 
-def head_loss_sum(
+def trained_head_losses(
     weight: mx.array | PackedRows,
     hidden: mx.array,
     targets: mx.array,
     vocabulary: Vocabulary | None = None,
 ) -> mx.array:
-    """Return the summed cross-entropy, in nats, of a head that is one product.
+    """Return the cross-entropy of each hidden state of a head that is one product, float32 (P,).
 
     `weight` is (V, H), in any dtype, or the rows that a worker has of a `vocabulary` in parts;
     `hidden` is float32 (P, H), `targets` int32 (P,). The forward pass computes the gradient of the
     hidden states, too.
     """
 
-    def summed(hidden: mx.array) -> tuple[mx.array, mx.array]:
+    def forward(hidden: mx.array) -> tuple[mx.array, mx.array]:
         softmax = _OnlineSoftmax(len(hidden))
         expected = mx.zeros_like(hidden)
         for block in _blocks(weight, len(hidden)):
@@ -62,15 +62,15 @@ def head_loss_sum(
         right = _rows(weight, targets, vocabulary)
         logits = (hidden * right).sum(axis=1)
         if vocabulary is None:
-            return (softmax.log_sums() - logits).sum(), expected / softmax.total - right
+            return softmax.log_sums() - logits, expected / softmax.total - right
         correction = softmax.merge(vocabulary)
         gradient = vocabulary.sum(expected * correction / softmax.total - right)
-        return (softmax.log_sums() - vocabulary.sum(logits)).sum(), gradient
+        return softmax.log_sums() - vocabulary.sum(logits), gradient
 
     def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
-        return cotangents[0] * outputs[1]
+        return cotangents[0][:, None] * outputs[1]
 
-    return differentiable(summed, scaled)(hidden)[0]
+    return differentiable(forward, scaled)(hidden)[0]
 
 
 def head_losses(
@@ -79,7 +79,7 @@ def head_losses(
     targets: mx.array,
     vocabulary: Vocabulary | None = None,
 ) -> mx.array:
-    """Return the cross-entropy of each hidden state, float32 (P,), as `head_loss_sum` has them."""
+    """Return the cross-entropy of each hidden state, float32 (P,), with no gradient."""
     softmax = _OnlineSoftmax(len(hidden))
     for block in _blocks(weight, len(hidden)):
         rows = mx.depends([hidden], [softmax.total])[0]

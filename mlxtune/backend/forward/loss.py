@@ -82,7 +82,7 @@ def head_losses(
 ) -> mx.array:
     """Return the cross-entropy of each hidden state, in nats, float32 (P,), with no gradient.
 
-    It takes the arguments of `head_loss_sum`; no more than `chunk` positions have logits at once.
+    It takes the arguments of `trained_head_losses`; at most `chunk` positions have logits at once.
     """
     chunks: list[mx.array] = []
     for start in range(0, hidden.shape[0], chunk):
@@ -95,41 +95,43 @@ def head_losses(
     return mx.concatenate(chunks)
 
 
-def head_loss_sum(
+def trained_head_losses(
     logits: Callable[[mx.array], mx.array],
     hidden: mx.array,
     targets: mx.array,
     chunk: int,
     losses: Losses,
 ) -> mx.array:
-    """Return the summed cross-entropy of hidden states, in nats, as a float32 scalar.
+    """Return the cross-entropy of each hidden state, in nats, float32 (P,).
 
     `hidden` is (P, H), `targets` int32 (P,); `logits` maps (p, H) to (p, V), `losses` these and
     targets (p,) to (p,). At most `chunk` positions have logits at once: the forward pass computes
-    the gradient of the hidden states, too.
+    the gradient of the hidden states, too, of which each belongs to one loss.
     """
 
-    def chunk_loss(rows: mx.array, targets: mx.array) -> mx.array:
-        return losses(logits(rows), targets).astype(mx.float32).sum()
+    def chunk_losses(rows: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
+        each = losses(logits(rows), targets).astype(mx.float32)
+        return each.sum(), each
 
-    loss_and_gradient = mx.value_and_grad(chunk_loss)
+    losses_and_gradient = mx.value_and_grad(chunk_losses)
 
-    def summed(hidden: mx.array) -> tuple[mx.array, mx.array]:
+    def forward(hidden: mx.array) -> tuple[mx.array, mx.array]:
+        found: list[mx.array] = []
         gradients: list[mx.array] = []
-        total = mx.array(0.0)
         for start in range(0, hidden.shape[0], chunk):
             at = slice(start, start + chunk)
             rows = hidden[at]
             if gradients:
                 # One chunk after the other, or the graph would hold the logits of all at once.
-                rows = mx.depends(rows, [gradients[-1], total])
-            loss, gradient = loss_and_gradient(rows, targets[at])
-            total = total + loss
+                rows = mx.depends(rows, [gradients[-1], found[-1]])
+            (_, each), gradient = losses_and_gradient(rows, targets[at])
+            found.append(each)
             gradients.append(gradient)
-        # With the loss, so that its inputs are not held until it is read.
-        return total, mx.depends(mx.concatenate(gradients), total)
+        whole = mx.concatenate(found)
+        # With the losses, so that their inputs are not held until they are read.
+        return whole, mx.depends(mx.concatenate(gradients), whole)
 
     def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
-        return cotangents[0].astype(outputs[1].dtype) * outputs[1]
+        return cotangents[0].astype(outputs[1].dtype)[:, None] * outputs[1]
 
-    return differentiable(summed, scaled)(hidden)[0]
+    return differentiable(forward, scaled)(hidden)[0]

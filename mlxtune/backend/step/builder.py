@@ -3,10 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 from mlx.utils import tree_map
 
 from mlxtune.backend.device import memory
@@ -15,11 +17,18 @@ from mlxtune.backend.lora.apply import LoRASummary
 from mlxtune.backend.lora.layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer, Update
 from mlxtune.backend.lora.vectors import LoRAVectors
+from mlxtune.backend.objectives.preference_step import (
+    prepare,
+    splits_rows,
+    training_examples,
+)
+from mlxtune.backend.step.evaluator import ExampleLosses
 from mlxtune.backend.step.phases import Phases
 from mlxtune.backend.step.runner import Graph, StepGradients, StepRunner
 from mlxtune.backend.workers.group import Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
+from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.metrics import InstructBatchResult, perplexity
 from mlxtune.core.steps.batch import MicroBatch, predicted_tokens
 from mlxtune.core.steps.pack import Pack
@@ -43,7 +52,11 @@ class StepBuilder:
         config: InstructConfig,
         lora: LoRASummary,
         workers: Workers,
+        objective: Objective,
+        losses: ExampleLosses,
     ) -> None:
+        self.objective = objective
+        self._losses = losses
         self._forward = forward
         self._runner = runner
         self._phases = phases
@@ -72,28 +85,47 @@ class StepBuilder:
         vectors = self._optimizer.vectors(own, after)
         model.train()
         parameters = self._vectors.matrices_of_step(vectors)
-        tokens, examples = count_tokens(examples), self.share(examples)
-        compute = self._phases.gradients if self._phases.timer else forward.gradients
+        tokens, preference = count_tokens(training_examples(examples)), None
+        if not self.objective.is_sft:
+            preference = prepare(
+                self.objective,
+                examples,
+                partial(self._splits_rows, examples),
+                partial(self._logps, step=step),
+            )
+        places = self._own_places(examples := training_examples(examples))
+        own_examples = [examples[i] for i in places]
         zero = mx.array(0.0)
-        total = StepGradients(zero, None, tokens, Graph(0, 1, [], {}, zero))
+        total = StepGradients(zero, None, tokens, Graph(0, 1, [], {}, zero), preference=preference)
+        if preference is not None:
+            total.logps = mx.zeros(len(examples))
+        compute: Any = forward.gradients if preference is None else forward.preference_gradients
+        compute = self._phases.gradients if self._phases.timer else compute
         try:
-            for group, batch in runner.batches.of(examples):
+            for group, batch in runner.batches.of(own_examples):
                 if total.micro_batches:
                     # The device works on the one before while this one is prepared.
                     runner.start(total.graph)
                 arrays, scale = self.arrays(batch, step), mx.array(forward.raised / tokens)
+                if preference is not None:
+                    members = [places[i] for i in group.examples]
+                    arrays["reduce"] = preference.reduce(members, batch)
+                    scale = mx.array(forward.raised)
                 self._phases.end("data", arrays)
                 runner.record(group.tokens)
                 # A loss that is not finite is reported as such.
                 with np.errstate(all="ignore"):
                     part, part_gradients = compute(parameters, arrays, scale)
+                if preference is not None:
+                    part, logps = part
+                    total.logps = total.logps.at[mx.array(members)].add(logps)
                 total.add(part, self._vectors.join_gradients(part_gradients))
                 total.graph = runner.graph(
-                    group.tokens, part_gradients, total.loss, total.gradients
+                    group.tokens, part_gradients, total.loss, total.gradients, total.logps
                 )
                 total.micro_batches += 1
                 total.run_tokens += group.tokens
-                total.padding += group.padding(examples)
+                total.padding += group.padding(own_examples)
                 memory.relieve_pressure()
         finally:
             # Tracing left its own arrays in the model.
@@ -102,7 +134,8 @@ class StepBuilder:
         if rate is not None:
             update = self._optimizer.update(vectors, total.gradients, total.loss, rate, after)
             # All of the step at once: one wait for the device.
-            total.graph = replace(total.graph, arrays=(total.loss, total.counts, update))
+            computed = total.loss, total.counts, total.logps, update
+            total.graph = replace(total.graph, arrays=computed)
             total.update = update
         return total
 
@@ -112,12 +145,19 @@ class StepBuilder:
         """Make an update the state of model and optimizer; return what the step's result is."""
         update = computed.update
         assert update is not None
+        metrics: dict[str, float] = {}
+        if (preference := computed.preference) is not None:
+            logps = np.array(computed.logps, dtype=np.float64)
+            metrics = preference.metrics(logps)
+            if step == 1 and not self._config.dropout:
+                preference.check_first_loss(logps)
         self._runner.warn_of_limit()
         self._forward.model.update(update.parameters)
         self._optimizer.commit(update)
         memory.relieve_pressure()
         self._phases.end("optimizer")
         loss, grad_norm = float(computed.loss), float(update.norm)
+        examples = training_examples(examples)
         counts = [computed.micro_batches, computed.run_tokens, computed.padding]
         if computed.counts is not None:
             *counts, stop, save = map(round, computed.counts.tolist())
@@ -135,19 +175,56 @@ class StepBuilder:
             micro_batches=counts[0],
             run_tokens=counts[1],
             padding=counts[2],
+            metrics=metrics,
         )
 
     def share(self, examples: Sequence[Example]) -> Sequence[Example]:
-        """Return the examples of a step that this worker computes."""
+        """Return the examples of a step of which this worker computes the gradient."""
+        examples = training_examples(examples)
+        return [examples[i] for i in self._own_places(examples)]
+
+    def _own_places(self, examples: Sequence[Example]) -> list[int]:
+        """Return the indices of this worker's examples; the rows of preferences stay whole."""
         if self._workers.size == 1:
-            return examples
-        return [examples[i] for i in self._workers.share(self._forward.facts.costs(examples))]
+            return list(range(len(examples)))
+        costs = self._forward.facts.costs(examples)
+        if self.objective.is_sft:
+            return self._workers.share(costs)
+        rows: dict[int, list[int]] = {}
+        for i, example in enumerate(examples):
+            rows.setdefault(example.key, []).append(i)
+        places = list(rows.values())
+        mine = self._workers.share([sum(costs[i] for i in row) for row in places])
+        return sorted(i for row in mine for i in places[row])
+
+    def can_build_ahead(self) -> bool:
+        """Return whether a step can be built before the step before it is computed.
+
+        Not if log-probabilities have to be known first, or workers to agree.
+        """
+        objective = self.objective
+        prepares = objective.needs_kl or objective.is_across_rows or self._workers.size > 1
+        return objective.is_sft or not prepares
+
+    def _splits_rows(self, examples: Sequence[Example]) -> bool:
+        """Return whether a row is split over micro-batches, on any worker."""
+        own, batches = self.share(examples), self._runner.batches
+        groups = [group.examples for group in batches.plan(own, batches.max_tokens)]
+        found = np.zeros(self._workers.size)
+        found[self._workers.index] = splits_rows(own, groups)
+        return bool(self._workers.merge(found).any())
+
+    def _logps(self, examples: Sequence[Example], step: int) -> npt.NDArray[np.float64]:
+        """Return log-probabilities (E,) of the whole step, with its dropout."""
+        return -self._losses.of(examples, keys=partial(self._keys, step))
 
     def arrays(self, batch: MicroBatch | Pack, step: int) -> dict[str, Any]:
         """Return a micro-batch of a step as the model takes it, its dropout keyed by the step."""
+        return self._forward.arrays(batch, self._keys(step, batch))
+
+    def _keys(self, step: int, batch: MicroBatch | Pack) -> mx.array | None:
         keyed = self._config.dropout and self._forward.model.training
-        keys = step_keys(self._config.seed, step, batch.rows) if keyed else None
-        return self._forward.arrays(batch, keys)
+        return step_keys(self._config.seed, step, batch.rows) if keyed else None
 
     def _finish(self, total: StepGradients, vectors: list[mx.array]) -> None:
         """Undo the scale of float16, and add the shares of the other workers."""
@@ -160,8 +237,12 @@ class StepBuilder:
             )
         if self._workers.size > 1:
             total.loss, total.gradients, total.counts = self._sum_over_workers(total)
-            arrays = total.loss, total.gradients, total.counts
+            if total.preference is not None:
+                total.logps = self._workers.sum_own(total.logps)
+            arrays = total.loss, total.gradients, total.counts, total.logps
             total.graph = replace(total.graph, arrays=arrays)
+        if total.preference is not None and (loss := total.preference.known_loss) is not None:
+            total.loss = mx.array(loss)
 
     def _sum_over_workers(self, total: StepGradients) -> list[Any]:
         counts = [total.micro_batches, total.run_tokens, total.padding]

@@ -33,6 +33,8 @@ _GPU_OPERATIONS, _CPU_OPERATIONS = 1e13, 1e12
 # scores where attention holds them; copies of a chunk's logits.
 _PRODUCTS, _SCORES, _LOGITS = 4, 2, 5
 
+Keys = Callable[[MicroBatch | Pack], mx.array | None]
+
 
 class ExampleLosses:
     """Computes the losses of examples, in batches as large as memory allows.
@@ -61,30 +63,34 @@ class ExampleLosses:
         self._memory.limit(most)
 
     def of(
-        self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
+        self,
+        examples: Sequence[Example],
+        on_progress: Callable[[int], None] = lambda done: None,
+        keys: Keys = lambda batch: None,
     ) -> npt.NDArray[np.float64]:
         """Return each example's summed cross-entropy over its supervised tokens, float64 (B,).
 
         `on_progress` gets the number of examples done after each batch; what it raises ends the
-        evaluation. Raises MemoryLimitError where even one example takes too much memory.
+        evaluation. `keys` returns the dropout keys of a batch, if there is dropout. Raises
+        MemoryLimitError where even one example takes too much memory.
         """
         workers, losses = self._workers, np.zeros(len(examples))
         if workers.size == 1:
-            return self._own(examples, on_progress)
+            return self._own(examples, on_progress, keys)
         mine = workers.share(self._forward.facts.costs(examples))
         show = lambda done: on_progress(min(done * workers.size, len(examples)))  # noqa: E731
-        losses[mine] = self._own([examples[i] for i in mine], show)
+        losses[mine] = self._own([examples[i] for i in mine], show, keys)
         return workers.merge(losses)
 
     def _own(
-        self, examples: Sequence[Example], on_progress: Callable[[int], None]
+        self, examples: Sequence[Example], on_progress: Callable[[int], None], keys: Keys
     ) -> npt.NDArray[np.float64]:
         losses = np.zeros(len(examples))
         for start in range(0, len(examples), AT_ONCE):
             chosen = examples[start : start + AT_ONCE]
 
             def compute(start: int = start, chosen: Sequence[Example] = chosen) -> None:
-                self._compute(chosen, losses[start:], lambda done: on_progress(start + done))
+                self._compute(chosen, losses[start:], lambda done: on_progress(start + done), keys)
 
             self._run(chosen, compute)
         return losses
@@ -116,6 +122,7 @@ class ExampleLosses:
         examples: Sequence[Example],
         losses: npt.NDArray[np.float64],
         on_progress: Callable[[int], None],
+        keys: Keys,
     ) -> None:
         done, waiting = 0, None
 
@@ -128,7 +135,7 @@ class ExampleLosses:
 
         for group, batch in self._batches.of(examples):
             self._runner.record(group.tokens)
-            each = self._forward.losses(batch)
+            each = self._forward.losses(batch, keys(batch))
             graph = self._runner.graph(group.tokens, {}, each)
             # Waits for the batch before.
             self._runner.start(graph)

@@ -9,7 +9,8 @@ from mlxtune.backend.device import memory
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.core.run.profile import PhaseTimer
 
-Gradients = tuple[mx.array, dict[str, Any]]
+# The loss, with log-probabilities under an objective of preferences, and the gradients.
+Gradients = tuple[Any, dict[str, Any]]
 
 
 class Phases:
@@ -35,7 +36,7 @@ class Phases:
             self.timer.end(name)
 
     def gradients(self, *args: Any) -> Gradients:
-        """Return the result of `Forward.gradients`, and end the phases within.
+        """Return the result of `Forward.gradients` or `preference_gradients`, and end their phases.
 
         These are forward, loss (the head) and backward.
         """
@@ -47,16 +48,25 @@ class Phases:
             self.end("forward")
             return head(rows)
 
-        def loss_and_rows(*args: Any) -> tuple[mx.array, list[mx.array]]:
-            loss = self._forward.scaled_loss(*args)
+        prefers = "reduce" in args[1]
+
+        def loss_and_rows(*args: Any) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+            loss, logps = (
+                self._forward.preference_loss(*args)
+                if prefers
+                else (
+                    self._forward.scaled_loss(*args),
+                    None,
+                )
+            )
             self.end("loss" if rows_seen else "forward")
-            return loss, rows_seen
+            return loss, rows_seen, [] if logps is None else [logps]
 
         with self._forward.watched(around):
-            (loss, rows), gradients = mx.value_and_grad(loss_and_rows)(*args)
+            (loss, rows, logps), gradients = mx.value_and_grad(loss_and_rows)(*args)
         self.end("backward")
         if rows:
             self.end("forward", rows)
         self.end("loss" if rows else "forward", loss)
         self.end("backward", gradients)
-        return loss, gradients
+        return (loss, *logps) if prefers else loss, gradients

@@ -1,5 +1,6 @@
 """InstructPipeline: one optimizer step at a time, and evaluation."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +10,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
 
 from mlxtune.backend.adapters import checkpoints, initialise
 from mlxtune.backend.device import memory
@@ -18,6 +21,7 @@ from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora.apply import LoRASummary, apply_lora
 from mlxtune.backend.lora.optimizer import LoRAOptimizer
 from mlxtune.backend.lora.vectors import LoRAVectors
+from mlxtune.backend.objectives.preference_step import training_examples
 from mlxtune.backend.step.builder import StepBuilder, count_tokens
 from mlxtune.backend.step.evaluator import ExampleLosses
 from mlxtune.backend.step.micro_batches import MicroBatches
@@ -27,6 +31,7 @@ from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.files import make_folder
+from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult, perplexity
 from mlxtune.core.steps.execution import Execution
@@ -46,8 +51,8 @@ class InstructPipeline:
     out. Written adapters record `base_model` and `base_record`, how it was quantised while
     loading. Unless `fresh`, LoRA gets its values from `restore`, and `initial_hash` is the SHA-256
     of the adapter that it once started from, if it did. `provenance` returns further entries of a
-    checkpoint's metadata. With several `workers`, each has a pipeline that is given the same steps,
-    and computes its share of their examples.
+    checkpoint's metadata. A step minimises `objective`. With several `workers`, each has a pipeline
+    that is given the same steps, and computes its share of their examples.
 
     Raises ModelError when a target matches nothing.
     """
@@ -65,7 +70,9 @@ class InstructPipeline:
         provenance: Callable[[], Mapping[str, Any]] = dict,
         warn: Callable[[str], None] = warnings.warn,
         workers: Workers = ALONE,
+        objective: Objective = SFT,
     ) -> None:
+        self.objective = objective
         self.model = model
         self.config = config
         # The rate of a step that is given none.
@@ -101,6 +108,8 @@ class InstructPipeline:
             config=config,
             lora=self.lora,
             workers=workers,
+            objective=objective,
+            losses=self.losses,
         )
 
     def run_as(self, execution: Execution) -> None:
@@ -150,6 +159,7 @@ class InstructPipeline:
         if before is not None:
             # Several micro-batches hide the host's work behind each other.
             ahead = self.forward.execution.operations.lazy and not self.phases.timer
+            ahead = ahead and self.builder.can_build_ahead()
             if ahead and before.step and self.batches.is_one(share):
                 built = build(before.step.update)
             if not before.finish():
@@ -177,15 +187,41 @@ class InstructPipeline:
     def evaluate(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
     ) -> InstructBatchResult:
-        """Return the loss over all supervised tokens of the examples.
+        """Return the loss over all supervised tokens of the examples, or of the objective.
 
         `on_progress` gets the number of examples done; what it raises ends the evaluation.
         """
+        logps = self.logps(examples, on_progress)
+        counted = training_examples(examples)
+        tokens, total = count_tokens(counted), sum(map(len, counted))
+        if self.objective.is_sft:
+            loss, metrics = -float(logps.sum()) / tokens, dict[str, float]()
+        else:
+            loss, metrics = self.objective.evaluate(examples, logps)
+        return InstructBatchResult(
+            loss, tokens, perplexity(loss), total_tokens=total, metrics=metrics
+        )
+
+    def logps(
+        self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
+    ) -> npt.NDArray[np.float64]:
+        """Return each example's summed log-probability over its supervised tokens, float64 (E,)."""
         self.runner.settle()
         self.model.eval()
-        tokens, total = count_tokens(examples), sum(map(len, examples))
-        loss = float(self.losses.of(examples, on_progress).sum()) / tokens
-        return InstructBatchResult(loss, tokens, perplexity(loss), total_tokens=total)
+        return -self.losses.of(examples, on_progress)
+
+    def reference(self) -> Mapping[str, Any]:
+        """Return what the log-probabilities of the model as it starts depend on, as JSON values."""
+        provenance, (_, record) = self._provenance(), self._base
+        named = ("base_hash", "dtype", "quantized_compute")
+        # PiSSA's start is the base up to rounding, by rank and targets.
+        lora = dataclasses.asdict(self.config) if self.config.init != "lora" else {}
+        return {
+            **{name: provenance.get(name) for name in named},
+            "base": dict(record or {}),
+            "adapter": self.initial_hash,
+            "lora": lora,
+        }
 
     def relieve_memory(self, halve_for: Sequence[Example] | None = None) -> int | None:
         """Give back memory that MLX keeps for later arrays.

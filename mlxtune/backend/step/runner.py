@@ -20,6 +20,7 @@ from mlxtune.backend.device.device import has_metal, on_cpu
 from mlxtune.backend.device.recovery import retried
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.lora.optimizer import Update
+from mlxtune.backend.objectives.preference_step import PreferenceStep
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine.gpu_faults import Fault, fault_error
@@ -70,7 +71,9 @@ class StepGradients:
     by parameter where a caller asks for them; both are float32. `run_tokens` go through the model
     in `micro_batches`, `padding` among them. `graph` computes the last of them, and the `update`,
     if there is one. With several workers, loss and gradients are sums over all of them, and
-    `counts` has the three numbers and what the workers ask for, float32 (5,), as sums.
+    `counts` has the three numbers and what the workers ask for, float32 (5,), as sums. Under an
+    objective of preferences, `preference` defines the loss, and `logps` float32 (E,) are of the
+    step's examples.
     """
 
     loss: Any
@@ -82,6 +85,8 @@ class StepGradients:
     padding: int = 0
     counts: Any = None
     update: Update | None = None
+    preference: PreferenceStep | None = None
+    logps: Any = None
 
     def add(self, loss: mx.array, gradients: list[mx.array]) -> None:
         """Add loss and gradients of a micro-batch."""

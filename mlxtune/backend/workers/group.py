@@ -86,6 +86,10 @@ class Workers:
         numbers = mx.array([*(share * each for each in counts), *self.asks])
         return self.sum([loss * share, gradients, numbers])
 
+    def sum_own(self, values: mx.array) -> mx.array:
+        """Return float32 values of which each worker has some, and zeros for the rest."""
+        return values if self.split_model else mx.distributed.all_sum(values, group=self.group)
+
     def merge(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return values (n,) of which each worker has some, and zeros for the rest, to the bit."""
         if self.size == 1 or self.split_model or not len(values):

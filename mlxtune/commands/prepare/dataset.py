@@ -21,9 +21,9 @@ from mlxtune.config import OPTIONS, DataConfig, EvalConfig, InspectConfig, as_pa
 from mlxtune.config.data import is_jinja, parse_fields
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
-from mlxtune.core.data.conversation import Conversation, Document
+from mlxtune.core.data.conversation import Conversation, Pair
 from mlxtune.core.data.corpus import Corpus
-from mlxtune.core.data.encode import EncodedRows, Encoder
+from mlxtune.core.data.encode import EncodedRows, Encoder, Row
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.ledger import EncodedFile, Ledger
@@ -105,7 +105,12 @@ class Reader:
             fitting = [f"--template {name}" for name in known] or ["--format text, as none fits"]
             always = {NO_END_OF_TURN: f"{end}: use {' or '.join(fitting)}"}
             always = {} if built_in in known else always
-            return Encoder(lambda row: render(row, config.turns), tokenizer, always)
+            return Encoder(
+                lambda row: render(row, config.turns),
+                tokenizer,
+                always,
+                trains_prompts=config.orpo_nll == "prompt",
+            )
         chat_template = ChatTemplate(self.template_source, tokenizer.special_tokens)
         template = ModelTemplate(
             chat_template,
@@ -116,11 +121,13 @@ class Reader:
             merge_system=config.merge_system,
         )
 
-        def prefetch(rows: Iterable[Conversation | Document]) -> None:
-            conversations = (row for row in rows if isinstance(row, Conversation))
+        def prefetch(rows: Iterable[Row]) -> None:
+            found = (row.sides if isinstance(row, Pair) else (row,) for row in rows)
+            conversations = (row for each in found for row in each if isinstance(row, Conversation))
             chat_template.prefetch(call for row in conversations for call in template.calls(row))
 
-        return Encoder(template, tokenizer, prefetch=prefetch)
+        prompts = config.orpo_nll == "prompt"
+        return Encoder(template, tokenizer, prefetch=prefetch, trains_prompts=prompts)
 
     @cached_property
     def template_source(self) -> dict[str, str]:
@@ -181,10 +188,13 @@ class Reader:
         file.account(file.arrays.cut(self._config.max_seq_len, at=self._config.cut))
         return (unread.problems | file.skipped.problems).get(row)
 
-    def rows(self, path: Path, skipped: SkippedRows) -> Iterator[Conversation | Document]:
+    def rows(self, path: Path, skipped: SkippedRows) -> Iterator[Row]:
         """Yield the conversations of a file, and count the rows that hold none."""
-        fields = parse_fields(self._config.field)
-        return read_rows(path, skipped, format=self._config.format, fields=fields)
+        config = self._config
+        fields = parse_fields(config.field)
+        return read_rows(
+            path, skipped, format=config.format, fields=fields, objective=config.objective
+        )
 
     def _key(self, path: Path) -> str:
         config = self._config

@@ -24,9 +24,10 @@ from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
 from mlxtune.commands.prepare.dataset import Reader, template_text
 from mlxtune.commands.prepare.memory import confirm, recorded_memory
-from mlxtune.config import AnswerConfig, TrainConfig, UseConfig
+from mlxtune.config import AnswerConfig, ObjectiveConfig, TrainConfig, UseConfig
 from mlxtune.config.data import TEMPLATES
 from mlxtune.core.data.prompt import Prompt
+from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
 from mlxtune.errors import ConfigError, DataError, ModelError, one_line
@@ -83,6 +84,7 @@ def build_pipeline(
         base_record=loading.base_record(base) | {"prompt": _prompt_options(config)},
         warn=console.warn,
         workers=workers,
+        objective=Objective(config.part(ObjectiveConfig)),
     )
     console.say("LoRA", pipeline.lora.describe())
     for warning in pipeline.lora.warnings():

@@ -32,6 +32,11 @@ class Message:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
+# The role of an example in its row: an answer; the chosen and the rejected answer of a pair, and
+# the chosen one with its prompt; an answer with a label; and another row's answer to the prompt.
+ANSWER, CHOSEN, REJECTED, WHOLE, DESIRABLE, UNDESIRABLE, MISMATCHED = range(7)
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """The messages of a row; `row` is its 1-based number in the file."""
@@ -39,6 +44,23 @@ class Conversation:
     row: int
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    role: int = ANSWER
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A conversation that goes on in two ways, of which one is preferred."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+    @property
+    def row(self) -> int:
+        return self.chosen.row
+
+    @property
+    def sides(self) -> tuple[Conversation, Conversation]:
+        return self.chosen, self.rejected
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from mlxtune.core.data.conversation import ANSWER
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.places import where
 from mlxtune.core.files.files import new_file
@@ -32,8 +33,11 @@ RowExamples = tuple[Example, ...]
 # A pass over a whole file takes this many tokens at a time.
 _AT_ONCE = 1 << 20
 # The columns of a file's examples, each in its own little-endian file.
-COLUMNS = {"tokens": "<i4", "mask": "<u1", "ends": "<i8", "rows": "<i8", "identities": "<u8"}
-_NO_COLUMNS = tuple(np.zeros(0, dtype=kind) for kind in ("i4", "i8", "i4", "i4", "i8", "u8"))
+COLUMNS = {
+    **{"tokens": "<i4", "mask": "<u1", "ends": "<i8", "rows": "<i8"},
+    **{"roles": "<u1", "identities": "<u8"},
+}
+_NO_COLUMNS = tuple(np.zeros(0, dtype=kind) for kind in ("i4", "i8", "i4", "i4", "i8", "u1", "u8"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,14 +45,16 @@ class ExampleArrays:
     """The examples of one data file, before truncation.
 
     `tokens` is int32 (N,), `mask` uint8 (N,), `ends` and `rows` int64 (E,): where each example ends
-    and the 1-based number of its row. `identities` is uint64 (R,), one for each row that has
-    examples; rows with equal tokens and masks have equal identities.
+    and the 1-based number of its row. `roles` is uint8 (E,), the part of each in its row.
+    `identities` is uint64 (R,), one for each row that has examples; rows with equal tokens, masks
+    and roles have equal identities.
     """
 
     tokens: npt.NDArray[np.int32]
     mask: npt.NDArray[np.uint8]
     ends: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]
+    roles: npt.NDArray[np.uint8]
     identities: npt.NDArray[np.uint64]
 
     @classmethod
@@ -96,6 +102,10 @@ class ExampleArrays:
             lengths = np.minimum(lengths, self.lengths - skipped)
             self.release()
         supervised = self._supervised_within(lengths, skipped)
+        # Rows of preferences are used whole or not at all.
+        incomplete = (self.roles != ANSWER) & (lengths < self.lengths)
+        lost = np.repeat(self.per_row(incomplete) > 0, np.diff(self.first_of_row))
+        supervised = np.where(lost, 0, supervised)
         kept = np.where(supervised > 0, lengths, 0)
         return CutExamples(self, max_seq_len, kept, supervised, skipped)
 
@@ -186,18 +196,21 @@ def _as_columns(rows: Sequence[Sequence[Example]], start: int = 0) -> dict[str, 
         "mask": np.concatenate([example.assistant_mask for example in examples]),
         "ends": start + np.cumsum([len(example) for example in examples]),
         "rows": np.array([example.row for example in examples]),
+        "roles": np.array([example.role for example in examples]),
         "identities": np.array([identity(row) for row in rows], dtype=np.uint64),
     }
     return {name: columns[name].astype(kind) for name, kind in COLUMNS.items()}
 
 
 def identity(row: Iterable[Example]) -> int:
-    """Return a 64-bit hash of the tokens and masks of a row's examples."""
+    """Return a 64-bit hash of the tokens, masks and roles of a row's examples."""
     digest = hashlib.blake2b(digest_size=8)
     for example in row:
         digest.update(len(example).to_bytes(8, "little"))
         digest.update(example.tokens.astype("<i4", copy=False).tobytes())
         digest.update(example.assistant_mask.astype("<u1", copy=False).tobytes())
+        if example.role != ANSWER:
+            digest.update(bytes([example.role]))
     return int.from_bytes(digest.digest(), "little")
 
 
@@ -227,9 +240,9 @@ class Corpus(Sequence[Example]):
         self.files = files
         self.paths = paths
         kept = (_kept(i, file) for i, file in enumerate(files))
-        self._file, self._start, self.lengths, self.supervised, self.row_numbers, identities = (
-            np.concatenate(columns) for columns in zip(_NO_COLUMNS, *kept, strict=True)
-        )
+        columns = [np.concatenate(column) for column in zip(_NO_COLUMNS, *kept, strict=True)]
+        self._file, self._start, self.lengths, self.supervised, self.row_numbers, *columns = columns
+        self.roles, identities = columns
         # Row numbers repeat from file to file.
         self._first_of_row = _starts(self.row_numbers + (self._file.astype(np.int64) << 40))
         self.row_of_example = np.repeat(np.arange(self.num_rows), np.diff(self._first_of_row))
@@ -257,7 +270,11 @@ class Corpus(Sequence[Example]):
         end = start + int(self.lengths[index])
         arrays = self.files[file].arrays
         return Example(
-            int(self.row_numbers[index]), arrays.tokens[start:end], arrays.mask[start:end], file
+            int(self.row_numbers[index]),
+            arrays.tokens[start:end],
+            arrays.mask[start:end],
+            file,
+            int(self.roles[index]),
         )
 
     @property
@@ -304,6 +321,8 @@ class Corpus(Sequence[Example]):
         digest = hashlib.sha256()
         digest.update(np.diff(self._first_of_row).astype("<i8").tobytes())
         digest.update(self.lengths.astype("<i8").tobytes())
+        if self.roles.any():
+            digest.update(self.roles.astype("<u1").tobytes())
         for column, kind in (("tokens", "<i4"), ("mask", "<u1")):
             for part in self._stretches(column):
                 digest.update(part.astype(kind, copy=False).data)
@@ -322,12 +341,13 @@ class Corpus(Sequence[Example]):
 
 
 def _kept(number: int, file: CutExamples) -> tuple[npt.NDArray[Any], ...]:
-    """Return file, start, length, supervised tokens, row and row identity of each kept example."""
+    """Return file, start, length, supervised tokens, row, role and identity of kept examples."""
     arrays, kept = file.arrays, np.flatnonzero(file.supervised)
     identities = np.repeat(arrays.identities, np.diff(arrays.first_of_row))[kept]
     starts = arrays.ends[kept] - arrays.lengths[kept] + file.skipped[kept]
     numbers = np.full(len(kept), number, dtype=np.int32)
-    return numbers, starts, file.lengths[kept], file.supervised[kept], arrays.rows[kept], identities
+    values = file.lengths[kept], file.supervised[kept], arrays.rows[kept], arrays.roles[kept]
+    return numbers, starts, *values, identities
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.data.contents import notes_on
-from mlxtune.core.data.conversation import Conversation, Document, to_json
-from mlxtune.core.data.problems import CONTROL_TOKEN, DOUBLE_BOS, BadRow, RowTally, SkippedRows
+from mlxtune.core.data.conversation import ANSWER, Conversation, Document, Pair, to_json
+from mlxtune.core.data.problems import (
+    CONTROL_TOKEN,
+    DOUBLE_BOS,
+    TWO_PROMPTS,
+    BadRow,
+    RowTally,
+    SkippedRows,
+)
 from mlxtune.core.data.template import Rendered, Rendering, Template
 
 _CHUNK_ROWS = 512
@@ -32,6 +39,7 @@ _CACHED_TAILS, _LONGEST_TAIL = 4096, 1000
 _LONGEST_WRITTEN = 1000
 
 T = TypeVar("T")
+Row = Conversation | Document | Pair
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,13 +48,16 @@ class Example:
 
     `tokens` is int32 of shape (T,), `assistant_mask` uint8 of shape (T,), 1 where supervised.
     `row` is the 1-based number of its row in its file, and `file` the index of that file. Examples
-    of one row are in the same step.
+    of one row are in the same step. `role` is its part in a row of preferences, and `reference` its
+    summed log-probability under the policy before its first step, where an objective needs that.
     """
 
     row: int
     tokens: npt.NDArray[np.int32]
     assistant_mask: npt.NDArray[np.uint8]
     file: int = 0
+    role: int = ANSWER
+    reference: float = 0.0
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -119,10 +130,14 @@ class OffsetEncoding:
         return self.offsets[token][0]
 
 
-def _texts(row: Conversation | Document) -> Iterator[str]:
+def _texts(row: Row) -> Iterator[str]:
     """Yield all text from the data, as opposed to the template's."""
     if isinstance(row, Document):
         yield row.text
+        return
+    if isinstance(row, Pair):
+        for side in row.sides:
+            yield from _texts(side)
         return
     for message in row.messages:
         yield to_json(message.fields) if len(message.fields) > 2 else message.content
@@ -130,7 +145,7 @@ def _texts(row: Conversation | Document) -> Iterator[str]:
         yield to_json(row.tools)
 
 
-Rows = list[Conversation | Document]
+Rows = list[Row]
 # Some rows, each as its examples.
 EncodedRows = list[list[Example]]
 
@@ -175,12 +190,14 @@ class Encoder:
     template: Template
     tokenizer: Tokenizer
     notes: Mapping[str, str] = field(default_factory=dict)
-    prefetch: Callable[[Sequence[Conversation | Document]], None] = lambda rows: None
+    prefetch: Callable[[Sequence[Row]], None] = lambda rows: None
+    # Adds an example in which a pair's chosen text carries loss from its first token on.
+    trains_prompts: bool = False
     _tails: dict[str, Sequence[int]] = field(default_factory=dict)
     _left: int = _MOST_PROMPTS
 
     def encode(
-        self, rows: Iterable[Conversation | Document], skipped: SkippedRows, notes: RowTally
+        self, rows: Iterable[Row], skipped: SkippedRows, notes: RowTally
     ) -> Iterator[EncodedRows]:
         """Yield the examples of a few rows at a time; rows that give none are added to `skipped`.
 
@@ -198,7 +215,7 @@ class Encoder:
 
     def _render(
         self,
-        rows: Iterable[Conversation | Document],
+        rows: Iterable[Row],
         control: ControlTokens,
         skipped: SkippedRows,
         notes: RowTally,
@@ -214,16 +231,17 @@ class Encoder:
                 except BadRow as problem:
                     skipped.add(row.row, problem)
                     continue
-                found = dict(rendering.notes) | dict(notes_on(row, text))
+                said = row.chosen if isinstance(row, Pair) else row
+                found = dict(rendering.notes) | dict(notes_on(said, text))
                 if written := control.search(text):
                     found[CONTROL_TOKEN] = written
-                if isinstance(row, Conversation):
+                if not isinstance(row, Document):
                     found |= self.notes
                 for kind, detail in found.items():
                     notes.count(row.row, kind, detail)
                 yield row.row, rendering
 
-    def _prefetched(self, rows: Iterator[Conversation | Document]) -> Iterator[Rows]:
+    def _prefetched(self, rows: Iterator[Row]) -> Iterator[Rows]:
         """Yield a few rows at a time, once the next ones are being prefetched."""
         following: Rows = []
         while few := list(islice(rows, _PREFETCHED_ROWS)):
@@ -234,12 +252,25 @@ class Encoder:
         if following:
             yield following
 
-    def _render_row(self, row: Conversation | Document) -> Rendering:
+    def _render_row(self, row: Row) -> Rendering:
+        if isinstance(row, Pair):
+            return self._render_pair(row)
         if isinstance(row, Conversation):
-            return self.template(row)
+            rendering = self.template(row)
+            return rendering if row.role == ANSWER else rendering.in_role(row.role)
         if self.tokenizer.eos_id is None:
             raise BadRow("the tokenizer has no end-of-text token to close the text")
         return Rendering((Rendered(row.text, ((0, len(row.text)),), add_end=True),))
+
+    def _render_pair(self, pair: Pair) -> Rendering:
+        chosen, rejected = (self._render_row(side) for side in pair.sides)
+        if [text.text for text in chosen.texts] == [text.text for text in rejected.texts]:
+            raise BadRow("chosen and rejected are the same to the template")
+        notes = {**rejected.notes, **chosen.notes}
+        if chosen.texts[0].prompt != rejected.texts[0].prompt:
+            notes[TWO_PROMPTS] = ""
+        whole = [text.whole() for text in chosen.texts] if self.trains_prompts else []
+        return Rendering((*chosen.texts, *rejected.texts, *whole), notes)
 
     def _check(
         self, rows: EncodedRows, skipped: SkippedRows, notes: RowTally
@@ -249,7 +280,8 @@ class Encoder:
             row = examples[0].row
             if bos is not None and any(one.tokens[:2].tolist() == [bos, bos] for one in examples):
                 notes.count(row, DOUBLE_BOS)
-            if any(one.assistant_mask.any() for one in examples):
+            supervised = [bool(one.assistant_mask.any()) for one in examples]
+            if all(supervised) or (examples[0].role == ANSWER and any(supervised)):
                 yield examples
             else:
                 problem = "the tokenizer gives no token for the answer"
@@ -347,7 +379,7 @@ class Encoder:
             mask[len(before) + start : len(before) + end] = 1
         mask[len(tokens) - len(after) :] = 1
         mask[:1] = 0  # nothing predicts the first token
-        return Example(row, tokens, mask)
+        return Example(row, tokens, mask, role=text.role)
 
 
 def _length(text: Rendered) -> int:

@@ -6,6 +6,8 @@ sharegpt  conversations             {"from": "human" | "gpt" | …, "value": …
 prompt    prompt, completion        two texts, or two lists of messages
 alpaca    instruction, output       instruction and `input`; output
 text      text                      no conversation: a document
+
+Rows of preferences are in preferences.py.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,8 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlxtune.config.data import MESSAGE_NAMES, ROW_NAMES
+from mlxtune.config.objective import LABELLED, PAIRED
 from mlxtune.core.data.conversation import Conversation, Document, parse_conversation, parse_tools
+from mlxtune.core.data.encode import Row
 from mlxtune.core.data.places import where
+from mlxtune.core.data.preferences import label_of, read_labelled, read_pair, read_preferred
 from mlxtune.core.data.problems import BadRow, SkippedRows, json_type, parse_json
 from mlxtune.core.data.sources.datafiles import read_objects
 from mlxtune.errors import DataError, shorten
@@ -27,7 +32,6 @@ _MANY, _MOST_BAD = 100_000, 0.99
 _ASKS = ("instruction", "question", "query", "prompt", "input")
 _ANSWERS = ("output", "response", "answer", "completion")
 _BESIDE = ("context", "passage", "document", "choices")
-_BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,7 @@ class Format:
     """The keys that a row must have, and how such a row is converted. `convert` raises BadRow."""
 
     keys: tuple[str, ...]
-    convert: Callable[[int, JsonObject], Conversation | Document]
+    convert: Callable[[int, JsonObject], Row]
 
     def fits(self, content: JsonObject) -> bool:
         """Return whether the row has the keys; null counts as absent."""
@@ -48,36 +52,38 @@ def read_rows(
     *,
     format: str = "auto",
     fields: Mapping[str, str] | None = None,
-) -> Iterator[Conversation | Document]:
+    objective: str = "sft",
+) -> Iterator[Row]:
     """Yield what each good row becomes, and add the others to `skipped`.
 
     With `auto`, the first row whose format is recognised decides for the file. `fields` maps field
-    names to the keys that the file uses for them.
+    names to the keys that the file uses for them. An `objective` of preferences takes their rows
+    alone, and others none of them.
 
     Raises DataError when the file cannot be read, has rows of two formats under `auto`, or many
     rows of which nearly all are bad.
     """
-    fields = fields or {}
-    file_format = None if format == "auto" else FORMATS[format]
+    fields, formats = fields or {}, formats_of(objective)
+    file_format = None if format == "auto" else formats[format]
     name, since, good, bad = format, 0, 0, 0
     for row, content in read_objects(path):
         try:
             if isinstance(content, BadRow):
                 raise content
             renamed = _rename_row(content, fields) if fields else content
-            _check_answers_are_good(renamed)
-            renamed = _with_our_keys(renamed)
+            _check_kind(renamed, objective)
+            renamed = _with_our_keys(renamed, formats)
             if file_format is None or not file_format.fits(renamed):
-                recognised = recognise(renamed) if format == "auto" else None
+                recognised = recognise(renamed, formats) if format == "auto" else None
                 if recognised is None:
-                    raise _missing_keys(content, renamed, file_format, fields)
+                    raise _missing_keys(content, renamed, file_format, fields, formats)
                 if file_format is not None:
                     raise DataError(
                         f"{where(path, row)}: is in the {recognised} format, but the file is in "
                         f"{name} since row {since}: give each format its own file, or name one "
                         "with --format to skip the others"
                     )
-                name, since, file_format = recognised, row, FORMATS[recognised]
+                name, since, file_format = recognised, row, formats[recognised]
             converted = file_format.convert(row, renamed)
         except BadRow as problem:
             skipped.add(row, problem)
@@ -92,39 +98,53 @@ def read_rows(
             yield converted
 
 
-def recognise(content: JsonObject) -> str | None:
+def formats_of(objective: str) -> Mapping[str, Format]:
+    """Return the formats of the rows that an objective takes, by name."""
+    return PAIRS if objective in PAIRED else LABELS if objective in LABELLED else FORMATS
+
+
+def recognise(content: JsonObject, formats: Mapping[str, Format] | None = None) -> str | None:
     """Return the name of the format whose keys the row has, or None."""
-    return next((name for name, each in FORMATS.items() if each.fits(content)), None)
+    formats = FORMATS if formats is None else formats
+    return next((name for name, each in formats.items() if each.fits(content)), None)
 
 
 def preference_kind(content: JsonObject) -> Literal["pair", "labelled"] | None:
     """Return how a row states a preference: two answers to compare, or one with a verdict."""
-    if all(content.get(key) is not None for key in ("chosen", "rejected")):
+    if recognise(content, PAIRS):
         return "pair"
-    return "labelled" if isinstance(_label(content), bool) else None
+    return "labelled" if isinstance(label_of(content), bool) else None
 
 
-def _label(content: JsonObject) -> Any:
-    """Return a row's label; spreadsheets have booleans as text."""
-    label = content.get("label")
-    return _BOOLEANS.get(label.lower(), label) if isinstance(label, str) else label
-
-
-def _check_answers_are_good(content: JsonObject) -> None:
-    """Raise BadRow for a row that holds an answer not to be learned."""
+def _check_kind(content: JsonObject, objective: str) -> None:
+    """Raise BadRow for a row of another objective, which would learn something else from it."""
     kind = preference_kind(content)
-    if kind == "pair":
-        raise BadRow("a pair of preferences", "'chosen' and 'rejected': use --objective dpo")
-    if kind == "labelled" and _label(content) is False:
-        raise BadRow("an answer labelled as bad", "'label' is false: use --objective kto")
+    if objective == "sft":
+        if kind == "pair":
+            raise BadRow("a pair of preferences", f"{_PAIR}: use --objective dpo")
+        if kind == "labelled" and label_of(content) is False:
+            raise BadRow("an answer labelled as bad", "'label' is false: use --objective kto")
+    elif objective in PAIRED and kind == "labelled":
+        raise BadRow("an answer with a label, not a pair", "use --objective kto")
+    elif objective in LABELLED and kind == "pair":
+        raise BadRow("a pair of preferences", f"{_PAIR}: use --objective dpo")
+    elif kind is None and (name := recognise(content)) and content.get("label") is None:
+        raise BadRow(
+            "an answer without a preference",
+            f"{name} format: use --objective sft, or add "
+            f"{_PAIR if objective in PAIRED else 'a label'}",
+        )
 
 
-def _with_our_keys(content: JsonObject) -> JsonObject:
+_PAIR = "'chosen' and 'rejected'"
+
+
+def _with_our_keys(content: JsonObject, formats: Mapping[str, Format]) -> JsonObject:
     """Return a row of no format with the keys of one, if keys known elsewhere have one reading.
 
     Raises BadRow for several readings, of which --field chooses one.
     """
-    if recognise(content) is not None:
+    if recognise(content, formats) is not None or formats is PAIRS:
         return content
     prompts, answers, contexts = (
         [key for key in keys if content.get(key) is not None] for keys in (_ASKS, _ANSWERS, _BESIDE)
@@ -145,14 +165,18 @@ def _with_our_keys(content: JsonObject) -> JsonObject:
 
 
 def _missing_keys(
-    content: JsonObject, renamed: JsonObject, file_format: Format | None, fields: Mapping[str, str]
+    content: JsonObject,
+    renamed: JsonObject,
+    file_format: Format | None,
+    fields: Mapping[str, str],
+    formats: Mapping[str, Format],
 ) -> BadRow:
     shown = [shorten(k) + " (null)" * (content[k] is None) for k in list(content)[:5]]
     keys = f"its keys: {', '.join(shown) or 'none'}"
     if file_format is not None:
         missing = next(key for key in file_format.keys if renamed.get(key) is None)
         return BadRow(f"no '{fields.get(missing, missing)}'", keys)
-    known = (" + ".join(fields.get(k, k) for k in each.keys) for each in FORMATS.values())
+    known = (" + ".join(fields.get(k, k) for k in each.keys) for each in formats.values())
     return BadRow("no known format", f"{keys}; looked for: {', '.join(known)}")
 
 
@@ -160,12 +184,15 @@ def _rename_row(content: JsonObject, fields: Mapping[str, str]) -> JsonObject:
     row = {name: key for name, key in fields.items() if name in ROW_NAMES}
     message = {name: key for name, key in fields.items() if name in MESSAGE_NAMES}
     renamed = _rename(content, row)
-    for name in ("messages", "conversations", "prompt", "completion") if message else ():
+    for name in _LISTS if message else ():
         if isinstance(value := renamed.get(name), list):
             renamed[name] = [
                 _rename(one, message) if isinstance(one, dict) else one for one in value
             ]
     return renamed
+
+
+_LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 
 
 def _rename(content: JsonObject, names: Mapping[str, str]) -> dict[str, Any]:
@@ -292,4 +319,28 @@ FORMATS: Mapping[str, Format] = {
     "prompt": Format(("prompt", "completion"), _from_prompt),
     "alpaca": Format(("instruction", "output"), _from_alpaca),
     "text": Format(("text",), _from_text),
+}
+
+
+def _read_pair(row: int, content: JsonObject) -> Row:
+    return read_pair(row, content, _to_message)
+
+
+def _to_message(entry: Any, where: str) -> Any:
+    is_entry = isinstance(entry, dict) and "role" not in entry and "from" in entry
+    return _from_entry(entry, where) if is_entry else entry
+
+
+def _labelled(convert: Callable[[int, JsonObject], Conversation]) -> Callable[..., Row]:
+    return lambda row, content: read_labelled(row, content, convert(row, content))
+
+
+PAIRS: Mapping[str, Format] = {
+    "chosen": Format(("chosen", "rejected"), _read_pair),
+    "preferred": Format(("input", "preferred_output", "non_preferred_output"), read_preferred),
+}
+LABELS: Mapping[str, Format] = {
+    "labelled chat": Format(("messages", "label"), _labelled(parse_conversation)),
+    "labelled sharegpt": Format(("conversations", "label"), _labelled(_from_sharegpt)),
+    "labelled prompt": Format(("prompt", "completion", "label"), _labelled(_from_prompt)),
 }

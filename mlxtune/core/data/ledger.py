@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from mlxtune.core.data.conversation import ANSWER
 from mlxtune.core.data.corpus import CutExamples, ExampleArrays
 from mlxtune.core.data.problems import TRUNCATED_ANSWER, BadRow, RowTally, SkippedRows
 
@@ -98,6 +99,15 @@ class EncodedFile:
 
     def _skip(self, index: int, cut: CutExamples) -> None:
         example = self.arrays.first_of_row[index]
+        if self.arrays.roles[example] != ANSWER:
+            examples = slice(example, self.arrays.first_of_row[index + 1])
+            longest = int(self.arrays.lengths[examples].max())
+            problem = BadRow(
+                f"longer than --max-seq-len {cut.max_seq_len}",
+                f"an answer to compare is not cut: raise it to {longest}",
+            )
+            self.skipped.add(int(self.arrays.rows[example]), problem)
+            return
         end = self.arrays.ends[example]
         first = int(self.arrays.mask[end - self.arrays.lengths[example] : end].argmax()) + 1
         problem = BadRow(

@@ -26,6 +26,7 @@ NO_PROMPT = "assistant turn with no prompt before it"
 REFUSAL = "answer that refuses"
 REPLACED = "replacement character, where text was lost"
 TRUNCATED_ANSWER = "answer cut at --max-seq-len"
+TWO_PROMPTS = "sides whose prompts the template renders differently"
 UNDECLARED_TOOL = "call of a tool that is not declared"
 
 ADVICE = {
@@ -46,6 +47,7 @@ ADVICE = {
     REFUSAL: "the model learns to refuse: remove the row, unless that is intended",
     REPLACED: "the model learns to write it: export the text again, in UTF-8",
     TRUNCATED_ANSWER: "the model learns neither its end nor when to stop: raise --max-seq-len",
+    TWO_PROMPTS: "each side keeps the prompt of inference, so they share fewer tokens",
     UNDECLARED_TOOL: "the model learns to invent tools: add it to the row's tools",
 }
 # Values in one row. Short ones take some 20 times their text in memory, so only long text counts.

@@ -8,10 +8,17 @@ it and the newline behind it are context.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlxtune.core.data.conversation import Conversation, Message, function_name, to_json
+from mlxtune.core.data.conversation import (
+    ANSWER,
+    WHOLE,
+    Conversation,
+    Message,
+    function_name,
+    to_json,
+)
 from mlxtune.core.data.problems import DROPPED_THINKING, BadRow
 
 
@@ -20,13 +27,24 @@ class Rendered:
     """A text that becomes an example; `spans` are the supervised [start, end) character ranges.
 
     The text up to a span is the prompt that inference gives for that turn. `add_bos` and `add_end`
-    ask for BOS before its tokens and the end-of-text token after them.
+    ask for BOS before its tokens and the end-of-text token after them. `role` is that of its
+    examples.
     """
 
     text: str
     spans: tuple[tuple[int, int], ...]
     add_bos: bool = True
     add_end: bool = False
+    role: int = ANSWER
+
+    @property
+    def prompt(self) -> str:
+        """The text before the first answer."""
+        return self.text[: self.spans[0][0]] if self.spans else self.text
+
+    def whole(self) -> "Rendered":
+        """Return the text with loss from its first token to the end of its last answer."""
+        return replace(self, spans=((0, self.spans[-1][1]),), role=WHOLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +56,10 @@ class Rendering:
 
     texts: tuple[Rendered, ...]
     notes: Mapping[str, str] = field(default_factory=dict)
+
+    def in_role(self, role: int) -> "Rendering":
+        """Return it with texts in a row's role."""
+        return replace(self, texts=tuple(replace(text, role=role) for text in self.texts))
 
 
 # Raises BadRow.

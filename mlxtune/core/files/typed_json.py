@@ -13,7 +13,7 @@ _hints = cache(get_type_hints)
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """Return a JSON value as a dataclass, a list, a tuple, a Counter, an optional or a plain value.
+    """Return a JSON value as a dataclass, a collection, an optional or a plain value.
 
     Whole numbers are at least 0. Raises ValueError, which names the field, for any other value.
     """
@@ -33,6 +33,8 @@ def from_json(kind: Any, value: Any) -> Any:
         return None if value is None else from_json(get_args(kind)[0], value)
     elif get_origin(kind) in (list, tuple) and isinstance(value, list):
         return get_origin(kind)(from_json(get_args(kind)[0], each) for each in value)
+    elif get_origin(kind) is dict and isinstance(value, dict):
+        return {name: from_json(get_args(kind)[1], each) for name, each in value.items()}
     elif get_origin(kind) is Counter and isinstance(value, dict):
         return Counter({name: from_json(int, each) for name, each in value.items()})
     raise ValueError(f"it is {value!r:.40}")

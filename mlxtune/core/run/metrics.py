@@ -4,7 +4,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import get_type_hints, overload
+from typing import Any, get_type_hints, overload
 
 PERPLEXITY_CAP = 1e6
 _ROWS_SHOWN = 8
@@ -32,6 +32,9 @@ class InstructBatchResult:
     the L2 norm before clipping, None for an evaluation; `total_tokens` counts context too.
     The other fields describe the execution, 0 if not measured: peak `memory` in bytes,
     `micro_batches`, and `run_tokens`, all that the model processed, `padding` included.
+
+    Under an objective of preferences, `avg_loss` is that objective's, and `metrics` has rewards and
+    log-probabilities under TRL's names.
     """
 
     avg_loss: float
@@ -43,6 +46,7 @@ class InstructBatchResult:
     micro_batches: int = field(default=0, compare=False)
     run_tokens: int = field(default=0, compare=False)
     padding: int = field(default=0, compare=False)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,12 @@ class StepRecord:
     micro_batches: int = 0
     run_tokens: int = 0
     padding: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def weight(self) -> int:
+        """Its share in the mean loss of steps: supervised tokens, under preferences rows."""
+        return self.rows if self.metrics else self.supervised_tokens
 
 
 class StepHistory(Sequence[StepRecord]):
@@ -76,14 +86,18 @@ class StepHistory(Sequence[StepRecord]):
 
     def __init__(self) -> None:
         kinds = get_type_hints(StepRecord)
-        self._columns = {name: array("q" if kind is int else "d") for name, kind in kinds.items()}
+        self._columns: dict[str, Any] = {
+            name: [] if name == "metrics" else array("q" if kind is int else "d")
+            for name, kind in kinds.items()
+        }
 
     def append(self, record: StepRecord) -> None:
         for name, column in self._columns.items():
             column.append(getattr(record, name))
 
     def column(self, name: str) -> Sequence[float]:
-        return self._columns[name]
+        column: Sequence[float] = self._columns[name]
+        return column
 
     def pop(self) -> StepRecord:
         return StepRecord(**{name: column.pop() for name, column in self._columns.items()})
@@ -132,6 +146,7 @@ class ValidationRecord:
     step: int
     val_loss: float
     val_perplexity: float
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -160,11 +175,14 @@ class TrainingMetrics:
     history: Sequence[StepRecord] = ()
 
     def average_loss(self) -> float | None:
-        """Return the loss over all supervised tokens so far, or None before the first step."""
-        tokens = sum(record.supervised_tokens for record in self.history)
-        if not tokens:
+        """Return the loss over all supervised tokens so far, or None before the first step.
+
+        Under an objective of preferences, over all rows.
+        """
+        weight = sum(record.weight for record in self.history)
+        if not weight:
             return None
-        return sum(record.loss * record.supervised_tokens for record in self.history) / tokens
+        return sum(record.loss * record.weight for record in self.history) / weight
 
     def convergence_rate(self) -> float | None:
         """Return (first loss - last loss) / first loss.

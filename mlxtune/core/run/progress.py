@@ -201,7 +201,9 @@ def progress_of(result: InstructTrainResult) -> Progress:
 
 
 def record_values(record: Record) -> dict[str, Any]:
-    return {"kind": _KIND_OF[type(record)], **asdict(record)}
+    values = {"kind": _KIND_OF[type(record)], **asdict(record)}
+    # Only objectives of preferences have them.
+    return values if values.get("metrics") else {k: v for k, v in values.items() if k != "metrics"}
 
 
 def parse_records(content: bytes) -> Iterator[Record | ValueError]:

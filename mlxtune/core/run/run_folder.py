@@ -50,10 +50,15 @@ _MOVING = ".previous.moving"
 LOCK = ".mlxtune.lock"
 # Asks the process that trains here to stop after its step, and to save.
 STOP = ".mlxtune.stop"
+# The reference's log-probabilities, under an objective of preferences.
+REFERENCE = "reference.json"
 # The run's identity with each tracker, and the files of trackers that keep them here.
 TRACKING = "tracking.json"
 TENSORBOARD = "tensorboard"
-_OF_A_RUN = (METRICS, ABOUT, LEDGER, TRAINED_ROWS, RESULT, EVALUATION, REPORT, PROFILE)
+_OF_A_RUN = (
+    *(METRICS, ABOUT, LEDGER, TRAINED_ROWS, REFERENCE),
+    *(RESULT, EVALUATION, REPORT, PROFILE),
+)
 # TRACKING shows that folders of these names belong to the run, so it is moved last.
 _TRACKERS = (TENSORBOARD, "wandb")
 _FILES = {*_OF_A_RUN, TRACKING, MARK, LOCK, STOP}

@@ -16,6 +16,7 @@ from typing import Any
 
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import Affects, flag
+from mlxtune.config.objective import default_rate
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
 from mlxtune.core.run.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation, verdict_lines
 from mlxtune.core.run.run import CHECKPOINTS, Run, mapping, number, text, whole
@@ -336,6 +337,7 @@ def options_of(run: Run) -> dict[str, tuple[str, str, bool]]:
     Those that differ come first.
     """
     defaults = {each.name: option_text(each.default) for each in fields(TrainConfig)}
+    defaults["lr"] = option_text(default_rate(run.config.get("objective")))
     options = {}
     for name, value in run.config.items():
         own, default = option_text(value), defaults.get(name)

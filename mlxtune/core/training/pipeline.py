@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from mlxtune.core.data.encode import Example
 from mlxtune.core.run.metrics import InstructBatchResult, StepRecord
 from mlxtune.core.run.saving import Snapshot
@@ -48,6 +51,7 @@ class Step:
             micro_batches=result.micro_batches,
             run_tokens=result.run_tokens,
             padding=result.padding,
+            metrics=result.metrics,
         )
 
 
@@ -86,6 +90,14 @@ class Pipeline(Protocol):
 
         `on_progress` gets the number of examples done, now and then; what it raises passes through.
         """
+
+    def logps(
+        self, examples: Sequence[Example], on_progress: Callable[[int], None]
+    ) -> npt.NDArray[np.float64]:
+        """Return each example's summed log-probability over its supervised tokens, in nats."""
+
+    def reference(self) -> Mapping[str, Any]:
+        """Return what the log-probabilities of the model as it starts depend on, as JSON values."""
 
     def snapshot(self) -> Snapshot:
         """Capture the adapter and whatever else `restore` needs, to write now or later."""

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,6 +13,9 @@ from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.files import make_folder, write_file, write_json
+from mlxtune.core.objectives import preference_rows
+from mlxtune.core.objectives.objective import SFT, Objective
+from mlxtune.core.objectives.preference_rows import PreferenceRows
 from mlxtune.core.run import run_folder
 from mlxtune.core.run.checkpoint import BEST
 from mlxtune.core.run.metrics import (
@@ -31,7 +34,7 @@ from mlxtune.core.training.pipeline import Pipeline, StartedStep, Step
 from mlxtune.core.training.recorder import RunRecorder
 from mlxtune.core.training.schedule import count_steps, make_schedule
 from mlxtune.core.training.surroundings import Surroundings
-from mlxtune.errors import NonFiniteLossError
+from mlxtune.errors import NonFiniteLossError, OutputError
 
 # A run ends after this many steps in a row that are not finite.
 _MAX_SKIPPED_IN_A_ROW = 3
@@ -44,6 +47,7 @@ class InstructTrainer:
     if it is empty, there is no validation. `run_config` is saved in each checkpoint. `should_stop`
     is called after each step and during validation, not after step `stop_after`. With several
     workers, `decide` takes whether this one would save, and returns whether all stop, and save.
+    The pipeline minimises `objective`; its reference is kept in the run's folder, and in `cache`.
     `progress` has the records of the run so far, `best_folder` the checkpoint of the best
     validation.
 
@@ -64,6 +68,8 @@ class InstructTrainer:
         decide: Callable[[bool], tuple[bool, bool]] | None = None,
         profiler: StepProfiler | None = None,
         surroundings: Surroundings | None = None,
+        objective: Objective = SFT,
+        cache: Path | None = None,
     ) -> None:
         if not corpus:
             raise ValueError("the corpus is empty: there is nothing to train on")
@@ -78,6 +84,10 @@ class InstructTrainer:
             self.train_rows, self.val_rows = corpus.select(training), corpus.select(held_out)
         else:
             self.train_rows, self.val_rows = corpus.select(), Corpus.of(validation).select()
+        self.objective, self._cache = objective, cache
+        if not objective.is_sft:
+            self.train_rows = PreferenceRows.of(self.train_rows, objective)
+            self.val_rows = PreferenceRows.of(self.val_rows, objective)
         self.steps_per_epoch, self.total_steps = count_steps(config, len(self.train_rows))
         own = config.learning_rate
         self.learning_rate = pipeline.learning_rate if own is None else own
@@ -146,34 +156,21 @@ class InstructTrainer:
         make_folder(self._folder)
         previous = None if resume else run_folder.archive_previous_run(self._folder)
         try:
-            return self._train(records or {}, resume, previous)
-        except KeyboardInterrupt:
-            if resume is None and not self.progress.step:
-                run_folder.discard_unstarted(self._folder)
-            raise
-
-    def _train(
-        self, records: Mapping[str, Any], resume: ResumePoint | None, previous: Path | None
-    ) -> InstructTrainResult:
-        for name, record in records.items():
-            if isinstance(record, bytes):
-                write_file(self._folder / name, [record])
-            else:
-                write_json(self._folder / name, record)
-        self._recorder.start()
-        if resume is not None:
-            self._recorder.resume(resume, self._validates_within)
-        start = RunStart(
-            total_steps=self.total_steps,
-            steps_per_epoch=self.steps_per_epoch,
-            epochs=self.config.epochs,
-            train_rows=len(self.train_rows),
-            val_rows=len(self.val_rows),
-            progress=self.progress,
-        )
-        self._observer.on_start(start, previous)
-        try:
-            with self._recorder.naming_checkpoint():
+            with self._discarding_unstarted(resume), self._recorder.naming_checkpoint():
+                self._write(records or {})
+                self._recorder.start()
+                self._refer(resume)
+                if resume is not None:
+                    self._recorder.resume(resume, self._validates_within)
+                start = RunStart(
+                    total_steps=self.total_steps,
+                    steps_per_epoch=self.steps_per_epoch,
+                    epochs=self.config.epochs,
+                    train_rows=len(self.train_rows),
+                    val_rows=len(self.val_rows),
+                    progress=self.progress,
+                )
+                self._observer.on_start(start, previous)
                 for step in self._steps():
                     started = time.perf_counter()
                     measured = self._profiler.step(step.number) if self._profiler else nullcontext()
@@ -193,6 +190,62 @@ class InstructTrainer:
         finally:
             self._observer.on_end()
         return result
+
+    def _write(self, records: Mapping[str, Any]) -> None:
+        for name, record in records.items():
+            if isinstance(record, bytes):
+                write_file(self._folder / name, [record])
+            else:
+                write_json(self._folder / name, record)
+
+    @contextmanager
+    def _discarding_unstarted(self, resume: ResumePoint | None) -> Iterator[None]:
+        """Remove the run's files if it is interrupted before its first step."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if resume is None and not self.progress.step:
+                run_folder.discard_unstarted(self._folder)
+            raise
+
+    def _refer(self, resume: ResumePoint | None) -> None:
+        """Give the rows of preferences the reference's log-probabilities, read or computed.
+
+        The model is as it starts, except where a run is resumed: then they must have been kept.
+        """
+        if not self.objective.needs_reference:
+            return
+        rows = [
+            PreferenceRows.of(each, self.objective) for each in (self.train_rows, self.val_rows)
+        ]
+        parts = [[example for row in each for example in row] for each in rows]
+        key = preference_rows.reference_key(self.pipeline.reference(), rows)
+        places = [self._folder / run_folder.REFERENCE, *preference_rows.cached(self._cache, key)]
+        examples = [example for part in parts for example in part]
+        logps = preference_rows.read_references(places, key, len(examples))
+        if logps is None and resume is not None:
+            raise OutputError(
+                f"{places[0]}: is missing, damaged, or of another model or data, and the reference "
+                "is the model before its first step: start over with --overwrite"
+            )
+        if logps is None:
+            self._observer.on_note("Reference", f"log-probabilities of {len(examples):,} answers")
+            # Neighbours in length share a micro-batch.
+            order = sorted(range(len(examples)), key=lambda i: len(examples[i]))
+
+            def evaluated(done: int) -> None:
+                self._observer.on_evaluated(done, len(examples))
+                if self._should_stop():
+                    raise self._recorder.interrupted()
+
+            found = self.pipeline.logps([examples[i] for i in order], evaluated)
+            logps = [0.0] * len(examples)
+            for i, value in zip(order, found, strict=True):
+                logps[i] = float(value)
+        preference_rows.keep(places, key, logps)
+        count = len(parts[0])
+        self.train_rows = rows[0].with_references(logps[:count])
+        self.val_rows = rows[1].with_references(logps[count:])
 
     def _steps(self) -> Iterator[Step]:
         """Yield each step to start. Between them, validate, save, stop, and answer the machine."""
@@ -294,13 +347,14 @@ class InstructTrainer:
             if self._should_stop():
                 raise self._recorder.interrupted()
 
-        loss = self.pipeline.evaluate(examples, evaluated).avg_loss
+        result = self.pipeline.evaluate(examples, evaluated)
+        loss = result.avg_loss
         if not math.isfinite(loss):
             raise NonFiniteLossError(
                 f"the validation loss after step {step} is {loss}"
                 f"{f' at learning rate {self._schedule(step):g}' if step else ''}: "
                 "lower --lr, or check the model and --dtype"
             )
-        self._recorder.add(ValidationRecord(step, loss, perplexity(loss)))
+        self._recorder.add(ValidationRecord(step, loss, perplexity(loss), result.metrics))
         self._observer.on_validation(step, loss)
         return loss

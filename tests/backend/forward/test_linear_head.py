@@ -33,8 +33,23 @@ def test_head_loss_and_gradient(head: Any, size: int, dtype: mx.Dtype) -> None:
     weight = random(size, 16).astype(dtype)
     targets = mx.array([0, size - 1, size // 2, 3, 3])
     assert_same_function(
-        lambda hidden: head.head_loss_sum(weight, hidden, targets),
+        lambda hidden: head.trained_head_losses(weight, hidden, targets).sum(),
         lambda hidden: cross_entropy(weight, hidden, targets),
+        random(5, 16),
+        tolerance=5e-6,
+    )
+
+
+def test_each_loss_has_its_own_weight_in_the_gradient(head: Any) -> None:
+    weight, targets = random(9000, 16), mx.array([0, 8999, 4500, 3, 3])
+    weights = mx.array([1.0, -2.0, 0.0, 0.5, 3.0])
+
+    def wanted(hidden: mx.array) -> mx.array:
+        return (nn.losses.cross_entropy(hidden @ weight.T, targets) * weights).sum()
+
+    assert_same_function(
+        lambda hidden: (head.trained_head_losses(weight, hidden, targets) * weights).sum(),
+        wanted,
         random(5, 16),
         tolerance=5e-6,
     )
@@ -43,7 +58,7 @@ def test_head_loss_and_gradient(head: Any, size: int, dtype: mx.Dtype) -> None:
 def test_head_loss_of_one_position(head: Any) -> None:
     weight, targets = random(50, 8), mx.array([7])
     assert_same_function(
-        lambda hidden: head.head_loss_sum(weight, hidden, targets),
+        lambda hidden: head.trained_head_losses(weight, hidden, targets).sum(),
         lambda hidden: cross_entropy(weight, hidden, targets),
         random(1, 8),
     )
@@ -57,7 +72,7 @@ def test_logits_of_ten_thousand(head: Any, order: int) -> None:
     assert mx.abs(hidden @ weight.T).max() > 1e4
     targets = mx.array([0, 8999, 4500, 17])
     assert_same_function(
-        lambda hidden: head.head_loss_sum(weight, hidden, targets),
+        lambda hidden: head.trained_head_losses(weight, hidden, targets).sum(),
         lambda hidden: cross_entropy(weight, hidden, targets),
         hidden,
         tolerance=1e-5,
@@ -66,8 +81,8 @@ def test_logits_of_ten_thousand(head: Any, order: int) -> None:
 
 def test_certain_prediction_costs_nothing(head: Any) -> None:
     weight = mx.eye(8) * 1e4
-    loss = head.head_loss_sum(weight, mx.eye(8), mx.arange(8))
-    assert loss.item() == 0
+    found = head.trained_head_losses(weight, mx.eye(8), mx.arange(8))
+    assert found.max().item() == 0
     losses = head.head_losses(weight, mx.eye(8), mx.arange(8))
     assert losses.max().item() == 0
 
@@ -90,5 +105,6 @@ def test_head_holds_a_few_blocks_of_logits(head: Any) -> None:
     mx.eval(weight, hidden, targets)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    mx.eval(mx.value_and_grad(lambda each: head.head_loss_sum(weight, each, targets))(hidden))
+    loss = mx.value_and_grad(lambda each: head.trained_head_losses(weight, each, targets).sum())
+    mx.eval(loss(hidden))
     assert mx.get_peak_memory() - before < 4 * 300 * 40_000

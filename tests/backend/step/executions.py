@@ -22,6 +22,7 @@ from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
+from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.steps.execution import Execution
 from tests.backend.conftest import fill_lora_b
 from tests.models import VOCAB_SIZE, write_model
@@ -92,6 +93,7 @@ def fresh(
     fixed_cost: int = 0,
     workers: Workers = ALONE,
     quantized_compute: str | None = None,
+    objective: Objective = SFT,
     **config: Any,
 ) -> InstructPipeline:
     """Return a new pipeline over the model of a folder, with random LoRA matrices."""
@@ -105,6 +107,7 @@ def fresh(
         settings,
         execution=replace(how, micro_batch_tokens=tokens, fixed_cost=fixed_cost),
         workers=workers,
+        objective=objective,
     )
     fill_lora_b(made)
     return made

@@ -22,6 +22,7 @@ from mlxtune.config import DataConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import WorkerError
+from tests.backend.objectives.preferences import objective_of, rows_of
 from tests.backend.step.executions import (
     WAYS,
     assert_same,
@@ -62,6 +63,30 @@ def check_step(
     losses = [each.evaluate(step).avg_loss for each in (together, alone)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
     _check_equal_on_all(workers, together)
+
+
+def check_preferences(workers: Workers) -> None:
+    """Compare steps of preferences, their metrics included, with those of one worker."""
+    for name, options in OBJECTIVES:
+        objective = objective_of(name, **options)
+        together, alone = (
+            fresh(model_folder("qwen3"), WAYS["in one line"], 64, workers=each, objective=objective)
+            for each in (workers, Workers())
+        )
+        step = rows_of(objective)
+        assert_same(computed(together, step), computed(alone, step))
+        found, wanted = (each.train_batch(step, step=2).metrics for each in (together, alone))
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            np.testing.assert_allclose(found[key], value, rtol=1e-4, atol=1e-5)
+
+
+# One whose rows stand alone, one across rows, and one with a divergence.
+OBJECTIVES: list[tuple[str, dict[str, object]]] = [
+    ("dpo", {}),
+    ("dpo", {"dpo_loss": "aot"}),
+    ("kto", {}),
+]
 
 
 def _check_equal_on_all(workers: Workers, pipeline: InstructPipeline) -> None:
@@ -143,6 +168,7 @@ def main() -> None:
     if SHARED.is_dir() and every:
         folder = SHARED / "models" / "stories260k"
         check_step(workers, "in one line", folder, real_step(folder), dropout=0.1)
+    check_preferences(workers)
     check_decisions(workers)
     check_unlike(workers)
     print(f"worker {workers.index}: done", flush=True)

@@ -23,7 +23,7 @@ from tests.core.data.encoding import example
 
 DATA = Path("data/chat.jsonl")
 COLUMNS = {"tokens", "mask", "ends", "rows", "identities"}
-FILES = {*COLUMNS, "account.json", cache_module.CHECKSUMS}
+FILES = {*COLUMNS, "roles", "account.json", cache_module.CHECKSUMS}
 
 
 class Encoding:
@@ -76,8 +76,8 @@ def test_file_is_encoded_once_and_then_read_back_whole(tmp_path: Path) -> None:
 
     assert encoding.times == 1
     assert content(first) == content(second) == EXPECTED
-    assert [column.dtype for column in vars(second.arrays).values()][:5] == [
-        np.dtype(kind) for kind in ("i4", "u1", "i8", "i8", "u8")
+    assert [column.dtype for column in vars(second.arrays).values()][:6] == [
+        np.dtype(kind) for kind in ("i4", "u1", "i8", "i8", "u1", "u8")
     ]
     assert {file.name for file in (cache / "key").iterdir()} == FILES
     assert names_in(cache) == ["key"]

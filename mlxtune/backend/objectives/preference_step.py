@@ -1,0 +1,152 @@
+"""The loss of a step of preferences, split into micro-batches.
+
+Where each row is whole in a micro-batch and its loss depends on no other row, one forward pass
+gives loss and gradient. Otherwise the log-probabilities of all examples come first, and then the
+gradient of `sum(w * logp)`, with `w` the derivative of the loss by each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.core.data.conversation import MISMATCHED
+from mlxtune.core.data.encode import Example
+from mlxtune.core.objectives.objective import Layout, Objective, Totals
+from mlxtune.core.steps.batch import MicroBatch
+from mlxtune.core.steps.pack import Pack
+from mlxtune.errors import ModelError
+
+# How far the first loss may be from the reference's own.
+_FIRST_LOSS = 1e-6
+_Floats = npt.NDArray[np.float64]
+Batch = MicroBatch | Pack
+# Makes, of the losses (P,) of a micro-batch's supervised tokens, one array of its share of the
+# step's loss and the log-probabilities of its examples.
+Reduce = Callable[[mx.array], mx.array]
+
+
+@dataclass(frozen=True)
+class PreferenceStep:
+    """The loss of a step on `examples`, those that train.
+
+    `weights` (E,), where there are any, are the derivatives of the loss by the log-probabilities of
+    the examples, `logps` (E,).
+    """
+
+    objective: Objective
+    examples: Sequence[Example]
+    layout: Layout
+    totals: Totals
+    weights: _Floats | None = None
+    logps: _Floats | None = None
+
+    def reduce(self, members: Sequence[int], batch: Batch) -> Reduce:
+        """Return how the losses of a micro-batch become its share of the loss.
+
+        `members` are the indices of its examples.
+        """
+        owners = mx.array(np.repeat(np.arange(len(members)), batch.counts))
+
+        def logps(losses: mx.array) -> mx.array:
+            return mx.zeros(len(members)).at[owners].add(-losses.astype(mx.float32))
+
+        if self.weights is not None:
+            weights = mx.array(self.weights[list(members)].astype(np.float32))
+            return lambda losses: _joined((found := logps(losses)) @ weights, found)
+        layout = self.objective.lay_out([self.examples[i] for i in members])
+        slots = mx.array(layout.slots)
+
+        def loss(losses: mx.array) -> mx.array:
+            found = logps(losses)
+            sums = mx.zeros(layout.counts.size).at[slots].add(found).reshape(layout.counts.shape)
+            return _joined(self.objective.loss(sums, layout, self.totals, mx), found)
+
+        return loss
+
+    @property
+    def known_loss(self) -> float | None:
+        """The loss of the step, where it is known before the gradient."""
+        if self.logps is None:
+            return None
+        return float(self.objective.loss(self.layout.sums(self.logps), self.layout, self.totals))
+
+    def check_first_loss(self, logps: _Floats) -> None:
+        """Raise ModelError if the first step's log-probabilities are not the reference's.
+
+        The policy is the reference then, so that dpo's first loss is ln 2.
+        """
+        expected = self.objective.expected_first_loss(self.layout)
+        if expected is None:
+            return
+        found = self.objective.loss(self.layout.sums(logps), self.layout, self.totals)
+        if not abs(float(found) - expected) <= _FIRST_LOSS:
+            raise ModelError(
+                f"the first loss is {float(found):.7f} where the reference gives {expected:.7f}: "
+                "the reference's log-probabilities are not of this model and data; start over with "
+                "--overwrite and --no-cache"
+            )
+
+    def metrics(self, logps: _Floats) -> dict[str, float]:
+        """Return the metrics of the step from the log-probabilities of its examples (E,)."""
+        return self.objective.metrics(logps, self.layout, self.totals.kl)
+
+
+def _joined(loss: mx.array, logps: mx.array) -> mx.array:
+    return mx.concatenate([loss.reshape(1), logps])
+
+
+def prepare(
+    objective: Objective,
+    examples: Sequence[Example],
+    is_split: Callable[[], bool],
+    logps_of: Callable[[Sequence[Example]], _Floats],
+) -> PreferenceStep:
+    """Return the loss of a step, with what has to be known before its backward pass.
+
+    `is_split` says whether the examples of a row run in several micro-batches; `logps_of` computes
+    log-probabilities (E,). Both are answers of all workers together.
+    """
+    training, others = training_examples(examples), [e for e in examples if e.role == MISMATCHED]
+    layout, kl = objective.lay_out(training), 0.0
+    if others:
+        between = objective.lay_out(others)
+        kl = objective.kl(between, between.sums(logps_of(others)))
+    totals = objective.totals(layout, kl)
+    if not (objective.is_across_rows or is_split()):
+        return PreferenceStep(objective, training, layout, totals)
+    logps = logps_of(training)
+    weights = _weights(objective, layout, totals, logps)
+    return PreferenceStep(objective, training, layout, totals, weights, logps)
+
+
+def training_examples(examples: Sequence[Example]) -> list[Example]:
+    """Return the examples of a step that get a gradient."""
+    return [example for example in examples if example.role != MISMATCHED]
+
+
+def splits_rows(examples: Sequence[Example], groups: Iterable[Sequence[int]]) -> bool:
+    """Return whether a row's examples are in several groups of indices."""
+    seen: set[int] = set()
+    for group in groups:
+        keys = {examples[i].key for i in group}
+        if seen & keys:
+            return True
+        seen |= keys
+    return False
+
+
+def _weights(objective: Objective, layout: Layout, totals: Totals, logps: _Floats) -> _Floats:
+    """Return the derivative of the loss by each example's log-probability, float64 (E,)."""
+
+    def loss(sums: mx.array) -> Any:
+        return objective.loss(sums, layout, totals, mx)
+
+    sums = mx.array(layout.sums(logps).astype(np.float32))
+    found = np.array(mx.grad(loss)(sums), dtype=np.float64)
+    return found.reshape(-1)[layout.slots]

@@ -1,0 +1,138 @@
+"""Options of objectives: what a step minimises."""
+
+import dataclasses
+
+from mlxtune.config.fields import Affects, Checked, Section
+
+RESULT, TRAINING = Affects.RESULT, Section.TRAINING
+
+# The objectives whose rows are pairs of answers, and those whose rows have a label.
+PAIRED, LABELLED = ("dpo", "orpo", "cpo", "simpo"), ("kto",)
+OBJECTIVES = ("sft", *PAIRED, *LABELLED)
+# The peak learning rate where none is given: of `sft`, and of every other objective.
+DEFAULT_RATE, PREFERENCE_RATE = 1e-4, 5e-6
+
+
+def default_rate(objective: object) -> float:
+    """Return the peak learning rate where none is given."""
+    return PREFERENCE_RATE if objective in (*PAIRED, *LABELLED) else DEFAULT_RATE
+
+
+_BETA, _SIMPO_BETA = 0.1, 2.0
+_DPO_LOSSES = (
+    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "sppo_hard", "apo_zero"),
+    *("apo_down", "aot", "aot_unpaired", "discopop", "sigmoid_norm"),
+)
+# The losses that label smoothing changes.
+_SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
+_BELONGS = {
+    "dpo_loss": ("dpo",),
+    "label_smoothing": ("dpo", "cpo", "simpo"),
+    "sft_weight": ("dpo",),
+    "orpo_nll": ("orpo",),
+    "cpo_alpha": ("cpo", "simpo"),
+    "gamma": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "kto_loss": ("kto",),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowObjectiveConfig(Checked):
+    """The part of an objective that decides which rows are read, and what they become."""
+
+    objective: str = TRAINING.option(
+        "sft",
+        "What a step minimises: sft the loss of answers; dpo, orpo, cpo and simpo prefer a chosen "
+        "answer over a rejected one; kto learns from answers with a label.",
+        RESULT,
+        encodes=True,
+        choices=OBJECTIVES,
+    )
+    orpo_nll: str = TRAINING.option(
+        "answer",
+        "Tokens whose loss orpo adds: the chosen answer's, or the prompt's too, as TRL does.",
+        RESULT,
+        encodes=True,
+        choices=("answer", "prompt"),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig(RowObjectiveConfig):
+    """What a step minimises: the loss of answers, or of preferences."""
+
+    beta: float | None = TRAINING.option(
+        None,
+        "Strength of a preference; default: 0.1, for simpo 2.0.",
+        RESULT,
+        above=0,
+        at_most=1e6,
+    )
+    dpo_loss: str = TRAINING.option("sigmoid", "Loss of dpo.", RESULT, choices=_DPO_LOSSES)
+    label_smoothing: float = TRAINING.option(
+        0.0,
+        "Share of pairs whose answers may be the wrong way round: dpo with "
+        f"{', '.join(_SMOOTHED)}, cpo and simpo.",
+        RESULT,
+        at_least=0,
+        below=0.5,
+    )
+    sft_weight: float = TRAINING.option(
+        0.0, "Add this times the mean loss of the chosen answers to dpo.", RESULT, at_least=0
+    )
+    cpo_alpha: float | None = TRAINING.option(
+        None,
+        "Weight of the mean loss of the chosen answers; default: 1 for cpo, 0 for simpo.",
+        RESULT,
+        at_least=0,
+    )
+    gamma: float = TRAINING.option(
+        1.0, "Margin by which simpo prefers the chosen answer.", RESULT, at_least=0
+    )
+    desirable_weight: float = TRAINING.option(
+        1.0, "Weight of kto's answers with a true label.", RESULT, at_least=0
+    )
+    undesirable_weight: float = TRAINING.option(
+        1.0, "Weight of kto's answers with a false label.", RESULT, at_least=0
+    )
+    kto_loss: str = TRAINING.option(
+        "kto", "Loss of kto.", RESULT, choices=("kto", "apo_zero_unpaired")
+    )
+
+    @property
+    def default_rate(self) -> float:
+        """The peak learning rate where none is given."""
+        return default_rate(self.objective)
+
+    @property
+    def strength(self) -> float:
+        """The value of `beta`, or its default."""
+        default = _SIMPO_BETA if self.objective == "simpo" else _BETA
+        return default if self.beta is None else self.beta
+
+    @property
+    def chosen_weight(self) -> float:
+        """The weight of the mean loss of the chosen answers."""
+        default = {"dpo": self.sft_weight, "orpo": 1.0, "cpo": 1.0}.get(self.objective, 0.0)
+        return default if self.cpo_alpha is None else self.cpo_alpha
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, objectives in _BELONGS.items():
+            if getattr(self, name) != defaults[name] and self.objective not in objectives:
+                option = f"--{name.replace('_', '-')}"
+                problems.append(
+                    f"{option} goes with --objective {' or '.join(objectives)}: leave it out"
+                )
+        if self.beta is not None and self.objective == "sft":
+            problems.append("--beta goes with an --objective of preferences: leave it out")
+        if self.objective == "dpo" and self.label_smoothing and self.dpo_loss not in _SMOOTHED:
+            problems.append(
+                f"--label-smoothing goes with --dpo-loss {', '.join(_SMOOTHED)}: leave it out"
+            )
+        if self.objective == "dpo" and self.dpo_loss == "exo_pair" and not self.label_smoothing:
+            problems.append("--dpo-loss exo_pair needs --label-smoothing above 0, such as 0.001")
+        return problems

@@ -1,0 +1,1 @@
+"""Objectives: what a step minimises, as functions of log-probabilities. Pure Python and numpy."""

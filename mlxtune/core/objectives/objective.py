@@ -1,0 +1,252 @@
+"""What a step minimises: a function of its examples' log-probabilities, defined over the step.
+
+A row of a pair makes examples of its chosen and of its rejected answer, a row with a label examples
+of one answer. The log-probability of an answer is the sum over its supervised tokens, in nats. How
+a step is split into micro-batches, or over workers, changes none of the functions here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.config.objective import LABELLED, PAIRED, ObjectiveConfig
+from mlxtune.core.data.conversation import (
+    CHOSEN,
+    DESIRABLE,
+    MISMATCHED,
+    REJECTED,
+    UNDESIRABLE,
+    WHOLE,
+)
+from mlxtune.core.data.encode import Example
+from mlxtune.core.objectives.losses import (
+    ACROSS_ROWS,
+    DPO_LOSSES,
+    KTO_LOSSES,
+    OTHER_LOSSES,
+    Loss,
+    Sides,
+    log_odds_ratio,
+)
+from mlxtune.core.steps.batch import predicted_tokens
+
+_Floats = npt.NDArray[np.float64]
+# The place of a role among the columns of a step's log-probabilities.
+_PLACES = {CHOSEN: 0, DESIRABLE: 0, UNDESIRABLE: 0, REJECTED: 1, WHOLE: 2, MISMATCHED: 3}
+_COLUMNS = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the log-probability of each example of some rows belongs.
+
+    `slots` is int64 (E,): the place of each example in an array (columns, R) of the rows' answers,
+    flattened; an answer of several turns has several examples. `references` and `counts` are
+    (columns, R): sums of the examples' references, and of their supervised tokens. `desirable` is
+    (R,), 1 for a row whose label is true.
+    """
+
+    slots: npt.NDArray[np.int64]
+    references: _Floats
+    counts: _Floats
+    desirable: _Floats
+
+    @property
+    def rows(self) -> int:
+        return int(self.counts.shape[1])
+
+    def sums(self, logps: _Floats) -> _Floats:
+        """Return log-probabilities of examples (E,) as those of answers, (columns, R)."""
+        sums = np.zeros(self.counts.size)
+        np.add.at(sums, self.slots, logps)
+        return sums.reshape(self.counts.shape)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the loss of a few rows needs to know of their step.
+
+    `tokens` are those whose loss is added to the preference; `kl` is the step's divergence.
+    """
+
+    rows: int
+    tokens: float
+    kl: float = 0.0
+
+
+@dataclass(frozen=True)
+class Objective:
+    """An objective with its options."""
+
+    options: ObjectiveConfig
+
+    @property
+    def name(self) -> str:
+        return self.options.objective
+
+    @property
+    def is_sft(self) -> bool:
+        """Whether it is the loss of answers, whose weights are known before the forward pass."""
+        return self.name == "sft"
+
+    @property
+    def has_pairs(self) -> bool:
+        return self.name in PAIRED
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.name in ("dpo", *LABELLED)
+
+    @property
+    def needs_kl(self) -> bool:
+        """Whether a step needs the divergence, from another row's answer to each prompt."""
+        return self.name in LABELLED and self.options.kto_loss == "kto"
+
+    @property
+    def is_across_rows(self) -> bool:
+        """Whether the loss of a row depends on the other rows of its step."""
+        return self.name == "dpo" and self.options.dpo_loss in ACROSS_ROWS
+
+    @property
+    def description(self) -> str:
+        """The objective in a few words, as the plan and the model card name it."""
+        options = self.options
+        loss = {"dpo": options.dpo_loss, "kto": options.kto_loss}.get(self.name)
+        named = f" ({loss})" if loss not in (None, "sigmoid", self.name) else ""
+        return f"{self.name}{named}, beta {options.strength:g}"
+
+    @cached_property
+    def _loss(self) -> Loss:
+        options = self.options
+        losses = {"dpo": DPO_LOSSES.get(options.dpo_loss), "kto": KTO_LOSSES[options.kto_loss]}
+        return losses.get(self.name) or OTHER_LOSSES[self.name]
+
+    @property
+    def _nll_column(self) -> int:
+        return _PLACES[WHOLE if self.options.orpo_nll == "prompt" else CHOSEN]
+
+    def lay_out(self, examples: Sequence[Example]) -> Layout:
+        """Return where the examples of whole rows belong; rows in the order of their first."""
+        rows: dict[int, int] = {}
+        index = [rows.setdefault(example.key, len(rows)) for example in examples]
+        columns = np.array([_PLACES[example.role] for example in examples], dtype=np.int64)
+        slots = columns * len(rows) + np.array(index, dtype=np.int64)
+        references, counts = np.zeros(_COLUMNS * len(rows)), np.zeros(_COLUMNS * len(rows))
+        np.add.at(references, slots, [example.reference for example in examples])
+        np.add.at(counts, slots, [predicted_tokens(example) for example in examples])
+        desirable = np.zeros(len(rows))
+        for example, row in zip(examples, index, strict=True):
+            desirable[row] = example.role == DESIRABLE
+        shape = _COLUMNS, len(rows)
+        return Layout(slots, references.reshape(shape), counts.reshape(shape), desirable)
+
+    def totals(self, layout: Layout, kl: float = 0.0) -> Totals:
+        return Totals(layout.rows, float(layout.counts[self._nll_column].sum()), kl)
+
+    def kl(self, layout: Layout, sums: Any) -> float:
+        """Return the mean divergence of another row's answers, at least 0; `sums` is (columns, R).
+
+        The gradient does not go through it.
+        """
+        column = _PLACES[MISMATCHED]
+        there = layout.counts[column] > 0
+        if not there.any():
+            return 0.0
+        return max(float((sums[column] - layout.references[column])[there].mean()), 0.0)
+
+    def loss(self, sums: Any, layout: Layout, totals: Totals, xp: Any = np) -> Any:
+        """Return the share of rows in the loss of their step, a scalar.
+
+        `sums` are the log-probabilities of their answers (columns, R), an array of the module `xp`.
+        """
+        losses = self._loss(self._sides(sums, layout, totals, xp), self.options, xp)
+        loss = losses.sum() / totals.rows
+        if weight := self.options.chosen_weight:
+            loss = loss - (weight / totals.tokens) * sums[self._nll_column].sum()
+        return loss
+
+    def evaluate(
+        self, examples: Sequence[Example], logps: _Floats
+    ) -> tuple[float, dict[str, float]]:
+        """Return loss and metrics of whole rows, from their examples' log-probabilities (E,)."""
+        mismatched = np.array([example.role == MISMATCHED for example in examples])
+        rows = [example for example in examples if example.role != MISMATCHED]
+        layout, kl = self.lay_out(rows), 0.0
+        if mismatched.any():
+            others = self.lay_out([each for each in examples if each.role == MISMATCHED])
+            kl = self.kl(others, others.sums(logps[mismatched]))
+        own = logps[~mismatched]
+        loss = self.loss(layout.sums(own), layout, self.totals(layout, kl))
+        return float(loss), self.metrics(own, layout, kl)
+
+    def metrics(self, logps: _Floats, layout: Layout, kl: float = 0.0) -> dict[str, float]:
+        """Return TRL's metrics of whole rows, from the log-probabilities of their examples (E,)."""
+        sums = layout.sums(logps)
+        sides = self._sides(sums, layout, self.totals(layout, kl), np)
+        if not self.has_pairs:
+            return self._label_metrics(sides)
+        chosen, rejected = sides.chosen, sides.rejected
+        if self.name in ("orpo", "simpo"):
+            chosen, rejected = chosen / sides.count_chosen, rejected / sides.count_rejected
+        strength = self.options.strength
+        rewards = strength * (chosen - sides.reference_chosen)
+        others = strength * (rejected - sides.reference_rejected)
+        found = {
+            "rewards/chosen": rewards.mean(),
+            "rewards/rejected": others.mean(),
+            "rewards/accuracies": (rewards > others).mean(),
+            "rewards/margins": (rewards - others).mean(),
+            "logps/chosen": chosen.mean(),
+            "logps/rejected": rejected.mean(),
+        }
+        if self.options.chosen_weight:
+            tokens = layout.counts[self._nll_column].sum()
+            found["nll_loss"] = -sums[self._nll_column].sum() / tokens
+        if self.name == "orpo":
+            odds = log_odds_ratio(sides, np)
+            found["log_odds_ratio"] = -np.logaddexp(0, -odds).mean()
+            found["log_odds_chosen"] = odds.mean()
+        return {name: float(value) for name, value in found.items()}
+
+    def _label_metrics(self, sides: Sides) -> dict[str, float]:
+        rewards = self.options.strength * sides.chosen_ratio
+        found = {"kl": sides.kl} if self.needs_kl else {}
+        for name, rows in (("chosen", sides.desirable == 1), ("rejected", sides.desirable == 0)):
+            if rows.any():
+                found[f"rewards/{name}"] = rewards[rows].mean()
+                found[f"logps/{name}"] = sides.chosen[rows].mean()
+        if {"rewards/chosen", "rewards/rejected"} <= found.keys():
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return {name: float(value) for name, value in found.items()}
+
+    def expected_first_loss(self, layout: Layout) -> float | None:
+        """Return the loss of rows under the reference itself; None without a reference."""
+        if not self.needs_reference:
+            return None
+        return float(self.loss(layout.references, layout, self.totals(layout)))
+
+    def _sides(self, sums: Any, layout: Layout, totals: Totals, xp: Any) -> Sides:
+        # Without a second answer, or a reference, zeros stand in their place: no loss reads them.
+        counts = np.maximum(layout.counts, 1)
+        references, labels = layout.references, layout.desirable
+        given: list[Any] = [references[0], references[1], counts[0], counts[1], labels]
+        if xp is not np:
+            given = [xp.array(each.astype(np.float32)) for each in given]
+        return Sides(*(sums[0], sums[1], *given, totals.kl))
+
+
+SFT = Objective(ObjectiveConfig())
+
+
+def with_references(examples: Sequence[Example], references: Sequence[float]) -> list[Example]:
+    """Return examples with their references."""
+    return [
+        replace(example, reference=float(reference))
+        for example, reference in zip(examples, references, strict=True)
+    ]

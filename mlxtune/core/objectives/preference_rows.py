@@ -1,0 +1,117 @@
+"""Rows of preferences, each with the reference's log-probability of its examples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxtune.config.limits import REFERENCES
+from mlxtune.core.data.conversation import MISMATCHED
+from mlxtune.core.data.corpus import CorpusRows, RowExamples
+from mlxtune.core.data.encode import Example
+from mlxtune.core.files.files import make_folder, read_json, write_file
+from mlxtune.core.files.typed_json import from_json
+from mlxtune.core.objectives.objective import Objective, with_references
+from mlxtune.errors import OutputError
+
+# Of the user's cache.
+_CACHE = "references"
+
+
+@dataclass(frozen=True, eq=False)
+class PreferenceRows(CorpusRows):
+    """Rows of a corpus, with what their objective adds.
+
+    Where it needs the divergence, each row gets an example of another row's answer to its prompt:
+    the one before it, for the first the last, as TRL pairs them. `references` has the reference's
+    log-probabilities of each row's examples.
+    """
+
+    adds_mismatched: bool = False
+    references: Sequence[Sequence[float]] | None = None
+
+    @classmethod
+    def of(cls, rows: CorpusRows, objective: Objective) -> PreferenceRows:
+        return cls(rows.corpus, rows.indices, adds_mismatched=objective.needs_kl)
+
+    def __getitem__(self, place: int) -> RowExamples:
+        place = range(len(self))[place]
+        examples: Sequence[Example] = self.corpus.row(self.indices[place])
+        if self.adds_mismatched:
+            other = self.corpus.row(self.indices[place - 1])[-1]
+            examples = [*examples, *self._mismatched(examples[-1], other)]
+        if self.references is not None:
+            examples = with_references(examples, self.references[place])
+        return tuple(examples)
+
+    def __iter__(self) -> Iterator[RowExamples]:
+        return map(self.__getitem__, range(len(self)))
+
+    def _mismatched(self, example: Example, other: Example) -> Iterator[Example]:
+        start, answer = (int(each.assistant_mask.argmax()) for each in (example, other))
+        limit = self.corpus.files[example.file].max_seq_len
+        tokens = np.concatenate([example.tokens[:start], other.tokens[answer:]])[:limit]
+        mask = np.concatenate([example.assistant_mask[:start], other.assistant_mask[answer:]])
+        if (mask := mask[:limit])[1:].any():
+            yield replace(example, tokens=tokens, assistant_mask=mask, role=MISMATCHED)
+
+    def digest(self) -> str:
+        """Return a hash over tokens, masks and roles of all examples, in their order."""
+        digest = hashlib.sha256()
+        for examples in self:
+            for example in examples:
+                digest.update(bytes([example.role]) + len(example).to_bytes(8, "little"))
+                digest.update(example.tokens.astype("<i4", copy=False).tobytes())
+                digest.update(example.assistant_mask.astype("<u1", copy=False).tobytes())
+        return digest.hexdigest()
+
+    def with_references(self, values: Sequence[float]) -> PreferenceRows:
+        """Return the rows with the references of their examples, in order."""
+        sizes = [len(row) for row in replace(self, references=None)]
+        parts = np.split(np.asarray(values), np.cumsum(sizes)[:-1])
+        return replace(self, references=[part.tolist() for part in parts])
+
+
+def reference_key(model: Mapping[str, Any], rows: Sequence[PreferenceRows]) -> str:
+    """Return the name of what a reference depends on: the model as it starts, and the examples."""
+    parts = {**model, "examples": [each.digest() for each in rows]}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def read_references(places: Sequence[Path], key: str, examples: int) -> list[float] | None:
+    """Return the log-probabilities that a run wrote; None if none of the files has them."""
+    for path in places:
+        with suppress(OSError, ValueError):
+            found = read_json(path, REFERENCES)
+            values: list[float] = from_json(list[float], found.get("logps"))
+            if found.get("key") == key and len(values) == examples:
+                return values
+    return None
+
+
+def write_references(path: Path, key: str, logps: Sequence[float]) -> None:
+    """Write log-probabilities under their key. Raises OutputError."""
+    make_folder(path.parent)
+    content = {"format": 1, "key": key, "logps": [float(each) for each in logps]}
+    write_file(path, [json.dumps(content, allow_nan=False).encode()])
+
+
+def cached(cache: Path | None, key: str) -> list[Path]:
+    """Return the file of a reference in the user's cache; none without a cache."""
+    return [] if cache is None else [cache / _CACHE / f"{key[:32]}.json"]
+
+
+def keep(places: Sequence[Path], key: str, logps: Sequence[float]) -> None:
+    """Write references to a run's folder, and to a cache that may be full or read-only."""
+    first, *others = places
+    write_references(first, key, logps)
+    for path in others:
+        with suppress(OutputError):
+            write_references(path, key, logps)
