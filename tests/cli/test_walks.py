@@ -22,6 +22,9 @@ MOST = 20
 # What only answers a question about a row, counts it, or wraps its way.
 ASIDE = {
     "core/data/cache.py": "wraps reading, rendering and tokenising",
+    "core/data/contents.py": "looks for problems in the words of a row",
+    "core/data/places.py": "names the place of a row",
+    "core/data/sources/tables.py": "reads CSV and TSV instead",
     "core/data/findings.py": "looks for problems in all rows",
     "core/data/inspection.py": "shows what of a row carries loss",
     "core/data/preferences.py": "tells rows of preferences from others",
