@@ -15,8 +15,8 @@ from mlxtune.core.data.sources.datafiles import held_out_file
 from mlxtune.core.run.evaluation import Evaluation, JudgedRows
 from mlxtune.core.run.trained_rows import NO_ROWS, rows_behind
 from mlxtune.views import run_text
-from mlxtune.views.console import RunConsole
-from mlxtune.views.output import print_json, print_line
+from mlxtune.views.console import RunConsole, print_stages
+from mlxtune.views.output import print_json
 from mlxtune.views.run_text import evaluation_lines
 
 
@@ -55,8 +55,7 @@ def show(config: EvalConfig) -> None:
     if config.json:
         print_json(evaluation.as_dict())
         return
-    for line in evaluation_lines(evaluation):
-        print_line(line)
+    print_stages(evaluation_lines(evaluation))
 
 
 def _data_files(config: EvalConfig) -> tuple[str, ...]:

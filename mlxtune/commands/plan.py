@@ -33,8 +33,8 @@ from mlxtune.core.run.run_plan import RunPlan
 from mlxtune.core.run.speed import read_speed
 from mlxtune.core.steps.scaling import Scaling, dearest_items, dearest_share
 from mlxtune.core.training.schedule import count_steps
-from mlxtune.views.console import RunConsole
-from mlxtune.views.output import print_json, print_line
+from mlxtune.views.console import RunConsole, print_stages
+from mlxtune.views.output import print_json
 from mlxtune.views.plan_text import plan_lines
 
 
@@ -98,8 +98,7 @@ def show(config: PlanConfig) -> None:
     if config.json:
         print_json(planned.as_dict())
         return
-    for name, line in plan_lines(planned):
-        print_line(f"{name:<12}{line}")
+    print_stages(f"{name:<12}{line}" for name, line in plan_lines(planned))
 
 
 def _with_data(planned: RunPlan, config: PlanConfig, dataset: Dataset) -> RunPlan:

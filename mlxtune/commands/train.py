@@ -183,7 +183,7 @@ def train(
                     page := write_page(config.checkpoint_path, console.warn)
                 ):
                     console.say("Report", str(page))
-            console.say("Try it", run_text.usage_line(result, config), copyable=True)
+            console.say("Try it", run_text.usage_line(config), copyable=True)
     return TrainResult(
         training=result,
         adapter=None if dry_run else config.output_path,

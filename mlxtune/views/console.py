@@ -4,10 +4,11 @@ They go to stderr, in a notebook to stdout, as it shows stderr like an error.
 """
 
 import math
+import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -25,10 +26,14 @@ from mlxtune.core.text import count, duration
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.errors import printable
 from mlxtune.views import run_text
+from mlxtune.views.output import print_line
 
 _STAGE_WIDTH = 12
 # The number of steps in the mean loss that is shown.
 _AVERAGED = 10
+_VERDICT = re.compile(r"(?:the adapter )?(helped|hardly helped|hardly hurt|hurt|cannot tell)\b")
+_VERDICT_COLOURS = {"helped": "green", "hurt": "red"}
+_VERDICT_COLOURS |= dict.fromkeys(("hardly helped", "hardly hurt", "cannot tell"), "yellow")
 # Each change of a notebook's line is a message to the browser.
 _SECONDS_BETWEEN = 0.1
 
@@ -124,11 +129,9 @@ class RunConsole(TrainingObserver):
         self.close()
         message = printable(message)
         if not (self._wraps and wrap):
-            self._console.print(Text.assemble(name, message), soft_wrap=True)
+            self._console.print(Text.assemble(name, _marked(name, message)), soft_wrap=True)
             return
-        line = Table.grid()
-        line.add_row(name, Text(message))
-        self._console.print(line)
+        self._console.print(_wrapped(name, message))
 
     def on_start(self, run: RunStart, previous: Path | None) -> None:
         if previous is not None:
@@ -190,6 +193,35 @@ class RunConsole(TrainingObserver):
             self._bar = None
         for number, line in enumerate(run_text.profile_table(self._profile)):
             self.say("" if number else "Profile", line, copyable=True)
+
+
+def print_stages(lines: Iterable[str]) -> None:
+    """Print lines that start with a stage, or with spaces for one, as results on stdout.
+
+    A terminal gets them wrapped at words, and verdicts in colour.
+    """
+    console = Console(highlight=False)
+    for line in map(printable, lines):
+        name, message = line[:_STAGE_WIDTH], line[_STAGE_WIDTH:]
+        if console.is_terminal and name.endswith(" ") and message:
+            console.print(_wrapped(Text(name, "bold"), message))
+        else:
+            print_line(line)
+
+
+def _wrapped(name: Text, message: str) -> Table:
+    line = Table.grid()
+    line.add_row(name, _marked(name, message))
+    return line
+
+
+def _marked(name: Text, message: str) -> Text:
+    """Return a message, the words of a verdict in its colour."""
+    text = Text(message)
+    found = _VERDICT.match(message) if name.plain.strip() == "Verdict" else None
+    if found is not None:
+        text.stylize(_VERDICT_COLOURS[found[1]], *found.span(1))
+    return text
 
 
 def in_notebook() -> bool:

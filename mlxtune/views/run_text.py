@@ -15,7 +15,6 @@ from mlxtune.core.run.evaluation import Evaluation, Sample, verdict_lines
 from mlxtune.core.run.metrics import (
     PERPLEXITY_CAP,
     InstructEpochMetrics,
-    InstructTrainResult,
     StepRecord,
     perplexity,
 )
@@ -25,7 +24,7 @@ from mlxtune.core.text import byte_size, count, duration, loss_text, short_durat
 from mlxtune.core.training.schedule import count_steps
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
-from mlxtune.views.visible import escape
+from mlxtune.views.visible import escape, without_template_tokens
 
 # The characters of a sample that are shown.
 _LONGEST = 400
@@ -209,14 +208,10 @@ _CONVERT_OPTIONS = {
 }
 
 
-def usage_line(result: InstructTrainResult, config: TrainConfig) -> str:
-    folder = config.output_path.parent
-    if config.output_path.name != ADAPTER:
-        if result.best_epoch is None:
-            return f"mlx-lm loads the adapter once it is named {ADAPTER}"
-        folder = config.checkpoint_path / "best"
-    model, adapter = shlex.quote(config.model_path), shlex.quote(str(folder))
-    return f"mlx_lm.generate --model {model} --adapter-path {adapter} --prompt '…'"
+def usage_line(config: TrainConfig) -> str:
+    """Return the command that talks to the model; it finds the base model in the adapter."""
+    own = config.output_path
+    return f"mlxtune chat --adapter {shlex.quote(str(own.parent if own.name == ADAPTER else own))}"
 
 
 def python_usage(model_path: str, adapter: str) -> str:
@@ -234,7 +229,7 @@ def before_and_after(row: str, sample: Sample) -> Iterator[tuple[str, str]]:
         ("Before", sample.base),
         ("After", sample.adapted or ""),
     ):
-        yield stage, " ".join(text.split())
+        yield stage, " ".join(without_template_tokens(text).split())
 
 
 def next_lines(run: TrainConfig) -> Iterator[str]:
@@ -259,7 +254,7 @@ def evaluation_lines(evaluation: Evaluation) -> list[str]:
     functions = {
         "losses": loss_and_perplexity,
         "verdict": [] if evaluation.adapted is None else verdict_lines(evaluation),
-        "first": _short,
+        "answer": lambda text: _short(without_template_tokens(text)),
         "last": partial(_short, from_end=True),
     }
     return render_lines("evaluation.txt", str, seen=evaluation, **functions)

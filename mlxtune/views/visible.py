@@ -24,6 +24,8 @@ _BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
 _SPACES = " \u3000"  # the second is the ideographic space
 _ODD = re.compile(r"[^ -~]")
 _PARTS = re.compile(r" +|\n|\t|[^ \n\t]+")
+# The control tokens of the chat templates in use.
+_TEMPLATE_TOKENS = re.compile(r"<\|[\w-]{1,40}\|>|<(?:start|end)_of_turn>|<(?:bos|eos)>|</?s>")
 _EDGES = ("", " ", "\n", "\r", "\t")
 
 
@@ -35,6 +37,11 @@ def _escape(character: str) -> str:
     if not (category in _HIDDEN or space or tag or character in _BLANK):
         return character
     return character.encode("unicode_escape").decode()
+
+
+def without_template_tokens(answer: str) -> str:
+    """Return a model's answer without control tokens of a chat template, as a chat shows it."""
+    return _TEMPLATE_TOKENS.sub("", answer)
 
 
 def escape(text: str) -> str:

@@ -288,7 +288,7 @@ def test_output_may_have_any_name(
     # mlx-lm loads folders with a file of one name only, and best/ is such a folder.
     best = tmp_path / "checkpoints" / "best"
     assert output.read_bytes() == (best / ADAPTER).read_bytes()
-    assert f"--adapter-path {best}" in capsys.readouterr().err
+    assert f"mlxtune chat --adapter {output}" in capsys.readouterr().err
 
 
 def test_checkpoints_go_where_they_are_asked_to(model: Path, chat: Path, tmp_path: Path) -> None:

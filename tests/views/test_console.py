@@ -15,7 +15,7 @@ from mlxtune.core.run.metrics import ValidationRecord
 from mlxtune.core.run.progress import Progress
 from mlxtune.core.training.observer import RunStart
 from mlxtune.errors import printable
-from mlxtune.views.console import BestEffortStream, RunConsole, TerminalLine
+from mlxtune.views.console import BestEffortStream, RunConsole, TerminalLine, print_stages
 from tests.core.training.records import step_record
 
 
@@ -129,3 +129,45 @@ def test_heat_is_shown_on_the_bar() -> None:
     console.on_step(step_record(1))
     console.on_end()
     assert "thermal: fair" in terminal.getvalue()
+
+
+# Results and verdicts
+
+VERDICTS = {
+    "the adapter helped: it takes 30% off": ("32", "helped"),
+    "the adapter hurt: it adds 30% to": ("31", "hurt"),
+    "the adapter hardly helped: it takes 0.4% off": ("33", "hardly helped"),
+    "cannot tell whether the adapter helped: it": ("33", "cannot tell"),
+}
+
+
+@pytest.mark.parametrize("line", VERDICTS)
+def test_verdict_has_its_colour_on_a_terminal(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    colour, words = VERDICTS[line]
+    for wide in (True, False):  # wrapped, or on one line
+        stream = io.StringIO()
+        console = Console(
+            file=stream, force_terminal=True, color_system="standard", width=100 if wide else 60
+        )
+        RunConsole(console=console).say("Verdict", line, copyable=not wide)
+        assert f"\x1b[{colour}m{words}\x1b[0m" in stream.getvalue()
+        RunConsole(console=console).say("Data", line)
+        assert stream.getvalue().count(f"\x1b[{colour}m") == 1
+
+
+def test_results_wrap_at_words_on_a_terminal_of_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ["Plan        " + "micro-batches of 384 tokens; " * 8, "a.jsonl:12", ""]
+    print_stages(lines)
+    assert capsys.readouterr().out == "\n".join([*lines, ""])
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "80")
+    print_stages(lines)
+    out = capsys.readouterr().out.splitlines()
+    assert max(map(len, out)) <= 80
+    assert len(out) > len(lines)
+    assert "".join(out).split() == " ".join(lines).split()

@@ -17,7 +17,6 @@ from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.run.metrics import (
     InstructEpochMetrics,
-    InstructTrainResult,
     StepRecord,
     ValidationRecord,
 )
@@ -215,29 +214,14 @@ def test_summary_says_when_the_run_stopped_early_and_when_it_did_not_help(tmp_pa
     assert not any("better than the base" in line for line in summary(tmp_path, 2.9))
 
 
-def result(best_epoch: int | None) -> InstructTrainResult:
-    return InstructTrainResult([], best_epoch, None, None, False, 0, None, [])
-
-
-def usage(found: InstructTrainResult, **changes: Any) -> str:
-    return run_text.usage_line(found, TrainConfig("data/my model", "data.jsonl", **changes))  # type: ignore[arg-type]
-
-
-def test_usage_is_a_command_that_a_shell_reads_as_meant(tmp_path: Path) -> None:
-    folder = tmp_path / "it's mine"
-    line = usage(result(1), output=str(folder / "adapters.safetensors"))
-
-    assert shlex.split(line) == [
-        *("mlx_lm.generate", "--model", "data/my model"),
-        *("--adapter-path", str(folder), "--prompt", "…"),
-    ]
-
-
-def test_adapter_of_another_name_is_used_from_where_mlx_lm_finds_it(tmp_path: Path) -> None:
-    output = str(tmp_path / "people.safetensors")
-
-    best = usage(result(1), output=output, checkpoint_dir=str(tmp_path / "runs"))
-    assert shlex.split(best)[4] == str(tmp_path / "runs" / "best")
-
-    last = usage(result(None), output=output)
-    assert last == "mlx-lm loads the adapter once it is named adapters.safetensors"
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("adapters.safetensors", "it's mine"), ("people.safetensors", "it's mine/people.safetensors")],
+)
+def test_usage_is_a_chat_with_the_adapter_as_a_shell_reads_it(
+    tmp_path: Path, name: str, shown: str
+) -> None:
+    output = str(tmp_path / "it's mine" / name)
+    config = TrainConfig("data/my model", ("data.jsonl",), output=output)
+    words = shlex.split(run_text.usage_line(config))
+    assert words == ["mlxtune", "chat", "--adapter", str(tmp_path / shown)]

@@ -93,6 +93,7 @@ def _environment(package: str) -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters |= {
+        "answer": visible.without_template_tokens,
         "bytes": lambda size: None if size is None else byte_size(size),
         "count": count,
         "duration": lambda seconds: None if seconds is None else duration(seconds),

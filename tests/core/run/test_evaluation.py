@@ -244,6 +244,13 @@ def test_lines_say_the_verdict_the_amount_and_the_rows() -> None:
     assert few.endswith("; at least 6 rows are needed")
 
 
+def test_answers_are_shown_without_template_tokens() -> None:
+    sample = Sample("a.jsonl", 1, "<|im_start|>2 + 2?", "4", "5<|im_end|>", "<bos>4<end_of_turn>")
+    found = replace(evaluated([-1.0] * 40), generated=Generated(1, ExactMatch(0, 0), [sample]))
+    lines = {" ".join(line.split()) for line in evaluation_lines(found)}
+    assert {"expected 4", "base 5", "adapted 4"} <= lines
+
+
 def test_interval_of_a_gain_is_said_from_small_to_large() -> None:
     (line,) = verdict_lines(evaluated([-1.0, -3.0] * 20))
     low, high = line.partition("interval ")[2].partition(")")[0].split(" to ")

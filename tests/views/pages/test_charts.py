@@ -69,8 +69,12 @@ def test_single_step_is_a_dot_and_none_says_so() -> None:
 
 
 def test_points_are_joined_and_each_has_a_circle() -> None:
-    html = chart(Series("validation", "val", [0, 10], [4.0, 1.0], "points"))
-    assert html.count("<circle") == 2
+    pair = chart(Series("validation", "val", [0, 10], [4.0, 1.0], "points"))
+    assert pair.count("<circle") == 2
+    assert not paths(pair)  # nothing is known between two validations
+
+    html = chart(Series("validation", "val", [0, 5, 10], [4.0, 2.0, 1.0], "points"))
+    assert html.count("<circle") == 3
     assert len(paths(html)) == 1
 
 
@@ -134,3 +138,10 @@ def test_each_stretch_keeps_its_lowest_and_its_highest() -> None:
         kept = [values[i] for i in chosen if i in part]
         whole = [values[i] for i in part]
         assert (min(kept), max(kept)) == (min(whole), max(whole))
+
+
+def test_axis_names_its_scale() -> None:
+    near = chart(Series("loss", "train", [1, 2, 3], [1.0, 2.0, 3.0]))
+    assert "nats, linear scale" in near
+    far = chart(Series("loss", "train", [1, 2, 3], [1.0, 200.0, 3.0]))
+    assert "nats, logarithmic scale" in far
