@@ -45,7 +45,9 @@ def evaluate(config: EvalConfig) -> Evaluation:
         loaded, generated = load_model(config, folder, console), None
         if config.generate:
             longest = config.max_new_tokens
-            generated = answer_rows(loaded, reader.tokenizer, judged.rows, longest, console)
+            generated = answer_rows(
+                loaded, reader.tokenizer, judged.rows, longest, console, config.match
+            )
         evaluation = compare_losses(loaded, judged, config.seed, console)
         return replace(evaluation, generated=generated)
 

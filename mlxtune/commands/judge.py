@@ -1,5 +1,6 @@
 """Whether an adapter helped: the losses and answers of one model, without and with it."""
 
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -25,9 +26,11 @@ from mlxtune.core.run.evaluation import (
     ExactMatch,
     Generated,
     JudgedRows,
+    Matches,
     Sample,
     Sums,
     evaluation_of,
+    matcher,
     sums_of,
     verdict_lines,
 )
@@ -86,8 +89,12 @@ def answer_rows(
     rows: CorpusRows,
     max_new_tokens: int,
     console: RunConsole,
+    match: str = "exact",
 ) -> Generated:
-    """Answer the last turn of each row greedily, without and with the adapter."""
+    """Answer the last turn of each row greedily, without and with the adapter.
+
+    Exact matches are counted and, by another `match`, those too.
+    """
     ends = tokenizer.control_ids | tokenizer.eos_ids
     asked = [(i, turn) for i, row in enumerate(rows) if (turn := last_turn(row, ends)) is not None]
     if not asked:
@@ -117,10 +124,17 @@ def answer_rows(
                 adapted=None if adapted is None else adapted[number],
             )
         )
-    matches = sum(each.base == each.expected for each in samples)
-    adapted_matches = sum(each.adapted == each.expected for each in samples)
-    match = ExactMatch(matches, None if adapted is None else adapted_matches)
-    return Generated(len(samples), match, samples)
+
+    def matches(same: Callable[[str, str], bool]) -> tuple[int, int | None]:
+        without = sum(same(each.base, each.expected) for each in samples)
+        answered = (each for each in samples if each.adapted is not None)
+        with_adapter = sum(same(each.adapted or "", each.expected) for each in answered)
+        return without, None if adapted is None else with_adapter
+
+    found = Generated(len(samples), ExactMatch(*matches(operator.eq)), samples)
+    if match == "exact":
+        return found
+    return replace(found, matches=Matches(match, *matches(matcher(match))))
 
 
 def judge(

@@ -1,6 +1,7 @@
 """Options of commands that run a model, or convert an adapter, and of the demo."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mlxtune.config.data import (
 from mlxtune.config.fields import Checked, as_path, same
 from mlxtune.config.objective import ObjectiveConfig
 from mlxtune.config.training import TrainConfig
+from mlxtune.errors import shorten
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 # The wheel carries its files in the package; a clone, also if installed as editable, has them here.
@@ -91,8 +93,30 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     generate: bool = GENERATION.option(
         False, "Also answer the last turn of each row greedily, and count exact matches.", COMMAND
     )
+    match: str = GENERATION.option(
+        "exact",
+        "With --generate, also count answers that match the data's: as JSON of equal values, "
+        "containing it, or where a pattern (its first group) finds the same in both.",
+        COMMAND,
+        metavar="exact|json|contains|regex=PATTERN",
+    )
     seed: int = same(DataConfig, "seed", help="Seed of the bootstrap for the confidence interval.")
     json: bool = RUN.option(False, "Print JSON for programs.", COMMAND)
+
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.match != "exact" and not self.generate:
+            problems += ["--match counts answers: add --generate"]
+        if self.match.startswith("regex="):
+            try:
+                re.compile(self.match.removeprefix("regex="))
+            except re.error as error:
+                problems += [f"--match {shorten(self.match)}: is no pattern: {error}"]
+        elif self.match not in ("exact", "json", "contains"):
+            problems += [
+                f"--match {shorten(self.match)}: must be exact, json, contains or regex=PATTERN"
+            ]
+        return problems
 
 
 @dataclasses.dataclass(frozen=True)

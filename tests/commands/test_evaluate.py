@@ -205,9 +205,22 @@ def test_answers_stand_beside_each_other_and_those_to_the_letter_are_counted(
     assert found["exact_match"]["adapted"] == same
 
 
+def test_answers_that_match_by_a_pattern_are_counted_with_and_without_the_adapter(
+    judged: Cli,
+) -> None:
+    outcome = judged("--generate", "--max-new-tokens", 12, "--match", "regex=^")
+    every = f"base {ROWS} (100.0%), adapted {ROWS} (100.0%), of {ROWS} answers"
+    assert f"Match       {every}, match by regex=^" in outcome.out
+    assert "Exact match base" in outcome.out
+    assert f"100% of {ROWS} answers match by regex=^, 100% without it" in outcome.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--match", "json"], "--match counts answers: add --generate"),
+        (["--generate", "--match", "regex=("], "--match 'regex=(': is no pattern: missing )"),
+        (["--generate", "--match", "near"], "must be exact, json, contains or regex=PATTERN"),
         (["--adapter", "nowhere"], "nowhere: has no adapters.safetensors"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--max-new-tokens", 0], "--max-new-tokens must be at least 1"),

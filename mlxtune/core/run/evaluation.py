@@ -5,6 +5,8 @@ of the model's future inputs, so the bootstrap resamples rows, each with all its
 losses, which makes the interval a paired one.
 """
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mlxtune.config.limits import RECORD, parse_json
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.typed_json import from_json
@@ -82,6 +85,45 @@ class ExactMatch:
 
 
 @dataclass(frozen=True)
+class Matches:
+    """How many answers match the data's `by` json, contains or regex=PATTERN."""
+
+    by: str
+    base: int
+    adapted: int | None
+
+
+def matcher(by: str) -> Callable[[str, str], bool]:
+    """Return a function of an answer and the expected one that says whether they match.
+
+    With `json` both are JSON of equal values, with `contains` the expected one is part of the
+    answer, and with `regex=PATTERN` the pattern finds the same in both: its first group, if it has
+    one. Raises re.error.
+    """
+    if by == "json":
+        return _same_json
+    if by == "contains":
+        return lambda answer, expected: expected.strip() in answer
+    pattern = re.compile(by.removeprefix("regex="))
+
+    def find(text: str) -> str | None:
+        found = pattern.search(text)
+        return None if found is None else found[min(pattern.groups, 1)]
+
+    return lambda answer, expected: (found := find(answer)) is not None and found == find(expected)
+
+
+def _same_json(answer: str, expected: str) -> bool:
+    try:
+        values = [parse_json(each.encode(), RECORD, "the answer") for each in (answer, expected)]
+    except ValueError:
+        return False
+    # Otherwise 1 and true are equal.
+    one, other = (json.dumps(value, sort_keys=True) for value in values)
+    return one == other
+
+
+@dataclass(frozen=True)
 class Sample:
     """Both models' answers to one row, and the expected answer."""
 
@@ -100,6 +142,7 @@ class Generated:
     rows: int
     exact_match: ExactMatch
     samples: list[Sample]
+    matches: Matches | None = None
 
 
 @dataclass(frozen=True)
@@ -135,8 +178,11 @@ class Evaluation:
         return self.difference is not None and abs(self.difference.share) < _HARDLY
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all as JSON-ready values."""
-        return asdict(self)
+        """Return all as JSON-ready values, `matches` only if they were counted."""
+        values = asdict(self)
+        if self.generated is not None and self.generated.matches is None:
+            del values["generated"]["matches"]
+        return values
 
 
 def parse_evaluation(values: Any) -> Evaluation:
@@ -359,8 +405,9 @@ def _share(share: float) -> str:
 
 def _answers(evaluation: Evaluation) -> str:
     generated = evaluation.generated
-    if generated is None or generated.exact_match.adapted is None or not generated.rows:
+    counted = generated and (generated.matches or generated.exact_match)
+    if generated is None or not counted or counted.adapted is None or not generated.rows:
         return ""
-    after, before = generated.exact_match.adapted, generated.exact_match.base
-    share, earlier = after / generated.rows, before / generated.rows
-    return f"; {share:.0%} of {count(generated.rows, 'answer')} exact, {earlier:.0%} without it"
+    share, earlier = counted.adapted / generated.rows, counted.base / generated.rows
+    how = f"match by {counted.by}" if isinstance(counted, Matches) else "exact"
+    return f"; {share:.0%} of {count(generated.rows, 'answer')} {how}, {earlier:.0%} without it"

@@ -20,9 +20,11 @@ from mlxtune.core.run.evaluation import (
     Generated,
     JudgedRows,
     Loss,
+    Matches,
     Sample,
     Sums,
     evaluation_of,
+    matcher,
     paired_difference,
     parse_evaluation,
     sums_of,
@@ -289,3 +291,34 @@ def test_verdict_compares_with_the_adapter_from_which_training_started() -> None
     first, second = verdict_lines(found)
     assert first.startswith("the adapter hurt: it adds 25% to the loss of the first adapter")
     assert second.startswith("compared with the base model, it takes 38% off the loss")
+
+
+@pytest.mark.parametrize(
+    ("by", "answer", "expected", "same"),
+    [
+        ("json", '{"a": 1, "b": [2]}', '{"b":[2],"a":1}', True),
+        ("json", '{"a": 1}', '{"a": true}', False),
+        ("json", "{", "{", False),
+        ("json", "[" * 10_000, "[]", False),
+        ("contains", "The answer is 42.", " 42\n", True),
+        ("contains", "The answer is 41.", "42", False),
+        ("regex=#### (.+)", "So it is\n#### 42", "#### 42", True),
+        ("regex=#### (.+)", "42", "42", False),
+        ("regex=[0-9]+", "about 42 or 43", "42", True),
+        ("regex=(a)|b", "b", "b", False),
+    ],
+)
+def test_answer_matches_by_json_part_or_pattern(
+    by: str, answer: str, expected: str, same: bool
+) -> None:
+    assert matcher(by)(answer, expected) is same
+
+
+def test_matches_stand_in_the_verdict_and_in_json_only_if_counted() -> None:
+    plain = Generated(8, ExactMatch(1, 6), [])
+    counted = replace(plain, matches=Matches("json", 2, 7))
+    values = Evaluation(8, 80, Loss(4.0, 54.6), generated=plain).as_dict()
+    assert "matches" not in values["generated"]
+    values = Evaluation(8, 80, Loss(4.0, 54.6), generated=counted).as_dict()
+    assert values["generated"]["matches"] == {"by": "json", "base": 2, "adapted": 7}
+    assert parse_evaluation(json.loads(json.dumps(values))).generated == counted
