@@ -81,9 +81,8 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection
     problem = split_problem(dataset.corpus, dataset.validation)
     held_out: list[int] = []
     if dataset.validation is None and problem is None:
-        identities = dataset.corpus.identities
-        _, held_out = order.hold_out_rows(
-            identities, config.val_split, config.seed, config.val_rows
+        _, held_out = order.split_rows(
+            dataset.corpus, config.val_split, config.seed, config.val_rows
         )
         dataset.hold_out(held_out)
     elif dataset.validation is not None:

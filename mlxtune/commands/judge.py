@@ -30,6 +30,7 @@ from mlxtune.core.run.evaluation import (
     Sample,
     Sums,
     evaluation_of,
+    file_lines,
     matcher,
     sums_of,
     verdict_lines,
@@ -166,7 +167,7 @@ def judge(
     except KeyboardInterrupt:
         console.warn("the adapter is written, but not evaluated: run mlxtune eval for a verdict")
         raise
-    for number, line in enumerate(verdict_lines(evaluation)):
+    for number, line in enumerate([*verdict_lines(evaluation), *file_lines(evaluation)]):
         console.say("" if number else "Verdict", line)
     if not config.samples:
         return evaluation

@@ -31,6 +31,7 @@ from mlxtune.commands.prepare.memory import (
 from mlxtune.config import PlanConfig
 from mlxtune.core.run.run_plan import RunPlan
 from mlxtune.core.run.speed import read_speed
+from mlxtune.core.steps import order
 from mlxtune.core.steps.scaling import Scaling, dearest_items, dearest_share
 from mlxtune.core.training.schedule import count_steps
 from mlxtune.views.console import RunConsole, print_stages
@@ -103,11 +104,13 @@ def show(config: PlanConfig) -> None:
 
 def _with_data(planned: RunPlan, config: PlanConfig, dataset: Dataset) -> RunPlan:
     corpus, chosen = dataset.corpus, training_rows(config, dataset)
+    rows = corpus.select(chosen)
+    used = np.asarray(chosen)[order.rows_of_epoch(rows, config.seed, 1)]
     tokens, supervised = (
-        np.bincount(corpus.row_of_example, weights=values, minlength=corpus.num_rows)[chosen].sum()
+        np.bincount(corpus.row_of_example, weights=values, minlength=corpus.num_rows)[used].sum()
         for values in (corpus.lengths, corpus.supervised)
     )
-    per_epoch, steps = count_steps(config.training(), len(chosen))
+    per_epoch, steps = count_steps(config.training(), len(used))
     return replace(
         planned,
         rows=len(chosen),

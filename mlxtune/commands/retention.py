@@ -122,7 +122,7 @@ def _validation_rows(source: Source) -> CorpusRows | None:
         rows = Corpus.of(dataset.validation).select()
     else:
         corpus = dataset.corpus
-        split = order.hold_out_rows(corpus.identities, data.val_split, data.seed, data.val_rows)
+        split = order.split_rows(corpus, data.val_split, data.seed, data.val_rows)
         rows = corpus.select(split[1])
     if source.metadata.get("validation_hash") != rows.corpus.data_hash() or not len(rows):
         return None

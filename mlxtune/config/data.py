@@ -2,6 +2,8 @@
 
 import dataclasses
 import difflib
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from mlxtune.errors import shorten
 RESULT, LENGTH, INPUT, EXECUTION, PLACES, COMMAND = Affects
 FILES, DATA, INSPECT, BENCH, PLAN, GENERATION, EXPORT, LORA, TRAINING, RUN = Section
 
+_WEIGHT, _MOST_WEIGHT = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+"), 1000
 ROW_NAMES = (
     *("messages", "tools", "prompt", "completion", "instruction", "input", "output"),
     *("system", "history", "conversations", "text", "chosen", "rejected", "label"),
@@ -171,7 +174,7 @@ class DataConfig(RowsConfig, _Source):
         (),
         "Data to train on: .jsonl, .json, .csv or .tsv, perhaps .gz, or .parquet; a folder with "
         "train.jsonl and valid.jsonl; or owner/name[/config][@revision][:split] on "
-        "Hugging Face; may be repeated.",
+        "Hugging Face; may be repeated. a.jsonl=2 uses its rows twice an epoch.",
         INPUT,
         path=True,
         required=True,
@@ -198,6 +201,17 @@ class DataConfig(RowsConfig, _Source):
     seed: int = RUN.option(
         42, "Seed of the split, the order, the LoRA matrices and dropout.", RESULT, at_least=0
     )
+
+    def contradictions(self) -> list[str]:
+        weights = ((value, weighted(value)[1]) for value in self.data)
+        return [
+            *super().contradictions(),
+            *(
+                f"--data {value}: its weight must be above 0 and at most {_MOST_WEIGHT}"
+                for value, weight in weights
+                if not 0 < weight <= _MOST_WEIGHT
+            ),
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +267,14 @@ def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
             )
         fields[name] = key
     return fields
+
+
+def weighted(value: str) -> tuple[str, float]:
+    """Return a value of --data without its weight, and the weight; 1 without any."""
+    name, _, weight = value.rpartition("=")
+    if name and _WEIGHT.fullmatch(weight) and not os.path.lexists(as_path(value)):
+        return name, float(weight)
+    return value, 1.0
 
 
 def user_cache() -> Path:

@@ -312,11 +312,8 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
 
     @property
     def output_path(self) -> Path:
-        """The adapter's file; `--output` without an extension is its folder."""
-        path = as_path(self.output)
-        # Unlike Path.is_file, takes a name of any length.
-        is_folder = not path.suffix and not os.path.isfile(path)  # noqa: PTH113
-        return path / TrainConfig.output if is_folder else path
+        """The adapter's file."""
+        return adapter_file(self.output)
 
     @property
     def checkpoint_path(self) -> Path:
@@ -337,6 +334,14 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
             val_split=self.val_split or InstructTrainingConfig.val_split,
             checkpoint_dir=str(self.checkpoint_path),
         )
+
+
+def adapter_file(output: str) -> Path:
+    """Return the adapter's file that `--output` names; without an extension it is a folder."""
+    path = as_path(output)
+    # Unlike Path.is_file, takes a name of any length.
+    is_folder = not path.suffix and not os.path.isfile(path)  # noqa: PTH113
+    return path / TrainConfig.output if is_folder else path
 
 
 OPTIONS = options_of(TrainConfig)

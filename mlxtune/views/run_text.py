@@ -11,7 +11,7 @@ from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.places import where
 from mlxtune.core.run.checkpoint import ADAPTER
-from mlxtune.core.run.evaluation import Evaluation, Sample, verdict_lines
+from mlxtune.core.run.evaluation import Evaluation, Sample, file_lines, verdict_lines
 from mlxtune.core.run.metrics import (
     PERPLEXITY_CAP,
     InstructEpochMetrics,
@@ -21,7 +21,6 @@ from mlxtune.core.run.metrics import (
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
 from mlxtune.core.run.summary import NOT_BETTER, RunView
 from mlxtune.core.text import byte_size, count, duration, loss_text, short_duration
-from mlxtune.core.training.schedule import count_steps
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
 from mlxtune.views.visible import escape, without_template_tokens
@@ -44,6 +43,8 @@ def rows_line(ledger: Ledger) -> str:
     parts = [f"{count(ledger.rows_read, 'row')} read"]
     if ledger.rows_train:
         parts.append(f"{ledger.rows_train:,} train")
+    if ledger.weight != 1:
+        parts[-1] += f" {ledger.weight:g} times an epoch"
     if ledger.rows_validation:
         parts.append(f"{ledger.rows_validation:,} validate")
     if skipped := ledger.rows_skipped.total():
@@ -131,8 +132,7 @@ def plan_line(trainer: InstructTrainer) -> str:
     validation = f"{len(trainer.val_rows):,} validate" if trainer.val_rows else "no validation"
     if trainer.val_rows and config.val_steps:
         validation += f" every {count(config.val_steps, 'step')}"
-    per_epoch, _ = count_steps(config, len(trainer.train_rows))
-    epochs = min(config.epochs, math.ceil(trainer.total_steps / max(per_epoch, 1)))
+    epochs = min(config.epochs, math.ceil(trainer.total_steps / trainer.steps_per_epoch))
     return (
         f"{count(trainer.total_steps, 'step')} of {count(config.batch_size, 'row')}, "
         f"{count(epochs, 'epoch')}; {len(trainer.train_rows):,} rows train, {validation}; "
@@ -255,6 +255,7 @@ def evaluation_lines(evaluation: Evaluation) -> list[str]:
         "losses": loss_and_perplexity,
         "verdict": [] if evaluation.adapted is None else verdict_lines(evaluation),
         "answer": lambda text: _short(without_template_tokens(text)),
+        "files": file_lines(evaluation),
         "last": partial(_short, from_end=True),
     }
     return render_lines("evaluation.txt", str, seen=evaluation, **functions)

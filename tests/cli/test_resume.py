@@ -320,3 +320,28 @@ def test_checkpoints_that_are_all_damaged_are_an_error_that_says_how(
     outcome: Outcome = cli("train", "--resume", stopped)
     assert outcome.code == 1
     assert "none of its checkpoints can be used" in outcome.error
+
+
+def test_run_over_weighted_files_is_resumed_to_the_same_adapter(
+    cli: Cli, model: Path, tmp_path: Path
+) -> None:
+    write_chat(tmp_path / "a.jsonl", sums(20)[:12])
+    write_chat(tmp_path / "b.jsonl", sums(20)[12:])
+    data = [f"--data={tmp_path / 'a.jsonl'}=1.5", "--data", tmp_path / "b.jsonl"]
+    options = ["--model-path", model, *data, "--samples", 0, "--quiet", *OPTIONS]
+    assert cli("train", *options, "--output", tmp_path / "whole").code == 0
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stop_after(6, monkeypatch)
+        assert cli("train", *options, "--output", tmp_path / "out").code == 130
+
+    plain = ["--data", tmp_path / "a.jsonl", *data[1:]]
+    changed = cli("train", "--resume", tmp_path / "out", *plain)
+    assert changed.error.startswith("--data: gives other examples than the run was trained on")
+    assert cli("train", "--resume", tmp_path / "out").code == 0
+
+    adapters = [tmp_path / name / "adapters.safetensors" for name in ("whole", "out")]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+    ledgers = json.loads((tmp_path / "out/checkpoints/ledger.json").read_text())
+    assert [each.get("weight", 1) for each in ledgers] == [1.5, 1]
+    result = json.loads((tmp_path / "out/checkpoints/result.json").read_text())
+    assert len(result["best_val_loss_of_files"]) == 2

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import ConfigCommand
 from mlxtune.config import OPTIONS, InstructConfig, InstructTrainingConfig, TrainConfig
+from mlxtune.config.data import weighted
 from mlxtune.config.fields import Affects, Section, flag, options_of
 from mlxtune.errors import ConfigError
 from tests.configs import config, problems
@@ -364,3 +365,25 @@ def test_empty_targets_are_told_what_to_name(targets: Any) -> None:
     (found,) = problems(targets=targets)
 
     assert found.startswith("--targets is empty: ")
+
+
+# Weights of files
+
+
+def test_data_may_have_a_weight_unless_the_file_is_named_so(tmp_path: Path) -> None:
+    odd = tmp_path / "a=2"
+    odd.touch()
+
+    assert weighted("a.jsonl=2") == ("a.jsonl", 2.0)
+    assert weighted("owner/name:train=.5") == ("owner/name:train", 0.5)
+    assert weighted(str(odd)) == (str(odd), 1.0)
+    assert weighted("a.jsonl") == ("a.jsonl", 1.0)
+    assert weighted("a=b") == ("a=b", 1.0)
+    assert config(data={"a.jsonl": 2, "b.jsonl": 0.5}).data == ("a.jsonl=2", "b.jsonl=0.5")
+
+
+def test_weight_is_above_zero() -> None:
+    assert problems(data=["a.jsonl=0", "b=1e3", "c=2000"]) == [
+        "--data a.jsonl=0: its weight must be above 0 and at most 1000",
+        "--data c=2000: its weight must be above 0 and at most 1000",
+    ]

@@ -18,7 +18,7 @@ from mlxtune.backend.text.chat_template import (
 )
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import OPTIONS, DataConfig, EvalConfig, InspectConfig, as_path
-from mlxtune.config.data import is_jinja, parse_fields
+from mlxtune.config.data import is_jinja, parse_fields, weighted
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation, Pair
@@ -272,8 +272,8 @@ def _pinned(
     value: str, config: DataConfig | EvalConfig, console: RunConsole, *, held_out: bool = False
 ) -> str:
     """Return a value of --data: an unchanged path, or the name of a data set with its commit."""
-    name = dataset_name(value)
-    if name is None:
+    plain, _ = weighted(value)
+    if (name := dataset_name(plain)) is None:
         return value
     data = fetch(name, held_out=held_out, quiet=config.quiet)
     files = count(sum(map(len, data.files.values())), "file")
@@ -282,7 +282,7 @@ def _pinned(
         f"{' and '.join(data.titles.values())}: {files}, commit {str(data.name.revision)[:10]}, "
         f"licence: {data.license or 'not stated'}",
     )
-    return str(data.name)
+    return str(data.name) + value.removeprefix(plain)
 
 
 def data_files(config: DataConfig) -> DataFiles:
@@ -293,8 +293,11 @@ def data_files(config: DataConfig) -> DataFiles:
     return _find_data(config)[0]
 
 
-def _find_data(config: DataConfig) -> tuple[DataFiles, list[HubData]]:
-    """Return the training and validation files, and the data sets of the hub among them."""
+def _find_data(config: DataConfig) -> tuple[DataFiles, list[HubData], list[float]]:
+    """Return training and validation files, data sets of the hub among them, and weights.
+
+    A weight is for each training file.
+    """
     found: list[HubData] = []
 
     def files_of(value: str) -> list[Path]:
@@ -303,13 +306,21 @@ def _find_data(config: DataConfig) -> tuple[DataFiles, list[HubData]]:
         found.append(fetch(name, quiet=config.quiet))
         return found[-1].train
 
-    train = [path for value in config.data for path in files_of(value)]
+    train: list[Path] = []
+    weights: dict[Path, float] = {}
+    for value in config.data:
+        name, weight = weighted(value)
+        named = files_of(name)
+        train += named
+        weights |= dict.fromkeys(named, weight)
     validation = [path for data in found for path in data.validation]
     files = find_data_files(train, validation_files=validation)
     if config.val_data is not None:
-        named = find_data_files(files_of(config.val_data), "--val-data").train
-        files = DataFiles(files.train, named)
-    return files, found
+        given = find_data_files(files_of(config.val_data), "--val-data").train
+        files = DataFiles(files.train, given)
+    # A folder stands for its file.
+    own = [weights[path if path in weights else path.parent] for path in files.train]
+    return files, found, own
 
 
 def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
@@ -319,7 +330,7 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
     --strict if one is skipped; ModelError if the tokenizer cannot be loaded or does not match the
     model.
     """
-    paths, hub = _find_data(config)
+    paths, hub, weights = _find_data(config)
     titles = {path: title for data in hub for path, title in data.title_of_files().items()}
     files, cuts, ledgers = [], [], []
     for path in paths.all:
@@ -332,7 +343,9 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
         ledgers.append(ledger)
     first = len(paths.train)
     names = list(map(str, paths.all))
-    corpus = Corpus(cuts[:first], names[:first])
+    corpus = Corpus(cuts[:first], names[:first], weights)
+    for ledger, weight in zip(ledgers, weights, strict=False):
+        ledger.weight = weight
     validation = None
     if paths.validation or not config.val_split:
         validation = Corpus(cuts[first:], names[first:])

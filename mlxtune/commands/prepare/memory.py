@@ -50,7 +50,7 @@ def training_rows(config: TrainConfig, dataset: Dataset) -> list[int]:
     corpus = dataset.corpus
     if dataset.validation is not None:
         return list(range(corpus.num_rows))
-    return order.hold_out_rows(corpus.identities, config.val_split, config.seed, config.val_rows)[0]
+    return order.split_rows(corpus, config.val_split, config.seed, config.val_rows)[0]
 
 
 def first_epoch(config: TrainConfig, dataset: Dataset) -> Iterator[list[Sequence[Example]]]:

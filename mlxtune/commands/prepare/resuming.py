@@ -13,7 +13,9 @@ from mlxtune.backend.models.model_folder import is_local
 from mlxtune.backend.workers.environment import launched_several
 from mlxtune.backend.workers.launch import from_worker_0
 from mlxtune.config import OPTIONS, TrainConfig, as_path
+from mlxtune.config.data import weighted
 from mlxtune.config.fields import Affects, field_types, flag
+from mlxtune.config.training import adapter_file
 from mlxtune.core.files.files import file_hash, same_place
 from mlxtune.core.run.checkpoint import Checkpoint
 from mlxtune.core.run.own_runs import is_own
@@ -198,7 +200,7 @@ def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[s
             elif isinstance(value, list):
                 places[name] = [_from(working_directory, str(each), name) for each in value]
     default = own.get("checkpoint_dir") is None and run.name == "checkpoints"
-    output = Path(str(places.get("output", own.get("output"))))
+    output = adapter_file(str(places.get("output", own.get("output"))))
     if not default:
         return places | {"checkpoint_dir": str(run)}
     if not same_place(output.parent, run.parent.resolve()):
@@ -212,7 +214,7 @@ def _from(working_directory: str, path: str, name: str) -> str:
         return path
     there = Path(working_directory, path)
     is_name = name == "model_path" or (
-        name in ("data", "val_data") and dataset_name(path) is not None
+        name in ("data", "val_data") and dataset_name(weighted(path)[0]) is not None
     )
     # Unlike Path.exists, False for a name that no system has.
     return path if is_name and not os.path.exists(there) else str(there)  # noqa: PTH110

@@ -114,7 +114,8 @@ def about_result(
     config: TrainConfig, trainer: InstructTrainer, result: InstructTrainResult
 ) -> dict[str, Any]:
     """Return the content of result.json, once the adapter is written."""
-    last = result.epoch_metrics[-1]
+    last, best = result.epoch_metrics[-1], trainer.progress.best
+    files = {each.path: each.val_loss for each in (best.files if best else ())}
     return {
         "steps": trainer.progress.step,
         "epochs": last.epoch,
@@ -124,6 +125,7 @@ def about_result(
         "best_epoch": result.best_epoch,
         "best_step": result.best_step,
         "best_val_loss": result.best_val_loss,
+        **({"best_val_loss_of_files": files} if files else {}),
         "total_time_ms": result.total_time_ms,
         "peak_memory": memory.peak_bytes(),
         # Relative to the run's folder, so that both may be moved together.

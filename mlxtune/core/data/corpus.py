@@ -229,16 +229,23 @@ def write_arrays(folder: Path, chunks: Iterable[Sequence[Sequence[Example]]]) ->
 class Corpus(Sequence[Example]):
     """The examples of one or more files that have a supervised token. `paths` name the files.
 
-    A row with no such example is left out.
+    A row with no such example is left out. `weights` say how often the rows of each file are used
+    in an epoch, once by default.
 
     `lengths` and `supervised` are int32 (E,): the tokens of each example after truncation, and how
     many of them carry loss. `row_numbers` and `row_of_example` are int64 (E,): the number of its
     row in its file, and the index of its row here. `identities` is uint64 (R,).
     """
 
-    def __init__(self, files: Sequence[CutExamples], paths: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        files: Sequence[CutExamples],
+        paths: Sequence[str] = (),
+        weights: Sequence[float] = (),
+    ) -> None:
         self.files = files
         self.paths = paths
+        self.weights = tuple(weights) or (1.0,) * len(files)
         kept = (_kept(i, file) for i, file in enumerate(files))
         columns = [np.concatenate(column) for column in zip(_NO_COLUMNS, *kept, strict=True)]
         self._file, self._start, self.lengths, self.supervised, self.row_numbers, *columns = columns
@@ -281,6 +288,12 @@ class Corpus(Sequence[Example]):
     def num_rows(self) -> int:
         return len(self._first_of_row) - 1
 
+    @cached_property
+    def file_of_row(self) -> npt.NDArray[np.int32]:
+        """int32 (R,): the index of each row's file."""
+        file: npt.NDArray[np.int32] = self._file[self._first_of_row[:-1]]
+        return file
+
     def row(self, index: int) -> RowExamples:
         """Return the examples of a row, which are all in the same step."""
         first, end = self._first_of_row[index], self._first_of_row[index + 1]
@@ -316,6 +329,8 @@ class Corpus(Sequence[Example]):
     def data_hash(self) -> str:
         """Return `sha256:` over examples per row, lengths, tokens and masks, each little-endian.
 
+        Weights of files are part of it, unless all are 1.
+
         Row numbers are left out: another comment in the file leaves the data the same.
         """
         digest = hashlib.sha256()
@@ -328,6 +343,9 @@ class Corpus(Sequence[Example]):
                 digest.update(part.astype(kind, copy=False).data)
         for file in self.files:
             file.arrays.release()
+        if any(weight != 1 for weight in self.weights):
+            counts = np.bincount(self.file_of_row, minlength=len(self.weights))
+            digest.update(np.repeat(self.weights, counts).astype("<f8").tobytes())
         return f"sha256:{digest.hexdigest()}"
 
     def _stretches(self, column: str) -> Iterator[npt.NDArray[Any]]:
@@ -375,6 +393,11 @@ class CorpusRows:
         """Return the rows that are none of these."""
         kept = np.flatnonzero(~np.isin(self.identities, identities)).tolist()
         return CorpusRows(self.corpus, [self.indices[i] for i in kept])
+
+    @cached_property
+    def files(self) -> npt.NDArray[np.int32]:
+        """int32 (R,): the index of each row's file."""
+        return self.corpus.file_of_row[np.asarray(self.indices, dtype=np.int64)]
 
     def place(self, place: int) -> tuple[str, int]:
         """Return the path of a row's file, if known, and the row's number there."""

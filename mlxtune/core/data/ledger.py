@@ -18,7 +18,8 @@ class Ledger:
     rows_read = rows_train + rows_validation + the sum of rows_skipped, and
     tokens = tokens_supervised + tokens_context + tokens_truncated.
 
-    `rows_skipped` counts rows by reason, `notes` by kind of note.
+    `rows_skipped` counts rows by reason, `notes` by kind of note. `weight` says how often an epoch
+    uses each row that trains; the counts are of the rows themselves.
     """
 
     path: str = ""
@@ -33,6 +34,7 @@ class Ledger:
     tokens_context: int = 0
     tokens_truncated: int = 0
     notes: Counter[str] = field(default_factory=Counter)
+    weight: float = 1.0
 
     @property
     def rows_kept(self) -> int:
@@ -43,10 +45,13 @@ class Ledger:
         self.rows_validation += rows
 
     def as_dict(self) -> dict[str, Any]:
-        return vars(self) | {
+        values = vars(self) | {
             "rows_skipped": dict(sorted(self.rows_skipped.items())),
             "notes": dict(sorted(self.notes.items())),
         }
+        if self.weight == 1:
+            del values["weight"]
+        return values
 
     def adds_up(self) -> bool:
         kept = self.rows_kept + self.rows_skipped.total()

@@ -77,6 +77,17 @@ class RowLosses:
 
 
 @dataclass(frozen=True)
+class FileVerdict:
+    """The loss of one file's rows under both models, in nats per token, and the verdict on them."""
+
+    path: str
+    rows: int
+    base_loss: float
+    adapted_loss: float
+    verdict: str
+
+
+@dataclass(frozen=True)
 class ExactMatch:
     """How many answers equal the data's exactly."""
 
@@ -155,7 +166,7 @@ class Evaluation:
     difference from the base model, in nats, for the better and for the worse.
 
     `left_out` counts rows that are left out because they were trained on too; with `only_trained`,
-    no other rows remained, and all were evaluated.
+    no other rows remained, and all were evaluated. `files` has a verdict on each file of several.
     """
 
     rows: int
@@ -171,6 +182,7 @@ class Evaluation:
     base_difference: Difference | None = None
     left_out: int = 0
     only_trained: bool = False
+    files: tuple[FileVerdict, ...] = ()
 
     @property
     def is_small(self) -> bool:
@@ -291,7 +303,32 @@ def evaluation_of(
         base_difference=None if start is None else from_base,
         gained=most_changed(1),
         lost=most_changed(-1),
+        files=() if judged.only_trained else _by_file(rows, base, start or base, adapted, seed),
     )
+
+
+def _by_file(
+    rows: CorpusRows, base: Sums, before: Sums, adapted: Sums, seed: int
+) -> tuple[FileVerdict, ...]:
+    """Return the verdict on each file, none if there is only one; it compares with `before`."""
+    present = np.unique(rows.files).tolist()
+    found = []
+    for file in present if len(present) > 1 else ():
+        own = rows.files == file
+        tokens, verdict = base.tokens[own], CANNOT_TELL
+        if own.sum() >= FEWEST_ROWS:
+            difference = paired_difference(before.losses[own], adapted.losses[own], tokens, seed)
+            verdict = verdict_of(difference, int(own.sum()))
+        found.append(
+            FileVerdict(
+                rows.corpus.paths[file] if rows.corpus.paths else f"file {file + 1}",
+                int(own.sum()),
+                float(base.losses[own].sum() / tokens.sum()),
+                float(adapted.losses[own].sum() / tokens.sum()),
+                verdict,
+            )
+        )
+    return tuple(found)
 
 
 def verdict_of(difference: Difference, rows: int) -> str:
@@ -384,6 +421,15 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
     if further is None:
         return [line]
     return [line, f"compared with the base model, {_amount(further)}"]
+
+
+def file_lines(evaluation: Evaluation) -> list[str]:
+    """Return the verdict on each file, for a person who may see their paths."""
+    return [
+        f"{each.path}: {each.verdict}, {each.base_loss:.4f} to {each.adapted_loss:.4f} on "
+        f"{count(each.rows, 'row')}"
+        for each in evaluation.files
+    ]
 
 
 def _amount(difference: Difference, other: str = "") -> str:

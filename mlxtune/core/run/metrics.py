@@ -140,13 +140,25 @@ class SkippedStep:
 
 
 @dataclass(frozen=True)
+class FileLoss:
+    """The loss over the validation rows of one file."""
+
+    path: str
+    val_loss: float
+
+
+@dataclass(frozen=True)
 class ValidationRecord:
-    """The loss over the whole validation set after `step` steps, 0 before the first."""
+    """The loss over the whole validation set after `step` steps, 0 before the first.
+
+    `files` has the loss of each file, if the rows are of several.
+    """
 
     step: int
     val_loss: float
     val_perplexity: float
     metrics: dict[str, float] = field(default_factory=dict)
+    files: list[FileLoss] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

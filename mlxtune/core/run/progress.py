@@ -202,8 +202,9 @@ def progress_of(result: InstructTrainResult) -> Progress:
 
 def record_values(record: Record) -> dict[str, Any]:
     values = {"kind": _KIND_OF[type(record)], **asdict(record)}
-    # Only objectives of preferences have them.
-    return values if values.get("metrics") else {k: v for k, v in values.items() if k != "metrics"}
+    # Only objectives of preferences have metrics, and only rows of several files a loss for each.
+    optional = ("metrics", "files")
+    return {name: each for name, each in values.items() if each or name not in optional}
 
 
 def parse_records(content: bytes) -> Iterator[Record | ValueError]:

@@ -1,6 +1,5 @@
 """Which rows train, and in which order: functions of the seed alone."""
 
-import math
 import random
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,18 +7,30 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.corpus import CorpusRows
+from mlxtune.core.data.corpus import Corpus, CorpusRows
 
 # Sorting by length may swap rows whose lengths differ by up to this share.
 _LENGTH_NOISE = 0.1
 
 
+def split_rows(
+    corpus: Corpus, val_split: float, seed: int, val_rows: int
+) -> tuple[list[int], list[int]]:
+    """Return the rows of a corpus that train and those held out, a share of each of its files."""
+    return hold_out_rows(corpus.identities, val_split, seed, val_rows, corpus.file_of_row)
+
+
 def hold_out_rows(
-    identities: Sequence[int] | npt.NDArray[np.uint64], val_split: float, seed: int, val_rows: int
+    identities: Sequence[int] | npt.NDArray[np.uint64],
+    val_split: float,
+    seed: int,
+    val_rows: int,
+    files: npt.NDArray[np.int32] | None = None,
 ) -> tuple[list[int], list[int]]:
     """Return the rows that train and those held out for validation, as indices in their order.
 
-    ceil(n * val_split) rows are held out, at most `val_rows` of them, at least one on each side.
+    ceil(n * val_split) rows are held out, at most `val_rows` of them, at least one on each side;
+    with `files`, the file of each row, of each of them its share.
     Rows of equal identity stay on one side, for which fewer may be held out. The choice depends on
     the seed, n and which rows are equal.
 
@@ -34,20 +45,59 @@ def hold_out_rows(
     which = which.reshape(-1)
     if len(copies) < 2:
         raise ValueError("a split needs at least two rows that differ")
-    wanted = min(math.ceil(len(which) * val_split), val_rows, len(which) - 1)
+    files = np.zeros(len(which), dtype=np.int32) if files is None else files
+    left = _shares(np.bincount(files), val_split, val_rows)
     chosen = np.zeros(len(copies), dtype=bool)
-    left = wanted
+    rows_of = np.argsort(which, kind="stable")
+    ends = np.cumsum(copies)
     for i in _permutation(len(which), f"{seed}/split"):
         # Only its first copy is drawn, so that a row with many copies is not drawn more often.
-        if first[which[i]] == i and copies[which[i]] <= left:
+        if first[which[i]] != i or not left[files[i]]:
+            continue
+        same = rows_of[ends[which[i]] - copies[which[i]] : ends[which[i]]]
+        needed = np.bincount(files[same], minlength=len(left))
+        if (needed <= left).all():
             chosen[which[i]] = True
-            left -= copies[which[i]]
-        if left == 0:
+            left -= needed
+        if not left.any():
             break
-    if left == wanted:  # each row has more copies than needed
+    if not chosen.any():  # each row has more copies than needed
         chosen[copies.argmin()] = True
     held_out = chosen[which]
     return np.flatnonzero(~held_out).tolist(), np.flatnonzero(held_out).tolist()
+
+
+def _shares(rows: npt.NDArray[np.int64], val_split: float, val_rows: int) -> npt.NDArray[np.int64]:
+    """Return how many rows of each file are held out; `rows` has how many there are."""
+    wanted: npt.NDArray[np.int64] = np.ceil(rows * val_split).astype(np.int64)
+    wanted = np.minimum(wanted, np.maximum(rows - 1, 0))
+    if (total := int(wanted.sum())) <= val_rows:
+        return wanted
+    # Of the most, each file has its share, rounded down; the largest get what is left.
+    shares: npt.NDArray[np.int64] = wanted * val_rows // total
+    for file in np.argsort(-(wanted * val_rows % total), kind="stable")[: val_rows - shares.sum()]:
+        shares[file] += 1
+    return shares
+
+
+def rows_of_epoch(rows: CorpusRows, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """Return the places in `rows` of the rows that an epoch uses, by the weights of their files.
+
+    Of a weight of 2.25, each row is used twice, and a quarter of them once more: from epoch to
+    epoch the next quarter of an order that the seed gives.
+    """
+    every = np.arange(len(rows), dtype=np.int64)
+    if all(weight == 1 for weight in rows.corpus.weights):
+        return every
+    used = []
+    for file, weight in enumerate(rows.corpus.weights):
+        own = every[rows.files == file]
+        whole, part = int(weight), round(weight % 1 * len(own))
+        part = max(part, 1) if len(own) and not whole else part
+        order = np.asarray(_permutation(len(own), f"{seed}/weight/{file}"), dtype=np.int64)
+        following = (np.arange(part) + (epoch - 1) * part) % max(len(own), 1)
+        used += [*[own] * whole, np.sort(own[order[following]])]
+    return np.concatenate(used)
 
 
 def shuffled_steps(rows: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
@@ -90,6 +140,9 @@ def steps_of(
     rows: CorpusRows, batch_size: int, order: str, seed: int, epoch: int
 ) -> list[list[int]]:
     """Return the places in `rows` of the rows of each step of an epoch."""
+    used = rows_of_epoch(rows, seed, epoch)
     if order == "length":
-        return steps_by_length(rows.lengths, batch_size, seed, epoch)
-    return shuffled_steps(len(rows), batch_size, seed, epoch)
+        steps = steps_by_length(rows.lengths[used], batch_size, seed, epoch)
+    else:
+        steps = shuffled_steps(len(used), batch_size, seed, epoch)
+    return [used[step].tolist() for step in steps]

@@ -19,6 +19,8 @@ from mlxtune.core.objectives.preference_rows import PreferenceRows
 from mlxtune.core.run import run_folder
 from mlxtune.core.run.checkpoint import BEST
 from mlxtune.core.run.metrics import (
+    FileLoss,
+    InstructBatchResult,
     InstructTrainResult,
     SkippedStep,
     TrainingMetrics,
@@ -78,8 +80,8 @@ class InstructTrainer:
         corpus = Corpus.of(corpus)
         self._data_hash = corpus.data_hash()
         if validation is None:
-            training, held_out = order.hold_out_rows(
-                corpus.identities, config.val_split, config.seed, config.val_rows
+            training, held_out = order.split_rows(
+                corpus, config.val_split, config.seed, config.val_rows
             )
             self.train_rows, self.val_rows = corpus.select(training), corpus.select(held_out)
         else:
@@ -88,7 +90,9 @@ class InstructTrainer:
         if not objective.is_sft:
             self.train_rows = PreferenceRows.of(self.train_rows, objective)
             self.val_rows = PreferenceRows.of(self.val_rows, objective)
-        self.steps_per_epoch, self.total_steps = count_steps(config, len(self.train_rows))
+        self.steps_per_epoch, self.total_steps = count_steps(
+            config, len(order.rows_of_epoch(self.train_rows, config.seed, 1))
+        )
         own = config.learning_rate
         self.learning_rate = pipeline.learning_rate if own is None else own
         self._schedule = make_schedule(
@@ -339,15 +343,7 @@ class InstructTrainer:
         step = self.progress.step
         if (last := self.progress.validations[-1:]) and last[0].step == step:
             return last[0].val_loss
-        # Neighbours in length share a micro-batch; the sum does not depend on the order.
-        examples = sorted((example for row in self.val_rows for example in row), key=len)
-
-        def evaluated(done: int) -> None:
-            self._observer.on_evaluated(done, len(examples))
-            if self._should_stop():
-                raise self._recorder.interrupted()
-
-        result = self.pipeline.evaluate(examples, evaluated)
+        result, files = self._evaluate()
         loss = result.avg_loss
         if not math.isfinite(loss):
             raise NonFiniteLossError(
@@ -355,6 +351,40 @@ class InstructTrainer:
                 f"{f' at learning rate {self._schedule(step):g}' if step else ''}: "
                 "lower --lr, or check the model and --dtype"
             )
-        self._recorder.add(ValidationRecord(step, loss, perplexity(loss), result.metrics))
+        record = ValidationRecord(step, loss, perplexity(loss), result.metrics, files)
+        self._recorder.add(record)
         self._observer.on_validation(step, loss)
         return loss
+
+    def _evaluate(self) -> tuple[InstructBatchResult, list[FileLoss]]:
+        """Evaluate all validation rows; return the loss of each file too, if there are several.
+
+        An objective of preferences is one number over all rows.
+        """
+        every: dict[int, list[Example]] = {}
+        for row in self.val_rows:
+            file = row[0].file if self.objective.is_sft else 0
+            every.setdefault(file, []).extend(row)
+        total = sum(map(len, every.values()))
+        results: dict[int, InstructBatchResult] = {}
+        done = 0
+        for file, examples in every.items():
+            # Neighbours in length share a micro-batch; the sum does not depend on the order.
+            examples.sort(key=len)
+
+            def evaluated(count: int, before: int = done) -> None:
+                self._observer.on_evaluated(before + count, total)
+                if self._should_stop():
+                    raise self._recorder.interrupted()
+
+            results[file] = self.pipeline.evaluate(examples, evaluated)
+            done += len(examples)
+        if len(results) == 1:
+            return next(iter(results.values())), []
+        tokens = sum(each.total_response_tokens for each in results.values())
+        loss = sum(each.avg_loss * each.total_response_tokens for each in results.values()) / tokens
+        names = self.val_rows.corpus.paths
+        return InstructBatchResult(loss, tokens, perplexity(loss)), [
+            FileLoss(names[file] if names else f"file {file + 1}", results[file].avg_loss)
+            for file in sorted(results)
+        ]

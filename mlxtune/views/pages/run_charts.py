@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import PurePath
 
 import numpy as np
 
@@ -98,6 +99,7 @@ def loss_chart(run: Run, view: RunView) -> Chart:
         series=[
             *_averaged("training, each step", "training, averaged", "train", steps, losses),
             _validation("validation", "val", run),
+            *_validation_by_file(run),
         ],
         description=description,
         verticals=ends if len(ends) <= _MOST_EPOCHS else (),
@@ -146,6 +148,20 @@ def _validation(name: str, style: str, run: Run, place: int | None = None) -> Se
     validations = run.progress.validations
     steps, losses = [each.step for each in validations], [each.val_loss for each in validations]
     return Series(name, style, steps, losses, "points", place)
+
+
+def _validation_by_file(run: Run) -> list[Series]:
+    """Return the validation loss of each file, if there are several, by the names of the files."""
+    points: dict[str, tuple[list[float], list[float]]] = {}
+    for each in run.progress.validations:
+        for file in each.files:
+            x, y = points.setdefault(file.path, ([], []))
+            x.append(each.step)
+            y.append(file.val_loss)
+    return [
+        Series(f"validation, {PurePath(path).name}", style_of(place), x, y, "points")
+        for place, (path, (x, y)) in enumerate(points.items())
+    ]
 
 
 def _averaged(

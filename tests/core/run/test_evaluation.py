@@ -24,6 +24,7 @@ from mlxtune.core.run.evaluation import (
     Sample,
     Sums,
     evaluation_of,
+    file_lines,
     matcher,
     paired_difference,
     parse_evaluation,
@@ -322,3 +323,21 @@ def test_matches_stand_in_the_verdict_and_in_json_only_if_counted() -> None:
     values = Evaluation(8, 80, Loss(4.0, 54.6), generated=counted).as_dict()
     assert values["generated"]["matches"] == {"by": "json", "base": 2, "adapted": 7}
     assert parse_evaluation(json.loads(json.dumps(values))).generated == counted
+
+
+def test_each_file_of_several_has_its_verdict() -> None:
+    corpus = Corpus.of([replace(example(i, 9, 4), file=int(i > 9)) for i in range(1, 14)])
+    corpus.paths = ["a.jsonl", "b.jsonl"]
+    tokens = np.full(13, 4)
+    base = Sums(np.full(13, 8.0), tokens)
+    adapted = Sums(base.losses + np.array([-4.0] * 9 + [2.0] * 4), tokens)
+
+    found = evaluation_of(JudgedRows.of(corpus.select(), corpus.identities[[]]), base, adapted, 0)
+
+    assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found
+    assert file_lines(found) == [
+        "a.jsonl: helped, 2.0000 to 1.0000 on 9 rows",
+        "b.jsonl: cannot tell, 2.0000 to 2.5000 on 4 rows",
+    ]
+    assert evaluation_lines(found)[3].split() == ["By", "file", *file_lines(found)[0].split()]
+    assert evaluated([-1.0] * 8).files == ()

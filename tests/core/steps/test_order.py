@@ -14,10 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxtune
+from mlxtune.core.data.corpus import Corpus, ExampleArrays
+from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.order import (
     hold_out_rows,
+    rows_of_epoch,
     shuffled_steps,
+    split_rows,
     steps_by_length,
+    steps_of,
 )
 
 
@@ -241,3 +246,71 @@ def test_steps_by_length_differ_by_epoch_in_their_rows_and_in_their_order() -> N
     for steps in epochs:
         tokens = [sum(lengths[row] for row in step) / len(step) for step in steps]
         assert abs(float(np.corrcoef(tokens, range(len(tokens)))[0, 1])) < 0.4
+
+
+# Files and their weights
+
+
+def corpus(counts: list[int], weights: list[float] | None = None) -> Corpus:
+    """Rows of several files, whose numbers are all different."""
+    numbers = iter(range(1, sum(counts) + 1))
+    files = [
+        ExampleArrays.of(
+            Example(n, np.array([1, n], dtype=np.int32), np.array([0, 1], dtype=np.uint8))
+            for n in (next(numbers) for _ in range(count))
+        ).cut()
+        for count in counts
+    ]
+    return Corpus(files, weights=weights or ())
+
+
+def test_split_takes_its_share_of_each_file() -> None:
+    rows = corpus([100, 10, 1, 40])
+
+    for seed in range(5):
+        training, validation = split_rows(rows, 0.2, seed, 1000)
+        assert np.bincount(rows.file_of_row[validation]).tolist() == [20, 2, 0, 8]
+        assert sorted(training + validation) == list(range(151))
+    capped = split_rows(rows, 0.2, 7, val_rows=15)[1]
+    assert np.bincount(rows.file_of_row[capped]).tolist() == [10, 1, 0, 4]
+
+
+def test_row_that_is_in_two_files_stays_on_one_side() -> None:
+    identities, files = [1, 2, 3, 4, 4, 5, 6, 7], np.array([0, 0, 0, 0, 1, 1, 1, 1])
+
+    for seed in range(20):
+        training, validation = hold_out_rows(identities, 0.25, seed, 1000, files)
+        sides = [{identities[i] for i in side} for side in (training, validation)]
+        assert not sides[0] & sides[1]
+        assert 1 <= len(validation) <= 2
+
+
+def test_weight_says_how_often_an_epoch_uses_the_rows_of_a_file() -> None:
+    rows = corpus([10, 8, 4], [2.5, 1, 0.25]).select()
+    epochs = [np.bincount(rows_of_epoch(rows, 7, epoch), minlength=22) for epoch in range(1, 9)]
+
+    for uses in epochs:
+        assert sorted(uses[:10]) == [2] * 5 + [3] * 5
+        assert uses[10:18].tolist() == [1] * 8
+        assert sorted(uses[18:]) == [0, 0, 0, 1]
+    # The part goes on from epoch to epoch, so that after some of them all rows had it.
+    assert (epochs[0] + epochs[1])[:10].tolist() == [5] * 10
+    assert sum(epochs[:4])[18:].tolist() == [1] * 4
+    assert rows_of_epoch(rows, 7, 3).tolist() == rows_of_epoch(rows, 7, 3).tolist()
+    assert rows_of_epoch(rows, 8, 1).tolist() != rows_of_epoch(rows, 7, 1).tolist()
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "length"])
+def test_steps_use_the_rows_of_an_epoch(kind: str) -> None:
+    rows = corpus([10, 4], [1.5, 2]).select()
+
+    steps = steps_of(rows, 4, kind, 7, 2)
+
+    assert sorted(i for step in steps for i in step) == sorted(rows_of_epoch(rows, 7, 2))
+    assert sorted(map(len, steps)) == [3, 4, 4, 4, 4, 4]
+
+
+def test_weights_are_part_of_what_the_data_is() -> None:
+    hashes = {corpus([10, 4], w).data_hash() for w in (None, [1, 1], [1, 2], [2, 1])}
+
+    assert len(hashes) == 3

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -381,3 +383,25 @@ def test_metrics_are_a_view_of_the_record_of_the_run(tmp_path: Path) -> None:
     assert metrics.is_complete()
     # The loss of step n is 4 / n.
     assert metrics.convergence_rate() == pytest.approx(1 - 1 / trainer.total_steps)
+
+
+def test_validation_rows_of_several_files_have_a_loss_each(tmp_path: Path) -> None:
+    """The loss of all is the mean over tokens, and is the same as without files."""
+
+    def losses_of(examples: list[Example]) -> float:
+        return average([(3.0 + row_loss(one), one.supervised) for one in examples])
+
+    apart = [replace(one, file=int(one.row > 21)) for one in rows(21, 22, 23)]
+    found = train(tmp_path / "two", FakePipeline(), CORPUS, validation=apart, epochs=1)
+    whole = train(tmp_path / "one", FakePipeline(), CORPUS, validation=rows(21, 22, 23), epochs=1)
+
+    for record, other in zip(found.validations, whole.validations, strict=True):
+        assert record.val_loss == pytest.approx(other.val_loss)
+        assert [each.path for each in record.files] == ["file 1", "file 2"]
+        assert record.files[0].val_loss == pytest.approx(losses_of(apart[:1]))
+        assert record.files[1].val_loss == pytest.approx(losses_of(apart[1:]))
+        assert other.files == []
+    text = (tmp_path / "two" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert [len(each["files"]) for each in lines if each["kind"] == "validation"] == [2, 2]
+    assert '"files"' not in (tmp_path / "one" / "metrics.jsonl").read_text()
