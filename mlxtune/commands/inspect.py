@@ -24,7 +24,7 @@ from mlxtune.errors import DataError
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.inspect_console import show_inspection
-from mlxtune.views.output import print_json
+from mlxtune.views.output import print_json, print_line
 from mlxtune.views.pages.inspect_page import PAGE, render_page
 from mlxtune.views.tables import result_console
 
@@ -72,6 +72,8 @@ def show(config: InspectConfig) -> None:
     else:
         every = found.shown if config.row is not None else None
         show_inspection(found, result_console(), examples=every)
+        if config.html is not None:
+            print_line(f"page: {as_path(config.html)}")
     if found.errors:
         kinds = ", ".join(finding.kind for finding in found.errors)
         raise DataError(f"train refuses this data: {kinds}")

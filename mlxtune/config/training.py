@@ -247,6 +247,7 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
         "What the workers that mlx.launch starts share: the examples of each step (data), or the "
         "model, of which each holds a part (tensor).",
         EXECUTION,
+        metavar="data|tensor",
     )
     overwrite: bool = RUN.option(
         False, "Start over if the folder holds an unfinished run.", PLACES, inherited=False

@@ -180,6 +180,12 @@ def test_html_is_one_page_with_the_rows(inspect: Cli, tmp_path: Path) -> None:
         assert f"chat.jsonl:{row}" in text
 
 
+def test_html_says_where_its_page_is(inspect: Cli, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert inspect("--html", page).out.endswith(f"\npage: {page}\n")
+    assert "page: " not in inspect("--html", page, "--json").out
+
+
 def test_html_replaces_a_page_of_its_own_and_nothing_else(
     inspect: Cli, train: Cli, tmp_path: Path, output: Path
 ) -> None:
