@@ -11,6 +11,7 @@ from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.lora.model_facts import ModelFacts
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.backend.workers.split import PlannedGroup, split_base
+from mlxtune.commands.prepare.auto import with_auto
 from mlxtune.commands.prepare.dataset import (
     Dataset,
     Reader,
@@ -45,11 +46,13 @@ def plan(config: PlanConfig) -> RunPlan:
     Raises a child of MlxTuneError for what options, files or the model cause, MemoryLimitError
     if even one example does not fit.
     """
+    given = config.given
     folder = model_folder.find_folder(config.model_path)
     console = RunConsole(quiet=config.quiet)
     config = with_hub_data(config, console)
     dataset = None
     if config.data:
+        config, _ = with_auto(config, given, folder, console)
         with closing(console):
             dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
         report_findings(dataset, console)

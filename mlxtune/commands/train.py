@@ -19,6 +19,7 @@ from mlxtune.backend.forward import operations
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.backend.workers.worker_run import WorkerRun, join_run
 from mlxtune.commands.judge import judge
+from mlxtune.commands.prepare.auto import with_auto
 from mlxtune.commands.prepare.dataset import (
     Reader,
     data_files,
@@ -123,11 +124,15 @@ def train(
     TrainingInterrupted, with the state saved, after Ctrl-C.
     """
     check_trackers(config.track)
+    given, stands_for = config.given, ""
     with join_run(config, _console) as worker_run, ExitStack() as held:
         config = with_hub_data(worker_run.config, worker_run.console)
         worker_run = replace(worker_run, config=config)
         console = worker_run.console
         folder = check_paths(config)
+        if resume is None:
+            config, stands_for = with_auto(config, given, folder, console)
+            worker_run = replace(worker_run, config=config)
         result = evaluation = None
         if not (dry_run or config.allow_sleep) and worker_run.first_on_machine:
             held.enter_context(kept_awake())
@@ -158,7 +163,7 @@ def train(
             if not dry_run:
                 if not is_locked:  # another run may have made the folder meanwhile
                     lock_folder(config, resume, held)
-                about = about_run(config, setup, trainer, resume)
+                about = about_run(config, setup, trainer, resume, stands_for)
                 trained = np.union1d(trainer.train_rows.identities, _trained_before(config, resume))
                 records = {
                     LEDGER: [ledger.as_dict() for ledger in ledgers],

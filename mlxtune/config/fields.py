@@ -234,7 +234,10 @@ _Part = TypeVar("_Part")
 class Checked:
     """A dataclass that converts and checks its fields, and reports all problems at once."""
 
-    def __new__(cls, *_: Any, **options: Any) -> Self:
+    # The names of the options that its maker gave.
+    given: frozenset[str]
+
+    def __new__(cls, *values: Any, **options: Any) -> Self:
         """Answer unknown options before Python does. Raises ConfigError."""
         own = options_of(cls)
         if unknown := [name for name in options if name not in own]:
@@ -242,7 +245,10 @@ class Checked:
             raise ConfigError(
                 [unknown_keyword(name, options[name], own, flags) for name in unknown]
             )
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        first = list(own)[: len(values)]
+        object.__setattr__(made, "given", frozenset([*first, *options]))
+        return made
 
     def __post_init__(self) -> None:
         problems: list[str] = []

@@ -249,6 +249,13 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
         EXECUTION,
         metavar="data|tensor",
     )
+    auto: bool = TRAINING.option(
+        False,
+        "Choose what is not given from data, model and memory: targets, rank, rate, length, "
+        "epochs, validations; prints the command that it stands for.",
+        RESULT,
+        inherited=False,
+    )
     overwrite: bool = RUN.option(
         False, "Start over if the folder holds an unfinished run.", PLACES, inherited=False
     )

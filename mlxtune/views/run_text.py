@@ -241,7 +241,7 @@ def next_lines(run: TrainConfig) -> Iterator[str]:
     )
     yield (
         "your own model and data: mlxtune train --model-path mlx-community/Qwen3-0.6B-4bit "
-        "--data chat.jsonl --output out/adapters.safetensors"
+        "--data chat.jsonl --auto --output out"
     )
     yield (
         'each line of chat.jsonl: {"messages": [{"role": "user", "content": "2 + 2?"}, '

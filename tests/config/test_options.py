@@ -81,7 +81,7 @@ def test_meaning_of_each_option_is_what_resume_cache_proof_and_reports_rely_on()
     }
     assert {name for name, each in OPTIONS.items() if not each.inherited} == {
         *("trust_remote_code", "cache_dir", "overwrite", "wait", "ignore_ledger"),
-        *("allow_sleep", "pause_on_battery", "other_base"),
+        *("allow_sleep", "pause_on_battery", "other_base", "auto"),
     }
 
 

@@ -84,6 +84,7 @@ def test_defaults_of_a_run_are_those_that_are_promised() -> None:
         "save_minutes": 10.0,
         "keep": 2,
         "overwrite": False,
+        "auto": False,
         "on_nonfinite": "skip",
         "wait": False,
         "ignore_ledger": False,

@@ -45,17 +45,24 @@ class Setup:
 
 
 def about_run(
-    config: TrainConfig, setup: Setup, trainer: InstructTrainer, resume: ResumePoint | None
+    config: TrainConfig,
+    setup: Setup,
+    trainer: InstructTrainer,
+    resume: ResumePoint | None,
+    stands_for: str,
 ) -> dict[str, Any]:
     """Return the content of run.json: options, model, plan and data.
 
-    A resumed run keeps its first start time.
+    `stands_for` is the command that --auto chose, if it did. A resumed run keeps its own, and its
+    first start time.
     """
     base, pipeline, dataset = setup.base, setup.pipeline, setup.dataset
     started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     if resume is not None:
         with suppress(OSError, ValueError):
-            started = text(read_json(config.checkpoint_path / ABOUT), "started_at") or started
+            earlier = read_json(config.checkpoint_path / ABOUT)
+            started = text(earlier, "started_at") or started
+            stands_for = text(earlier, "auto")
     return {
         "format": 1,
         "started_at": started,
@@ -85,6 +92,7 @@ def about_run(
         "hub": dataset.hub,
         "versions": versions(),
         "config": asdict(config),
+        "auto": stands_for,
     }
 
 

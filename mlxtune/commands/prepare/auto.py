@@ -1,0 +1,50 @@
+"""The facts behind --auto, found in data, model and machine; and the options that it stands for."""
+
+from collections.abc import Collection
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from mlxtune.backend.models import loading
+from mlxtune.commands.prepare.dataset import Reader, load_dataset
+from mlxtune.commands.prepare.memory import longest_example, training_rows
+from mlxtune.config import TrainConfig
+from mlxtune.core.data.inspection import cut_loss
+from mlxtune.core.training.auto import Facts, choose, command_line
+from mlxtune.views.console import RunConsole
+
+C = TypeVar("C", bound=TrainConfig)
+# Longer than any example.
+_UNCUT = 10**9
+
+
+def with_auto(
+    config: C, given: Collection[str], folder: Path, console: RunConsole
+) -> tuple[C, str]:
+    """Return the options with those that --auto chooses, and the command that they stand for.
+
+    `given` names the options that the user chose. The data is encoded, and cached, for it.
+    """
+    if not config.auto:
+        return config, ""
+    with closing(console):
+        reader = Reader(config, folder, console.on_encoding)
+        dataset = load_dataset(replace(config, max_seq_len=_UNCUT), reader)
+    base = loading.open_base(folder, config.dtype, **config.loading())
+    own = TrainConfig.max_seq_len
+    loss = cut_loss(dataset.files, own, config.cut)
+    facts = Facts(
+        rows=len(training_rows(config, dataset)),
+        validates=bool(config.val_split if dataset.validation is None else dataset.validation),
+        parameters=base.parameters,
+        needed=own if loss is None else loss.enough,
+        fitting=_UNCUT,
+    )
+    settled = replace(config, auto=False, **choose(facts, config, given))
+    # The room for an example depends on the options of LoRA.
+    facts = replace(facts, fitting=longest_example(settled, base).recomputed)
+    settled = replace(config, auto=False, **choose(facts, config, given))
+    line = command_line(settled)
+    console.say("Auto", line, copyable=True)
+    return settled, line

@@ -1,0 +1,85 @@
+"""The options that --auto chooses, from facts of the data, the model and the machine's memory."""
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Collection
+from typing import Any
+
+from mlxtune.config import OPTIONS, TrainConfig
+from mlxtune.config.fields import flag
+from mlxtune.config.objective import DEFAULT_RATE
+
+# A pass or two cannot overfit much; from the third on, small data does.
+_MOST_EPOCHS, _FEWEST_STEPS = 3, 100
+_VALIDATIONS = 10
+# Half of the validations: the rate falls to its end, where many runs improve again.
+_PATIENCE = 5
+_RANK, _ALPHA = 16, 32.0
+# The rate of a model of 4 billion parameters, the power by which smaller ones take more, and its
+# bounds. The demo's model of 0.7 million learns fastest at the upper one.
+_RATE, _RATE_SIZE, _RATE_POWER = 2e-4, 4e9, 0.35
+_LOWEST_RATE, _HIGHEST_RATE = 5e-5, 5e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Facts that the choice depends on.
+
+    `rows` train, `validates` says whether others validate. `parameters` counts those of the model.
+    `needed` is the smallest round --max-seq-len that keeps 99% of the supervised tokens, `fitting`
+    the longest example that fits into memory and the model's context.
+    """
+
+    rows: int
+    validates: bool
+    parameters: int
+    needed: int
+    fitting: int
+
+
+def choose(facts: Facts, config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
+    """Return values for the options that were not given.
+
+    All linear projections, each with more directions than two of them have by default; a rate that
+    falls with the size of the model; room for the answers; passes until there are enough steps, as
+    many as do not overfit; and ten looks at the validation rows, the best of which is kept.
+    """
+    per_epoch = math.ceil(facts.rows / config.batch_size)
+    epochs = min(max(math.ceil(_FEWEST_STEPS / per_epoch), 1), _MOST_EPOCHS)
+    steps = per_epoch * (config.epochs if "epochs" in given else epochs)
+    steps = min(steps, config.max_steps or steps)
+    chosen: dict[str, Any] = {
+        "targets": ("all",),
+        "rank": _RANK,
+        "alpha": _ALPHA if "rank" not in given else 2.0 * config.rank,
+        "lr": _rate(facts.parameters, config.default_rate / DEFAULT_RATE),
+        "max_seq_len": max(min(facts.needed, facts.fitting), 2),
+        "epochs": epochs,
+    }
+    if facts.validates:
+        chosen |= {"val_steps": math.ceil(steps / _VALIDATIONS), "patience": _PATIENCE}
+    return {name: value for name, value in chosen.items() if name not in given}
+
+
+def _rate(parameters: int, share: float) -> float:
+    """Return the peak rate for the size of a model, in one digit; preferences take a share."""
+    rate = _RATE * (_RATE_SIZE / max(parameters, 1)) ** _RATE_POWER
+    return float(f"{share * min(max(rate, _LOWEST_RATE), _HIGHEST_RATE):.0e}")
+
+
+def command_line(config: TrainConfig) -> str:
+    """Return the command that has these options."""
+    words = ["mlxtune", "train"]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in OPTIONS or value == field.default or value is None:
+            continue
+        if value is True:
+            words.append(flag(field.name))
+        elif OPTIONS[field.name].several:
+            words += [word for each in value for word in (flag(field.name), each)]
+        else:
+            text = ",".join(value) if isinstance(value, tuple) else f"{value}"
+            words += [flag(field.name), text]
+    return shlex.join(words)
