@@ -17,6 +17,30 @@ from mlxtune.diagnosis import requirements
 from mlxtune.views.output import print_json, print_line
 
 
+def read_machine() -> facts.Machine:
+    """Return the facts of this machine: its system, packages, device, folders and conditions."""
+    device, problem = probe_device()
+    sensors = Sensors()
+    return facts.Machine(
+        system=platform.system(),
+        **facts.read_system(),
+        power=facts.Power(sensors.on_battery(), sensors.saves_power()),
+        thermal=sensors.thermal(),
+        processor=platform.machine(),
+        python=platform.python_version(),
+        packages=requirements.packages(),
+        libraries=requirements.mlx_libraries(),
+        mlx_first=_mlx_first(device),
+        device=device,
+        device_problem=problem,
+        has_nvidia=facts.has_nvidia(),
+        default_limit=int(TrainConfig.memory_limit * 10**9),
+        reserved=tuple(run.describe() for run in reservations(user_cache() / "memory")),
+        folders=facts.folders(),
+        offline=facts.offline(),
+    )
+
+
 def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis:
     """Look at this machine and its packages, and judge whether training works here.
 
@@ -24,29 +48,8 @@ def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis
     model and data. Raises WorkerError when they cannot be reached; else problems are among the
     checks.
     """
-    device, problem = probe_device()
-    sensors = Sensors()
-    diagnosis = diagnose(
-        facts.Machine(
-            system=platform.system(),
-            **facts.read_system(),
-            power=facts.Power(sensors.on_battery(), sensors.saves_power()),
-            thermal=sensors.thermal(),
-            processor=platform.machine(),
-            python=platform.python_version(),
-            packages=requirements.packages(),
-            libraries=requirements.mlx_libraries(),
-            mlx_first=_mlx_first(device),
-            device=device,
-            device_problem=problem,
-            has_nvidia=facts.has_nvidia(),
-            default_limit=int(TrainConfig.memory_limit * 10**9),
-            reserved=tuple(run.describe() for run in reservations(user_cache() / "memory")),
-            folders=facts.folders(),
-            offline=facts.offline(),
-        )
-    )
-    if not launched_several() or device is None:
+    diagnosis = diagnose(read_machine())
+    if not launched_several() or diagnosis.machine.device is None:
         return diagnosis
     # MLX, which may crash where it is imported.
     from mlxtune.backend.workers.launch import check_workers, join

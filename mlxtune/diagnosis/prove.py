@@ -16,11 +16,10 @@ from pathlib import Path
 from mlxtune.core.files import files
 from mlxtune.core.files.processes import ChildTimeoutError
 from mlxtune.core.files.scratch import scratch_folder
-from mlxtune.core.machine import facts
-from mlxtune.core.machine.facts import probe_device
-from mlxtune.diagnosis import checks, requirements
+from mlxtune.diagnosis import checks
 from mlxtune.diagnosis.checks import MachineProof, ProofCheck
-from mlxtune.diagnosis.views import shareable, show_proof
+from mlxtune.diagnosis.doctor import read_machine
+from mlxtune.diagnosis.views import check_line, shareable, show_proof
 from mlxtune.diagnosis.workbench import BASE, DENSE, GEMMA, QWEN, Workbench
 from mlxtune.errors import ModelError, one_line
 from mlxtune.views.console import RunConsole
@@ -34,36 +33,42 @@ _GPU_TIMED = ("--steps", "8", "--batch-size", "4")
 Part = tuple[str, str, Callable[[], Iterator[ProofCheck]]]
 
 
-def prove(on_progress: Callable[[str], None] = lambda text: None) -> MachineProof:
+def prove(
+    on_progress: Callable[[str], None] = lambda text: None,
+    on_check: Callable[[ProofCheck], None] = lambda check: None,
+) -> MachineProof:
     """Check with small models that this machine computes what mlxtune promises.
 
     Compares the gradients of every way to compute a step, the bytes of adapters, memory with its
     prediction, and steps with mlx-lm's. Takes a minute or two. `on_progress` is called with the
-    name of each part.
+    name of each part, `on_check` with each check as it ends.
 
     Raises ModelError when MLX does not start; all else that fails is among the checks.
     """
-    began = time.monotonic()
-    device, problem = probe_device()
+    began, found = time.monotonic(), []
+    machine = read_machine()
+    device = machine.device
     if device is None:
+        problem = machine.device_problem
         raise ModelError(f"MLX does not start: {problem}: mlxtune doctor shows more")
     with scratch_folder("prove") as folder:
         bench = Workbench(folder.resolve())
-        found = list(carry_out(parts(bench, device.kind), on_progress))
-    system = facts.read_system()
+        for check in carry_out(parts(bench, device.kind), on_progress):
+            on_check(check)
+            found.append(check)
     # The builder of a Linux kernel chooses the text after the numbers of its release.
-    numbers = re.match(r"[\d.]*", system.get("release") or "")
-    names = (system.get("name"), numbers and numbers[0].rstrip("."))
+    numbers = re.match(r"[\d.]*", machine.release)
+    names = (machine.name, numbers and numbers[0].rstrip("."))
     return MachineProof(
         checks=found,
         machine={
             "system": " ".join(filter(None, names)),
-            "processor": system.get("chip") or platform.machine(),
-            "memory": system["memory"].total,
+            "processor": machine.chip or machine.processor,
+            "memory": machine.memory.total,
         },
         device={"kind": device.kind, "name": device.name, "memory_limit": device.limit},
-        versions={"python": platform.python_version()}
-        | {each.name: each.installed for each in requirements.packages() if each.installed},
+        versions={"python": machine.python}
+        | {each.name: each.installed for each in machine.packages if each.installed},
         seconds=round(time.monotonic() - began, 1),
     )
 
@@ -71,18 +76,23 @@ def prove(on_progress: Callable[[str], None] = lambda text: None) -> MachineProo
 def show(*, as_json: bool, share: Path | None = None) -> bool:
     """Print the table, and JSON if asked for; return whether all checks passed.
 
-    `share` is a file for the result without names and paths. Raises OutputError.
+    Where no line can change in place, each check is a line as it ends. `share` is a file for the
+    result without names and paths. Raises OutputError.
     """
     if share is not None:
         files.check_outputs([share], [], "--share")
     with closing(RunConsole()) as console:
-        proof = prove(console.show)
-    if as_json:
-        print_json(proof.as_dict())
-    show_proof(proof, result_console(stderr=as_json))
-    if share is not None:
-        files.write_json(share, shareable(proof, _names()))
-        with closing(RunConsole()) as console:
+
+        def say(check: ProofCheck) -> None:
+            if not console.is_live:
+                console.say(check.kind, check_line(check))
+
+        proof = prove(console.show, say)
+        if as_json:
+            print_json(proof.as_dict())
+        show_proof(proof, result_console(stderr=as_json))
+        if share is not None:
+            files.write_json(share, shareable(proof, _names()))
             console.say("Share", f"{share} has no names or paths: attach it to an issue")
     return proof.passed
 

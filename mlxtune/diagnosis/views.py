@@ -8,7 +8,16 @@ from typing import Any
 from rich.console import Console
 
 from mlxtune.core.text import count
-from mlxtune.diagnosis.checks import BYTES, DTYPE, GRADIENTS, MEMORY, PEER, SPEED, MachineProof
+from mlxtune.diagnosis.checks import (
+    BYTES,
+    DTYPE,
+    GRADIENTS,
+    MEMORY,
+    PEER,
+    SPEED,
+    MachineProof,
+    ProofCheck,
+)
 from mlxtune.views.tables import plain_table, shown
 
 _HEADINGS = {
@@ -19,7 +28,8 @@ _HEADINGS = {
     SPEED: "speed of steps",
     PEER: "beside mlx-lm",
 }
-_RESULTS = {True: shown("pass", "green"), False: shown("FAIL", "bold red"), None: shown("–")}
+_WORDS = {True: "pass", False: "FAIL", None: "–"}
+_STYLES = {True: "green", False: "bold red", None: ""}
 # The text around a separator, spaces included, up to a bracket, a quote or a colon.
 _PATH = re.compile(r"(?:\b[A-Za-z]:)?[\w.@+~-]*[/\\][^:;,'\"()\[\]]*")
 # Shorter names would take words apart.
@@ -35,11 +45,18 @@ def show_proof(proof: MachineProof, console: Console) -> None:
         table.add_row(shown(_HEADINGS[kind], "bold"))
         for check in checks:
             cells = map(shown, (f"  {check.name}", check.expected, check.found))
-            table.add_row(*cells, _RESULTS[check.passed], f"{check.seconds:.1f}")
+            result = shown(_WORDS[check.passed], _STYLES[check.passed])
+            table.add_row(*cells, result, f"{check.seconds:.1f}")
     console.print(table)
     for check in proof.failures:
         console.print(shown(check.advice), soft_wrap=True)
     console.print(shown(summary(proof), "bold"), soft_wrap=True)
+
+
+def check_line(check: ProofCheck) -> str:
+    """Return a check in a line, for output that is read while the others run."""
+    took = f"{check.seconds:.1f} s"
+    return f"{_WORDS[check.passed]}  {check.name}: {check.found}, expected {check.expected}, {took}"
 
 
 def summary(proof: MachineProof) -> str:

@@ -91,9 +91,14 @@ class RunConsole(TrainingObserver):
 
     def _open_line(self, *, bar: bool) -> "NotebookLine | TerminalLine | None":
         """Return a line that changes in place, None where there is none."""
-        if self._quiet or not (self._notebook or self._wraps):
+        if self._quiet or not self.is_live:
             return None
         return NotebookLine() if self._notebook else TerminalLine(self._console, bar=bar)
+
+    @property
+    def is_live(self) -> bool:
+        """True where a line can change in place: on a terminal and in a notebook."""
+        return self._notebook or self._wraps
 
     @property
     def stopping(self) -> str:

@@ -18,8 +18,8 @@ import pytest
 from mlxtune.core.files.processes import ChildError, ChildTimeoutError
 from mlxtune.core.machine import facts
 from mlxtune.core.machine.facts import Device
+from mlxtune.diagnosis import doctor, requirements
 from mlxtune.diagnosis import prove as recipe
-from mlxtune.diagnosis import requirements
 from mlxtune.diagnosis.checks import (
     ProofCheck,
     check_bytes,
@@ -86,7 +86,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     monkeypatch.setattr(Workbench, "trained", lambda self, name, run="": give("trained"))
     monkeypatch.setattr(Workbench, "resumed", lambda self, name, stop: give("resumed"))
     monkeypatch.setattr(Workbench, "bench", lambda self, name, *timed: give("bench"))
-    monkeypatch.setattr(recipe, "probe_device", lambda: give("device"))
+    monkeypatch.setattr(doctor, "probe_device", lambda: give("device"))
     monkeypatch.setattr(requirements, "packages", PACKAGES)
     return values
 
@@ -257,6 +257,24 @@ def test_interrupt_ends_with_130_and_leaves_no_folder(
     fakes["trained"] = KeyboardInterrupt()
     assert cli("doctor", "--prove").code == 130
     assert not list(tmp_path.iterdir())
+
+
+def test_piped_proof_prints_each_check_as_it_ends(
+    cli: Cli, fakes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    before: list[str] = []
+
+    def bench(*_: Any) -> Any:
+        before.extend(capfd.readouterr().err.splitlines())
+        return BENCH
+
+    monkeypatch.setattr(Workbench, "bench", bench)
+    assert cli("doctor", "--prove").code == 0
+    # The benchmark is the last part.
+    assert len(before) == 13
+    assert before[0] == (
+        "gradients   pass  demo-qwen3: gpu: 1e-07, 2e-07, expected ≤ 1e-05, 1e-04, 0.5 s"
+    )
 
 
 def test_finished_proof_leaves_no_folder(fakes: dict[str, Any], tmp_path: Path) -> None:
