@@ -1,6 +1,6 @@
 """The facts of a machine, and reading them from the system's own tools. Nothing here needs mlx.
 
-diagnosis.py interprets the facts; requirements.py reads the installed packages.
+checks.py interprets the facts.
 """
 
 import importlib.metadata

@@ -1,18 +1,55 @@
-"""Whether the installed packages meet the requirements of mlxtune and its main dependencies."""
+"""The facts of this machine, and whether its packages meet what mlxtune and MLX require."""
 
 import importlib.metadata as metadata
+import platform
+import sys
 from collections.abc import Iterable, Iterator
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from mlxtune.core.machine.facts import MLX_LIBRARIES, Package
+from mlxtune.config import TrainConfig, user_cache
+from mlxtune.core.machine import facts
+from mlxtune.core.machine.blas import load_blas
+from mlxtune.core.machine.conditions import Sensors
+from mlxtune.core.machine.facts import MLX_LIBRARIES, Package, probe_device
+from mlxtune.core.machine.reservation import reservations
 
 _OURS = "mlxtune"
 # Their requirements are checked too: with other versions, they fail in obscure ways.
 _FOLLOWED = (_OURS, "mlx", "mlx-lm", "transformers")
 _FOR_DEVELOPERS = ("test", "interop", "dev")
+
+
+def read_machine() -> facts.Machine:
+    """Return the facts of this machine: its system, packages, device, folders and conditions."""
+    device, problem = probe_device()
+    sensors = Sensors()
+    return facts.Machine(
+        system=platform.system(),
+        **facts.read_system(),
+        power=facts.Power(sensors.on_battery(), sensors.saves_power()),
+        thermal=sensors.thermal(),
+        processor=platform.machine(),
+        python=platform.python_version(),
+        packages=packages(),
+        libraries=mlx_libraries(),
+        mlx_first=_mlx_first(device),
+        device=device,
+        device_problem=problem,
+        has_nvidia=facts.has_nvidia(),
+        default_limit=int(TrainConfig.memory_limit * 10**9),
+        reserved=tuple(run.describe() for run in reservations(user_cache() / "memory")),
+        folders=facts.folders(),
+        offline=facts.offline(),
+    )
+
+
+def _mlx_first(device: facts.Device | None) -> bool:
+    """Return whether mlx was imported here before mlxtune, too early for the BLAS of `device`."""
+    has_blas = device is not None and device.blas is not None
+    return "mlx.core" in sys.modules and load_blas().name is None and has_blas
 
 
 def packages() -> tuple[Package, ...]:
