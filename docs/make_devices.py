@@ -20,9 +20,9 @@ LARGEST, LONGEST, MOST_CHECKS = 200_000, 80, 200
 PACKAGES = ("mlxtune", "mlx", "mlx-lm")
 HEAD = """# Devices
 
-What `mlxtune doctor --prove` found on the machines of those who shared it, made by
+What `mlxtune doctor --prove` found on the machines whose owners shared it, made by
 `python docs/make_devices.py` from the files in `docs/devices/`. [First boot](first-boot.md) says
-how to add yours. Speeds are those of the proof's small model, not of a real one.
+how to add yours. Speeds are measured on the proof's small model, not on a real one.
 
 """
 COLUMNS = (

@@ -91,7 +91,7 @@ class TrainingInterrupted(KeyboardInterrupt):
         return f"saved to {self.checkpoint}; resume with mlxtune train --resume {run}"
 
     def _render_traceback_(self) -> list[str]:
-        """Return what a notebook shows in place of a traceback."""
+        """Return the lines that a notebook shows instead of a traceback."""
         line = f"{self}; {self.saved}"
         if self.checkpoint is not None:
             line += f", or here with mlxtune.resume({str(self.checkpoint.parent)!r})"

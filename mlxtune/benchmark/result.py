@@ -120,7 +120,7 @@ class Spread:
 
 @dataclass
 class Side:
-    """One trainer and its runs; `failed` says why there are no more of them."""
+    """A trainer and its runs; `failed` says why there are no more of them."""
 
     name: str
     runs: list[BenchmarkRun] = field(default_factory=list)

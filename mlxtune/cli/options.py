@@ -97,7 +97,7 @@ class ConfigCommand(click.Command):
         return super().parse_args(ctx, args)
 
     def _unknown(self, args: list[str]) -> Iterator[str]:
-        """Yield what is here instead of each unknown option; none if another tool has none."""
+        """Yield our equivalent of each unknown option, if another tool has that option."""
         own = {name: each for each in self.params for name in each.opts}
         flags, left, answered = flags_of(self.config), list(args), False
         unknown: list[str] = []

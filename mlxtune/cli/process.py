@@ -100,7 +100,7 @@ def check_current_folder() -> None:
 def set_temporary_folder() -> None:
     """Have MLX and child processes use the folder for temporary files that Python falls back to.
 
-    Unlike Python, they fail where the environment names one that does not exist.
+    Unlike Python, they fail where the environment names a missing folder.
     """
     if any(name in os.environ for name in _TEMPORARY):
         # Without such a folder, the code that needs it reports the problem.

@@ -1,1 +1,1 @@
-"""One file a command, each also a public function, and the code that several of them share."""
+"""Commands: a file for each, which is also a public function, and the code they share."""

@@ -167,7 +167,7 @@ class _Conversation:
         if self.loaded.adapted is None:
             _note("there is no adapter: start chat with --adapter")
             return
-        # Who answers from here on goes on with its own messages or, new, with the other's.
+        # The model that answers now continues its own messages or, if new, the other's.
         latest = self.messages[max(self.messages)]
         chosen = {"base": (False,), "adapter": (True,), "both": (False, True)}[name]
         self.messages = {on: self.messages.get(on, latest) for on in chosen}

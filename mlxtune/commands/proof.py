@@ -1,4 +1,4 @@
-"""What `fuse` and `export` share: finding adapter and base, the output folder, the proof."""
+"""The common part of `fuse` and `export`: adapter and base, output folder, proof."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -109,7 +109,7 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             train(own, resume=resumed, stop_after=newest.step)
         except TrainingInterrupted as stopped:
             if stopped.by_signal or stopped.checkpoint is None:
-                # What was saved goes with the folder, and a part of the steps proves nothing.
+                # The saved steps go with the folder, and a part of the steps proves nothing.
                 interrupt = Interrupted()
                 interrupt.signal = stopped.signal
                 raise interrupt from None

@@ -19,7 +19,7 @@ _OWN_CHOICE = "mlxtune decides that from the machine"
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a name of other tools is here.
+    """Our equivalent of another tool's option.
 
     `ours` are options of which each command has one at most, perhaps with a value (`quantize=4`)
     that stands instead of the given one. `differs` says what else is different, or, without
@@ -122,7 +122,8 @@ KNOWN: Mapping[str, Known] = {
     for names, ours, differs in _TABLE
     for name in names.split()
 }
-# Writes an option and its value, None if it has none, as it is given: as a flag, in a file or here.
+# Writes an option and its value, None if it has none, in the caller's style: as a flag, in a file
+# or here.
 Writer = Callable[[str, str | None], str]
 
 
@@ -145,7 +146,7 @@ def as_keyword(name: str, value: str | None) -> str:
 def answer(
     name: str, value: Any, own: Collection[str], write: Writer, flags: Collection[str] = ()
 ) -> str | None:
-    """Return what to use for another tool's name, to end a message; None if it is not known.
+    """Return our equivalent of another tool's name, to end a message; None if unknown.
 
     `own` are the options that the command has, and `flags` the ones among them without a value;
     `value` was given, None if it is not to be repeated.

@@ -2,7 +2,7 @@
 
 import re
 
-# What file systems take at most, in bytes.
+# The longest name that file systems take, in bytes.
 _LONGEST = 255
 _COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -10,7 +10,7 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 def is_file_name(name: object) -> bool:
     """Return whether a name can only be one file or folder inside the folder it is joined to.
 
-    It holds no separator of any system, leads nowhere else, and shows as it is on a terminal.
+    It holds no separator of any system, leads nowhere else, and shows unchanged on a terminal.
     """
     return (
         isinstance(name, str)

@@ -47,7 +47,7 @@ Step = tuple[float, Gradients]
 
 @dataclass(frozen=True)
 class ProofCheck:
-    """One check; `values` are its numbers."""
+    """A check; `values` are its numbers."""
 
     kind: str
     name: str

@@ -1,6 +1,6 @@
 """Kernels of a device beside the CPU's plain operations, for `mlxtune doctor --prove`.
 
-Each kernel is computed on its own, so that one that raises leaves the others.
+Each kernel is computed on its own, so that an error in it leaves the others.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,7 +67,7 @@ class Kernel:
                 expected = self.compute(mx.float32, "plain")
             found = self.compute(getattr(mx, dtype), "gpu")
         except Exception as error:  # noqa: BLE001
-            # Whatever MLX raises is the result of this kernel.
+            # An error of any kind is the result of this kernel.
             return failed_check(kind, name, one_line(error))
         return compare(name, dtype, found, expected)
 

@@ -166,7 +166,7 @@ def carry_out(
             for check in part():
                 yield check if check.seconds else check.taking(time.monotonic() - began)
         except Exception as error:  # noqa: BLE001
-            # Whatever it is, it belongs in the report, and the other checks still run.
+            # An error of any kind belongs in the report, and the other checks still run.
             late = isinstance(error, ChildTimeoutError)
             ended = checks.unfinished_check if late else checks.failed_check
             yield ended(kind, name, one_line(error)).taking(time.monotonic() - began)

@@ -182,7 +182,7 @@ def _training_lines(run: Run, view: RunView) -> Iterator[str]:
 
 
 def command_of(run: Run, base: str) -> str:
-    """Return the command that trains the same, with names in the place of paths."""
+    """Return the command that trains the same, with names instead of paths."""
     defaults = {each.name: each.default for each in dataclasses.fields(TrainConfig)}
     on_hub = {text(each, "name") for each in hub_data(run)}
     words = ["mlxtune", "train", "--model-path", base]

@@ -1,4 +1,4 @@
-"""What a hub answers, checked before its client uses it: sizes, names that become paths, waits.
+"""Answers of a hub, checked before its client uses them: sizes, names that become paths, waits.
 
 The client makes paths in its cache from a file's ETag and from commits, and sleeps as long as an
 answer asks. It has one session for all of a process, also for models that mlx-lm downloads.
@@ -60,7 +60,7 @@ def _limit(request: Any) -> None:
 
 
 def _check(response: Any) -> None:
-    """Raise BadAnswerError for an answer with a name that is none, and shorten its waits.
+    """Raise BadAnswerError for an answer with an invalid name, and shorten its waits.
 
     Raises TooLarge for one that is packed; one that is no file raises it beyond its limit.
     """

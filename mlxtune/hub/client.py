@@ -26,7 +26,7 @@ def asking(
     `kind` is what the hub may lack under that name. The client's own warnings, such as those
     of each further try, are not shown.
     """
-    # Those of uploads would be drawn into a pipe, too.
+    # The bars of uploads would be drawn into a pipe, too.
     if quiet or not sys.stderr.isatty():
         disable_progress_bars()
     verbosity = logging.get_verbosity()

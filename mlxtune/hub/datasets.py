@@ -21,7 +21,7 @@ from mlxtune.hub.splits import DEFAULT, choose, converted_splits, own_splits
 
 # The branch with the hub's own conversion to parquet.
 _CONVERTED = "refs/convert/parquet"
-# What there is not where a name is neither; most are paths with a slip.
+# The error for a name that is neither path nor data set; most are mistyped paths.
 _MISSING = "file or folder here, and no such dataset"
 # Seconds for an answer that is not a file.
 _TIMEOUT = 20.0
@@ -57,7 +57,7 @@ class HubData:
         }
 
     def title_of_files(self) -> dict[Path, str]:
-        """Return what people read instead of each file's path in the cache."""
+        """Return a readable name for each file's path in the cache."""
         return {
             path: self.titles[split] + (f"/{path.name}" if len(paths) > 1 else "")
             for split, paths in self.files.items()
@@ -142,7 +142,7 @@ def _license(info: huggingface_hub.DatasetInfo) -> str:
     return one_line(text)[:_LONGEST_LICENSE] if text else ""
 
 
-# What the hub said about a commit, which never changes: a run resumes without asking again.
+# The hub's answers about a commit, which never change: a run resumes without asking again.
 
 
 def _place(name: DatasetName) -> Path:

@@ -60,7 +60,7 @@ class AnswerConsole:
             print_answer(text)
 
     def close(self) -> None:
-        """Print what is not yet printed, and end the line."""
+        """Print the rest of the text, and end the line."""
         if self._live is not None:
             self._live.stop()
             self._console.print(self._columns())

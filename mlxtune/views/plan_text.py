@@ -28,7 +28,7 @@ def peak_line(plan: MemoryPlan) -> str:
 
 
 def free_line(plan: MemoryPlan, free: int | None) -> str:
-    """Return how the memory limit compares with what is free now, empty if that is unknown."""
+    """Return how the memory limit compares with free memory now, empty if unknown."""
     if free is None:
         return ""
     line = f"{byte_size(free)} free now"
@@ -46,7 +46,7 @@ _FEWEST_STEPS, _ENOUGH_STEPS = 30, 100
 
 
 def few_steps_line(steps: int, per_epoch: int, max_steps: int | None) -> str:
-    """Return what makes a run long enough to learn from, empty if it is."""
+    """Return the advice for a run that is too short to learn from, empty for others."""
     if not 0 < steps < _FEWEST_STEPS:
         return ""
     remedy = f"--epochs {math.ceil(_ENOUGH_STEPS / per_epoch)} gives {_ENOUGH_STEPS}"
@@ -56,7 +56,7 @@ def few_steps_line(steps: int, per_epoch: int, max_steps: int | None) -> str:
 
 
 def cut_line(loss: CutLoss, max_seq_len: int, peak: int | None) -> str:
-    """Return what a limit cuts off, and one that keeps nearly all; `peak` is None without room."""
+    """Return the cost of a limit, and one that keeps nearly all; `peak` is None if too large."""
     memory = f"in {byte_size(peak)}" if peak else "which does not fit into --memory-limit"
     return (
         f"--max-seq-len {max_seq_len} cuts off {loss.share:.0%} of the supervised tokens: "

@@ -17,7 +17,7 @@ Stretch = tuple[Kind, str]
 
 # Controls, formats, lone surrogates, private use, line and paragraph separators.
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
-# Those that may control a terminal.
+# Characters that may control a terminal.
 _ACTING = ("Cc", "Cf", "Cs", "Zl", "Zp")
 # Letters and marks that appear as nothing or as a gap.
 _BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"

@@ -68,6 +68,6 @@ def main(out: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    # Whatever a library prints must not come between the lines.
+    # Output of a library must not come between the lines.
     out, sys.stdout = sys.stdout, sys.stderr
     main(out)

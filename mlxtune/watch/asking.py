@@ -22,7 +22,7 @@ from mlxtune.errors import ConfigError, MlxTuneError, OutputError
 # The longest question in characters, and the longest answer in tokens and, with the loading of the
 # model, in seconds.
 LONGEST_QUESTION, _LONGEST_ANSWER, _SECONDS = 16_000, 512, 600.0
-# The model is let go after so many seconds without a question.
+# Seconds without a question after which the model is freed.
 _KEPT_SECONDS = 300.0
 _WORKER = "mlxtune.watch.answer_worker"
 

@@ -43,7 +43,7 @@ def key_of(run: Path) -> str:
 
 @dataclass
 class _View:
-    """What a page shows: its parts, and when they have to be looked at again."""
+    """The view of a page: its parts, and when they have to be read again."""
 
     parts: Parts = field(default_factory=dict)
     seen: Any = None
@@ -182,7 +182,7 @@ class Live:
         view.due = time.monotonic() + max(_LOOK_EVERY, took / _MOST_READING)
 
     def _read(self, runs: Mapping[str, Path]) -> Parts:
-        # Whatever a run's files hold, the page goes on.
+        # The page continues whatever a run's files hold.
         try:
             read = {key: read_run(run) for key, run in runs.items()}
             stopping = {
@@ -200,7 +200,7 @@ class Live:
 
 
 def _state_of(run: Path) -> list[Any]:
-    """Return what is different once a run's files have changed."""
+    """Return the state of a run's files, which differs once they change."""
     state: list[Any] = [holder_of(run / LOCK)]
     for name in _FILES:
         try:

@@ -27,7 +27,7 @@ PAGE = PageType(
 # of the charts, `can_ask` is a truth value, and `title` the page's title.
 Parts = dict[str, Any]
 _PARTS = ("problem", "back", "head", "charts", "why_not", "samples", "data")
-# The time left is that of as many steps as before.
+# The time left is estimated from this many recent steps.
 _RECENT_STEPS = 50
 
 

@@ -41,7 +41,7 @@ _HEADERS = {
 
 
 class Site(Protocol):
-    """What is served: a page, its events, and what it can ask for."""
+    """The served site: a page, its events, and the answers to its requests."""
 
     def page(self) -> str:
         """Return the page."""
@@ -95,7 +95,7 @@ class PageServer(ThreadingHTTPServer):
 
 
 class _Request(io.RawIOBase):
-    """What a connection sends, up to a time and a size; then it raises TimeoutError."""
+    """The data of a connection, up to a time and a size; then it raises TimeoutError."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

@@ -21,7 +21,7 @@ from mlxtune.watch.asking import Asker
 from mlxtune.watch.live import Live
 from mlxtune.watch.server import PageServer
 
-# Without an open page and a run in progress, the server ends after so many seconds.
+# Seconds without an open page or a run in progress after which the server ends.
 _IDLE_SECONDS, _LOOK_EVERY = 600.0, 2.0
 # The port and the token of each folder, so that an open page finds the next server.
 _ADDRESSES, _MOST_ADDRESSES = "watch.json", 100

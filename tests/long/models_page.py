@@ -25,7 +25,7 @@ _EARLIER = {
 }
 _HEAD = """# Models
 
-What each architecture of mlx-lm gets here. Made by `python -m tests.long.models_table`; the
+The support for each architecture of mlx-lm. Made by `python -m tests.long.models_table`; the
 figures are kept in [measured/models.jsonl](measured/models.jsonl).
 
 Models have random weights, hidden size 512, 8 layers, 8 heads of 64 (4 for keys), 16 experts of

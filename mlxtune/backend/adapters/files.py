@@ -71,7 +71,7 @@ def find_adapter(path: str, option: str = "--adapter") -> Path:
 
 
 def check_replaceable(weights: Path) -> None:
-    """Raise OutputError if something else is in the place of an adapter or its config."""
+    """Raise OutputError if a folder or link has the name of an adapter or its config."""
     config = weights.with_name(ADAPTER_CONFIG)
     for path, is_ours in ((weights, _holds_adapter), (config, _describes_adapter)):
         ours = not os.path.lexists(path)

@@ -29,7 +29,7 @@ _WORTH_SHARING = 1 << 17
 WORTH_MULTIPLYING = 1 << 23
 _ZEROS = np.zeros(1 << 19, dtype=np.float32)
 _OTHERS = ThreadPoolExecutor(max(THREADS - 1, 1), thread_name_prefix="mlxtune")
-# Whether a thread has a part of work that is shared already.
+# Whether a thread already runs a part of shared work.
 _inside = threading.local()
 
 

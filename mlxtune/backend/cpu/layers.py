@@ -27,7 +27,7 @@ _ONE_READER = (
     *(llama.TransformerBlock, qwen2.TransformerBlock, qwen3.TransformerBlock),
     gemma3_text.TransformerBlock,
 )
-# Those in which no norm reads the MLP's output, which is added to the residual.
+# Blocks in which no norm reads the MLP's output, which is added to the residual.
 _ADDS_MLP = (llama.TransformerBlock, qwen2.TransformerBlock, qwen3.TransformerBlock)
 
 

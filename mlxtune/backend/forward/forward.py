@@ -219,7 +219,7 @@ class Forward:
 
     @contextmanager
     def watched(self, around: Callable[[Head, mx.array], mx.array]) -> Iterator[None]:
-        """Have `around(head, rows)` run in the place of `head(rows)`, where the model is split."""
+        """Have `around(head, rows)` replace `head(rows)` where the model is split."""
         self._around_head = around
         try:
             yield

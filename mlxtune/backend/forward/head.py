@@ -25,10 +25,10 @@ _HEAD_POSITIONS = 4
 
 
 class _TrunkSlot:
-    """Stands in the place of the trunk, or of its last norm, for one call of the model.
+    """Replaces the trunk, or its last norm, for one call of the model.
 
     Without `given`, it runs the trunk, keeps its `hidden` states and hands on as many of the
-    positions as the head shall run on; with it, it hands that on in the trunk's stead.
+    positions as the head shall run on; with it, it hands those states on.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Functions of ours that run in the place of a model's modules."""
+"""Functions of ours that replace a model's modules."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,7 +39,7 @@ class Intercepted(nn.Module):
 def intercept(
     model: nn.Module, modules: Sequence[nn.Module], calls: Sequence[Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Put an `Intercepted` in the place of each of some modules; return what undoes it."""
+    """Replace each of some modules by an `Intercepted`; return a function that undoes it."""
     replaced = [Intercepted(module, call) for module, call in zip(modules, calls, strict=True)]
     put_in_place(model, modules, replaced)
     return lambda: put_in_place(model, replaced, modules)

@@ -108,6 +108,6 @@ def _floating(tree: Any) -> list[mx.array]:
 
 
 def _filled(tree: Any, arrays: Sequence[mx.array]) -> Any:
-    """Return a tree with arrays in the place of its own."""
+    """Return a tree with its arrays replaced."""
     left = iter(arrays)
     return tree_map(lambda leaf: next(left) if _is_floating(leaf) else leaf, tree)

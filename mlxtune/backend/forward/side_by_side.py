@@ -119,7 +119,7 @@ class _Sides:
         self._known: list[tuple[mx.array, mx.array]] = []
 
     def beside(self, line: Any) -> Any:
-        """Return an array of the line side by side; anything else unchanged."""
+        """Return an array of the line with its examples side by side, anything else unchanged."""
         length = len(self._layout.positions)
         if not isinstance(line, mx.array) or line.ndim != 3 or line.shape[:2] != (1, length):
             return line

@@ -83,7 +83,7 @@ class LoRASummary:
 
     @property
     def written_config(self) -> dict[str, Any]:
-        """What adapter_config.json says of it that decides how another tool loads it."""
+        """The entries of adapter_config.json that decide how another tool loads the adapter."""
         loaded = {"rank": self.written_rank, "scale": self.scale, "keys": sorted(self.keys)}
         return {"fine_tune_type": self.kind, "lora_parameters": loaded}
 
@@ -201,7 +201,7 @@ def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
         num_layers=num_layers,
         layers=sum(bool(adapted_modules(layer)) for layer in model.layers),
         trainable_parameters=sum(p.size for _, p in tree_flatten(model.trainable_parameters())),
-        # Those of LoRA are not counted: its layers have children.
+        # LoRA's own matrices are not counted: its layers have children.
         total_parameters=get_total_parameters(model),
         dropout_keys=dropout_keys,
         scale=scale,

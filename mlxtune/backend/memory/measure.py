@@ -33,10 +33,10 @@ _LAZY, _EAGER = (64, 192, 512), (32, 96, 256)
 # Layers of each kind in the passes, as a lazy graph holds arrays of two neighbours at once, and the
 # most layers. With twice as many, the difference is what layers keep.
 _LAZY_LAYERS, _EAGER_LAYERS, _MOST_LAYERS = 2, 1, 4
-# The weight of the estimate's shares beside that of a pass, and of the difference of two passes.
+# The weight of the estimate's shares beside a pass, and beside the difference of two passes.
 _PRIOR, _PRIOR_OF_DIFFERENCE = 0.15, 0.5
-# Factors and bytes are rounded up to multiples, so that most runs find the same; little beyond one
-# of these is noise.
+# Factors and bytes are rounded up to multiples, so that most runs find the same; a little
+# beyond a multiple is noise.
 _FACTOR, _BYTES, _NOISE = 1 / 16, 1 << 18, 0.25
 
 Floats = npt.NDArray[np.float64]
@@ -65,7 +65,7 @@ def measure(
 
 
 def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) -> Measured:
-    """Return what was found, with the factors of the pipeline's mode."""
+    """Return the measurement `found`, with the factors of the pipeline's mode added."""
     execution = pipeline.forward.execution
     operations = execution.operations
     lengths = _LAZY if operations.lazy else _EAGER
@@ -141,9 +141,9 @@ def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[dict[str, Any
 
 @contextmanager
 def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, mx.array]]:
-    """Have other layers pass on what they are given; the first active one adds what is yielded.
+    """Have other layers pass on what they are given; the first active layer adds the yielded array.
 
-    So its backward pass has the gradient of its input to compute, like those of layers above it.
+    So its backward pass has the gradient of its input to compute, like a layer above it.
     """
     shift: dict[int, mx.array] = {}
     layers, chosen = list(model.layers), {id(layer) for layer in active}

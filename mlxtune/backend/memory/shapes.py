@@ -30,7 +30,7 @@ _MAMBA = (MambaBlock, JambaMambaMixer)
 
 @dataclass(frozen=True)
 class _StoredMatrix(Matrix):
-    """A matrix as it is stored, with LoRA of this rank, 0 for none.
+    """A stored matrix, with LoRA of this rank, 0 for none.
 
     `cast` are the entries that are cast for each use, `unpacked` tells whether it is made for each
     product alone. `trained` counts LoRA's parameters, the whole layer's where a worker has a part.

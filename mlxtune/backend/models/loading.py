@@ -222,7 +222,7 @@ def base_quantization(base: BaseModel) -> dict[str, Any]:
 
 
 def base_record(base: BaseModel) -> dict[str, Any]:
-    """Return what adapters record of their base: its fingerprint, and how it was quantised."""
+    """Return the record of a base in its adapters: its fingerprint, and how it was quantised."""
     return {"base": base_fingerprint(base.folder), **base_quantization(base)}
 
 

@@ -171,7 +171,7 @@ def _contradictions(config: Mapping[str, Any]) -> Iterator[str]:
         if type(a) is type(b) is int and b > 0 and a % b:
             yield f"{whole} is {a}, which is no multiple of {part}, {b}"
     experts = next((name for name in _EXPERTS if type(config.get(name)) is int), None)
-    # One expert is none: such models have plain layers.
+    # Models with a single expert have plain layers.
     if experts is not None and (count := config[experts]) > 1:
         for name in _USED:
             used = config.get(name, 1)

@@ -36,7 +36,7 @@ class Layout:
 
     @property
     def longest(self) -> int:
-        """One more than the last position of any token."""
+        """The last position of any token, plus one."""
         return int(self.positions.max()) + 1
 
     def before(self, segment: Segment) -> list[slice]:

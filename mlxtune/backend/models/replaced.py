@@ -12,10 +12,10 @@ _SHARED = {id(each) for kind in (SwitchGLU, SwitchMLP) for each in kind.__init__
 
 
 class Replacements:
-    """The functions and layers that a model uses in the place of mlx-lm's and MLX's own.
+    """The functions and layers that a model uses instead of mlx-lm's and MLX's own.
 
     `functions` take the place of functions that its modules call by name, by the identity of the
-    latter; `kinds` are subclasses of classes of layers.
+    original function; `kinds` are subclasses of classes of layers.
     """
 
     def __init__(self, functions: Mapping[int, Any], kinds: Mapping[type, type]) -> None:

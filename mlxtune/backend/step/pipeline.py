@@ -211,7 +211,7 @@ class InstructPipeline:
         return -self.losses.of(examples, on_progress)
 
     def reference(self) -> Mapping[str, Any]:
-        """Return what the log-probabilities of the model as it starts depend on, as JSON values."""
+        """Return all that decides the starting model's log-probabilities, as JSON values."""
         provenance, (_, record) = self._provenance(), self._base
         named = ("base_hash", "dtype", "quantized_compute")
         # PiSSA's start is the base up to rounding, by rank and targets.

@@ -96,7 +96,7 @@ class StepGradients:
 
 
 class PendingStep:
-    """One optimizer step that was started. It was computed at `ended` by `time.perf_counter`."""
+    """An optimizer step that was started. It was computed at `ended` by `time.perf_counter`."""
 
     def __init__(self, step: StepGradients, finish: Callable[["PendingStep"], Any]) -> None:
         # None once the step is finished, or has failed and has to be built again.
@@ -250,7 +250,7 @@ class StepRunner:
         # If it fails, nothing may hold its arrays.
         left, self._left, self._running = self._left, [], None
         while left:
-            # The device goes on with the next stage while the host waits for this one.
+            # The device runs the next stage while the host waits for this stage.
             for following in left[1:2]:
                 mx.async_eval(*following)  # type: ignore[no-untyped-call]
             mx.eval(*left.pop(0))

@@ -108,7 +108,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Rendering:
-    """One of several requests to the template of a name, rendered in the background."""
+    """A request among several to a named template, rendered in the background."""
 
     name: str
     request: str

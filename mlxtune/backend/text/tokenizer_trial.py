@@ -39,7 +39,7 @@ def try_tokenizer(folder: Path, cache: Path | None = None) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of which transformers loads one, by its version.
+    """Return the candidate files; transformers loads one of them, by its version.
 
     Raises ModelError if one of them is not in the folder.
     """

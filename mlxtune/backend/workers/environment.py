@@ -39,7 +39,7 @@ def launched_worker() -> int:
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What a worker says of its machine.
+    """A worker's report on its machine.
 
     `files` has the hash of each path that is asked for, or None where it cannot be read;
     `problems` are what its own checks found, with their remedies.

@@ -13,7 +13,7 @@ from mlxtune.backend.workers.environment import launched_several
 from mlxtune.core.steps.deal import deal
 from mlxtune.errors import WorkerError
 
-# Bytes of the number before what is gathered, and of a text's size.
+# Bytes of the call's number before gathered data, and of a text's size.
 _NUMBER_SIZE = 8
 
 
@@ -43,7 +43,7 @@ class Workers:
         return cls(group if group.size() > 1 else None, tensor=tensor)
 
     def describe(self) -> int | str:
-        """Return what a result to the byte depends on: how many workers share what."""
+        """Return how many workers share rows or a model: the bytes of a result depend on it."""
         return f"{self.size} workers that share the model" if self.split_model else self.size
 
     def share(self, costs: Sequence[float]) -> list[int]:
@@ -71,10 +71,11 @@ class Workers:
     def sum_step(
         self, loss: mx.array, gradients: Any, counts: Sequence[int], alike: Collection[str]
     ) -> list[Any]:
-        """Return loss, gradients and counts added over all workers, and what the workers ask for.
+        """Return loss, gradients and counts added over all workers, and the workers' requests.
 
-        Each has those of its examples. Where the workers share the model, they have the same loss
-        and counts, and the same gradients of the modules that are `alike`: those count once.
+        Each worker passes the sums over its own examples. Where the workers share the model, they
+        have the same loss and counts, and the same gradients of the modules that are `alike`,
+        which count once.
         """
         share = 1 / self.size if self.split_model else 1.0
 
@@ -123,7 +124,7 @@ class Workers:
             )
 
     def add_zeros(self, count: int) -> None:
-        """Add so many float32 numbers over all workers."""
+        """Add `count` float32 numbers over all workers."""
         mx.eval(mx.distributed.all_sum(mx.zeros(count), group=self.group))
 
     def wait(self) -> None:
@@ -145,14 +146,14 @@ class Workers:
         return tree_unflatten(found)
 
     def bytes_from_first(self, own: bytes) -> bytes:
-        """Return the bytes that worker 0 has; those of the others are ignored."""
+        """Return the bytes of worker 0; the other workers' bytes are ignored."""
         (size,) = np.array(self.from_first(mx.array([len(own)], dtype=mx.uint64))).tolist()
         mine = np.frombuffer(own, np.uint8) if self.index == 0 else np.zeros(size, np.uint8)
         return np.array(self.from_first(mx.array(mine))).tobytes() if size else b""
 
     @property
     def asks(self) -> list[float]:
-        """What this worker asks for with the next step: to stop, and to save."""
+        """The requests of this worker with the next step: to stop, and to save."""
         return [float(asked) for asked in self._asked]
 
     def decide(self, should_stop: Callable[[], bool], save: bool) -> tuple[bool, bool]:
@@ -178,7 +179,7 @@ class Workers:
         """Return the bytes of all workers, as many from each.
 
         Raises WorkerError where one is gone: MLX's ring then returns whatever the memory held, so
-        what is gathered begins with the number of the call.
+        gathered bytes begin with the number of the call.
         """
         self._gathered += 1
         number = self._gathered.to_bytes(_NUMBER_SIZE, "big")

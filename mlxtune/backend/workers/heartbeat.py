@@ -1,4 +1,4 @@
-"""Signs of life between the workers of a run: collectives wait for ever for one that is gone."""
+"""Signs of life between the workers of a run: collectives wait for ever for a lost worker."""
 
 import contextlib
 import errno
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 INTERVAL, PATIENCE = 2.0, 16.0
 # Bytes of the token by which workers know each other, and of the worker after it.
 TOKEN_SIZE, _WORKER_SIZE = 32, 4
-# Connections that have not said who they are: a stranger may open many.
+# Connections without a name yet: a stranger may open many.
 _MOST_WAITING = 256
 _ALIVE, _BYE, _FAILED = b".", b"q", b"x"
 
@@ -43,7 +43,7 @@ class Heartbeat:
         self._peers: list[_Peer] = []
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-        # The worker that is lost, if one is, and whether it said that it fails.
+        # The lost worker, if any, and whether it reported its failure.
         self.lost: int | None = None
         self.failed = False
 
@@ -58,9 +58,9 @@ class Heartbeat:
             return socket.create_server(("", 0), backlog=256)
 
     def accept(self, server: socket.socket, others: int) -> None:
-        """Take the connections of so many others, and start. Raises OSError.
+        """Accept the connections of `others` workers, and start. Raises OSError.
 
-        One that is silent, or has not the token, keeps nobody waiting.
+        A connection that is silent, or lacks the token, keeps nobody waiting.
         """
         deadline = time.monotonic() + PATIENCE
         with server, selectors.DefaultSelector() as selector:
@@ -117,13 +117,13 @@ class Heartbeat:
         self._thread.start()
 
     def wait_for_loss(self, seconds: float) -> None:
-        """Wait until the worker that is lost is known, at most so long."""
+        """Wait until the worker that is lost is known, at most `seconds`."""
         self._thread.join(seconds)
 
     def close(self, *, failed: bool = False) -> None:
-        """Say goodbye to all, and end. One that `failed` is lost to the others, which wait for it.
+        """Say goodbye to all, and end. A worker that `failed` is lost to those that wait for it.
 
-        They are told, so that an error that all have is not taken for a loss.
+        It reports its failure, so that an error that all have is not taken for a loss.
         """
         self._ended.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -185,7 +185,7 @@ class Heartbeat:
 
     def _send(self) -> None:
         for peer in self._peers:
-            # One that does not read is found out by its silence, one that is gone by its end.
+            # Silence shows a worker that does not read, a closed connection one that is gone.
             with contextlib.suppress(OSError):
                 if not peer.said_bye:
                     peer.connection.send(_ALIVE)
@@ -201,7 +201,7 @@ def _let_in(
     except BlockingIOError:
         return
     if len(waiting) == _MOST_WAITING:
-        # A worker shows its token at once, so the one that waits longest is none.
+        # A worker shows its token at once, so the longest waiting connection is a stranger's.
         longest = next(iter(waiting))
         selector.unregister(longest)
         del waiting[longest]

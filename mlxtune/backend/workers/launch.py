@@ -32,7 +32,7 @@ from mlxtune.errors import MlxTuneError, WorkerError, one_line
 
 # Seconds to wait for workers that never start.
 _JOIN_SECONDS = 120
-# Bytes that are added to measure a link, and how often.
+# The bytes of a sum that measures a link, and the number of sums.
 _MEASURED, _TIMES = 16_000_000, 5
 
 
@@ -92,7 +92,7 @@ def from_worker_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, R
 def check_workers(
     workers: Workers, checks: Sequence[Check], model_path: str | None, data: Sequence[str]
 ) -> list[Check]:
-    """Return checks of all workers, the same on each; `checks` are those of this machine."""
+    """Return checks of all workers, the same on each; `checks` are this machine's."""
     files = {path: _hash_of_data(Path(path)) for path in data}
     if model_path is not None:
         files[model_path] = _hash_of_model(model_path)
@@ -110,7 +110,7 @@ def check_workers(
 
 
 def _seconds_to_add(workers: Workers, size: int) -> float:
-    """Return the least seconds in which float32 numbers of so many bytes are added."""
+    """Return the least seconds in which float32 numbers of `size` bytes are added."""
     found = []
     for _ in range(_TIMES):
         workers.wait()

@@ -32,7 +32,7 @@ ARCHITECTURES = (
 )
 # The modules that have a row for each token of the vocabulary.
 _ROWS = ("embed_tokens", "lm_head")
-# What workers have equal parts of, by the options of a model.
+# Options of a model whose values are divided equally among the workers.
 _DIVIDED = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"),
     *("linear_num_key_heads", "linear_num_value_heads"),
@@ -75,7 +75,7 @@ class Entrance:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Which outputs, or else inputs, of a projection a worker has: those of the slice `own`."""
+    """The slice `own` of a projection's outputs, or else inputs, that a worker has."""
 
     group: Any
     entrance: Entrance
@@ -91,7 +91,7 @@ class Part:
         return y if self.by_outputs else _sum(y, self.group)
 
     def factors(self, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the parts of A (in, k) and B (k, out), those of the whole projection."""
+        """Return this worker's parts of A (in, k) and B (k, out) of the whole projection."""
         return (a, b[:, self.own]) if self.by_outputs else (a[self.own], b)
 
     def inputs(self, x: mx.array) -> mx.array:
@@ -99,7 +99,7 @@ class Part:
         return x if self.by_outputs else x[..., self.own]
 
     def whole(self, outputs: int, inputs: int) -> tuple[int, int]:
-        """Return the dimensions of the whole by those of this part."""
+        """Return the dimensions of the whole matrix, from this part's."""
         workers = self.group.size()
         return (outputs * workers, inputs) if self.by_outputs else (outputs, inputs * workers)
 
@@ -119,11 +119,11 @@ class Split(nn.Module):
         return self.part.leave(self.own_product(self.part.enter(x)))
 
     def own_product(self, x: mx.array) -> mx.array:
-        """Return what this worker adds to the outputs, or its part of them."""
+        """Return this worker's summand of the outputs, or its part of them."""
         return super().__call__(x)
 
     def like(self, linear: nn.Module) -> nn.Module:
-        """Return a layer in the place of this one as the same part."""
+        """Return another layer, split as this one is."""
         return _class_of(Split, type(linear))(linear, {}, self.part)
 
 

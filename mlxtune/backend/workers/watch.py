@@ -1,4 +1,4 @@
-"""A watch over the other workers of a launch: what waits for one that is gone ends in a line."""
+"""A watch over the other workers of a launch: a wait for a lost worker ends in a line."""
 
 import json
 import os
@@ -52,7 +52,7 @@ class Watch:
         try:
             begun = self._meet(began)
         except Exception as error:
-            # What MLX's ring returns after a loss leads to errors of any kind.
+            # After a loss, MLX's ring returns data that leads to errors of any kind.
             raise WorkerError(f"{problem} ({one_line(error)})") from error
         finally:
             timer.cancel()
@@ -84,9 +84,9 @@ class Watch:
         return begun
 
     def loss_behind(self, error: Exception) -> str | None:
-        """Return what to say of an error, if it is that another worker is gone."""
+        """Return the message of an error that a lost worker caused, None for other errors."""
         self.found.set()
-        # What MLX's ring returned after a loss may have led to an error of any kind.
+        # Data of MLX's ring after a loss may have led to an error of any kind.
         of_ring = "[ring]" in str(error)
         self.heartbeat.wait_for_loss(_GRACE if of_ring else _MOMENT)
         # An error that the other one has, too, says more than its loss.
@@ -100,7 +100,7 @@ class Watch:
         return f"{who} is gone{self._describe(lost)}"
 
     def _end(self, lost: int) -> None:
-        # Before mlx.launch ends this process, too; one that failed has said why.
+        # Before mlx.launch ends this process, too; a worker that failed has printed why.
         if not self.heartbeat.failed or not self.found.wait(_GRACE):
             self._exit(self._line())
 
@@ -137,7 +137,7 @@ def watched(
         raise
     finally:
         watch.found.set()
-        # The others are told of an error: they may wait for this one.
+        # The others hear of an error: they may be waiting for this worker.
         watch.heartbeat.close(failed=failed)
 
 

@@ -28,7 +28,7 @@ from mlxtune.errors import (
     WorkerError,
 )
 
-# What the workers of a run have in common, and the error if they have not.
+# The values that all workers of a run share, and the error if they differ.
 _COMMON = {
     "versions": "runs other versions ({}): install the same on all machines",
     "options": "was given other options ({}): start all workers with one command",
@@ -63,7 +63,7 @@ class _Log:
 
 
 class Says(Protocol):
-    """What a run says on its console, or in a log."""
+    """The lines of a run for its console, or a log."""
 
     def say(self, label: str, text: str) -> None: ...
 
@@ -88,7 +88,7 @@ class LastStep(TrainingObserver):
         self._saved = True
 
     def describe_loss(self, run: Path, lost: int | None) -> str:
-        """Return when a worker was lost, and how the run goes on."""
+        """Return when a worker was lost, and how to continue the run."""
         log = f", see {run / f'worker-{lost}.log'}" if lost else ""
         again = f"resume with mlxtune train --resume {shlex.quote(str(run))}"
         again = again if self._saved else "nothing was saved: give the same command again"

@@ -1,1 +1,1 @@
-"""What commands set up before they work: options, data, model and plan."""
+"""Preparation of a command's work: options, data, model and plan."""

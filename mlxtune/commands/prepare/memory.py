@@ -195,7 +195,7 @@ def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str
 
 
 def cut_line(config: TrainConfig, base: BaseModel, work: DataSample, dataset: Dataset) -> str:
-    """Return what --max-seq-len costs of the supervised tokens, empty where it is little."""
+    """Return a line on the supervised tokens that --max-seq-len costs, empty if few."""
     loss = cut_loss(dataset.files, config.max_seq_len, config.cut)
     if loss is None:
         return ""
@@ -251,7 +251,7 @@ def settle_products(
 
 
 def recorded_products(metadata: Mapping[str, Any]) -> str:
-    """Return the form in which the run of a checkpoint computed, empty if it has none."""
+    """Return the form of a checkpoint's quantised products, empty if it records none."""
     form = metadata.get("quantized_compute")
     return form if form in loading.PRODUCTS else ""
 

@@ -157,7 +157,7 @@ class ControlTokens:
     """
 
     def __init__(self, tokens: Sequence[str]) -> None:
-        # Where a token starts with another one, that one is found. So each is the only one that
+        # Where a token starts with another, the shorter is found. So each is the only token that
         # a text can start with, and comes right before the text in the order.
         self._tokens: list[str] = []
         for token in sorted({token for token in tokens if 0 < len(token) <= _LONGEST_WRITTEN}):

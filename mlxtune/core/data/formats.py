@@ -26,7 +26,7 @@ from mlxtune.core.data.sources.datafiles import read_objects
 from mlxtune.errors import DataError, shorten
 
 JsonObject = Mapping[str, Any]
-# Of so many bad rows, this share of all shows that the file, or the format, is the wrong one.
+# From this number of bad rows on, this share of all rows shows a wrong file or format.
 _MANY, _MOST_BAD = 100_000, 0.99
 # Keys of a prompt, of an answer, and of texts that belong to a prompt, in files of other tools.
 _ASKS = ("instruction", "question", "query", "prompt", "input")

@@ -35,7 +35,7 @@ _END_THINK = "</think>"
 # The tags that open thinking in a generation prompt, and close it before the answer.
 _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"))
 _PROBE = "mlxtune asks whether this is shown"
-# Each turn is rendered with all messages before it: so many characters in all, and what a message
+# Each turn is rendered with all messages before it: the most characters in all, and what a message
 # costs beside its own. Many short turns would take minutes.
 _MOST_RENDERED, _PER_MESSAGE = 2**27, 64
 

@@ -19,10 +19,10 @@ from mlxtune.core.files.ours import NotOurs
 from mlxtune.core.files.reading import open_regular
 from mlxtune.errors import OutputError
 
-# As long as those of the files that are written into a folder, temporary ones included.
+# As long as any name that is written into a folder, temporary names included.
 _LONG_NAME = "long-name".ljust(64, "-")
 _TEMPORARY = re.compile(r"\.mlxtune-.+\.[0-9a-f]{16}\.tmp")
-# What helps against an error, besides another place.
+# Remedies for an error, besides another place.
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space or "),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "fix permissions or "),
@@ -53,7 +53,7 @@ def as_output_error(target: Path, option: str = "path") -> Iterator[None]:
 
 
 def beside(target: Path) -> Path:
-    """Return a name beside the target that nobody can foresee, for what is not complete."""
+    """Return an unpredictable name beside the target, for an incomplete file."""
     return target.with_name(ours.temporary_name(target.name))
 
 

@@ -73,7 +73,7 @@ def is_same_base(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 def model_hash(folder: Path, cache: Path | None) -> str:
     """Return `sha256:` over a model's config.json and weights, by name and content.
 
-    A file whose size and times are those of an earlier run is not read again. Raises ModelError if
+    A file with the size and times that an earlier run saw is not read again. Raises ModelError if
     a file cannot be read.
     """
     known: dict[str, object] = {}

@@ -17,7 +17,7 @@ from mlxtune.core.files.reading import open_regular
 _MAX_NOTE_BYTES = 64 * 1024
 # Readers hold a lock for an instant to see whether it is free, and several may come at once.
 _INSTANT, _TRY_SECONDS = 0.1, 0.01
-# What file systems without locks answer.
+# Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 

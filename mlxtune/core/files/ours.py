@@ -101,7 +101,7 @@ def is_empty(folder: Path) -> bool:
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return what a folder holds, sorted, apart from the litter of desktops. Raises OSError."""
+    """Return the entries of a folder, sorted, without desktops' litter. Raises OSError."""
     return sorted(path for path in folder.iterdir() if path.name not in _LITTER)
 
 
@@ -198,6 +198,6 @@ def _owner_of_new_files(device: int, folder: Path) -> int:
 
 
 def temporary_name(name: str) -> str:
-    """Return a name that nobody can foresee, and that only mlxtune gives, for what is not whole."""
+    """Return an unpredictable name that only mlxtune gives, for an incomplete file."""
     # Any file system takes names of this length.
     return f".mlxtune-{name[:40]}.{secrets.token_hex(8)}.tmp"

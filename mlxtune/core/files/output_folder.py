@@ -20,7 +20,7 @@ from mlxtune.core.files.remembered import is_remembered, remember
 from mlxtune.core.text import join_few
 from mlxtune.errors import OutputError
 
-# What a file had when it was known to be ours: its inode, size and time of change.
+# A file's inode, size and time of change when it was known to be ours.
 _Known = Mapping[str, tuple[int, int, int]]
 
 

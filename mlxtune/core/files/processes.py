@@ -95,7 +95,7 @@ def output_of(
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Output:
-    """Run a process to its end. Raises OSError, and ChildTimeoutError after so many seconds."""
+    """Run a process to its end. Raises OSError, and ChildTimeoutError after `seconds`."""
     # Not apart, Python uses posix_spawn for a path: a fork has to mark all of the memory of a
     # process that trains.
     with start(
@@ -184,7 +184,7 @@ def describe_end(status: int, folder: Path) -> str:
 
 
 class LimitedProcess:
-    """Runs a script that may take `memory` bytes beyond those of its imports.
+    """Runs a script that may take `memory` bytes in addition to its imports.
 
     Libraries that read a stranger's file may run forever or fill the memory, and nothing interrupts
     them in the middle of an operation. A separate process can be killed at any time.

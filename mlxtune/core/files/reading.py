@@ -70,5 +70,5 @@ def read_start(path: Path, size: int) -> bytes:
 
 
 def read_kernel_file(path: Path) -> str:
-    """Return the text of a file that the kernel makes as it is read. Raises OSError."""
+    """Return the text of a file that the kernel makes on reading. Raises OSError."""
     return path.read_text(encoding=sys.getfilesystemencoding(), errors="replace")

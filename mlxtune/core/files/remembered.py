@@ -1,4 +1,4 @@
-"""What this user made on this machine: a list in the user's cache, of ids that nobody can guess."""
+"""Files that this user made on this machine: a list of unguessable ids in the user's cache."""
 
 from contextlib import suppress
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-# What a killed process leaves is recognised by it.
+# The remains of a killed process are recognised by it.
 PREFIX = ".mlxtune-"
 
 

@@ -20,7 +20,7 @@ _LARGEST, _MOST_DIMENSIONS = 2**31 - 1, 16
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of a tensor: its dtype, such as `F32` or `BF16`, and its shape."""
+    """A tensor's entry in a header: its dtype, such as `F32` or `BF16`, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What a machine's facts mean for training: what is slow or broken, and the remedy.
+"""Checks of a machine's facts: problems that slow or prevent training, and their remedies.
 
 Pure: facts in, checks out.
 """

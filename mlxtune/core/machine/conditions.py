@@ -1,4 +1,4 @@
-"""What changes on a machine while it trains: memory pressure, battery, heat, and sleep.
+"""Conditions of a machine while it trains: memory pressure, battery, heat, and sleep.
 
 psutil reads the battery and temperatures, the system's own commands and files the rest.
 """
@@ -49,7 +49,7 @@ class Pressure(IntEnum):
 
 @dataclass(frozen=True)
 class Conditions:
-    """One reading. `on_battery` is None if unknown, `thermal` empty if nominal or unknown."""
+    """A reading. `on_battery` is None if unknown, `thermal` empty if nominal or unknown."""
 
     pressure: Pressure = Pressure.NORMAL
     on_battery: bool | None = None

@@ -80,7 +80,7 @@ class Power:
 
 @dataclass(frozen=True)
 class Device:
-    """What MLX computes on. Memory in bytes; `limit` is the default of --memory-limit here.
+    """MLX's device. Memory in bytes; `limit` is the default of --memory-limit here.
 
     `gflops` is the speed of a float32 matrix product in MLX, `numpy_gflops` in numpy on the CPU.
     """
@@ -129,7 +129,7 @@ class Machine:
 
 
 def probe_device() -> tuple[Device | None, str]:
-    """Return what MLX computes on; or None, and why it does not start."""
+    """Return the device of MLX; or None, and why MLX does not start."""
     # A separate process survives a crash of MLX.
     command = [sys.executable, "-m", "mlxtune.backend.models.probe"]
     try:
@@ -192,7 +192,7 @@ def versions() -> dict[str, str]:
 
 
 def machine_id() -> str:
-    """Return what tells this machine, as started, from others, whatever their names.
+    """Return an id of this machine since its start, whatever its name.
 
     Falls back to the host's name where the system does not identify its boots.
     """

@@ -81,7 +81,7 @@ def fault_of(error: BaseException) -> Fault | None:
 def fault_error(fault: Fault, text: str, when: str = "", remedy: str = "") -> MlxTuneError:
     """Return the one line about a fault that ends a command; `text` is MLX's own.
 
-    `when` says what was being done; `remedy` replaces that of the fault.
+    `when` says what was being done; `remedy` replaces the fault's own.
     """
     what, remedy = f"{fault.meaning} {when}".rstrip(), remedy or fault.remedy
     if fault is Fault.OUT_OF_MEMORY:

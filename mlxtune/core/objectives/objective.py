@@ -1,4 +1,4 @@
-"""What a step minimises: a function of its examples' log-probabilities, defined over the step.
+"""The function that a step minimises, of its examples' log-probabilities, defined over the step.
 
 A row of a pair makes examples of its chosen and of its rejected answer, a row with a label examples
 of one answer. The log-probability of an answer is the sum over its supervised tokens, in nats. How
@@ -62,7 +62,7 @@ class Layout:
         return int(self.counts.shape[1])
 
     def sums(self, logps: _Floats) -> _Floats:
-        """Return log-probabilities of examples (E,) as those of answers, (columns, R)."""
+        """Return log-probabilities of examples (E,) by answer, (columns, R)."""
         sums = np.zeros(self.counts.size)
         np.add.at(sums, self.slots, logps)
         return sums.reshape(self.counts.shape)
@@ -70,7 +70,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Totals:
-    """What the loss of a few rows needs to know of their step.
+    """The facts of a step that the loss of a few of its rows needs.
 
     `tokens` are those whose loss is added to the preference; `kl` is the step's divergence.
     """

@@ -201,7 +201,7 @@ def prune(run: Path, keep: set[Path]) -> None:
             _remove_temporary(path)
         elif (numbered or backup) and is_checkpoint(path):
             with suppress(OSError):
-                # If the process is killed, what is left is not a checkpoint.
+                # If the process is killed, the remains are not a checkpoint.
                 aside = beside(path)
                 move(path, aside)
                 discard(aside)

@@ -254,7 +254,7 @@ class JudgedRows:
 def evaluation_of(
     judged: JudgedRows, base: Sums, adapted: Sums | None, seed: int, start: Sums | None = None
 ) -> Evaluation:
-    """Compare the losses of rows, with those of the adapter from which training started, if any.
+    """Compare the losses of rows, also with the adapter from which training started, if any.
 
     Raises NonFiniteLossError if the loss of a row is not finite.
     """

@@ -17,7 +17,7 @@ def perplexity(loss: float) -> float:
 
 @dataclass(frozen=True)
 class InstructStepResult:
-    """One example's update. `loss` is in nats per supervised token."""
+    """An example's update. `loss` is in nats per supervised token."""
 
     loss: float
     num_response_tokens: int
@@ -53,7 +53,7 @@ class InstructBatchResult:
 class StepRecord:
     """One optimizer update. `tokens` counts its examples' tokens; `seconds` is wall time.
 
-    The fields after `seconds` are those of InstructBatchResult.
+    The fields after `seconds` are as in InstructBatchResult.
     """
 
     step: int

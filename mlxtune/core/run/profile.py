@@ -83,7 +83,7 @@ class PhaseTimer:
 
 
 class ProfilerBackend(Protocol):
-    """What the profiler needs from a backend.
+    """The backend as the profiler needs it.
 
     It reports the phases of a step to its `timer`, if it has one.
     """

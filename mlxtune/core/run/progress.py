@@ -43,7 +43,7 @@ _KIND_OF = {kind: name for name, kind in _KINDS.items()}
 
 
 class Progress:
-    """How far a run has come: its records in their order, with those of steps stored compactly."""
+    """How far a run has come: its records in their order, with step records stored compactly."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.steps = StepHistory()
@@ -180,7 +180,7 @@ class Progress:
     def reopen_epoch(self, steps_per_epoch: int, total_steps: int, validated: bool = False) -> None:
         """Drop the end of an epoch that was cut short, if more steps may follow.
 
-        Its validation stays if a run that goes on has it too (`validated`), or if it was better
+        Its validation stays if a continued run has it too (`validated`), or if it was better
         than an earlier one, whose adapter in `best/` it has replaced.
         """
         if self.step < total_steps and self.step % steps_per_epoch:

@@ -102,7 +102,7 @@ def find_runs(folder: Path, depth: int = 6) -> Iterator[Path]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run's folder. Whatever cannot be read is listed in `problems`."""
+    """Read a run's folder. Unreadable files are listed in `problems`."""
     run = Run(folder, holder=holder_of(folder / LOCK))
     run.about = _read(run, ABOUT, read_json, {})
     run.result = _read(run, RESULT, read_json, {})

@@ -86,7 +86,7 @@ def find_resume_point(run: Path) -> ResumePoint | None:
     Raises OutputError when there are checkpoints but none is usable.
     """
     if is_checkpoint(run / f".{BEST}.old") and not os.path.lexists(run / BEST):
-        # Where another process trains, it is about to come back by itself.
+        # Where another process trains, it will be back in a moment.
         with suppress(OutputError):
             lock_run(run).release()
     good, skipped = find_checkpoints(run)

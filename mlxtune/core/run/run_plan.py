@@ -1,4 +1,4 @@
-"""What a run is expected to take: memory, steps and time."""
+"""The expected cost of a run: memory, steps and time."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,7 +22,7 @@ class LongestFit:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run is expected to take; without data, only the memory of the longest example.
+    """The expected cost of a run; without data, only the memory of the longest example.
 
     `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` says what a
     larger --memory-limit would gain here, if anything. `tokens` and `supervised` count those of the

@@ -1,4 +1,4 @@
-"""What runs measured of a model, saved beside the encoded data for later plans."""
+"""A model's speed and memory as runs measured them, saved beside the encoded data for plans."""
 
 from collections.abc import Sequence
 from contextlib import suppress

@@ -229,7 +229,7 @@ def _judged(evaluation: Evaluation | None) -> Verdict | None:
 
 
 def hub_data(run: Run) -> list[Mapping[str, Any]]:
-    """Return what a run recorded about each data set of the hub."""
+    """Return a run's records of each data set of the hub."""
     recorded = run.about.get("hub")
     found = recorded if isinstance(recorded, list) else []
     return [each for each in found if isinstance(each, Mapping)]

@@ -223,7 +223,7 @@ class GraphMemory:
     head_copies = 4
 
     def kept(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
-        """Return what all layers keep from their forward to their backward passes."""
+        """Return the entries that all layers keep from their forward to their backward passes."""
         if execution.recompute:
             return Entries(0, load.tokens * shapes.inputs, 0)
         # Products and functions of them, inputs and residuals; and the scores.
@@ -236,7 +236,7 @@ class GraphMemory:
         return Entries(0, tokens, shapes.scores * scores)
 
     def in_layer(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
-        """Return what one layer's backward pass works with, in addition to what is kept."""
+        """Return the working entries of a layer's backward pass, in addition to the kept ones."""
         gradients = GRADIENTS * (shapes.widest_product + shapes.hidden)
         gradients += _GATHERED * shapes.layer_gathered
         mixed = load.beside * _MIXED * shapes.layer_mixed
@@ -252,7 +252,7 @@ class GraphMemory:
         return Entries(fixed, tokens, scores)
 
     def unseen(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
-        """Return what passes without a head do not show: its arrays that are still in flight."""
+        """Return the head's entries in flight, which passes without a head do not show."""
         positions, _ = head_states(shapes, execution, load)
         logits = held_logits(execution, positions, shapes)
         if execution.split_head and not self.holds_logits(shapes):
@@ -303,7 +303,7 @@ class MemoryUse(Protocol):
 class Operations(Protocol):
     """The operations that compute a step on a device; arrays and modules are the backend's.
 
-    `by_segments`: causal attention keeps apart the examples of a line by itself. `lazy`: building a
+    `by_segments`: causal attention itself keeps apart the examples of a line. `lazy`: building a
     graph computes none of it. `joins`: projections of the same input run together in training.
     """
 
@@ -319,7 +319,7 @@ class Operations(Protocol):
         """Return whether models whose hidden states have this dtype (None: unknown) can be run."""
 
     def linear_head(self, dtype: Any) -> Any:
-        """Return what computes the losses of a head that is one product without its logits.
+        """Return a function for the losses of a head of one product, without its logits.
 
         None if it is computed like any other.
         """
@@ -331,7 +331,7 @@ class Operations(Protocol):
         """Return float32 (P,), in nats, for logits (P, V) and targets int32 (P,)."""
 
     def layer_passes(self, recompute: bool) -> Any:
-        """Return what runs layers to need less memory backward; None leaves it to MLX."""
+        """Return a runner of layers that saves memory backward; None leaves them to MLX."""
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ class Execution:
     lay examples end to end instead of padding them, and run what they start with alike once.
     `recompute`: keep only the input of each layer, and run the layer again in the backward pass.
     `fixed_cost` is the cost of a micro-batch beyond its tokens, in units of one token's time.
-    `rounding` is that of packed lines.
+    `rounding` is applied to packed lines.
     """
 
     operations: Operations
@@ -362,7 +362,7 @@ class Execution:
         return plan_step(examples, self.micro_batch_tokens, self.fixed_cost)
 
     def rounded(self, load: BatchLoad) -> BatchLoad:
-        """Return the load of one example as it is run."""
+        """Return the load of one example, rounded as it runs."""
         if not self.packs:
             return load
         added = self.rounding.padding(load.tokens, self.micro_batch_tokens)

@@ -26,10 +26,10 @@ _Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The tokens `start` to `end` of a line, which continue those of the segment `parent`.
+    """The tokens `start` to `end` of a line, which continue the segment `parent`.
 
-    `parent` is its index, -1 for none; it comes earlier. `position` is that of the first token in
-    its example: the number of tokens in the segments before.
+    `parent` is its index, -1 for none; it comes earlier. `position` is the place of the first
+    token in its example: the number of tokens in the segments before.
     """
 
     start: int
@@ -142,7 +142,7 @@ class _Lines:
     def __init__(self, runs: list[int], neighbours: list[int], max_tokens: int) -> None:
         self._runs = runs
         self._max_tokens = max_tokens
-        # What the places i and j > i share, as [i][j - i - 1].
+        # The shared tokens of places i and j > i, as [i][j - i - 1].
         self._shared = [list(accumulate(neighbours[i:], min)) for i in range(len(runs))]
 
     def least(self, fixed: int) -> list[list[int]]:

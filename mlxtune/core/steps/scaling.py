@@ -1,4 +1,4 @@
-"""What a step gains from several machines: the dearest share of it, and what they exchange."""
+"""The gain of a step from several machines: its dearest share, and the bytes exchanged."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +12,7 @@ _LATENCY = 1e-4
 
 @dataclass(frozen=True)
 class Scaling:
-    """A step on `workers` machines with links of so many Gbit/s.
+    """A step on `workers` machines with links of `gbps` Gbit/s.
 
     One of them computes at most the share `dearest` of the step. In `exchanges`, `exchanged` bytes
     are added over all: gradients or, where they share the model, what its parts give. `step_s` is
@@ -53,7 +53,7 @@ class Scaling:
 
 
 def dearest_share(steps: Iterable[Sequence[float]], workers: int) -> float:
-    """Return what share of all costs is that of each step's dearest worker; costs by example."""
+    """Return the share of all costs that falls on each step's dearest worker; costs by example."""
     dearest = total = 0.0
     for costs in steps:
         dearest += max(sum(costs[i] for i in items) for items in deal(costs, workers))

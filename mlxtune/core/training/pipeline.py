@@ -1,4 +1,4 @@
-"""What the trainer needs from a backend."""
+"""The backend as the trainer needs it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ class Pipeline(Protocol):
         """Return each example's summed log-probability over its supervised tokens, in nats."""
 
     def reference(self) -> Mapping[str, Any]:
-        """Return what the log-probabilities of the model as it starts depend on, as JSON values."""
+        """Return all that decides the starting model's log-probabilities, as JSON values."""
 
     def snapshot(self) -> Snapshot:
         """Capture the adapter and whatever else `restore` needs, to write now or later."""

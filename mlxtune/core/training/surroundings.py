@@ -1,4 +1,4 @@
-"""What a run does about the machine around it: memory pressure, battery, heat and sleep."""
+"""A run's answers to the machine around it: memory pressure, battery, heat and sleep."""
 
 import time
 from collections.abc import Callable, Sequence

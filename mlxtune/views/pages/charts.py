@@ -35,7 +35,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """What to draw. `description` is the chart in words.
+    """The contents of a chart. `description` is the chart in words.
 
     `levels` are values to compare with, by their names; `verticals` are steps to mark, `skipped`
     those that were not applied. The scale is linear if it starts `from_zero`, and logarithmic

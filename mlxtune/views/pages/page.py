@@ -1,4 +1,4 @@
-"""What all pages share: one HTML file that loads nothing, in which data is never code.
+"""The frame of all pages: one HTML file that loads nothing, in which data is never code.
 
 Templates are in `templates/`. All values are escaped, and invisible characters made visible; only
 markup rendered by this package is inserted unchanged.

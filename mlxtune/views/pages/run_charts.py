@@ -173,7 +173,7 @@ def _averaged(
 
 
 def span_for(steps: int) -> int:
-    """Return the number of steps to average over, for a curve of this many."""
+    """Return the number of steps to average over, for a curve of `steps` steps."""
     return min(max(10, round(steps / 50)), max(1, steps // 4))
 
 

@@ -23,7 +23,7 @@ PLACES = {
     "olmoe": "mlp.experts",
     "qwen3_moe": "mlp.experts",
 }
-# Those whose outputs of gate and up take turns.
+# Models whose outputs of gate and up take turns.
 _IN_TURNS = ("gpt_oss",)
 # In the order in which PEFT wraps them.
 PARAMETERS = ("gate_up_proj", "down_proj")

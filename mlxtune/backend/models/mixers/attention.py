@@ -158,5 +158,5 @@ def composed_attention(
 
 
 def _split(heads: int, groups: int) -> tuple[int, int]:
-    """Return the axes of a mask's heads; one that all heads share has one of each."""
+    """Return the axes of a mask's heads, of length 1 if all heads share the mask."""
     return (1, 1) if heads == 1 else (groups, heads // groups)

@@ -1,4 +1,4 @@
-"""The gated delta rule by MLX's kernels or by chunks, in the place of mlx-lm's loop over tokens."""
+"""The gated delta rule by MLX's kernels or by chunks, instead of mlx-lm's loop over tokens."""
 
 from typing import Any
 
