@@ -49,6 +49,7 @@ RUN_FILES: dict[str, str] = {
     "checkpoints/profile.jsonl": "how long each phase of a step took; with --profile-interval",
     "checkpoints/.mlxtune.stop": "asks the run to stop after its step and save, for an instant; "
     "with --open or mlxtune watch",
+    "checkpoints/samples.json": "answers to validation rows after the last validation; with --open",
     "checkpoints/tracking.json": "the run's ids in its trackers; with --track",
     "checkpoints/{tensorboard,wandb}/…": "files of the trackers; with --track",
     f"{CHECKPOINT}/adapters.safetensors": "the adapter at that step",

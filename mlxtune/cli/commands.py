@@ -100,7 +100,7 @@ def _train(
         from mlxtune.watch.watch import PageOpener
 
         observers = [PageOpener(checked.checkpoint_path)]
-    train(checked, dry_run=dry_run, resume=point, observers=observers)
+    train(checked, dry_run=dry_run, resume=point, observers=observers, live=open_page)
 
 
 def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) -> bool:

@@ -3,13 +3,14 @@
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from mlxtune.backend.device import memory
+from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.backend.text.generate import Sampling, answers
 from mlxtune.backend.text.tokenizer import ModelTokenizer
@@ -28,6 +29,7 @@ from mlxtune.core.run.evaluation import (
     JudgedRows,
     Matches,
     Sample,
+    StepSamples,
     Sums,
     evaluation_of,
     file_lines,
@@ -35,13 +37,16 @@ from mlxtune.core.run.evaluation import (
     sums_of,
     verdict_lines,
 )
-from mlxtune.core.run.run_folder import EVALUATION
+from mlxtune.core.run.run_folder import EVALUATION, SAMPLES
 from mlxtune.core.text import count
+from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.errors import MlxTuneError
 from mlxtune.views.console import RunConsole
 
 # The longest sample of an answer at the end of a run, in tokens.
 _LONGEST_SAMPLE = 128
+# The longest answer after a validation within a run, which waits meanwhile.
+_LONGEST_LIVE = 64
 
 
 def compare_losses(
@@ -136,6 +141,37 @@ def answer_rows(
     if match == "exact":
         return found
     return replace(found, matches=Matches(match, *matches(matcher(match))))
+
+
+class ValidationAnswers(TrainingObserver):
+    """Answers some validation rows after each validation, for the live page.
+
+    `rows` returns the validation rows, once they are known.
+    """
+
+    def __init__(
+        self, config: TrainConfig, base: BaseModel, rows: Callable[[], CorpusRows]
+    ) -> None:
+        self._config, self._rows = config, rows
+        self._loaded = LoadedModel(base, None)
+        self._works = True
+
+    def on_validation(self, step: int, loss: float) -> None:
+        """Write the answers of the model as it is after a step."""
+        # The page is not worth a run: whatever goes wrong, there are no more answers.
+        try:
+            if self._works:
+                self._answer(step)
+        except Exception:  # noqa: BLE001
+            self._works = False
+
+    def _answer(self, step: int) -> None:
+        config, tokenizer = self._config, Reader(self._config, self._loaded.base.folder).tokenizer
+        if drawn := _draw(self._rows(), config.samples, config.seed, tokenizer):
+            quiet = RunConsole(quiet=True)
+            generated = answer_rows(self._loaded, tokenizer, drawn, _LONGEST_LIVE, quiet)
+            content = asdict(StepSamples(step, generated.samples))
+            write_json(config.checkpoint_path / SAMPLES, content)
 
 
 def judge(

@@ -18,7 +18,7 @@ from mlxtune.backend.device import memory
 from mlxtune.backend.forward import operations
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.backend.workers.worker_run import WorkerRun, join_run
-from mlxtune.commands.judge import judge
+from mlxtune.commands.judge import ValidationAnswers, judge
 from mlxtune.commands.prepare.auto import with_auto
 from mlxtune.commands.prepare.dataset import (
     Reader,
@@ -113,12 +113,14 @@ def train(
     resume: ResumePoint | None = None,
     stop_after: int | None = None,
     observers: Sequence[TrainingObserver] = (),
+    live: bool = False,
 ) -> TrainResult:
     """Fine-tune a model as the options say, and write the adapter.
 
     With `dry_run`, stop before the first step and print the plan. With `resume`, which
     `mlxtune.resume` finds, continue from that checkpoint. After step `stop_after`, stop as if
-    Ctrl-C had been pressed. `observers` receive the events of the run, from the first worker.
+    Ctrl-C had been pressed. `observers` receive the events of the run, from the first worker. If
+    it is looked at `live`, the `samples` rows are also answered after each validation.
 
     Raises a child of MlxTuneError for what options, files or the model cause, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
@@ -153,7 +155,13 @@ def train(
                 lambda: console.warn("asked to stop by mlxtune watch: stopping after this step"),
             )
             trainer = make_trainer(
-                setup, worker_run, lambda: asked() or requested(), stop_after, watch, observers
+                setup,
+                worker_run,
+                lambda: asked() or requested(),
+                stop_after,
+                watch,
+                observers,
+                live,
             )
             print_plan(config, setup, trainer, console)
             check_beside(config.output_path, setup.pipeline.lora.written_config)
@@ -324,13 +332,17 @@ def make_trainer(
     stop_after: int | None,
     watch: ConditionsWatch,
     observers: Sequence[TrainingObserver],
+    live: bool,
 ) -> InstructTrainer:
     """Make the trainer, and count the rows that it holds out in the ledgers."""
     config, dataset, console = worker_run.config, setup.dataset, worker_run.console
     trackers = [
         TrackingObserver(each, config, console.warn) for each in dict.fromkeys(config.track)
     ]
-    first = observers if worker_run.workers.index == 0 else ()
+    first = list(observers) if worker_run.workers.index == 0 else []
+    # One of several workers cannot answer while the others wait for it.
+    if live and config.samples and worker_run.workers.size == 1 and setup.pipeline.objective.is_sft:
+        first.append(ValidationAnswers(config, setup.base, lambda: trainer.val_rows))
     observer = Observers([console, *trackers, *first, worker_run.last_step])
     profiler = None
     if config.profile_interval:

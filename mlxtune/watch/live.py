@@ -19,6 +19,7 @@ from mlxtune.core.run.run_folder import (
     LEDGER,
     LOCK,
     RESULT,
+    SAMPLES,
     previous_number,
     request_stop,
 )
@@ -26,7 +27,7 @@ from mlxtune.errors import OutputError, one_line
 from mlxtune.watch.asking import Asker, problem_of
 from mlxtune.watch.page import Parts, render_answers, render_page, render_run, render_runs
 
-_FILES = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION)
+_FILES = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, SAMPLES)
 # Seconds between looks at a run's files, and between those for new runs; reading takes at most this
 # share of the time.
 _LOOK_EVERY, _FIND_EVERY, _MOST_READING = 1.0, 5.0, 0.1

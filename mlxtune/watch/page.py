@@ -26,7 +26,7 @@ PAGE = PageType(
 # The markup of each part by its name, empty for one that is not shown; `chart_data` are the values
 # of the charts, `can_ask` is a truth value, and `title` the page's title.
 Parts = dict[str, Any]
-_PARTS = ("problem", "back", "head", "charts", "why_not", "samples", "data")
+_PARTS = ("problem", "back", "head", "charts", "why_not", "latest", "samples", "data")
 # The time left is estimated from this many recent steps.
 _RECENT_STEPS = 50
 
@@ -47,6 +47,8 @@ def render_run(key: str, run: Run, why_not: str, *, several: bool, stopping: boo
         **_charts(charts_of(run, view)),
         can_ask=not why_not,
         why_not=why_not if view.finished else "",
+        # The pairs of answers at the end are those of the same rows.
+        latest=_latest(run) if run.samples and not run.evaluation else "",
         samples=_fragment("evaluation.html", **evaluation_context(run)) if run.evaluation else "",
         data=_fragment("ledgers.html", ledgers=run.ledgers),
     )
@@ -108,6 +110,10 @@ def render_answers(question: Question | None) -> str:
     if question is None:
         return ""
     return _fragment("answers.html", question=question)
+
+
+def _latest(run: Run) -> str:
+    return _fragment("latest.html", latest=run.samples, **evaluation_context(run))
 
 
 def _parts(**parts: Any) -> Parts:

@@ -443,3 +443,49 @@ def test_run_that_is_asked_to_stop_saves_its_step_and_ends(
     assert checkpoint is not None
     assert checkpoint.name == f"step-{interrupted.value.step}"
     assert interrupted.value.step in (2, 3)
+
+
+def test_live_run_answers_rows_after_each_validation_and_learns_the_same(
+    model: Path, chat: Path, run: Run, tmp_path: Path
+) -> None:
+    _, plain = run
+    written: list[dict[str, Any]] = []
+    configured = config(model, chat, tmp_path, samples=2)
+
+    class Reading(TrainingObserver):
+        def on_epoch(self, metrics: Any, best: bool) -> None:
+            path = configured.checkpoint_path / "samples.json"
+            written.append(json.loads(path.read_text()))
+
+    result = train(configured, observers=[Reading()], live=True)
+    assert plain.adapter is not None
+    assert configured.output_path.read_bytes() == plain.adapter.read_bytes()
+    assert len(written) == EPOCHS
+    steps = len(result.training.steps) if result.training else 0
+    assert written[-1]["step"] == steps
+    assert result.evaluation is not None
+    assert result.evaluation.generated is not None
+    best = result.training.best_epoch if result.training else None
+    assert best is not None
+    # As the finished adapter answers, loaded anew.
+    for live, final in zip(
+        written[best - 1]["samples"], result.evaluation.generated.samples, strict=True
+    ):
+        assert (live["path"], live["row"], live["prompt"]) == (final.path, final.row, final.prompt)
+        assert final.adapted is not None
+        assert live["base"][:40] == final.adapted[:40]
+
+
+def test_answers_that_fail_do_not_fail_the_run(
+    model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mlxtune.commands.judge._draw", failing)
+        configured = config(model, chat, tmp_path, samples=2, epochs=1, max_steps=1, val_rows=2)
+        patch.setattr("mlxtune.commands.train.judge", lambda *_: None)
+        train(configured, live=True)
+    assert configured.output_path.is_file()
+    assert not (configured.checkpoint_path / "samples.json").exists()

@@ -213,3 +213,23 @@ def test_link_in_place_of_a_lock_is_no_run_in_progress(tmp_path: Path) -> None:
     run = write_run(tmp_path, finished=False)
     (run / LOCK).symlink_to("/etc/passwd")
     assert "data-stop" not in parts_of(following(Live(run, Asker())))["head"]
+
+
+def test_answers_after_the_last_validation_give_way_to_the_pairs_at_the_end(
+    tmp_path: Path,
+) -> None:
+    run = write_run(tmp_path, finished=False)
+    sample = {"path": "chat.jsonl", "row": 7, "prompt": "2 + 2?", "expected": "4"}
+    samples = [sample | {"base": "<b>4</b>", "adapted": None}, sample | {"base": "4"}]
+    samples[1]["adapted"] = None
+    (run / "samples.json").write_text(json.dumps({"step": 40, "samples": samples}))
+    events = following(Live(run, Asker()))
+    latest = parts_of(events)["latest"]
+    assert "After step 40" in latest
+    assert "&lt;b&gt;4&lt;/b&gt;" in latest
+    assert latest.count("✓ exact") == 1
+    (run / "evaluation.json").write_text(json.dumps(EVALUATION))
+    assert parts_of(events)["latest"] == ""
+    (run / "evaluation.json").unlink()
+    (run / "samples.json").write_text('{"step": "no"}')
+    assert "samples.json holds no samples" in parts_of(events)["head"]

@@ -157,6 +157,14 @@ class Generated:
 
 
 @dataclass(frozen=True)
+class StepSamples:
+    """Answers after a validation within a run, each as `base` of its sample."""
+
+    step: int
+    samples: list[Sample]
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """The result of an evaluation. Without an adapter, only the base model's values are set.
 

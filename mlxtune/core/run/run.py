@@ -15,10 +15,18 @@ from mlxtune.core.files.files import read_json, read_own
 from mlxtune.core.files.lock import holder_of
 from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.run.checkpoint import MANIFEST, METADATA, METRICS, checkpoint_folders
-from mlxtune.core.run.evaluation import Evaluation, parse_evaluation
+from mlxtune.core.run.evaluation import Evaluation, StepSamples, parse_evaluation
 from mlxtune.core.run.metrics import SkippedStep, StepRecord
 from mlxtune.core.run.progress import Progress, Record, parse_records
-from mlxtune.core.run.run_folder import ABOUT, EVALUATION, LEDGER, LOCK, RESULT, previous_number
+from mlxtune.core.run.run_folder import (
+    ABOUT,
+    EVALUATION,
+    LEDGER,
+    LOCK,
+    RESULT,
+    SAMPLES,
+    previous_number,
+)
 from mlxtune.errors import OutputError
 
 CHECKPOINTS = "checkpoints"
@@ -45,6 +53,7 @@ class Run:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     result: Mapping[str, Any] = field(default_factory=dict)
     evaluation: Evaluation | None = None
+    samples: StepSamples | None = None
     ledgers: list[Ledger] = field(default_factory=list)
     progress: Progress = field(default_factory=Progress)
     checkpoints: list[str] = field(default_factory=list)
@@ -107,6 +116,7 @@ def read_run(folder: Path) -> Run:
     run.about = _read(run, ABOUT, read_json, {})
     run.result = _read(run, RESULT, read_json, {})
     run.evaluation = _read(run, EVALUATION, read_evaluation, None)
+    run.samples = _read(run, SAMPLES, read_samples, None)
     run.ledgers = _read(run, LEDGER, read_ledgers, [])
     run.checkpoints = [folder.name for folder in checkpoint_folders(folder)]
     # Their files are not checked.
@@ -139,6 +149,16 @@ def read_evaluation(path: Path) -> Evaluation | None:
         return parse_evaluation(values)
     except ValueError as error:
         raise ValueError(f"{path.name} is not an evaluation") from error
+
+
+def read_samples(path: Path) -> StepSamples:
+    """Read samples.json. Raises OSError, or ValueError if the file is invalid."""
+    values = read_json(path)
+    try:
+        samples: StepSamples = from_json(StepSamples, values)
+        return samples
+    except ValueError as error:
+        raise ValueError(f"{path.name} holds no samples") from error
 
 
 def read_ledgers(path: Path) -> list[Ledger]:

@@ -44,6 +44,8 @@ RESULT = "result.json"
 EVALUATION = "evaluation.json"
 TRAINED_ROWS = "trained_rows.bin"
 REPORT = "report.html"
+# Answers after the last validation, with --open.
+SAMPLES = "samples.json"
 # An earlier run, the newest with the highest number; without one, from earlier versions.
 _PREVIOUS = re.compile(r"previous(?:-([1-9]\d{0,8}))?")
 _MOVING = ".previous.moving"
@@ -57,7 +59,7 @@ TRACKING = "tracking.json"
 TENSORBOARD = "tensorboard"
 _OF_A_RUN = (
     *(METRICS, ABOUT, LEDGER, TRAINED_ROWS, REFERENCE),
-    *(RESULT, EVALUATION, REPORT, PROFILE),
+    *(RESULT, EVALUATION, REPORT, PROFILE, SAMPLES),
 )
 # TRACKING shows that folders of these names belong to the run, so it is moved last.
 _TRACKERS = (TENSORBOARD, "wandb")
