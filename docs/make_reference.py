@@ -20,7 +20,7 @@ import click
 import mlxtune
 from mlxtune.cli import COMMANDS, EXIT_CODES
 from mlxtune.cli.options import ConfigCommand
-from mlxtune.config.fields import Checked, Option, Section, field_types, flag
+from mlxtune.config.fields import FIELDS, Checked, Option, Section, field_types, flag
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "mlxtune"
@@ -278,7 +278,8 @@ def _written(value: Any) -> str:
 
 
 def _doc(found: Any) -> str:
-    own = found.__doc__ or ""
+    # Its tables have the fields of a config.
+    own = (found.__doc__ or "").partition(f"\n\n{FIELDS}\n")[0]
     # Dataclasses without a docstring get a generated one.
     return "" if own.startswith(f"{getattr(found, '__name__', '')}(") else inspect.cleandoc(own)
 

@@ -1,10 +1,11 @@
 """LoRA fine-tuning of MLX language models.
 
-    from mlxtune import TrainConfig, train
-    result = train(TrainConfig(model_path="…", data="chat.jsonl"))
+    import mlxtune
+    result = mlxtune.train(model_path="…", data="chat.jsonl", rank=16)
+    inspection = mlxtune.inspect(model_path="…", data=[{"prompt": "…", "completion": "…"}])
 
-    from mlxtune import InspectConfig, inspect
-    inspection = inspect(InspectConfig(model_path="…", data="chat.jsonl"))
+Options are keywords, or fields of a config such as `TrainConfig`, whose help() has a sentence on
+each. `data` may be paths or rows: dictionaries in a list, another iterable or a `datasets.Dataset`.
 
 Also public: `StepHistory` and `TrainingMetrics` of mlxtune.core.run.metrics, `StepProfiler` of
 mlxtune.core.run.profile, `reserve` and `reservations` of mlxtune.core.machine.reservation, and
@@ -24,6 +25,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from mlxtune.config import (
+    BenchConfig,
     DemoConfig,
     EvalConfig,
     ExportConfig,
@@ -33,6 +35,7 @@ from mlxtune.config import (
     InspectConfig,
     InstructConfig,
     InstructTrainingConfig,
+    PlanConfig,
     TrainConfig,
 )
 from mlxtune.core.machine.blas import has_cpu_wheel, load_blas
@@ -51,17 +54,19 @@ from mlxtune.errors import (
 
 if TYPE_CHECKING:
     from mlxtune.backend.step.pipeline import InstructPipeline
+    from mlxtune.benchmark.bench import bench
     from mlxtune.commands.evaluate import evaluate
     from mlxtune.commands.export import export
     from mlxtune.commands.fuse import fuse
     from mlxtune.commands.generate import generate
     from mlxtune.commands.import_adapter import import_adapter
     from mlxtune.commands.inspect import inspect
+    from mlxtune.commands.plan import plan
     from mlxtune.commands.proof import ExportResult
     from mlxtune.commands.push import push
     from mlxtune.commands.report import report
     from mlxtune.commands.runs import runs
-    from mlxtune.commands.train import TrainResult, resume, train
+    from mlxtune.commands.train import TrainResult, demo, resume, train
     from mlxtune.commands.verify import verify
     from mlxtune.core.data.encode import Example
     from mlxtune.core.data.inspection import Inspection
@@ -72,6 +77,7 @@ if TYPE_CHECKING:
     from mlxtune.diagnosis.prove import prove
 
 __all__ = [
+    "BenchConfig",
     "ConfigError",
     "DataError",
     "DemoConfig",
@@ -96,10 +102,13 @@ __all__ = [
     "ModelError",
     "NonFiniteLossError",
     "OutputError",
+    "PlanConfig",
     "TrainConfig",
     "TrainResult",
     "TrainingInterrupted",
     "WorkerError",
+    "bench",
+    "demo",
     "doctor",
     "evaluate",
     "export",
@@ -107,6 +116,7 @@ __all__ = [
     "generate",
     "import_adapter",
     "inspect",
+    "plan",
     "prove",
     "push",
     "report",
@@ -118,7 +128,7 @@ __all__ = [
 
 _COMMANDS = (
     *("evaluate", "export", "fuse", "generate", "import_adapter", "inspect"),
-    *("push", "report", "runs", "train", "verify"),
+    *("plan", "push", "report", "runs", "train", "verify"),
 )
 _LAZY = {
     "Evaluation": "mlxtune.core.run.evaluation",
@@ -129,6 +139,8 @@ _LAZY = {
     "InstructTrainResult": "mlxtune.core.run.metrics",
     "InstructTrainer": "mlxtune.core.training.trainer",
     "TrainResult": "mlxtune.commands.train",
+    "bench": "mlxtune.benchmark.bench",
+    "demo": "mlxtune.commands.train",
     "resume": "mlxtune.commands.train",
     **{name: f"mlxtune.commands.{name}" for name in _COMMANDS},
     **{name: f"mlxtune.diagnosis.{name}" for name in ("doctor", "prove")},

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
+import pydoc
+import re
 import subprocess
 import sys
 
@@ -18,6 +21,24 @@ def test_all_public_names_can_be_imported_and_no_others_are_offered() -> None:
         assert getattr(mlxtune, name).__module__.startswith("mlxtune.")
     with pytest.raises(AttributeError, match="nonsense"):
         _ = mlxtune.nonsense
+
+
+def test_help_has_a_sentence_on_each_field_of_each_config() -> None:
+    configs = [getattr(mlxtune, name) for name in mlxtune.__all__ if name.endswith("Config")]
+    assert len(configs) >= 12
+    for config in configs:
+        shown = pydoc.plain(pydoc.render_doc(config))
+        for field in dataclasses.fields(config):
+            assert f"{field.name}: {field.metadata['option'].help}" in shown
+
+
+def test_help_shows_public_names_only() -> None:
+    shown = pydoc.plain(pydoc.render_doc(mlxtune)).split("FUNCTIONS")[1]
+    functions = re.findall(r"^    (\w+)\(", shown, re.MULTILINE)
+    assert set(functions) == {
+        name for name in mlxtune.__all__ if inspect.isfunction(getattr(mlxtune, name))
+    }
+    assert {"bench", "demo", "plan", "train"} <= set(functions)
 
 
 def test_recipe_is_the_function_however_it_is_imported() -> None:

@@ -24,6 +24,7 @@ from mlxtune.commands.prepare.dataset import (
     report_findings,
     with_hub_data,
 )
+from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.commands.prepare.memory import choose_plan, first_epoch, planned_work
 from mlxtune.commands.prepare.model import open_model
 from mlxtune.config import BenchConfig
@@ -41,6 +42,7 @@ from mlxtune.views.tables import result_console
 Command = Callable[[Path], list[str]]
 
 
+@takes_options(BenchConfig)
 def bench(config: BenchConfig) -> Benchmark:
     """Time the first steps that `train` with the same options would take, by us and by a peer.
 

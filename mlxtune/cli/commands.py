@@ -62,13 +62,13 @@ def _flag(names: str, help: str) -> click.Option:
 
 def _demo(config: str | None, **flags: Any) -> None:
     """Train on the demo's data, and print the answers before and after."""
-    from mlxtune.commands.train import train
+    from mlxtune.commands.train import demo
     from mlxtune.views.console import RunConsole
     from mlxtune.views.run_text import before_and_after, next_lines
 
     options = merged(DemoConfig, config, flags)
     run = options.training()
-    result = train(run)
+    result = demo(options)
     console = RunConsole(quiet=options.quiet)
     generated = result.evaluation and result.evaluation.generated
     for sample in generated.samples[:1] if generated else ():

@@ -9,6 +9,7 @@ from mlxtune.backend.forward import operations
 from mlxtune.commands.judge import answer_rows, compare_losses
 from mlxtune.commands.prepare.base import with_base_model
 from mlxtune.commands.prepare.dataset import Reader, load_dataset, report_findings, with_hub_data
+from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.commands.prepare.model import find_model, load_model, prompted_as_trained
 from mlxtune.config import EvalConfig
 from mlxtune.core.data.sources.datafiles import held_out_file
@@ -20,6 +21,7 @@ from mlxtune.views.output import print_json
 from mlxtune.views.run_text import evaluation_lines
 
 
+@takes_options(EvalConfig)
 def evaluate(config: EvalConfig) -> Evaluation:
     """Compare a base model with its adapter on the supervised tokens of every row of the data.
 

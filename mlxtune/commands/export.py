@@ -9,6 +9,7 @@ from mlxtune.backend.adapters.formats import flat, gguf, mlx_lm, peft
 from mlxtune.backend.adapters.formats.adapter import completed
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models.loading import open_base
+from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.commands.proof import (
     ExportResult,
     Source,
@@ -23,6 +24,7 @@ from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.run.checkpoint import ADAPTER
 
 
+@takes_options(ExportConfig)
 def export(config: ExportConfig) -> ExportResult:
     """Write an adapter in a format, load it again, and compare it with the trained model.
 

@@ -9,6 +9,7 @@ from mlxtune.backend.device import memory
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import NF4, is_quantized
+from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.commands.proof import (
     ExportResult,
     Source,
@@ -21,6 +22,7 @@ from mlxtune.commands.retention import choose_storage
 from mlxtune.config import FuseConfig
 
 
+@takes_options(FuseConfig)
 def fuse(config: FuseConfig) -> ExportResult:
     """Write a model folder with an adapter in its weights, and compare it with the trained model.
 

@@ -8,6 +8,7 @@ from typing import Any
 from mlxtune.backend.text.generate import Answer, Sampling
 from mlxtune.commands.prepare.base import with_base_model
 from mlxtune.commands.prepare.dataset import Reader
+from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.commands.prepare.model import (
     check_prompt_length,
     find_model,
@@ -25,6 +26,7 @@ from mlxtune.views.output import print_answer, print_json, print_line
 _STDIN = "standard input"
 
 
+@takes_options(GenerateConfig)
 def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda text: None) -> Answer:
     """Answer a prompt or a conversation; `on_text` gets each piece of the answer as it arrives.
 

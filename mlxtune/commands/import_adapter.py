@@ -10,6 +10,7 @@ from mlxtune.backend.adapters.formats.peft import PICKLED, WEIGHTS, base_of, rea
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models.loading import open_base
 from mlxtune.commands.prepare.base import find_base, metadata_of
+from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.config import ImportConfig, as_path
 from mlxtune.core.files.files import write_json
 from mlxtune.core.files.output_folder import hashes, new_folder
@@ -21,6 +22,7 @@ from mlxtune.views.output import print_line
 FILES = "mlxtune-files.json"
 
 
+@takes_options(ImportConfig)
 def import_adapter(config: ImportConfig) -> Path:
     """Write an adapter of mlx-lm or PEFT in mlx-lm's layout; return the adapter's file.
 

@@ -14,6 +14,7 @@ from mlxtune.commands.prepare.dataset import (
     split_problem,
     with_hub_data,
 )
+from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.config import InspectConfig, as_path
 from mlxtune.core.data import findings, inspection
 from mlxtune.core.data.findings import Finding
@@ -32,6 +33,7 @@ from mlxtune.views.tables import result_console
 ON_PAGE, ELSEWHERE = 200, 12
 
 
+@takes_options(InspectConfig)
 def inspect(config: InspectConfig) -> inspection.Inspection:
     """Read the data as `train` with the same options would, and return its contents.
 

@@ -19,6 +19,7 @@ from mlxtune.commands.prepare.dataset import (
     report_findings,
     with_hub_data,
 )
+from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.commands.prepare.memory import (
     choose_plan,
     cut_line,
@@ -40,6 +41,7 @@ from mlxtune.views.output import print_json
 from mlxtune.views.plan_text import plan_lines
 
 
+@takes_options(PlanConfig)
 def plan(config: PlanConfig) -> RunPlan:
     """Plan the run of `train` with the same options, without reading any weights.
 

@@ -28,6 +28,7 @@ from mlxtune.commands.prepare.dataset import (
     with_hub_data,
 )
 from mlxtune.commands.prepare.interrupt import stop_on_interrupt
+from mlxtune.commands.prepare.keywords import takes_options, with_rows
 from mlxtune.commands.prepare.memory import (
     choose_plan,
     cut_line,
@@ -41,7 +42,7 @@ from mlxtune.commands.prepare.memory import (
 from mlxtune.commands.prepare.model import build_pipeline, open_model
 from mlxtune.commands.prepare.resuming import check_resumed, find_run
 from mlxtune.commands.prepare.run_metadata import Setup, about_result, about_run, provenance_of
-from mlxtune.config import TrainConfig, user_cache
+from mlxtune.config import DemoConfig, TrainConfig, user_cache
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.files.files import check_outputs, check_writable, write_json
 from mlxtune.core.files.hashing import hash_in_background
@@ -49,14 +50,14 @@ from mlxtune.core.machine.conditions import ConditionsWatch, Sensors, kept_awake
 from mlxtune.core.run import run_folder
 from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.core.run.evaluation import Evaluation, JudgedRows
-from mlxtune.core.run.metrics import InstructTrainResult
+from mlxtune.core.run.metrics import InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import StepProfiler
 from mlxtune.core.run.progress import progress_of
 from mlxtune.core.run.run import Run
 from mlxtune.core.run.run_folder import ABOUT, LEDGER, RESULT, TRAINED_ROWS, ResumePoint
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.run.trained_rows import NO_ROWS, as_bytes, read_trained_rows, rows_behind
-from mlxtune.core.training.observer import Observers, TrainingObserver
+from mlxtune.core.training.observer import Callbacks, Observers, TrainingObserver
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, OutputError
@@ -106,6 +107,7 @@ class TrainResult:
         return ResultCard(run, run_text.python_usage(self.model_path, str(self.adapter)))
 
 
+@takes_options(TrainConfig)
 def train(
     config: TrainConfig,
     *,
@@ -114,6 +116,8 @@ def train(
     stop_after: int | None = None,
     observers: Sequence[TrainingObserver] = (),
     live: bool = False,
+    on_step: Callable[[StepRecord], None] | None = None,
+    on_validation: Callable[[int, float], None] | None = None,
 ) -> TrainResult:
     """Fine-tune a model as the options say, and write the adapter.
 
@@ -121,12 +125,15 @@ def train(
     `mlxtune.resume` finds, continue from that checkpoint. After step `stop_after`, stop as if
     Ctrl-C had been pressed. `observers` receive the events of the run, from the first worker. If
     it is looked at `live`, the `samples` rows are also answered after each validation.
+    `on_step` gets the record of each step, and `on_validation` the step and the loss of each
+    validation, 0 before the first step.
 
     Raises a child of MlxTuneError for what options, files or the model cause, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
     """
     check_trackers(config.track)
     given, stands_for = config.given, ""
+    observers = [*observers, Callbacks(on_step, on_validation)]
     with join_run(config, _console) as worker_run, ExitStack() as held:
         config = with_hub_data(worker_run.config, worker_run.console)
         worker_run = replace(worker_run, config=config)
@@ -217,7 +224,13 @@ def _console(config: TrainConfig, log: TextIO | None) -> RunConsole:
     )
 
 
-def resume(folder: str | Path = "", **changes: Any) -> TrainResult:
+def resume(
+    folder: str | Path = "",
+    *,
+    on_step: Callable[[StepRecord], None] | None = None,
+    on_validation: Callable[[int, float], None] | None = None,
+    **changes: Any,
+) -> TrainResult:
     """Resume the run in a folder, with its own options, to the result it would have had.
 
     `folder` holds its checkpoints or its adapter. `changes` are options that differ: `epochs` and
@@ -226,8 +239,17 @@ def resume(folder: str | Path = "", **changes: Any) -> TrainResult:
     Raises what `train` does; ConfigError if a change would change the result; OutputError if there
     is no run to resume.
     """
-    config, found = find_run(str(folder), changes)
-    return train(config, resume=found)
+    config, found = find_run(str(folder), with_rows(changes))
+    return train(config, resume=found, on_step=on_step, on_validation=on_validation)
+
+
+@takes_options(DemoConfig)
+def demo(config: DemoConfig) -> TrainResult:
+    """Train the small model that comes with mlxtune to answer a guest's message with JSON.
+
+    Raises what `train` does.
+    """
+    return train(config.training())
 
 
 def _trained_before(config: TrainConfig, resume: ResumePoint | None) -> npt.NDArray[np.uint64]:

@@ -4,7 +4,7 @@ Each option is defined once, as a field of the config that is nearest to its sub
 """
 
 from mlxtune.config.data import DataConfig, InspectConfig, user_cache
-from mlxtune.config.fields import as_path
+from mlxtune.config.fields import as_path, document
 from mlxtune.config.objective import ObjectiveConfig
 from mlxtune.config.training import (
     OPTIONS,
@@ -52,3 +52,10 @@ __all__ = [
     "demo_file",
     "user_cache",
 ]
+
+for _config in (
+    *(BenchConfig, ChatConfig, DataConfig, DemoConfig, EvalConfig, ExportConfig, FuseConfig),
+    *(GenerateConfig, ImportConfig, InspectConfig, InstructConfig, InstructTrainingConfig),
+    *(PlanConfig, TrainConfig),
+):
+    document(_config)

@@ -4,6 +4,7 @@ Flags, config files and the Python API go through the same conversion.
 """
 
 import dataclasses
+import inspect
 import math
 import operator
 import os
@@ -18,6 +19,8 @@ from typing import Any, Self, TypeVar
 from mlxtune.config.known_names import unknown_keyword
 from mlxtune.errors import ConfigError
 
+# Starts the fields in the docstring of a config.
+FIELDS = "Fields:"
 # Computations use 64-bit integers.
 _TOO_LARGE = 2**63
 
@@ -213,6 +216,16 @@ def same(
     option = dataclasses.replace(option, help=help or option.help, **changes)
     default = field.default if default is dataclasses.MISSING else default
     return dataclasses.field(default=default, metadata={"name": name, "option": option})
+
+
+def document(config: type) -> None:
+    """Add a sentence on each field to the docstring of a config, for help()."""
+    lines = [
+        f"    {each.name}: {each.metadata['option'].help}"
+        + (f" Default: {each.default!r}." if each.default not in (None, "", ()) else "")
+        for each in dataclasses.fields(config)
+    ]
+    config.__doc__ = "\n".join([inspect.cleandoc(config.__doc__ or ""), "", FIELDS, *lines])
 
 
 def options_of(config: type) -> dict[str, Option]:

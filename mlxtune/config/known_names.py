@@ -86,6 +86,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("optim optimizer optimizer_config", "", _ADAMW),
     ("gradient_clipping", "max_grad_norm", ""),
     ("random_state", "seed", ""),
+    ("training_mode train_mode rl", "objective", ""),
+    ("loss_type", "dpo_loss", ""),
     ("neftune_noise_alpha", "", "mlxtune adds no noise to embeddings"),
     # Validation, checkpoints and records
     ("steps_per_eval eval_steps", "val_steps", "every epoch ends with a validation anyway"),

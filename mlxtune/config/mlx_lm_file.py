@@ -113,9 +113,7 @@ def _fine_tune_type(value: Any, _: Entries) -> tuple[Options, str]:
 
 
 def _training_mode(value: Any, _: Entries) -> tuple[Options, str]:
-    if value != "normal":
-        raise _Impossible("leave it out, and give --objective")
-    return {}, "what mlxtune does"
+    return ({}, "what mlxtune does") if value == "normal" else ({"objective": value}, "")
 
 
 def _optimizer(value: Any, entries: Entries) -> tuple[Options, str]:

@@ -130,6 +130,7 @@ def test_example_of_mlx_lm_becomes_a_run_and_every_entry_is_named() -> None:
             {"weight_decay": 0.05},
         ),
         ({"num_layers": -1}, {}),
+        ({"training_mode": "dpo"}, {"objective": "dpo"}),
         (
             {"batch_size": 2, "grad_accumulation_steps": 4, "iters": 100, "save_every": 20},
             {"batch_size": 8, "max_steps": 25, "epochs": 25, "save_steps": 5},
@@ -161,7 +162,6 @@ def test_entry_becomes_options(entries: dict[str, Any], options: dict[str, Any])
         ({"fine_tune_type": "full"}, "fine_tune_type: 'full': full fine-tuning is out of scope"),
         ({"optimizer": "muon"}, "optimizer: 'muon': the optimizer is always AdamW"),
         ({"iters": "many"}, "iters: 'many': must be a number"),
-        ({"training_mode": "dpo"}, "training_mode: 'dpo': leave it out, and give --objective"),
         ({"ranck": 4}, "'ranck' is no option of mlx-lm or mlxtune"),
     ],
 )

@@ -1,6 +1,6 @@
 """Events of a training run, and the observers that receive them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,6 +60,27 @@ class TrainingObserver:
 
     def on_end(self) -> None:
         """Training ended, complete or not."""
+
+
+class Callbacks(TrainingObserver):
+    """Calls functions after each step and each validation."""
+
+    def __init__(
+        self,
+        on_step: Callable[[StepRecord], None] | None,
+        on_validation: Callable[[int, float], None] | None,
+    ) -> None:
+        self._on_step, self._on_validation = on_step, on_validation
+
+    def on_step(self, record: StepRecord) -> None:
+        """Pass a step on."""
+        if self._on_step is not None:
+            self._on_step(record)
+
+    def on_validation(self, step: int, loss: float) -> None:
+        """Pass a validation on."""
+        if self._on_validation is not None:
+            self._on_validation(step, loss)
 
 
 class Observers(TrainingObserver):

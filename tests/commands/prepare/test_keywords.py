@@ -1,0 +1,107 @@
+"""Options as keywords of public functions, and rows in place of files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mlxtune
+from mlxtune.commands.prepare.keywords import takes_options, with_rows
+from mlxtune.config import TrainConfig
+from mlxtune.errors import ConfigError, DataError
+from tests.models import sums
+
+ROWS = [{"prompt": "é", "completion": "b", "id": None}, {"prompt": "c", "completion": "d"}]
+
+
+class Dataset:
+    """The part of datasets.Dataset that is used: it yields dictionaries, and more than once."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(ROWS)
+
+
+def read(path: str) -> list[Any]:
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+@takes_options(TrainConfig)
+def described(config: TrainConfig, *, loudly: bool = False) -> tuple[str, int, bool]:
+    return config.model_path, config.rank, loudly
+
+
+def test_fields_of_the_config_are_keywords_beside_the_function_s_own() -> None:
+    assert described(model_path="m", data="d", rank=3, loudly=True) == ("m", 3, True)
+    assert described(TrainConfig("m", data=("d",)), loudly=True) == ("m", 8, True)
+    with pytest.raises(ConfigError, match=r"no option 'learning_rate', here: lr=0\.1"):
+        described(model_path="m", data="d", learning_rate=0.1)
+    with pytest.raises(ConfigError, match="rank: give all options in the config, or all as"):
+        described(TrainConfig("m", data=("d",)), rank=3)
+
+
+@pytest.mark.parametrize("rows", [ROWS, tuple(ROWS), Dataset(), (row for row in ROWS)])
+def test_rows_become_a_file_without_what_is_missing(rows: Any) -> None:
+    found = with_rows({"data": rows, "rank": 3})
+
+    assert read(found["data"]) == [{"prompt": "é", "completion": "b"}, ROWS[1]]
+    assert found["rank"] == 3
+    assert with_rows({"data": ROWS})["data"] == found["data"]
+
+
+def test_splits_of_a_dataset_are_training_and_validation() -> None:
+    found = with_rows({"data": {"train": Dataset(), "validation": ROWS[:1], "test": ROWS[1:]}})
+
+    assert (len(read(found["data"])), len(read(found["val_data"]))) == (2, 1)
+
+
+@pytest.mark.parametrize("data", ["a.jsonl", Path("a"), ["a", "b"], {"a": 2}, None])
+def test_paths_stay_what_they_are(data: Any) -> None:
+    assert with_rows({"data": data}) == {"data": data}
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        ([], "data: has no rows"),
+        ([{}, 3], "data: row 2 is no dictionary: 3"),
+        ([{"text": object()}], "data: row 1 is not JSON: it has a object"),
+    ],
+)
+def test_rows_that_are_none_are_named(rows: list[Any], problem: str) -> None:
+    with pytest.raises(DataError) as raised:
+        with_rows({"data": rows})
+    assert str(raised.value) == problem
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    found = with_rows({"data": [{"label": np.bool_(True), "ids": np.arange(2)}]})
+
+    assert read(found["data"]) == [{"label": True, "ids": [0, 1]}]
+
+
+def test_run_from_python_calls_back_after_steps_and_validations(
+    model: Path, tmp_path: Path
+) -> None:
+    steps: list[int] = []
+    validations: list[tuple[int, float]] = []
+    rows = [{"prompt": ask[1], "completion": answer[1]} for ask, answer in sums(10)]
+
+    result = mlxtune.train(
+        model_path=model,
+        data=rows,
+        output=tmp_path / "out",
+        samples=0,
+        quiet=True,
+        on_step=lambda record: steps.append(record.step),
+        on_validation=lambda step, loss: validations.append((step, loss)),
+    )
+
+    assert steps == [1, 2]
+    assert result.training is not None
+    assert [(each.step, each.val_loss) for each in result.training.validations] == validations
+    assert mlxtune.plan(model_path=model, data=rows).steps == 2
