@@ -14,7 +14,7 @@ from mlxtune.core.machine.blas import load_blas
 from mlxtune.core.machine.checks import INSTALL_LIBRARY
 from mlxtune.errors import ConfigError, ModelError
 
-# mlx_lm.utils: setrlimit(RLIMIT_NOFILE, (2048, 4096)), which raises where it may not.
+# mlx_lm.utils: setrlimit(RLIMIT_NOFILE, (2048, 4096)), which raises without permission.
 _NEEDED = 4096
 
 

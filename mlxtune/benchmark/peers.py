@@ -37,7 +37,7 @@ class MlxLm:
     """
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
-        # As its train() does.
+        # mlx-lm's train() does so.
         recommended = mx.device_info().get("max_recommended_working_set_size")
         if recommended is not None:
             mx.set_wired_limit(int(recommended))
@@ -90,7 +90,7 @@ class MlxLm:
         for part, gradients in self.parts(self._step, examples):
             loss = loss + part
             mx.eval(self.state, loss, gradients)
-            # As its train() does after each step by default.
+            # mlx-lm's train() does so after each step by default.
             if mx.get_cache_memory() > TrainingArgs().clear_cache_threshold:
                 mx.clear_cache()
         return float(loss)
@@ -156,7 +156,7 @@ class MlxLm:
             yield
         finally:
             self._model.update(before)
-            # In the list, too, from which a compiled step reads its state.
+            # Also in the list from which a compiled step reads its state.
             self._optimizer.state = self.state[1] = state
 
     def batch(

@@ -126,7 +126,7 @@ class OurSide:
         A step's seconds are those since the one before was computed.
         """
         last = time.perf_counter()
-        # The last step has none that follows.
+        # No step follows the last.
         started: tuple[Sequence[Example], PendingStep] | None = None
         for number, examples in enumerate([*steps, None], 1):
             following = None if examples is None else (examples, self._start(number, examples))

@@ -97,7 +97,7 @@ def _main(arguments: list[str]) -> NoReturn:
     except Exception as error:
         if (behind := _interrupt_behind(error)) is not None:
             _exit(_INTERRUPTED, _code_of(behind))
-        # Training names its checkpoint; this is for the rest, such as loading a model.
+        # Training names its checkpoint; this line is for other stages, such as loading a model.
         fault = fault_of(error) if isinstance(error, RuntimeError | MemoryError) else None
         if fault is None or "--debug" in arguments:
             raise

@@ -141,7 +141,7 @@ def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Con
     """Build a config from a file and flags; flags win. Raises ConfigError, all problems in it."""
     options, problems = given(kind, config, flags)
     if "init_adapter" in options:
-        # Loads mlx, which --help must not.
+        # This import loads mlx, which --help must not do.
         from mlxtune.backend.adapters.initialise import with_adapter
 
         options = with_adapter(options)
@@ -189,7 +189,7 @@ def load_config_file(
 
     Raises ConfigError when the file cannot be read.
     """
-    # Loads yaml, which most commands do without.
+    # This import loads yaml, which few commands need.
     from mlxtune.config.files import read_config_file
 
     own, every = options_of(config), every_option()

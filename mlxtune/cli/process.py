@@ -32,7 +32,7 @@ def open_streams() -> None:
             os.open(os.devnull, os.O_RDONLY if number == _STDIN else os.O_WRONLY)
     if sys.stdin is None:
         sys.stdin = open(_STDIN, encoding="utf-8", closefd=False)  # noqa: SIM115
-    # Otherwise they are a test's, or a program's that calls main().
+    # Otherwise the streams belong to a test, or to a program that calls main().
     if sys.stdout is sys.__stdout__:
         sys.stdout = _text(_Stream(_STDOUT, "w", closefd=False), sys.stdout)
     if sys.stderr is sys.__stderr__:

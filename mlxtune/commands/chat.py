@@ -174,7 +174,7 @@ class _Conversation:
         _note(f"{self.who} from here on")
 
     def _save(self, name: str) -> None:
-        # Of both, the adapter's: it is the one to be trained further.
+        # With both, the adapter's messages are saved: they are trained on.
         messages = self.messages[max(self.messages)]
         if not messages:
             _note("nothing to save yet")

@@ -32,7 +32,7 @@ def export(config: ExportConfig) -> ExportResult:
     """
     source = find_source(config)
     with output_folder(source) as folder:
-        # Written first: it fails at once if the format has no place for the adapter.
+        # The adapter is written first: that fails at once if the format cannot hold it.
         _write(config, source, folder)
         load = partial(_load, config, source, folder)
         return prove(source, config.format, folder, load)

@@ -18,7 +18,7 @@ from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
 from mlxtune.views.output import print_line
 
-# The SHA-256 of the files that were written, so that --overwrite replaces no other ones.
+# The SHA-256 of the written files, so that --overwrite replaces no other files.
 FILES = "mlxtune-files.json"
 
 

@@ -29,7 +29,7 @@ from mlxtune.views.output import print_json, print_line
 from mlxtune.views.pages.inspect_page import PAGE, render_page
 from mlxtune.views.tables import result_console
 
-# Examples on a page, and elsewhere; a terminal shows a few of these.
+# The most examples on a page, and elsewhere; a terminal shows a few of them.
 ON_PAGE, ELSEWHERE = 200, 12
 
 

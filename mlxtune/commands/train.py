@@ -380,7 +380,7 @@ def make_trainer(
     )
     workers, decide = worker_run.workers, None
     if workers.size > 1:
-        # They can only stop together, after a step.
+        # The workers can only stop together, after a step.
         decide, should_stop = partial(workers.decide, should_stop), lambda: False
     trainer = InstructTrainer(
         setup.pipeline,

@@ -61,7 +61,7 @@ class Option:
     """The meaning of an option, and the values that it takes beyond its type."""
 
     help: str
-    # Without a default, so that a new option cannot leave it open.
+    # No default, so that each new option decides it.
     affects: Affects
     section: Section
     # Decides which examples a data file gives, so encoded files are cached by it.
@@ -247,7 +247,7 @@ _Part = TypeVar("_Part")
 class Checked:
     """A dataclass that converts and checks its fields, and reports all problems at once."""
 
-    # The names of the options that its maker gave.
+    # The names of the options that the config's maker gave.
     given: frozenset[str]
 
     def __new__(cls, *values: Any, **options: Any) -> Self:

@@ -58,10 +58,10 @@ REFERENCES = Limits(256 * _MB, values=10_000_000, entries=10_000_000)
 MANIFEST = Limits(_MB, values=1000, entries=100, text=1000)
 RECORD = Limits(_MB, values=20_000, entries=20_000)
 RECORDS = Limits(256 * _MB)
-# Of validations, epochs and skipped steps in a run; its other steps are kept as columns.
+# Records of validations, epochs and skipped steps in a run; other steps are kept as columns.
 OTHER_RECORDS = 200_000
 HUB_ANSWER = Limits(32 * _MB, values=1_000_000, entries=500_000, text=_MB)
-# Of a config file, in which each option names the fault of its number.
+# Numbers of a config file, in which each option reports its own error.
 OPTIONS = Limits(64 * 1024, values=40_000, entries=20_000, digits=100_000, depth=200)
 
 _BY_NAME = {

@@ -10,7 +10,7 @@ from typing import Any
 from mlxtune.config.known_names import as_flag
 from mlxtune.errors import shorten
 
-# Keys by which a file is mlx-lm's; it has others that are ours or other tools' too.
+# Keys that only mlx-lm's files have; their other keys are ours or other tools' too.
 _SIGNS = frozenset(
     (
         *("model", "iters", "lora_parameters", "lora_layers", "fine_tune_type", "adapter_path"),
@@ -77,7 +77,7 @@ def _text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-# Conversions: each returns options, and what else there is to say of the entry.
+# Conversions: each returns options, and a remark on the entry.
 
 _Converter = Callable[[Any, Entries], tuple[Options, str]]
 
@@ -249,7 +249,7 @@ _ENTRIES: Mapping[str, _Converter] = {
     "trust_remote_code": _same("trust_remote_code"),
     "config": _nothing("this file"),
 }
-# Where mlx-lm's default differs: ours, for an entry that is missing.
+# Our options for mlx-lm's defaults that differ, where an entry is missing.
 _DEFAULTS = {
     "iters": "--epochs 1, mlx-lm 1000",
     "learning_rate": "--lr 1e-4, mlx-lm 1e-5",

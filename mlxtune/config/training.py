@@ -74,7 +74,7 @@ class _StepConfig(ModelConfig, ObjectiveConfig, DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Recorded as a number, whoever chose it.
+        # The objective's rate or the given one, recorded as a number.
         object.__setattr__(self, "lr", self.rate)
 
     @property

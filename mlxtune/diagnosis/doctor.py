@@ -19,7 +19,7 @@ def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis
     diagnosis = diagnose(read_machine())
     if not launched_several() or diagnosis.machine.device is None:
         return diagnosis
-    # MLX, which may crash where it is imported.
+    # This import loads MLX, which may crash.
     from mlxtune.backend.workers.launch import check_workers, join
 
     workers = join()
@@ -31,7 +31,7 @@ def show(*, as_json: bool, model_path: str | None, data: Sequence[str]) -> bool:
     """Print the checks as lines or JSON; return whether training is possible."""
     diagnosis = doctor(model_path, data)
     if diagnosis.worker:
-        # Worker 0 prints them.
+        # Worker 0 prints the checks.
         return diagnosis.can_train
     if as_json:
         print_json(diagnosis.as_dict())

@@ -92,7 +92,7 @@ def _fill(parameters: Any, model: nn.Module, dtype: mx.Dtype) -> None:
         centre = float("norm" in name and value.ndim == 1 and not isinstance(model, _GEMMA))
         scale = 0.1 if value.ndim == 1 or "lora_b" in name else value.shape[-1] ** -0.5
         if "lora_a" in name and value.ndim == 2:
-            # As large as it starts.
+            # B gets the size that A starts with.
             scale = (3 * len(value)) ** -0.5
         weight = mx.array(centre + scale * rng.standard_normal(value.shape), dtype=mx.float32)
         filled.append((name, weight.astype(mx.bfloat16).astype(dtype)))

@@ -19,7 +19,7 @@ QWEN, GEMMA = "demo-qwen3", "demo-gemma3"
 # Made here, each by a job of the worker.
 BASE, DENSE = "4-bit base", "16-bit base"
 _MADE = {BASE: "base", DENSE: "dense"}
-# Threads slow down products as small as these.
+# Threads slow down such small products.
 _QUICK = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # By default the newest GPUs round the factors of float32 products to 19 bits, as these jobs train.
 _EXACT = {"MLX_ENABLE_TF32": "0"}
@@ -30,7 +30,7 @@ _TRAINING = (
     *("--batch-size", "4", "--val-split", "0", "--samples", "0", "--save-steps", "2"),
     *("--targets", "all", "--dropout", "0.1", "--lr", "1e-3"),
 )
-# Of the 8 that the rows make.
+# The rows make 8 steps.
 _BASE_STEPS = ("--max-steps", "3")
 _INTERRUPTED = 130
 

@@ -149,7 +149,7 @@ def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
         execution = replace(execution, micro_batch_tokens=size)
         shapes = model_shapes(base, _lora(), execution.operations.memory)
         pipeline = InstructPipeline(base.model, _lora(), execution=execution)
-        # As the loaded model runs.
+        # The execution of the loaded model.
         execution = pipeline.forward.execution
         plain_head = shapes.plain_head and pipeline.forward.plain_head
         shapes = replace(shapes, plain_head=plain_head)

@@ -82,7 +82,7 @@ def _check(response: Any) -> None:
 def _check_file_headers(headers: Mapping[str, str]) -> None:
     """Raise BadAnswerError for a file whose ETag or commit leads elsewhere."""
     for name in _ETAGS:
-        # As the client cuts it.
+        # The client cuts the header in the same way.
         if not is_file_name(headers.get(name, "none").removeprefix("W/").strip('"')):
             raise BadAnswerError(f"{name} is no name of a file: {headers[name]!r:.60}")
     if _COMMIT in headers and not is_commit(headers[_COMMIT]):

@@ -22,7 +22,7 @@ VALIDATION = ("validation", "valid", "val", "dev")
 # Of the hub's own conversion to parquet. Of very large data sets it has only the first part.
 _CONVERTED = re.compile(r"([^/]+)/([^/]+)/\d+\.parquet")
 _PARTIAL = "partial-"
-# The file names that the `datasets` library reads, and what it leaves alone.
+# The file names that the `datasets` library reads, and those that it ignores.
 _NOT_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 _SHARD = re.compile(r"(?:^|/)([\w.]+)-\d{5}-of-\d{5}\.")
 _WORDS = {

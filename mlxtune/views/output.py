@@ -28,7 +28,7 @@ def print_line(line: str = "", *, stderr: bool = False, flush: bool = False) -> 
 
 def print_answer(text: str) -> None:
     """Print a piece of a model's answer as it arrives; nothing in it controls the terminal."""
-    # Loads numpy, which doctor does without.
+    # This import loads numpy, which doctor does not need.
     from mlxtune.views.visible import escape_controls
 
     sys.stdout.write(escape_controls(text))
@@ -85,7 +85,7 @@ class AnswerConsole:
 
 def render_lines(template: str, show: Callable[[Any], str], **values: Any) -> list[str]:
     """Return the lines of a text template of this folder; `show` makes a value of it text."""
-    # Loaded by the commands that use it.
+    # Only the commands that use it load it.
     from jinja2 import Environment, PackageLoader
     from markupsafe import Markup
 

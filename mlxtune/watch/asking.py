@@ -116,7 +116,7 @@ class Asker:
                 line = parse_json(process.stdout.readline(RECORD.bytes), RECORD, "the answer")
                 self._add(asked, line)
         except (OSError, ValueError):
-            # Its end, as by a lack of memory; `hush` and the limit say why themselves.
+            # The process ended, as by a lack of memory; `hush` and the limit give their reasons.
             asked.problem = asked.problem or "the process that answers has ended"
             self.close()
         finally:

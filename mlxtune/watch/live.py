@@ -55,7 +55,7 @@ class Live:
     """The site of `mlxtune watch`: all runs of a folder, or one of them, and the model's answers.
 
     A page follows one view, the name of a run or "" for all. Files are only read while a page
-    follows them. `folder` is the run's own, by whatever path it was named, or that of several.
+    follows them. `folder` is the run's own, by whatever path it was named, or the folder of several runs.
     Raises OutputError if it has no run.
     """
 
@@ -164,7 +164,7 @@ class Live:
     def _parts(self, name: str) -> Parts:
         with self._lock:
             runs = self._find()
-            # A run that is gone leaves the view of all others.
+            # A deleted run leaves the view of all runs.
             name = name if name in runs else ""
             chosen = {name: runs[name]} if name else runs
             view = self._views.setdefault(name, _View())

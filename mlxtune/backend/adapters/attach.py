@@ -133,7 +133,7 @@ def base_difference(weights: Path, folder: Path) -> str | None:
     """
     info, own = read_info(weights), base_fingerprint(folder)
     trained = info.mlxtune.get("base")
-    # A forged or a later one says nothing.
+    # A forged or a later certificate is ignored.
     if not isinstance(trained, Mapping) or trained.keys() != own.keys():
         return None
     if is_same_base(trained, own):

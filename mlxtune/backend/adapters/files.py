@@ -27,7 +27,7 @@ from mlxtune.errors import ModelError, OutputError, one_line
 OWN_CONFIG = "adapter_config"
 LEAVES = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.(.+)")
-# Dtypes as a header names them.
+# The names of dtypes in a header.
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _NAMES = {
     **{"float32": "F32", "bfloat16": "BF16", "float16": "F16"},
@@ -166,7 +166,7 @@ def read_info(weights: Path) -> AdapterInfo:
     layers, extra = config.get("num_layers"), config.get("mlxtune")
     try:
         rank, scale = parameters["rank"], parameters["scale"]
-        # mlx-lm computes with the values as they stand, of which text is none.
+        # mlx-lm computes with the values unchecked, and fails on text.
         if type(rank) is not int or not 0 < rank < 2**31 or not is_valid_scale(scale * 1.0, rank):
             raise ValueError(f"rank {rank!r:.40} and scale {scale!r:.40} are out of range")
     except (KeyError, TypeError, ValueError, OverflowError) as error:

@@ -46,7 +46,7 @@ class CpuOperations:
 
         Layers run at once, so that MLX holds all that its own recurrences and experts make.
         """
-        # Of the extra `cpu`.
+        # The extra `cpu` installs it.
         installed = all(map(find_spec, ("numba", "threadpoolctl")))
         modules = [] if model is None else [m for layer in model.layers for m in layer.modules()]
         is_dense = not any(isinstance(module, _WITHOUT_KERNELS) for module in modules)

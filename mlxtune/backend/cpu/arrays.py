@@ -72,7 +72,7 @@ def unshared_products() -> Callable[[], None]:
     OpenBLAS's own threads spin until the next product, which takes the processors from the threads
     of `in_parts`.
     """
-    # Of the extra `cpu`, which has numba too.
+    # The extra `cpu` installs it, and numba too.
     from threadpoolctl import ThreadpoolController
 
     limit = ThreadpoolController().select(internal_api="openblas").limit(limits=1)

@@ -119,7 +119,7 @@ class _Attention:
         return scores
 
     def forward(self) -> mx.array:
-        # Laid out by tokens, as the next projection reads it.
+        # The next projection reads the output by tokens.
         made = empty(self.batch, self.length, self.heads, self.v.shape[-1])
         whole = self.by_group(view(made).swapaxes(1, 2))
 

@@ -33,7 +33,7 @@ from mlxtune.backend.models.layers import PackedRows
 # A frozen matrix (out, in), plain or quantised.
 Weight = mx.array | PackedRows
 
-# Rows of the vocabulary in a block: of each thread as many as its cache holds.
+# Rows of the vocabulary in a block: as many for each thread as its cache holds.
 _ROWS = 1024
 _VOCABULARY = _ROWS * THREADS
 # Smaller weights, in elements, one thread casts faster than two.

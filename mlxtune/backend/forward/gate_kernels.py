@@ -116,7 +116,7 @@ def _tried() -> tuple[GateKernels | None, str]:
     try:
         kernels = device_kernels()
         problem = _problem(kernels)
-    # Of any kind: a compiler may be missing, or refuse the source.
+    # Errors of any kind: a compiler may be missing, or refuse the source.
     except Exception as error:  # noqa: BLE001
         return None, one_line(error)
     return (None, problem) if problem else (kernels, "")

@@ -70,7 +70,7 @@ def _computes_swiglu(mlp: nn.Module) -> bool:
     try:
         dict.update(mlp, _TRIAL)
         return bool(mx.allclose(mlp(x), _run(mlp, x), rtol=_TOLERANCE, atol=_TOLERANCE))
-    # Of any kind: experts, for one, take more than hidden states.
+    # Errors of any kind: experts, for example, take more than hidden states.
     except Exception:  # noqa: BLE001
         return False
     finally:

@@ -128,7 +128,7 @@ class SplitModel:
     def _call(
         self, slot: _TrunkSlot, inputs: mx.array, cache: Sequence[Any] | None = None
     ) -> mx.array:
-        # Set as an entry, which keeps the order of the parameters.
+        # An entry of the dict keeps the order of the parameters.
         self._owner[self._name] = slot
         try:
             return self._text(inputs, cache=cache) if cache else self._text(inputs)
@@ -160,7 +160,7 @@ class SplitModel:
             )
             apart = logits.shape != hidden.shape and _close(logits, self.logits(hidden))
             self.splits = self.weight is not None or apart
-        # Of any kind: a model that cannot be split runs whole.
+        # Errors of any kind: a model that cannot be split runs whole.
         except Exception:  # noqa: BLE001
             self.splits = False
 

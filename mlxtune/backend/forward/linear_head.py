@@ -55,7 +55,7 @@ def trained_head_losses(
         softmax = _OnlineSoftmax(len(hidden))
         expected = mx.zeros_like(hidden)
         for block in _blocks(weight, len(hidden)):
-            # One block after the other, or the graph would hold several at once.
+            # Blocks run one after the other, or the graph would hold several at once.
             rows = mx.depends([hidden], [expected, softmax.total])[0]
             shares, correction = softmax.take(rows @ block.T)
             expected = mx.addmm(expected * correction, shares, block)

@@ -89,7 +89,7 @@ def head_losses(
         at = slice(start, start + chunk)
         rows = hidden[at]
         if chunks:
-            # One chunk after the other, or the device would hold the logits of several at once.
+            # Chunks run one after the other, or the device would hold the logits of several.
             rows = mx.depends(rows, chunks[-1])
         chunks.append(losses(logits(rows), targets[at]).astype(mx.float32))
     return mx.concatenate(chunks)
@@ -122,13 +122,13 @@ def trained_head_losses(
             at = slice(start, start + chunk)
             rows = hidden[at]
             if gradients:
-                # One chunk after the other, or the graph would hold the logits of all at once.
+                # Chunks run one after the other, or the graph would hold the logits of all.
                 rows = mx.depends(rows, [gradients[-1], found[-1]])
             (_, each), gradient = losses_and_gradient(rows, targets[at])
             found.append(each)
             gradients.append(gradient)
         whole = mx.concatenate(found)
-        # With the losses, so that their inputs are not held until they are read.
+        # Computed with the losses, so that no inputs are held until they are read.
         return whole, mx.depends(mx.concatenate(gradients), whole)
 
     def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:

@@ -26,7 +26,7 @@ class Layerwise:
         # Below the first that is trained there is no backward pass, and nothing to keep.
         first = first_trained(layers)
         calls = [self._run_frozen if i < first else self._run for i in range(len(layers))]
-        # Has the layers run as they did before.
+        # Makes the layers run as before.
         self.restore = intercept(model, layers, calls)
 
     @contextmanager

@@ -26,7 +26,7 @@ def share_inputs(model: nn.Module) -> Callable[[], None]:
     """
     try:
         calls = _tried(model)
-    # Of any kind: some models take more than tokens.
+    # Errors of any kind: some models take more than tokens.
     except Exception:  # noqa: BLE001
         return lambda: None
     sharing: list[LoRALinear] = []

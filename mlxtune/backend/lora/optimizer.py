@@ -52,7 +52,7 @@ class LoRAOptimizer:
             weight_decay=config.weight_decay,
             bias_correction=True,
         )
-        # Of the last update: the parameters by name, and the vectors that they are parts of.
+        # The last update's parameters by name, and the vectors that they are parts of.
         self._parts: dict[str, mx.array] = {}
         self._vectors = joined = vectors.join(parameters)
         self.state: dict[str, Any] = {
@@ -60,7 +60,7 @@ class LoRAOptimizer:
             "m": [mx.zeros_like(vector) for vector in joined],
             "v": [mx.zeros_like(vector) for vector in joined],
         }
-        # It has the same shapes in each step.
+        # The function gets the same shapes in each step.
         self._compiled = mx.compile(self._take)
 
     def adopt(self, model: nn.Module) -> None:
@@ -129,7 +129,7 @@ class LoRAOptimizer:
         state: dict[str, Any],
         rate: mx.array,
     ) -> tuple[list[mx.array], dict[str, Any], mx.array, mx.array]:
-        # By row, and then their sums, which rounds less.
+        # Sums by row, then their sum, which rounds less.
         squares = [mx.square(vector).reshape(-1, ROW).sum(axis=1).sum() for vector in gradients]
         norm = mx.sqrt(sum(squares[1:], squares[0]))
         scale = mx.minimum(self._max_norm / (norm + _SMALLEST_NORM), 1.0)

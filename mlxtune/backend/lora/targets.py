@@ -16,7 +16,7 @@ from mlxtune.errors import ModelError
 # The experts of a mixture, stacked in one layer.
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 PROJECTIONS = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
-# How many of them each token goes to, by the names that architectures give to it.
+# Architectures' names for the number of experts that each token goes to.
 _PER_TOKEN = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -25,7 +25,7 @@ _PER_TOKEN = (
     "moe_topk",
     "moe_k",
 )
-# Gemma 3n clips the weights of these itself whenever it runs.
+# Gemma 3n itself clips the weights of these modules whenever it runs.
 _CLIPPED = ("prediction_coefs", "correction_coefs")
 
 

@@ -55,7 +55,7 @@ def measure(
         for recompute in modes:
             pipeline.forward.recompute(recompute)
             found = _measured(pipeline, replace(shapes, measured=None), found)
-    # Of any kind: layers that are called in other ways than most, or no memory even for a few.
+    # Errors of any kind: layers with unusual arguments, or no memory even for a few layers.
     except Exception:  # noqa: BLE001
         return None
     finally:

@@ -58,7 +58,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
     # A recurrence behind a convolution keeps outputs and states, at most as wide as the latter.
     mixed = [_mixed(layer) for layer in list(base.model.layers)[-len(sizes) :]]
     products = [each + width for each, width in zip(products, mixed, strict=True)]
-    # A layer of experts gathers its inputs, or the gradients of these, for each of them.
+    # A layer of experts gathers its inputs, or their gradients, for each expert.
     gathered = [sum(m.gathered for m in layer) for layer in sizes]
     given = [sum(m.width for m in layer if m.experts > 1) for layer in sizes]
     parameters = [value for _, value in tree_flatten(base.model.parameters())]
@@ -197,7 +197,7 @@ def _is_fused(base: BaseModel, head_size: int) -> bool:
 def _held_scores(base: BaseModel) -> int:
     """Return the copies of scores of all heads that a layer's backward pass holds on the CPU."""
     heads = int(base.text_config.get("num_attention_heads") or 1)
-    # Capped scores are no kernel's; latent attention adds other scores, with a gradient.
+    # No kernel caps scores; latent attention adds other scores, with a gradient.
     held = _caps(base, attention=True) or base.text_config.get("kv_lora_rank")
     return _COPIES * heads if held else 0
 

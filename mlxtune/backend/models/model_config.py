@@ -14,7 +14,7 @@ LAYERS = re.compile(r"(?!.*per_layer).*layer.*|.*pattern")
 _LISTED = re.compile(
     rf"{LAYERS.pattern}|.*(?:experts|_(?:inputs|blocks|stages|modules|groups|depths?))"
 )
-# Where wrappers of a language model keep its part.
+# The keys under which wrappers keep the language model's part.
 _PARTS = ("text_config", "llm_config", "language_config")
 _COUNT = re.compile(
     r"n(?:um)?_(?:\w+_)?(?:layers|heads|experts)|(?:\w+_)?head_dim"
@@ -24,12 +24,12 @@ _COUNT = re.compile(
 )
 # One number for the whole model, never a list of them.
 _SINGLE = ("vocab_size", "hidden_size", "max_position_embeddings")
-# Angles are divided by these, or by powers of them.
+# Angles are divided by these values, or by powers of them.
 _ABOVE_ZERO = re.compile(r".*theta|.*base_freq|rotary_emb_base|factor|(?:long|short)_factor")
 _NUMBER = re.compile(rf"{_ABOVE_ZERO.pattern}|.*(?:eps|epsilon)")
 # Mamba's time_step_limit may end at infinity.
 _FINITE = re.compile(r".*(?:eps|epsilon|theta|base_freq|factor|scale|scaling|multiplier)")
-# Of factors and bases; an epsilon is at most 1.
+# Limits of factors and bases; an epsilon is at most 1.
 _LARGEST = 1e15
 # Digits of a number that is text.
 _LONGEST_NUMBER = 20

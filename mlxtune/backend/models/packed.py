@@ -80,7 +80,7 @@ class Layout:
             return None
         flat = rows.reshape(-1)
         padding = np.flatnonzero(flat < 0)
-        # Of each token, all its places one after the other.
+        # All places of each token, one after the other.
         order = np.argsort(flat, kind="stable")[len(padding) :]
         starts = np.cumsum(counts) - counts
         places = np.full((len(tokens), counts.max()), padding[:1].max(initial=0), dtype=np.int32)

@@ -90,7 +90,7 @@ def _stand_ins(linear: nn.QuantizedLinear) -> tuple[nn.Module, nn.Module]:
             continue
         if name == "weight":
             drawn = mx.random.randint(0, 2**31 - 1, value.shape, key=mx.random.key(2))
-            # Without the bits of an 8-bit number that is none.
+            # Without the bits of an 8-bit NaN.
             native[name] = (drawn & 0x77777777).astype(value.dtype)
         elif mx.issubdtype(value.dtype, mx.floating):
             native[name] = mx.full(value.shape, 0.01, value.dtype)
@@ -103,7 +103,7 @@ def _stand_ins(linear: nn.QuantizedLinear) -> tuple[nn.Module, nn.Module]:
 def _median(run: Callable[[], float]) -> float:
     try:
         times = [run() for _ in range(_WARMUPS + _RUNS)]
-    # Of any kind: some devices have no kernel for some formats.
+    # Errors of any kind: some devices have no kernel for some formats.
     except Exception:  # noqa: BLE001
         return math.inf
     return median(times[_WARMUPS:])

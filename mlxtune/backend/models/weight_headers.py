@@ -8,7 +8,7 @@ from mlxtune.backend.models.model_config import FORMATS
 from mlxtune.backend.models.quantize import is_quantized
 from mlxtune.core.files.tensor_files import TensorInfo
 
-# In the names of what encodes images and sound beside a language model.
+# Parts of names of encoders of images and sound beside a language model.
 NOT_TEXT = re.compile(r"vision|visual|audio|speech|image|multi_modal")
 _FLOATS = ("F16", "BF16", "F32")
 # Causal masks, which mlx-lm drops, have the second kind of name.

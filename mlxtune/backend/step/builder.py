@@ -104,7 +104,7 @@ class StepBuilder:
         try:
             for group, batch in runner.batches.of(own_examples):
                 if total.micro_batches:
-                    # The device works on the one before while this one is prepared.
+                    # The device works on the micro-batch before while this one is prepared.
                     runner.start(total.graph)
                 arrays, scale = self.arrays(batch, step), mx.array(forward.raised / tokens)
                 if preference is not None:
@@ -133,7 +133,7 @@ class StepBuilder:
         self._finish(total, vectors)
         if rate is not None:
             update = self._optimizer.update(vectors, total.gradients, total.loss, rate, after)
-            # All of the step at once: one wait for the device.
+            # The whole step at once: one wait for the device.
             computed = total.loss, total.counts, total.logps, update
             total.graph = replace(total.graph, arrays=computed)
             total.update = update
@@ -248,7 +248,7 @@ class StepBuilder:
         counts = [total.micro_batches, total.run_tokens, total.padding]
         if not self._workers.split_model:
             return self._workers.sum_step(total.loss, total.gradients, counts, ())
-        # By name: not all of them are weighed alike.
+        # Gradients by name: the `alike` ones count once.
         named = self._vectors.split(total.gradients)
         alike = self._lora.alike
         loss, named, counts = self._workers.sum_step(total.loss, named, counts, alike)

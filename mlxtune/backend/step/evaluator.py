@@ -177,7 +177,7 @@ class BatchMemory:
         self._splits_head = execution.split_head
 
     def limit(self, most: int) -> None:
-        """Leave no more free than the rest of `most` bytes."""
+        """Reduce the free memory to the rest of `most` bytes."""
         self._free = min(self._free, most - self._held)
 
     def fits(self, load: BatchLoad) -> bool:

@@ -43,7 +43,7 @@ class Phases:
         rows_seen: list[mx.array] = []
 
         def around(head: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:
-            # Layers that are computed as they are called are done by now.
+            # Layers that compute when called are done by now.
             rows_seen.append(rows)
             self.end("forward")
             return head(rows)

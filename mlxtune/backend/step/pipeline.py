@@ -75,7 +75,7 @@ class InstructPipeline:
         self.objective = objective
         self.model = model
         self.config = config
-        # The rate of a step that is given none.
+        # The rate of a step without its own.
         self.learning_rate = config.learning_rate
         self.lora: LoRASummary = apply_lora(model, config)
         parameters = self.lora.total_parameters

@@ -100,7 +100,7 @@ class ChatTemplate:
         if enable_thinking is not None:
             arguments["enable_thinking"] = enable_thinking
         try:
-            # As transformers replaces values that are not JSON.
+            # transformers replaces values that are not JSON in this way.
             return name, json.dumps(arguments, default=lambda value: f"<{type(value).__name__}>")
         except RecursionError as error:
             raise BadRow("the model's template refuses it", one_line(error)) from error
@@ -125,7 +125,7 @@ class _Rendering:
                 "--template"
             ) from error
         problem = text if kind == UNSTEADY else ""
-        # Of Python's objects, most show where they are in memory.
+        # Most of Python's objects show their address in memory.
         if kind == TEXT and " at 0x" in text and " at 0x" not in self.request:
             found = _ADDRESS.search(text)
             problem = f"writes a Python object ({one_line(found.group())})" if found else ""

@@ -82,7 +82,7 @@ class Answer:
     tokens_per_second: float
 
 
-# The texts of an answer as they come, with the answer as a whole at the end.
+# The texts of an answer as they arrive, and at the end the whole answer.
 Stream = GeneratorType[str, None, Answer]
 
 

@@ -43,7 +43,7 @@ class _Today(_Moment):
 
 def prepare() -> Callable[..., Any]:
     """Return transformers' renderer."""
-    # Jinja's filter `random` and function `lipsum` call these; it imports some by name.
+    # Jinja's filter `random` and function `lipsum` call these functions, some by name.
     for name in ("choice", "choices", "randint", "random", "randrange", "sample", "shuffle"):
         setattr(random, name, _refuse)
     # transformers formats `datetime.now()` for the templates' `strftime_now`.
@@ -66,7 +66,7 @@ def _replies(
         signal.setitimer(signal.ITIMER_PROF, seconds)
         kind = INVALID
         try:
-            # Without conversations it only compiles the template, and keeps it.
+            # Without conversations, the process only compiles the template, and keeps it.
             render([], chat_template=source)
             kind = REFUSED
             yield TEXT, render(chat_template=source, **json.loads(request))[0][0]

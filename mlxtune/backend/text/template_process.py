@@ -52,7 +52,7 @@ class TemplateProcess:
             except BaseException as error:  # noqa: BLE001  it is raised where the result is read
                 future.set_exception(error)
 
-        # No exit waits for it.
+        # Python's exit does not wait for it.
         threading.Thread(target=work, daemon=True).start()
         return future
 

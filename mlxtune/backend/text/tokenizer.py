@@ -204,7 +204,7 @@ def _panics_as_errors(folder: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            # The class is no Exception, and each library has its own.
+            # The panic is no Exception, and each library has its own class.
             panicked = type(error).__name__ == "PanicException"
             if not panicked:
                 raise

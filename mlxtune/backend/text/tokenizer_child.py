@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# To load it and to try it, each.
+# Seconds to load a tokenizer, and to try it.
 _SECONDS = 10.0
 # As in config/limits.py. Each takes time whenever the tokenizer is loaded.
 _CONTROL_TOKENS = 50_000
@@ -45,7 +45,7 @@ def serve(libraries: Any, path: str) -> None:
             problem = _problem(json.loads(Path(path).read_bytes()))
             if problem is None:
                 tokenizer = tokenizers.Tokenizer.from_file(path)
-                # As it is used, whatever the file enables.
+                # Truncation and padding stay off, whatever the file enables.
                 tokenizer.no_truncation()
                 tokenizer.no_padding()
                 signal.setitimer(signal.ITIMER_PROF, _SECONDS)

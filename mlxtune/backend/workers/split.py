@@ -240,7 +240,7 @@ def _split_linear(
     start = group.rank() * size
     arrays = {name: value for name, value in sharded.items() if isinstance(value, mx.array)}
     if not by_outputs and group.rank() and "bias" in arrays:
-        # It is added once, by worker 0.
+        # Worker 0 alone adds the bias.
         arrays["bias"] = mx.zeros_like(arrays["bias"])
     part = Part(group, entrance, by_outputs, slice(start, start + size))
     return _class_of(Split, type(linear))(linear, arrays, part)

@@ -60,7 +60,7 @@ class Watch:
             if how != begun[0]:
                 self.heartbeat.close()
                 if workers.index:
-                    # Worker 0 says it.
+                    # Worker 0 prints it.
                     raise SystemExit(1)
                 raise WorkerError(
                     f"worker {worker} began with {how}, worker 0 with {begun[0]}: "
@@ -70,7 +70,7 @@ class Watch:
     def _meet(self, began: str) -> tuple[str, ...]:
         """Start the heartbeat, and return how each worker began."""
         workers = self._workers
-        # Over MLX's own connections, which nobody else has.
+        # Sent over MLX's own connections, which nobody else has.
         token = workers.bytes_from_first(secrets.token_bytes(TOKEN_SIZE))
         self.heartbeat = Heartbeat(self._end, token)
         server = None if workers.index else Heartbeat.listen(_address())
@@ -89,7 +89,7 @@ class Watch:
         # Data of MLX's ring after a loss may have led to an error of any kind.
         of_ring = "[ring]" in str(error)
         self.heartbeat.wait_for_loss(_GRACE if of_ring else _MOMENT)
-        # An error that the other one has, too, says more than its loss.
+        # An error that the other worker has, too, explains more than its loss.
         if of_ring or (self.heartbeat.failed and isinstance(error, WorkerError)):
             return self._line()
         return None

@@ -130,7 +130,7 @@ class WorkerRun(Generic[ConsoleT]):
                     entries = (each if isinstance(each, dict) else {name: each} for each in found)
                     how = problem.format(difference(*entries))
                     if self.workers.index:
-                        # Worker 0 says it.
+                        # Worker 0 prints it.
                         self.console.warn(f"worker {worker} {how}")
                         raise SystemExit(1)
                     raise WorkerError(f"worker {worker} {how}")
@@ -191,7 +191,7 @@ def join_run(
         try:
             yield WorkerRun(workers, own, console, machines.index(here) == workers.index, last_step)
         except TrainingInterrupted as interrupt:
-            # Once one has ended, mlx.launch ends the others, saved or not.
+            # Once a worker has ended, mlx.launch ends the others, saved or not.
             workers.wait()
             if workers.index:
                 # Worker 0 says where the run was saved.

@@ -27,7 +27,7 @@ from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, Out
 from mlxtune.hub.names import dataset_name
 from mlxtune.views.console import RunConsole
 
-# Options of a run that choose the downloads, and who learns of it.
+# Options of a run that choose its downloads and its trackers.
 _ASKED_AGAIN = ("model_path", "data", "val_data", "track")
 # Facts that a resumed run has in common with its checkpoint, and the error where they differ.
 _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
@@ -105,7 +105,7 @@ def check_asked_again(
             values = [
                 each for each in values if isinstance(each, str) and _is_remote(name, each, found)
             ]
-        # Any text: it is quoted, so that it can be copied into a shell.
+        # The text is quoted, so that it can be copied into a shell.
         asked += [f"{flag(name)} {shlex.quote(str(each)[:200])}" for each in values[:5]]
     if asked and not is_own(run):
         none = " (or --track '' for none)" if own.get("track") and "track" in names else ""
@@ -132,7 +132,7 @@ def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
     own = metadata.get("config")
     if not isinstance(own, Mapping) or not own.keys() <= fields.keys():
         raise ConfigError([f"{place} holds no options of this version of mlxtune"])
-    # Someone else may have written it: it must not choose code to run or places to write.
+    # Someone else may have written the run: it must not choose code to run or places to write.
     own = {name: value for name, value in own.items() if OPTIONS[name].inherited}
     problems = [
         problem

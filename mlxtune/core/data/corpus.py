@@ -114,7 +114,7 @@ class ExampleArrays:
     ) -> npt.NDArray[np.int32]:
         """Return int32 (E,): supervised tokens among `lengths` (E,) after `skipped` (E,)."""
         counts = np.zeros(len(lengths), dtype=np.int32)
-        # In blocks, as numpy converts everything that it sums in one call.
+        # Sums go by blocks, as numpy converts a whole array before it sums it.
         blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
         for first, last in pairwise([*np.unique(blocks).tolist(), len(lengths)]):
             start = int(self.ends[first - 1]) if first else 0

@@ -28,9 +28,9 @@ from mlxtune.core.data.problems import (
 from mlxtune.core.data.template import Rendered, Rendering, Template
 
 _CHUNK_ROWS = 512
-# Tokenizers take some 200 bytes for each character of what they encode at once.
+# Tokenizers take some 200 bytes for each character that they encode at once.
 _CHUNK_CHARACTERS, _MOST_CHARACTERS = 2**21, 2**22
-# Of the prompts of a text, or their ends, that are encoded one by one: half a minute.
+# Characters of a text's prompts, or their ends, encoded one by one: half a minute.
 _MOST_PROMPTS = 2**24
 _PREFETCHED_ROWS = 32
 # The texts right before answers are short and recur: their tokens are cached.

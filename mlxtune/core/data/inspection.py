@@ -143,7 +143,7 @@ class InspectedExamples:
         self._corpus = Corpus(files, [path for part in parts for path in part.paths])
         held_out = np.asarray(validates, dtype=np.int64)
         self._validates = np.isin(self._corpus.row_of_example, held_out)
-        # Before truncation, examples that it drops included.
+        # Lengths before truncation, dropped examples included.
         self.lengths = np.concatenate([each.arrays.lengths for each in files])
         self.supervised = np.concatenate([each.arrays.supervised for each in files])
 
@@ -250,7 +250,7 @@ def limits(files: Sequence[EncodedFile], current: int, at: str) -> tuple[LengthL
         sizes.add(size)
         size *= 2
     every = [_limit(files, size, at) for size in sorted(sizes)]
-    # Of limits that cut the same rows, show only the shortest.
+    # Show only the shortest of the limits that cut the same rows.
     first = {(limit.rows_cut, limit.rows_lost): limit.max_seq_len for limit in reversed(every)}
     shown = {current, every[-1].max_seq_len, *first.values()}
     return tuple(limit for limit in every if limit.max_seq_len in shown)

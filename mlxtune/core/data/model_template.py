@@ -204,7 +204,7 @@ class ModelTemplate:
 
     def _turn(self, conversation: Conversation, position: int, where: str) -> _Turn:
         if position == 0:
-            # Without a message before it, inference never generates it.
+            # Inference never generates a turn without a message before it.
             raise BadRow("the conversation is an assistant turn without a prompt before it")
         message, asked, answered = self._calls_of_turn(conversation, position)
         header = self._header

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-# Left in a folder by the systems that show it, and of no value to anybody.
+# Files that systems leave in a folder when they show it, of no value to anybody.
 _LITTER = {".DS_Store"}
 # No run nests folders nearly as deeply, and Python's own removal of a tree recurses.
 _MOST_LEVELS = 100

@@ -17,7 +17,7 @@ _LEAST_STORED = 64
 _SMALL = 2**20
 # More than any file that is read whole without a limit of its kind.
 _ANY = Limits(2**30)
-# Pieces of a file to look at; one with more of them has blocks.
+# Pieces of a file to look at; a file with more pieces has blocks.
 _MOST_PIECES = 10_000
 
 

@@ -37,7 +37,7 @@ def read_header(path: Path) -> TensorHeader:
 
     Raises ValueError, which names the file and what is wrong, or OSError.
     """
-    # The core is imported without it.
+    # The core can be imported without safetensors.
     from safetensors import SafetensorError, safe_open
 
     name = f"the header of {path.name}"

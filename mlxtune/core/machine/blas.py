@@ -56,7 +56,7 @@ def load_blas() -> Blas:
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
         except OSError:
             continue
-        # Processes that this one starts load the same.
+        # Child processes load the same library.
         os.environ[_CHOICE] = path
         return Blas(Path(path).name)
     return Blas(

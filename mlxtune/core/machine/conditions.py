@@ -35,7 +35,7 @@ _INHIBIT = (
     *("systemd-inhibit", "--what=idle:sleep", "--mode=block"),
     *("--who=mlxtune", "--why=training", "cat"),
 )
-# Seconds between two readings of the memory, and of the rest, which changes more slowly.
+# Seconds between two readings of the memory, and of slower conditions.
 _SECONDS, _SLOW_SECONDS = 3.0, 12.0
 
 

@@ -47,7 +47,7 @@ class Fault(Enum):
     )
     VICTIM = (
         r"Innocent ?Victim|victim of GPU error|SubmissionsIgnored|prior/excessive GPU errors",
-        "the GPU dropped a command because of another one's error",
+        "the GPU dropped a command because of an error in another",
         _AGAIN,
     )
     # All later calls of CUDA in the process return the same error.

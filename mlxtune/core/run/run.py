@@ -137,7 +137,7 @@ def _read(run: Run, name: str, read: Callable[[Path], T], missing: T) -> T:
     except OSError as error:
         run.problems.append(f"{name} cannot be read: {error.strerror}")
     except ValueError as error:
-        # It names the file, but not its folder.
+        # The error names the file, but not its folder.
         run.problems.append(f"{name.removesuffix(path.name)}{error}")
     return missing
 

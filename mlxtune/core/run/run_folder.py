@@ -296,7 +296,7 @@ def archive_previous_run(run: Path) -> Path | None:
                 remove_file(moving / path.name)
             move(path, moving / path.name)
         if not checkpoint_folders(moving) and not os.path.lexists(moving / METRICS):
-            # It was stopped before its first record.
+            # The run was stopped before its first record.
             discard(moving)
             mark(run)
             return None

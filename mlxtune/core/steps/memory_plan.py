@@ -117,7 +117,7 @@ def _plans(
                 peak=max(peaks, key=lambda peak: peak.total),
                 limit=limit,
                 time=time * (_RECOMPUTE if recompute else 1) * _SMALLER_CHUNK**smaller,
-                # Without data all are 0.
+                # Without data all counts are 0.
                 micro_batches_per_step=len(groups) / max(len(steps), 1),
                 padding_share=padding / max(run, 1),
                 run_share=run / max(tokens_of_data, 1),

@@ -319,7 +319,7 @@ class InstructTrainer:
             skipped = SkippedStep(step.number, step.epoch, step.learning_rate, str(error), rows)
             self._skip(skipped, error)
             return
-        # It may have waited for the step before.
+        # The stop may have waited for the step before.
         started, self._step_ended = max(taken.started, self._step_ended), taken.pending.ended
         record = step.record(result, self._step_ended - started)
         self._recorder.add(record)

@@ -37,7 +37,7 @@ ARCHITECTURES = {
     "qwen3_5": "qwen35",
     "qwen3_5_moe": "qwen35moe",
 }
-# mlx-lm's names of a stack of experts, and one that the gguf package knows.
+# mlx-lm's names of a stack of experts, and the gguf package's name.
 _STACK = re.compile(r"(?:mlp|block_sparse_moe)\.(?:switch_mlp|experts)\.")
 _KNOWN_STACK = "mlp.experts."
 Order = npt.NDArray[np.intp]

@@ -16,7 +16,7 @@ from mlxtune.core.text import count
 from mlxtune.errors import OutputError, one_line
 
 MERGED = "model.gguf"
-# As llama.cpp's packages install it, and as its repository has it.
+# The converter's name in llama.cpp's packages, and in its repository.
 _CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
 # The converter's names of the dtypes that a folder is stored in.
 _OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}

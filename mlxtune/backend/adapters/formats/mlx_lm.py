@@ -91,7 +91,7 @@ def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
         },
     }
     config |= adapter.settings
-    # Without the model's path, which is not for others to read.
+    # The model's path is left out: it is private.
     own = {name: value for name, value in config.items() if name != "model"}
     write_tensors(
         weights,

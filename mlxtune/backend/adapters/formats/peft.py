@@ -164,7 +164,7 @@ def read_peft(folder: Path, modules: Mapping[str, nn.Module], model_type: str) -
             if (layer, projection) not in stacks:
                 raise ModelError(f"the base model has no experts for {name}.{projection}")
             found[stacks[layer, projection]] = half, scale
-    # The most common one, so that most modules stay the same bit for bit.
+    # The most common scale, so that most modules stay the same bit for bit.
     scale = Counter(scale for _, scale in found.values()).most_common(1)[0][0]
     rank = max(update.rank for update, _ in found.values())
     _check_padding(weights, [update for update, _ in found.values()], rank)

@@ -117,7 +117,7 @@ def attention_in_blocks(
 
     query, key = mx.arange(size)[:, None], mx.arange(-size, size)[None]
     mask = (key <= query) & (key > query - window)
-    # The first block of a row has none before it.
+    # The first block of a row has no predecessor.
     exists = (mx.arange(count) > 0)[:, None, None] | (key >= 0)
     mask = mx.tile((mask & exists)[:, None], (rows, 1, 1, 1))
     output = _attention(

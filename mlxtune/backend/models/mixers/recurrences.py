@@ -43,7 +43,7 @@ def by_blocks(
         for start in starts:
             y, state = run(*block(whole, start), states[-1])
             outputs.append(y)
-            # Blocks wait for each other, so that one is in memory.
+            # Blocks wait for each other, so that only one is in memory.
             states += mx.depends([state], [y])
         return [mx.concatenate(outputs, axis=1), *states[1:]]
 
@@ -55,7 +55,7 @@ def by_blocks(
             given = [*block(whole, start), state]
             (d_y,) = block([d_outputs], start)
             found = mx.vjp(lambda *x: list(run(*x)), given, [d_y, d_state])[1]
-            # Together, or what one block computes would wait for the others.
+            # All at once, or the results of one block would wait for the others.
             *made, d_state = mx.depends(found, found)
             gradients.append(made)
         parts = zip(*gradients[::-1], strict=True)
