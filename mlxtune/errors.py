@@ -62,7 +62,7 @@ class NonFiniteLossError(MlxTuneError, FloatingPointError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal, of the number `signal`, ended the work, and what it had begun was removed."""
+    """The signal `signal` ended the work, and unfinished files were removed."""
 
     signal = 2  # SIGINT
 

@@ -49,7 +49,7 @@ class BenchSide(Protocol):
         """Take step `number`, from 1, on all examples; return its loss."""
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
-        """Return how many tokens the last step ran through the model, and how many are padding."""
+        """Return the tokens that the last step ran through the model, and the padding in them."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Job:
 class OurSide:
     """The steps of `train`, set up as `commands.train` does.
 
-    Its methods import what they need, so that a peer's process loads and measures none of it.
+    Its methods import its libraries, so that a peer's process loads and measures none of them.
     """
 
     loss_function = "own"
@@ -121,9 +121,9 @@ class OurSide:
         return self._result.avg_loss
 
     def overlapped(self, steps: Sequence[Sequence[Example]]) -> Iterator[TimedStep]:
-        """Take the steps as `train` does, which starts each while the one before is computed.
+        """Take the steps as `train` does, which starts each during the step before.
 
-        A step's seconds are those since the one before was computed.
+        A step's seconds begin when the step before was computed.
         """
         last = time.perf_counter()
         # No step follows the last.
@@ -233,7 +233,7 @@ def main(opened: Callable[[Job], BenchSide] = open_side) -> None:
 
 
 def _claim_stdout() -> TextIO:
-    """Return stdout for records alone; what libraries print goes to stderr."""
+    """Return stdout for records alone; libraries' output goes to stderr."""
     records = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return records

@@ -82,7 +82,7 @@ def _demo(config: str | None, **flags: Any) -> None:
 def _train(
     config: str | None, dry_run: bool, resume: str | None, open_page: bool, **flags: Any
 ) -> None:
-    """Start a run, or resume one with its own options and those given."""
+    """Start a run, or resume one with its own options and the given ones."""
     if resume is None:
         checked, point = merged(TrainConfig, config, flags), None
     else:

@@ -52,7 +52,7 @@ _note = partial(print_line, stderr=True)
 def chat(config: ChatConfig) -> None:
     """Chat with a model until the person quits or standard input ends.
 
-    Raises a child of MlxTuneError for what options, files or the model cause.
+    Raises a child of MlxTuneError for errors in options, files or the model.
     """
     config = with_base_model(prompted_as_trained(config))
     folder = find_model(config)

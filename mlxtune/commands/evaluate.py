@@ -27,7 +27,7 @@ def evaluate(config: EvalConfig) -> Evaluation:
 
     Rows that the adapter was trained on are left out, as far as its run is there.
 
-    Raises a child of MlxTuneError for what options, files or the model cause.
+    Raises a child of MlxTuneError for errors in options, files or the model.
     """
     config = with_base_model(config)
     folder = find_model(config)

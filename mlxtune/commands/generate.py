@@ -30,7 +30,7 @@ _STDIN = "standard input"
 def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda text: None) -> Answer:
     """Answer a prompt or a conversation; `on_text` gets each piece of the answer as it arrives.
 
-    Raises a child of MlxTuneError for what options, files or the model cause.
+    Raises a child of MlxTuneError for errors in options, files or the model.
     """
     config = with_base_model(prompted_as_trained(config))
     folder = find_model(config)

@@ -45,7 +45,7 @@ from mlxtune.views.plan_text import plan_lines
 def plan(config: PlanConfig) -> RunPlan:
     """Plan the run of `train` with the same options, without reading any weights.
 
-    Raises a child of MlxTuneError for what options, files or the model cause, MemoryLimitError
+    Raises a child of MlxTuneError for errors in options, files or the model, MemoryLimitError
     if even one example does not fit.
     """
     given = config.given

@@ -85,7 +85,7 @@ def output_folder(source: Source) -> Iterator[Path]:
     """Yield a folder that is put in place at --output when all went well.
 
     Reports the base first, if it was quantised while loading. Nothing is left if a signal ends the
-    process, and what a kill left is removed the next time. Raises OutputError.
+    process; the next run removes the remains of a kill. Raises OutputError.
     """
     config, console = source.config, source.console
     if source.quantization:
@@ -124,8 +124,8 @@ def prove(
 ) -> ExportResult:
     """Compare the model that `load` returns with the trained one; write the folder's certificate.
 
-    `rounding` is the dtype of what was written; with `everywhere`, all weights were rounded to it.
-    With `exact` false, they were quantised again, which logits cannot judge. No two models are
+    `rounding` is the dtype of the written tensors; with `everywhere`, all weights were rounded to
+    it. With `exact` false, they were quantised again, which logits cannot judge. No two models are
     loaded at once. Raises OutputError if rounding does not explain the difference.
     """
     source.console.say("Proving", "running the trained model, then what was written")

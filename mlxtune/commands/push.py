@@ -38,8 +38,8 @@ def push(
 ) -> str:
     """Upload the adapter of a run with a model card, and return the address of the repository.
 
-    `base_model` is the base model's name on the hub, `model_path` its folder, if they are not those
-    of the run.
+    `base_model` is the base model's name on the hub, `model_path` its folder, if they differ from
+    the run's.
 
     Raises a child of MlxTuneError; the hub is then as it was.
     """

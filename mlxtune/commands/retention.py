@@ -40,7 +40,7 @@ def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention |
     still there, or else the KL divergence from the trained model on the proof's prompts. Nothing is
     measured, and None returned, if the projections are not quantised.
 
-    Raises what `load_base` and `load_adapted` do.
+    Raises the errors of `load_base` and `load_adapted`.
     """
     trust = config.trust_remote_code
     options: dict[str, Any] = {"trust_remote_code": trust, "quantization": source.quantization}

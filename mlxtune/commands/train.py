@@ -128,7 +128,7 @@ def train(
     `on_step` gets the record of each step, and `on_validation` the step and the loss of each
     validation, 0 before the first step.
 
-    Raises a child of MlxTuneError for what options, files or the model cause, and
+    Raises a child of MlxTuneError for errors in options, files or the model, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
     """
     check_trackers(config.track)
@@ -236,8 +236,8 @@ def resume(
     `folder` holds its checkpoints or its adapter. `changes` are options that differ: `epochs` and
     `max_steps` may grow, and options that do not change the result may change.
 
-    Raises what `train` does; ConfigError if a change would change the result; OutputError if there
-    is no run to resume.
+    Raises the errors of `train`; ConfigError if a change would change the result; OutputError if
+    there is no run to resume.
     """
     config, found = find_run(str(folder), with_rows(changes))
     return train(config, resume=found, on_step=on_step, on_validation=on_validation)

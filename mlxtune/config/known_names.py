@@ -1,4 +1,4 @@
-"""Names that people know from mlx-lm, TRL, Unsloth and Axolotl, each with ours and what differs."""
+"""Names of options of mlx-lm, TRL, Unsloth and Axolotl, each with ours and the difference."""
 
 import difflib
 import shlex

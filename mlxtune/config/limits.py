@@ -16,7 +16,7 @@ _MB = 2**20
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a kind of file may have: its bytes and, of its values, how many and how large.
+    """The most that a kind of file may have: its bytes, and the number and size of its values.
 
     `values` is the number of all values together, `entries` the longest object and, without
     `items`, the longest list, `text` the longest string or name, `digits` the longest number, and
@@ -128,7 +128,7 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 
 
 def count_values(content: bytes) -> int:
-    """Return how many values JSON holds at most: its brackets and commas outside of text."""
+    """Return the most values that JSON holds: its brackets and commas outside of text."""
     return _marks(_STRING.sub(b"", content))
 
 

@@ -1,4 +1,4 @@
-"""Config files of mlx-lm's trainer as options of ours, and what became of each line.
+"""Config files of mlx-lm's trainer as our options, with the fate of each line.
 
 mlx_lm.lora takes such a file with --config; its keys and defaults are in mlx_lm/lora.py.
 """
@@ -42,7 +42,7 @@ def is_mlx_lm_file(entries: Mapping[Any, Any], own: Collection[str]) -> bool:
 
 
 def translate(entries: Mapping[Any, Any]) -> Translation:
-    """Return what the entries of an mlx-lm file become here; unknown ones are problems."""
+    """Return our options for the entries of an mlx-lm file; unknown ones are problems."""
     named = {str(key).replace("-", "_"): value for key, value in entries.items()}
     found = Translation()
     for name, value in named.items():

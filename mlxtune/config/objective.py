@@ -1,4 +1,4 @@
-"""Options of objectives: what a step minimises."""
+"""Options of objectives: the function that a step minimises."""
 
 import dataclasses
 

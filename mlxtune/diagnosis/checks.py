@@ -1,6 +1,6 @@
 """The checks of `mlxtune doctor --prove`, their tolerances and verdicts. Pure.
 
-A check passes or fails; one whose `passed` is None only reports.
+A check passes or fails; a check whose `passed` is None only reports.
 """
 
 from collections.abc import Mapping, Sequence

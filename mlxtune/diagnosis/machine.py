@@ -1,4 +1,4 @@
-"""The facts of this machine, and whether its packages meet what mlxtune and MLX require."""
+"""The facts of this machine, and whether its packages meet the requirements of mlxtune and MLX."""
 
 import importlib.metadata as metadata
 import platform

@@ -29,7 +29,7 @@ from mlxtune.views.tables import result_console
 # On the CPU, mlx-lm takes seconds for a row.
 _CPU_TIMED = ("--steps", "2", "--batch-size", "2")
 _GPU_TIMED = ("--steps", "8", "--batch-size", "4")
-# The kind and name of some checks, and what carries them out.
+# The kind and name of some checks, and the function that runs them.
 Part = tuple[str, str, Callable[[], Iterator[ProofCheck]]]
 
 
@@ -37,7 +37,7 @@ def prove(
     on_progress: Callable[[str], None] = lambda text: None,
     on_check: Callable[[ProofCheck], None] = lambda check: None,
 ) -> MachineProof:
-    """Check with small models that this machine computes what mlxtune promises.
+    """Check with small models that this machine keeps mlxtune's promises.
 
     Compares the gradients of every way to compute a step, the bytes of adapters, memory with its
     prediction, and steps with mlx-lm's. Takes a minute or two. `on_progress` is called with the

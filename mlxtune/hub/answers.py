@@ -18,7 +18,7 @@ from mlxtune.core.names import is_commit, is_file_name, is_relative_path
 SILENCE, MOST_WAIT = 60.0, 60
 # Bytes a second that an answer must have after SILENCE, on average.
 SLOWEST = 1000
-# Headers that become a file's name in the cache, and those that say how long to wait.
+# Headers that become a file's name in the cache, and headers with a time to wait.
 _ETAGS = ("ETag", "X-Linked-Etag", "X-Xet-Hash")
 _COMMIT = "X-Repo-Commit"
 # A few megabytes of gzip unpack to gigabytes, in memory, so nothing else is asked for.
@@ -94,7 +94,7 @@ def _short(wait: str) -> bool:
 
 
 def _check_facts(response: Any) -> None:
-    """Raise BadAnswerError for facts about a repository with a commit or file that is none."""
+    """Raise BadAnswerError for facts about a repository with an invalid commit or file name."""
     try:
         facts = parse_json(response.read(), HUB_ANSWER, "the hub's answer")
     except TooLarge:

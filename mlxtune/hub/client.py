@@ -1,4 +1,4 @@
-"""The hub's own client: what it sends and shows, and its errors in one line."""
+"""The hub's own client: its requests and output, and its errors in one line."""
 
 import importlib.metadata
 import sys
@@ -23,8 +23,8 @@ def asking(
 ) -> Iterator[huggingface_hub.HfApi]:
     """Yield the client, and raise `error` in one line about `name` for whatever goes wrong.
 
-    `kind` is what the hub may lack under that name. The client's own warnings, such as those
-    of each further try, are not shown.
+    `kind` is what the hub may lack under that name. The client's own warnings, such as a line for
+    each further try, are not shown.
     """
     # The bars of uploads would be drawn into a pipe, too.
     if quiet or not sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""Which files of a data set's repository are which split of which configuration.
+"""The files of each split of each configuration in a data set's repository.
 
 A configuration is one of several data sets in a repository; most repositories have only one.
 """
@@ -121,7 +121,7 @@ def choose(
 
     Without a split, these are the training data and, if there is some, the validation data; with
     `held_out` the test data, or else the validation data: as of a folder. Raises DataError, naming
-    what there is.
+    the ones that exist.
     """
     if not splits:
         raise DataError(

@@ -15,7 +15,7 @@ from mlxtune.core.text import count
 from mlxtune.views import visible
 from mlxtune.views.output import render_lines
 
-# How many pieces are printed at each end of a long example.
+# The number of pieces printed at each end of a long example.
 _HEAD, _TAIL = 240, 80
 _EXAMPLES = 3
 _MARKS: dict[visible.Kind, str] = {"newline": "↵\n", "tab": "→   "}
@@ -95,7 +95,7 @@ def _sums(ledger: Mapping[str, Any]) -> list[tuple[int, str, list[tuple[int, str
 
 
 def _places(finding: Finding) -> Iterator[tuple[str, str]]:
-    """Yield the rows of a finding and what there is to see; the path of several only once."""
+    """Yield the rows of a finding and its evidence; the path of several only once."""
     before = ""
     for place in finding.places:
         number = place.where.removeprefix(place.path)

@@ -1,4 +1,4 @@
-"""The model that answers questions on the page: a process of its own, started on demand.
+"""The model that answers questions on the page: a separate process, started on demand.
 
 It loads the model of one run, answers one question at a time, and ends once nobody has asked for
 some minutes, when another run is asked, or with this process.
@@ -31,7 +31,7 @@ _WORKER = "mlxtune.watch.answer_worker"
 class Question:
     """A question to the model of a run, and both answers so far.
 
-    `status` is what the process does meanwhile, empty at the end.
+    `status` is the process' current work, empty at the end.
     """
 
     run: Path
@@ -126,7 +126,7 @@ class Asker:
             self.on_change()
 
     def _add(self, asked: Question, line: dict[str, Any]) -> None:
-        """Add what the process has sent to the question."""
+        """Add the process' messages to the question."""
         asked.base += line.get("base", "")
         asked.adapter += line.get("adapter", "")
         asked.notes += line.get("notes", [])

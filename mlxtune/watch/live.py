@@ -55,8 +55,8 @@ class Live:
     """The site of `mlxtune watch`: all runs of a folder, or one of them, and the model's answers.
 
     A page follows one view, the name of a run or "" for all. Files are only read while a page
-    follows them. `folder` is the run's own, by whatever path it was named, or the folder of several runs.
-    Raises OutputError if it has no run.
+    follows them. `folder` is the run's own, by whatever path it was named, or the folder of
+    several runs. Raises OutputError if it has no run.
     """
 
     def __init__(self, folder: Path, asker: Asker) -> None:

@@ -53,7 +53,7 @@ class Site(Protocol):
         """
 
     def act(self, action: str, values: Mapping[str, Any]) -> bool:
-        """Do what the page asks for; return False for an unknown action. Raises MlxTuneError."""
+        """Carry out a page's request; return False for an unknown action. Raises MlxTuneError."""
 
 
 class PageServer(ThreadingHTTPServer):
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def do_POST(self) -> None:
-        """Do what the page asks for, with values as JSON."""
+        """Carry out a request of the page, with values as JSON."""
         if (place := self._place()) is None:
             return
         if self.headers.get_all("Origin") != [f"http://{self.headers['Host']}"]:

@@ -71,7 +71,7 @@ def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class WeightCheck:
-    """How the tensors of a fused model compare with those expected.
+    """A comparison of a fused model's tensors with the expected tensors.
 
     `largest_error` is relative to the largest entry of its matrix; `problems` name the tensors that
     differ by more than rounding.
@@ -89,7 +89,7 @@ class Certificate:
 
     `tolerance` is the largest logit difference that rounding explains; None if the weights were
     quantised again, so that `weights` alone decides. `effect` is the largest change of a logit by
-    the adapter, for scale. `retention` says what quantising again costs, where weights were.
+    the adapter, for scale. `retention` is the cost of quantising weights again, if any were.
     """
 
     format: str
@@ -104,7 +104,7 @@ class Certificate:
 
     @property
     def problems(self) -> list[str]:
-        """Sentences on what differs by more than rounding."""
+        """Sentences on tensors that differ by more than rounding."""
         difference = self.comparison.largest_difference
         problems = list(self.weights.problems) if self.weights else []
         if not (math.isfinite(self.effect) and math.isfinite(self.tolerance or 0.0)):

@@ -93,7 +93,7 @@ def fused_model(
 
     `quantization` has the keywords of `load_base` for a base that was quantised while loading.
     Weights have the base's dtype and, without `dequantize`, its quantisation, which must not be
-    nf4; those with an update are stored as `storage` says. Raises ModelError if the adapter does
+    nf4; weights with an update are stored as `storage` says. Raises ModelError if the adapter does
     not fit.
     """
     base = _open(folder, trust_remote_code, quantization)

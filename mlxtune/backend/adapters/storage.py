@@ -66,7 +66,7 @@ def add_to_config(
 ) -> None:
     """Add the layers that are stored in another way to a quantised model's config.
 
-    Each is a path, the base's module and the one that takes its place.
+    Each is a path, the base's module and its replacement.
     """
     if storage == AS_BASE:
         return

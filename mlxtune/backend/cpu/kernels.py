@@ -183,8 +183,8 @@ def softmax_gradient_(start, end, x, d, queries, causal):  # type: ignore[no-unt
 def online_softmax_(start, end, x, highest, total, correction):  # type: ignore[no-untyped-def]
     """Take in one more block of logits: replace them by exp(logit - the highest so far).
 
-    `highest` and `total` (m,) are of the blocks so far; `correction` (m,) is what the earlier ones
-    are to be multiplied by.
+    `highest` and `total` (m,) are of the blocks so far; `correction` (m,) is the factor for the
+    earlier sums.
     """
     for i in range(start, end):
         top = highest[i]

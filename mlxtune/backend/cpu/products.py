@@ -243,7 +243,7 @@ class _Head(_OnlineSoftmax):
         self.expected += np.matmul(z, block, out=self._product)
 
     def add(self, other: Self) -> None:
-        """Take in what another has taken of the same hidden states."""
+        """Merge another object's sums over the same hidden states."""
         highest = np.maximum(self.highest, other.highest)
         own, its = np.exp(self.highest - highest), np.exp(other.highest - highest)
         self.total *= own

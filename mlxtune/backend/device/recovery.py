@@ -23,7 +23,7 @@ def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
 
     After a fault, `change` is called with MLX's text, to ask for less or to free memory; it raises
     where nothing is left to change. Then the work is tried again: once after each fault that may
-    pass, as that may come from what ran before or from another program.
+    pass: earlier work or another program may have caused it.
 
     Raises MemoryLimitError or GpuError.
     """

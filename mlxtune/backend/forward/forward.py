@@ -43,9 +43,9 @@ Head = Callable[[mx.array], mx.array]
 class Forward:
     """Computes losses of one model, which has its LoRA already.
 
-    `execution` is the one given, as far as the model allows it. Without `trains`, it computes no
-    gradients, and the model may have no LoRA. An adapter that is taken off and put back later has
-    to be on the model here.
+    `execution` is the given execution, as far as the model allows it. Without `trains`, it computes
+    no gradients, and the model may have no LoRA. An adapter that is taken off and put back later
+    has to be on the model here.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Forward:
     def recompute(self, value: bool) -> None:
         """Recompute the activations of layers in their backward passes from here on, or keep them.
 
-        Layers start anew: what they found out about their backward passes is forgotten.
+        Layers start anew: their findings about backward passes are forgotten.
         """
         if self.layerwise is not None:
             self.layerwise.restore()

@@ -96,7 +96,7 @@ def serves(gate: mx.array, up: mx.array) -> bool:
 
 
 def gate_kernels() -> GateKernels | None:
-    """Return the device's kernels if they compute what MLX's operations do, as tried once."""
+    """Return the device's kernels if they equal MLX's operations, as tried once."""
     return None if on_cpu() else _tried()[0]
 
 
@@ -106,7 +106,7 @@ def gate_kernels_problem() -> str:
 
 
 def device_kernels() -> GateKernels:
-    """Return the device's kernels, untried. Raises what MLX does where it cannot make them."""
+    """Return the device's kernels, untried. Raises MLX's error where it cannot make them."""
     metal = has_metal()
     return GateKernels(mx.fast.metal_kernel if metal else mx.fast.cuda_kernel, metal=metal)
 

@@ -20,7 +20,7 @@ _TOLERANCE = 2e-2
 _LARGE = 1000.0
 # Rows of the vocabulary to compare.
 _PART = 1024
-# How many positions of each text the head is tried at.
+# The number of positions of each text at which the head is tried.
 _HEAD_POSITIONS = 4
 
 
@@ -137,7 +137,7 @@ class SplitModel:
 
     @contextmanager
     def _without_layers(self) -> Iterator[None]:
-        """Have layers that stand before the slot pass on what they are given."""
+        """Have layers before the slot pass on their inputs."""
         layers = self._owner.get("layers")
         if layers:
             self._owner["layers"] = [lambda x, *args, **options: x for _ in layers]

@@ -10,8 +10,8 @@ from mlx.utils import tree_unflatten
 class Intercepted(nn.Module):
     """Stands in a module's place in a model: `call(module, *args, **options)` runs instead.
 
-    It has the children, parameters and attributes of the module, so that names stay what they are,
-    and is an instance of its class: some models choose a layer's mask by that.
+    It has the children, parameters and attributes of the module, so that names stay unchanged, and
+    is an instance of its class: some models choose a layer's mask by that.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
@@ -24,7 +24,7 @@ class Intercepted(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class that `isinstance` finds besides this one."""
+        """The module's class, which `isinstance` finds in addition to `Intercepted`."""
         return type(object.__getattribute__(self, "_intercepted"))
 
     def __call__(self, *args: Any, **options: Any) -> Any:

@@ -19,7 +19,7 @@ class _OnlineSoftmax:
         self.total = mx.zeros((rows, 1))
 
     def take(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """Return exp(logit - the highest so far) of a block, and what corrects those before it."""
+        """Return exp(logit - the highest so far) of a block, and the factor for earlier blocks."""
         highest = mx.maximum(self._highest, logits.max(axis=1, keepdims=True))
         shares, correction = mx.exp(logits - highest), mx.exp(self._highest - highest)
         self.total = self.total * correction + shares.sum(axis=1, keepdims=True)
@@ -27,7 +27,7 @@ class _OnlineSoftmax:
         return shares, correction
 
     def merge(self, vocabulary: Vocabulary) -> mx.array:
-        """Take what the other workers found in their parts; return what corrects this worker's."""
+        """Merge the other workers' sums over their parts; return the factor for this worker's."""
         highest = vocabulary.highest(self._highest)
         correction = mx.exp(self._highest - highest)
         self._highest, self.total = highest, vocabulary.sum(self.total * correction)

@@ -32,7 +32,7 @@ def run_again(
     # Otherwise MLX may run the layer again before its gradient arrives, and keeps all of it.
     primals = mx.depends(primals, cotangents)
     gradients = list(vjp(function, primals, cotangents)[1])
-    # Otherwise MLX puts off the gradients of LoRA, and keeps what they need of each layer.
+    # Otherwise MLX puts off the gradients of LoRA, and keeps each layer's inputs for them.
     return list(mx.depends(gradients, gradients))
 
 
@@ -141,7 +141,7 @@ def best_execution(
 
 
 def load_ahead(folder: Path) -> None:
-    """Start loading what computing with a model needs, while the caller does something else.
+    """Start loading libraries for computing with a model, while the caller does something else.
 
     The choice is guessed from the size of its files.
     """

@@ -1,4 +1,4 @@
-"""A trial of a model: whether examples in one line give what each gives alone."""
+"""A trial of a model: whether examples in one line give the same as each alone."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

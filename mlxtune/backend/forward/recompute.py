@@ -53,7 +53,7 @@ class LayerCall:
     """A call of a layer as a function of arrays alone, which a gradient may flow through.
 
     `run` takes `inputs`: the arrays `given` to the layer, and its own that are `trained`, which
-    have `names`. `result` turns the arrays that it returns into what the layer returns.
+    have `names`. `result` turns its arrays into the layer's return value.
     """
 
     def __init__(self, layer: nn.Module, dropout: DropoutKeys, args: Any, options: Any) -> None:

@@ -21,8 +21,8 @@ _Calls = dict[str, list[tuple[nn.Module, mx.array]]]
 def share_inputs(model: nn.Module) -> Callable[[], None]:
     """Have projections of the same input run together; return a function that undoes it.
 
-    Those with LoRA learn the dtype of their inputs, too. A model that cannot be tried stays as it
-    is.
+    Projections with LoRA learn the dtype of their inputs, too. A model that cannot be tried stays
+    as it is.
     """
     try:
         calls = _tried(model)

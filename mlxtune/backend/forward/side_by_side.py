@@ -31,7 +31,7 @@ class Mixers:
 
     `by_segments`: attention that is causal and no more runs on the line itself, as the operations
     keep its segments apart. `restore` makes the model run as it did before. There are `count`;
-    between `note` and `stop_noting`, `outputs` collects what they return, in order.
+    between `note` and `stop_noting`, `outputs` collects their results, in order.
     """
 
     def __init__(self, model: nn.Module, *, by_segments: bool) -> None:

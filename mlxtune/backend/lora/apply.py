@@ -89,12 +89,12 @@ class LoRASummary:
 
     @property
     def modules(self) -> int:
-        """How many modules have LoRA."""
+        """The number of modules with LoRA."""
         return sum(match.layers for match in self.matches if match.parameters)
 
     @property
     def expert_matrices(self) -> int:
-        """How many matrices of experts have LoRA."""
+        """The number of experts' matrices with LoRA."""
         return sum(match.layers * match.experts for match in self.matches if match.parameters)
 
     def describe(self) -> str:
@@ -123,7 +123,7 @@ class LoRASummary:
         )
 
     def _mixed(self) -> Iterator[str]:
-        """Yield what each target stands for that means experts and other projections."""
+        """Yield the projections of each target that means experts and other projections."""
         for target in self.config.targets:
             found = [match for match in self.matches if is_named(match.path, target)]
             if len({bool(match.experts) for match in found}) == 2:

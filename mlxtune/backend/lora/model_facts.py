@@ -9,7 +9,7 @@ from mlxtune.backend.lora.targets import dimensions, experts_per_token, projecti
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import predicted_tokens, run_length
 
-# Heads of attention, and experts of a token, where a model does not say how many it has.
+# Heads of attention, and experts of a token, where a model gives no number.
 _HEADS, _EXPERTS = 64, 8
 
 

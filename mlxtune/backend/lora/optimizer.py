@@ -20,8 +20,8 @@ _SMALLEST_NORM = 1e-6
 class Update(NamedTuple):
     """The result of an update, not yet computed.
 
-    `norm` is the gradient's before clipping. Unless `finite`, `parameters`, the `vectors`
-    that they are parts of, and `state`, the optimizer's, are those before.
+    `norm` is the gradient's before clipping. Unless `finite`, the `parameters`, the `vectors`
+    that they are parts of, and the optimizer's `state` are unchanged.
     """
 
     parameters: dict[str, Any]

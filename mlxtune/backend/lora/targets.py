@@ -1,4 +1,4 @@
-"""Which projections of a model get LoRA, and with what rank."""
+"""The projections of a model that get LoRA, and their ranks."""
 
 import difflib
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Short passes through a few layers of a loaded model, measured on the device.
 
-Their peaks at three lengths correct what sizes alone tell of a run's memory: per token, per
+Their peaks at three lengths correct the estimate of a run's memory from sizes alone: per token, per
 attention score, and fixed.
 """
 
@@ -31,7 +31,7 @@ from mlxtune.core.steps.pack import Pack
 # long ones, kernels that run at once do not.
 _LAZY, _EAGER = (64, 192, 512), (32, 96, 256)
 # Layers of each kind in the passes, as a lazy graph holds arrays of two neighbours at once, and the
-# most layers. With twice as many, the difference is what layers keep.
+# most layers. A pass with twice as many shows the memory that layers keep.
 _LAZY_LAYERS, _EAGER_LAYERS, _MOST_LAYERS = 2, 1, 4
 # The weight of the estimate's shares beside a pass, and beside the difference of two passes.
 _PRIOR, _PRIOR_OF_DIFFERENCE = 0.15, 0.5
@@ -141,7 +141,7 @@ def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[dict[str, Any
 
 @contextmanager
 def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, mx.array]]:
-    """Have other layers pass on what they are given; the first active layer adds the yielded array.
+    """Have other layers pass on their inputs; the first active layer adds the yielded array.
 
     So its backward pass has the gradient of its input to compute, like a layer above it.
     """

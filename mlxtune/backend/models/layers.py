@@ -200,7 +200,7 @@ def _dequantize(
 def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | None:
     """Make a model multiply by its quantised matrices as --quantized-compute says.
 
-    `auto` takes dequantised matrices on the CPU and MLX's quantised products on a GPU; what trains
+    `auto` takes dequantised matrices on the CPU and MLX's quantised products on a GPU; training
     asks `time_products` then. Experts are left to the operations; nf4, for which MLX has no
     products, is always dequantised. Returns the choice, or None if nothing is quantised.
     """

@@ -194,7 +194,7 @@ def load_lazily(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, dic
     """Return mlx-lm's model, without reading its weights, and its completed config.
 
     `config` comes from `read_config`, so code of the folder that it names is trusted. Raises
-    ModelError, naming what does not fit.
+    ModelError, naming the tensors that do not fit.
     """
     check_weights(folder, config)
     try:

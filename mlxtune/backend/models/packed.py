@@ -70,7 +70,7 @@ class Layout:
     def shared(self) -> tuple[mx.array, mx.array] | None:
         """The tokens that several rows have, int32 (S,), and `places` with all of theirs.
 
-        Of each shared token there are R places, the last of which may be padding. None if no token
+        Each shared token has R places, the last of which may be padding. None if no token
         is shared.
         """
         rows, first = self._side_by_side
@@ -151,7 +151,7 @@ class LineCache:
     def make_mask(self, length: int, **options: Any) -> Any:
         """Return the mask of the examples side by side, as mlx-lm makes it.
 
-        It asks with options for attention, without any for what needs no mask.
+        The model passes options for attention, and none where no mask is needed.
         """
         if not options:
             return None

@@ -39,7 +39,7 @@ def quantize_lazily(
     the architecture's own predicate is respected, and matrices whose rows no group divides stay
     unquantised. In nf4, as in QLoRA, only linear layers are quantised, except the head.
 
-    Raises ModelError for what cannot be quantised.
+    Raises ModelError for a model that cannot be quantised.
     """
     if quantize not in FORMATS:
         raise ModelError(f"--quantize: must be one of {', '.join(FORMATS)}, not {quantize!r:.40}")

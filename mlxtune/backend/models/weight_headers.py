@@ -34,7 +34,7 @@ def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 
 
 def _scales_problems(stem: str, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """Yield what does not fit in a packed matrix; MLX would divide by zero or read past it."""
+    """Yield the errors of a packed matrix; MLX would divide by zero or read past it."""
     weight, scales = tensors[f"{stem}.weight"], tensors[f"{stem}.scales"]
     biases = tensors.get(f"{stem}.biases")
     name = f"{stem:.100}.scales"

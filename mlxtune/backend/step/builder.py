@@ -256,14 +256,14 @@ class StepBuilder:
 
 
 def count_tokens(examples: Sequence[Example]) -> int:
-    """Return how many supervised tokens are predicted. Raises ValueError if none is."""
+    """Return the number of supervised tokens that are predicted. Raises ValueError if none is."""
     if tokens := sum(map(predicted_tokens, examples)):
         return tokens
     raise ValueError("no example has a supervised token after its first: nothing is predicted")
 
 
 def _describe_non_finite(step: int, rate: float, loss: float, grad_norm: float) -> str:
-    """Return why a step was not applied, and what may help."""
+    """Return why a step was not applied, and a remedy."""
     at = f"at learning rate {rate:g}"
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return (

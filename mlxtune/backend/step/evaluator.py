@@ -70,7 +70,7 @@ class ExampleLosses:
     ) -> npt.NDArray[np.float64]:
         """Return each example's summed cross-entropy over its supervised tokens, float64 (B,).
 
-        `on_progress` gets the number of examples done after each batch; what it raises ends the
+        `on_progress` gets the number of examples done after each batch; an error in it ends the
         evaluation. `keys` returns the dropout keys of a batch, if there is dropout. Raises
         MemoryLimitError where even one example takes too much memory.
         """

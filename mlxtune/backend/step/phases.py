@@ -1,4 +1,4 @@
-"""The phases of a step, for those who measure them."""
+"""The phases of a step, for measurements."""
 
 from collections.abc import Callable
 from typing import Any

@@ -189,7 +189,7 @@ class InstructPipeline:
     ) -> InstructBatchResult:
         """Return the loss over all supervised tokens of the examples, or of the objective.
 
-        `on_progress` gets the number of examples done; what it raises ends the evaluation.
+        `on_progress` gets the number of examples done; an error in it ends the evaluation.
         """
         logps = self.logps(examples, on_progress)
         counted = training_examples(examples)

@@ -71,7 +71,7 @@ class StepGradients:
     by parameter where a caller asks for them; both are float32. `run_tokens` go through the model
     in `micro_batches`, `padding` among them. `graph` computes the last of them, and the `update`,
     if there is one. With several workers, loss and gradients are sums over all of them, and
-    `counts` has the three numbers and what the workers ask for, float32 (5,), as sums. Under an
+    `counts` has the three numbers and the workers' requests, float32 (5,), as sums. Under an
     objective of preferences, `preference` defines the loss, and `logps` float32 (E,) are of the
     step's examples.
     """
@@ -138,7 +138,7 @@ class StepRunner:
 
     After a fault, `max_tokens` of the micro-batches is halved where memory ran out, or where the
     GPU stopped a command that took too long and stages cannot be shorter. `warn` is called each
-    time; `remedy` is what an error advises where not even one example fits. Where the workers run
+    time; `remedy` is an error's advice where not even one example fits. Where the workers run
     alike, nothing is tried again: the others wait for this one within the pass.
     """
 
@@ -238,7 +238,7 @@ class StepRunner:
         return Graph(tokens, self.count(tokens) if outputs else 1, outputs, gradients, arrays)
 
     def start(self, graph: Graph) -> None:
-        """Have a graph computed once the one before is: the device never holds two."""
+        """Have a graph computed once the graph before is: the device never holds two."""
         if self._running is not None:
             self.finish(self._running)
         self._begin(graph)
@@ -285,7 +285,7 @@ class StepRunner:
             )
 
     def adapt(self, examples: Sequence[Example], fault: Fault, text: str) -> None:
-        """Change what may let a pass succeed after a fault.
+        """Change settings so that a pass may succeed after a fault.
 
         Raises MemoryLimitError or GpuError if nothing is left to change.
         """

@@ -146,7 +146,7 @@ def read_template_file(path: Path) -> str:
 
 
 def start_process() -> None:
-    """Start what will render templates, which takes as long as loading a tokenizer."""
+    """Start the process that renders templates, which takes as long as loading a tokenizer."""
     _process().start()
 
 

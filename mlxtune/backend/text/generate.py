@@ -69,7 +69,7 @@ class Sampling:
 class Answer:
     """A generated answer. `finish_reason` is `stop`, `length`, or `interrupted`.
 
-    `tokens` include the one that ended the answer. Of the `prompt_tokens`, `reused` were in the
+    `tokens` include the token that ended the answer. Of the `prompt_tokens`, `reused` were in the
     cache. `tokens_per_second` counts from the first token on.
     """
 

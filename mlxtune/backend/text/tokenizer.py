@@ -144,7 +144,7 @@ def _spell_piece(piece: str) -> bytes:
 def load_tokenizer(
     folder: Path, *, trust_remote_code: bool = False, cache: Path | None = None
 ) -> ModelTokenizer:
-    """Load a model folder's tokenizer, after a trial, of which `cache` keeps that it went well.
+    """Load a model folder's tokenizer, after a trial; `cache` remembers a good one.
 
     Raises ModelError if there is none, it is broken, or its code is not trusted.
     """

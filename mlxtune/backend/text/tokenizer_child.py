@@ -16,7 +16,7 @@ from typing import Any
 _SECONDS = 10.0
 # As in config/limits.py. Each takes time whenever the tokenizer is loaded.
 _CONTROL_TOKENS = 50_000
-# How many characters the normalizers of a tokenizer may make of one, in all.
+# The most characters that a tokenizer's normalizers may make of one.
 _MAX_GROWTH = 256
 _TRIED = [
     "a",

@@ -42,7 +42,7 @@ class WorkerReport:
     """A worker's report on its machine.
 
     `files` has the hash of each path that is asked for, or None where it cannot be read;
-    `problems` are what its own checks found, with their remedies.
+    `problems` are the findings of its own checks, with their remedies.
     """
 
     machine: str
@@ -71,7 +71,7 @@ class Link:
 
 
 def judge_workers(reports: Sequence[WorkerReport], link: Link) -> Iterator[Check]:
-    """Yield checks of what the workers, from 0 on, have in common, and of the network between."""
+    """Yield checks of whether the workers, from 0 on, are alike, and of the network between."""
     first, *others = reports
     machines = len({report.machine for report in reports})
     yield Check(OK, "workers", f"{len(reports)} on {count(machines, 'machine')}")

@@ -1,4 +1,4 @@
-"""The processes that train together, as mlx.launch starts them, and what they tell each other."""
+"""The processes that train together, as mlx.launch starts them, and their messages."""
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
@@ -157,9 +157,9 @@ class Workers:
         return [float(asked) for asked in self._asked]
 
     def decide(self, should_stop: Callable[[], bool], save: bool) -> tuple[bool, bool]:
-        """Ask to stop or to save after the next step; return what any worker asked for before.
+        """Ask to stop or to save after the next step; return the requests of any worker before.
 
-        The same on all workers, as all count what came with the gradients of the last step.
+        The same on all workers, as all read the requests with the gradients of the last step.
         """
         # Several steps may be under way before an answer: to save is asked for once.
         self._asked = [should_stop(), save and not self._waits_to_save]
@@ -170,7 +170,7 @@ class Workers:
         return agreed[0], agreed[1]
 
     def agree(self, asks: Sequence[float]) -> None:
-        """Note what was asked for with a step, summed over the workers."""
+        """Note the requests with a step, summed over the workers."""
         self._agreed = [
             before or asked > 0 for before, asked in zip(self._agreed, asks, strict=True)
         ]

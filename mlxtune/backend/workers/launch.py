@@ -1,4 +1,4 @@
-"""Joining the workers of a launch, and what doctor asks of them."""
+"""Joining the workers of a launch, and doctor's checks of them."""
 
 import faulthandler
 import hashlib

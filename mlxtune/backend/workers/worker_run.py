@@ -1,4 +1,4 @@
-"""A run on several workers: which one prints and writes, and what all of them have to agree on."""
+"""A run on several workers: which worker prints and writes, and the values that all share."""
 
 import json
 import shlex

@@ -22,7 +22,7 @@ _UNCUT = 10**9
 def with_auto(
     config: C, given: Collection[str], folder: Path, console: RunConsole
 ) -> tuple[C, str]:
-    """Return the options with those that --auto chooses, and the command that they stand for.
+    """Return the options with --auto's choices in them, and the command that they stand for.
 
     `given` names the options that the user chose. The data is encoded, and cached, for it.
     """

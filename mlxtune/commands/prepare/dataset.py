@@ -50,7 +50,7 @@ class Dataset:
     """The data that a run trains on and validates with, and the place of every row of its files.
 
     `validation` is None if rows of `corpus` are to be held out, and empty if there is none. `files`
-    and `ledgers` are those of the training data, then those of the validation data. `hub` is what
+    and `ledgers` are the training data's, then the validation data's. `hub` is what
     a run records about the data sets of the hub among them.
     """
 
@@ -71,7 +71,7 @@ class Dataset:
 class Reader:
     """Reads data files with a model's tokenizer and template, which it loads on first use.
 
-    `on_rows` is called with a file and how many of its rows have been encoded.
+    `on_rows` is called with a file and the number of its encoded rows.
     """
 
     def __init__(
@@ -418,7 +418,7 @@ def split_problem(corpus: Corpus, validation: Corpus | None) -> str | None:
 
 
 def report_findings(dataset: Dataset, console: RunConsole) -> None:
-    """Warn of problems in the data. Raises DataError for those that training refuses."""
+    """Warn of problems in the data. Raises DataError for findings that training refuses."""
     for file in dataset.files:
         for warning in file.skipped.warnings():
             console.warn(warning)

@@ -41,7 +41,7 @@ from mlxtune.views.console import RunConsole
 _CPU_TOLERANCE = 0.05
 # The values of `recompute` that --grad-checkpoint allows.
 _CHECKPOINTING = {"on": (True,), "off": (False,), "auto": (False, True)}
-# Where a model does not say for how many tokens it was made.
+# The context of a model that does not name its own.
 _LONGEST = 1 << 20
 
 

@@ -126,7 +126,7 @@ def find_model(config: UseConfig) -> Path:
 
 
 def prompted_as_trained(config: U) -> U:
-    """Return the options with those by which the adapter's data was rendered, unless one is given.
+    """Return the options with the prompt options of the adapter, unless one is given.
 
     Raises ModelError.
     """

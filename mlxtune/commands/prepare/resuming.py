@@ -252,7 +252,7 @@ def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunCon
 
 
 def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
-    """Raise ModelError if an adapter is not the one that a run started from.
+    """Raise ModelError if a run started from another adapter.
 
     Only training the run again needs it.
     """

@@ -96,7 +96,7 @@ def _prune(cache: Path, keep: Path) -> None:
 
 
 def _remove(entry: Path) -> None:
-    """Remove an entry, or what a killed process left of one, with nothing else in it."""
+    """Remove an entry, or a killed process' remains of one, if it holds nothing else."""
     with suppress(OSError):
         remove_folder(entry, {*COLUMNS, ACCOUNT, CHECKSUMS}.__contains__)
 

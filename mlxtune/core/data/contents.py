@@ -1,6 +1,6 @@
-"""What is wrong with the words of a row that can be trained on: notes, by their kind.
+"""Faults in the words of a row that can be trained on: notes, by their kind.
 
-Only what hardly ever is meant is noted, so that a note is worth a look.
+Only faults that are hardly ever intended are noted, so that a note is worth a look.
 """
 
 import re

@@ -173,8 +173,7 @@ def check_writable(folder: Path, option: str, name: str = _LONG_NAME) -> None:
     """Raise OutputError unless a file of this name can be written into the folder.
 
     The folder may not exist yet. Its name and the file's are tried, as file systems differ in what
-    they refuse, beside where they will be; nothing is left behind. `option` is the one that named
-    the folder.
+    they refuse, beside where they will be; nothing is left behind. `option` named the folder.
     """
     with as_output_error(folder / name if name != _LONG_NAME else folder, option):
         real = _real(folder)

@@ -58,8 +58,8 @@ def replaced_folder(
 ) -> Iterator[Path]:
     """Yield an empty folder to fill, which replaces the target if all goes well.
 
-    Otherwise the target stays as it was. `option` is the one that named it; it steps `aside` until
-    the new one is there. Only what `is_known` is replaced or removed. Raises OutputError.
+    Otherwise the target stays as it was. `option` named it; it steps `aside` until the new one is
+    there. Only files that `is_known` accepts are replaced or removed. Raises OutputError.
     """
     temporary = beside(target)
 

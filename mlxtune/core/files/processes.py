@@ -69,7 +69,7 @@ def start(
 
 
 def end(process: Process) -> None:
-    """Kill a process and those it started, and close its pipes."""
+    """Kill a process and its children, and close its pipes."""
     # Closing flushes lines that were never read.
     with suppress(BrokenPipeError), process:
         try:
@@ -140,7 +140,7 @@ class Children:
         """Run in a new folder; return the exit status. The output goes to files there.
 
         Once `until` returns true, the process gets the signal `stop`. Raises ChildTimeoutError
-        if it takes too long. Whatever ends this call also ends the process and those it started.
+        if it takes too long. Any end of this call also ends the process and its children.
         """
         make_folder(folder)
         own = {"TMPDIR": str(self.scratch), "MLX_PTX_CACHE_DIR": kernel_cache()}

@@ -47,7 +47,7 @@ class _Zipped(gzip.GzipFile):
 
 
 def open_zipped(path: Path) -> IO[bytes]:
-    """Open a gzip file to read what it unpacks to. Raises OSError as `open_regular` does."""
+    """Open a gzip file to read its unpacked content. Raises OSError as `open_regular` does."""
     return cast(IO[bytes], _Zipped(open_regular(path)))
 
 

@@ -35,7 +35,7 @@ class TensorHeader:
 def read_header(path: Path) -> TensorHeader:
     """Return the header of a safetensors file whose data is there, each byte in one tensor.
 
-    Raises ValueError, which names the file and what is wrong, or OSError.
+    Raises ValueError, which names the file and the fault, or OSError.
     """
     # The core can be imported without safetensors.
     from safetensors import SafetensorError, safe_open

@@ -109,7 +109,7 @@ def _system(m: Machine) -> Iterator[Check]:
 
 
 def _packages(m: Machine) -> Iterator[Check]:
-    # The extra of the library in use is required too: it has its version, and what makes it fast.
+    # The extra of the library in use is required too: it names versions, and packages for speed.
     wanted = ("", *(_EXTRAS[name] for name in m.libraries if name in _EXTRAS))
     required = {package.name: package for package in m.packages if package.extra in wanted}
     shown = (required[name] for name in _SHOWN if name in required)

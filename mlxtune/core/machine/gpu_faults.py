@@ -11,8 +11,8 @@ from enum import Enum
 
 from mlxtune.errors import GpuError, MemoryLimitError, MlxTuneError, one_line
 
-# macOS ends what keeps the GPU from drawing. Its driver reads the variable when MLX opens the
-# device; MLX's maintainers name it, and smaller command buffers were reported not to help.
+# macOS ends commands that keep the GPU from drawing. Its driver reads the variable when MLX opens
+# the device; MLX's maintainers name it, and smaller command buffers were reported not to help.
 _NO_WATCHDOG = (
     "let the display sleep while it trains, or start it with AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 in "
     "the environment, a switch of Apple's driver for this process"
@@ -21,7 +21,7 @@ _AGAIN = "run it again, and restart the machine if that fails too"
 
 
 class Fault(Enum):
-    """A fault of the GPU: the texts that report it, what it means, and what helps."""
+    """A fault of the GPU: the texts that report it, its meaning, and its remedy."""
 
     OUT_OF_MEMORY = (
         # The CPU's and numpy's texts too.
@@ -81,7 +81,7 @@ def fault_of(error: BaseException) -> Fault | None:
 def fault_error(fault: Fault, text: str, when: str = "", remedy: str = "") -> MlxTuneError:
     """Return the one line about a fault that ends a command; `text` is MLX's own.
 
-    `when` says what was being done; `remedy` replaces the fault's own.
+    `when` names the work at that time; `remedy` replaces the fault's own.
     """
     what, remedy = f"{fault.meaning} {when}".rstrip(), remedy or fault.remedy
     if fault is Fault.OUT_OF_MEMORY:

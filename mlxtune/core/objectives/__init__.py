@@ -1,1 +1,1 @@
-"""Objectives: what a step minimises, as functions of log-probabilities. Pure Python and numpy."""
+"""Objectives: functions of log-probabilities that a step minimises. Pure Python and numpy."""

@@ -21,8 +21,8 @@ class Sides:
 
     A row has a chosen and a rejected answer, or one answer, in `chosen`, with its `desirable`: 1 or
     0. `count_…` are supervised tokens. `reference_…` are log-probabilities of the policy before its
-    first step, zeros where the objective needs none. `kl` is the step's estimate of the divergence from the
-    reference, in nats.
+    first step, zeros where the objective needs none. `kl` is the step's estimate of the divergence
+    from the reference, in nats.
     """
 
     chosen: Any

@@ -72,7 +72,7 @@ class Layout:
 class Totals:
     """The facts of a step that the loss of a few of its rows needs.
 
-    `tokens` are those whose loss is added to the preference; `kl` is the step's divergence.
+    `tokens` are the tokens whose loss is added to the preference; `kl` is the step's divergence.
     """
 
     rows: int

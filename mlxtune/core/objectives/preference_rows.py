@@ -27,7 +27,7 @@ _CACHE = "references"
 
 @dataclass(frozen=True, eq=False)
 class PreferenceRows(CorpusRows):
-    """Rows of a corpus, with what their objective adds.
+    """Rows of a corpus, with their objective's references and pairs.
 
     Where it needs the divergence, each row gets an example of another row's answer to its prompt:
     the one before it, for the first the last, as TRL pairs them. `references` has the reference's
@@ -80,7 +80,7 @@ class PreferenceRows(CorpusRows):
 
 
 def reference_key(model: Mapping[str, Any], rows: Sequence[PreferenceRows]) -> str:
-    """Return the name of what a reference depends on: the model as it starts, and the examples."""
+    """Return the name of a reference's inputs: the model as it starts, and the examples."""
     parts = {**model, "examples": [each.digest() for each in rows]}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

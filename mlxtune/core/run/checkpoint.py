@@ -157,7 +157,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def _is_listed(folder: Path, files: Mapping[str, Any], name: str) -> bool:
-    """Return whether a file that is not of every checkpoint is the one that its manifest lists."""
+    """Return whether a file that only some checkpoints have equals its manifest's entry."""
     expected = files.get(name)
     return isinstance(expected, dict) and file_hash(folder / name) == expected.get("sha256")
 

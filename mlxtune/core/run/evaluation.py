@@ -31,7 +31,7 @@ _TAIL = (1 - CONFIDENCE) / 2
 FEWEST_ROWS = 6
 # A smaller share of the loss hardly matters, however certain it is.
 _HARDLY = 0.01
-# How many of the most improved and most worsened rows to report.
+# The number of most improved and most worsened rows to report.
 _TOP_ROWS = 5
 # Row indices drawn at once, over all resamples.
 _DRAWN_AT_ONCE = 1 << 22
@@ -89,7 +89,7 @@ class FileVerdict:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """How many answers equal the data's exactly."""
+    """The number of answers that equal the data's exactly."""
 
     base: int
     adapted: int | None
@@ -244,7 +244,7 @@ def sums_of(rows: CorpusRows, losses: Losses, on_progress: Callable[[int, int], 
 
 @dataclass(frozen=True)
 class JudgedRows:
-    """Rows to evaluate, without those that were trained on too, unless these are all rows."""
+    """Rows to evaluate, without rows that were trained on too, unless all rows were."""
 
     rows: CorpusRows
     left_out: int

@@ -119,7 +119,7 @@ class Progress:
 
     @property
     def skipped_in_a_row(self) -> int:
-        """How many steps were skipped since the last one taken."""
+        """The number of steps skipped since the last applied step."""
         recent = takewhile(lambda record: not isinstance(record, StepRecord), reversed(self))
         return sum(isinstance(record, SkippedStep) for record in recent)
 
@@ -210,7 +210,7 @@ def record_values(record: Record) -> dict[str, Any]:
 def parse_records(content: bytes) -> Iterator[Record | ValueError]:
     """Yield the record of each line of metrics.jsonl, or the problem with it.
 
-    Raises TooLarge for more lines than a run has, of those that are no numbers of steps.
+    Raises TooLarge for more lines, other than steps, than a run has.
     """
     others = 0
     for line in io.BytesIO(content):
@@ -242,7 +242,7 @@ def parse_record(line: bytes) -> Record:
         raise ValueError(f"is not a record of a run: {error}") from error
 
 
-# Fields that depend on the machine and its memory, not on what was learned.
+# Fields that depend on the machine and its memory, not on the result.
 MEASURED = (
     *("seconds", "epoch_time_ms", "samples_per_sec"),
     *("memory", "micro_batches", "run_tokens", "padding"),

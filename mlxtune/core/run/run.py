@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass
 class Run:
-    """A run as its folder describes it; `problems` are sentences on what could not be read.
+    """A run as its folder describes it; `problems` are sentences on unreadable files.
 
     `about` is run.json, `metadata` the metadata.json of the newest checkpoint; `holder` is the
     process that is training it now.

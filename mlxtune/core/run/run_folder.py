@@ -213,7 +213,7 @@ def _in_use(path: Path, held: LockHeldError, option: str) -> OutputError:
 
 
 def check_own(run: Path, *, new: bool = True) -> None:
-    """Raise OutputError if a run would change what something else wrote there.
+    """Raise OutputError if a run would change files of other programs there.
 
     A `new` run moves or replaces all of an earlier one, a resumed run only single files.
     """

@@ -24,9 +24,9 @@ class LongestFit:
 class RunPlan:
     """The expected cost of a run; without data, only the memory of the longest example.
 
-    `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` says what a
-    larger --memory-limit would gain here, if anything. `tokens` and `supervised` count those of the
-    training rows, `all_tokens` those of all steps. With `scaling`, memory is that of a worker.
+    `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` is the gain of a
+    larger --memory-limit here, if any. `tokens` and `supervised` count the training rows' tokens,
+    `all_tokens` all steps'. With `scaling`, memory is that of a worker.
     `max_steps` is the option; `free_memory` counts bytes that are free now, None if unknown.
     """
 

@@ -47,7 +47,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run in a few numbers and sentences; None, or empty, for what it did not record.
+    """A run in a few numbers and sentences; None, or empty, for values that it did not record.
 
     `status` is finished, stopped early, running or unfinished; `started` is in ISO 8601. Losses are
     in nats per supervised token, memory in bytes; `tokens_per_second` counts tokens of examples.
@@ -334,7 +334,7 @@ SORTS: dict[str, Callable[[RunView], Any]] = {
 def options_of(run: Run) -> dict[str, tuple[str, str, bool]]:
     """Return each option's value, its default, and whether they differ, by its flag.
 
-    Those that differ come first.
+    Options that differ come first.
     """
     defaults = {each.name: option_text(each.default) for each in fields(TrainConfig)}
     defaults["lr"] = option_text(default_rate(run.config.get("objective")))
@@ -386,7 +386,7 @@ def planned_shares(run: Run) -> dict[str, float | None]:
 
 
 def measured_shares(run: Run) -> dict[str, float | None]:
-    """Return the measured values, without `micro_batch_tokens`; None for those not measured."""
+    """Return the measured values, without `micro_batch_tokens`; None for unmeasured ones."""
     micro_batches = [number for number in run.column("micro_batches") if number]
     tokens, tokens_run = sum(run.column("tokens")), sum(run.column("run_tokens"))
     return {

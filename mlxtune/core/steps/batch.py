@@ -39,7 +39,7 @@ class MicroBatch:
 
 
 def run_length(example: Example) -> int:
-    """Return how many tokens of an example are run: those before its last supervised token.
+    """Return the number of tokens of an example that run: all before its last supervised token.
 
     The tokens after these predict nothing that carries loss. At least 1.
     """
@@ -48,7 +48,7 @@ def run_length(example: Example) -> int:
 
 
 def predicted_tokens(example: Example) -> int:
-    """Return how many supervised tokens carry loss: nothing predicts the first of an example."""
+    """Return the number of supervised tokens with loss: nothing predicts an example's first token."""
     return int(example.assistant_mask[1:].sum())
 
 

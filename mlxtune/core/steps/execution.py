@@ -260,7 +260,7 @@ class GraphMemory:
         return _IN_FLIGHT * logits
 
     def in_head(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
-        """Return the working entries of the head, in addition to those kept."""
+        """Return the working entries of the head, in addition to the kept ones."""
         positions, hidden = head_states(shapes, execution, load)
         if execution.split_head and not self.holds_logits(shapes):
             rows = vocabulary_block(positions)

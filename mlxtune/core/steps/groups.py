@@ -19,10 +19,11 @@ AT_ONCE = 256
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The examples of a micro-batch, as indices into those of the step.
+    """The examples of a micro-batch, as indices into the step's examples.
 
-    `tokens` run through the model, padding included. `width` are those of the longest example: side
-    by side, each takes as many. `added` of the tokens are padding at the end of a line.
+    `tokens` run through the model, padding included. `width` is the number of the longest example's
+    tokens: side by side, each takes as many. `added` of the tokens are padding at the end of a
+    line.
     """
 
     examples: tuple[int, ...]
@@ -31,7 +32,7 @@ class Group:
     added: int = 0
 
     def padding(self, examples: Sequence[Example]) -> int:
-        """Return how many of the tokens are padding; `examples` are all of the step."""
+        """Return the number of padding tokens; `examples` are all of the step."""
         run = sum(run_length(examples[i]) for i in self.examples)
         # A line runs fewer tokens than its examples have where they share some.
         return max(self.tokens - self.added - run, 0) + self.added

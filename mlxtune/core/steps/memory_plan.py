@@ -1,4 +1,4 @@
-"""How to run a step within the memory limit, and what to advise if nothing fits."""
+"""How to run a step within the memory limit, and the advice if nothing fits."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ _CHUNKS = (256, 64, 16)
 _RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
 # No shorter --max-seq-len is worth advising.
 _SHORTEST = 16
-# The bits of a weight with --quantize 4, and how many weights share a scale and a bias.
+# The bits of a weight with --quantize 4, and the weights that share a scale and a bias.
 _BITS, _GROUP = 4, 64
 # Examples to choose a plan by, as a sample of the rest.
 _PLANNED = 256
@@ -133,7 +133,7 @@ def choose(
     checkpointing: Sequence[bool],
     tolerance: float,
 ) -> MemoryPlan | None:
-    """Return the plan with the least memory among those about as fast as the fastest that fits.
+    """Return the plan with the least memory among plans about as fast as the fastest that fits.
 
     `limit` is in bytes; MARGIN of it is left if possible. `checkpointing` are the values of
     `recompute` that are allowed, `tolerance` the share of time that memory may cost. None if
@@ -174,7 +174,7 @@ def longest(
 def why_not(
     shapes: ModelShapes, work: DataSample, execution: Execution, limit: int, may_checkpoint: bool
 ) -> str:
-    """Return why not even one example fits, and what would help."""
+    """Return why not even one example fits, and the remedies."""
     execution = replace(execution, recompute=may_checkpoint)
     load = max(work.alone, key=lambda load: least(shapes, execution, load).total)
     needed = least(shapes, execution, load).total

@@ -16,7 +16,7 @@ _LENGTH_NOISE = 0.1
 def split_rows(
     corpus: Corpus, val_split: float, seed: int, val_rows: int
 ) -> tuple[list[int], list[int]]:
-    """Return the rows of a corpus that train and those held out, a share of each of its files."""
+    """Return the training and held-out rows of a corpus, a share of each of its files."""
     return hold_out_rows(corpus.identities, val_split, seed, val_rows, corpus.file_of_row)
 
 
@@ -27,7 +27,7 @@ def hold_out_rows(
     val_rows: int,
     files: npt.NDArray[np.int32] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Return the rows that train and those held out for validation, as indices in their order.
+    """Return the training rows and the held-out rows, as indices in their order.
 
     ceil(n * val_split) rows are held out, at most `val_rows` of them, at least one on each side;
     with `files`, the file of each row, of each of them its share.
@@ -68,12 +68,12 @@ def hold_out_rows(
 
 
 def _shares(rows: npt.NDArray[np.int64], val_split: float, val_rows: int) -> npt.NDArray[np.int64]:
-    """Return how many rows of each file are held out; `rows` has how many there are."""
+    """Return the number of held-out rows of each file; `rows` has each file's number of rows."""
     wanted: npt.NDArray[np.int64] = np.ceil(rows * val_split).astype(np.int64)
     wanted = np.minimum(wanted, np.maximum(rows - 1, 0))
     if (total := int(wanted.sum())) <= val_rows:
         return wanted
-    # Of the most, each file has its share, rounded down; the largest get what is left.
+    # Of the most, each file has its share, rounded down; the largest get the rest.
     shares: npt.NDArray[np.int64] = wanted * val_rows // total
     for file in np.argsort(-(wanted * val_rows % total), kind="stable")[: val_rows - shares.sum()]:
         shares[file] += 1

@@ -107,8 +107,8 @@ def _neighbours(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yield parts of a step, in an order in which neighbours share the most of their texts.
 
-    A part has the indices of its examples, and how many tokens each shares with the next; with
-    `keyed`, none if their `key` differs.
+    A part has the indices of its examples, and the number of tokens that each shares with the next;
+    with `keyed`, none if their `key` differs.
     """
     keys = [example.key if keyed else 0 for example in examples]
     # As big-endian bytes, tokens sort in their own order, and a text before its continuations.
@@ -127,7 +127,7 @@ def _neighbours(
 
 
 def _common_tokens(a: _Ints, b: _Ints) -> int:
-    """Return how many tokens two texts share from the first on."""
+    """Return the length of two texts' common prefix."""
     shortest = min(len(a), len(b))
     differs = a[:shortest] != b[:shortest]
     return int(differs.argmax()) if differs.any() else shortest

@@ -1,4 +1,4 @@
-"""Lengths rounded up, so that a GPU meets fewer shapes, and those that its kernels serve.
+"""Lengths rounded up, so that a GPU meets fewer shapes, which its kernels serve.
 
 A line and its examples side by side, where each `.` is padding that nothing sees:
 
@@ -21,7 +21,7 @@ class Rounding:
     width: int = 1
 
     def padding(self, tokens: int, max_tokens: int) -> int:
-        """Return how many tokens of padding a line gets at its end.
+        """Return the number of padding tokens at a line's end.
 
         They make its length a multiple of `line`, or of half of it and so on, whichever adds at
         most 3%: every layer runs them. A line never grows beyond `max_tokens`.

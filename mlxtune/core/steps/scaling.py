@@ -15,8 +15,8 @@ class Scaling:
     """A step on `workers` machines with links of `gbps` Gbit/s.
 
     One of them computes at most the share `dearest` of the step. In `exchanges`, `exchanged` bytes
-    are added over all: gradients or, where they share the model, what its parts give. `step_s` is
-    the time of a step on one machine, if known.
+    are added over all: gradients or, where they share the model, the results of its parts. `step_s`
+    is the time of a step on one machine, if known.
     """
 
     workers: int

@@ -26,7 +26,7 @@ _LOWEST_RATE, _HIGHEST_RATE = 5e-5, 5e-3
 class Facts:
     """Facts that the choice depends on.
 
-    `rows` train, `validates` says whether others validate. `parameters` counts those of the model.
+    `rows` train, `validates` says whether others validate. `parameters` counts the model's.
     `needed` is the smallest round --max-seq-len that keeps 99% of the supervised tokens, `fitting`
     the longest example that fits into memory and the model's context.
     """

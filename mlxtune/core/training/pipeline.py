@@ -88,7 +88,7 @@ class Pipeline(Protocol):
     ) -> InstructBatchResult:
         """Return the loss over all supervised tokens of the examples.
 
-        `on_progress` gets the number of examples done, now and then; what it raises passes through.
+        `on_progress` gets the number of examples done, now and then; its errors pass through.
         """
 
     def logps(

@@ -29,7 +29,7 @@ class Surroundings:
     """Looks at the machine before each step.
 
     `conditions` returns the latest reading, `asked` whether to stop, `asleep` for how many seconds
-    the machine has slept so far. `observer` receives what it does.
+    the machine has slept so far. `observer` receives its actions.
     """
 
     conditions: Callable[[], Conditions] = Conditions
@@ -47,7 +47,7 @@ class Surroundings:
         self._demanded = Pressure.NORMAL
 
     def look(self, step: int) -> Demand | None:
-        """Read the machine's conditions after a step, and report changes; return what it demands.
+        """Read the machine's conditions after a step, and report changes; return its demands.
 
         A pressure is demanded once per event, which ends when the pressure is normal again: a
         warning is the normal state of a small Mac, and a cache that is cleared at each reading is

@@ -147,7 +147,7 @@ class InstructTrainer:
     def train(
         self, records: Mapping[str, Any] | None = None, *, resume: ResumePoint | None = None
     ) -> InstructTrainResult:
-        """Take all steps, or those after the checkpoint to resume from.
+        """Take all steps, or the steps after the checkpoint to resume from.
 
         `records` are JSON values or bytes by file name, written to the run's folder. An interrupt
         before the first step removes them.

@@ -44,7 +44,7 @@ def linear_axis(values: Sequence[float], *, from_zero: bool = False) -> Axis:
 
 
 def log_axis(values: Sequence[float]) -> Axis:
-    """Return a logarithmic axis for the values above 0, of which there must be some."""
+    """Return a logarithmic axis for the values above 0; there must be at least one."""
     positive = [value for value in values if value > 0]
     low, high = min(positive), max(positive)
     margin = max(10 ** (_MARGIN * (math.log10(high) - math.log10(low))), 1.05)

@@ -38,7 +38,7 @@ class Chart:
     """The contents of a chart. `description` is the chart in words.
 
     `levels` are values to compare with, by their names; `verticals` are steps to mark, `skipped`
-    those that were not applied. The scale is linear if it starts `from_zero`, and logarithmic
+    the steps that were not applied. The scale is linear if it starts `from_zero`, and logarithmic
     otherwise if values are far apart.
     """
 

@@ -31,7 +31,7 @@ PAGE = PageType(
     styles=("chart.css", "run_page.css"),
     scripts=("chart.js", "run_page.js"),
 )
-# Answers on a page, and how many of them are not folded.
+# The most answers on a page, and of answers that are not folded.
 _MOST_SAMPLES, _OPEN_SAMPLES = 40, 3
 # A longer text is cut.
 _MOST_TEXT = 4000

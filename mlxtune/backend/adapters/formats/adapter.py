@@ -1,4 +1,4 @@
-"""An adapter's tensors by module, without a model: what every format reads and writes."""
+"""An adapter's tensors by module, without a model: the common form of all formats."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

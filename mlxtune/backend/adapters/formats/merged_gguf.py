@@ -23,7 +23,7 @@ _OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 def check_convertible(model_type: str) -> None:
-    """Raise ModelError if the check could not read what the converter writes."""
+    """Raise ModelError if the check could not read the converter's files."""
     check_supported(model_type, "--gguf", "run llama.cpp's convert_hf_to_gguf.py yourself")
 
 

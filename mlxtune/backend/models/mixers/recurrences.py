@@ -30,7 +30,7 @@ def by_blocks(
     """Return the outputs (B, T, ...) of a recurrence over arrays (B, T, ...), and its last state.
 
     `run` takes a block of `tokens` tokens of each array and the state before them, and returns
-    their outputs and the state after them. The backward pass keeps the arrays and those states.
+    their outputs and the state after them. The backward pass keeps the arrays and these states.
     """
     starts = range(0, arrays[0].shape[1], tokens)
 

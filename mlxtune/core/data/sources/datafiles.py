@@ -51,7 +51,7 @@ def find_data_files(
 ) -> DataFiles:
     """Return the files that `option` names: a folder stands for its `train` and `valid` files.
 
-    `validation_files` are those that it names besides.
+    `validation_files` are the `valid` files.
 
     Raises DataError when a path is missing, when a folder has no `train` file or `option` takes no
     folder, and when a file is named twice.

@@ -75,7 +75,7 @@ def _lines(path: Path, file: IO[bytes], longest: int) -> Iterator[str]:
 
 
 def _header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str]:
-    """Return how many lines the header takes, the names of the columns, and what is between them.
+    """Return the header's number of lines, the names of the columns, and their separator.
 
     Spreadsheets write `;` where the comma is the decimal point.
     """
