@@ -32,7 +32,7 @@ def stop_on_interrupt(
     def handle(number: int, before: dict[int, Any]) -> None:
         received.append(number)
         for other, handler in before.items():
-            # A process started in the background ignores SIGINT, but a second one is meant.
+            # A background process ignores SIGINT, but a second SIGINT shall end it.
             default = signal.default_int_handler if other == signal.SIGINT else signal.SIG_DFL
             signal.signal(other, handler if callable(handler) else default)
         if number == signal.SIGHUP:

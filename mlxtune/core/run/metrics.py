@@ -216,7 +216,7 @@ class InstructTrainResult:
 
     `best_val_loss` is the lowest validation loss, after `best_step` in `best_epoch`;
     `initial_val_loss` is the loss before the first step. All four are None without validation.
-    `validations` are all of them, that before the first step included.
+    `validations` are all validations, also the one before the first step.
     """
 
     epoch_metrics: list[InstructEpochMetrics]

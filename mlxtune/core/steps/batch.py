@@ -48,7 +48,7 @@ def run_length(example: Example) -> int:
 
 
 def predicted_tokens(example: Example) -> int:
-    """Return the number of supervised tokens with loss: nothing predicts an example's first token."""
+    """Return the number of supervised tokens with loss: nothing predicts the first token."""
     return int(example.assistant_mask[1:].sum())
 
 

@@ -1,6 +1,6 @@
 """Rows of CSV and TSV files with a header, and the files of spreadsheets, which are refused.
 
-A row's number is the line on which it starts; a value in quotes may go on over several lines.
+A row's number is the line on which it starts; a value in quotes may span several lines.
 """
 
 import csv
