@@ -1,6 +1,6 @@
 """The process that answers questions on the page of a run; `asking.py` starts and ends it.
 
-Its argument holds the options as JSON. Each line of stdin is a question in JSON, each line of stdout
+Its argument has the options as JSON. Each line of stdin is a question in JSON, each line of stdout
 an object: a text to add to the answer of the `base` model or of the `adapter`, the new `status`,
 `notes` or a `problem`. It ends with stdin, or with its parent.
 """
