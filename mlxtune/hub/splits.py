@@ -125,8 +125,8 @@ def choose(
     """
     if not splits:
         raise DataError(
-            f"{name}: has no JSON lines or parquet to read: download it, convert it to JSON lines, "
-            "and name the file"
+            f"{name}: has no JSON lines, CSV or parquet to read: download it, convert it to JSON "
+            "lines, and name the file"
         )
     config = name.config or (DEFAULT if DEFAULT in splits else min(splits))
     if config not in splits or (name.config is None and len(splits) > 1 and config != DEFAULT):

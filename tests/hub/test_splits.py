@@ -76,7 +76,7 @@ def test_parquet_branch_with_part_of_the_data_has_none() -> None:
             },
         ),
         (["train.parquet", "dataset_infos.json"], None, {"default": {"train": ["train.parquet"]}}),
-        (["train.csv", "README.md"], None, {}),
+        (["train.txt", "README.md"], None, {}),
         (["x.jsonl"], [None, 3, {"data_files": 7}], {"default": {"train": ["x.jsonl"]}}),
     ],
 )
@@ -117,8 +117,8 @@ def test_name_without_a_split_is_training_and_validation_data_like_a_folder() ->
         (
             "o/n@v1",
             {},
-            "o/n@v1: has no JSON lines or parquet to read: download it, convert it to JSON lines, "
-            "and name the file",
+            "o/n@v1: has no JSON lines, CSV or parquet to read: download it, convert it to JSON "
+            "lines, and name the file",
         ),
     ],
 )

@@ -10,6 +10,7 @@ from mlxtune.core.data.problems import BadRow, json_type, parse_json
 from mlxtune.errors import shorten
 
 ROLES = ("system", "user", "assistant", "tool")
+_NO_TEXT = ("image", "input_image", "audio", "input_audio", "video")
 # The fields in which files keep thinking and templates read it.
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
@@ -121,7 +122,10 @@ def _parse_message(position: int, message: Any) -> Message:
 
 
 def _part(part: Any, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") in (None, "text"):
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind.startswith(_NO_TEXT):
+        raise BadRow("images, audio and video are out of scope", f"{where}: {shorten(kind)}")
+    if isinstance(part, dict) and kind in (None, "text"):
         part = part.get("text")
     if not isinstance(part, str):
         raise BadRow("content has a part that is not text", f"{where}: {json_type(part)}")

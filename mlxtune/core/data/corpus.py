@@ -226,6 +226,12 @@ def write_arrays(folder: Path, chunks: Iterable[Sequence[Sequence[Example]]]) ->
                 file.write(columns[name].tobytes())
 
 
+def rows_used(rows: int, weight: float) -> tuple[int, int]:
+    """Return how often an epoch uses each of a file's rows, and how many of them once more."""
+    whole, part = int(weight), round(weight % 1 * rows)
+    return whole, part if whole or not rows else max(part, 1)
+
+
 class Corpus(Sequence[Example]):
     """The examples of one or more files that have a supervised token. `paths` name the files.
 

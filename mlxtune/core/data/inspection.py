@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.corpus import Corpus, rows_used
 from mlxtune.core.data.encode import Example, Tokenizer
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import EncodedFile
@@ -140,7 +140,8 @@ class InspectedExamples:
 
     def __init__(self, parts: Sequence[Corpus], validates: Sequence[int]) -> None:
         files = [file for part in parts for file in part.files]
-        self._corpus = Corpus(files, [path for part in parts for path in part.paths])
+        paths = [path for part in parts for path in part.paths]
+        self._corpus = Corpus(files, paths, [each for part in parts for each in part.weights])
         held_out = np.asarray(validates, dtype=np.int64)
         self._validates = np.isin(self._corpus.row_of_example, held_out)
         # Lengths before truncation, dropped examples included.
@@ -152,10 +153,17 @@ class InspectedExamples:
 
     def cost(self, batch_size: int) -> Cost:
         corpus, trains = self._corpus, ~self._validates
+        files = corpus.file_of_row[corpus.row_of_example]
+        uses = np.asarray(corpus.weights)[files] * trains
+        rows = 0
+        for file, weight in enumerate(corpus.weights):
+            own = len(np.unique(corpus.row_of_example[trains & (files == file)]))
+            whole, part = rows_used(own, weight)
+            rows += whole * own + part
         return Cost(
-            steps=math.ceil(len(np.unique(corpus.row_of_example[trains])) / batch_size),
-            tokens=int(corpus.lengths[trains].sum()),
-            supervised=int(corpus.supervised[trains].sum()),
+            steps=math.ceil(rows / batch_size),
+            tokens=round(float((corpus.lengths * uses).sum())),
+            supervised=round(float((corpus.supervised * uses).sum())),
             validation_tokens=int(corpus.lengths[self._validates].sum()),
         )
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.corpus import Corpus, CorpusRows
+from mlxtune.core.data.corpus import Corpus, CorpusRows, rows_used
 
 # Sorting by length may swap rows whose lengths differ by up to this share.
 _LENGTH_NOISE = 0.1
@@ -92,8 +92,7 @@ def rows_of_epoch(rows: CorpusRows, seed: int, epoch: int) -> npt.NDArray[np.int
     used = []
     for file, weight in enumerate(rows.corpus.weights):
         own = every[rows.files == file]
-        whole, part = int(weight), round(weight % 1 * len(own))
-        part = max(part, 1) if len(own) and not whole else part
+        whole, part = rows_used(len(own), weight)
         order = np.asarray(_permutation(len(own), f"{seed}/weight/{file}"), dtype=np.int64)
         following = (np.arange(part) + (epoch - 1) * part) % max(len(own), 1)
         used += [*[own] * whole, np.sort(own[order[following]])]

@@ -79,7 +79,16 @@ def _findings(inspection: Inspection) -> Iterator[dict[str, Any]]:
         numbers.setdefault((example.path, example.row), number)
     shown_kinds = {kind for example in inspection.shown for kind in example.kinds}
     for finding in sorted(inspection.findings, key=lambda finding: finding.level != "error"):
-        places = [(place, numbers.get((place.path, place.row))) for place in finding.places]
+        before = ("", *(place.path for place in finding.places))
+        # The path of several rows stands there once.
+        places = [
+            (
+                place,
+                place.where.removeprefix(place.path) if path == place.path else place.where,
+                numbers.get((place.path, place.row)),
+            )
+            for place, path in zip(finding.places, before, strict=False)
+        ]
         yield {
             "finding": finding,
             "places": places,

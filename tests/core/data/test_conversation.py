@@ -79,10 +79,19 @@ def test_parts_of_a_content_are_joined_without_anything_between(content: Any, te
     assert message == Message("user", text, fields={"role": "user", "content": text})
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video", "image"])
+def test_image_is_out_of_scope_by_name(kind: str) -> None:
+    part = {"type": kind, kind: {"url": "x"}}
+
+    problem = refused(USER, {"role": "user", "content": [part]}, ANSWER)
+
+    assert problem.kind == "images, audio and video are out of scope"
+    assert problem.detail == f"message 2: {kind!r}"
+
+
 @pytest.mark.parametrize(
     ("part", "named"),
     [
-        ({"type": "image_url", "image_url": {"url": "x"}}, "message 2: an object"),
         ({"type": "text", "text": 5}, "message 2: a number"),
         ({"type": "text"}, "message 2: null"),
         ({"type": []}, "message 2: an object"),

@@ -102,7 +102,7 @@ def test_errors_stand_before_warnings_with_count_advice_and_places() -> None:
         "✕ Error looks wrong 1 row Mend the template. data/chat.jsonl:12 odd <b> "
         "Show its rows on this page",
         "! Warning answer cut off 51 rows Raise --max-seq-len to 2153. data/chat.jsonl:33 "
-        "1,300 tokens data/chat.jsonl:999 and 49 more rows Show its rows on this page",
+        "1,300 tokens :999 and 49 more rows Show its rows on this page",
     ]
     assert shown.of("verdict") == [
         "✕ Not ready: 1 error and 1 warning. mlxtune train refuses this data."
