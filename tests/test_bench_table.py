@@ -10,6 +10,7 @@ import pytest
 from tests.long import bench_table
 from tests.long.bench_table import CASES, EXECUTIONS, Case, measure, tables
 from tests.paths import DOCS
+from tests.slow import long_except
 
 
 def test_tables_of_the_page_are_those_of_the_measurements() -> None:
@@ -30,7 +31,7 @@ def test_both_shapes_are_measured_in_both_ways() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("execution", long_except(EXECUTIONS, "gpu"))
 def test_case_is_measured_and_its_row_made(
     execution: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

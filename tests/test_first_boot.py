@@ -93,6 +93,7 @@ def test_doctor_needs_no_network(no_network: dict[str, str]) -> None:
     assert json.loads(outcome.out)["can_train"] is True
 
 
+@pytest.mark.slow
 def test_plan_of_a_model_on_the_hub_without_a_network_is_one_line(
     no_network: dict[str, str], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.kernels import Kernel, Shown, kernel
 from tests.models import sums, write_chat
 from tests.paths import DOCS, ROOT
-from tests.slow import long
+from tests.slow import long, slow
 
 NOTEBOOK = DOCS / "notebook.ipynb"
 
@@ -102,7 +102,7 @@ def test_notebook_is_stored_without_outputs() -> None:
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
 
 
-@pytest.mark.parametrize("short", [True, long(False)])
+@pytest.mark.parametrize("short", [slow(True), long(False)])
 def test_notebook_runs_as_it_stands(opened: Kernel, short: bool) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     if short:

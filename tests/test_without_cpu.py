@@ -13,15 +13,10 @@ import pytest
 from tests.paths import ROOT, SHARED
 
 # What trains on MLX's operations, from the step to the command.
-CORE = (
-    "tests/backend/step/test_execution.py::test_step_equals_the_plain_one",
-    "tests/cli/test_not_finite.py",
-)
-SLOW = (
-    *("tests/backend/step/test_pipeline.py", "tests/backend/step/test_execution.py"),
-    *("tests/commands/test_train.py", "tests/backend/adapters/test_checkpoints.py"),
-)
+CORE = ("tests/cli/test_not_finite.py",)
+SLOW = ("tests/backend/step/test_execution.py::test_step_equals_the_plain_one",)
 LONG = (
+    *("tests/backend/step/test_pipeline.py", "tests/backend/step/test_execution.py"),
     *("tests/core", "tests/config", "tests/views", "tests/commands", "tests/cli"),
     *("tests/backend/adapters", "tests/backend/lora", "tests/backend/text"),
 )
@@ -54,7 +49,7 @@ def test_core_of_the_suite_runs_without_the_cpus_operations(copy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_steps_and_runs_need_none_of_the_cpus_operations(copy: Path) -> None:
+def test_steps_need_none_of_the_cpus_operations(copy: Path) -> None:
     run_tests(copy, *SLOW)
 
 

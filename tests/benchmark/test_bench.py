@@ -425,6 +425,7 @@ def workers(scratch: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc to see processes")
 def test_interrupt_ends_the_command_and_leaves_no_file(long_bench: Any) -> None:
     read = read_until(long_bench, "Steps ")

@@ -274,6 +274,7 @@ def test_relative_folder_that_is_missing_is_not_looked_for_on_the_hub(
     assert train("--model-path", path).error == f"{path}: no such folder: check --model-path"
 
 
+@pytest.mark.slow
 def test_advice_of_transformers_to_the_makers_of_a_model_is_not_shown(
     broken: Path, chat: Path
 ) -> None:

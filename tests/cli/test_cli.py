@@ -296,6 +296,7 @@ def test_dry_run_makes_no_folder(train: Cli, output: Path) -> None:
     assert not output.parent.exists()
 
 
+@pytest.mark.slow
 def test_terminal_shows_a_live_bar(model: Path, chat: Path, output: Path) -> None:
     terminal, end = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}

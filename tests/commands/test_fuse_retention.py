@@ -21,6 +21,7 @@ from mlxtune.core.run.own_runs import MARK
 from tests.command import Cli
 from tests.models import sums, write_chat, write_model
 from tests.paths import SHARED
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("short_proofs")
 
@@ -117,7 +118,7 @@ def held_out_rows(run: Path) -> list[int]:
     return hold_out_rows(range(40), about["val_split"], about["seed"], about["val_rows"])[1]
 
 
-@pytest.mark.parametrize("missing", ["data", "mark"])
+@pytest.mark.parametrize("missing", ["data", slow("mark")])
 def test_without_rows_of_an_own_run_the_divergence_on_prompts_decides(
     run: Path, tmp_path: Path, missing: str
 ) -> None:

@@ -16,7 +16,7 @@ from mlxtune.diagnosis.kernels import KERNELS, kernel_checks
 from tests.backend.conftest import random_examples
 from tests.backend.forward.test_gate_kernels import FakeDevice
 from tests.models import write_model
-from tests.slow import slow
+from tests.slow import long, slow
 
 
 def failed(dtype: str = "float32") -> list[str]:
@@ -24,7 +24,7 @@ def failed(dtype: str = "float32") -> list[str]:
     return [check.name for check in kernel_checks(dtype) if check.passed is False]
 
 
-@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16"), slow("float16")])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16"), long("float16")])
 def test_kernels_equal_the_cpu(dtype: str) -> None:
     assert failed(dtype) == []
 

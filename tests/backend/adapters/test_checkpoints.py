@@ -74,6 +74,7 @@ write(Path(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_state_of_an_optimizer_is_the_same_bytes_in_every_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ from tests.core.training.fake_pipeline import (
     without_times,
 )
 from tests.faults import KINDS, Crash, FaultyDisk
-from tests.slow import slow
+from tests.slow import long, slow
 
 # Validation losses of a run of four epochs, of which the second is the best.
 LOSSES = [4.0, 3.0, 1.0, 2.0, 2.0]
@@ -103,7 +103,7 @@ def test_run_stopped_after_any_step_and_resumed_is_the_whole_run(
 # Which operations fail: by default some, else every one where it matters how; other failures end
 # in the same lines of code.
 EVERY = [("crash", 7), ("ENOSPC", 17), ("EIO", 37), ("EACCES", 37)]
-EVERY += [slow("crash", 1), slow("ENOSPC", 2), slow("EIO", 5), slow("EACCES", 5)]
+EVERY += [long("crash", 1), slow("ENOSPC", 2), slow("EIO", 5), slow("EACCES", 5)]
 
 
 @pytest.mark.parametrize(("kind", "every"), EVERY)

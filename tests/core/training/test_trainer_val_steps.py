@@ -28,7 +28,7 @@ from tests.core.training.fake_pipeline import (
     without_times,
 )
 from tests.faults import CRASH, Crash, FaultyDisk
-from tests.slow import slow
+from tests.slow import long
 
 # Rows 7 and 14 add nothing to the loss of a validation.
 HELD_OUT = rows(7, 14)
@@ -203,7 +203,7 @@ def test_run_stopped_anywhere_and_resumed_is_the_whole_run(
         assert all_of(*run(folder, losses, resume=True, **changes), folder) == expected
 
 
-@pytest.mark.parametrize("every", [23, slow(1)])
+@pytest.mark.parametrize("every", [23, long(1)])
 def test_run_killed_at_any_write_and_resumed_is_the_whole_run(tmp_path: Path, every: int) -> None:
     losses = [4.0, *[3.0, 2.0, 1.0, 2.0, 1.5, 0.5] * 2]
     changes = {"early_stopping_patience": 4, "val_steps": 2, "save_steps": 3}
