@@ -1,6 +1,7 @@
 """The table of commands: the options, function, help and example of each."""
 
 from collections.abc import Callable
+from inspect import unwrap
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -100,7 +101,9 @@ def _train(
         from mlxtune.watch.watch import PageOpener
 
         observers = [PageOpener(checked.checkpoint_path)]
-    train(checked, dry_run=dry_run, resume=point, observers=observers, live=open_page)
+    # The options are a config already.
+    run = unwrap(train)
+    run(checked, dry_run=dry_run, resume=point, observers=observers, live=open_page)
 
 
 def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) -> bool:

@@ -198,8 +198,10 @@ class Evaluation:
         return self.difference is not None and abs(self.difference.share) < _HARDLY
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all as JSON-ready values, `matches` only if they were counted."""
+        """Return JSON-ready values: `matches` only if counted, `files` only of several."""
         values = asdict(self)
+        if not self.files:
+            del values["files"]
         if self.generated is not None and self.generated.matches is None:
             del values["generated"]["matches"]
         return values
