@@ -11,7 +11,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ from tests.waiting import SECONDS
 
 # The numbers of the pipe's ends in the browser.
 _READ, _WRITTEN = 3, 4
+
+
+class NoAnswer(Exception):
+    """The browser could not do what it was asked for."""
 
 
 class Tab:
@@ -38,6 +42,7 @@ class Tab:
 
     def open(self, address: str) -> None:
         self.call("Page.navigate", url=address)
+        self.wait_for(f"location.href === {address!r} && document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of an expression in the page."""
@@ -49,10 +54,13 @@ class Tab:
     def wait_for(self, expression: str) -> Any:
         """Wait until an expression is true, and return its value."""
         started = time.monotonic()
-        while not (value := self.evaluate(expression)):
+        while True:
+            # A page that is about to go answers no more.
+            with suppress(NoAnswer):
+                if value := self.evaluate(expression):
+                    return value
             assert time.monotonic() - started < SECONDS, (expression, self.said)
             time.sleep(0.05)
-        return value
 
     def show_as(self, width: int, height: int, theme: str) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -83,7 +91,8 @@ class Browser:
         while True:
             answer = self._next()
             if answer.get("id") == self._number:
-                assert "error" not in answer, (method, answer)
+                if "error" in answer:
+                    raise NoAnswer(method, answer)
                 return answer["result"]
             self._note(answer)
 
