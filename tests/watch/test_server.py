@@ -256,6 +256,14 @@ def test_slow_request_is_dropped_after_its_time_however_often_it_sends(
     assert time.monotonic() - started < 20
 
 
+def test_silent_connection_is_closed_after_its_time(
+    server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", port(server)), timeout=30) as silent:
+        assert silent.recv(1) == b""
+
+
 def test_more_connections_than_slots_are_closed_and_free_ones_serve_again(
     server: PageServer,
 ) -> None:
