@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from mlxtune.core.data.findings import Finding, Place
@@ -81,6 +82,28 @@ SHOWN = (
         **{"split": "validation", "cut": 1234, "kinds": ("answer cut off",)},
     ),
 )
+
+
+def pair(row: int, chosen: Sequence[str], rejected: Sequence[str]) -> list[ShownExample]:
+    """The sides of a pair; every second part of an answer is on its side only."""
+    prompt = chat(("user", "A table at half past seven?"))
+    return [
+        example(
+            row,
+            pieces=(
+                *prompt,
+                *(Piece(text, 1, False, True, i % 2 == 1) for i, text in enumerate(parts)),
+            ),
+            role=role,
+        )
+        for role, parts in (("chosen", chosen), ("rejected", rejected))
+    ]
+
+
+PAIRED = [
+    *pair(2, ["19:", "30", " for 4"], ["19:", "00", " for 4"]),
+    example(3, ("user", "Hi"), ("assistant", "Hello!"), role="desirable"),
+]
 
 LEDGER: dict[str, Any] = {
     "path": PATH,

@@ -17,6 +17,7 @@ from mlxtune.commands.prepare.dataset import (
 from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.config import InspectConfig, as_path
 from mlxtune.core.data import findings, inspection
+from mlxtune.core.data.conversation import ROLE_NAMES
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.places import where
 from mlxtune.core.files.files import check_outputs, make_folder, write_file
@@ -117,7 +118,7 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection
         limits=inspection.limits(dataset.files, config.max_seq_len, config.cut),
         cost=examples.cost(config.batch_size),
         findings=every_finding,
-        shown=tuple(examples.show(index, reader.tokenizer, every_finding) for index in chosen),
+        shown=examples.show(chosen, reader.tokenizer, every_finding),
     )
 
 
@@ -137,6 +138,7 @@ def dump_lines(dataset: Dataset) -> Iterator[bytes]:
             line = {
                 "path": corpus.paths[example.file],
                 "row": example.row,
+                "role": ROLE_NAMES[example.role],
                 "tokens": example.tokens.tolist(),
                 "assistant_mask": example.assistant_mask.tolist(),
             }

@@ -7,10 +7,17 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
+from rich.table import Table
 from rich.text import Text
 
 from mlxtune.core.data.findings import Finding
-from mlxtune.core.data.inspection import Inspection, Piece, ShownExample
+from mlxtune.core.data.inspection import (
+    Inspection,
+    Piece,
+    ShownExample,
+    ShownPair,
+    together,
+)
 from mlxtune.core.text import count
 from mlxtune.views import visible
 from mlxtune.views.output import render_lines
@@ -18,6 +25,10 @@ from mlxtune.views.output import render_lines
 # The number of pieces printed at each end of a long example.
 _HEAD, _TAIL = 240, 80
 _EXAMPLES = 3
+# The narrowest terminal for two columns.
+_TWO_COLUMNS = 60
+# What only one side of a pair has.
+_DIFFERS = {"chosen": "bold black on green", "rejected": "bold white on red"}
 _MARKS: dict[visible.Kind, str] = {"newline": "↵\n", "tab": "→   "}
 
 
@@ -32,18 +43,21 @@ def show_inspection(
         console.print(_line(line) if line else "", overflow="fold")
     coloured = console.color_system is not None and not console.no_color
     chosen = _choose(inspection.shown) if examples is None else examples
-    for text in _examples(chosen, inspection.max_seq_len, coloured):
+    beside = console.is_terminal and console.width >= _TWO_COLUMNS
+    for text in _examples(chosen, inspection.max_seq_len, coloured, beside):
         console.print(text, overflow="fold")
 
 
 def _choose(shown: Sequence[ShownExample]) -> Sequence[ShownExample]:
-    """Return an example with each set of findings, then others, in the order of the file."""
-    first = {example.kinds: example for example in reversed(shown)}
+    """Return an example with each set of findings, then others, in the order of the file.
+
+    A pair counts as one.
+    """
+    items = [each.sides if isinstance(each, ShownPair) else (each,) for each in together(shown)]
+    first = {item[0].kinds: item for item in reversed(items)}
     # Examples with findings, then those that show nothing new, keep their order.
-    ranked = sorted(
-        shown, key=lambda example: (first[example.kinds] is not example, not example.kinds)
-    )
-    return sorted(ranked[:_EXAMPLES], key=shown.index)
+    ranked = sorted(items, key=lambda item: (first[item[0].kinds] is not item, not item[0].kinds))
+    return [each for item in sorted(ranked[:_EXAMPLES], key=items.index) for each in item]
 
 
 def _line(markup: str) -> Padding:
@@ -109,59 +123,100 @@ def _more(finding: Finding) -> int:
 
 
 def _examples(
-    examples: Sequence[ShownExample], max_seq_len: int, coloured: bool
-) -> Iterator[Padding | Text]:
+    examples: Sequence[ShownExample], max_seq_len: int, coloured: bool, beside: bool
+) -> Iterator[Padding | Text | Table]:
     if not examples:
         return
-    marks = "⟦supervised⟧, all else is context"
+    shown = together(examples)
+    pairs = any(isinstance(each, ShownPair) for each in shown)
+    marks = f"⟦supervised⟧{', «only on this side»' if pairs else ''}, all else is context"
     if coloured:
-        marks = "[bold green]supervised[/][dim]  context[/]  [magenta]control[/]"
-    yield _line(f"[bold]Rows as the model sees them[/]  {marks}")
-    for example in examples:
-        part = f"part {example.part} of {example.parts}, " if example.parts > 1 else ""
-        facts = (
-            f"{part}{example.split}, {count(example.tokens, 'token')}, "
-            f"{example.supervised:,} supervised"
+        differs = (
+            f"  [{_DIFFERS['chosen']}]only chosen[/]  [{_DIFFERS['rejected']}]only rejected[/]"
         )
-        kinds = f"  [yellow]{_safe(', '.join(example.kinds))}[/]" if example.kinds else ""
-        place = f"[cyan]{_safe(example.where)}[/]"
+        marks = "[bold green]supervised[/][dim]  context[/]  [magenta]control[/]"
+        marks += differs if pairs else ""
+    yield _line(f"[bold]Rows as the model sees them[/]  {marks}")
+    for each in shown:
         yield Text()
-        yield _line(f"[dim]── [/]{place}  {_safe(facts)}{kinds}")
-        yield _example_text(example.pieces, coloured)
-        if example.cut:
-            verb = "is" if example.cut == 1 else "are"
-            more = f"{count(example.cut, 'more token')} {verb} beyond --max-seq-len {max_seq_len}"
-            yield _line(f"[yellow]... {more}[/]")
+        if isinstance(each, ShownPair):
+            yield from _pair(each, coloured, beside)
+        else:
+            yield from _single(each, max_seq_len, coloured)
 
 
-def _example_text(pieces: Sequence[Piece], coloured: bool) -> Text:
+def _single(example: ShownExample, max_seq_len: int, coloured: bool) -> Iterator[Padding | Text]:
+    facts = f"{count(example.tokens, 'token')}, {example.supervised:,} supervised"
+    role = f"{example.role}, " if example.role != "answer" else ""
+    yield _heading(example, role + facts)
+    yield _example_text(example.pieces, coloured)
+    if example.cut:
+        verb = "is" if example.cut == 1 else "are"
+        more = f"{count(example.cut, 'more token')} {verb} beyond --max-seq-len {max_seq_len}"
+        yield _line(f"[yellow]... {more}[/]")
+
+
+def _pair(pair: ShownPair, coloured: bool, beside: bool) -> Iterator[Padding | Text | Table]:
+    """Yield the prompt of a pair, and under it its sides, perhaps one beside the other."""
+    common = pair.chosen.pieces[: pair.common]
+    yield _heading(pair.chosen, f"{count(sum(p.tokens for p in common), 'token')} in common")
+    yield _example_text(common, coloured)
+    sides = []
+    for side in pair.sides:
+        facts = f"{side.role}: {side.supervised:,} supervised, {side.differing:,} differ"
+        text = _example_text(side.pieces[pair.common :], coloured, side.role)
+        sides.append(Text.assemble((facts, "bold"), "\n", text))
+    if not beside:
+        yield from sides
+        return
+    table = Table.grid(padding=(0, 1), expand=True)
+    for _ in sides:
+        table.add_column(ratio=1, overflow="fold")
+    table.add_row(*sides)
+    yield table
+
+
+def _heading(example: ShownExample, facts: str) -> Padding:
+    part = f"part {example.part} of {example.parts}, " if example.parts > 1 else ""
+    kinds = f"  [yellow]{_safe(', '.join(example.kinds))}[/]" if example.kinds else ""
+    place = f"[cyan]{_safe(example.where)}[/]"
+    return _line(f"[dim]── [/]{place}  {_safe(f'{part}{example.split}, {facts}')}{kinds}")
+
+
+def _example_text(pieces: Sequence[Piece], coloured: bool, role: str = "") -> Text:
     """Return pieces as text, the middle of many left out."""
     runs = list(visible.stretches(pieces))
     start, end = visible.middle_of(pieces, _HEAD, _TAIL)
-    text = _styled(runs[:start], coloured)
+    text = _styled(runs[:start], coloured, role)
     if start < end:
         tokens = count(sum(piece.tokens for piece in pieces[start:end]), "token")
         text.append(f"\n... {tokens} not shown here ...\n", "yellow")
-        text.append_text(_styled(runs[end:], coloured))
+        text.append_text(_styled(runs[end:], coloured, role))
     if text.plain.endswith("\n"):
         text.right_crop(1)
     return text
 
 
-def _styled(runs: Iterable[tuple[Piece, list[visible.Stretch]]], coloured: bool) -> Text:
+def _styled(runs: Iterable[tuple[Piece, list[visible.Stretch]]], coloured: bool, role: str) -> Text:
     text = Text()
     for supervised, run in groupby(runs, key=lambda pair: pair[0].supervised):
         bracketed = supervised and not coloured
         text.append("⟦" if bracketed else "")
-        for piece, parts in run:
-            for kind, words in parts:
-                shown = "·" * len(words) if kind == "space" else _MARKS.get(kind, words)
-                text.append(shown, _style(piece, kind))
+        for differs, parts in groupby(run, key=lambda pair: pair[0].differs):
+            quoted = differs and not coloured
+            text.append("«" if quoted else "")
+            for piece, stretches in parts:
+                for kind, words in stretches:
+                    shown = "·" * len(words) if kind == "space" else _MARKS.get(kind, words)
+                    text.append(shown, _style(piece, kind, role))
+            text.append("»" if quoted else "")
         text.append("⟧" if bracketed else "")
     return text
 
 
-def _style(piece: Piece, kind: visible.Kind) -> str:
+def _style(piece: Piece, kind: visible.Kind, role: str) -> str:
+    if piece.differs:
+        return _DIFFERS[role] + (" underline" if kind == "escape" else "")
     if kind == "escape":
         return "bold red underline" if piece.supervised else "bold red"
     if piece.control:

@@ -208,7 +208,8 @@ def test_dump_is_one_line_for_each_example(inspect: Cli, chat: Path, tmp_path: P
     lines = read_lines(dump)
     assert [line["row"] for line in lines] == list(range(1, ROWS + 1))
     for line in lines:
-        assert set(line) == {"path", "row", "tokens", "assistant_mask"}
+        assert set(line) == {"path", "row", "role", "tokens", "assistant_mask"}
+        assert line["role"] == "answer"
         assert line["path"] == str(chat)
         assert len(line["tokens"]) == len(line["assistant_mask"])
         assert set(line["assistant_mask"]) == {0, 1}

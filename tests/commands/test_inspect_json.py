@@ -76,6 +76,7 @@ def test_json_is_as_documented(inspect: Cli, tmp_path: Path) -> None:
                 "tokens": "integer",
                 "control": "truth value",
                 "supervised": "truth value",
+                "differs": "truth value",
             }
     for finding in found["findings"]:
         for place in finding["places"]:

@@ -16,7 +16,7 @@ from rich.text import Text
 from mlxtune.core.data.inspection import Inspection, Piece, ShownExample
 from mlxtune.views.inspect_console import show_inspection
 from mlxtune.views.tables import result_console
-from tests.inspections import EMPTY, HOSTILE, INSPECTION, LEDGER, example, with_text
+from tests.inspections import EMPTY, HOSTILE, INSPECTION, LEDGER, PAIRED, example, pair, with_text
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -206,3 +206,36 @@ def test_example_without_a_last_newline_ends_its_line_once() -> None:
     shown = example(1, pieces=(Piece("Hi", 1, False, True),))
 
     assert printed(examples=[shown]).endswith("\n⟦Hi⟧\n")
+
+
+# Pairs
+
+
+def test_pair_is_side_by_side_under_its_prompt_with_what_differs_in_colour() -> None:
+    text = on_terminal(examples=PAIRED)
+    plain = COLOUR.sub("", text).splitlines()
+
+    start = next(i for i, line in enumerate(plain) if line.startswith("── data/chat.jsonl:2"))
+    assert plain[start].endswith("train, 12 tokens in common")
+    titles = next(i for i, line in enumerate(plain) if line.startswith("chosen: 3 supervised"))
+    assert "1 differ" in plain[titles] and plain[titles].index("rejected: 3 supervised") == 40
+    assert plain[titles + 1].split() == ["19:30", "for", "4", "19:00", "for", "4"]
+    assert "\x1b[1;30;42m30\x1b[0m" in text and "\x1b[1;37;41m00\x1b[0m" in text
+    assert "── data/chat.jsonl:3  train, desirable, 13 tokens, 3 supervised" in plain
+
+
+def test_pair_in_a_pipe_is_one_side_under_the_other_with_what_differs_quoted() -> None:
+    for text in (printed(examples=PAIRED), printed(examples=PAIRED, width=50)):
+        lines = text.splitlines()
+        at = lines.index("chosen: 3 supervised, 1 differ")
+        assert lines[at:][:4] == [
+            "chosen: 3 supervised, 1 differ",
+            "⟦19:«30» for 4⟧",
+            "rejected: 3 supervised, 1 differ",
+            "⟦19:«00» for 4⟧",
+        ]
+
+
+def test_pair_counts_as_one_of_the_rows_that_a_terminal_shows() -> None:
+    pairs = [each for row in range(1, 6) for each in pair(row, ["yes"], ["no"])]
+    assert rows_shown(printed(dataclasses.replace(INSPECTION, shown=tuple(pairs)))) == list("123")

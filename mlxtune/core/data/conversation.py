@@ -36,6 +36,10 @@ class Message:
 # The role of an example in its row: an answer; the chosen and the rejected answer of a pair, and
 # the chosen one with its prompt; an answer with a label; and another row's answer to the prompt.
 ANSWER, CHOSEN, REJECTED, WHOLE, DESIRABLE, UNDESIRABLE, MISMATCHED = range(7)
+ROLE_NAMES = (
+    *("answer", "chosen", "rejected", "prompt and chosen"),
+    *("desirable", "undesirable", "mismatched"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,13 +317,14 @@ class Corpus(Sequence[Example]):
     def part_of_row(self, index: int) -> tuple[int, int, int]:
         """Return an example's part number, from 1, the parts of its row, and its full length.
 
-        Parts lost to truncation count.
+        Parts in its role count, also those lost to truncation.
         """
         arrays = self.files[int(self._file[index])].arrays
         own = int(np.searchsorted(arrays.ends, self._start[index], side="right"))
         row = int(np.searchsorted(arrays.first_of_row, own, side="right")) - 1
         first, end = arrays.first_of_row[row : row + 2].tolist()
-        return own - first + 1, end - first, int(arrays.lengths[own])
+        same = first + np.flatnonzero(arrays.roles[first:end] == arrays.roles[own])
+        return int(np.searchsorted(same, own)) + 1, len(same), int(arrays.lengths[own])
 
     def largest_token(self) -> int:
         largest = 0

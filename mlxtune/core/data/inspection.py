@@ -9,12 +9,14 @@ import codecs
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from difflib import SequenceMatcher
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mlxtune.core.data.conversation import CHOSEN, REJECTED, ROLE_NAMES
 from mlxtune.core.data.corpus import Corpus, rows_used
 from mlxtune.core.data.encode import Example, Tokenizer
 from mlxtune.core.data.findings import Finding
@@ -23,6 +25,8 @@ from mlxtune.core.data.places import where
 
 SCHEMA_VERSION = 1
 _SHORTEST_LIMIT = 128
+# Sides of more pieces are compared without their most frequent pieces, which takes less time.
+_EXACTLY = 1000
 # The share of the supervised tokens that may be cut off without a word.
 _MOST_CUT = 0.01
 
@@ -71,20 +75,24 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of an example's text: one token, or several that only together are whole characters."""
+    """Part of an example's text: one token, or several that only together are whole characters.
+
+    It `differs` if the other side of its pair does not have it there.
+    """
 
     text: str
     tokens: int
     control: bool
     supervised: bool
+    differs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ShownExample:
     """An example as the model sees it. It is `part` of `parts` if a row became several examples.
 
-    `cut` tokens beyond --max-seq-len are not in `pieces`. `kinds` are the kinds of the findings
-    that name its row.
+    `role` is its part in a row of preferences, by its name. `cut` tokens beyond --max-seq-len are
+    not in `pieces`. `kinds` are the kinds of the findings that name its row.
     """
 
     path: str
@@ -97,10 +105,46 @@ class ShownExample:
     cut: int
     pieces: tuple[Piece, ...]
     kinds: tuple[str, ...] = ()
+    role: str = "answer"
 
     @property
     def where(self) -> str:
         return where(self.path, self.row)
+
+    @property
+    def differing(self) -> int:
+        """How many tokens the other side of its pair does not have there."""
+        return sum(piece.tokens for piece in self.pieces if piece.differs)
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPair:
+    """The two sides of a pair, whose first `common` pieces are the same."""
+
+    chosen: ShownExample
+    rejected: ShownExample
+
+    @property
+    def common(self) -> int:
+        return _common(self.chosen.pieces, self.rejected.pieces)
+
+    @property
+    def sides(self) -> tuple[ShownExample, ShownExample]:
+        return self.chosen, self.rejected
+
+
+def together(shown: Sequence[ShownExample]) -> list[ShownExample | ShownPair]:
+    """Return what is shown side by side: the sides of a pair, and any other example alone."""
+    roles = ROLE_NAMES[CHOSEN], ROLE_NAMES[REJECTED]
+    by_place = {(each.path, each.row, each.part, each.role): each for each in shown}
+    found: list[ShownExample | ShownPair] = []
+    for (path, row, part, role), example in by_place.items():
+        chosen, rejected = (by_place.get((path, row, part, each)) for each in roles)
+        if role not in roles or chosen is None or rejected is None:
+            found.append(example)
+        elif example is chosen:
+            found.append(ShownPair(chosen, rejected))
+    return found
 
 
 @dataclass(frozen=True)
@@ -172,17 +216,33 @@ class InspectedExamples:
         return [int(i) for i in np.flatnonzero(self._corpus.row_numbers == row)]
 
     def choose(self, findings: Sequence[Finding], count: int) -> list[int]:
-        """Return examples to show: those of the rows that findings name, and evenly spaced ones."""
+        """Return examples to show: those of the rows that findings name, and evenly spaced ones.
+
+        Of a row of preferences, all are shown.
+        """
         named = {(place.path, place.row) for finding in findings for place in finding.places}
         rows = {row for _, row in named}
         chosen = [i for row in rows for i in self.of_row(row) if (self._path_of(i), row) in named]
         others = max(min(count - len(chosen), len(self)), 0)
-        return sorted({*chosen, *np.linspace(0, len(self) - 1, others).astype(int).tolist()})
+        chosen += np.linspace(0, len(self) - 1, others).astype(int).tolist()
+        if self._corpus.roles.any():
+            row_of = self._corpus.row_of_example
+            chosen = np.flatnonzero(np.isin(row_of, row_of[np.unique(chosen)])).tolist()
+        return sorted(set(chosen))
 
     def _path_of(self, index: int) -> str:
         return self._corpus.paths[self._corpus[index].file]
 
-    def show(self, index: int, tokenizer: Tokenizer, findings: Sequence[Finding]) -> ShownExample:
+    def show(
+        self, indices: Sequence[int], tokenizer: Tokenizer, findings: Sequence[Finding]
+    ) -> tuple[ShownExample, ...]:
+        """Return examples as the model sees them; in pairs, what differs is marked."""
+        shown: list[ShownExample] = []
+        for each in together([self._show(index, tokenizer, findings) for index in indices]):
+            shown += _marked(each) if isinstance(each, ShownPair) else [each]
+        return tuple(shown)
+
+    def _show(self, index: int, tokenizer: Tokenizer, findings: Sequence[Finding]) -> ShownExample:
         example, path = self._corpus[index], self._path_of(index)
         part, parts, full_length = self._corpus.part_of_row(index)
         return ShownExample(
@@ -200,6 +260,7 @@ class InspectedExamples:
                 for finding in findings
                 if any((place.path, place.row) == (path, example.row) for place in finding.places)
             ),
+            role=ROLE_NAMES[example.role],
         )
 
 
@@ -218,6 +279,37 @@ def pieces(example: Example, tokenizer: Tokenizer) -> Iterator[Piece]:
         if last or not decoder.getstate()[0]:
             yield Piece(text, tokens, control, supervised)
             text, tokens = "", 0
+
+
+def _common(one: Sequence[Piece], other: Sequence[Piece]) -> int:
+    """Return how many pieces are the same at the start, up to the first that carries loss."""
+    for i, (a, b) in enumerate(zip(one, other, strict=False)):
+        if (a.text, a.control) != (b.text, b.control) or a.supervised or b.supervised:
+            return i
+    return min(len(one), len(other))
+
+
+def _marked(pair: ShownPair) -> tuple[ShownExample, ShownExample]:
+    """Return the sides of a pair with the pieces marked that the other side does not have."""
+    start = pair.common
+    one, other = (
+        [(piece.text, piece.control) for piece in side.pieces[start:]] for side in pair.sides
+    )
+    matcher = SequenceMatcher(None, one, other, autojunk=len(one) > _EXACTLY)
+    blocks = matcher.get_matching_blocks()
+    same = (
+        {start + block.a + i for block in blocks for i in range(block.size)},
+        {start + block.b + i for block in blocks for i in range(block.size)},
+    )
+
+    def side(example: ShownExample, kept: set[int]) -> ShownExample:
+        marked = [
+            replace(piece, differs=i >= start and i not in kept)
+            for i, piece in enumerate(example.pieces)
+        ]
+        return replace(example, pieces=tuple(marked))
+
+    return side(pair.chosen, same[0]), side(pair.rejected, same[1])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 
-from mlxtune.core.data.inspection import Inspection, Piece
+from mlxtune.core.data.inspection import Inspection, Piece, ShownPair, together
 from mlxtune.core.text import count
 from mlxtune.views import visible
 from mlxtune.views.pages.page import PageType, percent
@@ -39,7 +39,8 @@ def render_page(inspection: Inspection) -> str:
         verdict=_verdict(inspection),
         totals=_totals(inspection),
         findings=list(_findings(inspection)),
-        examples=list(_examples(inspection)),
+        examples=(examples := list(_examples(inspection))),
+        pairs=any(len(each["sides"]) > 1 for each in examples),
     )
 
 
@@ -75,7 +76,8 @@ def _totals(inspection: Inspection) -> dict[str, str]:
 def _findings(inspection: Inspection) -> Iterator[dict[str, Any]]:
     """Yield the findings, errors first, with links to their rows on the page."""
     numbers: dict[tuple[str, int], int] = {}
-    for number, example in enumerate(inspection.shown):
+    for number, shown in enumerate(together(inspection.shown)):
+        example = shown.chosen if isinstance(shown, ShownPair) else shown
         numbers.setdefault((example.path, example.row), number)
     shown_kinds = {kind for example in inspection.shown for kind in example.kinds}
     for finding in sorted(inspection.findings, key=lambda finding: finding.level != "error"):
@@ -100,26 +102,43 @@ def _findings(inspection: Inspection) -> Iterator[dict[str, Any]]:
 
 
 def _examples(inspection: Inspection) -> Iterator[dict[str, Any]]:
-    """Yield the examples with their text as markup, the middle of long ones apart."""
+    """Yield the examples with their text as markup; a pair is the text of its prompt and sides."""
     errors = {finding.kind for finding in inspection.findings if finding.level == "error"}
-    for example in inspection.shown:
-        runs = list(visible.stretches(example.pieces))
-        start, end = visible.middle_of(example.pieces, _HEAD, _TAIL)
+    for shown in together(inspection.shown):
+        if isinstance(shown, ShownPair):
+            example, pieces = shown.chosen, shown.chosen.pieces[: shown.common]
+            sides = [(side, _folded(side.pieces[shown.common :])) for side in shown.sides]
+        else:
+            example, pieces, sides = shown, shown.pieces, []
         yield {
             "example": example,
             "kinds": [(kind, kind in errors) for kind in example.kinds],
-            "folded": sum(piece.tokens for piece in example.pieces[start:end]),
-            "head": _markup(runs[:start]),
-            "middle": _markup(runs[start:end]),
-            "tail": _markup(runs[end:]),
+            "text": _folded(pieces),
+            "sides": sides,
         }
+
+
+def _folded(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Return text as markup, the middle of a long one apart."""
+    runs = list(visible.stretches(pieces))
+    start, end = visible.middle_of(pieces, _HEAD, _TAIL)
+    return {
+        "folded": sum(piece.tokens for piece in pieces[start:end]),
+        "head": _markup(runs[:start]),
+        "middle": _markup(runs[start:end]),
+        "tail": _markup(runs[end:]),
+    }
 
 
 def _markup(runs: Sequence[tuple[Piece, list[Stretch]]]) -> Markup:
     """Return tokens as markup. Whitespace counts here, and tokens are many: no template."""
     text = ""
     for supervised, run in groupby(runs, key=lambda pair: pair[0].supervised):
-        tokens = "".join(_token(piece, parts) for piece, parts in run)
+        tokens = "".join(
+            f"<mark>{each}</mark>" if differs else each
+            for differs, few in groupby(run, key=lambda pair: pair[0].differs)
+            for each in ["".join(_token(piece, parts) for piece, parts in few)]
+        )
         text += f'<b class="s">{tokens}</b>' if supervised else tokens
     return Markup(text)
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, REJECTED, WHOLE
 from mlxtune.core.data.corpus import Corpus, ExampleArrays
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.findings import Finding, Place
@@ -23,9 +24,12 @@ from mlxtune.core.data.inspection import (
     InspectedExamples,
     LengthLimit,
     Piece,
+    ShownExample,
+    ShownPair,
     cut_loss,
     limits,
     pieces,
+    together,
 )
 from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.problems import RowTally, SkippedRows
@@ -196,7 +200,7 @@ def test_row_is_found_by_its_number_in_every_file() -> None:
     assert found.of_row(4) == [1, 2, 3]
     assert found.of_row(9) == [4]
     assert found.of_row(5) == []
-    shown = [found.show(i, ByteTokenizer(narrow=False), ()) for i in range(5)]
+    shown = found.show(range(5), ByteTokenizer(narrow=False), ())
     assert [(one.path, one.row, one.split, one.cut, one.part, one.parts) for one in shown] == [
         ("a.jsonl", 1, "train", 0, 1, 1),
         # The second part is lost to the cut.
@@ -214,7 +218,7 @@ def test_parts_of_a_row_are_counted_and_held_out_together() -> None:
     file = encoded([(2, [[1]]), (5, [[1], [1, 1], [1, 1, 1]])])
     found = examined([file], None, [1])
 
-    shown = [found.show(i, ByteTokenizer(narrow=False), ()) for i in range(4)]
+    shown = found.show(range(4), ByteTokenizer(narrow=False), ())
 
     assert [(one.part, one.parts, one.split, one.tokens) for one in shown] == [
         *((1, 1, "train", 1), (1, 3, "validation", 1)),
@@ -228,9 +232,71 @@ def test_kinds_shown_are_those_of_findings_that_name_the_row_of_that_file() -> N
         Finding("error", "worse", 1, "", (Place("v.jsonl", 9, "here"),)),
     ]
 
-    kinds = [examples().show(i, ByteTokenizer(narrow=False), found).kinds for i in range(5)]
+    shown = examples().show(range(5), ByteTokenizer(narrow=False), found)
+    kinds = [one.kinds for one in shown]
 
     assert kinds == [(), ("odd",), (), (), ("odd", "worse")]
+
+
+# Pairs
+
+
+def side(row: int, role: int, prompt: str, answer: str) -> Example:
+    text = prompt + answer
+    mask = [0] * len(prompt) + [1] * len(answer)
+    return Example(
+        row,
+        np.array(ByteTokenizer(narrow=False).encode_batch([text])[0].ids, dtype=np.int32),
+        np.array(mask, dtype=np.uint8),
+        role=role,
+    )
+
+
+def pair(row: int, chosen: str, rejected: str, prompt: str = "At 8?") -> list[Example]:
+    return [side(row, CHOSEN, prompt, chosen), side(row, REJECTED, prompt, rejected)]
+
+
+def examined_pairs(examples: list[Example]) -> InspectedExamples:
+    file = EncodedFile(ExampleArrays.of(examples), SkippedRows(Path("a.jsonl")), RowTally())
+    return examined([file], None, [])
+
+
+def test_sides_of_a_pair_are_together_with_what_only_one_of_them_has_marked() -> None:
+    found = examined_pairs(pair(3, "8 pm, 4 seats", "8 am, 4 seat"))
+
+    (together_,) = together(found.show(range(2), ByteTokenizer(narrow=False), ()))
+
+    assert isinstance(together_, ShownPair)
+    assert [(each.role, each.part, each.parts) for each in together_.sides] == [
+        ("chosen", 1, 1),
+        ("rejected", 1, 1),
+    ]
+    assert together_.common == len("At 8?")
+    marked = [
+        "".join(piece.text if piece.differs else "." for piece in each.pieces)
+        for each in together_.sides
+    ]
+    assert marked == ["." * 7 + "p" + "." * 9 + "s", "." * 7 + "a" + "." * 9]
+    assert [each.differing for each in together_.sides] == [2, 1]
+
+
+def test_side_without_its_other_and_answers_stand_alone() -> None:
+    sides = pair(3, "yes", "no")
+    whole = side(3, WHOLE, "At 8?", "yes")
+    labelled = side(4, DESIRABLE, "At 8?", "yes")
+    found = examined_pairs([*sides, sides[1], whole, labelled, example(5, [0, 1])])
+
+    shown = found.show(range(6), ByteTokenizer(narrow=False), ())
+
+    names = [each.role if isinstance(each, ShownExample) else "pair" for each in together(shown)]
+    assert names == ["pair", "rejected", "prompt and chosen", "desirable", "answer"]
+
+
+def test_rows_of_pairs_are_shown_whole() -> None:
+    found = examined_pairs([each for row in range(1, 21) for each in pair(row, "yes", "no")])
+    assert found.choose([], 3) == [0, 1, 18, 19, 38, 39]
+    named = Finding("warning", "odd", 1, "", (Place("a.jsonl", 7),))
+    assert found.choose([named], 1) == [12, 13]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 10, 40, 100, 1000])

@@ -16,12 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.inspection import Piece
 from mlxtune.views.pages.inspect_page import render_page
-from tests.inspections import EMPTY, HOSTILE, INSPECTION, LEDGER, example, with_text
+from tests.inspections import EMPTY, HOSTILE, INSPECTION, LEDGER, PAIRED, example, with_text
 
 VOID = {"meta", "link", "input", "rect"}
-INLINE = {"i", "b", "u", "code", "a", "span"}
+INLINE = {"i", "b", "u", "code", "a", "span", "mark"}
 Attributes = dict[str, str]
 
 
@@ -324,3 +325,29 @@ def test_large_page_stays_below_three_megabytes() -> None:
     shown = tuple(example(row, pieces=pieces) for row in range(300))
 
     assert len(render_page(dataclasses.replace(INSPECTION, shown=shown))) < 3e6
+
+
+def test_pair_is_one_article_with_its_sides_beside_each_other_and_what_differs_marked() -> None:
+    finding = Finding("warning", "odd", 1, "", (Place(INSPECTION.shown[0].path, 3),))
+    inspection = dataclasses.replace(
+        INSPECTION, shown=tuple(PAIRED), examples=3, findings=(finding,)
+    )
+    page = Page(render_page(inspection))
+
+    articles = page.texts(lambda tag, attributes: attributes.get("class") == "example")
+    assert len(articles) == 2
+    assert articles[0].count("A table at half past seven?") == 1
+    sides = [
+        page.texts(lambda tag, attributes, role=role: attributes.get("class") == role)
+        for role in ("chosen", "rejected")
+    ]
+    assert [side[-1].split() for side in sides] == [
+        ["chosen", "3", "supervised,", "1", "differ", "19:30", "for", "4"],
+        ["rejected", "3", "supervised,", "1", "differ", "19:00", "for", "4"],
+    ]
+    marked = page.texts(lambda tag, attributes: tag == "mark")
+    assert marked[2:] == ["30", "00"]
+    assert "desirable" in articles[1]
+    # The finding's link leads to the article of its row.
+    assert [a["href"] for tag, a in page.tags if a.get("href", "").startswith("#e")] == ["#e1"]
+    assert "All 3 examples" in " ".join(page.texts(lambda tag, a: a.get("class") == "note"))
