@@ -19,6 +19,7 @@ from mlxtune.cli.process import (
     open_streams,
     set_temporary_folder,
 )
+from mlxtune.config.known_names import COMMANDS as KNOWN_COMMANDS
 from mlxtune.core.machine.gpu_faults import fault_error, fault_of
 from mlxtune.errors import ConfigError, Interrupted, MlxTuneError, TrainingInterrupted, printable
 from mlxtune.start import unguard
@@ -43,6 +44,14 @@ class _OrderedGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command; commands of other tools are answered."""
+        if args and args[0] not in self.commands and (known := KNOWN_COMMANDS.get(args[0])):
+            raise click.UsageError(f"no command {args[0]}, here: {known}", ctx)
+        return super().resolve_command(ctx, args)
 
 
 @click.group(

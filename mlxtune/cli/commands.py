@@ -48,7 +48,7 @@ def _command(
     )
     if config is None:
         return click.Command(name, params=[*params, debug], **every)
-    file = _option("--config", "YAML or TOML file of options; flags win.", type=click.Path())
+    file = _option("--config -c", "YAML or TOML file of options; flags win.", type=click.Path())
     every |= {"config": config, "argument": argument}
     return ConfigCommand(name, params=[*params, file, debug], **every)
 

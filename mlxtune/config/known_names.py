@@ -124,6 +124,19 @@ KNOWN: Mapping[str, Known] = {
     for names, ours, differs in _TABLE
     for name in names.split()
 }
+# Commands of other tools, and what to type here.
+COMMANDS: Mapping[str, str] = {
+    **dict.fromkeys(("lora", "sft", "finetune", "fine-tune", "qlora"), "mlxtune train"),
+    **{name: f"mlxtune train --objective {name}" for name in ("dpo", "kto", "orpo", "cpo")},
+    **dict.fromkeys(("evaluate", "perplexity", "test"), "mlxtune eval"),
+    **dict.fromkeys(("merge", "merge-lora"), "mlxtune fuse"),
+    **dict.fromkeys(("inference", "predict"), "mlxtune generate"),
+    **dict.fromkeys(
+        ("convert", "quantize"), "mlxtune train --quantize 4, which needs no conversion"
+    ),
+    **dict.fromkeys(("server", "serve"), "mlx_lm.server --adapter-path with a trained adapter"),
+    **dict.fromkeys(("upload", "share"), "mlxtune push"),
+}
 # Writes an option and its value, None if it has none, in the caller's style: as a flag, in a file
 # or here.
 Writer = Callable[[str, str | None], str]

@@ -9,6 +9,7 @@ import pytest
 from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import load_config_file
 from mlxtune.config import TrainConfig
+from mlxtune.config.known_names import COMMANDS as KNOWN_COMMANDS
 from mlxtune.errors import ConfigError
 from tests.command import Cli
 from tests.configs import config
@@ -147,6 +148,13 @@ def test_options_of_other_tools_are_answered_all_at_once(cli: Cli) -> None:
         "no option --load-in-4bit, here: --quantize 4 (nf4 is QLoRA's); "
         "no option --ranck (did you mean --rank?)"
     )
+
+
+def test_command_of_other_tools_is_answered(cli: Cli) -> None:
+    assert cli("lora", "--model", "m").error == "no command lora, here: mlxtune train"
+    assert KNOWN_COMMANDS.keys().isdisjoint(each.name for each in COMMANDS)
+    for here in KNOWN_COMMANDS.values():
+        assert here.split()[0] == "mlx_lm.server" or here.split()[1] in {c.name for c in COMMANDS}
 
 
 def test_value_that_looks_like_an_option_of_other_tools_is_a_value() -> None:

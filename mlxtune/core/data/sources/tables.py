@@ -114,7 +114,7 @@ def _object(names: Sequence[str], cells: Iterable[str]) -> dict[str, Any] | BadR
             value.encode("utf-8")
         for name in _LISTS:
             if name in found:
-                found[name] = parse_json(found[name], f"'{name}' is text that is not JSON")
+                found[name] = parse_json(found[name].encode(), f"'{name}' is text that is not JSON")
     except UnicodeEncodeError:
         return BadRow("not UTF-8", "save it as CSV UTF-8")
     except BadRow as problem:
