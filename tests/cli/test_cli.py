@@ -241,6 +241,20 @@ def test_problems_of_config_file_and_flags_are_said_together(cli: Cli, tmp_path:
 # What is said
 
 
+def test_run_that_goes_wrong_says_so(train: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlxtune.views import run_text
+
+    monkeypatch.setattr(run_text, "risen_loss_line", lambda steps, _: f"rose in {len(steps)} steps")
+    outcome = train("--max-seq-len", 32, "--val-split", 0, quiet=False)
+    for problem in (
+        "warning: rose in 5 steps",
+        " 5 steps are too few to learn from: ",
+        "of the supervised tokens: --max-seq-len ",
+        " free now",
+    ):
+        assert problem in outcome.err
+
+
 def test_good_run_is_plain_lines_on_stderr_when_piped(
     cli: Cli, model: Path, chat: Path, output: Path
 ) -> None:
@@ -254,7 +268,7 @@ def test_good_run_is_plain_lines_on_stderr_when_piped(
     order = ["Memory", "Model", "LoRA", "Data", "Template", "Plan", "Validation", "Training"]
     assert list(dict.fromkeys(stages)) == [*order, "Done", "Verdict", "Samples", "Report", "Try"]
     assert "step 2/2  loss " in outcome.err
-    assert f"--model {model} --adapter-path {output.parent}" in outcome.err.splitlines()[-1]
+    assert outcome.err.splitlines()[-1].endswith(f"mlxtune chat --adapter {output.parent}")
 
 
 @pytest.mark.parametrize("extra", [[], ["--dry-run"]])

@@ -80,7 +80,8 @@ def test_longest_example_grows_with_the_limit(plan: Cli) -> None:
     assert found[0]["kept"] < found[0]["recomputed"] < found[1]["kept"]
     off = plan("--longest", "--json", "--memory-limit", 0.02, "--grad-checkpoint", "off").out
     assert json.loads(off)["longest"]["recomputed"] == found[1]["kept"]
-    assert json.loads(plan("--json").out)["longest"] is None
+    bare = json.loads(plan("--json").out)
+    assert (bare["longest"], bare["free_memory"] > 0) == (None, True)
     assert "with --grad-checkpoint on" in plan("--longest", "--memory-limit", 0.003).out
 
 

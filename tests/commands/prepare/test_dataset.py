@@ -458,3 +458,13 @@ def test_template_of_another_name_is_refused() -> None:
         ConfigError, match=r"--template must be one of auto, chatml, .* not 'llama3'"
     ):
         DataConfig("model", ("a.jsonl",), template="llama3")
+
+
+def test_cut_at_the_start_keeps_the_answer(own_template: Path, tmp_path: Path) -> None:
+    row = [("user", "long " * 40), ("assistant", "a")]
+    file = str(write_chat(tmp_path / "a.jsonl", [row]))
+    (ended,) = both(own_template, file, tmp_path, max_seq_len=256).shown
+    options = {"max_seq_len": ended.tokens - 20, "cut": "start"}
+    (text,) = texts(both(own_template, file, tmp_path, **options))
+    assert text.endswith("long <|im_end|>\n<|im_start|>assistant\n⟦a<|im_end|>⟧\n")
+    assert "user" not in text
