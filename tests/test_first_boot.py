@@ -75,7 +75,8 @@ def test_demo_trains_without_a_network(no_network: dict[str, str], tmp_path: Pat
     assert b"Name or service not known" in refused.stderr
     options = ["--targets", "all", "--max-steps", 1, "--val-split", 0, "--samples", 0, "--no-cache"]
     output = ["--output", tmp_path / "run" / "adapters.safetensors", "--quiet"]
-    data = ["--model-path", QWEN, "--data", ROWS]
+    (tmp_path / "rows.jsonl").write_text("".join(ROWS.read_text().splitlines(keepends=True)[:8]))
+    data = ["--model-path", QWEN, "--data", tmp_path / "rows.jsonl"]
     outcome = finish(start("train", *data, *options, *output, env=no_network))
     assert outcome.code == 0, outcome.err
     assert (tmp_path / "run" / "adapters.safetensors").exists()

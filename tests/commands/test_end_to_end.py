@@ -20,7 +20,7 @@ from mlx_lm.utils import load
 from mlxtune import TrainConfig, TrainResult, train
 from mlxtune.core.steps.order import hold_out_rows
 
-STEPS, VAL_ROWS = 10, 8
+STEPS, VAL_ROWS = 8, 4
 FLAGS = (
     f"--lr 1e-2 --targets all --max-steps {STEPS} --val-rows {VAL_ROWS} --samples 0 --quiet "
     "--template gemma"
@@ -30,7 +30,7 @@ FLAGS = (
 def rows_of(shared: Path) -> list[str]:
     """Return the first rows of the data, which are enough for the steps that are taken."""
     text = (shared / "chat" / "wikisql_train.jsonl").read_text(encoding="utf-8")
-    return text.splitlines()[:240]
+    return text.splitlines()[:60]
 
 
 def config(shared: Path, folder: Path) -> TrainConfig:
