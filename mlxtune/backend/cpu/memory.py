@@ -1,8 +1,6 @@
 """The memory of a step by the CPU's kernels, in entries of arrays; see `MemoryUse`."""
 
 from mlxtune.core.steps.execution import (
-    GRADIENTS,
-    LOGITS,
     BatchLoad,
     Entries,
     Execution,
@@ -10,6 +8,7 @@ from mlxtune.core.steps.execution import (
     head_states,
     held_logits,
 )
+from mlxtune.core.steps.graph_memory import GRADIENTS, LOGITS
 
 # Rows of the vocabulary that the head casts at once, and how many casts exist at once.
 _VOCABULARY_BLOCK, _BLOCKS = 4096, 2

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.layers import PackedRows
 from mlxtune.backend.workers.split import Vocabulary
-from mlxtune.core.steps.execution import vocabulary_block
+from mlxtune.core.steps.graph_memory import vocabulary_block
 
 
 class _OnlineSoftmax:

@@ -16,7 +16,8 @@ from mlxtune.backend.forward.gates import replace_gates
 from mlxtune.backend.forward.loss import softmax_cross_entropies
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.mixers.replacements import MIXERS
-from mlxtune.core.steps.execution import Execution, GraphMemory, MemoryUse
+from mlxtune.core.steps.execution import Execution, MemoryUse
+from mlxtune.core.steps.graph_memory import GraphMemory
 
 # The cost of a micro-batch beyond its tokens, in units of one token's time.
 _CPU_COST, _GPU_COST = 80, 512

@@ -20,7 +20,8 @@ from mlxtune.backend.step.runner import StepRunner
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch
-from mlxtune.core.steps.execution import BatchLoad, Execution, load_of, vocabulary_block
+from mlxtune.core.steps.execution import BatchLoad, Execution, load_of
+from mlxtune.core.steps.graph_memory import vocabulary_block
 from mlxtune.core.steps.groups import AT_ONCE, Group
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.pack import Pack

@@ -30,10 +30,10 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import (
     BatchLoad,
     Execution,
-    GraphMemory,
     load_of,
     predict,
 )
+from mlxtune.core.steps.graph_memory import GraphMemory
 from mlxtune.core.steps.memory_plan import ESTIMATE, least, remedies
 from mlxtune.errors import ModelError
 from tests.experts import EXPERTS

@@ -9,9 +9,9 @@ from mlxtune.core.steps.execution import (
     BatchLoad,
     Entries,
     Execution,
-    GraphMemory,
     ModelShapes,
 )
+from mlxtune.core.steps.graph_memory import GraphMemory
 
 
 class LeanMemory(GraphMemory):

@@ -1,0 +1,93 @@
+"""The memory of a step in MLX's own graph, in entries of arrays; see `MemoryUse`."""
+
+from dataclasses import replace
+
+from mlxtune.core.steps.execution import (
+    BatchLoad,
+    Entries,
+    Execution,
+    ModelShapes,
+    head_states,
+    held_logits,
+)
+
+# The most rows of the vocabulary in a block of the head, the fewest, and the most logits; how many
+# blocks of casts and of logits exist at once, in use or in flight, and the most copies of all.
+_VOCABULARY_BLOCK, _FEWEST, _BLOCK_LOGITS = 4096, 512, 1 << 21
+_CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 5, 9, 2
+# Copies of a chunk's logits that cross-entropy and its gradient hold, and those that are not freed
+# yet when the backward passes of layers begin.
+LOGITS, _IN_FLIGHT = 5, 2
+# Gradients that the backward pass of a layer holds at once: three as wide as its widest product,
+# and three as wide as its input.
+GRADIENTS = 3
+# Copies of a quantised matrix while it is unpacked.
+_UNPACKED = 2
+# Copies of products, and arrays as wide as its input, that a layer keeps in MLX's own graph.
+_COPIES, _WIDTHS = 2, 4
+# Copies of the inputs and outputs of experts that the backward pass of their layer holds there.
+_GATHERED = 2
+# Arrays as wide as a convolution, and what follows it, that its layer's backward pass holds there,
+# and those that the layer keeps.
+_MIXED, _MIXED_COPIES = 4, 5
+
+
+def vocabulary_block(positions: int) -> int:
+    """Return how many rows of the vocabulary a linear head takes at once, in MLX's own graph."""
+    return max(_FEWEST, min(_VOCABULARY_BLOCK, _BLOCK_LOGITS // max(positions, 1)))
+
+
+class GraphMemory:
+    casts_quantized = False
+    head_copies = 4
+
+    def kept(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
+        """Return the entries that all layers keep from their forward to their backward passes."""
+        if execution.recompute:
+            return Entries(0, load.tokens * shapes.inputs, 0)
+        # Products and functions of them, inputs and residuals; and the scores.
+        width = _COPIES * shapes.products + shapes.scaled + _WIDTHS * shapes.inputs
+        tokens = load.tokens * (width + shapes.gathered + shapes.mixed)
+        tokens += load.beside * shapes.looped
+        # Recurrences have some of that for examples side by side.
+        tokens += _MIXED_COPIES * shapes.mixed * (load.beside - load.tokens)
+        scores = load.scores if shapes.holds_scores(load) else 0
+        return Entries(0, tokens, shapes.scores * scores)
+
+    def in_layer(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
+        """Return the working entries of a layer's backward pass, in addition to the kept ones."""
+        gradients = GRADIENTS * (shapes.widest_product + shapes.hidden)
+        gradients += _GATHERED * shapes.layer_gathered
+        mixed = load.beside * _MIXED * shapes.layer_mixed
+        scores = shapes.layer_scores * load.scores if shapes.holds_scores(load) else 0
+        if mixed > scores:
+            # The layer has a recurrence, which sees all examples side by side, and no attention.
+            load, scores = replace(load, tokens=load.beside), 0
+        tokens = load.tokens * gradients + (0 if scores else mixed)
+        if execution.recompute:
+            again = self.kept(shapes.with_layers(1), replace(execution, recompute=False), load)
+            tokens, scores = tokens + again.tokens, scores + again.scores
+        fixed = _UNPACKED * max(shapes.unpacked, shapes.largest_cast) + shapes.layer_looped
+        return Entries(fixed, tokens, scores)
+
+    def unseen(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
+        """Return the head's entries in flight, which passes without a head do not show."""
+        positions, _ = head_states(shapes, execution, load)
+        logits = held_logits(execution, positions, shapes)
+        if execution.split_head and not self.holds_logits(shapes):
+            logits = min(logits, vocabulary_block(positions) * positions)
+        return _IN_FLIGHT * logits
+
+    def in_head(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
+        """Return the working entries of the head, in addition to the kept ones."""
+        positions, hidden = head_states(shapes, execution, load)
+        if execution.split_head and not self.holds_logits(shapes):
+            rows = vocabulary_block(positions)
+            casts = min(_CASTS * rows, shapes.vocab) if shapes.head_cast else 0
+            logits = min(_LOGIT_BLOCKS * rows, _LINEAR_LOGITS * shapes.vocab)
+            return hidden + casts * shapes.hidden + logits * positions
+        return hidden + shapes.head_cast + LOGITS * held_logits(execution, positions, shapes)
+
+    def holds_logits(self, shapes: ModelShapes) -> bool:
+        """Return whether the head holds logits: in 16 bits, or unless it is one product."""
+        return shapes.itemsize != 4 or not shapes.plain_head
