@@ -236,11 +236,11 @@ def test_batch_for_which_memory_ran_out_is_not_tried_again_and_training_keeps_it
     batches, whole, largest = evaluator._losses._batches, evaluator.forward.losses, []
     evaluator._losses._runner._warn = warnings.append
 
-    def limited(batch: Any) -> mx.array:
+    def limited(batch: Any, *rest: Any) -> mx.array:
         if batch.inputs.size > 40:
             raise RuntimeError("[malloc] Unable to allocate 78643200 bytes.")
         largest.append(batch.inputs.size)
-        return whole(batch)
+        return whole(batch, *rest)
 
     monkeypatch.setattr(evaluator.forward, "losses", limited)
     for _ in range(2):
