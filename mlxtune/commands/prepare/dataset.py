@@ -361,6 +361,7 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
         findings=findings.by_loss(
             [
                 *findings.row_findings(files, corpus, validation),
+                *findings.length_findings(corpus),
                 *findings.template_findings(
                     "".join(reader.template_source.values()), config.thinking
                 ),
@@ -411,9 +412,10 @@ def _check_corpus(
 
 def split_problem(corpus: Corpus, validation: Corpus | None) -> str | None:
     """Return why no rows can be held out of the training data, None if they can or need not."""
-    if validation is not None or (corpus.identities != corpus.identities[0]).any():
+    if validation is not None or (corpus.groups != corpus.groups[0]).any():
         return None
-    rows = "one row" if corpus.num_rows == 1 else "rows that are all the same"
+    alike = "have the same prompt" if corpus.roles.any() else "are all the same"
+    rows = "one row" if corpus.num_rows == 1 else f"rows that {alike}"
     return f"{rows} cannot be both trained on and held out"
 
 

@@ -6,7 +6,13 @@ Only faults that are hardly ever intended are noted, so that a note is worth a l
 import re
 from collections.abc import Iterator
 
-from mlxtune.core.data.conversation import Conversation, Document, Message, function_name
+from mlxtune.core.data.conversation import (
+    UNDESIRABLE,
+    Conversation,
+    Document,
+    Message,
+    function_name,
+)
 from mlxtune.core.data.problems import (
     BAD_ARGUMENTS,
     EMPTY_PROMPT,
@@ -58,7 +64,8 @@ def notes_on(row: Conversation | Document, text: str) -> Iterator[tuple[str, str
 
 def _on_answer(row: Conversation, message: Message, where: str) -> Iterator[tuple[str, str]]:
     beginning = message.content[:_BEGINNING].replace("\u2019", "'").lower()
-    if message.trained and (found := _REFUSES.search(beginning)):
+    good = message.trained and row.role != UNDESIRABLE
+    if good and (found := _REFUSES.search(beginning)):
         yield REFUSAL, f"{where}: {_around(message.content, found.start())}"
     for call in message.tool_calls:
         name = function_name(call)

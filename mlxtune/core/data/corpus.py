@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -214,6 +214,13 @@ def identity(row: Iterable[Example]) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
+def _prompt(example: Example) -> Example:
+    """Return the tokens before the first that carries loss."""
+    start = int(example.assistant_mask.argmax())
+    mask = example.assistant_mask[:start]
+    return replace(example, tokens=example.tokens[:start], assistant_mask=mask, role=ANSWER)
+
+
 def write_arrays(folder: Path, chunks: Iterable[Sequence[Sequence[Example]]]) -> None:
     """Write examples into a folder, one file for each column; each chunk is a few rows."""
     end = 0
@@ -299,6 +306,17 @@ class Corpus(Sequence[Example]):
         """int32 (R,): the index of each row's file."""
         file: npt.NDArray[np.int32] = self._file[self._first_of_row[:-1]]
         return file
+
+    @cached_property
+    def groups(self) -> npt.NDArray[np.uint64]:
+        """uint64 (R,): the group of each row; a group is never both trained on and held out.
+
+        Equal rows are in one group, and rows of preferences with the same prompt.
+        """
+        if not self.roles.any():
+            return self.identities
+        prompts = [_prompt(self[int(first)]) for first in self._first_of_row[:-1]]
+        return np.array([identity([prompt]) for prompt in prompts], dtype=np.uint64)
 
     def row(self, index: int) -> RowExamples:
         """Return the examples of a row, which are all in the same step."""

@@ -1,16 +1,36 @@
 """Findings: problems in the data, to look at before training on it."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.conversation import (
+    ANSWER,
+    CHOSEN,
+    DESIRABLE,
+    REJECTED,
+    ROLE_NAMES,
+    UNDESIRABLE,
+)
+from mlxtune.core.data.corpus import Corpus, identity
 from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.places import where
-from mlxtune.core.data.problems import ADVICE, DUPLICATE, ERRORS, LEAK, TRUNCATED_ANSWER, RowTally
+from mlxtune.core.data.problems import (
+    ADVICE,
+    DUPLICATE,
+    ERRORS,
+    LEAK,
+    LEAKED_PROMPT,
+    OPPOSITE,
+    TRUNCATED_ANSWER,
+    RowTally,
+)
 
 _PLACES = 5
+# From this ratio of their mean lengths on, preferred answers are worth telling from the others by
+# length alone.
+_MUCH_LONGER = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +74,7 @@ def row_findings(
     to `files`, so call it once.
     """
     _note_duplicates(files, corpus)
+    _note_opposites(files, corpus)
     if validation is not None:
         _note_leaks(files[len(corpus.files) :], corpus, validation)
     return _findings([(file, file.notes) for file in files], ADVICE)
@@ -89,9 +110,56 @@ def _note_duplicates(files: Sequence[EncodedFile], corpus: Corpus) -> None:
 
 
 def _note_leaks(files: Sequence[EncodedFile], corpus: Corpus, validation: Corpus) -> None:
-    for index in np.flatnonzero(np.isin(validation.identities, corpus.identities)):
-        file, row = validation.place_of(int(index))
-        files[file].notes.count(row, LEAK)
+    same = np.isin(validation.identities, corpus.identities)
+    # Without preferences, rows are in one group only if they are the same.
+    prompt = np.isin(validation.groups, corpus.groups) & ~same
+    for kind, found in ((LEAK, same), (LEAKED_PROMPT, prompt)):
+        for index in np.flatnonzero(found):
+            file, row = validation.place_of(int(index))
+            files[file].notes.count(row, kind)
+
+
+def _note_opposites(files: Sequence[EncodedFile], corpus: Corpus) -> None:
+    if not (corpus.roles == CHOSEN).any():
+        return
+    first: dict[tuple[int, ...], int] = {}
+    for index in range(corpus.num_rows):
+        examples = corpus.row(index)
+        sides = tuple(
+            identity(replace(each, role=ANSWER) for each in examples if each.role == role)
+            for role in (CHOSEN, REJECTED)
+        )
+        if (other := first.get(sides[::-1])) is not None:
+            file, row = corpus.place_of(index)
+            other_file, other_row = corpus.place_of(other)
+            detail = f"as {where(files[other_file].skipped.path, other_row)}"
+            files[file].notes.count(row, OPPOSITE, detail)
+        first.setdefault(sides, index)
+
+
+def length_findings(corpus: Corpus) -> Iterator[Finding]:
+    """Yield a finding where good answers are much longer than bad ones, or the other way round."""
+    for roles in ((CHOSEN, REJECTED), (DESIRABLE, UNDESIRABLE)):
+        if not np.isin(roles, corpus.roles).all():
+            continue
+        means = [_mean_length(corpus, role) for role in roles]
+        longer = int(means[1] > means[0])
+        if means[longer] < _MUCH_LONGER * means[1 - longer]:
+            continue
+        names = [ROLE_NAMES[roles[i]] for i in (longer, 1 - longer)]
+        yield Finding(
+            "warning",
+            f"{names[0]} answers much longer than {names[1]} ones",
+            0,
+            f"{means[longer]:.0f} and {means[1 - longer]:.0f} tokens on average: the model will "
+            "learn length, so add rows where it is the other way round",
+        )
+
+
+def _mean_length(corpus: Corpus, role: int) -> float:
+    """Return the mean supervised tokens of a row's answers in a role."""
+    there = corpus.roles == role
+    return float(corpus.supervised[there].sum() / len(np.unique(corpus.row_of_example[there])))
 
 
 def _findings(

@@ -19,11 +19,13 @@ DROPPED_TOOLS = "tools left out by the template"
 DUPLICATE = "duplicate row"
 EMPTY_PROMPT = "empty prompt"
 LEAK = "validation row that is also trained on"
+LEAKED_PROMPT = "validation prompt that is also trained on"
 MERGED_SYSTEM = "system message merged into the first user turn"
 MOJIBAKE = "text decoded wrongly, such as Ã© for é"
 NO_END_OF_TURN = "end-of-turn token unknown to the tokenizer"
 NO_PROMPT = "assistant turn with no prompt before it"
 REFUSAL = "answer that refuses"
+OPPOSITE = "pair that another row has the other way round"
 REPLACED = "replacement character, where text was lost"
 TRUNCATED_ANSWER = "answer cut at --max-seq-len"
 TWO_PROMPTS = "sides whose prompts the template renders differently"
@@ -40,10 +42,12 @@ ADVICE = {
     DUPLICATE: "each copy is trained on: keep one, unless the copies are intended",
     EMPTY_PROMPT: "the answer is trained on without a question: fill it in, or remove the row",
     LEAK: "the validation loss looks better than it is: remove it from one of the two",
+    LEAKED_PROMPT: "the validation looks better than it is: keep a prompt on one of the two sides",
     MERGED_SYSTEM: "--merge-system did this: merge it likewise at inference",
     MOJIBAKE: "the model learns to write it: read the source as UTF-8, and export it again",
     NO_END_OF_TURN: "the model does not know it and will not stop there: use a template that fits",
     NO_PROMPT: "there is nothing to answer, so it is context and not trained on",
+    OPPOSITE: "the two cancel out: remove the one whose answers are swapped",
     REFUSAL: "the model learns to refuse: remove the row, unless that is intended",
     REPLACED: "the model learns to write it: export the text again, in UTF-8",
     TRUNCATED_ANSWER: "the model learns neither its end nor when to stop: raise --max-seq-len",

@@ -17,11 +17,11 @@ def split_rows(
     corpus: Corpus, val_split: float, seed: int, val_rows: int
 ) -> tuple[list[int], list[int]]:
     """Return the training and held-out rows of a corpus, a share of each of its files."""
-    return hold_out_rows(corpus.identities, val_split, seed, val_rows, corpus.file_of_row)
+    return hold_out_rows(corpus.groups, val_split, seed, val_rows, corpus.file_of_row)
 
 
 def hold_out_rows(
-    identities: Sequence[int] | npt.NDArray[np.uint64],
+    groups: Sequence[int] | npt.NDArray[np.uint64],
     val_split: float,
     seed: int,
     val_rows: int,
@@ -31,13 +31,13 @@ def hold_out_rows(
 
     ceil(n * val_split) rows are held out, at most `val_rows` of them, at least one on each side;
     with `files`, the file of each row, of each of them its share.
-    Rows of equal identity stay on one side, for which fewer may be held out. The choice depends on
-    the seed, n and which rows are equal.
+    Rows of one group stay on one side, for which fewer may be held out. The choice depends on
+    the seed, n and which rows are of one group.
 
     Raises ValueError when there are no two rows that differ.
     """
     _, first, which, copies = np.unique(
-        np.asarray(identities, dtype=np.uint64),
+        np.asarray(groups, dtype=np.uint64),
         return_index=True,
         return_inverse=True,
         return_counts=True,

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from mlxtune.core.data.cache import encode_file
-from mlxtune.core.data.conversation import Conversation, Document, Message
+from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.corpus import Corpus
-from mlxtune.core.data.encode import EncodedRows, Encoder, Example, OffsetEncoding, Tokenizer
+from mlxtune.core.data.encode import EncodedRows, Encoder, Example, OffsetEncoding, Row, Tokenizer
 from mlxtune.core.data.ledger import EncodedFile, Ledger
 from mlxtune.core.data.problems import RowTally, SkippedRows
 from mlxtune.core.data.template import TEMPLATES, Template
@@ -156,9 +156,7 @@ def example(row: int, ids: Iterable[int], *spans: tuple[int, int]) -> Example:
     return Example(row, tokens, mask)
 
 
-def encoded_file(
-    tokenizer: Tokenizer, template: Template, rows: Iterable[Conversation | Document]
-) -> EncodedFile:
+def encoded_file(tokenizer: Tokenizer, template: Template, rows: Iterable[Row]) -> EncodedFile:
     """The examples, uncut, as `train` has them."""
 
     def run(skipped: SkippedRows, told: RowTally) -> Iterable[EncodedRows]:
@@ -169,7 +167,7 @@ def encoded_file(
 
 def encode(
     tokenizer: Tokenizer,
-    *rows: Conversation | Document,
+    *rows: Row,
     template: str | Template = "qwen3",
     max_seq_len: int = NO_LIMIT,
 ) -> tuple[list[Example], Ledger, SkippedRows]:

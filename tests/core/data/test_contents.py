@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from mlxtune.core.data import problems
 from mlxtune.core.data.contents import notes_on
+from mlxtune.core.data.conversation import UNDESIRABLE
+from tests.core.data.encoding import converse
 from tests.core.data.rows import ALPACA, ANSWER, CHAT, TOOL, USER, read
 
 
@@ -20,6 +23,13 @@ def notes(folder: Path, row: dict[str, Any]) -> dict[str, str]:
 
 def chat(*messages: dict[str, Any], **others: Any) -> dict[str, Any]:
     return {"messages": [USER, *messages, ANSWER], **others}
+
+
+def test_refusal_that_is_labelled_as_bad_is_no_fault() -> None:
+    refusal = ("assistant", "I cannot assist with that request.")
+    row = converse(("user", "Hi"), refusal)
+    assert problems.REFUSAL in dict(notes_on(row, ""))
+    assert problems.REFUSAL not in dict(notes_on(replace(row, role=UNDESIRABLE), ""))
 
 
 def call(name: str = "add", arguments: Any = "{}") -> dict[str, Any]:

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data import findings, problems
+from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, REJECTED, UNDESIRABLE
 from mlxtune.core.data.corpus import Corpus, ExampleArrays
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.problems import ADVICE, BadRow, RowTally, SkippedRows
+from mlxtune.core.steps import order
 
 
 def encoded(name: str, tokens: Sequence[int], first: int = 1) -> EncodedFile:
@@ -152,3 +154,74 @@ def test_skipped_rows_are_findings_by_reason() -> None:
     assert (second.rows, second.places) == (1, (Place("b.jsonl", 9, "message 2"),))
     assert Counter(map(str, second.places)) == Counter(["b.jsonl:9: message 2"])
     assert list(findings.skip_findings([encoded("a.jsonl", [1])])) == []
+
+
+# Preferences
+
+
+def answer(row: int, role: int, prompt: int, tokens: Sequence[int]) -> Example:
+    mask = np.array([0, 0, *(1 for _ in tokens)], dtype=np.uint8)
+    return Example(row, np.array([3, prompt, *tokens], dtype=np.int32), mask, role=role)
+
+
+def paired(name: str, rows: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> EncodedFile:
+    """Rows of a prompt, the chosen answer and the rejected one."""
+    examples = [
+        answer(row, role, prompt, tokens)
+        for row, (prompt, *sides) in enumerate(rows, start=1)
+        for role, tokens in zip((CHOSEN, REJECTED), sides, strict=True)
+    ]
+    return EncodedFile(ExampleArrays.of(examples), SkippedRows(Path(name)), RowTally())
+
+
+def test_pair_twice_and_the_other_way_round_are_found() -> None:
+    a, b = [5, 6], [7]
+    file = paired("a.jsonl", [(1, a, b), (2, a, b), (1, b, a), (1, a, b), (2, b, [8])])
+
+    found = {each.kind: each.places for each in find([file])}
+
+    assert found == {
+        problems.DUPLICATE: (Place("a.jsonl", 4, "same as a.jsonl:1"),),
+        problems.OPPOSITE: (
+            Place("a.jsonl", 3, "as a.jsonl:1"),
+            Place("a.jsonl", 4, "as a.jsonl:3"),
+        ),
+    }
+
+
+def test_prompt_that_trains_and_validates_is_found_and_pairs_of_both_are_leaks() -> None:
+    train = paired("a.jsonl", [(1, [5], [6]), (2, [5], [6])])
+    validation = paired("v.jsonl", [(1, [5], [6]), (2, [8], [9]), (3, [5], [6])])
+
+    found = {each.kind: each.places for each in find([train], [validation])}
+
+    assert found == {
+        problems.LEAK: (Place("v.jsonl", 1),),
+        problems.LEAKED_PROMPT: (Place("v.jsonl", 2),),
+    }
+
+
+def test_answers_of_one_kind_that_are_much_longer_are_found_with_their_means() -> None:
+    def lengths(rows: list[tuple[int, Sequence[int], Sequence[int]]]) -> list[Finding]:
+        return list(findings.length_findings(Corpus([paired("a", rows).arrays.cut()])))
+
+    assert lengths([(1, [5] * 4, [6] * 2), (2, [5] * 4, [6] * 4)]) == []
+    (found,) = lengths([(1, [5] * 4, [6] * 2), (2, [5] * 6, [6] * 4)])
+    assert found.kind == "chosen answers much longer than rejected ones"
+    assert found.advice.startswith("5 and 3 tokens on average: the model will learn length")
+    (found,) = lengths([(1, [5], [6] * 9)])
+    assert found.kind == "rejected answers much longer than chosen ones"
+    assert found.advice.startswith("9 and 1 tokens")
+    labelled = [answer(1, DESIRABLE, 1, [5] * 6), answer(2, UNDESIRABLE, 1, [6] * 2)]
+    (found,) = findings.length_findings(Corpus([ExampleArrays.of(labelled).cut()]))
+    assert found.kind == "desirable answers much longer than undesirable ones"
+
+
+def test_rows_with_one_prompt_are_trained_on_or_held_out_together() -> None:
+    file = paired("a.jsonl", [(row % 5, [10 + row], [9]) for row in range(20)])
+    corpus = Corpus([file.arrays.cut()])
+
+    train, held_out = order.split_rows(corpus, 0.2, 0, 100)
+
+    assert len(held_out) == 4 and len({row % 5 for row in held_out}) == 1
+    assert not {row % 5 for row in train} & {row % 5 for row in held_out}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data import problems
+from mlxtune.core.data.conversation import CHOSEN, REJECTED, Conversation, Pair
 from mlxtune.core.data.corpus import ExampleArrays
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.ledger import EncodedFile, Ledger
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
-from mlxtune.core.data.template import render_qwen3
+from mlxtune.core.data.template import Rendered, Rendering, render_qwen3
 from tests.core.data.encoding import converse, encode, encoded_file, words
 
 Mask = list[int]
@@ -169,3 +171,29 @@ def test_every_kind_of_note_has_its_advice_and_errors_are_among_them() -> None:
 
     assert set(problems.ADVICE) == kinds
     assert set(problems.ERRORS) <= kinds
+
+
+def test_pairs_whose_sides_have_two_prompts_are_counted() -> None:
+    """The template shows a prompt differently before one of the answers."""
+
+    def template(conversation: Conversation) -> Rendering:
+        *_, answer = conversation.messages
+        prompt = "briefly: " if answer.content == "no" else "user: "
+        text = Rendered(
+            prompt + answer.content, ((len(prompt), len(prompt) + len(answer.content)),)
+        )
+        return Rendering((replace(text, role=conversation.role),))
+
+    def pair(row: int, rejected: str) -> Pair:
+        return Pair(
+            *(
+                replace(converse(("user", "Hi"), ("assistant", text), row=row), role=role)
+                for text, role in (("yes", CHOSEN), (rejected, REJECTED))
+            )
+        )
+
+    rows = [pair(1, "no"), pair(2, "nope"), pair(3, "no")]
+    _, ledger, _ = encode(words(), *rows, template=template)
+
+    assert (ledger.rows_train, ledger.examples) == (3, 6)
+    assert ledger.as_dict()["notes"] == {problems.TWO_PROMPTS: 2}
