@@ -51,6 +51,10 @@ def load_blas() -> Blas:
         # MKL would end the process.
         return Blas(problem="the current folder no longer exists, so no fast BLAS can be loaded")
     _keep_freed_memory()
+    # For MKL, also one that the environment names: the same result bit for bit in every run,
+    # whatever the alignment of the arrays.
+    os.environ.setdefault("MKL_CBWR", "AUTO")
+    os.environ.setdefault("MKL_DYNAMIC", "FALSE")
     for path in _candidates():
         try:
             ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
@@ -72,9 +76,6 @@ def _candidates() -> Iterator[str]:
     # their symbols are prefixed.
     yield "libopenblas.so.0"
     for package in _metadata("mkl"):
-        # The same result bit for bit in every run, whatever the alignment of the arrays.
-        os.environ.setdefault("MKL_CBWR", "AUTO")
-        os.environ.setdefault("MKL_DYNAMIC", "FALSE")
         for line in read_text(package / "RECORD").splitlines():
             file = line.split(",")[0]
             if Path(file).name.startswith("libmkl_rt.so"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mlxtune.core.machine import blas
 from tests.paths import DATA
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's CPU wheel alone needs a BLAS")
@@ -37,6 +39,24 @@ def test_matrix_products_of_mlx_resolve_to_the_fast_library() -> None:
     assert name.startswith(("libmkl_rt", "libopenblas"))
     assert "libmkl" in file or "openblas" in file
     assert result.stderr == ""
+
+
+@linux
+def test_mkl_that_the_environment_names_repeats_its_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaded = {}
+
+    def load(path: str | None, **_: object) -> object:
+        loaded[path] = os.environ.get("MKL_CBWR")
+        return object()
+
+    monkeypatch.setattr(blas.ctypes, "CDLL", load)
+    monkeypatch.delitem(sys.modules, "mlx.core", raising=False)
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    monkeypatch.setenv("MLXTUNE_BLAS", "libmkl_rt.so.9")
+    assert blas.load_blas.__wrapped__().name == "libmkl_rt.so.9"
+    assert loaded["libmkl_rt.so.9"] == "AUTO"
 
 
 @linux
