@@ -53,6 +53,8 @@ EVALUATION = {
     "base_difference": None,
     "left_out": 0,
     "only_trained": False,
+    "preference": None,
+    "preferred": None,
     "gained": [
         {"path": "chat.jsonl", "row": 7, "tokens": 30, "base_loss": 5.0, "adapted_loss": 0.5}
     ],

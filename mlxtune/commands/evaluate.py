@@ -11,8 +11,9 @@ from mlxtune.commands.prepare.base import with_base_model
 from mlxtune.commands.prepare.dataset import Reader, load_dataset, report_findings, with_hub_data
 from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.commands.prepare.model import find_model, load_model, prompted_as_trained
-from mlxtune.config import EvalConfig
+from mlxtune.config import EvalConfig, ObjectiveConfig
 from mlxtune.core.data.sources.datafiles import held_out_file
+from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.evaluation import Evaluation, JudgedRows
 from mlxtune.core.run.trained_rows import NO_ROWS, rows_behind
 from mlxtune.views import run_text
@@ -50,7 +51,8 @@ def evaluate(config: EvalConfig) -> Evaluation:
             generated = answer_rows(
                 loaded, reader.tokenizer, judged.rows, longest, console, config.match
             )
-        evaluation = compare_losses(loaded, judged, config.seed, console)
+        objective = Objective(config.part(ObjectiveConfig))
+        evaluation = compare_losses(loaded, judged, config.seed, console, objective=objective)
         return replace(evaluation, generated=generated)
 
 

@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +18,12 @@ from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.model import LoadedModel, load_model
-from mlxtune.config import TrainConfig, UseConfig
+from mlxtune.config import ObjectiveConfig, TrainConfig, UseConfig
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.prompt import last_turn
 from mlxtune.core.data.text_stream import text_of
 from mlxtune.core.files.files import write_json
+from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.evaluation import (
     Evaluation,
     ExactMatch,
@@ -30,13 +32,13 @@ from mlxtune.core.run.evaluation import (
     Matches,
     Sample,
     StepSamples,
-    Sums,
     evaluation_of,
     file_lines,
     matcher,
     sums_of,
     verdict_lines,
 )
+from mlxtune.core.run.preference_evaluation import answer_sums, evaluate_preferences
 from mlxtune.core.run.run_folder import EVALUATION, SAMPLES
 from mlxtune.core.text import count
 from mlxtune.core.training.observer import TrainingObserver
@@ -55,15 +57,19 @@ def compare_losses(
     seed: int,
     console: RunConsole,
     workers: Workers = ALONE,
-    start: Sums | None = None,
+    start: Any = None,
+    objective: Objective = SFT,
 ) -> Evaluation:
     """Compute the losses of rows without and with the adapter, and compare them.
 
     `start` are the losses under the adapter from which training started.
     """
     models = (False,) if loaded.adapted is None else (False, True)
-    base, *adapted = _sums(loaded, judged.rows, models, console, workers)
-    return evaluation_of(judged, base, adapted[0] if adapted else None, seed, start)
+    base, *adapted = _sums(loaded, judged.rows, models, console, workers, objective)
+    after = adapted[0] if adapted else None
+    if objective.is_sft:
+        return evaluation_of(judged, base, after, seed, start)
+    return evaluate_preferences(judged, objective, base, after, seed, start)
 
 
 def _sums(
@@ -72,8 +78,11 @@ def _sums(
     models: Sequence[bool],
     console: RunConsole,
     workers: Workers,
-) -> list[Sums]:
+    objective: Objective,
+) -> list[Any]:
     """Compute the losses of rows without or with the adapter, each worker a share of them.
+
+    They are Sums, or AnswerSums under an objective of preferences.
 
     The model may compute by faster functions meanwhile, and by its own again afterwards.
     """
@@ -84,7 +93,8 @@ def _sums(
         for with_adapter in models:
             loaded.use_adapter(with_adapter)
             show = _show(console, "evaluating", with_adapter)
-            found.append(sums_of(rows, evaluator.losses, show))
+            sums = sums_of if objective.is_sft else answer_sums
+            found.append(sums(rows, evaluator.losses, show))
     console.close()
     return found
 
@@ -195,7 +205,8 @@ def judge(
     try:
         start = _start(config, folder, judged.rows, console, workers)
         loaded = load_model(use, folder, RunConsole(quiet=True), workers)
-        evaluation = compare_losses(loaded, judged, config.seed, console, workers, start)
+        objective = Objective(config.part(ObjectiveConfig))
+        evaluation = compare_losses(loaded, judged, config.seed, console, workers, start, objective)
         write_json(target, evaluation.as_dict())
     except MlxTuneError as problem:
         console.warn(f"the adapter is written, but could not be evaluated: {problem}")
@@ -226,14 +237,15 @@ def judge(
 
 def _start(
     config: TrainConfig, folder: Path, rows: CorpusRows, console: RunConsole, workers: Workers
-) -> Sums | None:
+) -> Any:
     """Return the losses under the adapter from which training started; None without one."""
     if config.init_adapter is None:
         return None
     quantize = config.quantize or "none"
     use = config.part(UseConfig, adapter=config.init_adapter, quantize=quantize)
     loaded = load_model(use, folder, RunConsole(quiet=True), workers)
-    (sums,) = _sums(loaded, rows, (True,), console, workers)
+    objective = Objective(config.part(ObjectiveConfig))
+    (sums,) = _sums(loaded, rows, (True,), console, workers, objective)
     del loaded
     memory.release()
     return sums

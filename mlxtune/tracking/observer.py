@@ -83,12 +83,18 @@ class TrackingObserver(TrainingObserver):
             "train/tokens_per_second": tokens_per_second(record),
             "train/epoch": record.epoch,
         }
+        if record.metrics:
+            del values["train/perplexity"]
+            values |= {f"train/{name}": value for name, value in record.metrics.items()}
         if record.memory:
             values["train/memory_gb"] = record.memory / 1e9
         self._log(values, record.step)
 
     def on_validation(self, step: int, loss: float) -> None:
-        self._log({"val/loss": loss, "val/perplexity": perplexity(loss)}, step)
+        values = {"val/loss": loss, "val/perplexity": perplexity(loss)}
+        if self._config.objective != "sft":
+            del values["val/perplexity"]
+        self._log(values, step)
 
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
         values = {

@@ -166,14 +166,17 @@ class RunConsole(TrainingObserver):
 
     def on_validation(self, step: int, loss: float) -> None:
         """Print the loss before the first step or within an epoch; its last is in its line."""
+        assert self._run is not None
         if step == 0:
-            self.say("Validation", f"before training: {run_text.loss_and_perplexity(loss)}")
+            shown = run_text.loss_and_perplexity(loss, self._run.objective)
+            self.say("Validation", f"before training: {shown}")
             return
         is_best, self._best = loss < self._best, min(loss, self._best)
-        assert self._run is not None
         per_epoch = self._run.steps_per_epoch
         if step % per_epoch and step < self._run.total_steps:
-            line = run_text.validation_line(step, step / per_epoch, loss, is_best)
+            line = run_text.validation_line(
+                step, step / per_epoch, loss, is_best, self._run.objective
+            )
             self.say("Validation", line)
 
     def on_profile(self, profile: StepProfile) -> None:
@@ -190,7 +193,8 @@ class RunConsole(TrainingObserver):
         self._thermal = state
 
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
-        self.say("Training", run_text.epoch_line(metrics, best))
+        objective = "sft" if self._run is None else self._run.objective
+        self.say("Training", run_text.epoch_line(metrics, best, objective))
 
     def on_end(self) -> None:
         if self._bar is not None:

@@ -32,8 +32,10 @@ _PHASE_WIDTH = 16
 _FEWEST_LOSSES = 5
 
 
-def loss_and_perplexity(value: float) -> str:
-    """Return `1.2817 (perplexity 3.603)`."""
+def loss_and_perplexity(value: float, objective: str = "sft") -> str:
+    """Return `1.2817 (perplexity 3.603)`; losses of preferences are of no text, and have none."""
+    if objective != "sft":
+        return f"{value:.4f}"
     found = perplexity(value)
     shown = f"{found:.4g}" if found < PERPLEXITY_CAP else f"over {PERPLEXITY_CAP:,.0f}"
     return f"{value:.4f} (perplexity {shown})"
@@ -91,7 +93,7 @@ def step_line(
 ) -> str:
     return (
         f"step {record.step}/{total_steps}  loss {record.loss:.4f}  average {average:.4f}  "
-        f"lr {record.learning_rate:.3g}  grad norm {record.grad_norm:.3g}  "
+        f"{_preferences(record)}lr {record.learning_rate:.3g}  grad norm {record.grad_norm:.3g}  "
         f"{tokens_per_second(record):,.0f} tokens/s  peak {byte_size(peak_gb * 1e9)}"
         f"{_heat(thermal)}"
     )
@@ -99,7 +101,15 @@ def step_line(
 
 def step_state(record: StepRecord, average: float, peak_gb: float, thermal: str = "") -> str:
     speed = tokens_per_second(record)
-    return f"loss {average:.3f}  {speed:,.0f} tok/s  {byte_size(peak_gb * 1e9)}{_heat(thermal)}"
+    heat = f"{byte_size(peak_gb * 1e9)}{_heat(thermal)}"
+    return f"loss {average:.3f}  {_preferences(record)}{speed:,.0f} tok/s  {heat}"
+
+
+def _preferences(record: StepRecord) -> str:
+    """Return a step's metrics of preferences, as far as a line has room."""
+    shown = ("rewards/accuracies", "rewards/margins", "kl")
+    found = ((name, record.metrics[name]) for name in shown if name in record.metrics)
+    return "".join(f"{name} {value:.3g}  " for name, value in found)
 
 
 def _heat(thermal: str) -> str:
@@ -110,10 +120,10 @@ def tokens_per_second(record: StepRecord) -> float:
     return record.tokens / max(record.seconds, 1e-9)
 
 
-def epoch_line(metrics: InstructEpochMetrics, best: bool) -> str:
+def epoch_line(metrics: InstructEpochMetrics, best: bool, objective: str = "sft") -> str:
     validation = ""
     if metrics.val_loss is not None:
-        validation = f", validation {loss_and_perplexity(metrics.val_loss)}"
+        validation = f", validation {loss_and_perplexity(metrics.val_loss, objective)}"
         validation += ", best so far" if best else ""
     return (
         f"epoch {metrics.epoch}: train {metrics.train_loss:.4f}{validation}; "
@@ -121,10 +131,12 @@ def epoch_line(metrics: InstructEpochMetrics, best: bool) -> str:
     )
 
 
-def validation_line(step: int, epochs: float, loss: float, best: bool) -> str:
+def validation_line(
+    step: int, epochs: float, loss: float, best: bool, objective: str = "sft"
+) -> str:
     """Return a validation within an epoch; `epochs` may have a fraction."""
     so_far = ", best so far" if best else ""
-    return f"step {step} (epoch {epochs:.2f}): {loss_and_perplexity(loss)}{so_far}"
+    return f"step {step} (epoch {epochs:.2f}): {loss_and_perplexity(loss, objective)}{so_far}"
 
 
 def plan_line(trainer: InstructTrainer) -> str:
@@ -133,10 +145,15 @@ def plan_line(trainer: InstructTrainer) -> str:
     if trainer.val_rows and config.val_steps:
         validation += f" every {count(config.val_steps, 'step')}"
     epochs = min(config.epochs, math.ceil(trainer.total_steps / trainer.steps_per_epoch))
+    objective, rate = trainer.objective, f"learning rate {trainer.learning_rate:g}"
+    if not objective.is_sft:
+        default = objective.options.default_rate
+        chosen = f" (the default of {objective.name})" * (trainer.learning_rate == default)
+        rate = f"{objective.description}; {rate}{chosen}"
     return (
         f"{count(trainer.total_steps, 'step')} of {count(config.batch_size, 'row')}, "
         f"{count(epochs, 'epoch')}; {len(trainer.train_rows):,} rows train, {validation}; "
-        f"learning rate {trainer.learning_rate:g}, {config.schedule}; "
+        f"{rate}, {config.schedule}; "
         f"seed {config.seed}"
     )
 
@@ -156,21 +173,22 @@ def risen_loss_line(steps: Sequence[StepRecord], config: TrainConfig) -> str | N
 
 
 def _mean_loss(steps: Sequence[StepRecord]) -> float:
-    tokens = sum(each.supervised_tokens for each in steps)
-    return sum(each.loss * each.supervised_tokens for each in steps) / max(tokens, 1)
+    weight = sum(each.weight for each in steps)
+    return sum(each.loss * each.weight for each in steps) / max(weight, 1)
 
 
 def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
     rates = f", {view.rows_per_second:.1f} rows/s, {view.speed}" if view.rows_per_second else ""
     predicted = f" (predicted {byte_size(size)})" if (size := view.predicted_memory) else ""
     yield f"{view.course}{rates}, peak memory {byte_size(view.peak_memory or 0)}{predicted}"
+    shown = partial(loss_and_perplexity, objective=config.objective)
     if view.train_loss is not None:
-        yield f"training loss {loss_and_perplexity(view.train_loss)} in the last epoch"
+        yield f"training loss {shown(view.train_loss)} in the last epoch"
     before, last, best = view.initial_val_loss, view.last_val_loss, view.best_val_loss
     if before is not None and last is not None and best is not None:
         yield (
-            f"validation loss {loss_and_perplexity(before)} before, {loss_and_perplexity(last)} at "
-            f"the end, {loss_and_perplexity(best)} at best, after {view.best_place}"
+            f"validation loss {shown(before)} before, {shown(last)} at the end, {shown(best)} at "
+            f"best, after {view.best_place}"
         )
     if not view.improved:
         yield NOT_BETTER

@@ -22,8 +22,8 @@ from mlxtune.core.steps.batch import MicroBatch
 from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
 
-# How far the first loss may be from the reference's own.
-_FIRST_LOSS = 1e-6
+# How far the first loss may be from the reference's own; and of a log-probability, its rounding.
+_FIRST_LOSS, _ROUNDING, _ROUNDING_16_BITS = 1e-6, 1e-6, 1e-2
 _Floats = npt.NDArray[np.float64]
 Batch = MicroBatch | Pack
 # Makes, of the losses (P,) of a micro-batch's supervised tokens, one array of its share of the
@@ -76,16 +76,20 @@ class PreferenceStep:
             return None
         return float(self.objective.loss(self.layout.sums(self.logps), self.layout, self.totals))
 
-    def check_first_loss(self, logps: _Floats) -> None:
+    def check_first_loss(self, logps: _Floats, *, in_16_bits: bool) -> None:
         """Raise ModelError if the first step's log-probabilities are not the reference's.
 
-        The policy is the reference then, so that dpo's first loss is ln 2.
+        The policy is the reference then, so that dpo's first loss is ln 2, up to the rounding of
+        log-probabilities that another micro-batch computed.
         """
         expected = self.objective.expected_first_loss(self.layout)
         if expected is None:
             return
         found = self.objective.loss(self.layout.sums(logps), self.layout, self.totals)
-        if not abs(float(found) - expected) <= _FIRST_LOSS:
+        rounding = _ROUNDING_16_BITS if in_16_bits else _ROUNDING
+        size = float(np.abs(self.layout.references).sum()) / self.layout.rows
+        allowed = _FIRST_LOSS + self.objective.options.strength * rounding * size
+        if not abs(float(found) - expected) <= allowed:
             raise ModelError(
                 f"the first loss is {float(found):.7f} where the reference gives {expected:.7f}: "
                 "the reference's log-probabilities are not of this model and data; start over with "

@@ -150,7 +150,8 @@ class StepBuilder:
             logps = np.array(computed.logps, dtype=np.float64)
             metrics = preference.metrics(logps)
             if step == 1 and not self._config.dropout:
-                preference.check_first_loss(logps)
+                dtype = self._forward.dtype
+                preference.check_first_loss(logps, in_16_bits=dtype is not None and dtype.size == 2)
         self._runner.warn_of_limit()
         self._forward.model.update(update.parameters)
         self._optimizer.commit(update)

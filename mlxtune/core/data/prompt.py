@@ -15,7 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.core.data.conversation import Conversation, parse_conversation
+from mlxtune.core.data.conversation import (
+    ANSWER,
+    CHOSEN,
+    DESIRABLE,
+    UNDESIRABLE,
+    Conversation,
+    parse_conversation,
+)
 from mlxtune.core.data.encode import Encoder, Example
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows, json_type, parse_json
 from mlxtune.errors import DataError
@@ -91,13 +98,18 @@ def last_answer(example: Example) -> tuple[int, int]:
     return start, end
 
 
+# The roles of answers that a model is asked for; of a pair, the chosen one.
+_TO_GIVE = (ANSWER, CHOSEN, DESIRABLE, UNDESIRABLE)
+
+
 def last_turn(row: Sequence[Example], ends: frozenset[int]) -> LastTurn | None:
     """Return the last supervised turn of a row; `ends` are the tokens that may end one.
 
     None if it has no prompt, as plain text has none, or its end was truncated.
     """
-    tokens = row[-1].tokens
-    start, end = last_answer(row[-1])
+    example = [each for each in row if each.role in _TO_GIVE][-1]
+    tokens = example.tokens
+    start, end = last_answer(example)
     last = int(tokens[end - 1])
     if start < 2 or last not in ends:
         return None

@@ -165,6 +165,37 @@ class StepSamples:
 
 
 @dataclass(frozen=True)
+class Misjudged:
+    """A row whose bad answer the adapted model prefers, by nats per token; `row` is its number."""
+
+    path: str
+    row: int
+    margin_before: float
+    margin_after: float
+
+
+@dataclass(frozen=True)
+class PreferenceDifference:
+    """The share of pairs whose chosen answer a model prefers, before and after training.
+
+    Of answers with a label (not `pairs`), the share of good and bad ones side by side of which the
+    good one gained more, 0.5 by chance. `low` and `high` are the interval of the difference.
+    Margins are means, in nats per token.
+    """
+
+    objective: str
+    pairs: bool
+    before: float
+    after: float
+    low: float
+    high: float
+    confidence: float
+    margin_before: float
+    margin_after: float
+    misjudged: tuple[Misjudged, ...] = ()
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """The result of an evaluation. Without an adapter, only the base model's values are set.
 
@@ -172,6 +203,9 @@ class Evaluation:
     or with the adapter from which training started: then `start` is its loss, and `base_difference`
     compares with the base model. `gained` and `lost` are the rows that contribute most to the
     difference from the base model, in nats, for the better and for the worse.
+
+    Under an objective of preferences, the losses are of the good answers, the verdict is that on
+    `preference`, and without an adapter `preferred` is the share of pairs that the base prefers.
 
     `left_out` counts rows that are left out because they were trained on too; with `only_trained`,
     no other rows remained, and all were evaluated. `files` has a verdict on each file of several.
@@ -191,6 +225,8 @@ class Evaluation:
     left_out: int = 0
     only_trained: bool = False
     files: tuple[FileVerdict, ...] = ()
+    preference: PreferenceDifference | None = None
+    preferred: float | None = None
 
     @property
     def is_small(self) -> bool:
@@ -414,6 +450,8 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
     There is a second one only for training that started from an adapter. Needs an evaluation with
     an adapter.
     """
+    if evaluation.preference is not None:
+        return _preference_lines(evaluation, evaluation.preference)
     difference, further = evaluation.difference, evaluation.base_difference
     assert difference is not None
     rows = f"{count(evaluation.rows, 'row')}, {count(evaluation.tokens, 'supervised token')}"
@@ -439,6 +477,35 @@ def file_lines(evaluation: Evaluation) -> list[str]:
         f"{each.path}: {each.verdict}, {each.base_loss:.4f} to {each.adapted_loss:.4f} on "
         f"{count(each.rows, 'row')}"
         for each in evaluation.files
+    ]
+
+
+def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> list[str]:
+    """Return the verdict on preferences with its size, and what became of the good answers."""
+    rows = count(evaluation.rows, "pair" if found.pairs else "answer")
+    before, after = f"{found.before:.0%}", f"{found.after:.0%}"
+    interval = (
+        f"{100 * (found.after - found.before):+.0f} points, {found.confidence:.0%} interval "
+        f"{100 * found.low:+.0f} to {100 * found.high:+.0f}"
+    )
+    what = f"it prefers the chosen answer of {after} of {rows}, {before} before ({interval})"
+    if not found.pairs:
+        what = f"good answers gained more than bad ones in {after} of pairs, on {rows} ({interval})"
+    few = f"; at least {FEWEST_ROWS} rows are needed" * (evaluation.rows < FEWEST_ROWS)
+    if evaluation.only_trained:
+        few = "; all of these rows were also trained on"
+    line = f"cannot tell whether the adapter helped: {what}{few}"
+    if evaluation.verdict != CANNOT_TELL:
+        line = f"the adapter {evaluation.verdict}: {what}"
+    difference = evaluation.difference
+    assert difference is not None
+    margin = (
+        f"margin {found.margin_before:.3f} nats per token before, {found.margin_after:.3f} after; "
+    )
+    return [
+        line,
+        f"{margin if found.pairs else ''}loss of the "
+        f"{'chosen' if found.pairs else 'rated'} answers {difference.loss:+.4f} nats per token",
     ]
 
 

@@ -20,6 +20,7 @@ class RunStart:
     train_rows: int
     val_rows: int
     progress: Progress
+    objective: str = "sft"
 
 
 class TrainingObserver:

@@ -173,6 +173,7 @@ class InstructTrainer:
                     train_rows=len(self.train_rows),
                     val_rows=len(self.val_rows),
                     progress=self.progress,
+                    objective=self.objective.name,
                 )
                 self._observer.on_start(start, previous)
                 for step in self._steps():

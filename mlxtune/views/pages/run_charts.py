@@ -52,7 +52,27 @@ def _measures(views: Sequence[RunView]) -> tuple[_Measure, ...]:
 
 
 def charts_of(run: Run, view: RunView) -> list[Chart]:
-    return [loss_chart(run, view), *(_chart(run, view, each) for each in _measures([view]))]
+    rewards = [_rewards_chart(run)] if any(each.metrics for each in run.progress.steps[:1]) else []
+    charts = (_chart(run, view, each) for each in _measures([view]))
+    return [loss_chart(run, view), *rewards, *charts]
+
+
+def _rewards_chart(run: Run) -> Chart:
+    """Return the rewards of chosen and of rejected answers, averaged over steps."""
+    series, last = [], []
+    for name, style in (("chosen", "train"), ("rejected", "val")):
+        found = [
+            (each.step, each.metrics[f"rewards/{name}"])
+            for each in run.progress.steps
+            if f"rewards/{name}" in each.metrics
+        ]
+        steps, values = [step for step, _ in found], [value for _, value in found]
+        series += [
+            Series(f"{name}, each step", style, steps, values, "faint"),
+            Series(f"{name}, averaged", style, steps, smooth(values)),
+        ]
+        last += [f"{name} {values[-1]:.3g} at last"] if values else []
+    return Chart("Rewards", "beta times the log-ratio", series, f"Rewards: {'; '.join(last)}")
 
 
 def _chart(run: Run, view: RunView, measure: _Measure) -> Chart:
@@ -81,6 +101,11 @@ def _chart(run: Run, view: RunView, measure: _Measure) -> Chart:
     )
 
 
+def _loss_unit(run: Run) -> str:
+    objective = str(run.config.get("objective", "sft"))
+    return _LOSS_UNIT if objective == "sft" else f"loss of {objective}"
+
+
 def loss_chart(run: Run, view: RunView) -> Chart:
     steps, losses = run.column("step"), run.column("loss")
     both = pairwise(zip(steps, run.column("epoch"), strict=True))
@@ -95,7 +120,7 @@ def loss_chart(run: Run, view: RunView) -> Chart:
         description += f", {loss_text(view.best_val_loss)} at best"
     return Chart(
         title="Training and validation",
-        unit=_LOSS_UNIT,
+        unit=_loss_unit(run),
         series=[
             *_averaged("training, each step", "training, averaged", "train", steps, losses),
             _validation("validation", "val", run),

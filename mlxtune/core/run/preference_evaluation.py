@@ -1,0 +1,156 @@
+"""Whether an adapter learned preferences: what it prefers of held-out pairs, before and after.
+
+A model prefers the answer whose tokens have the higher mean log-probability; the sum would prefer
+short answers. An answer with a label has no other one beside it: good answers should gain more than
+bad ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, REJECTED, UNDESIRABLE
+from mlxtune.core.data.corpus import CorpusRows
+from mlxtune.core.objectives.objective import Objective
+from mlxtune.core.run.evaluation import (
+    CANNOT_TELL,
+    CONFIDENCE,
+    FEWEST_ROWS,
+    HELPED,
+    HURT,
+    Evaluation,
+    JudgedRows,
+    Losses,
+    Misjudged,
+    PreferenceDifference,
+    Sums,
+    evaluation_of,
+    paired_difference,
+)
+from mlxtune.core.steps.batch import predicted_tokens
+
+_Floats = npt.NDArray[np.float64]
+_SHOWN = 5
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerSums:
+    """Losses of the answers of rows under a model: of good ones, and of bad ones beside them.
+
+    Where a row has a label, its one answer is in `good`, and `labels` (R,) has 1 or 0.
+    """
+
+    good: Sums
+    bad: Sums
+    labels: _Floats
+
+    @property
+    def margins(self) -> _Floats:
+        """By how much the good answer is likelier, (R,), in nats per token."""
+        good, bad = self.good.losses / self.good.tokens, self.bad.losses
+        return bad / np.maximum(self.bad.tokens, 1) - good
+
+
+def answer_sums(
+    rows: CorpusRows, losses: Losses, on_progress: Callable[[int, int], None]
+) -> AnswerSums:
+    """Compute the losses of answers; `on_progress` gets the examples done, and of all."""
+    examples = [
+        (place, example)
+        for place, row in enumerate(rows)
+        for example in row
+        if example.role in (CHOSEN, REJECTED, DESIRABLE, UNDESIRABLE)
+    ]
+    # Neighbours in length share a micro-batch; the sums do not depend on the order.
+    examples.sort(key=lambda each: len(each[1]))
+    chosen = [example for _, example in examples]
+    found = losses(chosen, lambda done: on_progress(done, len(chosen)))
+    totals, tokens = np.zeros((2, len(rows))), np.zeros((2, len(rows)), dtype=np.int64)
+    labels = np.ones(len(rows))
+    for (place, example), loss in zip(examples, found, strict=True):
+        side = int(example.role == REJECTED)
+        totals[side, place] += loss
+        tokens[side, place] += predicted_tokens(example)
+        labels[place] = example.role != UNDESIRABLE
+    return AnswerSums(Sums(totals[0], tokens[0]), Sums(totals[1], tokens[1]), labels)
+
+
+def evaluate_preferences(
+    judged: JudgedRows,
+    objective: Objective,
+    base: AnswerSums,
+    adapted: AnswerSums | None,
+    seed: int,
+    start: AnswerSums | None = None,
+) -> Evaluation:
+    """Compare what models prefer; the losses are those of the good answers.
+
+    `start` are the answers under the adapter from which training started.
+    """
+    good = start.good if start is not None else None
+    evaluation = evaluation_of(
+        judged, base.good, None if adapted is None else adapted.good, seed, good
+    )
+    before = base if start is None else start
+    margins = before.margins
+    if adapted is None:
+        preferred = float((margins > 0).mean()) if objective.has_pairs else None
+        return replace(evaluation, preferred=preferred)
+    after, both = adapted.margins, True
+    if objective.has_pairs:
+        won, wins = (margins > 0).astype(float), (after > 0).astype(float)
+    else:
+        gains = after - margins
+        won, wins = np.full(len(after), 0.5), _ranks(gains, adapted.labels == 1)
+        both = 0 < adapted.labels.sum() < len(gains)
+        # Of each row, against the mean of the other label.
+        margins, after = np.zeros(len(after)), _against_others(gains, adapted.labels == 1)
+    ones = np.ones(len(won), dtype=np.int64)
+    change = paired_difference(won, wins, ones, seed)
+    found = PreferenceDifference(
+        objective=objective.description,
+        pairs=objective.has_pairs,
+        before=float(won.mean()),
+        after=float(wins.mean()),
+        low=change.low,
+        high=change.high,
+        confidence=CONFIDENCE,
+        margin_before=float(margins.mean()),
+        margin_after=float(after.mean()),
+        misjudged=tuple(
+            Misjudged(*judged.rows.place(i), float(margins[i]), float(after[i]))
+            for i in np.argsort(after, kind="stable")[:_SHOWN].tolist()
+            if after[i] < 0
+        ),
+    )
+    verdict = HELPED if change.low > 0 else HURT if change.high < 0 else CANNOT_TELL
+    if judged.only_trained or not both or len(won) < FEWEST_ROWS:
+        verdict = CANNOT_TELL
+    return replace(evaluation, verdict=verdict, preference=found, preferred=None)
+
+
+def _ranks(gains: _Floats, good: npt.NDArray[np.bool_]) -> _Floats:
+    """Return (R,): of each answer, the share of those of the other label that it should surpass."""
+    if good.all() or not good.any():
+        return np.full(len(gains), 0.5)
+
+    def share(own: float, others: _Floats, sign: int) -> float:
+        return float(np.mean(sign * (own - others) > 0) + np.mean(others == own) / 2)
+
+    return np.array(
+        [
+            share(gain, gains[~good], 1) if is_good else share(gain, gains[good], -1)
+            for gain, is_good in zip(gains, good, strict=True)
+        ]
+    )
+
+
+def _against_others(gains: _Floats, good: npt.NDArray[np.bool_]) -> _Floats:
+    if good.all() or not good.any():
+        return np.zeros(len(gains))
+    others = np.where(good, gains[~good].mean(), gains[good].mean())
+    signs = np.where(good, 1.0, -1.0)
+    found: _Floats = signs * (gains - others)
+    return found

@@ -1,0 +1,140 @@
+"""Runs that train preferences: what they start from, keep, resume and say."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxtune import EvalConfig, TrainConfig, TrainingInterrupted, evaluate, resume, train
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.errors import ConfigError, OutputError
+from tests.models import write_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preferences")
+    write_model(folder / "model", "qwen3")
+    pairs, labelled = [], []
+    for a in range(6):
+        for b in range(6):
+            prompt = f"{a} plus {b}"
+            right, wrong = f"It is {a + b}.", f"It is {a + b + 1}, I guess."
+            pairs.append({"prompt": prompt, "chosen": right, "rejected": wrong})
+            good = (a + b) % 2 == 0
+            labelled.append(
+                {"prompt": prompt, "completion": right if good else wrong, "label": good}
+            )
+    for name, rows in (("pairs", pairs), ("labelled", labelled)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def config(folder: Path, output: Path, objective: str, **options: Any) -> TrainConfig:
+    data = folder / ("labelled.jsonl" if objective == "kto" else "pairs.jsonl")
+    given = {"lr": 3e-3, "targets": ("all",), "rank": 4, "samples": 0, "quiet": True, **options}
+    return TrainConfig(
+        str(folder / "model"), (str(data),), output=str(output), objective=objective, **given
+    )
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    lines = (output / "checkpoints" / "metrics.jsonl").read_text().splitlines()
+    return list(map(json.loads, lines))
+
+
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list of how many answers were evaluated each time that a run asked for some."""
+    counts: list[int] = []
+    real = InstructPipeline.logps
+
+    def counted(self: InstructPipeline, examples: Any, *rest: Any) -> Any:
+        counts.append(len(examples))
+        return real(self, examples, *rest)
+
+    monkeypatch.setattr(InstructPipeline, "logps", counted)
+    return counts
+
+
+def test_dpo_starts_at_the_logarithm_of_two_and_learns(folder: Path, tmp_path: Path) -> None:
+    result = train(config(folder, tmp_path / "out", "dpo", epochs=3))
+    found = records(tmp_path / "out")
+    assert found[0]["kind"] == "validation"
+    assert found[0]["val_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert found[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert found[-2]["metrics"]["rewards/accuracies"] > 0.9
+    verdict = result.evaluation
+    assert verdict is not None and verdict.preference is not None
+    assert verdict.verdict == "helped"
+    assert verdict.preference.after > verdict.preference.before
+    assert verdict.preference.margin_after > verdict.preference.margin_before
+    again = evaluate(
+        EvalConfig(
+            str(folder / "model"),
+            data=(str(folder / "pairs.jsonl"),),
+            adapter=str(tmp_path / "out"),
+            objective="dpo",
+            quiet=True,
+        )
+    )
+    assert again.preference is not None
+    assert again.preference.after == verdict.preference.after
+
+
+def test_kto_learns_from_labels(folder: Path, tmp_path: Path) -> None:
+    result = train(config(folder, tmp_path / "out", "kto", epochs=3))
+    found = records(tmp_path / "out")
+    assert found[1]["loss"] == pytest.approx(0.5, abs=1e-6)
+    assert found[1]["metrics"]["kl"] == pytest.approx(0, abs=1e-4)
+    verdict = result.evaluation
+    assert verdict is not None and verdict.preference is not None
+    assert verdict.preference.after > 0.5
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_stopped_run_resumes_to_the_same_bytes(
+    folder: Path, tmp_path: Path, objective: str
+) -> None:
+    whole = config(folder, tmp_path / "whole", objective, epochs=2, dropout=0.1)
+    train(whole)
+    part = config(folder, tmp_path / "part", objective, epochs=2, dropout=0.1)
+    with pytest.raises(TrainingInterrupted):
+        train(part, stop_after=5)
+    resume(tmp_path / "part", quiet=True)
+    names = ("adapters.safetensors", "checkpoints/reference.json")
+    for name in names:
+        assert (tmp_path / "part" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_reference_is_computed_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = evaluated(monkeypatch)
+    options = {"max_steps": 1, "cache_dir": str(tmp_path / "cache")}
+    train(config(folder, tmp_path / "first", "dpo", **options))
+    # All answers, then those of the validation rows before and after the step.
+    assert counts[0] == 72
+    assert all(count == counts[1] < 72 for count in counts[1:])
+    counts.clear()
+    train(config(folder, tmp_path / "second", "dpo", beta=0.3, **options))
+    assert 72 not in counts
+    train(config(folder, tmp_path / "third", "dpo", targets=("q_proj",), **options))
+    assert 72 not in counts
+    other = {"init_adapter": str(tmp_path / "first"), "targets": ("all",)}
+    train(config(folder, tmp_path / "fourth", "dpo", **{**options, **other}))
+    assert 72 in counts
+
+
+def test_resume_needs_the_reference_and_the_same_objective(folder: Path, tmp_path: Path) -> None:
+    stopped = config(folder, tmp_path / "out", "dpo", epochs=2, no_cache=True)
+    with pytest.raises(TrainingInterrupted):
+        train(stopped, stop_after=3)
+    with pytest.raises(ConfigError, match="--beta"):
+        resume(tmp_path / "out", beta=0.3)
+    (tmp_path / "out" / "checkpoints" / "reference.json").unlink()
+    with pytest.raises(OutputError, match="start over with --overwrite"):
+        resume(tmp_path / "out", quiet=True)
