@@ -184,7 +184,7 @@ def _validation_by_file(run: Run) -> list[Series]:
             x.append(each.step)
             y.append(file.val_loss)
     return [
-        Series(f"validation, {PurePath(path).name}", style_of(place), x, y, "points")
+        Series(f"validation, {PurePath(path).name}", style_of(place + 1), x, y, "points")
         for place, (path, (x, y)) in enumerate(points.items())
     ]
 

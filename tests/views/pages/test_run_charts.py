@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
-from mlxtune.views.pages.run_charts import smooth, span_for
+from mlxtune.core.run.metrics import FileLoss, ValidationRecord
+from mlxtune.core.run.progress import Progress
+from mlxtune.core.run.run import Run
+from mlxtune.core.run.summary import RunView
+from mlxtune.views.pages.run_charts import loss_chart, smooth, span_for
 
 
 def test_average_is_the_exponential_one_corrected_for_its_start() -> None:
@@ -34,3 +39,20 @@ def test_value_that_is_missing_stays_missing_and_does_not_count() -> None:
 
 def test_span_grows_with_the_run() -> None:
     assert [span_for(count) for count in (0, 1, 8, 40, 600, 20_000)] == [1, 1, 2, 10, 12, 400]
+
+
+def test_validation_of_each_file_has_its_own_points(tmp_path: Path) -> None:
+    records = [
+        ValidationRecord(step, 3.0, 20.0, files=[FileLoss("x/a.jsonl", 1.0), FileLoss("b", 5.0)])
+        for step in (0, 4)
+    ]
+    run = Run(tmp_path, {}, progress=Progress(records))
+
+    series = loss_chart(run, RunView.of(run)).series
+
+    own = {each.name: (list(each.x), list(each.y)) for each in series[-2:]}
+    assert own == {
+        "validation, a.jsonl": ([0, 4], [1.0, 1.0]),
+        "validation, b": ([0, 4], [5.0, 5.0]),
+    }
+    assert len({each.style for each in series[-3:]}) == 3
