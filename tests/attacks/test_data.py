@@ -188,6 +188,7 @@ NEW: dict[str, tuple[Make, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", long_except(ISSUE, "gzip of 33 million {}"))
 def test_command_ends_within_its_limits(tmp_path: Path, model: Path, name: str) -> None:
     make, said = ISSUE[name]

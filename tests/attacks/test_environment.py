@@ -115,6 +115,7 @@ def test_reader_that_has_enough_ends_the_command_in_silence(run: Path) -> None:
     assert outcome.err.strip() in ("0", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", slow("chat")])
 def test_prompts_from_what_is_no_text(model: Path, tmp_path: Path, command: str) -> None:
     options = ["--model-path", model, "--max-new-tokens", 2, "--quiet"]
