@@ -19,6 +19,8 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import Affects, flag
+from mlxtune.config.objective import ObjectiveConfig
+from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.evaluation import Evaluation, Sample, verdict_lines
 from mlxtune.core.run.run import Run, mapping, text
 from mlxtune.core.run.summary import RunView, data_name, data_names, hub_data
@@ -167,10 +169,21 @@ def _data_lines(run: Run) -> Iterator[str]:
             yield f"{name.replace('_', ' ')}: {_code(hash_)}"
 
 
+def _objective(run: Run) -> str:
+    """Return a run's objective with its main options; none for the loss of answers."""
+    names = {each.name for each in dataclasses.fields(ObjectiveConfig)}
+    options = {name: value for name, value in run.config.items() if name in names}
+    objective = Objective(ObjectiveConfig(**options))
+    return "" if objective.is_sft else objective.description
+
+
 def _training_lines(run: Run, view: RunView) -> Iterator[str]:
     yield f"{view.course}, {view.status}"
+    started_from = text(run.config, "init_adapter")
+    lora = text(run.about, "lora", "description")
     for name, value in (
-        ("LoRA", text(run.about, "lora", "description")),
+        ("objective", _objective(run)),
+        ("LoRA", lora.replace(started_from, PurePath(started_from).name)),
         ("model", text(run.about, "model", "description")),
         ("template", text(run.about, "template")),
         ("computed on", text(run.about, "device")),

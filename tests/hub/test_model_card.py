@@ -52,6 +52,28 @@ def test_card_says_what_the_adapter_does_and_how_it_was_made(tmp_path: Path) -> 
     assert 'PeftModel.from_pretrained(base, "me/sums-lora")' in text
 
 
+PREFERENCE = {
+    **{"objective": "dpo", "pairs": True, "before": 0.5, "after": 0.75, "low": 0.1, "high": 0.4},
+    **{"confidence": 0.95, "margin_before": 0.0, "margin_after": 0.2, "misjudged": []},
+}
+
+
+def test_card_names_the_objective_and_the_first_adapter_without_its_path(tmp_path: Path) -> None:
+    options = {"objective": "dpo", "dpo_loss": "ipo", "beta": 0.2, "init_adapter": "/home/ann/one"}
+    about = {"lora": {"description": "rank 8 on 4 modules; starting from /home/ann/one"}}
+    evaluation = EVALUATION | {"preference": PREFERENCE}
+    text = card(run_with(tmp_path, options=options, about=about, evaluation=evaluation))
+    assert "- objective: dpo (ipo), beta 0.2\n" in text
+    assert "--objective dpo" in text and "--dpo-loss ipo" in text and "`chat.jsonl`" in text
+    assert "it prefers the chosen answer of 75%" in text
+    assert "Losses are of the good answers, in nats" in text
+    assert "starting from one\n" in text and "/home" not in text
+
+
+def test_card_of_answers_names_no_objective(tmp_path: Path) -> None:
+    assert "objective" not in card(run_with(tmp_path))
+
+
 def test_adapter_that_peft_cannot_hold_is_not_offered_for_it(tmp_path: Path) -> None:
     assert "PeftModel" not in card(run_with(tmp_path), peft=False)
 
