@@ -48,7 +48,8 @@ class BenchmarkRun:
     `process_s` is the time from the start of the process to the first step, and `startup_s` the
     part of it after the weights are read. `peak_rss` is the largest memory of the process.
     `loss_function` names the loss of a peer, `loss_with_pad_targets` is its first loss with its own
-    targets. `execution` names how the side computes.
+    targets. `execution` names how the side computes, and `reference_s` is the time for the
+    reference's log-probabilities, where an objective needs them.
     """
 
     steps: list[TimedStep]
@@ -60,6 +61,7 @@ class BenchmarkRun:
     loss_function: str = "own"
     loss_with_pad_targets: float | None = None
     execution: str = ""
+    reference_s: float = 0.0
 
     @property
     def seconds(self) -> float:

@@ -103,6 +103,17 @@ class OurSide:
         self.pipeline, _ = build_pipeline(config, base, work, plan, self._console)
         self.pipeline.load(adapter)
 
+    def refer(self, steps: Sequence[Sequence[Example]]) -> list[Sequence[Example]]:
+        """Return the steps with the reference's log-probabilities, if the objective needs them."""
+        from mlxtune.core.objectives.objective import with_references
+
+        if not self.pipeline.objective.needs_reference:
+            return list(steps)
+        # Neighbours in length share a micro-batch.
+        examples = sorted((example for step in steps for example in step), key=len)
+        found = dict(zip(map(id, examples), self.pipeline.logps(examples), strict=True))
+        return [with_references(step, [found[id(each)] for each in step]) for step in steps]
+
     def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
         """Compute the first step or, on a GPU, take all steps and take them back."""
         if device.on_cpu():
@@ -170,18 +181,22 @@ def run_job(job: Job, opened: Callable[[Job], BenchSide] = open_side) -> Iterato
     loaded = time.perf_counter()
     side.start(job.adapter, job.steps)
     ready, process_s = time.perf_counter(), time.time() - job.started
+    steps = side.refer(job.steps) if isinstance(side, OurSide) else job.steps
+    device.finish()
+    referred = time.perf_counter()
     # On a GPU kernels are compiled, and memory is cached, for every shape of the steps.
-    with_pads = side.warm_up(job.steps)
+    with_pads = side.warm_up(steps)
     device.finish()
     warm = time.perf_counter()
-    for step in _timed_steps(side, job.steps):
+    for step in _timed_steps(side, steps):
         yield {"step": asdict(step)}
     yield {
         "run": {
             "process_s": process_s,
             "weights_s": loaded - started,
             "startup_s": ready - loaded,
-            "warm_up_s": warm - ready,
+            "reference_s": referred - ready,
+            "warm_up_s": warm - referred,
             "peak_rss": memory.peak_rss(),
             "loss_function": side.loss_function,
             "loss_with_pad_targets": with_pads,

@@ -460,6 +460,8 @@ class BenchConfig(_StepConfig):
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
+        if self.objective != "sft" and self.against is not None:
+            problems += [f"--against {self.against} has no {self.objective}: leave it out"]
         if self.quantize == "nf4" and self.against is not None:
             problems += [f"--against {self.against} has no nf4: use another --quantize"]
         return problems

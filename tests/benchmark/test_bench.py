@@ -448,3 +448,21 @@ def test_no_process_outlives_a_command_that_is_killed(long_bench: Any) -> None:
     long_bench.kill()
     long_bench.wait(SECONDS)
     wait_until(lambda: not workers(long_bench.scratch))
+
+
+@pytest.mark.usefixtures("in_process")
+def test_preferences_are_timed_with_their_reference(cli: Cli, model: Path, tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    row = {"prompt": "2 plus 2", "chosen": "It is 4.", "rejected": "It is 5, I guess."}
+    pairs.write_text("\n".join(json.dumps({**row, "prompt": f"{i} plus 2"}) for i in range(8)))
+    report = tmp_path / "bench.json"
+    given = ("--model-path", model, "--data", pairs, "--objective", "dpo")
+    outcome = cli("bench", *given, "--steps", 2, "--repeats", 1, "--json", report)
+    assert outcome.code == 0, outcome.err
+    (run,) = json.loads(report.read_text())["ours"]["runs"]
+    assert run["steps"][0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert run["reference_s"] > 0
+    # The prompt of both sides runs once.
+    assert run["steps"][0]["tokens_run"] < run["steps"][0]["tokens"]
+    refused = cli("bench", *given, "--against", "mlx-lm")
+    assert "--against mlx-lm has no dpo" in refused.err

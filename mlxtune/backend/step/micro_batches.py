@@ -1,7 +1,8 @@
 """Examples split into micro-batches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.core.data.encode import Example
@@ -13,15 +14,24 @@ from mlxtune.core.steps.pack import Pack, pack
 class MicroBatches:
     """Splits examples into micro-batches of at most `max_tokens`, by the execution of a `Forward`.
 
-    With `keyed`, only examples of equal key share tokens. Where workers `run_alike`, the bound is
+    With `keyed`, only examples of equal key share tokens. With `whole_rows`, a row's examples run
+    together, unless one of the rows is too long. Where workers `run_alike`, the bound is
     never halved, as all of them would have to halve it at once.
     """
 
-    def __init__(self, forward: Forward, *, keyed: bool = False, run_alike: bool = False) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        keyed: bool = False,
+        run_alike: bool = False,
+        whole_rows: bool = False,
+    ) -> None:
         self.max_tokens = forward.execution.micro_batch_tokens
         self.run_alike = run_alike
         self._forward = forward
         self._keyed = keyed
+        self._whole_rows = whole_rows
 
     def of(self, examples: Sequence[Example]) -> Iterator[tuple[Group, MicroBatch | Pack]]:
         """Yield the micro-batches of examples: which of them, and their arrays."""
@@ -41,7 +51,9 @@ class MicroBatches:
     def plan(self, examples: Sequence[Example], max_tokens: int) -> list[Group]:
         """Return the examples of each micro-batch of at most `max_tokens` tokens."""
         execution = replace(self._forward.execution, micro_batch_tokens=max_tokens)
-        return execution.plan(examples, keyed=self._keyed)
+        plan = partial(execution.plan, keyed=self._keyed)
+        whole = _plan_rows(examples, plan) if self._whole_rows else None
+        return plan(examples) if whole is None else whole
 
     def halve(self, examples: Sequence[Example]) -> bool:
         """Halve the bound from the largest micro-batch of several; return whether there is one."""
@@ -52,3 +64,32 @@ class MicroBatches:
         if several:
             self.max_tokens = max(several) // 2
         return bool(several)
+
+
+def _plan_rows(
+    examples: Sequence[Example], plan: Callable[[Sequence[Example]], list[Group]]
+) -> list[Group] | None:
+    """Put rows into micro-batches, the largest first, each where it first fits.
+
+    Returns None if a row does not fit into one.
+    """
+    rows: dict[int, list[int]] = {}
+    for i, example in enumerate(examples):
+        rows.setdefault(example.key, []).append(i)
+
+    def together(members: Sequence[int]) -> Group | None:
+        groups = plan([examples[i] for i in members])
+        if len(groups) > 1:
+            return None
+        return replace(groups[0], examples=tuple(members[i] for i in groups[0].examples))
+
+    alone = [together(row) for row in rows.values()]
+    filled: list[Group] = []
+    for row in sorted(filter(None, alone), key=lambda group: -group.tokens):
+        for place, group in enumerate(filled):
+            if (both := together(sorted((*group.examples, *row.examples)))) is not None:
+                filled[place] = both
+                break
+        else:
+            filled.append(row)
+    return None if None in alone else sorted(filled, key=lambda each: -each.tokens)

@@ -82,7 +82,10 @@ class InstructPipeline:
         execution = execution or best_execution(parameters, model=model)
         self.forward = Forward(model, self.lora.dropout_keys, execution)
         self.batches = MicroBatches(
-            self.forward, keyed=config.dropout > 0, run_alike=workers.split_model
+            self.forward,
+            keyed=config.dropout > 0,
+            run_alike=workers.split_model,
+            whole_rows=not objective.is_sft,
         )
         self.runner = StepRunner(
             self.forward, self.batches, parameters, remedy=_LESS_MEMORY, warn=warn
