@@ -163,6 +163,8 @@ class RowsConfig(RowObjectiveConfig):
             parse_fields(self.field)
         except ValueError as problem:
             problems += [f"--field {problem}"]
+        if self.objective != "sft" and self.format != "auto":
+            problems += [f"--format {self.format} goes with --objective sft: leave it out"]
         return problems
 
 

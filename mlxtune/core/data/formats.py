@@ -176,6 +176,10 @@ def _missing_keys(
     if file_format is not None:
         missing = next(key for key in file_format.keys if renamed.get(key) is None)
         return BadRow(f"no '{fields.get(missing, missing)}'", keys)
+    for each in PAIRS.values() if formats is PAIRS else ():
+        sides = [fields.get(key, key) for key in each.keys[-2:] if renamed.get(key) is None]
+        if len(sides) == 1:
+            return BadRow(f"no '{sides[0]}'", f"a pair needs both answers; {keys}")
     known = (" + ".join(fields.get(k, k) for k in each.keys) for each in formats.values())
     return BadRow("no known format", f"{keys}; looked for: {', '.join(known)}")
 

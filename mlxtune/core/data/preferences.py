@@ -44,6 +44,8 @@ def read_pair(row: int, content: JsonObject, to_message: ToMessage) -> Pair:
     prompt = _prompt(content, to_message)
     if prompt is None:
         prompt = _common(chosen, rejected)
+        if isinstance(content["chosen"], str):
+            raise BadRow("no prompt", "name its key with --field prompt=KEY")
         if not prompt:
             raise BadRow("sides whose prompts differ", "they have no first message in common")
     if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:

@@ -18,7 +18,7 @@ from mlxtune.core.data.conversation import (
 )
 from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.problems import SkippedRows
-from tests.core.data.rows import ANSWER, USER, reason
+from tests.core.data.rows import ANSWER, CHAT, USER, reason
 from tests.paths import SHARED
 
 BAD = {"role": "assistant", "content": "No."}
@@ -86,6 +86,23 @@ def test_tools_and_system_belong_to_both_sides(tmp_path: Path) -> None:
         (PAIRS["texts"] | {"chosen": []}, "empty answer (chosen)"),
         (PAIRS["texts"] | {"chosen": 3}, "'chosen' is neither text nor messages (a number)"),
         (PAIRS["messages"] | {"prompt": []}, "no prompt"),
+        (
+            {"chosen": "Hello!", "rejected": "No."},
+            "no prompt (name its key with --field prompt=KEY)",
+        ),
+        (
+            PAIRS["texts"] | {"rejected": None},
+            "no 'rejected' (a pair needs both answers; its keys:",
+        ),
+        (
+            {key: PAIRS["OpenAI"][key] for key in ("input", "preferred_output")},
+            "no 'non_preferred_output' (a pair needs both answers; its keys:",
+        ),
+        (
+            {"prompt": "Hi", "good": "Yes"},
+            "no known format (its keys: 'prompt', 'good'; looked for",
+        ),
+        (CHAT, "an answer without a preference (chat format: use --objective sft, or add 'chosen'"),
         (
             {"chosen": [{"role": "user", "content": "Hey"}, ANSWER], "rejected": [USER, BAD]},
             "sides whose prompts differ",

@@ -1,0 +1,75 @@
+"""Options of objectives: each one that does not fit is named, with what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.configs import config, problems
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (
+            {"objective": "dopo"},
+            "--objective must be one of sft, dpo, orpo, cpo, simpo, kto, not 'dopo'",
+        ),
+        ({"beta": 0.1}, "--beta goes with an --objective of preferences: leave it out"),
+        ({"objective": "dpo", "beta": 0.0}, "--beta must be above 0, not 0.0"),
+        (
+            {"objective": "dpo", "dpo_loss": "exo_pair"},
+            "--dpo-loss exo_pair needs --label-smoothing above 0, such as 0.001",
+        ),
+        (
+            {"objective": "dpo", "label_smoothing": 0.1},
+            "--label-smoothing goes with --dpo-loss exo_pair, robust, aot, aot_unpaired: "
+            "leave it out",
+        ),
+        (
+            {"objective": "dpo", "dpo_loss": "robust", "label_smoothing": 0.5},
+            "--label-smoothing must be below 0.5, not 0.5",
+        ),
+        (
+            {"objective": "orpo", "dpo_loss": "ipo"},
+            "--dpo-loss goes with --objective dpo: leave it out",
+        ),
+        (
+            {"objective": "dpo", "gamma": 2.0},
+            "--gamma goes with --objective simpo: leave it out",
+        ),
+        (
+            {"objective": "kto", "sft_weight": 1.0},
+            "--sft-weight goes with --objective dpo: leave it out",
+        ),
+        (
+            {"objective": "dpo", "desirable_weight": 2.0},
+            "--desirable-weight goes with --objective kto: leave it out",
+        ),
+        (
+            {"objective": "dpo", "format": "chat"},
+            "--format chat goes with --objective sft: leave it out",
+        ),
+    ],
+)
+def test_option_that_does_not_fit_is_named_with_what_to_do(
+    options: dict[str, Any], problem: str
+) -> None:
+    assert problems(**options) == [problem]
+
+
+def test_all_problems_of_an_objective_are_reported_at_once() -> None:
+    assert len(problems(objective="kto", gamma=2.0, sft_weight=1.0, dpo_loss="ipo")) == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"objective": "dpo", "dpo_loss": "exo_pair", "label_smoothing": 0.001},
+        {"objective": "cpo", "label_smoothing": 0.1, "cpo_alpha": 0.5},
+        {"objective": "kto", "kto_loss": "apo_zero_unpaired", "undesirable_weight": 2.0},
+    ],
+)
+def test_options_that_fit_are_taken(options: dict[str, Any]) -> None:
+    assert config(**options).objective == options["objective"]
