@@ -29,6 +29,7 @@ MEMORY = MemoryPlan(
     execution=Execution(None, 256),
     peak=Prediction(1_200_000_000, 20_000_000, 400_000_000, 80_000_000),
     limit=24_000_000_000,
+    estimate=1_700_000_000,
     time=1.0,
     micro_batches_per_step=2.1,
     padding_share=0.03,

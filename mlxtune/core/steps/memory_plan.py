@@ -38,15 +38,16 @@ _PLANNED = 256
 class MemoryPlan:
     """How to run a step, and its cost.
 
-    `limit` is in bytes, `time` in times of a token. The rest is of the steps that were planned:
-    `padding_share` of the tokens that are run; `run_share`: tokens run over tokens of the data,
-    below 1 where prefixes are shared.
+    `limit` is in bytes, as `estimate`, the peak by sizes alone; `time` is in times of a token. The
+    rest is of the steps that were planned: `padding_share` of the tokens that are run; `run_share`:
+    tokens run over tokens of the data, below 1 where prefixes are shared.
     """
 
     shapes: ModelShapes
     execution: Execution
     peak: Prediction
     limit: int
+    estimate: int
     time: float
     micro_batches_per_step: float
     padding_share: float
@@ -98,7 +99,7 @@ def _plans(
     limit: int,
     checkpointing: Sequence[bool],
 ) -> Iterator[MemoryPlan]:
-    chunks = _chunks(shapes, base)
+    chunks, unmeasured = _chunks(shapes, base), replace(shapes, measured=None)
     for tokens in _candidates(work):
         sized = replace(base, micro_batch_tokens=tokens)
         steps = [(step, sized.plan(step, keyed=work.keyed)) for step in work.steps]
@@ -111,11 +112,13 @@ def _plans(
         for recompute, (smaller, chunk) in product(checkpointing, enumerate(chunks)):
             execution = replace(sized, recompute=recompute, loss_chunk=chunk)
             peaks = [predict(shapes, execution, load) for load in loads]
+            estimates = [predict(unmeasured, execution, load).total for load in loads]
             yield MemoryPlan(
                 shapes=shapes,
                 execution=execution,
                 peak=max(peaks, key=lambda peak: peak.total),
                 limit=limit,
+                estimate=max(estimates),
                 time=time * (_RECOMPUTE if recompute else 1) * _SMALLER_CHUNK**smaller,
                 # Without data all counts are 0.
                 micro_batches_per_step=len(groups) / max(len(steps), 1),
@@ -135,6 +138,9 @@ def choose(
 ) -> MemoryPlan | None:
     """Return the plan with the least memory among plans about as fast as the fastest that fits.
 
+    Measured memory decides what fits. What takes the least is decided by the estimate from sizes,
+    as a measurement differs a little each time, and another plan rounds differently.
+
     `limit` is in bytes; MARGIN of it is left if possible. `checkpointing` are the values of
     `recompute` that are allowed, `tolerance` the share of time that memory may cost. None if
     nothing fits. The choice is a function of the arguments.
@@ -145,7 +151,7 @@ def choose(
             enough = min(plan.time for plan in fitting) * (1 + tolerance)
             return min(
                 (plan for plan in fitting if plan.time <= enough),
-                key=lambda plan: (plan.peak.total, plan.time, plan.execution.micro_batch_tokens),
+                key=lambda plan: (plan.estimate, plan.time, plan.execution.micro_batch_tokens),
             )
     return None
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import BatchLoad, Execution, ModelShapes
+from mlxtune.core.steps.execution import BatchLoad, Execution, Factors, Measured, ModelShapes
 from mlxtune.core.steps.memory_plan import (
     MARGIN,
     DataSample,
@@ -191,3 +191,19 @@ def test_longest_example_fits_and_one_token_more_does_not(limit: int, recompute:
 
     assert found == 0 or fits(found)
     assert found == most or not fits(found + 1)
+
+
+def test_measurement_decides_what_fits_and_not_which_of_those() -> None:
+    """A measurement differs a little each time; another plan would round, and write, otherwise."""
+    given = work(*[64] * 8)
+    measured = [None, Measured(again=Factors(tokens=50.0)), Measured(kept=Factors(tokens=0.02))]
+    of = [replace(shapes(), measured=each) for each in measured]
+    plans = [chosen(given, of=each, execution=GRAPH, tolerance=1.0) for each in of]
+    first, costly, cheap = plans
+    assert first is not None
+    assert costly is not None
+    assert cheap is not None
+    assert first.execution == costly.execution == cheap.execution
+    assert costly.peak.total > first.peak.total
+    tight = chosen(given, first.peak.total, of=of[1], execution=GRAPH, tolerance=1.0)
+    assert tight is None or tight.execution != first.execution
