@@ -44,6 +44,7 @@ from mlxtune.core.text import count
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.errors import MlxTuneError
 from mlxtune.views.console import RunConsole
+from mlxtune.views.run_text import less_likely_line
 
 # The longest sample of an answer at the end of a run, in tokens.
 _LONGEST_SAMPLE = 128
@@ -216,6 +217,8 @@ def judge(
         raise
     for number, line in enumerate([*verdict_lines(evaluation), *file_lines(evaluation)]):
         console.say("" if number else "Verdict", line)
+    if (problem_line := less_likely_line(evaluation, config.objective)) is not None:
+        console.warn(problem_line)
     if not config.samples:
         return evaluation
     try:

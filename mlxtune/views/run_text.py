@@ -30,6 +30,8 @@ _LONGEST = 400
 _PHASE_WIDTH = 16
 # Fewer losses than these say nothing about a trend.
 _FEWEST_LOSSES = 5
+# Nats per token by which chosen answers may become less likely without a warning.
+_LESS_LIKELY = 0.1
 
 
 def loss_and_perplexity(value: float, objective: str = "sft") -> str:
@@ -169,6 +171,18 @@ def risen_loss_line(steps: Sequence[StepRecord], config: TrainConfig) -> str | N
     return (
         f"the training loss rose from {loss_text(start)} in the first {some} steps to "
         f"{loss_text(end)} in the last {some}: lower --lr {config.lr:g}"
+    )
+
+
+def less_likely_line(evaluation: Evaluation, objective: str) -> str | None:
+    """Return a warning if the chosen answers of pairs became less likely by more than 0.1 nats."""
+    difference, found = evaluation.difference, evaluation.preference
+    if found is None or not found.pairs or difference is None or difference.loss <= _LESS_LIKELY:
+        return None
+    option = {"dpo": "--sft-weight", "orpo": "a lower --beta"}.get(objective, "--cpo-alpha")
+    return (
+        f"the chosen answers became less likely, by {difference.loss:.2f} nats per token, more "
+        f"than {_LESS_LIKELY:g}: try {option}, or a lower --lr"
     )
 
 

@@ -138,3 +138,17 @@ def test_resume_needs_the_reference_and_the_same_objective(folder: Path, tmp_pat
     (tmp_path / "out" / "checkpoints" / "reference.json").unlink()
     with pytest.raises(OutputError, match="start over with --overwrite"):
         resume(tmp_path / "out", quiet=True)
+
+
+def test_chosen_answers_that_become_less_likely_are_warned_of(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pushed away from the rejected answers, a model may leave the chosen ones too."""
+    options = {"epochs": 4, "dpo_loss": "apo_down", "lr": 1e-2}
+    train(config(folder, tmp_path / "out", "dpo", **options))
+    said = capsys.readouterr().err
+    assert "warning: the chosen answers became less likely, by" in said
+    assert "try --sft-weight" in said
+    page = (tmp_path / "out" / "checkpoints" / "report.html").read_text()
+    assert "chosen answers preferred before" in page
+    assert "Rewards" in page

@@ -129,11 +129,16 @@ def evaluation_context(run: Run) -> dict[str, Any]:
         "evaluation": run.evaluation,
         "evaluation_figures": _figures(run.evaluation) if run.evaluation else {},
         "eval_command": f"mlxtune eval --model-path {model} --adapter {run.name} --data FILE "
-        "--generate",
+        f"{_objective(run)}--generate",
         "most_samples": _MOST_SAMPLES,
         "open_samples": _OPEN_SAMPLES,
         "most_text": _MOST_TEXT,
     }
+
+
+def _objective(run: Run) -> str:
+    name = str(run.config.get("objective", "sft"))
+    return "" if name == "sft" else f"--objective {name} "
 
 
 def _figures(evaluation: Evaluation) -> dict[str, str]:
@@ -143,6 +148,15 @@ def _figures(evaluation: Evaluation) -> dict[str, str]:
         interval = f"{signed_loss(change.low)} to {signed_loss(change.high)}"
         figures["loss with the adapter"] = loss_text(adapted.loss)
         figures[f"change, {change.confidence:.0%} interval {interval}"] = signed_loss(change.loss)
+    if found := evaluation.preference:
+        figures = {
+            f"{'chosen answers preferred' if found.pairs else 'good above bad'} before": (
+                f"{found.before:.0%}"
+            ),
+            f"after, {found.confidence:.0%} interval of the change "
+            f"{100 * found.low:+.0f} to {100 * found.high:+.0f} points": f"{found.after:.0%}",
+            **figures,
+        }
     if generated := evaluation.generated:
         answers, match = count(generated.rows, "answer"), generated.exact_match
         figures[f"of {answers} exact before"] = f"{match.base:,}"
