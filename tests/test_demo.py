@@ -75,3 +75,24 @@ def test_script_writes_the_chat_data_again_byte_for_byte(tmp_path: Path) -> None
     subprocess.run(command, check=True)
     for name in ("bookings.jsonl", "bookings_test.jsonl"):
         assert (tmp_path / name).read_bytes() == (DATA / name).read_bytes()
+
+
+def test_script_writes_the_pairs_again_byte_for_byte(tmp_path: Path) -> None:
+    command = [sys.executable, str(DATA / "make_pairs.py"), "--out", str(tmp_path)]
+    subprocess.run(command, check=True)
+    name = "bookings_pairs.jsonl"
+    assert (tmp_path / name).read_bytes() == (DATA / name).read_bytes()
+
+
+def test_rejected_bookings_have_one_error_and_their_prompts_are_new() -> None:
+    text = (DATA / "bookings_pairs.jsonl").read_text(encoding="utf-8")
+    pairs = [json.loads(line) for line in text.splitlines()]
+    seen = {json.loads(line)["messages"][0]["content"] for line in TEST_ROWS}
+    wrong = set()
+    for pair in pairs:
+        chosen, rejected = (json.loads(pair[side]) for side in ("chosen", "rejected"))
+        (field,) = (name for name in chosen if chosen[name] != rejected[name])
+        wrong.add(field)
+        assert list(chosen) == list(rejected) and pair["prompt"] not in seen
+    assert wrong == {"name", "day", "time", "people", "note"}
+    assert len({pair["prompt"] for pair in pairs}) == len(pairs) == 300

@@ -16,6 +16,7 @@ from tests.paths import DATA, ROOT
 
 CARRIED = {
     "bookings.jsonl": 1,
+    "bookings_pairs.jsonl": 1,
     "demo-qwen3": 5,
     "demo-gemma3": 5,
 }
