@@ -1,6 +1,7 @@
 """Kill runs at random moments and resume them: each ends as the one that nobody touched.
 
     python -m tests.long.check_kills [--runs 100] [--kills 3] [--seed 0] [-- --dora ...]
+    python -m tests.long.check_kills --runs 10 -- --objective dpo
 
 Trains ../shared/models/stories260k on real rows, once without a pause. Then every run is killed
 with SIGKILL, at a moment drawn over the whole of it (inside steps, saves and validations, too), up
@@ -154,11 +155,20 @@ def has_checkpoint(folder: Path) -> bool:
     return bool(checkpoint_folders(folder / "checkpoints"))
 
 
+def as_pair(row: str) -> str:
+    """Return a row of chat data as a pair; the rejected answer is the right one backwards."""
+    *prompt, answer = json.loads(row)["messages"]
+    right = answer["content"]
+    return json.dumps({"prompt": prompt, "chosen": right, "rejected": right[::-1]})
+
+
 @contextmanager
 def prepared(scratch: Path, more: Sequence[str] = ()) -> Iterator[list[str]]:
     """Yield the command of the run, with its data in a folder and its modules loaded."""
     os.environ["XDG_CACHE_HOME"] = str(scratch / "cache")
     rows = (SHARED / "chat" / "wikisql_train.jsonl").read_text().splitlines()[:ROWS]
+    if "--objective" in more:
+        rows = list(map(as_pair, rows))
     (scratch / "rows.jsonl").write_text("\n".join(rows) + "\n")
     import mlxtune.commands.train  # noqa: F401
 
