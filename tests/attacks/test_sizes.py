@@ -326,7 +326,7 @@ def test_model_folder_with_sizes_that_no_model_has_is_refused(
     change, said = FOLDERS[name]
     change(broken)
     with limited():
-        outcome = cli("generate", "--model-path", broken, "--prompt", "hi")
+        outcome = cli("generate", "--model-path", broken, "--template", "qwen3", "--prompt", "hi")
     assert outcome.code == 1
     assert said in outcome.err.splitlines()[-1]
     assert len(outcome.err) < 700
