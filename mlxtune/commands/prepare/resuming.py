@@ -184,7 +184,7 @@ def _difference(name: str, value: Any, own: Any) -> str | None:
 
 def _shown(value: Any) -> str:
     if value is None:
-        return "none"
+        return "its default"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 

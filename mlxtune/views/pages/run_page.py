@@ -84,6 +84,7 @@ def _run_context(run: Run, view: RunView) -> dict[str, Any]:
         "view": view,
         "header": _settings(run, view),
         "epochs": run.progress.epochs[-_MOST_EPOCHS:],
+        "loss_is_of_text": str(run.config.get("objective", "sft")) == "sft",
         "skipped": [
             (each.step, each.reason, join_few(each.rows, _MOST_ROWS))
             for each in run.progress.skipped[:_MOST_SKIPPED]
