@@ -45,7 +45,7 @@ from mlxtune.commands.prepare.run_metadata import Setup, about_result, about_run
 from mlxtune.config import DemoConfig, TrainConfig, user_cache
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.files.files import check_outputs, check_writable, write_json
-from mlxtune.core.files.hashing import hash_in_background
+from mlxtune.core.files.hashing import base_fingerprint, hash_in_background
 from mlxtune.core.machine.conditions import ConditionsWatch, Sensors, kept_awake
 from mlxtune.core.run import run_folder
 from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
@@ -171,7 +171,8 @@ def train(
                 live,
             )
             print_plan(config, setup, trainer, console)
-            check_beside(config.output_path, setup.pipeline.lora.written_config)
+            written = setup.pipeline.lora.written_config
+            check_beside(config.output_path, written, base_fingerprint(folder))
             if resume is not None:
                 check_resumed(resume, trainer, console)
             check_workers(worker_run, trainer, resume)

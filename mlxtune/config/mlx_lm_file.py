@@ -3,6 +3,7 @@
 mlx_lm.lora takes such a file with --config; its keys and defaults are in mlx_lm/lora.py.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,9 +93,12 @@ def _nothing(why: str) -> _Converter:
 
 def _number(value: Any) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
         raise _Impossible("must be a number") from None
+    if not math.isfinite(number):
+        raise _Impossible("must be a finite number")
+    return number
 
 
 def _whole(value: Any, by: int = 1) -> int:

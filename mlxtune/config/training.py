@@ -345,11 +345,14 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
 
 
 def adapter_file(output: str) -> Path:
-    """Return the adapter's file that `--output` names; without an extension it is a folder."""
+    """Return the adapter's file that `--output` names: a safetensors file, or else its folder.
+
+    A folder may be named after a model, as qwen3-0.6b.
+    """
     path = as_path(output)
     # Unlike Path.is_file, takes a name of any length.
-    is_folder = not path.suffix and not os.path.isfile(path)  # noqa: PTH113
-    return path / TrainConfig.output if is_folder else path
+    is_file = path.suffix == ".safetensors" or os.path.isfile(path)  # noqa: PTH113
+    return path if is_file else path / TrainConfig.output
 
 
 OPTIONS = options_of(TrainConfig)

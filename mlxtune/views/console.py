@@ -193,8 +193,10 @@ class RunConsole(TrainingObserver):
         self._thermal = state
 
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
-        objective = "sft" if self._run is None else self._run.objective
-        self.say("Training", run_text.epoch_line(metrics, best, objective))
+        assert self._run is not None
+        initial = self._run.progress.initial_val_loss
+        line = run_text.epoch_line(metrics, best, self._run.objective, initial)
+        self.say("Training", line)
 
     def on_end(self) -> None:
         if self._bar is not None:

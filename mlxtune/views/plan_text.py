@@ -52,7 +52,8 @@ def few_steps_line(steps: int, per_epoch: int, max_steps: int | None) -> str:
     remedy = f"--epochs {math.ceil(_ENOUGH_STEPS / per_epoch)} gives {_ENOUGH_STEPS}"
     if max_steps == steps:
         remedy = f"leave out --max-steps; {remedy}"
-    return f"{count(steps, 'step')} are too few to learn from: {remedy}"
+    are = "is" if steps == 1 else "are"
+    return f"{count(steps, 'step')} {are} too few to learn from: {remedy}"
 
 
 def cut_line(loss: CutLoss, max_seq_len: int, peak: int | None) -> str:

@@ -6,6 +6,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import numpy as np
+
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
@@ -122,11 +124,20 @@ def tokens_per_second(record: StepRecord) -> float:
     return record.tokens / max(record.seconds, 1e-9)
 
 
-def epoch_line(metrics: InstructEpochMetrics, best: bool, objective: str = "sft") -> str:
+def epoch_line(
+    metrics: InstructEpochMetrics,
+    best: bool,
+    objective: str = "sft",
+    initial: float | None = None,
+) -> str:
+    """Return an epoch's losses; `initial` is the validation loss before training."""
     validation = ""
     if metrics.val_loss is not None:
         validation = f", validation {loss_and_perplexity(metrics.val_loss, objective)}"
-        validation += ", best so far" if best else ""
+        if initial is not None and metrics.val_loss >= initial:
+            validation += ", no better than before training"
+        elif best:
+            validation += ", best so far"
     return (
         f"epoch {metrics.epoch}: train {metrics.train_loss:.4f}{validation}; "
         f"{metrics.samples_per_sec:.1f} rows/s, {duration(metrics.epoch_time_ms / 1000)}"
@@ -166,12 +177,19 @@ def risen_loss_line(steps: Sequence[StepRecord], config: TrainConfig) -> str | N
     if len(steps) < 2 * some:
         return None
     start, end = _mean_loss(steps[:some]), _mean_loss(steps[-some:])
-    if end <= start:
+    # The steps differ in their rows: a rise within their scatter says nothing.
+    scatter = math.hypot(_scatter(steps[:some]), _scatter(steps[-some:]))
+    if end <= start + 2 * scatter:
         return None
     return (
         f"the training loss rose from {loss_text(start)} in the first {some} steps to "
         f"{loss_text(end)} in the last {some}: lower --lr {config.lr:g}"
     )
+
+
+def _scatter(steps: Sequence[StepRecord]) -> float:
+    """Return the standard error of the mean loss of steps."""
+    return float(np.std([each.loss for each in steps], ddof=1) / math.sqrt(len(steps)))
 
 
 def less_likely_line(evaluation: Evaluation, objective: str) -> str | None:

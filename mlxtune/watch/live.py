@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -39,7 +40,7 @@ MOST_RUNS = 12
 
 def key_of(run: Path) -> str:
     """Return the name by which the page asks for a run."""
-    return hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode(run.resolve())).hexdigest()[:16]
 
 
 @dataclass

@@ -152,3 +152,19 @@ def test_chosen_answers_that_become_less_likely_are_warned_of(
     page = (tmp_path / "out" / "checkpoints" / "report.html").read_text()
     assert "chosen answers preferred before" in page
     assert "Rewards" in page
+
+
+def test_reference_in_a_run_folder_never_reaches_the_cache(folder: Path, tmp_path: Path) -> None:
+    """Someone else may have written the folder; the cache serves all runs."""
+    cache = tmp_path / "cache"
+    stopped = config(folder, tmp_path / "out", "dpo", epochs=2, cache_dir=str(cache))
+    with pytest.raises(TrainingInterrupted):
+        train(stopped, stop_after=3)
+    own = tmp_path / "out" / "checkpoints" / "reference.json"
+    (cached,) = cache.glob("references/*.json")
+    forged = json.loads(own.read_text())
+    forged["logps"] = [-5.0 for _ in forged["logps"]]
+    own.write_text(json.dumps(forged))
+    cached.unlink()
+    resume(tmp_path / "out", quiet=True, cache_dir=str(cache))
+    assert not list(cache.glob("references/*.json"))

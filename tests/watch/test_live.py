@@ -233,3 +233,7 @@ def test_answers_after_the_last_validation_give_way_to_the_pairs_at_the_end(
     (run / "evaluation.json").unlink()
     (run / "samples.json").write_text('{"step": "no"}')
     assert "samples.json holds no samples" in parts_of(events)["head"]
+
+
+def test_folder_whose_name_is_not_utf_8_has_a_key(tmp_path: Path) -> None:
+    assert len(key_of(tmp_path / "bad\udcff\udcfe")) == 16

@@ -84,22 +84,27 @@ def check_replaceable(weights: Path) -> None:
             )
 
 
-def check_beside(weights: Path, described: Mapping[str, Any]) -> None:
+def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str, str]) -> None:
     """Raise OutputError if the folder has another adapter, whose config another would replace.
 
-    `described` are entries of the config to write, of which any may differ.
+    `described` are entries of the config to write, and `base` is the fingerprint of its base model,
+    of which any may differ.
     """
     try:
         config = read_json(weights.with_name(ADAPTER_CONFIG), CONFIG_LIMITS)
     except (OSError, ValueError):
         return
+    own = config.get("mlxtune")
+    there = own.get("base", base) if isinstance(own, Mapping) else base
     others = (path for path in weights.parent.glob("*.safetensors") if path != weights)
-    if _same(config, described) or not any(map(_holds_adapter, others)):
+    same = _same(config, described) and there == base
+    if same or not any(map(_holds_adapter, others)):
         return
     folder = weights.with_suffix("") / ADAPTER
     raise OutputError(
-        f"{weights}: another adapter's {ADAPTER_CONFIG} is there, with other options, and mlx-lm "
-        f"reads one for all: give this adapter a folder of its own: --output {folder}"
+        f"{weights}: another adapter's {ADAPTER_CONFIG} is there, with other options or another "
+        "base model, and mlx-lm reads one for all: give this adapter a folder of its own: "
+        f"--output {folder}"
     )
 
 

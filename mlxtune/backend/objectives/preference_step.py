@@ -87,7 +87,7 @@ class PreferenceStep:
             return
         found = self.objective.loss(self.layout.sums(logps), self.layout, self.totals)
         rounding = _ROUNDING_16_BITS if in_16_bits else _ROUNDING
-        size = float(np.abs(self.layout.references).sum()) / self.layout.rows
+        size = float(np.abs(logps).sum()) / self.layout.rows
         allowed = _FIRST_LOSS + self.objective.options.strength * rounding * size
         if not abs(float(found) - expected) <= allowed:
             raise ModelError(

@@ -226,7 +226,8 @@ class Encoder:
                     text = "\0".join(_texts(row))
                     _check_surrogates(text)
                     rendering = self._render_row(row)
-                    if (longest := max(map(_length, rendering.texts))) > _MOST_CHARACTERS:
+                    together = sum if len(rendering.texts) > 1 and _prefers(rendering) else max
+                    if (longest := together(map(_length, rendering.texts))) > _MOST_CHARACTERS:
                         raise BadRow("its text is too long", f"{longest:,} characters: split it")
                 except BadRow as problem:
                     skipped.add(row.row, problem)
@@ -380,6 +381,11 @@ class Encoder:
         mask[len(tokens) - len(after) :] = 1
         mask[:1] = 0  # nothing predicts the first token
         return Example(row, tokens, mask, role=text.role)
+
+
+def _prefers(rendering: Rendering) -> bool:
+    """Return whether the texts are those of a row of preferences, which are used together."""
+    return rendering.texts[0].role != ANSWER
 
 
 def _length(text: Rendered) -> int:

@@ -91,7 +91,8 @@ def read_references(places: Sequence[Path], key: str, examples: int) -> list[flo
         with suppress(OSError, ValueError):
             found = read_json(path, REFERENCES)
             values: list[float] = from_json(list[float], found.get("logps"))
-            if found.get("key") == key and len(values) == examples:
+            # A log-probability is at most 0, but for rounding.
+            if found.get("key") == key and len(values) == examples and max(values) < 1:
                 return values
     return None
 
@@ -108,10 +109,8 @@ def cached(cache: Path | None, key: str) -> list[Path]:
     return [] if cache is None else [cache / _CACHE / f"{key[:32]}.json"]
 
 
-def keep(places: Sequence[Path], key: str, logps: Sequence[float]) -> None:
-    """Write references to a run's folder, and to a cache that may be full or read-only."""
-    first, *others = places
-    write_references(first, key, logps)
-    for path in others:
+def keep(cache: Sequence[Path], key: str, logps: Sequence[float]) -> None:
+    """Write computed references to a cache, which may be full or read-only."""
+    for path in cache:
         with suppress(OutputError):
             write_references(path, key, logps)

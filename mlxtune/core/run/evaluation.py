@@ -258,6 +258,10 @@ class Sums:
     losses: _Floats
     tokens: npt.NDArray[np.int64]
 
+    def only(self, rows: npt.NDArray[np.int64]) -> "Sums":
+        """Return the losses of some rows, by their index."""
+        return Sums(self.losses[rows], self.tokens[rows])
+
     @property
     def loss(self) -> Loss:
         mean = float(self.losses.sum() / self.tokens.sum())
@@ -483,6 +487,8 @@ def file_lines(evaluation: Evaluation) -> list[str]:
 def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> list[str]:
     """Return the verdict on preferences with its size, and what became of the good answers."""
     rows = count(evaluation.rows, "pair" if found.pairs else "answer")
+    if evaluation.left_out:
+        rows += f" ({count(evaluation.left_out, 'row')} also trained on left out)"
     before, after = f"{found.before:.0%}", f"{found.after:.0%}"
     interval = (
         f"{100 * (found.after - found.before):+.0f} points, {found.confidence:.0%} interval "
@@ -505,7 +511,7 @@ def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> li
     return [
         line,
         f"{margin if found.pairs else ''}loss of the "
-        f"{'chosen' if found.pairs else 'rated'} answers {difference.loss:+.4f} nats per token",
+        f"{'chosen' if found.pairs else 'good'} answers {difference.loss:+.4f} nats per token",
     ]
 
 

@@ -89,10 +89,13 @@ def evaluate_preferences(
 
     `start` are the answers under the adapter from which training started.
     """
-    good = start.good if start is not None else None
-    evaluation = evaluation_of(
-        judged, base.good, None if adapted is None else adapted.good, seed, good
-    )
+    # The losses are of the answers to learn, unless all are bad.
+    learned = np.flatnonzero(base.labels) if base.labels.any() else np.arange(len(base.labels))
+    rows = CorpusRows(judged.rows.corpus, [judged.rows.indices[i] for i in learned.tolist()])
+    good = [None if each is None else each.good.only(learned) for each in (base, adapted, start)]
+    assert good[0] is not None
+    evaluation = evaluation_of(replace(judged, rows=rows), good[0], good[1], seed, good[2])
+    evaluation = replace(evaluation, rows=len(judged.rows))
     before = base if start is None else start
     margins = before.margins
     if adapted is None:

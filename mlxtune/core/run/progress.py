@@ -39,6 +39,8 @@ _KINDS: dict[str, type] = {
 }
 # Nearly all lines, which there are a million of. No such line takes memory to speak of.
 _SHORT_LINE = 4096
+# Only a skipped step, which names its rows, takes more.
+_LONG_LINE, _KIND_SKIPPED = 65_536, b'"kind": "skipped"'
 _KIND_OF = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -228,6 +230,8 @@ def parse_records(content: bytes) -> Iterator[Record | ValueError]:
 
 def parse_record(line: bytes) -> Record:
     """Parse a line of metrics.jsonl. Raises ValueError; its message follows the line's name."""
+    if len(line) > _LONG_LINE and _KIND_SKIPPED not in line[:_SHORT_LINE]:
+        raise ValueError("is not a record of a run: it is too long")
     text = line.decode()
     try:
         short = len(line) < _SHORT_LINE

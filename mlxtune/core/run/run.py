@@ -5,6 +5,7 @@ No file is trusted: a missing or invalid value counts as absent.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -87,8 +88,28 @@ def run_folder_at(path: Path) -> Path:
         folder = folder.parent
     for place in (folder, folder / CHECKPOINTS):
         if any((place / name).is_file() for name in _OWN) or checkpoint_folders(place):
-            return place
+            is_adapter = path.suffix == ".safetensors" and folder == path.parent
+            return _run_of(path, place) if is_adapter and path.is_file() else place
     raise OutputError(f"{path}: holds no run: name the folder of a run, or of its adapter")
+
+
+def _run_of(adapter: Path, run: Path) -> Path:
+    """Return the run that wrote an adapter: the one in a folder, or an earlier one within it."""
+    earlier = [each for each in run.iterdir() if previous_number(each.name) is not None]
+    earlier.sort(key=lambda each: previous_number(each.name) or 0, reverse=True)
+    names = [_written_name(each) for each in (run, *earlier)]
+    if adapter.name in names:
+        return (run, *earlier)[names.index(adapter.name)]
+    if not names[0]:  # not finished, or damaged
+        return run
+    raise OutputError(f"{adapter}: its run is not here: {run} is the run of {names[0]}")
+
+
+def _written_name(run: Path) -> str:
+    """Return the name of the adapter's file that a run wrote; empty if that is not known."""
+    with suppress(OSError, ValueError):
+        return Path(text(read_json(run / RESULT), "adapter")).name
+    return ""
 
 
 def find_runs(folder: Path, depth: int = 6) -> Iterator[Path]:

@@ -225,12 +225,14 @@ class InstructTrainer:
         ]
         parts = [[example for row in each for example in row] for each in rows]
         key = preference_rows.reference_key(self.pipeline.reference(), rows)
-        places = [self._folder / run_folder.REFERENCE, *preference_rows.cached(self._cache, key)]
+        own, cached = self._folder / run_folder.REFERENCE, preference_rows.cached(self._cache, key)
         examples = [example for part in parts for example in part]
-        logps = preference_rows.read_references(places, key, len(examples))
+        # The cache first: a run's folder may come from someone else, and never goes into it.
+        known = [*cached, own] if resume is not None else cached
+        logps = preference_rows.read_references(known, key, len(examples))
         if logps is None and resume is not None:
             raise OutputError(
-                f"{places[0]}: is missing, damaged, or of another model or data, and the reference "
+                f"{own}: is missing, damaged, or of another model or data, and the reference "
                 "is the model before its first step: start over with --overwrite"
             )
         if logps is None:
@@ -247,7 +249,8 @@ class InstructTrainer:
             logps = [0.0] * len(examples)
             for i, value in zip(order, found, strict=True):
                 logps[i] = float(value)
-        preference_rows.keep(places, key, logps)
+            preference_rows.keep(cached, key, logps)
+        preference_rows.write_references(own, key, logps)
         count = len(parts[0])
         self.train_rows = rows[0].with_references(logps[:count])
         self.val_rows = rows[1].with_references(logps[count:])

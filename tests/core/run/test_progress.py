@@ -21,6 +21,7 @@ from mlxtune.core.run.progress import (
     MetricsFile,
     Progress,
     Record,
+    parse_record,
     progress_of,
     same_except_measurements,
 )
@@ -241,3 +242,10 @@ def test_progress_of_a_result_has_its_steps_epochs_and_validations() -> None:
     assert list(progress.steps) == steps
     assert progress.epochs == epochs
     assert progress.validations == validations
+
+
+def test_record_longer_than_any_is_refused_before_it_is_parsed() -> None:
+    names = ", ".join(f'"{i}": 1.0' for i in range(20_000))
+    line = f'{{"kind": "step", "step": 1, "metrics": {{{names}}}}}'.encode()
+    with pytest.raises(ValueError, match="too long"):
+        parse_record(line)

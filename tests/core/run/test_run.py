@@ -241,3 +241,19 @@ def test_number_is_finite_and_not_a_truth() -> None:
     assert [number(values, name) for name in "abcde"] == [1.0, None, None, None, None]
     assert number(values, "f", "g") == 2.5
     assert number(values, "a", "g") is None
+
+
+def test_adapter_beside_another_run_s_leads_to_its_own_run(tmp_path: Path) -> None:
+    """Two files in one folder share `checkpoints/`, where the later run moved the earlier one."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").write_bytes(b"adapter")
+    now, before = tmp_path / "checkpoints", tmp_path / "checkpoints" / "previous-1"
+    for run, name in ((now, "b"), (before, "a")):
+        run.mkdir()
+        (run / "metrics.jsonl").touch()
+        (run / "result.json").write_text(json.dumps({"adapter": f"../{name}.safetensors"}))
+    assert run_folder_at(tmp_path / "a.safetensors") == before
+    assert run_folder_at(tmp_path / "b.safetensors") == now
+    (tmp_path / "c.safetensors").write_bytes(b"adapter")
+    with pytest.raises(OutputError, match=r"its run is not here: .* is the run of b\.safetensors"):
+        run_folder_at(tmp_path / "c.safetensors")

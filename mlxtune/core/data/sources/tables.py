@@ -4,6 +4,7 @@ A row's number is the line on which it starts; a value in quotes may span severa
 """
 
 import csv
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -85,7 +86,7 @@ def _header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str]:
         tried = {each: _split(line, each) for each in _DELIMITERS}
         delimiter = max(tried, key=lambda each: len(tried[each]))
         names = [name.strip() for name in tried[delimiter]]
-        twice = {name for name in names if name and names.count(name) > 1}
+        twice = {name for name, times in Counter(names).items() if name and times > 1}
         if twice:
             raise DataError(
                 f"{path}:{number}: has two columns {shorten(min(twice))}: rename one of them"
