@@ -351,7 +351,7 @@ def adapter_file(output: str) -> Path:
     """
     path = as_path(output)
     # Unlike Path.is_file, takes a name of any length.
-    is_file = path.suffix == ".safetensors" or os.path.isfile(path)  # noqa: PTH113
+    is_file = path.suffix in (".safetensors", ".json") or os.path.isfile(path)  # noqa: PTH113
     return path if is_file else path / TrainConfig.output
 
 

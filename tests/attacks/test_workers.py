@@ -74,7 +74,8 @@ def test_worker_that_is_killed_before_anything_is_saved_is_named(
 
 @pytest.mark.parametrize("act", [KILLED, long("time.sleep(600)")])
 @pytest.mark.parametrize("worker", [long(0), 1])
-@pytest.mark.parametrize("command", ["train", long("resume"), "doctor"])
+# On a busy machine the other worker may end before it can say why.
+@pytest.mark.parametrize("command", [long("train"), long("resume"), long("doctor")])
 def test_worker_that_joins_and_says_nothing_is_not_waited_for(
     tmp_path: Path, worker: int, act: str, command: str
 ) -> None:

@@ -103,7 +103,7 @@ def real_step(folder: Path) -> list[Example]:
     with tempfile.TemporaryDirectory() as scratch:
         data = Path(scratch) / "chat.jsonl"
         data.write_bytes(b"".join(rows))
-        config = DataConfig(str(folder), (str(data),), no_cache=True)
+        config = DataConfig(str(folder), (str(data),), template="gemma", no_cache=True)
         corpus = load_dataset(config, Reader(config, folder)).corpus
     return [example for i in range(len(rows)) for example in corpus.row(i)]
 
