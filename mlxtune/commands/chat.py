@@ -180,6 +180,9 @@ class _Conversation:
             _note("nothing to save yet")
             return
         path = as_path(name or self.save_file)
+        if path.suffix != ".jsonl":
+            _note(f"{path}: conversations are JSON lines: give it a name that ends in .jsonl")
+            return
         try:
             append_line(path, to_json({"messages": [*self._system(), *messages]}))
         except OutputError as problem:

@@ -209,7 +209,10 @@ def test_conversation_through_a_pipe_is_answered_turn_by_turn_and_saved(
     say: Any, tmp_path: Path, expected: str
 ) -> None:
     saved = tmp_path / "saved.jsonl"
-    lines = ["/save", PROMPT, "", "And Monday?", f"/save {saved}", "/reset", PROMPT]
+    table = tmp_path / "table.csv"
+    table.write_text("a,b\n")
+    lines = ["/save", PROMPT, "", "And Monday?", f"/save {table}", f"/save {saved}"]
+    lines += ["/reset", PROMPT]
     lines += ["//help is said", "/nope", "/adapter", "/help", "/quit", "never said"]
     outcome = say("chat", "--system", "Be kind.", stdin="\n".join(lines))
     assert outcome.code == 0
@@ -219,6 +222,8 @@ def test_conversation_through_a_pipe_is_answered_turn_by_turn_and_saved(
         *("unknown command: /nope", "there is no adapter", "/save [FILE]"),
     ):
         assert said in outcome.err
+    assert f"{table}: conversations are JSON lines" in outcome.err
+    assert table.read_text() == "a,b\n"
     (row,) = map(json.loads, saved.read_text().splitlines())
     roles = [message["role"] for message in row["messages"]]
     assert roles == ["system", "user", "assistant", "user", "assistant"]
