@@ -101,7 +101,7 @@ def test_workers_that_began_otherwise_are_told_apart_at_once(
     assert "start all workers with one command" in line
 
 
-@pytest.mark.parametrize("worker", [long(0), 1])
+@pytest.mark.parametrize("worker", [long(0), long(1)])
 def test_worker_that_ends_with_a_line_of_its_own_says_why(tmp_path: Path, worker: int) -> None:
     plain, nothing = arguments(tmp_path), arguments(tmp_path, model_path=tmp_path / "nothing")
     said = started_apart(tmp_path, *([nothing, plain] if worker == 0 else [plain, nothing]))
