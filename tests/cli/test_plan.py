@@ -81,7 +81,9 @@ def test_longest_example_grows_with_the_limit(plan: Cli) -> None:
     off = plan("--longest", "--json", "--memory-limit", 0.02, "--grad-checkpoint", "off").out
     assert json.loads(off)["longest"]["recomputed"] == found[1]["kept"]
     bare = json.loads(plan("--json").out)
-    assert (bare["longest"], bare["free_memory"] > 0) == (None, True)
+    assert bare["longest"] is None
+    # Null where the system does not say.
+    assert bare["free_memory"] is None or bare["free_memory"] > 0
     assert "with --grad-checkpoint on" in plan("--longest", "--memory-limit", 0.003).out
 
 
