@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +157,10 @@ def prompts_for(source: Source) -> list[list[int]]:
     """Return the tokens of the prompts to compare on, as `generate` would make them."""
     trust = source.config.trust_remote_code
     data = DataConfig(str(source.folder), data=_PROMPTS, trust_remote_code=trust)
-    encoder = Reader(data, source.folder).encoder
+    reader = Reader(data, source.folder)
+    if not reader.has_template:  # any tokens serve to compare two models
+        reader = Reader(replace(data, template="chatml"), source.folder)
+    encoder = reader.encoder
     prompts = []
     for text in _PROMPTS:
         asked = {"messages": [{"role": "user", "content": text}]}

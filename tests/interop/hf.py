@@ -98,6 +98,8 @@ def train_on(model: Path, output: Path, **options: Any) -> Path:
     """Train an adapter for a few steps, and return its folder."""
     rows = write_chat(output / "chat.jsonl", sums(20))
     config = {"targets": ("all",), "lr": 2e-2, "rank": 4, "alpha": 6.0, "samples": 0, "quiet": True}
+    if not (model / "chat_template.jinja").exists():
+        config["template"] = "chatml"
     adapter = str(output / "adapters.safetensors")
     train(TrainConfig(str(model), (str(rows),), output=adapter, **config | options))
     return output

@@ -147,6 +147,11 @@ class Reader:
         families = {"qwen": "qwen3", "gemma": "gemma"}
         return next((each for name, each in families.items() if model_type.startswith(name)), None)
 
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations can be rendered: by the model's own template, or by another."""
+        return bool(self.template_source) or self._built_in is not None
+
     def _refuse(self, row: Conversation) -> NoReturn:
         raise ModelError(
             f"{self._folder}: has no chat template, as base models do not: use the Instruct model "
