@@ -251,7 +251,7 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
     )
     auto: bool = TRAINING.option(
         False,
-        "Choose what is not given from data, model and memory: targets, rank, rate, length, "
+        "Choose the other options from data, model and memory: targets, rank, rate, length, "
         "epochs, validations; prints the command that it stands for.",
         RESULT,
         inherited=False,

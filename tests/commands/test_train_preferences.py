@@ -12,6 +12,7 @@ import pytest
 from mlxtune import EvalConfig, TrainConfig, TrainingInterrupted, evaluate, resume, train
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.errors import ConfigError, OutputError
+from mlxtune.views.run_text import evaluation_lines
 from tests.models import write_model
 
 
@@ -83,6 +84,12 @@ def test_dpo_starts_at_the_logarithm_of_two_and_learns(folder: Path, tmp_path: P
     )
     assert again.preference is not None
     assert again.preference.after == verdict.preference.after
+    data = (str(folder / "pairs.jsonl"),)
+    base = evaluate(EvalConfig(str(folder / "model"), data=data, objective="dpo", quiet=True))
+    assert base.preferred is not None
+    # Of all rows, as the adapter's run held some of them out.
+    assert 0 < base.preferred < 1
+    assert any(f"{base.preferred:.1%} of 36 pairs" in line for line in evaluation_lines(base))
 
 
 def test_kto_learns_from_labels(folder: Path, tmp_path: Path) -> None:

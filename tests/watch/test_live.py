@@ -96,7 +96,7 @@ def test_several_runs_stand_side_by_side_and_each_has_its_view(tmp_path: Path) -
     own = parts_of(following(live, key_of(a)))
     assert own["back"]
     assert own["title"] == str(tmp_path / "a")
-    # A view that is not there is that of all.
+    # A view of a missing run shows all runs.
     assert parts_of(following(live, "../../etc"))["title"] == "2 runs"
     lock.release()
 

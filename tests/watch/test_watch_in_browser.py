@@ -146,7 +146,7 @@ def test_model_is_asked_and_hostile_text_stays_text(tmp_path: Path) -> None:
         assert "<img src=x onerror=alert(1)>" in shown
         assert "<i>4</i>" in shown
         assert "four" in shown
-        # What is typed stays while parts are replaced.
+        # Typed text stays while parts of the page are replaced.
         assert tab.evaluate("document.getElementById('question').value")
         assert tab.evaluate("document.querySelectorAll('img, main script').length") == 0
         assert tab.said == []

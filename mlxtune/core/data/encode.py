@@ -384,7 +384,7 @@ class Encoder:
 
 
 def _prefers(rendering: Rendering) -> bool:
-    """Return whether the texts are those of a row of preferences, which are used together."""
+    """Return whether the texts belong to a row of preferences, and so are used together."""
     return rendering.texts[0].role != ANSWER
 
 

@@ -134,7 +134,7 @@ class ShownPair:
 
 
 def together(shown: Sequence[ShownExample]) -> list[ShownExample | ShownPair]:
-    """Return what is shown side by side: the sides of a pair, and any other example alone."""
+    """Return the examples shown side by side: both sides of a pair, or one other example."""
     roles = ROLE_NAMES[CHOSEN], ROLE_NAMES[REJECTED]
     by_place = {(each.path, each.row, each.part, each.role): each for each in shown}
     found: list[ShownExample | ShownPair] = []
@@ -216,7 +216,7 @@ class InspectedExamples:
         return [int(i) for i in np.flatnonzero(self._corpus.row_numbers == row)]
 
     def choose(self, findings: Sequence[Finding], count: int) -> list[int]:
-        """Return examples to show: those of the rows that findings name, and evenly spaced ones.
+        """Return examples to show: of the rows that findings name, and evenly spaced ones.
 
         Of a row of preferences, all are shown.
         """

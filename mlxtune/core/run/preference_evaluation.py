@@ -85,7 +85,7 @@ def evaluate_preferences(
     seed: int,
     start: AnswerSums | None = None,
 ) -> Evaluation:
-    """Compare what models prefer; the losses are those of the good answers.
+    """Compare the preferences of models; losses are over the good answers.
 
     `start` are the answers under the adapter from which training started.
     """
@@ -135,7 +135,7 @@ def evaluate_preferences(
 
 
 def _ranks(gains: _Floats, good: npt.NDArray[np.bool_]) -> _Floats:
-    """Return (R,): of each answer, the share of those of the other label that it should surpass."""
+    """Return (R,): for each answer, the share of the other label's answers that it surpasses."""
     if good.all() or not good.any():
         return np.full(len(gains), 0.5)
 

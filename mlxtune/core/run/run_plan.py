@@ -26,7 +26,7 @@ class RunPlan:
 
     `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` is the gain of a
     larger --memory-limit here, if any. `tokens` and `supervised` count the training rows' tokens,
-    `all_tokens` all steps'. With `scaling`, memory is that of a worker.
+    `all_tokens` all steps'. With `scaling`, memory is one worker's.
     `max_steps` is the option; `free_memory` counts bytes that are free now, None if unknown.
     """
 
