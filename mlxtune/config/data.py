@@ -2,8 +2,8 @@
 
 import dataclasses
 import difflib
+import math
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from mlxtune.errors import shorten
 RESULT, LENGTH, INPUT, EXECUTION, PLACES, COMMAND = Affects
 FILES, DATA, INSPECT, BENCH, PLAN, GENERATION, EXPORT, LORA, TRAINING, RUN = Section
 
-_WEIGHT, _MOST_WEIGHT = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+"), 1000
+_MOST_WEIGHT = 1000
 ROW_NAMES = (
     *("messages", "tools", "prompt", "completion", "instruction", "input", "output"),
     *("system", "history", "conversations", "text", "chosen", "rejected", "label"),
@@ -209,7 +209,7 @@ class DataConfig(RowsConfig, _Source):
         return [
             *super().contradictions(),
             *(
-                f"--data {value}: its weight must be above 0 and at most {_MOST_WEIGHT}"
+                f"--data {value}: its weight must be a number above 0, at most {_MOST_WEIGHT}"
                 for value, weight in weights
                 if not 0 < weight <= _MOST_WEIGHT
             ),
@@ -272,11 +272,17 @@ def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def weighted(value: str) -> tuple[str, float]:
-    """Return a value of --data without its weight, and the weight; 1 without any."""
+    """Return a value of --data without its weight, and the weight; 1 without any.
+
+    Text behind the name of a file that exists is a weight, NaN if it is no number.
+    """
     name, _, weight = value.rpartition("=")
-    if name and _WEIGHT.fullmatch(weight) and not os.path.lexists(as_path(value)):
+    if not name or os.path.lexists(as_path(value)):
+        return value, 1.0
+    try:
         return name, float(weight)
-    return value, 1.0
+    except ValueError:
+        return (name, math.nan) if os.path.lexists(as_path(name)) else (value, 1.0)
 
 
 def user_cache() -> Path:

@@ -94,7 +94,7 @@ class Option:
             if value is None:
                 return None
             annotation = next(arg for arg in typing.get_args(annotation) if arg is not type(None))
-        value = self._convert(value, annotation)
+        value = self._spelt(self._convert(value, annotation))
         self._check(value)
         return value
 
@@ -110,6 +110,13 @@ class Option:
                 return value
             raise ValueError(f"must be true or false, {_not(value)}")
         return _read_number(value, annotation)
+
+    def _spelt(self, value: Any) -> Any:
+        """Return a choice as it is spelt here: `DPO` is dpo."""
+        spelling = {each.lower(): each for each in self.choices}
+        if isinstance(value, tuple):
+            return tuple(spelling.get(each.lower(), each) for each in value)
+        return spelling.get(value.lower(), value) if isinstance(value, str) else value
 
     def _check(self, value: Any) -> None:
         for text in value if isinstance(value, tuple) else (value,):

@@ -367,6 +367,12 @@ def test_empty_targets_are_told_what_to_name(targets: Any) -> None:
     assert found.startswith("--targets is empty: ")
 
 
+def test_choices_are_read_in_any_case() -> None:
+    read = config(objective="DPO", dpo_loss="Sigmoid", quantize="NF4", track="TensorBoard")
+    assert (read.objective, read.dpo_loss, read.quantize) == ("dpo", "sigmoid", "nf4")
+    assert read.track == ("tensorboard",)
+
+
 # Weights of files
 
 
@@ -382,8 +388,9 @@ def test_data_may_have_a_weight_unless_the_file_is_named_so(tmp_path: Path) -> N
     assert config(data={"a.jsonl": 2, "b.jsonl": 0.5}).data == ("a.jsonl=2", "b.jsonl=0.5")
 
 
-def test_weight_is_above_zero() -> None:
-    assert problems(data=["a.jsonl=0", "b=1e3", "c=2000"]) == [
-        "--data a.jsonl=0: its weight must be above 0 and at most 1000",
-        "--data c=2000: its weight must be above 0 and at most 1000",
+def test_weight_is_a_number_above_zero(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    wrong = [*("a.jsonl=0", "c=2000", "c=-1", "c=1e9", "c=nan", "c=inf"), f"{tmp_path / 'a'}=two"]
+    assert problems(data=[*wrong, "b=1e3"]) == [
+        f"--data {each}: its weight must be a number above 0, at most 1000" for each in wrong
     ]
