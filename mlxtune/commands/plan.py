@@ -38,7 +38,7 @@ from mlxtune.core.steps.scaling import Scaling, dearest_items, dearest_share
 from mlxtune.core.training.schedule import count_steps
 from mlxtune.views.console import RunConsole, print_stages
 from mlxtune.views.output import print_json
-from mlxtune.views.plan_text import plan_lines
+from mlxtune.views.plan_text import few_steps_line, plan_lines
 
 
 @takes_options(PlanConfig)
@@ -52,7 +52,7 @@ def plan(config: PlanConfig) -> RunPlan:
     folder = model_folder.find_folder(config.model_path)
     console = RunConsole(quiet=config.quiet)
     config = with_hub_data(config, console)
-    dataset = None
+    dataset, chose_epochs = None, config.auto and "epochs" not in given
     if config.data:
         config, _ = with_auto(config, given, folder, console)
         with closing(console):
@@ -89,13 +89,12 @@ def plan(config: PlanConfig) -> RunPlan:
         memory=chosen,
         larger_limit=larger_limit(config, chosen, work),
         longest=longest,
-        max_steps=config.max_steps,
         free_memory=memory.free_now(),
         speed=read_speed(config.cache_path, speed_key(chosen, base.dtype)),
     )
     if dataset is None:
         return planned
-    planned = _with_data(planned, config, dataset)
+    planned = _with_data(planned, config, dataset, chose_epochs)
     return planned if config.workers == 1 else _on_workers(planned, config, costs)
 
 
@@ -107,7 +106,9 @@ def show(config: PlanConfig) -> None:
     print_stages(f"{name:<12}{line}" for name, line in plan_lines(planned))
 
 
-def _with_data(planned: RunPlan, config: PlanConfig, dataset: Dataset) -> RunPlan:
+def _with_data(
+    planned: RunPlan, config: PlanConfig, dataset: Dataset, chose_epochs: bool
+) -> RunPlan:
     corpus, chosen = dataset.corpus, training_rows(config, dataset)
     rows = corpus.select(chosen)
     used = np.asarray(chosen)[order.rows_of_epoch(rows, config.seed, 1)]
@@ -124,6 +125,9 @@ def _with_data(planned: RunPlan, config: PlanConfig, dataset: Dataset) -> RunPla
         tokens=int(tokens),
         supervised=int(supervised),
         all_tokens=round(tokens * steps / per_epoch),
+        few_steps=few_steps_line(
+            steps, per_epoch, config.max_steps, config if chose_epochs else None
+        ),
     )
 
 

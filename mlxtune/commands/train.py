@@ -170,7 +170,8 @@ def train(
                 observers,
                 live,
             )
-            print_plan(config, setup, trainer, console)
+            chose_epochs = bool(stands_for) and "epochs" not in given
+            print_plan(config, setup, trainer, console, chose_epochs=chose_epochs)
             written = setup.pipeline.lora.written_config
             check_beside(config.output_path, written, base_fingerprint(folder))
             if resume is not None:
@@ -414,9 +415,17 @@ def check_workers(
 
 
 def print_plan(
-    config: TrainConfig, setup: Setup, trainer: InstructTrainer, console: RunConsole
+    config: TrainConfig,
+    setup: Setup,
+    trainer: InstructTrainer,
+    console: RunConsole,
+    *,
+    chose_epochs: bool,
 ) -> None:
-    """Print where the rows and tokens went, and how training will use them."""
+    """Print where the rows and tokens went, and how training will use them.
+
+    `chose_epochs` says whether --auto did.
+    """
     for ledger in setup.dataset.ledgers:
         console.say("Data", run_text.rows_line(ledger))
         console.say("", run_text.tokens_line(ledger))
@@ -424,7 +433,7 @@ def print_plan(
     console.say("Plan", run_text.plan_line(trainer))
     plan, steps = setup.plan, (trainer.total_steps, trainer.steps_per_epoch, config.max_steps)
     lines = (
-        plan_text.few_steps_line(*steps),
+        plan_text.few_steps_line(*steps, config if chose_epochs else None),
         plan_text.micro_batches_line(plan),
         plan_text.peak_line(plan),
         plan_text.free_line(plan, memory.free_now()),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 
+from mlxtune.config import TrainConfig
 from mlxtune.core.data.inspection import CutLoss
 from mlxtune.core.run.run_plan import LongestFit, RunPlan
 from mlxtune.core.steps.memory_plan import ESTIMATE, MARGIN, MemoryPlan
@@ -28,27 +29,34 @@ def peak_line(plan: MemoryPlan) -> str:
 
 
 def free_line(plan: MemoryPlan, free: int | None) -> str:
-    """Return how the memory limit compares with free memory now, empty if unknown."""
+    """Return how a plan compares with free memory now, empty if unknown."""
     if free is None:
         return ""
     line = f"{byte_size(free)} free now"
     if plan.peak.total > free:
         return f"only {line}: close other programs, or plan for less memory"
-    if plan.limit > free:
-        return (
-            f"{line}, less than the limit: --memory-limit {max(free // 10**9, 1)} leaves the rest"
-        )
-    return f"{line}, more than the limit"
+    return f"{line}, enough for this run"
 
 
 # With fewer steps, an adapter hardly leaves its start; with the other number, most have learned.
 _FEWEST_STEPS, _ENOUGH_STEPS = 30, 100
 
 
-def few_steps_line(steps: int, per_epoch: int, max_steps: int | None) -> str:
-    """Return the advice for a run that is too short to learn from, empty for others."""
+def few_steps_line(
+    steps: int, per_epoch: int, max_steps: int | None, auto: TrainConfig | None = None
+) -> str:
+    """Return the advice for a run that is too short to learn from, empty for others.
+
+    `auto` are the options if --auto chose the epochs, and more of them would overfit.
+    """
     if not 0 < steps < _FEWEST_STEPS:
         return ""
+    if auto is not None and max_steps != steps:
+        rows = math.ceil(_ENOUGH_STEPS / auto.epochs) * auto.batch_size
+        return (
+            f"{count(steps, 'step')}, as there is too little data to learn from: "
+            f"{_ENOUGH_STEPS} in {count(auto.epochs, 'epoch')} take {rows} training rows"
+        )
     remedy = f"--epochs {math.ceil(_ENOUGH_STEPS / per_epoch)} gives {_ENOUGH_STEPS}"
     if max_steps == steps:
         remedy = f"leave out --max-steps; {remedy}"
@@ -104,8 +112,8 @@ def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
         f"them supervised; the model reads {plan.run_share:.0%} of them, padding included",
     )
     yield "Steps", f"{count(run.steps, 'step')}, {run.steps_per_epoch:,} in an epoch"
-    if line := few_steps_line(run.steps, run.steps_per_epoch, run.max_steps):
-        yield "", line
+    if run.few_steps:
+        yield "", run.few_steps
     if run.scaling:
         yield "Workers", _workers_line(run.scaling)
     yield "Time", _time(run)

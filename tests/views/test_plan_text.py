@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from mlxtune.config import TrainConfig
 from mlxtune.core.data.inspection import CutLoss
 from mlxtune.core.run.run_plan import LongestFit, RunPlan
 from mlxtune.core.run.speed import Speed
@@ -86,15 +87,15 @@ def test_larger_limit_is_named_with_what_it_gains() -> None:
     ("free", "line"),
     [
         (None, ""),
-        (64 * 10**9, "64 GB free now, more than the limit"),
-        (10 * 10**9, "10 GB free now, less than the limit: --memory-limit 10 leaves the rest"),
+        (64 * 10**9, "64 GB free now, enough for this run"),
+        (10 * 10**9, "10 GB free now, enough for this run"),
         (
             10**9,
             "only 1 GB free now: close other programs, or plan for less memory",
         ),
     ],
 )
-def test_limit_is_compared_with_the_memory_that_is_free(free: int | None, line: str) -> None:
+def test_plan_is_compared_with_the_memory_that_is_free(free: int | None, line: str) -> None:
     assert free_line(MEMORY, free) == line
     assert line in text(replace(RUN, free_memory=free))
 
@@ -115,7 +116,15 @@ def test_few_steps_are_said_to_be_too_few_with_the_epochs_that_are_enough() -> N
         "learn from: leave out --max-steps; --epochs 3 gives 100"
     )
     assert few_steps_line(30, 30, None) == ""
-    assert line in text(replace(RUN, steps=29, steps_per_epoch=29))
+    assert line in text(replace(RUN, few_steps=line))
+
+
+def test_few_steps_by_auto_name_the_rows_that_are_enough() -> None:
+    auto = TrainConfig("model", ("data",), epochs=3)
+    assert few_steps_line(2, 1, None, auto) == (
+        "2 steps, as there is too little data to learn from: 100 in 3 epochs take 136 training rows"
+    )
+    assert few_steps_line(2, 1, 2, auto).startswith("2 steps are too few to learn from: leave out")
 
 
 def test_lines_give_memory_parts_steps_and_shares() -> None:

@@ -27,7 +27,8 @@ class RunPlan:
     `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` is the gain of a
     larger --memory-limit here, if any. `tokens` and `supervised` count the training rows' tokens,
     `all_tokens` all steps'. With `scaling`, memory is one worker's.
-    `max_steps` is the option; `free_memory` counts bytes that are free now, None if unknown.
+    `few_steps` is the advice for a run that is too short, if it is; `free_memory` counts bytes that
+    are free now, None if unknown.
     """
 
     model: str
@@ -48,7 +49,7 @@ class RunPlan:
     speed: Speed | None = None
     scaling: Scaling | None = None
     longest: LongestFit | None = None
-    max_steps: int | None = None
+    few_steps: str = ""
     free_memory: int | None = None
 
     @property
