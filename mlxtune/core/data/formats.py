@@ -11,6 +11,7 @@ Rows of preferences are in preferences.py.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -113,7 +114,9 @@ def preference_kind(content: JsonObject) -> Literal["pair", "labelled"] | None:
     """Return how a row states a preference: two answers to compare, or one with a verdict."""
     if recognise(content, PAIRS):
         return "pair"
-    return "labelled" if isinstance(label_of(content), bool) else None
+    # A number beside a text is its class.
+    is_class = recognise(content) == "text" and str(content.get("label")).strip() in ("0", "1")
+    return "labelled" if isinstance(label_of(content), bool) and not is_class else None
 
 
 def _check_kind(content: JsonObject, objective: str) -> None:
@@ -123,11 +126,16 @@ def _check_kind(content: JsonObject, objective: str) -> None:
         if kind == "pair":
             raise BadRow("a pair of preferences", f"{_PAIR}: use --objective dpo")
         if kind == "labelled" and label_of(content) is False:
-            raise BadRow("an answer labelled as bad", "'label' is false: use --objective kto")
+            label = str(content["label"]).lower()
+            raise BadRow("an answer labelled as bad", f"'label' is {label}: use --objective kto")
     elif objective in PAIRED and kind == "labelled":
         raise BadRow("an answer with a label, not a pair", "use --objective kto")
     elif objective in LABELLED and kind == "pair":
-        raise BadRow("a pair of preferences", f"{_PAIR}: use --objective dpo")
+        raise BadRow(
+            "a pair of preferences",
+            f"{_PAIR}: use --objective dpo, or make two rows of it, each with its answer as "
+            "'completion' and 'label' true or false",
+        )
     elif kind is None and (name := recognise(content)) and content.get("label") is None:
         raise BadRow(
             "an answer without a preference",
@@ -171,8 +179,10 @@ def _missing_keys(
     fields: Mapping[str, str],
     formats: Mapping[str, Format],
 ) -> BadRow:
-    shown = [shorten(k) + " (null)" * (content[k] is None) for k in list(content)[:5]]
+    shown = [shorten(k) + " (empty)" * (content[k] is None) for k in list(content)[:5]]
     keys = f"its keys: {', '.join(shown) or 'none'}"
+    if (empty := _empty_key(renamed, formats)) is not None:
+        return BadRow(f"'{fields.get(empty, empty)}' is empty", keys)
     if file_format is not None:
         missing = next(key for key in file_format.keys if renamed.get(key) is None)
         return BadRow(f"no '{fields.get(missing, missing)}'", keys)
@@ -182,6 +192,15 @@ def _missing_keys(
             return BadRow(f"no '{sides[0]}'", f"a pair needs both answers; {keys}")
     known = (" + ".join(fields.get(k, k) for k in each.keys) for each in formats.values())
     return BadRow("no known format", f"{keys}; looked for: {', '.join(known)}")
+
+
+def _empty_key(content: JsonObject, formats: Mapping[str, Format]) -> str | None:
+    """Return the key whose value is all that a row lacks to have a format, if there is one."""
+    for key in (name for name, value in content.items() if value is None):
+        with suppress(BadRow):
+            if recognise(_with_our_keys({**content, key: ""}, formats), formats):
+                return key
+    return None
 
 
 def _rename_row(content: JsonObject, fields: Mapping[str, str]) -> JsonObject:

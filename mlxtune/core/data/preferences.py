@@ -5,7 +5,7 @@ prompt, chosen, rejected                    texts, or lists of messages
 chosen, rejected                            two conversations, whose common messages are the prompt
 conversations, chosen, rejected             LLaMA-Factory's
 input, preferred_output, …                  OpenAI's and Azure's fine-tuning APIs
-prompt, completion, label                   an answer, good if the label is true
+prompt, completion, label                   an answer, good if the label is true or 1
 messages, label; conversations, label       the same, whose last turn is the answer
 """
 
@@ -27,15 +27,17 @@ from mlxtune.core.data.problems import BadRow, json_type
 from mlxtune.errors import shorten
 
 JsonObject = Mapping[str, Any]
-_BOOLEANS = {"true": True, "false": False}
+_VERDICTS = {"true": True, "false": False, "1": True, "0": False}
 # Reads the entries of a conversation as messages.
 ToMessage = Callable[[Any, str], Any]
 
 
 def label_of(content: JsonObject) -> Any:
-    """Return a row's label; spreadsheets have booleans as text."""
+    """Return a row's label: a boolean, also one written as 1 or 0, or as text in spreadsheets."""
     label = content.get("label")
-    return _BOOLEANS.get(label.lower(), label) if isinstance(label, str) else label
+    if isinstance(label, str | int | float):
+        return _VERDICTS.get(f"{label:g}" if label in (0, 1) else str(label).strip().lower(), label)
+    return label
 
 
 def read_pair(row: int, content: JsonObject, to_message: ToMessage) -> Pair:
@@ -72,7 +74,7 @@ _KINDS = ("", "non_")
 def read_labelled(row: int, content: JsonObject, conversation: Conversation) -> Conversation:
     """Give a conversation the label of its row. Only its last answer carries loss."""
     label = label_of(content)
-    if label not in (True, False):
+    if not isinstance(label, bool):
         raise BadRow("'label' is neither true nor false", shorten(str(content.get("label"))))
     messages = list(conversation.messages)
     answers = [i for i, message in enumerate(messages) if message.role == "assistant"]

@@ -79,10 +79,10 @@ def test_answer_that_is_not_to_be_learned_is_skipped_by_name(
 
     good, skipped = read(tmp_path, *rows, pair, pair | {"rejected": None})
 
-    assert [one.row for one in good] == [1, 2, 5, 6, 8]
+    assert [one.row for one in good] == [1, 2, 5, *[6] * (row is TEXT), 8]
     assert [str(problem) for problem in skipped.problems.values()] == [
-        "an answer labelled as bad ('label' is false: use --objective kto)",
-        "an answer labelled as bad ('label' is false: use --objective kto)",
+        *["an answer labelled as bad ('label' is false: use --objective kto)"] * 2,
+        *["an answer labelled as bad ('label' is 0: use --objective kto)"] * (row is not TEXT),
         "a pair of preferences ('chosen' and 'rejected': use --objective dpo)",
     ]
 
@@ -92,6 +92,19 @@ def test_preference_is_recognised_by_its_keys() -> None:
     assert preference_kind({"completion": "a", "label": True}) == "labelled"
     assert preference_kind({"completion": "a", "label": "spam"}) is None
     assert preference_kind({"chosen": "a"}) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "empty"),
+    [
+        (PROMPT | {"completion": None}, "completion"),
+        ({"question": "Hi", "answer": None}, "answer"),
+        (ALPACA | {"output": None, "input": None}, "output"),
+    ],
+)
+def test_empty_cell_of_a_table_is_named(tmp_path: Path, row: dict[str, Any], empty: str) -> None:
+    _, skipped = read(tmp_path, PROMPT, row)
+    assert str(skipped.problems[2]).startswith(f"'{empty}' is empty (its keys: ")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +210,7 @@ def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: 
 
 def test_null_is_absent_and_said_so(tmp_path: Path) -> None:
     assert reason(tmp_path, {"messages": None}).startswith(
-        "no known format (its keys: 'messages' (null); "
+        "'messages' is empty (its keys: 'messages' (empty))"
     )
     nulls = dict.fromkeys(["messages", "conversations", "text", "system", "tools", "history"])
     assert converted(tmp_path, ALPACA | {"input": None} | nulls) == converted(tmp_path, ALPACA)

@@ -91,9 +91,10 @@ def test_tools_and_system_belong_to_both_sides(tmp_path: Path) -> None:
             "no prompt (name its key with --field prompt=KEY)",
         ),
         (
-            PAIRS["texts"] | {"rejected": None},
+            {key: PAIRS["texts"][key] for key in ("prompt", "chosen")},
             "no 'rejected' (a pair needs both answers; its keys:",
         ),
+        (PAIRS["texts"] | {"rejected": None}, "'rejected' is empty (its keys:"),
         (
             {key: PAIRS["OpenAI"][key] for key in ("input", "preferred_output")},
             "no 'non_preferred_output' (a pair needs both answers; its keys:",
@@ -124,13 +125,13 @@ LABELLED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("row", LABELLED)
-@pytest.mark.parametrize("label", [True, False, "true", "False", 1, 0])
+@pytest.mark.parametrize("label", [True, False, "true", "False", 1, 0, "1", "0"])
 def test_label_makes_an_answer_good_or_bad(tmp_path: Path, row: Any, label: Any) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps({**row, "label": label}))
     (found,) = read_rows(path, SkippedRows(path), objective="kto")
     assert isinstance(found, Conversation)
-    assert found.role == (DESIRABLE if label in (True, "true") else UNDESIRABLE)
+    assert found.role == (DESIRABLE if label in (True, "true", "1") else UNDESIRABLE)
 
 
 def test_label_is_for_the_last_answer(tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_label_is_for_the_last_answer(tmp_path: Path) -> None:
     [
         (LABELLED[0] | {"label": "good"}, "'label' is neither true nor false ('good')"),
         (LABELLED[0], "an answer without a preference (prompt format: use --objective sft"),
-        (PAIRS["texts"], "a pair of preferences ('chosen' and 'rejected': use --objective dpo)"),
+        (PAIRS["texts"], "use --objective dpo, or make two rows of it, each with its answer as"),
     ],
 )
 def test_bad_label_is_skipped_with_its_reason(tmp_path: Path, row: Any, problem: str) -> None:

@@ -40,7 +40,7 @@ def test_rows_have_the_number_of_their_first_line(tmp_path: Path) -> None:
     assert rows_of(path) == [
         (3, {"prompt": "Hi", "completion": "Hello!", "id": "1"}),
         (4, {"prompt": "two\r\nlines", "completion": 'He said "no"'}),
-        (6, {"prompt": "x"}),
+        (6, {"prompt": "x", "completion": None, "id": None}),
         (8, "more cells than columns (4 of 3: put values with a separator in quotes)"),
         (9, {"prompt": "last", "completion": "one", "id": "2"}),
     ]
@@ -144,8 +144,8 @@ def test_what_python_writes_is_read(
         writer.writerows([["left", "right"], *rows])
 
     written = [dict(zip(("left", "right"), row, strict=True)) for row in rows]
-    expected = [{k: v for k, v in row.items() if v} for row in written]
-    assert [row for _, row in read_objects(path)] == [row for row in expected if row]
+    expected = [{k: v or None for k, v in row.items()} for row in written if any(row.values())]
+    assert [row for _, row in read_objects(path)] == expected
 
 
 def test_elements_of_an_array_are_not_lines(tmp_path: Path) -> None:

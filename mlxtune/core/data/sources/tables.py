@@ -43,7 +43,7 @@ def check_no_spreadsheet(path: Path, head: bytes) -> None:
 
 
 def table_rows(path: Path, file: IO[bytes], longest: int) -> Iterator[tuple[int, Any]]:
-    """Yield each row's number and its object, without empty cells, or the reason for none.
+    """Yield each row's number and its object, None for empty cells, or the reason for none.
 
     `longest` is the most bytes of a line, and of a value. Raises DataError.
     """
@@ -108,13 +108,13 @@ def _object(names: Sequence[str], cells: Iterable[str]) -> dict[str, Any] | BadR
         detail = f"{len(values)} of {len(names)}: put values with a separator in quotes"
         return BadRow("more cells than columns", detail)
     found: dict[str, Any] = {
-        name: value for name, value in zip(names, values, strict=False) if name and value
+        name: value or None for name, value in zip(names, values, strict=False) if name
     }
     try:
-        for value in found.values():
+        for value in filter(None, found.values()):
             value.encode("utf-8")
         for name in _LISTS:
-            if name in found:
+            if found.get(name):
                 found[name] = parse_json(found[name].encode(), f"'{name}' is text that is not JSON")
     except UnicodeEncodeError:
         return BadRow("not UTF-8", "save it as CSV UTF-8")
