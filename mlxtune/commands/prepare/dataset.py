@@ -102,7 +102,7 @@ class Reader:
                 return Encoder(self._refuse, tokenizer)
             render, end = TEMPLATES[built_in], END_OF_TURN[built_in]
             known = [name for name, each in END_OF_TURN.items() if _is_token(tokenizer, each)]
-            fitting = [f"--template {name}" for name in known] or ["--format text, as none fits"]
+            fitting = [f"--template {name}" for name in known] or ["a --template FILE.jinja"]
             always = {NO_END_OF_TURN: f"{end}: use {' or '.join(fitting)}"}
             always = {} if built_in in known else always
             return Encoder(

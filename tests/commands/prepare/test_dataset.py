@@ -11,11 +11,14 @@ import pytest
 
 from mlxtune import ConfigError, ModelError, TrainConfig, train
 from mlxtune.commands.inspect import inspect as run_inspect
+from mlxtune.commands.prepare import dataset
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.config import DataConfig, InspectConfig
 from mlxtune.config import data as config_data
 from mlxtune.core.data.inspection import Inspection
+from mlxtune.core.data.problems import NO_END_OF_TURN
 from mlxtune.core.data.template import TEMPLATES
+from mlxtune.views.run_text import finding_line
 from tests.command import Cli
 from tests.models import CHATML, THINKING, sums, write_chat, write_model, write_tokenizer
 
@@ -435,6 +438,22 @@ def test_base_model_without_a_template_stops_with_what_there_is_to_choose(
     assert texts(both(folder, file, tmp_path, template="chatml")) == [chatml("q", "a")]
     plain = str(write_chat(tmp_path / "b.jsonl", [{"text": "Once upon a time"}]))
     assert both(folder, plain, tmp_path).template == "none, for plain text"
+
+
+@pytest.mark.parametrize(
+    ("known", "remedy"), [("<|im_end|>", "--template chatml or"), ("", "a --template FILE.jinja")]
+)
+def test_template_of_another_model_is_answered_with_one_remedy(
+    model: Path, chat: Path, monkeypatch: pytest.MonkeyPatch, known: str, remedy: str
+) -> None:
+    monkeypatch.setattr(dataset, "_is_token", lambda _, text: text == known)
+
+    config = InspectConfig(str(model), (str(chat),), template="gemma", no_cache=True)
+    found = run_inspect(config).findings
+
+    (line,) = (finding_line(each) for each in found if each.kind == NO_END_OF_TURN)
+    assert f"(<end_of_turn>: use {remedy}" in line
+    assert line.endswith(": the model does not know it and will not stop there")
 
 
 def test_template_of_a_file_is_used_and_decides_the_cache(tmp_path: Path) -> None:
