@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mlxtune import config as configs
-from mlxtune.cli.options import ConfigCommand, given, merged
+from mlxtune.cli.options import Command, ConfigCommand, given, merged
 from mlxtune.config import DemoConfig, TrainConfig, as_path
 from mlxtune.core.files.sizes import read_text
 from mlxtune.errors import ConfigError
@@ -47,7 +47,7 @@ def _command(
         ["--debug"], is_flag=True, expose_value=False, help="Show the traceback of an error."
     )
     if config is None:
-        return click.Command(name, params=[*params, debug], **every)
+        return Command(name, params=[*params, debug], **every)
     file = _option("--config -c", "YAML or TOML file of options; flags win.", type=click.Path())
     every |= {"config": config, "argument": argument}
     return ConfigCommand(name, params=[*params, file, debug], **every)

@@ -19,7 +19,7 @@ from mlxtune.config.fields import (
     flags_of,
     options_of,
 )
-from mlxtune.config.known_names import KNOWN, as_entry, as_flag, suggestion
+from mlxtune.config.known_names import ELSEWHERE, KNOWN, as_entry, as_flag, suggestion
 from mlxtune.config.mlx_lm_file import is_mlx_lm_file, translate
 from mlxtune.errors import ConfigError, shorten
 
@@ -75,7 +75,43 @@ def _default_text(field: dataclasses.Field[Any]) -> str:
     return f"  [default: {default:g}]" if isinstance(default, float) else f"  [default: {default}]"
 
 
-class ConfigCommand(click.Command):
+class Command(click.Command):
+    """A command that answers the options of other tools, and those of our other commands."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; options that are had elsewhere are answered, all at once."""
+        if problems := list(self._unknown(args)):
+            raise click.UsageError("; ".join(problems), ctx)
+        return super().parse_args(ctx, args)
+
+    def _unknown(self, args: list[str]) -> Iterator[str]:
+        """Yield our equivalent of each unknown option, if there is one of any."""
+        own = {name: each for each in self.params for name in each.opts}
+        options = {_plain(name): each for name, each in own.items() if name.startswith("--")}
+        flags = {name for name, each in options.items() if getattr(each, "is_flag", False)}
+        left, answered = list(args), False
+        unknown: list[str] = []
+        while left and left[0] != "--":
+            name, equals, value = left.pop(0).partition("=")
+            if not name.startswith("--") or name in ("--help", "--debug"):
+                continue
+            param = own.get(name)
+            if not equals and left and _takes(param, left[0]):
+                value = left.pop(0)
+            if param is None:
+                plain = _plain(name)
+                elsewhere = ELSEWHERE.get((str(self.name), plain))
+                answered |= plain in KNOWN or elsewhere is not None
+                end = suggestion(plain, value or None, options, as_flag, flags)
+                unknown.append(f"no option {name}{f': {elsewhere}' if elsewhere else end}")
+        yield from unknown if answered else ()
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")
+
+
+class ConfigCommand(Command):
     """A command with an option for each field of a config, and help in sections.
 
     The field `argument` is an argument instead of an option.
@@ -89,31 +125,6 @@ class ConfigCommand(click.Command):
         if argument is not None:
             place = click.Argument([argument], metavar="PATH", type=click.Path(), required=False)
             self.params.insert(0, place)
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; names of other tools' options are answered, all at once."""
-        if problems := list(self._unknown(args)):
-            raise click.UsageError("; ".join(problems), ctx)
-        return super().parse_args(ctx, args)
-
-    def _unknown(self, args: list[str]) -> Iterator[str]:
-        """Yield our equivalent of each unknown option, if another tool has that option."""
-        own = {name: each for each in self.params for name in each.opts}
-        flags, left, answered = flags_of(self.config), list(args), False
-        unknown: list[str] = []
-        while left and left[0] != "--":
-            name, equals, value = left.pop(0).partition("=")
-            if not name.startswith("--") or name in ("--help", "--debug"):
-                continue
-            param = own.get(name)
-            if not equals and left and _takes(param, left[0]):
-                value = left.pop(0)
-            if param is None:
-                plain, options = name[2:].replace("-", "_"), options_of(self.config)
-                answered |= plain in KNOWN
-                end = suggestion(plain, value or None, options, as_flag, flags)
-                unknown.append(f"no option {name}{end}")
-        yield from unknown if answered else ()
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options section by section; the command's own close the last."""

@@ -95,6 +95,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("val_batches", "", "each validation covers all of it; --val-rows bounds a split"),
     ("test test_batches", "", "mlxtune eval measures an adapter on test data"),
     ("early_stopping_patience", "patience", ""),
+    ("early_stopping", "patience=5", "validations without a gain"),
     ("save_strategy steps_per_save", "save_steps=N", ""),
     ("save_total_limit", "keep", ""),
     ("steps_per_report logging_steps", "log_every", ""),
@@ -114,14 +115,47 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("max_tokens", "max_new_tokens", ""),
     ("temp", "temperature", ""),
     ("extra_eos_token stop_words", "stop", ""),
+    ("force", "overwrite", ""),
+    ("verbose", "", "all is shown unless --quiet"),
     ("do_train do_eval", "", "each is a command: mlxtune train, mlxtune eval"),
     ("train", "", "leave it out: mlxtune train is a command"),
     ("clear_cache_threshold flash_attention attn_implementation", "", _OWN_CHOICE),
+    ("device gpu gpus cpu num_gpus no_cuda", "", _OWN_CHOICE),
     ("per_device_eval_batch_size eval_batch_size dataset_num_proc use_cpu", "", _OWN_CHOICE),
 )
 KNOWN: Mapping[str, Known] = {
     name: Known(tuple(ours.split()), differs)
     for names, ours, differs in _TABLE
+    for name in names.split()
+}
+# By command: options that it lacks though others have them, and what to do instead.
+_ELSEWHERE: tuple[tuple[str, str, str], ...] = (
+    ("report inspect", "output out", "--html FILE writes the page"),
+    ("runs", "output out html", "mlxtune report writes a page"),
+    ("bench", "output out", "--json FILE writes the figures"),
+    (
+        "eval generate verify",
+        "output out html",
+        "--json prints the result, and > FILE keeps it",
+    ),
+    ("train plan inspect bench", "adapter", "--init-adapter trains one further"),
+    ("chat", "prompt messages", "mlxtune generate answers one prompt"),
+    ("generate chat", "data", "mlxtune eval --generate answers every row"),
+    ("eval", "val_data val_split", "every row of --data is evaluated"),
+    (
+        "import report runs verify watch push",
+        "adapter run",
+        "name its path alone, without an option",
+    ),
+    ("push", "private", "leave it out: private is the default"),
+    ("push", "repo repo_id repository hub_model_id", "name OWNER/NAME after the run"),
+    ("push", "token hf_token", "run hf auth login, or set HF_TOKEN"),
+    ("watch", "port host", "the page is always on 127.0.0.1, at a free port"),
+)
+ELSEWHERE: Mapping[tuple[str, str], str] = {
+    (command, name): answer
+    for commands, names, answer in _ELSEWHERE
+    for command in commands.split()
     for name in names.split()
 }
 # Commands of other tools, and what to type here.

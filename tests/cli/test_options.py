@@ -10,6 +10,7 @@ from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import load_config_file
 from mlxtune.config import TrainConfig
 from mlxtune.config.known_names import COMMANDS as KNOWN_COMMANDS
+from mlxtune.config.known_names import ELSEWHERE
 from mlxtune.errors import ConfigError
 from tests.command import Cli
 from tests.configs import config
@@ -148,6 +149,19 @@ def test_options_of_other_tools_are_answered_all_at_once(cli: Cli) -> None:
         "no option --load-in-4bit, here: --quantize 4 (nf4 is QLoRA's); "
         "no option --ranck (did you mean --rank?)"
     )
+
+
+def test_option_that_other_commands_have_is_answered(cli: Cli) -> None:
+    assert cli("report", "out", "--output=x").error == (
+        "no option --output: --html FILE writes the page"
+    )
+    assert cli("push", "out", "--private", "--fix", 1).error == (
+        "no option --private: leave it out: private is the default; no option --fix"
+    )
+    assert cli("verify", "out", "--fix").error.startswith("No such option")
+    commands = {str(each.name): each for each in COMMANDS}
+    for command, name in ELSEWHERE:
+        assert f"--{name}" not in {text for each in commands[command].params for text in each.opts}
 
 
 def test_command_of_other_tools_is_answered(cli: Cli) -> None:
