@@ -80,6 +80,12 @@ class Option:
     # The flag may be repeated.
     several: bool = False
 
+    @property
+    def default_text(self) -> str:
+        """What None stands for, as the help says it."""
+        _, found, text = self.help.partition("default: ")
+        return text.removesuffix(".") if found else "none"
+
     def read(self, value: Any, annotation: Any) -> Any:
         """Return a value converted to `annotation`.
 
@@ -276,7 +282,11 @@ class Checked:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             option: Option = field.metadata["option"]
             try:
-                value = option.read(getattr(self, field.name), types[field.name])
+                if (value := getattr(self, field.name)) is None and option.required:
+                    raise ValueError("is required")
+                if value is None and field.default not in (None, "", ()):
+                    raise ValueError(f"is empty: leave it out for its default, {field.default}")
+                value = option.read(value, types[field.name])
             except ValueError as problem:
                 problems.append(f"{flag(field.name)} {problem}")
             else:

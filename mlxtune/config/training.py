@@ -158,7 +158,10 @@ class _LoopConfig(Checked):
     """The options that InstructTrainingConfig and TrainConfig share."""
 
     max_steps: int | None = TRAINING.option(
-        None, "Stop after this many optimizer steps.", LENGTH, at_least=1
+        None,
+        "Stop after this many optimizer steps; default: at the end of --epochs.",
+        LENGTH,
+        at_least=1,
     )
     schedule: str = TRAINING.option(
         "warmup-cosine",

@@ -132,7 +132,7 @@ def test_wrong_value_in_a_config_file_is_named_by_its_option(tmp_path: Path) -> 
         config(**options)
     assert raised.value.problems == [
         "--rank must be a whole number, not 'many'",
-        "--epochs must be a whole number, not None",
+        "--epochs is empty: leave it out for its default, 1",
     ]
 
 

@@ -155,7 +155,8 @@ def test_run_is_resumed_from_another_folder_and_after_it_was_moved(
         (["--epochs", 2], "--epochs 2: the run has 3, and it may only grow"),
         (["--max-seq-len", "many"], "--max-seq-len must be a whole number"),
         (["--save-minutes", -1], "--save-minutes must be at least 0"),
-        (["--val-steps", 2], "--val-steps 2: the run has its default"),
+        (["--val-steps", 2], "--val-steps 2: the run has the default (only at its end)"),
+        (["--max-steps", 2], "--max-steps 2: the run has the default (at the end of --epochs)"),
     ],
 )
 def test_option_that_would_change_the_result_is_an_error_that_names_it(

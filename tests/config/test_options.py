@@ -312,13 +312,13 @@ def test_whole_number_is_not_rounded_from_another(value: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "value", "problem"),
     [
-        ("model_path", None, "--model-path must be text, not None"),
+        ("model_path", None, "--model-path is required"),
         ("data", 5, "--data must be text, or several texts, not 5"),
         ("data", ["a.jsonl", 5], "--data must be text, or several texts, not ['a.jsonl', 5]"),
         ("data", "  ", "--data is required"),
         ("data", [" ", ""], "--data is required"),
         ("data", [], "--data is required"),
-        ("data", None, "--data must be text, or several texts, not None"),
+        ("data", None, "--data is required"),
         ("field", "prompt", "--field 'prompt' is not a pair such as prompt=question"),
         ("field", ["prompt=a", "prompt=b"], "--field prompt is given twice, as 'a' and 'b'"),
         ("thinking", "yes", "--thinking must be one of auto, on, off, not 'yes'"),
@@ -334,7 +334,7 @@ def test_whole_number_is_not_rounded_from_another(value: Any) -> None:
             ["q_proj", 5],
             "--targets must be names separated by commas, not ['q_proj', 5]",
         ),
-        ("rank", None, "--rank must be a whole number, not None"),
+        ("rank", None, "--rank is empty: leave it out for its default, 8"),
     ],
 )
 def test_value_of_a_wrong_kind_is_named_with_its_option(

@@ -14,7 +14,7 @@ from mlxtune.backend.workers.environment import launched_several
 from mlxtune.backend.workers.launch import from_worker_0
 from mlxtune.config import OPTIONS, TrainConfig, as_path
 from mlxtune.config.data import weighted
-from mlxtune.config.fields import Affects, field_types, flag
+from mlxtune.config.fields import Affects, Option, field_types, flag
 from mlxtune.config.training import adapter_file
 from mlxtune.core.files.files import file_hash, same_place
 from mlxtune.core.run.checkpoint import Checkpoint
@@ -176,15 +176,16 @@ def _difference(name: str, value: Any, own: Any) -> str | None:
     if option.affects is Affects.LENGTH:
         if own is not None and (value is None or value >= own):
             return None
-        return f"{flag(name)} {value}: the run has {own}, and it may only grow"
+        return f"{flag(name)} {value}: the run has {_shown(own, option)}, and it may only grow"
     if value == own:
         return None
-    return f"{flag(name)} {_shown(value)}: the run has {_shown(own)}, and would give another result"
+    given, ours = _shown(value, option), _shown(own, option)
+    return f"{flag(name)} {given}: the run has {ours}, and would give another result"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, option: Option) -> str:
     if value is None:
-        return "its default"
+        return f"the default ({option.default_text})"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
