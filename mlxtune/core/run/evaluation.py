@@ -6,6 +6,7 @@ losses, which makes the interval a paired one.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -64,6 +65,11 @@ class Difference:
     resamples: int
     seed: int
 
+    @property
+    def is_alike(self) -> bool:
+        """Whether all rows changed alike, of which no resample can tell how far others may."""
+        return math.isclose(self.low, self.high, rel_tol=1e-9, abs_tol=1e-12)
+
 
 @dataclass(frozen=True)
 class RowLosses:
@@ -85,6 +91,12 @@ class FileVerdict:
     base_loss: float
     adapted_loss: float
     verdict: str
+    hardly: bool = False
+
+    @property
+    def words(self) -> str:
+        """The verdict, with its size."""
+        return "hardly " * self.hardly + self.verdict
 
 
 @dataclass(frozen=True)
@@ -201,8 +213,9 @@ class Evaluation:
 
     `tokens` counts supervised tokens. The difference and the verdict compare with the base model,
     or with the adapter from which training started: then `start` is its loss, and `base_difference`
-    compares with the base model. `gained` and `lost` are the rows that contribute most to the
-    difference from the base model, in nats, for the better and for the worse.
+    compares with the base model. It `hardly` helped or hurt below 1% of the loss. `gained` and
+    `lost` are the rows that contribute most to the difference from the base model, in nats, for the
+    better and for the worse.
 
     Under an objective of preferences, the losses are of the good answers, the verdict is that on
     `preference`, and without an adapter `preferred` is the share of pairs that the base prefers.
@@ -217,6 +230,7 @@ class Evaluation:
     adapted: Loss | None = None
     difference: Difference | None = None
     verdict: str | None = None
+    hardly: bool = False
     gained: tuple[RowLosses, ...] = ()
     lost: tuple[RowLosses, ...] = ()
     generated: Generated | None = None
@@ -227,11 +241,6 @@ class Evaluation:
     files: tuple[FileVerdict, ...] = ()
     preference: PreferenceDifference | None = None
     preferred: float | None = None
-
-    @property
-    def is_small(self) -> bool:
-        """Whether the difference is below 1% of the loss."""
-        return self.difference is not None and abs(self.difference.share) < _HARDLY
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-ready values: `matches` only if counted, `files` only of several."""
@@ -344,11 +353,13 @@ def evaluation_of(
             if change[i] < 0
         )
 
+    verdict = CANNOT_TELL if judged.only_trained else verdict_of(difference, len(rows))
     return replace(
         evaluation,
         adapted=adapted.loss,
         difference=difference,
-        verdict=CANNOT_TELL if judged.only_trained else verdict_of(difference, len(rows)),
+        verdict=verdict,
+        hardly=is_hardly(verdict, difference.share),
         start=None if start is None else start.loss,
         base_difference=None if start is None else from_base,
         gained=most_changed(1),
@@ -365,10 +376,9 @@ def _by_file(
     found = []
     for file in present if len(present) > 1 else ():
         own = rows.files == file
-        tokens, verdict = base.tokens[own], CANNOT_TELL
-        if own.sum() >= FEWEST_ROWS:
-            difference = paired_difference(before.losses[own], adapted.losses[own], tokens, seed)
-            verdict = verdict_of(difference, int(own.sum()))
+        tokens = base.tokens[own]
+        difference = paired_difference(before.losses[own], adapted.losses[own], tokens, seed)
+        verdict = verdict_of(difference, int(own.sum()))
         found.append(
             FileVerdict(
                 rows.corpus.paths[file] if rows.corpus.paths else f"file {file + 1}",
@@ -376,6 +386,7 @@ def _by_file(
                 float(base.losses[own].sum() / tokens.sum()),
                 float(adapted.losses[own].sum() / tokens.sum()),
                 verdict,
+                is_hardly(verdict, difference.share),
             )
         )
     return tuple(found)
@@ -385,6 +396,11 @@ def verdict_of(difference: Difference, rows: int) -> str:
     if rows < FEWEST_ROWS or difference.low <= 0 <= difference.high:
         return CANNOT_TELL
     return HELPED if difference.high < 0 else HURT
+
+
+def is_hardly(verdict: str, share: float) -> bool:
+    """Return whether a verdict is one on a difference, as a share, that hardly matters."""
+    return verdict != CANNOT_TELL and abs(share) < _HARDLY
 
 
 def paired_difference(
@@ -468,8 +484,7 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
         few = "; all of these rows were also trained on"
     line = f"cannot tell whether the adapter helped: {amount}{few}"
     if evaluation.verdict != CANNOT_TELL:
-        hardly = "hardly " * evaluation.is_small
-        line = f"the adapter {hardly}{evaluation.verdict}: {amount}"
+        line = f"the adapter {_words(evaluation)}: {amount}"
     if further is None:
         return [line]
     return [line, f"compared with the base model, {_amount(further)}"]
@@ -478,7 +493,7 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
 def file_lines(evaluation: Evaluation) -> list[str]:
     """Return the verdict on each file, for a person who may see their paths."""
     return [
-        f"{each.path}: {each.verdict}, {each.base_loss:.4f} to {each.adapted_loss:.4f} on "
+        f"{each.path}: {each.words}, {each.base_loss:.4f} to {each.adapted_loss:.4f} on "
         f"{count(each.rows, 'row')}"
         for each in evaluation.files
     ]
@@ -502,7 +517,7 @@ def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> li
         few = "; all of these rows were also trained on"
     line = f"cannot tell whether the adapter helped: {what}{few}"
     if evaluation.verdict != CANNOT_TELL:
-        line = f"the adapter {evaluation.verdict}: {what}"
+        line = f"the adapter {_words(evaluation)}: {what}"
     difference = evaluation.difference
     assert difference is not None
     margin = (
@@ -515,16 +530,22 @@ def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> li
     ]
 
 
+def _words(evaluation: Evaluation) -> str:
+    return f"{'hardly ' * evaluation.hardly}{evaluation.verdict}"
+
+
 def _amount(difference: Difference, other: str = "") -> str:
     """Return the size of a difference; the sentence gives the amount without its sign."""
     verb, low, high = "adds", difference.low, difference.high
     if difference.loss <= 0:
         verb, low, high = "takes", -high, -low
     direction = "off" if verb == "takes" else "to"
+    interval = f"{difference.confidence:.0%} interval {low + 0.0:.4f} to {high + 0.0:.4f}"
+    if difference.is_alike:
+        interval = "no interval: all rows changed alike"
     return (
         f"it {verb} {_share(abs(difference.share))} {direction} the loss{other}, "
-        f"{abs(difference.loss):.4f} nats per token ({difference.confidence:.0%} interval "
-        f"{low + 0.0:.4f} to {high + 0.0:.4f})"
+        f"{abs(difference.loss):.4f} nats per token ({interval})"
     )
 
 

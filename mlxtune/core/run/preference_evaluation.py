@@ -27,6 +27,7 @@ from mlxtune.core.run.evaluation import (
     PreferenceDifference,
     Sums,
     evaluation_of,
+    is_hardly,
     paired_difference,
 )
 from mlxtune.core.steps.batch import predicted_tokens
@@ -112,13 +113,16 @@ def evaluate_preferences(
         margins, after = np.zeros(len(after)), _against_others(gains, adapted.labels == 1)
     ones = np.ones(len(won), dtype=np.int64)
     change = paired_difference(won, wins, ones, seed)
+    low, high = change.low, change.high
+    if change.is_alike:
+        low, high = _bounds(change.loss, len(won), 1.0 if objective.has_pairs else 0.5)
     found = PreferenceDifference(
         objective=objective.description,
         pairs=objective.has_pairs,
         before=float(won.mean()),
         after=float(wins.mean()),
-        low=change.low,
-        high=change.high,
+        low=low,
+        high=high,
         confidence=CONFIDENCE,
         margin_before=float(margins.mean()),
         margin_after=float(after.mean()),
@@ -128,10 +132,21 @@ def evaluate_preferences(
             if after[i] < 0
         ),
     )
-    verdict = HELPED if change.low > 0 else HURT if change.high < 0 else CANNOT_TELL
+    verdict = HELPED if low > 0 else HURT if high < 0 else CANNOT_TELL
     if judged.only_trained or not both or len(won) < FEWEST_ROWS:
         verdict = CANNOT_TELL
-    return replace(evaluation, verdict=verdict, preference=found, preferred=None)
+    hardly = is_hardly(verdict, found.after - found.before)
+    return replace(evaluation, verdict=verdict, hardly=hardly, preference=found, preferred=None)
+
+
+def _bounds(change: float, rows: int, most: float) -> tuple[float, float]:
+    """Return the interval of a change that all rows have alike, each within -`most` and `most`.
+
+    Source: Clopper and Pearson (1934): of rows that none of n is like, there may be a share of
+    1 - (0.05 / 2)^(1 / n), about 3.7 / n.
+    """
+    others = 1 - ((1 - CONFIDENCE) / 2) ** (1 / rows)
+    return change - (change + most) * others, change + (most - change) * others
 
 
 def _ranks(gains: _Floats, good: npt.NDArray[np.bool_]) -> _Floats:

@@ -223,7 +223,7 @@ def _judged(evaluation: Evaluation | None) -> Verdict | None:
     if evaluation is None or evaluation.verdict is None or evaluation.difference is None:
         return None
     # A small gain is no success to show in green.
-    certain = evaluation.verdict == HURT or not evaluation.is_small
+    certain = evaluation.verdict == HURT or not evaluation.hardly
     style, sign = _STYLES[evaluation.verdict if certain else CANNOT_TELL]
     return Verdict(style, f"{sign} {' '.join(map(sentence, verdict_lines(evaluation)))}")
 

@@ -146,9 +146,11 @@ def _figures(evaluation: Evaluation) -> dict[str, str]:
     adapted, change = evaluation.adapted, evaluation.difference
     figures = {"loss of the base model": loss_text(evaluation.base.loss)}
     if adapted is not None and change is not None:
-        interval = f"{signed_loss(change.low)} to {signed_loss(change.high)}"
+        low, high = signed_loss(change.low), signed_loss(change.high)
+        interval = f"{change.confidence:.0%} interval {low} to {high}"
+        interval = "all rows alike" if change.is_alike else interval
         figures["loss with the adapter"] = loss_text(adapted.loss)
-        figures[f"change, {change.confidence:.0%} interval {interval}"] = signed_loss(change.loss)
+        figures[f"change, {interval}"] = signed_loss(change.loss)
     if found := evaluation.preference:
         figures = {
             f"{'chosen answers preferred' if found.pairs else 'good above bad'} before": (

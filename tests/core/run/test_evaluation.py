@@ -244,6 +244,7 @@ def test_lines_say_the_verdict_the_amount_and_the_rows() -> None:
     assert hurt.startswith("the adapter hurt: it adds 14% to the loss of the base model")
     (few,) = verdict_lines(evaluated([-1.0]))
     assert few.startswith("cannot tell whether the adapter helped: ")
+    assert "0.2500 nats per token (no interval: all rows changed alike)" in few
     assert few.endswith("; at least 6 rows are needed")
 
 
@@ -263,7 +264,7 @@ def test_interval_of_a_gain_is_said_from_small_to_large() -> None:
 @pytest.mark.parametrize(("change", "word"), [(-0.07, "hardly helped"), (-0.09, "helped")])
 def test_less_than_a_percent_of_the_loss_hardly_helps(change: float, word: str) -> None:
     found = evaluated([change] * 40)
-    assert found.verdict == "helped"
+    assert (found.verdict, found.hardly) == ("helped", word != "helped")
     assert found.difference
     assert found.difference.share == pytest.approx(change / 8)
     assert verdict_lines(found)[0].startswith(f"the adapter {word}: it takes ")
@@ -330,13 +331,13 @@ def test_each_file_of_several_has_its_verdict() -> None:
     corpus.paths = ["a.jsonl", "b.jsonl"]
     tokens = np.full(13, 4)
     base = Sums(np.full(13, 8.0), tokens)
-    adapted = Sums(base.losses + np.array([-4.0] * 9 + [2.0] * 4), tokens)
+    adapted = Sums(base.losses + np.array([-0.07] * 9 + [2.0] * 4), tokens)
 
     found = evaluation_of(JudgedRows.of(corpus.select(), corpus.identities[[]]), base, adapted, 0)
 
     assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found
     assert file_lines(found) == [
-        "a.jsonl: helped, 2.0000 to 1.0000 on 9 rows",
+        "a.jsonl: hardly helped, 2.0000 to 1.9825 on 9 rows",
         "b.jsonl: cannot tell, 2.0000 to 2.5000 on 4 rows",
     ]
     assert evaluation_lines(found)[3].split() == ["By", "file", *file_lines(found)[0].split()]

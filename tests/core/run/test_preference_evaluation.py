@@ -1,0 +1,63 @@
+"""The verdict on preferences: what a model prefers of held-out rows, before and after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxtune.config import ObjectiveConfig
+from mlxtune.core.data.conversation import CHOSEN, REJECTED
+from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.encode import Example
+from mlxtune.core.objectives.objective import Objective
+from mlxtune.core.run.evaluation import Evaluation, JudgedRows, Sums, verdict_lines
+from mlxtune.core.run.preference_evaluation import AnswerSums, evaluate_preferences
+
+
+def evaluated(before: list[float], after: list[float]) -> Evaluation:
+    """Evaluate pairs with these margins, in nats per token."""
+    tokens, mask = np.arange(6, dtype=np.int32), np.array([0, 0, 1, 1, 1, 1], dtype=np.uint8)
+    examples = [
+        Example(row, tokens + row, mask, 0, role)
+        for row in range(1, len(before) + 1)
+        for role in (CHOSEN, REJECTED)
+    ]
+    rows, counts = Corpus.of(examples).select(), np.full(len(before), 4)
+
+    def sums(margins: list[float]) -> AnswerSums:
+        good, bad = np.full(len(margins), 8.0), 8.0 + 4 * np.array(margins)
+        return AnswerSums(Sums(good, counts), Sums(bad, counts), np.ones(len(margins)))
+
+    judged: Any = JudgedRows.of(rows, np.zeros(0, dtype=np.uint64))
+    dpo = Objective(ObjectiveConfig(objective="dpo"))
+    return evaluate_preferences(judged, dpo, sums(before), sums(after), 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict", "low", "high"),
+    [
+        # The exact bound for none of 10 rows: 1 - 0.025^(1 / 10) = 31%.
+        ([1.0], [2.0], "cannot tell", -0.308, 0.308),
+        ([-1.0], [2.0], "helped", 1 - 2 * 0.308, 1.0),
+        ([1.0], [-2.0], "hurt", -1.0, 2 * 0.308 - 1),
+    ],
+)
+def test_interval_of_rows_that_all_change_alike_is_no_point(
+    before: list[float], after: list[float], verdict: str, low: float, high: float
+) -> None:
+    found = evaluated(before * 10, after * 10)
+
+    assert found.preference is not None
+    assert found.verdict == verdict
+    assert found.preference.low == pytest.approx(low, abs=1e-3)
+    assert found.preference.high == pytest.approx(high, abs=1e-3)
+
+
+def test_points_decide_whether_an_adapter_hardly_helped() -> None:
+    found = evaluated([1.0] * 300 + [-1.0] * 100, [1.0] * 400)
+
+    # The loss of the chosen answers is what it was.
+    assert (found.verdict, found.hardly) == ("helped", False)
+    assert verdict_lines(found)[0].startswith("the adapter helped: it prefers the chosen answer")
