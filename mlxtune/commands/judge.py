@@ -151,7 +151,7 @@ def answer_rows(
     found = Generated(len(samples), ExactMatch(*matches(operator.eq)), samples)
     if match == "exact":
         return found
-    return replace(found, matches=Matches(match, *matches(matcher(match))))
+    return replace(found, matches=Matches(match, *matches(matcher(match, console.warn))))
 
 
 class ValidationAnswers(TrainingObserver):

@@ -1,7 +1,6 @@
 """Options of commands that run a model, or convert an adapter, and of the demo."""
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +107,12 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
         if self.match != "exact" and not self.generate:
             problems += ["--match counts answers: add --generate"]
         if self.match.startswith("regex="):
+            # This import takes time, which few commands need.
+            import regex
+
             try:
-                re.compile(self.match.removeprefix("regex="))
-            except re.error as error:
+                regex.compile(self.match.removeprefix("regex="))
+            except regex.error as error:
                 problems += [f"--match {shorten(self.match)}: is no pattern: {error}"]
         elif self.match not in ("exact", "json", "contains"):
             problems += [

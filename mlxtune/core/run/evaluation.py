@@ -7,7 +7,6 @@ losses, which makes the interval a paired one.
 
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
@@ -23,7 +22,7 @@ from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.run.metrics import perplexity
 from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.core.text import count
-from mlxtune.errors import NonFiniteLossError
+from mlxtune.errors import NonFiniteLossError, shorten
 
 VERDICTS = HELPED, HURT, CANNOT_TELL = "helped", "hurt", "cannot tell"
 RESAMPLES, CONFIDENCE = 10_000, 0.95
@@ -36,6 +35,9 @@ _HARDLY = 0.01
 _TOP_ROWS = 5
 # Row indices drawn at once, over all resamples.
 _DRAWN_AT_ONCE = 1 << 22
+
+# The longest search for a pattern in an answer.
+_SEARCH_SECONDS = 0.5
 
 _Floats = npt.NDArray[np.float64]
 # Returns the summed loss of each example, float64 (B,), and reports how many are done meanwhile.
@@ -116,22 +118,35 @@ class Matches:
     adapted: int | None
 
 
-def matcher(by: str) -> Callable[[str, str], bool]:
+def matcher(
+    by: str, warn: Callable[[str], None] = lambda problem: None
+) -> Callable[[str, str], bool]:
     """Return a function of an answer and the expected one that says whether they match.
 
     With `json` both are JSON of equal values, with `contains` the expected one is part of the
     answer, and with `regex=PATTERN` the pattern finds the same in both: its first group, if it has
-    one. Raises re.error.
+    one. A pattern that takes too long finds nothing, and `warn` is called once. Raises regex.error.
     """
     if by == "json":
         return _same_json
     if by == "contains":
         return lambda answer, expected: expected.strip() in answer
-    pattern = re.compile(by.removeprefix("regex="))
+    # Python's own library searches without an end.
+    import regex
+
+    pattern, slow = regex.compile(by.removeprefix("regex=")), False
 
     def find(text: str) -> str | None:
-        found = pattern.search(text)
-        return None if found is None else found[min(pattern.groups, 1)]
+        nonlocal slow
+        try:
+            found = pattern.search(text, timeout=_SEARCH_SECONDS)
+        except TimeoutError:
+            if not slow:
+                warn(f"--match {shorten(by)}: takes too long on some answers, which do not match")
+            slow = True
+            return None
+        value: str | None = None if found is None else found[min(pattern.groups, 1)]
+        return value
 
     return lambda answer, expected: (found := find(answer)) is not None and found == find(expected)
 

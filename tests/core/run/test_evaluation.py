@@ -13,6 +13,7 @@ import pytest
 
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
+from mlxtune.core.run import evaluation
 from mlxtune.core.run.evaluation import (
     Difference,
     Evaluation,
@@ -314,6 +315,17 @@ def test_answer_matches_by_json_part_or_pattern(
     by: str, answer: str, expected: str, same: bool
 ) -> None:
     assert matcher(by)(answer, expected) is same
+
+
+def test_pattern_without_end_finds_nothing_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "_SEARCH_SECONDS", 0.01)
+    warnings: list[str] = []
+    same = matcher("regex=(x|x)+y", warnings.append)
+    assert not same("x" * 40, "xy")
+    assert not same("x" * 40, "xy")
+    assert warnings == [
+        "--match 'regex=(x|x)+y': takes too long on some answers, which do not match"
+    ]
 
 
 def test_matches_stand_in_the_verdict_and_in_json_only_if_counted() -> None:
