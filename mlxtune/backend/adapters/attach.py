@@ -14,6 +14,7 @@ from mlxtune.backend.adapters.files import (
     adapter_header,
     check_shapes,
     find_adapter,
+    misfit,
     module_names,
     options_of,
     read_info,
@@ -71,7 +72,7 @@ def load_adapted(base: BaseModel, adapter: str) -> Adapted:
     bases, modules = dict(base.model.named_modules()), {}
     for name in names:
         if (module := bases.get(name)) is None:
-            raise ModelError(f"{weights}: does not fit the model, which has no {name:.200}")
+            raise misfit(weights, info.model, f"it has no {name:.200}")
         if not isinstance(module, PROJECTIONS):
             raise ModelError(
                 f"{weights}: has LoRA on {name}, which is not a projection: "
@@ -80,7 +81,7 @@ def load_adapted(base: BaseModel, adapter: str) -> Adapted:
         modules[name] = lora_layer(module, name, info.rank, info.scale, config, dropout_keys)
     base.model.freeze()
     base.model.update_modules(tree_unflatten(list(modules.items())))
-    check_shapes(weights, header, trained_tensors(base.model))
+    check_shapes(weights, header, trained_tensors(base.model), info.model)
     base.model.update(tree_unflatten(list(read_tensors(weights).items())))
     for module in modules.values():
         if isinstance(module, DoRALinear):

@@ -286,9 +286,12 @@ def _sort_metadata(content: bytes) -> bytes:
 
 
 def check_shapes(
-    path: Path, tensors: Mapping[str, TensorInfo], expected: Mapping[str, Any]
+    path: Path, tensors: Mapping[str, TensorInfo], expected: Mapping[str, Any], base: str = ""
 ) -> None:
-    """Raise ModelError, naming every tensor whose shape is not the expected one."""
+    """Raise ModelError, naming a tensor whose shape is not the expected one.
+
+    `base` is the name of the model on which an adapter was made, if it is known.
+    """
     shapes, needed = (
         {name: tuple(value.shape) for name, value in each.items()} for each in (tensors, expected)
     )
@@ -298,7 +301,14 @@ def check_shapes(
         if needed.get(name) != shapes.get(name)
     ]
     if problems:
-        raise ModelError(f"{path}: does not fit the model: {'; '.join(problems)}")
+        more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise misfit(path, base, f"{problems[0]:.300}{more}")
+
+
+def misfit(path: Path, base: str, problem: str) -> ModelError:
+    """Return the error for an adapter that was made on another model than the one at hand."""
+    made = f"was made on another model, {base:.200}, and " if base else ""
+    return ModelError(f"{path}: {made}does not fit the model: {problem}")
 
 
 def module_names(weights: Path, tensors: Mapping[str, TensorInfo], info: AdapterInfo) -> list[str]:

@@ -57,12 +57,13 @@ def initialise(model: nn.Module, lora: LoRASummary) -> str | None:
 
 
 def _start_from(weights: Path, model: nn.Module, lora: LoRASummary) -> None:
-    if problems := _disagreements(read_info(weights), lora):
+    info = read_info(weights)
+    if problems := _disagreements(info, lora):
         raise ModelError(
             f"--init-adapter {weights}: {'; '.join(problems)}: leave these options out to use "
             "the adapter's"
         )
-    check_shapes(weights, adapter_header(weights), adapter_tensors(model, lora))
+    check_shapes(weights, adapter_header(weights), adapter_tensors(model, lora), info.model)
     updates = dict(read_mlx_lm(weights).modules)
     for name, module in adapted_modules(model).items():
         try:
