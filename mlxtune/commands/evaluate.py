@@ -10,7 +10,12 @@ from mlxtune.commands.judge import answer_rows, compare_losses
 from mlxtune.commands.prepare.base import with_base_model
 from mlxtune.commands.prepare.dataset import Reader, load_dataset, report_findings, with_hub_data
 from mlxtune.commands.prepare.keywords import takes_options
-from mlxtune.commands.prepare.model import find_model, load_model, prompted_as_trained
+from mlxtune.commands.prepare.model import (
+    find_model,
+    judged_as_trained,
+    load_model,
+    prompted_as_trained,
+)
 from mlxtune.config import EvalConfig, ObjectiveConfig
 from mlxtune.core.data.sources.datafiles import held_out_file
 from mlxtune.core.objectives.objective import Objective
@@ -30,12 +35,17 @@ def evaluate(config: EvalConfig) -> Evaluation:
 
     Raises a child of MlxTuneError for errors in options, files or the model.
     """
-    config = with_base_model(config)
+    given = config.given
+    config = judged_as_trained(with_base_model(config), given)
     folder = find_model(config)
     config = with_hub_data(prompted_as_trained(config), RunConsole(quiet=config.quiet))
+    objective = Objective(config.part(ObjectiveConfig))
     reading = config.reading(data=_data_files(config))
     operations.load_ahead(folder)
     with closing(RunConsole(quiet=config.quiet)) as console:
+        if not objective.is_sft:
+            source = "" if "objective" in given else ", as in training"
+            console.say("Objective", f"{objective.description}{source}")
         reader = Reader(reading, folder, console.on_encoding)
         dataset = load_dataset(reading, reader)
         report_findings(dataset, console)
@@ -51,7 +61,6 @@ def evaluate(config: EvalConfig) -> Evaluation:
             generated = answer_rows(
                 loaded, reader.tokenizer, judged.rows, longest, console, config.match
             )
-        objective = Objective(config.part(ObjectiveConfig))
         evaluation = compare_losses(loaded, judged, config.seed, console, objective=objective)
         return replace(evaluation, generated=generated)
 

@@ -100,7 +100,7 @@ def write_package(
             f"the base model is known here as {base} only: with --base-model owner/name, others "
             "find it"
         )
-    known = ("base", "prompt", "rank", "alpha", "rslora", "init", "target_ranks")
+    known = ("base", "prompt", "objective", "rank", "alpha", "rslora", "init", "target_ranks")
     own = source.adapter.settings.get("mlxtune", {})
     settings = {"mlxtune": {name: own[name] for name in known if name in own}}
     adapter = replace(source.adapter, model=base, settings=settings)

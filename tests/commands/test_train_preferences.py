@@ -61,7 +61,9 @@ def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_dpo_starts_at_the_logarithm_of_two_and_learns(folder: Path, tmp_path: Path) -> None:
+def test_dpo_starts_at_the_logarithm_of_two_and_learns(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = train(config(folder, tmp_path / "out", "dpo", epochs=3))
     found = records(tmp_path / "out")
     assert found[0]["kind"] == "validation"
@@ -78,10 +80,9 @@ def test_dpo_starts_at_the_logarithm_of_two_and_learns(folder: Path, tmp_path: P
             str(folder / "model"),
             data=(str(folder / "pairs.jsonl"),),
             adapter=str(tmp_path / "out"),
-            objective="dpo",
-            quiet=True,
         )
     )
+    assert "Objective   dpo, beta 0.1, as in training" in capsys.readouterr().err
     assert again.preference is not None
     assert again.preference.after == verdict.preference.after
     data = (str(folder / "pairs.jsonl"),)

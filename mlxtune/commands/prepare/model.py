@@ -1,6 +1,7 @@
 """The model of a command: opened and given LoRA to train, or loaded with its adapter to run."""
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +25,7 @@ from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
 from mlxtune.commands.prepare.dataset import Reader, template_text
 from mlxtune.commands.prepare.memory import confirm, recorded_memory
-from mlxtune.config import AnswerConfig, ObjectiveConfig, TrainConfig, UseConfig
+from mlxtune.config import AnswerConfig, EvalConfig, ObjectiveConfig, TrainConfig, UseConfig
 from mlxtune.config.data import TEMPLATES
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.objectives.objective import Objective
@@ -35,6 +36,7 @@ from mlxtune.views.console import RunConsole
 
 # Options that decide the form of a prompt.
 _PROMPT = ("template", "thinking", "merge_system")
+_OBJECTIVE = {field.name: field.default for field in dataclasses.fields(ObjectiveConfig)}
 
 U = TypeVar("U", bound=UseConfig)
 
@@ -81,7 +83,7 @@ def build_pipeline(
         fresh=resume is None,
         initial_hash=resumed.get("init_adapter_hash"),
         provenance=provenance,
-        base_record=loading.base_record(base) | {"prompt": _prompt_options(config)},
+        base_record=loading.base_record(base) | _trained_as(config),
         warn=console.warn,
         workers=workers,
         objective=Objective(config.part(ObjectiveConfig)),
@@ -132,13 +134,35 @@ def prompted_as_trained(config: U) -> U:
     """
     if config.adapter is None or _prompt_options(config):
         return config
-    weights = find_adapter(config.adapter)
-    trained = read_info(weights).mlxtune.get("prompt")
+    return _with_recorded(config, config.adapter, "prompt", _PROMPT)
+
+
+def judged_as_trained(config: EvalConfig, given: Collection[str]) -> EvalConfig:
+    """Return the options with the adapter's objective and its options, unless it is `given`.
+
+    Raises ModelError.
+    """
+    if config.adapter is None or "objective" in given:
+        return config
+    return _with_recorded(config, config.adapter, "objective", _OBJECTIVE.keys() - given)
+
+
+def _with_recorded(config: U, adapter: str, record: str, names: Collection[str]) -> U:
+    """Return the options with the ones of these names that an adapter records."""
+    weights = find_adapter(adapter)
+    trained = read_info(weights).mlxtune.get(record)
     known = trained if isinstance(trained, Mapping) else {}
     try:
-        return replace(config, **{name: known[name] for name in _PROMPT if name in known})
+        return replace(config, **{name: known[name] for name in names if name in known})
     except ConfigError as error:
         raise ModelError(f"{weights}: its config is damaged: {one_line(error)}") from error
+
+
+def _trained_as(config: TrainConfig) -> dict[str, Any]:
+    """Return the options that an adapter records for the commands that use it."""
+    own = ((name, getattr(config, name)) for name in _OBJECTIVE)
+    objective = {name: value for name, value in own if value != _OBJECTIVE[name]}
+    return {"prompt": _prompt_options(config)} | ({"objective": objective} if objective else {})
 
 
 def _prompt_options(config: UseConfig | TrainConfig) -> dict[str, Any]:
