@@ -28,6 +28,7 @@ from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.formats import read_rows
 from mlxtune.core.data.ledger import EncodedFile, Ledger
 from mlxtune.core.data.model_template import ModelTemplate
+from mlxtune.core.data.places import shown
 from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, RowTally, SkippedRows
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
 from mlxtune.core.data.template import END_OF_TURN, TEMPLATES
@@ -341,13 +342,13 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
     for path in paths.all:
         file = reader.encode(path)
         cut = file.arrays.cut(config.max_seq_len, at=config.cut)
-        ledger = file.account(cut, titles.get(path))
+        ledger = file.account(cut, titles.get(path, shown(path)))
         _check_usable(file, ledger, config)
         files.append(file)
         cuts.append(cut)
         ledgers.append(ledger)
     first = len(paths.train)
-    names = list(map(str, paths.all))
+    names = list(map(shown, paths.all))
     corpus = Corpus(cuts[:first], names[:first], weights)
     for ledger, weight in zip(ledgers, weights, strict=False):
         ledger.weight = weight
@@ -403,7 +404,7 @@ def _check_corpus(
         skipped = [file.skipped for file in files if file.skipped.total]
         others = f"; {sum(each.total for each in skipped)} others were skipped, the first: "
         raise DataError(
-            f"{', '.join(config.data)}: {kind}: {SPLIT_ADVICE}"
+            f"{', '.join(map(shown, config.data))}: {kind}: {SPLIT_ADVICE}"
             f"{others + skipped[0].first() if skipped else ''}"
         )
     vocab_size = reader.vocab_size

@@ -4,20 +4,23 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import suppress
 from functools import wraps
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlxtune.config import user_cache
 from mlxtune.config.fields import Checked
-from mlxtune.core.files.files import make_folder, write_file
+from mlxtune.core.data.cache import least_used
+from mlxtune.core.data.places import rows_folder
+from mlxtune.core.files.files import make_folder, mark_used, write_file
+from mlxtune.core.text import byte_size
 from mlxtune.errors import ConfigError, DataError
 
 Result = TypeVar("Result")
-# Rows from Python are kept here, by their content, so that a run can be resumed and verified.
-_FOLDER = "rows"
+# The most rows, and bytes of them, of an iterable that may have no end.
+_MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
 _VALIDATION = ("validation", "valid", "val")
 
 
@@ -54,7 +57,10 @@ def takes_options(
 
 
 def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options in which rows are files in the user's cache. Raises DataError."""
+    """Return options in which rows are files in the user's cache. Raises DataError.
+
+    They are kept there by their content, so that a run can be resumed and verified.
+    """
     changed = dict(options)
     data = changed.get("data")
     if isinstance(data, Mapping) and "train" in data and _is_rows(data["train"]):
@@ -65,11 +71,11 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
             changed.setdefault("val_data", validation)
     for name in ("data", "val_data"):
         if _is_rows(changed.get(name)):
-            found = iter(changed[name])
+            found = iter(value := changed[name])
             start = next(found, None)
-            every = [] if start is None else chain([start], found)
+            every: Any = value if isinstance(value, Sized) else chain([start], found)
             if start is None or isinstance(start, Mapping):
-                changed[name] = str(_saved(every, name))
+                changed[name] = str(_saved([] if start is None else every, name))
             else:
                 changed[name] = list(every)
     return changed
@@ -87,21 +93,40 @@ def _saved(rows: Iterable[Any], name: str) -> Path:
     digest = hashlib.sha256()
     for line in lines:
         digest.update(line)
-    path = user_cache() / _FOLDER / f"{digest.hexdigest()[:16]}.jsonl"
-    if not path.exists():
+    path = rows_folder() / f"{name}-{digest.hexdigest()[:16]}.jsonl"
+    if path.exists():
+        mark_used(path)
+    else:
         make_folder(path.parent)
         write_file(path, lines)
+        _prune(path)
     return path
 
 
+def _prune(keep: Path) -> None:
+    """Remove the least recently used rows, of runs that are long done."""
+    with suppress(OSError):  # removed by another process
+        files = [(file.stat(), file) for file in keep.parent.glob("*.jsonl")]
+        for each in least_used([(at.st_mtime, file, at.st_size) for at, file in files], keep):
+            each.unlink()
+
+
 def _lines(rows: Iterable[Any], name: str) -> Iterator[bytes]:
+    size, endless = 0, not isinstance(rows, Sized)
     for number, row in enumerate(rows, start=1):
+        if endless and (number > _MOST_ROWS or size > _MOST_BYTES):
+            raise DataError(
+                f"{name}: {number - 1:,} rows read, {byte_size(size)}, and no end: end the "
+                "iterable (itertools.islice), or write its rows to a file and name that"
+            )
         if not isinstance(row, Mapping):
             raise DataError(f"{name}: row {number} is no dictionary: {row!r:.60}")
         try:
             # In a table of columns, None is a missing value.
             present = {key: value for key, value in row.items() if value is not None}
-            yield json.dumps(present, ensure_ascii=False, default=_plain).encode() + b"\n"
+            line = json.dumps(present, ensure_ascii=False, default=_plain).encode() + b"\n"
+            size += len(line)
+            yield line
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"{name}: row {number} is not JSON: {error}") from error
 

@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -86,13 +86,18 @@ def _prune(cache: Path, keep: Path) -> None:
         with suppress(OSError):  # removed by another process
             size = sum(file.stat().st_size for file in checksums.parent.iterdir())
             entries.append((checksums.stat().st_mtime, checksums.parent, size))
-    total = sum(size for _, _, size in entries)
-    for _, entry, size in sorted(entries):
-        if total <= MAX_BYTES:
-            break
-        if entry != keep:
-            _remove(entry)
+    for entry in least_used(entries, keep):
+        _remove(entry)
+
+
+def least_used(entries: Iterable[tuple[float, Path, int]], keep: Path) -> Iterator[Path]:
+    """Yield the entries of a cache beyond MAX_BYTES: (time of their last use, path, size)."""
+    oldest = sorted(entries)
+    total = sum(size for _, _, size in oldest)
+    for _, entry, size in oldest:
+        if total > MAX_BYTES and entry != keep:
             total -= size
+            yield entry
 
 
 def _remove(entry: Path) -> None:

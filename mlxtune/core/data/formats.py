@@ -20,7 +20,7 @@ from mlxtune.config.data import MESSAGE_NAMES, ROW_NAMES
 from mlxtune.config.objective import LABELLED, PAIRED
 from mlxtune.core.data.conversation import Conversation, Document, parse_conversation, parse_tools
 from mlxtune.core.data.encode import Row
-from mlxtune.core.data.places import where
+from mlxtune.core.data.places import shown, where
 from mlxtune.core.data.preferences import label_of, read_labelled, read_pair, read_preferred
 from mlxtune.core.data.problems import BadRow, SkippedRows, json_type, parse_json
 from mlxtune.core.data.sources.datafiles import read_objects
@@ -91,8 +91,8 @@ def read_rows(
             bad += 1
             if bad % _MANY == 0 and bad > _MOST_BAD * (bad + good):
                 raise DataError(
-                    f"{path}: {bad:,} of its first {bad + good:,} rows cannot be trained on; the "
-                    f"first: {skipped.first()}"
+                    f"{shown(path)}: {bad:,} of its first {bad + good:,} rows cannot be trained "
+                    f"on; the first: {skipped.first()}"
                 ) from problem
         else:
             good += 1

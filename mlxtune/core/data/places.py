@@ -3,6 +3,7 @@
 import zlib
 from pathlib import Path
 
+from mlxtune.config import user_cache
 from mlxtune.core.files.reading import open_regular, open_zipped
 
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -10,13 +11,25 @@ GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
 _HEAD_BYTES = 8192
 
 
+def rows_folder() -> Path:
+    """Return the folder of rows that came from Python, each file named `data-HASH.jsonl`."""
+    return user_cache() / "rows"
+
+
+def shown(path: str | Path) -> str:
+    """Return the name of a file in messages: of rows that came from Python, their keyword."""
+    file = Path(path)
+    return file.name.partition("-")[0] if file.parent == rows_folder() else str(path)
+
+
 def where(path: str | Path, row: int) -> str:
     """Return `path:26` for a row that is a line, `path[26]` for an element; both count from 1."""
+    name = shown(path)
     try:
-        head = read_head(Path(path))
+        head = b"[" if name != str(path) else read_head(Path(path))
     except (OSError, ValueError, EOFError, zlib.error):
         head = b""
-    return f"{path}[{row}]" if has_elements(head) else f"{path}:{row}"
+    return f"{name}[{row}]" if has_elements(head) else f"{name}:{row}"
 
 
 def has_elements(head: bytes) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.data.places import where
+from mlxtune.core.data.places import shown, where
 
 BAD_ARGUMENTS = "arguments of a tool call that are not JSON"
 CONTROL_TOKEN = "control token written in content"
@@ -114,7 +114,7 @@ class SkippedRows(RowTally):
             for row, detail in places:
                 yield f"{where(self.path, row)}: {BadRow(kind, detail)}; row skipped"
             if (more := self.counts[kind] - len(places)) > 0:
-                yield f"{self.path}: {more} more rows skipped: {kind}"
+                yield f"{shown(self.path)}: {more} more rows skipped: {kind}"
 
     def first(self) -> str:
         """Return `path:line: reason` for the first row that was skipped."""

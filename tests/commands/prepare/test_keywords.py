@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,12 @@ import numpy as np
 import pytest
 
 import mlxtune
+from mlxtune.commands.prepare import keywords
 from mlxtune.commands.prepare.keywords import takes_options, with_rows
 from mlxtune.config import TrainConfig
+from mlxtune.core.data import cache, places
+from mlxtune.core.data.places import where
+from mlxtune.core.data.problems import BadRow, SkippedRows
 from mlxtune.errors import ConfigError, DataError
 from tests.models import sums
 
@@ -78,6 +83,30 @@ def test_rows_that_are_none_are_named(rows: list[Any], problem: str) -> None:
     assert str(raised.value) == problem
 
 
+def test_rows_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keywords, "_MOST_ROWS", 3)
+    with pytest.raises(DataError, match=r"^data: 3 rows read, 107 B, and no end: end the iter"):
+        with_rows({"data": cycle(ROWS)})
+    assert len(read(with_rows({"data": ROWS * 2})["data"])) == 4
+
+
+def test_rows_are_named_by_their_keyword_and_pruned(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(places, "user_cache", lambda: tmp_path)
+    first = Path(with_rows({"data": ROWS})["data"])
+    assert (where(first, 2), where(tmp_path / first.name, 2)) == (
+        "data[2]",
+        f"{tmp_path / first.name}:2",
+    )
+    skipped = SkippedRows(first, places_per_kind=0)
+    skipped.add(1, BadRow("empty"))
+    assert list(skipped.warnings()) == ["data: 1 more rows skipped: empty"]
+    monkeypatch.setattr(cache, "MAX_BYTES", first.stat().st_size)
+    second = Path(with_rows({"val_data": ROWS})["val_data"])
+    assert [second] == list(first.parent.iterdir())
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     found = with_rows({"data": [{"label": np.bool_(True), "ids": np.arange(2)}]})
 
@@ -105,3 +134,4 @@ def test_run_from_python_calls_back_after_steps_and_validations(
     assert result.training is not None
     assert [(each.step, each.val_loss) for each in result.training.validations] == validations
     assert mlxtune.plan(model_path=model, data=rows).steps == 2
+    assert [ledger.path for ledger in result.ledgers] == ["data"]
