@@ -18,7 +18,9 @@ from mlxtune.views.visible import escape
 _PIPE_WIDTH = 10_000
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # A narrow terminal does without these columns, the first of them first.
-_DISPENSABLE = ("train", "tok/s", "model", "data", "started", "steps", "curve", "val loss")
+_DISPENSABLE = (
+    *("train", "tok/s", "model", "data", "started", "objective", "steps", "curve", "val loss"),
+)
 _MOST_NAME = 32
 
 
@@ -49,6 +51,8 @@ def show_runs(runs: Sequence[RunView], console: Console) -> None:
     """
     rows = [_cells(each) for each in runs]
     columns = list(rows[0])
+    if all(each.objective == "sft" for each in runs):
+        columns.remove("objective")
     unlimited = console.options.update(width=_PIPE_WIDTH)
     for name in ("", *_DISPENSABLE):
         columns = [each for each in columns if each != name]
@@ -82,6 +86,7 @@ def _cells(run: RunView) -> dict[str, str]:
         "started": minute_of(run.started) or "–",
         "model": escape(run.model) or "–",
         "data": escape(run.data[0]) + more if run.data else "–",
+        "objective": escape(run.objective),
         "steps": run.steps,
         "train": loss_text(run.train_loss),
         "val loss": f"{loss_text(before)} → {loss_text(best)}" if validated else "–",

@@ -51,6 +51,16 @@ def test_list_has_all_columns_where_there_is_room(runs: list[RunView]) -> None:
     assert "damaged" not in rest
 
 
+def test_objective_has_a_column_if_a_run_has_another(runs: list[RunView]) -> None:
+    mixed = [replace(runs[0], objective="dpo"), *runs[1:]]
+    for width in (80, 120):
+        header, first, second, *_ = shown(mixed, width)
+        at = header.index("objective")
+        assert first[at:].split()[0] == "dpo"
+        assert second[at:].split()[0] == "sft"
+        assert "val loss" in header and max(map(cell_len, (header, first, second))) <= width
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
 def test_table_fits_the_terminal_and_keeps_what_matters(runs: list[RunView], width: int) -> None:
     lines = shown(runs, width)

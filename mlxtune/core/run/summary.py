@@ -84,6 +84,7 @@ class RunView:
     last_val_loss: float | None
     best_place: str
     judged: Verdict | None
+    objective: str = "sft"
 
     @classmethod
     def of(cls, run: Run) -> RunView:
@@ -122,6 +123,7 @@ class RunView:
             last_val_loss=progress.epochs[-1].val_loss if progress.epochs else None,
             best_place=progress.best_place,
             judged=_judged(run.evaluation),
+            objective=text(run.config, "objective") or "sft",
         )
 
     @property
