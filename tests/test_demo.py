@@ -24,7 +24,7 @@ ROWS = (DATA / "bookings.jsonl").read_text(encoding="utf-8").splitlines()
 TEST_ROWS = (DATA / "bookings_test.jsonl").read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize(("name", "steps"), [("demo-qwen3", 20), long("demo-gemma3", 40)])
+@pytest.mark.parametrize(("name", "steps"), [("demo-qwen3", 12), long("demo-gemma3", 40)])
 def test_demo_model_learns_in_a_few_steps(name: str, steps: int, tmp_path: Path) -> None:
     result = train(
         TrainConfig(

@@ -10,7 +10,9 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +26,7 @@ from mlxtune.benchmark import worker as bench_worker
 from mlxtune.benchmark.bench import bench as run_bench
 from mlxtune.benchmark.bench import first_steps
 from mlxtune.benchmark.result import BenchmarkRun, TimedStep
+from mlxtune.cli import main
 from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import BenchConfig, TrainConfig
 from mlxtune.core.training.trainer import InstructTrainer
@@ -68,7 +71,10 @@ def compared(
     chat = write_chat(folder / "chat.jsonl", sums(20))
     work = ["--model-path", model, "--data", chat, "--steps", 3, "--max-seq-len", 64, "--lr", 0.01]
     further = ["--against", "mlx-lm", "--repeats", 1, "--json", folder / "new" / "bench.json"]
-    outcome = finish(start("bench", *work, *further))
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as exit_:
+        main(["bench", *map(str, [*work, *further])])
+    outcome = Outcome(int(exit_.value.code or 0), out.getvalue(), err.getvalue())
     assert outcome.code == 0, outcome.err
     return outcome, json.loads((folder / "new" / "bench.json").read_text())
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.command import Cli, files_in
+from tests.slow import slow
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +195,7 @@ def run_as_planned(step: Any, base: Any, pipeline: Any, work: Any, plan: Any, *_
     return plan
 
 
-@pytest.mark.parametrize("info", ["max_recommended_working_set_size", "total_memory"])
+@pytest.mark.parametrize("info", ["max_recommended_working_set_size", slow("total_memory")])
 def test_gain_of_a_larger_limit_is_said_and_kept(
     plan: Cli, train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, info: str
 ) -> None:

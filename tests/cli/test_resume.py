@@ -228,10 +228,11 @@ def test_unfinished_run_is_not_overwritten_unless_asked(train: Cli, stopped: Pat
     assert "--overwrite" in error
     assert (stopped / "metrics.jsonl").read_bytes() == before
 
-    assert train(*OPTIONS, "--overwrite").code == 0
+    short = (*OPTIONS, "--max-steps", 1)
+    assert train(*short, "--overwrite").code == 0
     assert (stopped / "previous-1" / "metrics.jsonl").read_bytes() == before
     # Now it is finished, and gives way by itself.
-    assert train(*OPTIONS).code == 0
+    assert train(*short).code == 0
 
 
 def test_damaged_checkpoint_is_passed_over_and_named(cli: Cli, stopped: Path, output: Path) -> None:
@@ -244,8 +245,7 @@ def test_damaged_checkpoint_is_passed_over_and_named(cli: Cli, stopped: Path, ou
     assert output.is_file()
 
 
-def test_finished_run_is_finished_also_when_resumed(cli: Cli, train: Cli, output: Path) -> None:
-    assert train(*OPTIONS).code == 0
+def test_finished_run_is_finished_also_when_resumed(cli: Cli, own_run: Path, output: Path) -> None:
     adapter = output.read_bytes()
     output.unlink()
     assert cli("train", "--resume", output.parent).code == 0

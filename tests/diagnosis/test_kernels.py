@@ -62,7 +62,6 @@ def test_wrong_gated_delta_rule_is_found(
     monkeypatch: pytest.MonkeyPatch, dtype: str, factor: float
 ) -> None:
     only("gated delta rule", monkeypatch)
-    assert failed(dtype) == []
     rule = mx.fast.gated_delta_update
 
     def wrong(q: mx.array, *rest: mx.array) -> Any:
@@ -77,7 +76,7 @@ def test_card_has_no_gated_delta_rule_to_prove(monkeypatch: pytest.MonkeyPatch) 
     only("gated delta rule", monkeypatch)
     monkeypatch.setattr(kernels, "on_cpu", lambda: False)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    assert list(kernel_checks("float32"))
+    assert next(iter(kernel_checks("float32")), None)
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     assert list(kernel_checks("float32")) == []
 

@@ -33,6 +33,7 @@ from tests.backend.conftest import fill_lora_b
 from tests.backend.step.executions import PLAIN, model_folder
 from tests.experts import EXPERTS
 from tests.models import write_model
+from tests.slow import slow
 
 WAYS = {
     "plain": PLAIN,
@@ -80,7 +81,10 @@ def close(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
 
 @pytest.mark.parametrize(
     ("architecture", "name"),
-    [*(("llama", name) for name in FORMATS), ("qwen3", "4"), ("gemma3_text", "nf4")],
+    [
+        *(("llama", "mxfp4"), ("qwen3", "4"), ("gemma3_text", "nf4")),
+        *(slow("llama", name) for name in FORMATS if name != "mxfp4"),
+    ],
 )
 def test_lora_learns_what_it_learns_on_the_dequantised_weights(
     architecture: str, name: str

@@ -24,6 +24,7 @@ from mlxtune.errors import ModelError
 from tests.backend.conftest import random_examples
 from tests.backend.step.test_pipeline_resume import STEPS, STOP, state, take
 from tests.models import write_model
+from tests.slow import slow
 
 FAMILY: dict[str, dict[str, Any]] = {
     "DoRA": {"dora": True, "dropout": 0.1},
@@ -49,8 +50,11 @@ def pipeline(folder: Path, how: Execution, *, fresh: bool = True, **options: Any
 
 @pytest.mark.parametrize(
     ("member", "how"),
-    [(member, Execution(MLX)) for member in FAMILY]
-    + [(member, Execution(CPU)) for member in ("PiSSA", "all")],
+    [
+        *((member, Execution(MLX)) for member in ("PiSSA with ranks", "all")),
+        *(slow(member, Execution(MLX)) for member in ("DoRA", "LoRA+", "PiSSA")),
+        *(("PiSSA", Execution(CPU)), slow("all", Execution(CPU))),
+    ],
 )
 def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
     folder: Path, tmp_path: Path, member: str, how: Execution, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +129,20 @@ def test_run_that_goes_on_keeps_its_start(model: Path, chat: Path, tmp_path: Pat
     assert (summary.status, summary.step) == ("finished", 12)
 
 
+@pytest.fixture(scope="module")
+def stopped(model: Path, chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was stopped before its last step, which tests copy."""
+    folder = tmp_path_factory.mktemp("stopped")
+    with pytest.raises(TrainingInterrupted):
+        recipe(config(model, chat, folder), stop_after=7)
+    return folder
+
+
 @pytest.mark.parametrize("damage", [None, "{", "[]", '{"started_at": 7}'])
 def test_run_goes_on_whatever_became_of_what_it_had_said(
-    model: Path, chat: Path, tmp_path: Path, damage: str | None
+    stopped: Path, tmp_path: Path, damage: str | None
 ) -> None:
-    with pytest.raises(TrainingInterrupted):
-        recipe(config(model, chat, tmp_path), stop_after=7)
+    shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     said = tmp_path / "checkpoints" / "run.json"
     said.unlink()
     if damage is not None:
