@@ -31,13 +31,6 @@ settings.load_profile("same")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | os.environ
 
-    # MLX hands each operation to another thread, which wakes in half the time on the same core.
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        share = max(1, len(cores) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
-        first = share * int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(cores)
-        os.sched_setaffinity(0, cores[first : first + share])
-
 # Without it, every process that tests start would compile the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False

@@ -41,6 +41,7 @@ def test_help_shows_public_names_only() -> None:
     assert {"bench", "demo", "plan", "train"} <= set(functions)
 
 
+@pytest.mark.slow
 def test_recipe_is_the_function_however_it_is_imported() -> None:
     code = (
         "import mlxtune.commands.train; from types import FunctionType\n"

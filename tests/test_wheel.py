@@ -76,6 +76,7 @@ def without_the_clone() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
+@pytest.mark.slow
 def test_installed_package_finds_the_demo_that_it_carries(installed: Path, tmp_path: Path) -> None:
     script = "from mlxtune import DemoConfig as D; run = D().training(); print(run.model_path)"
     command = [installed.with_name("python"), "-c", f"{script}; print(*run.data)"]
@@ -91,7 +92,11 @@ def test_installed_package_finds_the_demo_that_it_carries(installed: Path, tmp_p
 @pytest.mark.slow
 def test_demo_runs_from_the_wheel_alone(installed: Path, tmp_path: Path) -> None:
     process = subprocess.run(
-        [installed, "demo"], cwd=tmp_path, env=without_the_clone(), capture_output=True, text=True
+        [installed, "demo", "--max-steps", "50"],
+        cwd=tmp_path,
+        env=without_the_clone(),
+        capture_output=True,
+        text=True,
     )
     assert process.returncode == 0, process.stderr
     assert (tmp_path / "mlxtune-demo" / "adapters.safetensors").is_file()

@@ -13,8 +13,10 @@ import pytest
 from tests.paths import ROOT, SHARED
 
 # What trains on MLX's operations, from the step to the command.
-CORE = ("tests/cli/test_not_finite.py",)
-SLOW = ("tests/backend/step/test_execution.py::test_step_equals_the_plain_one",)
+CORE = (
+    "tests/cli/test_not_finite.py",
+    "tests/backend/step/test_execution.py::test_step_equals_the_plain_one",
+)
 LONG = (
     *("tests/backend/step/test_pipeline.py", "tests/backend/step/test_execution.py"),
     *("tests/core", "tests/config", "tests/views", "tests/commands", "tests/cli"),
@@ -44,13 +46,9 @@ def run_tests(copy: Path, *tests: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_core_of_the_suite_runs_without_the_cpus_operations(copy: Path) -> None:
     run_tests(copy, *CORE)
-
-
-@pytest.mark.slow
-def test_steps_need_none_of_the_cpus_operations(copy: Path) -> None:
-    run_tests(copy, *SLOW)
 
 
 @pytest.mark.long

@@ -61,7 +61,7 @@ def started_apart(folder: Path, first: list[object], second: list[object]) -> li
     return lines(run(2, ["bash", script], folder / "log", timeout=120))
 
 
-@pytest.mark.parametrize("place", ["encoding", "loading", "first step"])
+@pytest.mark.parametrize("place", ["encoding", long("loading"), "first step"])
 @pytest.mark.parametrize("worker", [long(0), 1])
 def test_worker_that_is_killed_before_anything_is_saved_is_named(
     tmp_path: Path, worker: int, place: str
@@ -144,19 +144,19 @@ HOSTS = '[["127.0.0.1:PORT"],["127.0.0.1:NEXT"]]'
     "rank, hosts, problem",
     [
         ("x", HOSTS, "MLX_RANK: 'x' is no number of a worker"),
-        ("-1", HOSTS, "MLX_RANK: '-1' is no number"),
-        ("", HOSTS, "MLX_RANK: '' is no number"),
-        ("9" * 20, HOSTS, "is no number of a worker"),
+        long("-1", HOSTS, "MLX_RANK: '-1' is no number"),
+        long("", HOSTS, "MLX_RANK: '' is no number"),
+        long("9" * 20, HOSTS, "is no number of a worker"),
         ("5", HOSTS, "the other workers cannot be reached: "),
         ("0", "x", "the other workers cannot be reached: "),
-        ("0", "[1, 2]", "the other workers cannot be reached: "),
-        ("0", "1", "the other workers cannot be reached: "),
-        ("0", '{"a": ["127.0.0.1:PORT"]}', "the other workers cannot be reached: "),
+        long("0", "[1, 2]", "the other workers cannot be reached: "),
+        long("0", "1", "the other workers cannot be reached: "),
+        long("0", '{"a": ["127.0.0.1:PORT"]}', "the other workers cannot be reached: "),
         ("0", "[[], []]", "the other workers cannot be reached: "),
-        ("0", '[["127.0.0.1"], ["127.0.0.1:1"]]', "the other workers cannot be reached"),
+        long("0", '[["127.0.0.1"], ["127.0.0.1:1"]]', "the other workers cannot be reached"),
         # Without any host, this process is alone.
         ("0", "[]", "no such folder"),
-        ("0", "{}", "no such folder"),
+        long("0", "{}", "no such folder"),
     ],
 )
 def test_ranks_and_hosts_that_lie_end_in_a_line(

@@ -292,6 +292,7 @@ def test_dump_is_exactly_what_train_gives_the_model(
 # Without what is not needed
 
 
+@pytest.mark.slow
 def test_process_of_its_own_loads_no_model(light: Path, chat: Path, tmp_path: Path) -> None:
     code = (
         "import sys\n"

@@ -15,6 +15,7 @@ from mlxtune.backend.adapters.initialise import with_adapter
 from mlxtune.errors import ConfigError, ModelError, TrainingInterrupted
 from tests.command import Cli
 from tests.models import sums, write_chat
+from tests.slow import slow_except
 
 MEMBERS: dict[str, dict[str, Any]] = {
     "dora": {"dora": True, "rslora": True, "lr_ratio": 4, "target_rank": {"q_proj": 3}},
@@ -34,7 +35,7 @@ def config(model: Path, chat: Path, folder: Path, **options: Any) -> TrainConfig
     return TrainConfig(str(model), str(chat), output=output, **given)
 
 
-@pytest.mark.parametrize("member", MEMBERS)
+@pytest.mark.parametrize("member", slow_except(MEMBERS, "pissa"))
 def test_run_that_was_stopped_in_an_epoch_writes_what_it_would_have_written(
     cli: Cli, model: Path, chat: Path, tmp_path: Path, member: str
 ) -> None:

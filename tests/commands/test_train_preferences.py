@@ -14,6 +14,7 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.errors import ConfigError, OutputError
 from mlxtune.views.run_text import evaluation_lines
 from tests.models import write_model
+from tests.slow import slow
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_kto_learns_from_labels(folder: Path, tmp_path: Path) -> None:
     assert verdict.preference.after > 0.5
 
 
-@pytest.mark.parametrize("objective", ["dpo", "kto"])
+@pytest.mark.parametrize("objective", ["dpo", slow("kto")])
 def test_stopped_run_resumes_to_the_same_bytes(
     folder: Path, tmp_path: Path, objective: str
 ) -> None:

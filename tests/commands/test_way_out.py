@@ -32,7 +32,7 @@ from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.models.loading import load_base
 from mlxtune.errors import ModelError
 from tests.models import sums, write_chat, write_model
-from tests.slow import slow
+from tests.slow import long, slow
 
 TOKENS = [[5, 17, 80, 3, 44, 12]]
 MEMBERS: dict[str, dict[str, Any]] = {
@@ -53,9 +53,10 @@ pytestmark = pytest.mark.usefixtures("short_proofs")
 
 
 # Each member, each base; the member that is unlike the others on those that are.
-PAIRS: list[tuple[str, str]] = [
-    *(("lora", "float32"), ("rslora", "bfloat16"), ("pissa", "4-bit"), ("ranks", "float32")),
-    *(("dora", "bfloat16"), ("dora", "4-bit")),
+PAIRS = [
+    ("lora", "float32"),
+    *(slow("dora", "bfloat16"), slow("pissa", "4-bit")),
+    *(long("rslora", "bfloat16"), long("ranks", "float32"), long("dora", "4-bit")),
 ]
 
 
@@ -74,9 +75,7 @@ def logits(model: Any) -> np.ndarray:
     return np.array(model(mx.array(TOKENS)).astype(mx.float32))
 
 
-@pytest.mark.parametrize(
-    ("member", "kind"), [each if each == ("lora", "float32") else slow(*each) for each in PAIRS]
-)
+@pytest.mark.parametrize(("member", "kind"), PAIRS)
 def test_adapter_comes_through_the_way_out_and_back(
     bases: dict[str, Path], tmp_path: Path, member: str, kind: str
 ) -> None:

@@ -17,6 +17,7 @@ from mlxtune.backend.models.loading import load_base
 from mlxtune.errors import ModelError
 from tests.experts import EXPERTS
 from tests.models import sums, write_adapter_config, write_chat, write_model
+from tests.slow import slow
 
 TOKENS = [[5, 17, 80, 3]]
 
@@ -45,7 +46,7 @@ def test_adapted_model_is_what_mlx_lm_loads(trained: tuple[Path, Path]) -> None:
     np.testing.assert_allclose(logits(ours.model), logits(theirs), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_5_moe", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["gpt_oss", slow("qwen3_5_moe"), "qwen3_moe"])
 def test_adapter_of_experts_is_what_mlx_lm_loads(tmp_path: Path, architecture: str) -> None:
     from mlx_lm.utils import load
 

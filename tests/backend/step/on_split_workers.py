@@ -1,7 +1,7 @@
 """What test_workers.py runs on each of several workers that share a model: steps equal one
 worker's.
 
-python -m tests.backend.step.on_split_workers [--few] [ARCHITECTURE ...]
+python -m tests.backend.step.on_split_workers [ARCHITECTURE ...]
 """
 
 from __future__ import annotations
@@ -54,12 +54,10 @@ def check(workers: Workers, how: str, folder: Path, step: Sequence[Example], **c
     together.snapshot()
 
 
-def main() -> None:
-    """Check the architectures that are named, or all; with `--few`, in two ways only."""
+def check_all(names: Sequence[str], *, few: bool = False) -> None:
+    """Check architectures; with `few`, in two ways only."""
     workers = Workers.launched(tensor=True)
     assert workers.size > 1
-    few, names = "--few" in sys.argv, sys.argv[1:] or ARCHITECTURES
-    names = [name for name in names if name != "--few"]
     cases = CASES[1:] if few else CASES
     for name in names:
         packed = [PACKED_HEAD] if name == names[0] and not few else []
@@ -78,6 +76,11 @@ def main() -> None:
                 check(workers, how, model, fixed_step(), **config)
             print(f"worker {workers.index}: {name}, {how}, {quantize}", flush=True)
     print(f"worker {workers.index}: done", flush=True)
+
+
+def main() -> None:
+    """Check the architectures that are named, or all."""
+    check_all(sys.argv[1:] or list(ARCHITECTURES))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import WorkerError
 from tests.backend.objectives.preferences import objective_of, rows_of
+from tests.backend.step import on_split_workers
 from tests.backend.step.executions import (
     WAYS,
     assert_same,
@@ -171,6 +172,9 @@ def main() -> None:
     check_preferences(workers)
     check_decisions(workers)
     check_unlike(workers)
+    if not every:
+        # In the same processes, whose start takes as long as all of the above.
+        on_split_workers.check_all(["qwen3"], few=True)
     print(f"worker {workers.index}: done", flush=True)
 
 

@@ -11,6 +11,7 @@ from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
+from tests.slow import long
 
 
 def kept(layers: int, tokens: int, share: float) -> int:
@@ -55,11 +56,11 @@ def kept(layers: int, tokens: int, share: float) -> int:
     [
         # Narrow arrays, LoRA's among them, weigh more in a narrow model.
         (1 / 4, (256, 512), 4_500),
-        pytest.param(1, (128, 256), 16_600, marks=pytest.mark.slow),
+        long(1, (128, 256), 16_600),
     ],
 )
 def test_layer_keeps_few_values_a_token(share: float, tokens: tuple[int, int], most: int) -> None:
-    short, long = tokens
+    few, many = tokens
     # How far the host is ahead of the device decides which arrays are used again.
     least = {
         (layers, n): min(kept(layers, n, share) for _ in range(2))
@@ -68,5 +69,5 @@ def test_layer_keeps_few_values_a_token(share: float, tokens: tuple[int, int], m
     }
     a_token = [(least[6, n] - least[2, n]) / 4 / 4 / n for n in tokens]
     # The CPU keeps attention's scores, which grow with the square of the length.
-    scores = (a_token[1] - a_token[0]) / (long - short)
-    assert a_token[0] - scores * short <= most, (a_token, scores)
+    scores = (a_token[1] - a_token[0]) / (many - few)
+    assert a_token[0] - scores * few <= most, (a_token, scores)

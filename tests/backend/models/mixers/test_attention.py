@@ -130,7 +130,7 @@ def padded(length: int, window: int) -> Any:
 @pytest.mark.parametrize(("make", "cache"), [(in_line, LineCache()), slow(padded, None)])
 def test_long_windows_take_blocks_and_keep_less(make: Callable[..., Any], cache: Any) -> None:
     """A mask is known by its identity; one that a model changed is another."""
-    length, window = 4096, 128
+    length, window = 3072, 128
     q, k, v, _ = arrays(length, rows=1, heads=2, groups=1, size=8)
     mask = make(length, window)
     changed = mask & mask
