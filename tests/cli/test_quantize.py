@@ -183,7 +183,7 @@ def test_bench_measures_both_sides_on_the_same_quantised_base(
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["--dora", "--rslora"])
+@pytest.mark.parametrize("kind", ["--dora", slow("--rslora")])
 def test_loras_family_trains_on_nf4(train: Cli, output: Path, kind: str) -> None:
     done = train(*STEPS, "--quantize", "nf4", kind)
     assert done.code == 0, done.err

@@ -27,6 +27,7 @@ from tests.backend.conftest import random_examples
 from tests.backend.step.executions import WAYS, first_supervised, fixed_step, model_folder
 from tests.long.counts import counted_evaluations
 from tests.models import sums, write_chat
+from tests.slow import slow
 
 KERNELS = Execution(CPU)
 
@@ -126,7 +127,7 @@ def test_closed_evaluator_leaves_base_and_adapted_as_they_were_loaded(adapter: P
     assert mx.array_equal(adapted.model(tokens), with_it)
 
 
-@pytest.mark.parametrize("tokens_at_once", [1, 10_000])
+@pytest.mark.parametrize("tokens_at_once", [slow(1), 10_000])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_supervised_first_token_has_no_loss(way: Execution, tokens_at_once: int) -> None:
     """Nothing predicts it, in a micro-batch, a line or behind a shared beginning."""
