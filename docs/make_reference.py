@@ -40,7 +40,7 @@ RUN_FILES: dict[str, str] = {
     "checkpoints/metrics.jsonl": "a JSON line for every step, skipped step, validation and epoch "
     "so far",
     "checkpoints/ledger.json": "where every row and every token of each data file went",
-    "checkpoints/trained_rows.bin": "a hash of each row that was trained on; eval leaves these "
+    "checkpoints/trained_rows.bin": "hashes of each row that was trained on; eval leaves these "
     "rows out",
     "checkpoints/result.json": "the result of a finished run: steps, losses, the adapter's SHA-256",
     "checkpoints/evaluation.json": "how much the adapter helped on the validation rows, if there "

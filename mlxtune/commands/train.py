@@ -56,7 +56,13 @@ from mlxtune.core.run.progress import progress_of
 from mlxtune.core.run.run import Run
 from mlxtune.core.run.run_folder import ABOUT, LEDGER, RESULT, TRAINED_ROWS, ResumePoint
 from mlxtune.core.run.summary import RunView
-from mlxtune.core.run.trained_rows import NO_ROWS, as_bytes, read_trained_rows, rows_behind
+from mlxtune.core.run.trained_rows import (
+    NO_ROWS,
+    as_bytes,
+    identities_of,
+    read_trained_rows,
+    rows_behind,
+)
 from mlxtune.core.training.observer import Callbacks, Observers, TrainingObserver
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
@@ -181,7 +187,9 @@ def train(
                 if not is_locked:  # another run may have made the folder meanwhile
                     lock_folder(config, resume, held)
                 about = about_run(config, setup, trainer, resume, stands_for)
-                trained = np.union1d(trainer.train_rows.identities, _trained_before(config, resume))
+                trained = np.union1d(
+                    identities_of(trainer.train_rows), _trained_before(config, resume)
+                )
                 records = {
                     LEDGER: [ledger.as_dict() for ledger in ledgers],
                     ABOUT: about,

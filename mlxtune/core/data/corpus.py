@@ -22,7 +22,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.conversation import ANSWER
+from mlxtune.core.data.conversation import ANSWER, MISMATCHED, WHOLE
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.places import where
 from mlxtune.core.files.files import new_file
@@ -30,6 +30,8 @@ from mlxtune.core.files.reading import open_regular
 
 RowExamples = tuple[Example, ...]
 
+# The roles of examples whose answer another example of the row has too, or none.
+_COPIES = (WHOLE, MISMATCHED)
 # A pass over a whole file takes this many tokens at a time.
 _AT_ONCE = 1 << 20
 # The columns of a file's examples, each in its own little-endian file.
@@ -212,6 +214,10 @@ def identity(row: Iterable[Example]) -> int:
         if example.role != ANSWER:
             digest.update(bytes([example.role]))
     return int.from_bytes(digest.digest(), "little")
+
+
+def _unmasked(example: Example) -> Example:
+    return replace(example, assistant_mask=np.zeros_like(example.assistant_mask), role=ANSWER)
 
 
 def _prompt(example: Example) -> Example:
@@ -414,9 +420,27 @@ class CorpusRows:
     def identities(self) -> npt.NDArray[np.uint64]:
         return self.corpus.identities[np.asarray(self.indices, dtype=np.int64)]
 
+    @cached_property
+    def answers(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """The place of each answer's row, int64 (A,), and a hash of its tokens, uint64 (A,).
+
+        The tokens of an answer are the same, prompt included, under every objective.
+        """
+        found = [
+            (place, identity([_unmasked(example)]))
+            for place, row in enumerate(self)
+            for example in {each.role: each for each in row if each.role not in _COPIES}.values()
+        ]
+        places, hashes = zip(*found, strict=True) if found else ((), ())
+        return np.array(places, dtype=np.int64), np.array(hashes, dtype=np.uint64)
+
     def without(self, identities: npt.NDArray[np.uint64]) -> CorpusRows:
-        """Return the rows that are none of these."""
-        kept = np.flatnonzero(~np.isin(self.identities, identities)).tolist()
+        """Return the rows that are none of these, and of whose answers none is."""
+        known = np.isin(self.identities, identities)
+        if len(identities):
+            places, hashes = self.answers
+            known[places[np.isin(hashes, identities)]] = True
+        kept = np.flatnonzero(~known).tolist()
         return CorpusRows(self.corpus, [self.indices[i] for i in kept])
 
     @cached_property

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.files.files import file_hash, read_json, read_own
 from mlxtune.core.run.checkpoint import MANIFEST
 from mlxtune.core.run.run import run_folder_at, text
@@ -13,6 +14,11 @@ from mlxtune.core.run.run_folder import RESULT, TRAINED_ROWS
 from mlxtune.errors import OutputError
 
 NO_ROWS: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
+
+
+def identities_of(rows: CorpusRows) -> npt.NDArray[np.uint64]:
+    """Return the identities of rows, and of their answers, which other objectives have too."""
+    return np.union1d(rows.identities, rows.answers[1])
 
 
 def as_bytes(identities: npt.NDArray[np.uint64]) -> bytes:

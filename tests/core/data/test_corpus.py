@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data import corpus as corpus_module
-from mlxtune.core.data.corpus import Corpus, ExampleArrays, identity, write_arrays
+from mlxtune.core.data.conversation import ANSWER, CHOSEN, REJECTED, WHOLE
+from mlxtune.core.data.corpus import Corpus, CorpusRows, ExampleArrays, identity, write_arrays
 from mlxtune.core.data.encode import Example
+from mlxtune.core.run.trained_rows import identities_of
 
 # A row's number, and the (token, mask) pairs of each of its examples.
 Pairs = list[tuple[int, int]]
@@ -329,3 +331,20 @@ def test_cut_at_the_start_keeps_the_last_answer(mask: str, limit: int, kept: sli
     assert corpus.part_of_row(1) == (1, 1, len(pairs))
     digest = in_memory([*first, (2, [pairs[kept]])])
     assert corpus.data_hash() == Corpus([digest.cut()]).data_hash()
+
+
+def test_rows_are_known_again_by_their_answers_under_another_objective() -> None:
+    def answer(row: int, tokens: list[int], mask: list[int], role: int = ANSWER) -> Example:
+        return Example(row, np.array(tokens), np.array(mask, dtype=np.uint8), 0, role)
+
+    plain = [answer(1, [1, 2, 3], [0, 1, 1]), answer(2, [5], [1]), answer(2, [5, 6], [0, 1])]
+    pairs = [
+        *(answer(1, [1, 2, 3], [0, 0, 1], CHOSEN), answer(1, [1, 9], [0, 1], REJECTED)),
+        *(answer(2, [5, 7], [0, 1], CHOSEN), answer(2, [5, 6], [0, 1], REJECTED)),
+        *(answer(3, [5, 7], [0, 1], CHOSEN), answer(3, [5], [1], REJECTED)),
+        answer(4, [1, 2, 3], [0, 0, 1], WHOLE),
+    ]
+    one, other = (Corpus.of(each).select() for each in (plain, pairs))
+    assert other.without(identities_of(one)).indices == [2, 3]
+    assert one.without(identities_of(other)).indices == []
+    assert one.without(identities_of(CorpusRows(other.corpus, [2]))).indices == [0, 1]
