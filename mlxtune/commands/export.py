@@ -1,18 +1,25 @@
 """`mlxtune export`: an adapter in another tool's format, proved equal."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlxtune.backend.adapters.attach import load_adapted
-from mlxtune.backend.adapters.formats import flat, gguf, mlx_lm, peft
+from mlxtune.backend.adapters.certificate import Certificate
+from mlxtune.backend.adapters.formats import flat, gguf, merged_gguf, mlx_lm, peft
 from mlxtune.backend.adapters.formats.adapter import completed
+from mlxtune.backend.adapters.fuse import check_copied
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models.loading import open_base
+from mlxtune.backend.models.model_folder import read_config
+from mlxtune.backend.models.quantize import is_quantized
+from mlxtune.commands.merging import convert, write_fused
 from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.commands.proof import (
     ExportResult,
     Source,
+    certify,
     find_source,
     load_base,
     output_folder,
@@ -20,6 +27,8 @@ from mlxtune.commands.proof import (
     prove,
 )
 from mlxtune.config import ExportConfig
+from mlxtune.core.files.files import make_folder
+from mlxtune.core.files.ours import discard, move
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.run.checkpoint import ADAPTER
 
@@ -33,13 +42,53 @@ def export(config: ExportConfig) -> ExportResult:
     source = find_source(config)
     with output_folder(source) as folder:
         # The adapter is written first: that fails at once if the format cannot hold it.
+        if config.merge:
+            return certify(source, folder, _merge(config, source, folder))
         _write(config, source, folder)
         load = partial(_load, config, source, folder)
-        return prove(source, config.format, folder, load)
+        return certify(source, folder, prove(source, config.format, load))
 
 
 def show(config: ExportConfig) -> None:
     print_result(export(config), config)
+
+
+def _merge(config: ExportConfig, source: Source, folder: Path) -> Certificate:
+    """Write base and adapter as one GGUF, or without llama.cpp's converter as a model folder.
+
+    A Modelfile beside it is for Ollama. The proof is of the weights before they are quantised.
+    """
+    console, trust = source.console, config.trust_remote_code
+    check_copied(source.folder)
+    converter, quantizer = merged_gguf.converter(), merged_gguf.quantizer()
+    model = read_config(source.folder, trust_remote_code=trust)
+    if converter is not None:
+        merged_gguf.check_convertible(model["model_type"], "--merge")
+    if converter is None or (config.quantize and quantizer is None):
+        asked = (config.output_path, config.quantize)
+        console.warn(merged_gguf.ollama_advice(*asked, converted=converter is not None))
+    plain = is_quantized(model) or bool(source.quantization)
+    options = {
+        "dequantize": plain,
+        "trust_remote_code": trust,
+        "quantization": source.quantization,
+    }
+    merged = folder if converter is None else folder / "merged"
+    make_folder(merged)
+    certificate, stored = write_fused(source, merged, options)
+    if converter is not None:
+        convert(source, converter, merged, stored, "use mlxtune fuse to write a model folder")
+        certificate = replace(certificate, format="gguf")
+        written, target = merged / merged_gguf.MERGED, folder / merged_gguf.MERGED
+        if config.quantize and quantizer is not None:
+            console.say("Quantising", f"to {config.quantize} with {quantizer}")
+            merged_gguf.quantise(quantizer, written, target, config.quantize)
+            certificate = replace(certificate, quantized=config.quantize)
+        else:
+            move(written, target)
+        discard(merged)
+    merged_gguf.write_modelfile(folder)
+    return certificate
 
 
 def _write(config: ExportConfig, source: Source, folder: Path) -> None:

@@ -113,7 +113,6 @@ def load_base(source: Source) -> BaseModel:
 def prove(
     source: Source,
     format: str,
-    folder: Path,
     load: Callable[[], Any],
     *,
     rounding: str = "float32",
@@ -121,8 +120,8 @@ def prove(
     weights: WeightCheck | None = None,
     exact: bool = True,
     retention: Retention | None = None,
-) -> ExportResult:
-    """Compare the model that `load` returns with the trained one; write the folder's certificate.
+) -> Certificate:
+    """Compare the model that `load` returns with the trained one; return the certificate.
 
     `rounding` is the dtype of the written tensors; with `everywhere`, all weights were rounded to
     it. With `exact` false, they were quantised again, which logits cannot judge. No two models are
@@ -142,15 +141,19 @@ def prove(
         tolerance=reference.tolerance if exact else None,
         effect=reference.effect,
         comparison=comparison,
-        files=hashes(folder),
         versions=versions(),
         weights=weights,
         retention=retention,
     )
-    output = source.config.output_path
-    check(certificate, output)
+    check(certificate, source.config.output_path)
+    return certificate
+
+
+def certify(source: Source, folder: Path, certificate: Certificate) -> ExportResult:
+    """Write the certificate of a folder, with the hashes of its files."""
+    certificate = replace(certificate, files=hashes(folder))
     write_json(folder / CERTIFICATE, certificate.as_dict())
-    return ExportResult(output, certificate)
+    return ExportResult(source.config.output_path, certificate)
 
 
 def prompts_for(source: Source) -> list[list[int]]:

@@ -281,12 +281,29 @@ class ExportConfig(ImportConfig):
         choices=tuple(_MAIN_FILES),
         required=True,
     )
+    merge: bool = EXPORT.option(
+        False, "With gguf, write one model of base and adapter by llama.cpp's converter.", COMMAND
+    )
+    quantize: str | None = EXPORT.option(
+        None,
+        "With --merge, quantise it by llama-quantize, to Q4_K_M for example.",
+        COMMAND,
+        metavar="TYPE",
+    )
     dtype: str = same(FuseConfig, "dtype")
     other_base: bool = same(TrainConfig, "other_base")
     json: bool = same(FuseConfig, "json")
 
+    def contradictions(self) -> list[str]:
+        problems = super().contradictions()
+        if self.merge and self.format != "gguf":
+            problems += ["--merge is for --format gguf: mlxtune fuse writes a model folder"]
+        if self.quantize is not None and not self.merge:
+            problems += ["--quantize is for a merged model: add --merge"]
+        return problems
+
     def _main_files(self) -> tuple[str, ...]:
-        return (_MAIN_FILES[self.format],)
+        return ("model.gguf" if self.merge else _MAIN_FILES[self.format],)
 
 
 OutgoingConfig = FuseConfig | ExportConfig

@@ -20,6 +20,7 @@ from mlxtune.errors import ConfigError
         (ExportConfig, {"format": "mlx-lm"}, "adapters.safetensors"),
         (ExportConfig, {"format": "peft"}, "adapter_model.safetensors"),
         (ExportConfig, {"format": "gguf"}, "adapter.gguf"),
+        (ExportConfig, {"format": "gguf", "merge": True}, "model.gguf"),
         (ExportConfig, {"format": "flat"}, "adapter.safetensors"),
     ],
 )
@@ -31,3 +32,15 @@ def test_output_is_a_folder_or_the_main_file_in_it(
 
     with pytest.raises(ConfigError, match=rf"--output out/b.gguf: the file written is .*{file}"):
         config(adapter="a", output="out/b.gguf", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"format": "peft", "merge": True}, "--merge is for --format gguf"),
+        ({"format": "gguf", "quantize": "Q4_K_M"}, "--quantize is for a merged model: add --merge"),
+    ],
+)
+def test_merging_and_quantising_name_what_they_need(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        ExportConfig(adapter="a", output="out", **options)

@@ -1,4 +1,4 @@
-"""`mlxtune fuse --gguf`: what llama.cpp's converter writes is checked against the fused folder."""
+"""`fuse --gguf` and `export --format gguf --merge`, with stand-ins for llama.cpp's programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install 'mlxtune[gguf]'")
 
 from mlxtune import TrainConfig, train  # noqa: E402
-from tests.command import Cli  # noqa: E402
+from tests.command import Cli, files_in  # noqa: E402
 from tests.models import sums, write_chat, write_model  # noqa: E402
 from tests.paths import DATA, ROOT  # noqa: E402
 
@@ -40,6 +40,19 @@ base_gguf.write_base_gguf(Path(folder), Path({vocabulary!r}), Path(target))
 """
 
 
+# Copies the file, in place of rounding it.
+QUANTIZER = """#!{python}
+import shutil, sys
+plain, target, kind = sys.argv[1:]
+if kind != "Q4_K_M":
+    sys.exit(f"llama_quantize: invalid ftype '{{kind}}'")
+shutil.copyfile(plain, target)
+with open(target, "ab") as file:
+    file.write(b"rounded")
+"""
+MERGE = ("--format", "gguf", "--merge")
+
+
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapter")
@@ -56,12 +69,16 @@ def trained(folder: Path, model: Path) -> Path:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def write(fault: str = "") -> None:
+    def write(fault: str = "", *, quantizer: bool = False) -> None:
         program = tmp_path / "bin" / "convert_hf_to_gguf.py"
         program.parent.mkdir()
         places = {"root": str(ROOT), "vocabulary": str(DATA / "demo-gemma3/tokenizer.model")}
         program.write_text(CONVERTER.format(python=sys.executable, fault=fault, **places))
         program.chmod(0o755)
+        if quantizer:
+            other = program.with_name("llama-quantize")
+            other.write_text(QUANTIZER.format(python=sys.executable))
+            other.chmod(0o755)
         monkeypatch.setenv("PATH", str(program.parent))
 
     return write
@@ -118,7 +135,8 @@ def test_without_the_converter_its_command_is_printed(
     outcome = cli("fuse", "--adapter", adapter, "--output", output, "--gguf")
     assert outcome.code == 0, outcome.err
     assert (
-        "llama.cpp's converter is not on the PATH: install llama.cpp, then run "
+        "llama.cpp's converter is not on the PATH: install llama.cpp (brew install llama.cpp), "
+        "then run "
         f"convert_hf_to_gguf.py {output} --outfile {output}/model.gguf --outtype f32"
     ) in outcome.err
     assert (output / "certificate.json").is_file()
@@ -143,3 +161,59 @@ def test_model_that_gguf_has_no_names_for_is_refused_at_once(cli: Cli, tmp_path:
     outcome = cli("fuse", "--adapter", adapter, "--output", tmp_path / "fused", "--gguf")
     assert outcome.error.startswith("--gguf supports llama, qwen2")
     assert not (tmp_path / "fused").exists()
+
+
+def test_merged_export_is_one_rounded_file_whose_plain_weights_were_proved(
+    cli: Cli, adapter: Path, tmp_path: Path, install: Callable[..., None]
+) -> None:
+    install(quantizer=True)
+    output = tmp_path / "o"
+    options = ["--adapter", adapter, "--output", output, "--quantize", "Q4_K_M"]
+    outcome = cli("export", *MERGE, *options)
+    assert outcome.code == 0, outcome.err
+    assert "14 fused weights equal to the folder's" in outcome.err
+    assert "before they were rounded to Q4_K_M: the rounded ones are not proved" in outcome.out
+    assert files_in(output) == ["Modelfile", "certificate.json", "model.gguf"]
+    assert (output / "Modelfile").read_text() == "FROM ./model.gguf\n"
+    assert (output / "model.gguf").read_bytes().endswith(b"rounded")
+    certificate = json.loads((output / "certificate.json").read_text())
+    assert certificate["passed"]
+    assert (certificate["format"], certificate["quantized"]) == ("gguf", "Q4_K_M")
+    assert certificate["files"].keys() == {"Modelfile", "model.gguf"}
+    again = ["--adapter", adapter, "--output", tmp_path / "p", "--quantize", "Q9"]
+    assert "failed (llama_quantize: invalid ftype 'Q9'): choose another --quantize" in (
+        cli("export", *MERGE, *again, "--quiet").error
+    )
+    assert not (tmp_path / "p").exists()
+
+
+def test_merged_export_without_a_quantizer_is_plain_and_ollama_can_round_it(
+    cli: Cli, adapter: Path, tmp_path: Path, install: Callable[..., None]
+) -> None:
+    install()
+    output = tmp_path / "o"
+    options = ["--adapter", adapter, "--output", output, "--quantize", "Q4_K_M"]
+    outcome = cli("export", *MERGE, *options)
+    assert outcome.code == 0, outcome.err
+    assert (
+        "llama-quantize is not on the PATH: install llama.cpp (brew install llama.cpp). Otherwise "
+        f"model.gguf is not quantised, for ollama create -q Q4_K_M NAME -f {output}/Modelfile"
+    ) in outcome.err
+    assert files_in(output) == ["Modelfile", "certificate.json", "model.gguf"]
+    assert "quantized" not in json.loads((output / "certificate.json").read_text())
+
+
+def test_merged_export_without_llama_cpp_is_a_model_folder_for_ollama(
+    cli: Cli, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    output = tmp_path / "o"
+    outcome = cli("export", *MERGE, "--adapter", adapter, "--output", output)
+    assert outcome.code == 0, outcome.err
+    assert (
+        "convert_hf_to_gguf.py is not on the PATH: install llama.cpp (brew install llama.cpp). "
+        f"Otherwise writing a model folder, for ollama create NAME -f {output}/Modelfile"
+    ) in outcome.err
+    assert (output / "Modelfile").read_text() == "FROM .\n"
+    assert (output / "model.safetensors").is_file()
+    assert json.loads((output / "certificate.json").read_text())["format"] == "fused"

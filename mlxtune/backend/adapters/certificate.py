@@ -5,7 +5,7 @@ Both models see the same tokens: prompts, each followed by the trained model's g
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,7 @@ class Certificate:
     `tolerance` is the largest logit difference that rounding explains; None if the weights were
     quantised again, so that `weights` alone decides. `effect` is the largest change of a logit by
     the adapter, for scale. `retention` is the cost of quantising weights again, if any were.
+    `quantized` is the type that llama.cpp rounded the weights to after the comparison.
     """
 
     format: str
@@ -97,10 +98,11 @@ class Certificate:
     tolerance: float | None
     effect: float
     comparison: Comparison
-    files: Mapping[str, str]
     versions: Mapping[str, str]
+    files: Mapping[str, str] = field(default_factory=dict)
     weights: WeightCheck | None = None
     retention: Retention | None = None
+    quantized: str | None = None
 
     @property
     def problems(self) -> list[str]:
@@ -139,6 +141,8 @@ class Certificate:
             del content["weights"]["problems"]
         if self.retention is not None:
             content["retention"] = asdict(self.retention)
+        if self.quantized is not None:
+            content["quantized"] = self.quantized
         return content | {"files": dict(self.files), "versions": dict(self.versions)}
 
     def lines(self) -> list[str]:
@@ -164,6 +168,11 @@ class Certificate:
             )
         if self.retention is not None:
             lines.append(self.retention.line())
+        if self.quantized is not None:
+            lines.append(
+                f"of the weights before they were rounded to {self.quantized}: the rounded ones "
+                "are not proved"
+            )
         return lines
 
 

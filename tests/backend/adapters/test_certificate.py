@@ -16,7 +16,7 @@ from mlxtune.errors import OutputError
 def certificate(
     comparison: Comparison, tolerance: float | None = 1e-3, weights: WeightCheck | None = None
 ) -> Certificate:
-    return Certificate("peft", "float32", tolerance, 2.0, comparison, {}, {}, weights)
+    return Certificate("peft", "float32", tolerance, 2.0, comparison, {}, weights=weights)
 
 
 def compared(difference: float) -> Comparison:
@@ -61,7 +61,7 @@ def test_logits_that_are_no_numbers_never_pass(tolerance: float | None) -> None:
 def test_adapter_that_gives_no_numbers_itself_is_not_certified(
     effect: float, tolerance: float
 ) -> None:
-    found = Certificate("peft", "float32", tolerance, effect, compared(0.0), {}, {})
+    found = Certificate("peft", "float32", tolerance, effect, compared(0.0), {})
     assert found.problems == ["the logits of the trained model itself are not finite"]
 
 

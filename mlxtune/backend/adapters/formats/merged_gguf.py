@@ -1,7 +1,8 @@
-"""A fused model as GGUF, made by llama.cpp's own converter and checked against the fused folder."""
+"""A fused model as GGUF, made by llama.cpp's own tools and checked against the fused folder."""
 
 import shlex
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,25 +12,34 @@ import numpy as np
 from mlxtune.backend.adapters.formats.adapter import Adapter
 from mlxtune.backend.adapters.formats.gguf import check_supported, gguf_names, orders
 from mlxtune.backend.models.loading import open_base
+from mlxtune.core.files.files import write_file
 from mlxtune.core.files.processes import output_of
 from mlxtune.core.text import count
 from mlxtune.errors import OutputError, one_line
 
 MERGED = "model.gguf"
+MODELFILE = "Modelfile"
 # The converter's name in llama.cpp's packages, and in its repository.
 _CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
+_QUANTIZER = "llama-quantize"
+INSTALL = "install llama.cpp (brew install llama.cpp)"
 # The converter's names of the dtypes that a folder is stored in.
 _OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
-def check_convertible(model_type: str) -> None:
+def check_convertible(model_type: str, option: str) -> None:
     """Raise ModelError if the check could not read the converter's files."""
-    check_supported(model_type, "--gguf", "run llama.cpp's convert_hf_to_gguf.py yourself")
+    check_supported(model_type, option, "run llama.cpp's convert_hf_to_gguf.py yourself")
 
 
 def converter() -> str | None:
-    """Return llama.cpp's converter, if it is installed."""
+    """Return llama.cpp's converter, if it is on the PATH."""
     return next(filter(None, map(shutil.which, _CONVERTERS)), None)
+
+
+def quantizer() -> str | None:
+    """Return llama.cpp's program that quantises, if it is on the PATH."""
+    return shutil.which(_QUANTIZER)
 
 
 def conversion(program: str, folder: Path, dtype: str) -> list[str]:
@@ -41,22 +51,46 @@ def conversion(program: str, folder: Path, dtype: str) -> list[str]:
 def advice(folder: Path, dtype: str) -> str:
     """Return how to convert a folder where the converter is not installed."""
     command = shlex.join(conversion(_CONVERTERS[0], folder, dtype))
-    return f"llama.cpp's converter is not on the PATH: install llama.cpp, then run {command}"
+    return f"llama.cpp's converter is not on the PATH: {INSTALL}, then run {command}"
 
 
-def convert(program: str, folder: Path, dtype: str) -> None:
-    """Run llama.cpp's converter. Raises OutputError with the last line that it printed."""
-    command = conversion(program, folder, dtype)
+def write_modelfile(folder: Path) -> None:
+    """Write from what Ollama makes a model: the GGUF of a folder, or else the folder itself."""
+    model = f"./{MERGED}" if (folder / MERGED).is_file() else "."
+    write_file(folder / MODELFILE, [f"FROM {model}\n".encode()])
+
+
+def ollama_advice(folder: Path, quantize: str | None, *, converted: bool) -> str:
+    """Return which tool is missing, and how Ollama does its work."""
+    missing = _QUANTIZER if converted else _CONVERTERS[0]
+    written = f"{MERGED} is not quantised" if converted else "writing a model folder"
+    option = ["-q", quantize] if quantize else []
+    command = shlex.join(["ollama", "create", *option, "NAME", "-f", str(folder / MODELFILE)])
+    return f"{missing} is not on the PATH: {INSTALL}. Otherwise {written}, for {command}"
+
+
+def convert(program: str, folder: Path, dtype: str, remedy: str) -> None:
+    """Run llama.cpp's converter on a folder stored in a dtype. Raises OutputError."""
+    _run(conversion(program, folder, dtype), folder / MERGED, remedy)
+
+
+def quantise(program: str, plain: Path, target: Path, type_name: str) -> None:
+    """Write a GGUF rounded to one of llama.cpp's types, such as Q4_K_M. Raises OutputError."""
+    remedy = f"choose another --quantize: {_QUANTIZER} --help lists the types"
+    _run([program, str(plain), str(target), type_name], target, remedy)
+
+
+def _run(command: Sequence[str], made: Path, remedy: str) -> None:
+    """Run a tool that makes a file. Raises OutputError with the last line that it printed."""
+    program = command[0]
     try:
         done = output_of(command)
     except OSError as error:
         raise OutputError(f"{program}: cannot be run: {error.strerror}") from error
-    if done.status or not (folder / MERGED).is_file():
-        lines = (done.stderr + done.stdout).split("\n")
+    if done.status or not made.is_file():
+        lines = (done.stdout + done.stderr).split("\n")
         said = next((line for line in reversed(lines) if line.strip()), "no output")
-        raise OutputError(
-            f"{program}: failed ({one_line(said)}): leave out --gguf to write the folder alone"
-        )
+        raise OutputError(f"{program}: failed ({one_line(said)}): {remedy}")
 
 
 def check_merged(folder: Path, adapter: Adapter, *, trust_remote_code: bool) -> str:
