@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,21 @@ def write_tokenizer(
 
     `extra` are further control tokens.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    special = (*(["<bos>"] if bos else []), *CONTROL_TOKENS, *extra)
+    (folder / "tokenizer.json").write_text(_trained_tokenizer(special), encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eos_token,
+        "clean_up_tokenization_spaces": False,
+        **({"bos_token": "<bos>"} if bos else {}),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+@cache
+def _trained_tokenizer(special: tuple[str, ...]) -> str:
+    """Return the tokenizer.json of a BPE that was trained with these control tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -133,20 +149,12 @@ def write_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=300,
         min_frequency=1,
-        special_tokens=[*(["<bos>"] if bos else []), *CONTROL_TOKENS, *extra],
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_MERGED, trainer)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": eos_token,
-        "clean_up_tokenization_spaces": False,
-        **({"bos_token": "<bos>"} if bos else {}),
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+    return str(tokenizer.to_str(pretty=True))
 
 
 def write_adapter_config(folder: Path, config: dict[str, Any]) -> None:

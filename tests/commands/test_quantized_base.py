@@ -23,7 +23,7 @@ from mlxtune.backend.models.loading import load_base
 from mlxtune.errors import ModelError
 from tests.command import Cli
 from tests.models import sums, write_adapter_config, write_chat, write_model
-from tests.slow import slow_except
+from tests.slow import long, slow, slow_except
 
 TOKENS = [[5, 17, 80, 3, 44, 12]]
 FORMATS = ["4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4"]
@@ -149,8 +149,15 @@ def test_answers_are_those_of_what_was_trained(cli: Cli, home: Path, adapter: Pa
     assert outcome.error.startswith("--double-quant goes with --quantize nf4")
 
 
-@pytest.mark.parametrize("adapter", slow_except(FORMATS, "4", "nf4"), indirect=True)
-@pytest.mark.parametrize("dequantize", [False, True])
+@pytest.mark.parametrize(
+    ("adapter", "dequantize"),
+    [
+        *(("4", False), ("4", True), ("nf4", True), slow("nf4", False)),
+        *(slow(name, False) for name in FORMATS if name not in ("4", "nf4")),
+        *(long(name, True) for name in FORMATS if name not in ("4", "nf4")),
+    ],
+    indirect=["adapter"],
+)
 def test_fused_folder_is_that_of_the_quantised_base(
     home: Path, adapter: Path, tmp_path: Path, dequantize: bool
 ) -> None:

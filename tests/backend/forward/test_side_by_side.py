@@ -28,6 +28,7 @@ from tests.backend.step.executions import (
 )
 from tests.long.architectures import ARCHITECTURES
 from tests.models import write_model
+from tests.slow import slow
 
 # Convolutions, and recurrences beside attention and without any.
 HYBRIDS = ("lfm2", "falcon_h1", "mamba2")
@@ -59,7 +60,7 @@ def test_hidden_states_of_a_line_are_those_of_each_example(
 
 
 @pytest.mark.parametrize("operations", [MLX, CPU], ids=["mlx", "cpu"])
-@pytest.mark.parametrize("prefix", [70, 0])
+@pytest.mark.parametrize("prefix", [70, slow(0)])
 def test_gated_delta_rule_starts_anew_with_each_example(
     prefix: int, operations: Operations, tmp_path: Any
 ) -> None:
@@ -106,7 +107,7 @@ def test_examples_of_a_line_give_what_each_gives_by_itself(
 
 
 @pytest.mark.parametrize("operations", [MLX, CPU], ids=["mlx", "cpu"])
-@pytest.mark.parametrize("window", [8, 64])
+@pytest.mark.parametrize("window", [8, slow(64)])
 def test_windows_shorter_than_the_examples(window: int, operations: Operations) -> None:
     folder = model_folder("gemma3_text", overrides=(("sliding_window", window),))
     fast = fresh(folder, Execution(operations), 10_000)
