@@ -183,7 +183,7 @@ def test_case_is_measured_beside_mlx_lm(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", "qwen3")
     data = write_chat(tmp_path / "sums.jsonl", sums(8))
     case = models_table.Case("sums", 4, 1, 64)
-    found = models_table.measure(folder, data, case, execution="auto")
+    found = models_table.measure(folder, data, case, execution="auto", repeats=1)
     assert found["losses_agree"] is True
     assert min(found["real_tokens_per_s"] + found["peak_memory"]) > 0
     missing = models_table.measure(folder, tmp_path / "none.jsonl", case)

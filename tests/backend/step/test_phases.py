@@ -14,7 +14,7 @@ from mlxtune.backend.forward.head import SplitModel
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.run.profile import PhaseTimer, StepProfile
 from tests.backend.step.executions import PLAIN, SPLIT, WAYS, fixed_step, fresh, model_folder
-from tests.slow import slow_except
+from tests.slow import long_except
 
 
 def profiled_step(pipeline: InstructPipeline, step: int) -> StepProfile:
@@ -29,7 +29,7 @@ def bits(pipeline: InstructPipeline) -> dict[str, bytes]:
     return {k: np.array(v).tobytes() for k, v in tree_flatten(pipeline.model.parameters())}
 
 
-@pytest.mark.parametrize("way", slow_except(WAYS, "split head", "all"))
+@pytest.mark.parametrize("way", long_except(WAYS, "split head", "all"))
 def test_profiled_run_gives_the_same_bits(way: str) -> None:
     options: dict[str, Any] = {"tokens": 60, "dropout": 0.1}
     plain, profiled = (fresh(model_folder("qwen3"), WAYS[way], **options) for _ in range(2))
