@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -92,6 +93,32 @@ def test_dpo_starts_at_the_logarithm_of_two_and_learns(
     # Of all rows, as the adapter's run held some of them out.
     assert 0 < base.preferred < 1
     assert any(f"{base.preferred:.1%} of 36 pairs" in line for line in evaluation_lines(base))
+
+
+def test_pairs_of_several_files_have_losses_and_verdicts_by_file(
+    folder: Path, tmp_path: Path
+) -> None:
+    lines = (folder / "pairs.jsonl").read_text().splitlines()
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for file, part in zip(files, (lines[::2], lines[1::2]), strict=True):
+        file.write_text("\n".join(part))
+    one = config(folder, tmp_path / "out", "dpo", max_steps=2)
+
+    result = train(dataclasses.replace(one, data=tuple(map(str, files))))
+
+    first, *_ = records(tmp_path / "out")
+    assert [Path(each["path"]).name for each in first["files"]] == ["a.jsonl", "b.jsonl"]
+    for each in first["files"]:
+        assert each["val_loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert "rewards/accuracies" in each["metrics"]
+    assert result.evaluation is not None
+    preference = result.evaluation.preference
+    assert preference is not None
+    # The files have as many validation rows.
+    shares = [each.preferred_after for each in result.evaluation.files]
+    assert len(shares) == 2
+    assert sum(each or 0 for each in shares) / 2 == pytest.approx(preference.after)
+    assert "preferred before" in (tmp_path / "out" / "checkpoints" / "report.html").read_text()
 
 
 def test_kto_learns_from_labels(folder: Path, tmp_path: Path) -> None:

@@ -190,11 +190,16 @@ class InstructPipeline:
     def evaluate(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
     ) -> InstructBatchResult:
+        """Return the loss of whole rows; `on_progress` gets the number of examples done."""
+        return self.measure(examples, self.logps(examples, on_progress))
+
+    def measure(
+        self, examples: Sequence[Example], logps: npt.NDArray[np.float64]
+    ) -> InstructBatchResult:
         """Return the loss over all supervised tokens of the examples, or of the objective.
 
-        `on_progress` gets the number of examples done; an error in it ends the evaluation.
+        `logps` are the examples' (E,).
         """
-        logps = self.logps(examples, on_progress)
         counted = training_examples(examples)
         tokens, total = count_tokens(counted), sum(map(len, counted))
         if self.objective.is_sft:

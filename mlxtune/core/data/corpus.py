@@ -440,8 +440,11 @@ class CorpusRows:
         if len(identities):
             places, hashes = self.answers
             known[places[np.isin(hashes, identities)]] = True
-        kept = np.flatnonzero(~known).tolist()
-        return CorpusRows(self.corpus, [self.indices[i] for i in kept])
+        return self.only(np.flatnonzero(~known))
+
+    def only(self, places: npt.NDArray[np.int64]) -> CorpusRows:
+        """Return some rows, by their places here."""
+        return CorpusRows(self.corpus, [self.indices[i] for i in places.tolist()])
 
     @cached_property
     def files(self) -> npt.NDArray[np.int32]:

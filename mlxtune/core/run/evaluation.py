@@ -86,7 +86,10 @@ class RowLosses:
 
 @dataclass(frozen=True)
 class FileVerdict:
-    """The loss of one file's rows under both models, in nats per token, and the verdict on them."""
+    """The loss of one file's rows under both models, in nats per token, and the verdict on them.
+
+    Under an objective of preferences, also the shares that are preferred before and after.
+    """
 
     path: str
     rows: int
@@ -94,6 +97,8 @@ class FileVerdict:
     adapted_loss: float
     verdict: str
     hardly: bool = False
+    preferred_before: float | None = None
+    preferred_after: float | None = None
 
     @property
     def words(self) -> str:
@@ -368,6 +373,10 @@ def evaluation_of(
             if change[i] < 0
         )
 
+    def of_file(part: JudgedRows, places: npt.NDArray[np.int64]) -> Evaluation:
+        first = None if start is None else start.only(places)
+        return evaluation_of(part, base.only(places), adapted.only(places), seed, first)
+
     verdict = CANNOT_TELL if judged.only_trained else verdict_of(difference, len(rows))
     return replace(
         evaluation,
@@ -379,29 +388,36 @@ def evaluation_of(
         base_difference=None if start is None else from_base,
         gained=most_changed(1),
         lost=most_changed(-1),
-        files=() if judged.only_trained else _by_file(rows, base, start or base, adapted, seed),
+        files=verdicts_by_file(judged, of_file),
     )
 
 
-def _by_file(
-    rows: CorpusRows, base: Sums, before: Sums, adapted: Sums, seed: int
+def verdicts_by_file(
+    judged: JudgedRows, evaluate: Callable[[JudgedRows, npt.NDArray[np.int64]], Evaluation]
 ) -> tuple[FileVerdict, ...]:
-    """Return the verdict on each file, none if there is only one; it compares with `before`."""
+    """Return the verdict on each file, none if there is only one, or rows were trained on.
+
+    `evaluate` compares the losses of some rows, given with their places.
+    """
+    rows = judged.rows
     present = np.unique(rows.files).tolist()
     found = []
-    for file in present if len(present) > 1 else ():
-        own = rows.files == file
-        tokens = base.tokens[own]
-        difference = paired_difference(before.losses[own], adapted.losses[own], tokens, seed)
-        verdict = verdict_of(difference, int(own.sum()))
+    for file in present if len(present) > 1 and not judged.only_trained else ():
+        places = np.flatnonzero(rows.files == file)
+        own = evaluate(replace(judged, rows=rows.only(places)), places)
+        assert own.adapted is not None
+        assert own.verdict is not None
+        preference = own.preference
         found.append(
             FileVerdict(
                 rows.corpus.paths[file] if rows.corpus.paths else f"file {file + 1}",
-                int(own.sum()),
-                float(base.losses[own].sum() / tokens.sum()),
-                float(adapted.losses[own].sum() / tokens.sum()),
-                verdict,
-                is_hardly(verdict, difference.share),
+                len(places),
+                own.base.loss,
+                own.adapted.loss,
+                own.verdict,
+                own.hardly,
+                preference.before if preference else None,
+                preference.after if preference else None,
             )
         )
     return tuple(found)
@@ -508,10 +524,16 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
 def file_lines(evaluation: Evaluation) -> list[str]:
     """Return the verdict on each file, for a person who may see their paths."""
     return [
-        f"{each.path}: {each.words}, {each.base_loss:.4f} to {each.adapted_loss:.4f} on "
-        f"{count(each.rows, 'row')}"
+        f"{each.path}: {each.words}, {_preferred(each)}{each.base_loss:.4f} to "
+        f"{each.adapted_loss:.4f} on {count(each.rows, 'row')}"
         for each in evaluation.files
     ]
+
+
+def _preferred(file: FileVerdict) -> str:
+    if file.preferred_before is None or file.preferred_after is None:
+        return ""
+    return f"prefers {file.preferred_before:.0%} to {file.preferred_after:.0%}, loss "
 
 
 def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> list[str]:

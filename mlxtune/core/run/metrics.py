@@ -141,10 +141,11 @@ class SkippedStep:
 
 @dataclass(frozen=True)
 class FileLoss:
-    """The loss over the validation rows of one file."""
+    """The loss over the validation rows of one file, and metrics of preferences."""
 
     path: str
     val_loss: float
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

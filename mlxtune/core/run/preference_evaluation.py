@@ -29,6 +29,7 @@ from mlxtune.core.run.evaluation import (
     evaluation_of,
     is_hardly,
     paired_difference,
+    verdicts_by_file,
 )
 from mlxtune.core.steps.batch import predicted_tokens
 
@@ -46,6 +47,10 @@ class AnswerSums:
     good: Sums
     bad: Sums
     labels: _Floats
+
+    def only(self, rows: npt.NDArray[np.int64]) -> "AnswerSums":
+        """Return the losses of some rows, by their index."""
+        return AnswerSums(self.good.only(rows), self.bad.only(rows), self.labels[rows])
 
     @property
     def margins(self) -> _Floats:
@@ -92,7 +97,7 @@ def evaluate_preferences(
     """
     # The losses are of the answers to learn, unless all are bad.
     learned = np.flatnonzero(base.labels) if base.labels.any() else np.arange(len(base.labels))
-    rows = CorpusRows(judged.rows.corpus, [judged.rows.indices[i] for i in learned.tolist()])
+    rows = judged.rows.only(learned)
     good = [None if each is None else each.good.only(learned) for each in (base, adapted, start)]
     assert good[0] is not None
     evaluation = evaluation_of(replace(judged, rows=rows), good[0], good[1], seed, good[2])
@@ -136,7 +141,20 @@ def evaluate_preferences(
     if judged.only_trained or not both or len(won) < FEWEST_ROWS:
         verdict = CANNOT_TELL
     hardly = is_hardly(verdict, found.after - found.before)
-    return replace(evaluation, verdict=verdict, hardly=hardly, preference=found, preferred=None)
+
+    def of_file(part: JudgedRows, places: npt.NDArray[np.int64]) -> Evaluation:
+        first = None if start is None else start.only(places)
+        both = base.only(places), adapted.only(places)
+        return evaluate_preferences(part, objective, *both, seed, first)
+
+    return replace(
+        evaluation,
+        verdict=verdict,
+        hardly=hardly,
+        preference=found,
+        preferred=None,
+        files=verdicts_by_file(judged, of_file),
+    )
 
 
 def _bounds(change: float, rows: int, most: float) -> tuple[float, float]:

@@ -206,7 +206,11 @@ def record_values(record: Record) -> dict[str, Any]:
     values = {"kind": _KIND_OF[type(record)], **asdict(record)}
     # Only objectives of preferences have metrics, and only rows of several files a loss for each.
     optional = ("metrics", "files")
-    return {name: each for name, each in values.items() if each or name not in optional}
+    for part in (values, *values.get("files", ())):
+        for name in optional:
+            if not part.get(name, True):
+                del part[name]
+    return values
 
 
 def parse_records(content: bytes) -> Iterator[Record | ValueError]:

@@ -83,18 +83,18 @@ class Pipeline(Protocol):
         bound in tokens, or None if each is a single example already.
         """
 
-    def evaluate(
+    def logps(
         self, examples: Sequence[Example], on_progress: Callable[[int], None]
-    ) -> InstructBatchResult:
-        """Return the loss over all supervised tokens of the examples.
+    ) -> npt.NDArray[np.float64]:
+        """Return each example's summed log-probability over its supervised tokens, in nats, (E,).
 
         `on_progress` gets the number of examples done, now and then; its errors pass through.
         """
 
-    def logps(
-        self, examples: Sequence[Example], on_progress: Callable[[int], None]
-    ) -> npt.NDArray[np.float64]:
-        """Return each example's summed log-probability over its supervised tokens, in nats."""
+    def measure(
+        self, examples: Sequence[Example], logps: npt.NDArray[np.float64]
+    ) -> InstructBatchResult:
+        """Return the loss of whole rows from their examples' log-probabilities (E,)."""
 
     def reference(self) -> Mapping[str, Any]:
         """Return all that decides the starting model's log-probabilities, as JSON values."""

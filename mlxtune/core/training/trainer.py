@@ -9,6 +9,8 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
@@ -361,34 +363,21 @@ class InstructTrainer:
         return loss
 
     def _evaluate(self) -> tuple[InstructBatchResult, list[FileLoss]]:
-        """Evaluate all validation rows; return the loss of each file too, if there are several.
+        """Evaluate all validation rows; return the loss of each file too, if there are several."""
+        # Neighbours in length share a micro-batch; the sum does not depend on the order.
+        examples = sorted((each for row in self.val_rows for each in row), key=len)
 
-        An objective of preferences is one number over all rows.
-        """
-        every: dict[int, list[Example]] = {}
-        for row in self.val_rows:
-            file = row[0].file if self.objective.is_sft else 0
-            every.setdefault(file, []).extend(row)
-        total = sum(map(len, every.values()))
-        results: dict[int, InstructBatchResult] = {}
-        done = 0
-        for file, examples in every.items():
-            # Neighbours in length share a micro-batch; the sum does not depend on the order.
-            examples.sort(key=len)
+        def evaluated(count: int) -> None:
+            self._observer.on_evaluated(count, len(examples))
+            if self._should_stop():
+                raise self._recorder.interrupted()
 
-            def evaluated(count: int, before: int = done) -> None:
-                self._observer.on_evaluated(before + count, total)
-                if self._should_stop():
-                    raise self._recorder.interrupted()
-
-            results[file] = self.pipeline.evaluate(examples, evaluated)
-            done += len(examples)
-        if len(results) == 1:
-            return next(iter(results.values())), []
-        tokens = sum(each.total_response_tokens for each in results.values())
-        loss = sum(each.avg_loss * each.total_response_tokens for each in results.values()) / tokens
-        names = self.val_rows.corpus.paths
-        return InstructBatchResult(loss, tokens, perplexity(loss)), [
-            FileLoss(names[file] if names else f"file {file + 1}", results[file].avg_loss)
-            for file in sorted(results)
-        ]
+        logps = self.pipeline.logps(examples, evaluated)
+        names, files = self.val_rows.corpus.paths, np.array([each.file for each in examples])
+        present, losses = np.unique(files).tolist(), []
+        for file in present if len(present) > 1 else ():
+            own = np.flatnonzero(files == file).tolist()
+            part = self.pipeline.measure([examples[i] for i in own], logps[own])
+            name = names[file] if names else f"file {file + 1}"
+            losses.append(FileLoss(name, part.avg_loss, part.metrics))
+        return self.pipeline.measure(examples, logps), losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,22 @@ from mlxtune.core.data.conversation import CHOSEN, REJECTED
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
 from mlxtune.core.objectives.objective import Objective
-from mlxtune.core.run.evaluation import Evaluation, JudgedRows, Sums, verdict_lines
+from mlxtune.core.run.evaluation import (
+    Evaluation,
+    JudgedRows,
+    Sums,
+    file_lines,
+    parse_evaluation,
+    verdict_lines,
+)
 from mlxtune.core.run.preference_evaluation import AnswerSums, evaluate_preferences
 
 
-def evaluated(before: list[float], after: list[float]) -> Evaluation:
-    """Evaluate pairs with these margins, in nats per token."""
+def evaluated(before: list[float], after: list[float], files: tuple[int, ...] = ()) -> Evaluation:
+    """Evaluate pairs with these margins, in nats per token, each of a file."""
     tokens, mask = np.arange(6, dtype=np.int32), np.array([0, 0, 1, 1, 1, 1], dtype=np.uint8)
     examples = [
-        Example(row, tokens + row, mask, 0, role)
+        Example(row, tokens + row, mask, files[row - 1] if files else 0, role)
         for row in range(1, len(before) + 1)
         for role in (CHOSEN, REJECTED)
     ]
@@ -61,3 +69,15 @@ def test_points_decide_whether_an_adapter_hardly_helped() -> None:
     # The loss of the chosen answers is what it was.
     assert (found.verdict, found.hardly) == ("helped", False)
     assert verdict_lines(found)[0].startswith("the adapter helped: it prefers the chosen answer")
+
+
+def test_each_file_has_a_verdict_on_what_is_preferred() -> None:
+    found = evaluated([-1.0] * 10 + [1.0] * 10, [2.0] * 10 + [-2.0] * 10, (0,) * 10 + (1,) * 10)
+
+    better, worse = found.files
+    assert (better.verdict, better.preferred_before, better.preferred_after) == ("helped", 0, 1)
+    assert (worse.verdict, worse.preferred_before, worse.preferred_after) == ("hurt", 1, 0)
+    assert file_lines(found)[0] == (
+        "file 1: helped, prefers 0% to 100%, loss 2.0000 to 2.0000 on 10 rows"
+    )
+    assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found

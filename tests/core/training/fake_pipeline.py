@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.encode import Example
@@ -97,9 +98,9 @@ class FakePipeline:
         self.tokens //= 2
         return self.tokens
 
-    def evaluate(
+    def logps(
         self, examples: Sequence[Example], on_progress: Callable[[int], None]
-    ) -> InstructBatchResult:
+    ) -> npt.NDArray[np.float64]:
         step = len(self.batches)
         if not self.validations or self.validations[-1][0] != step:
             self.validations.append((step, []))
@@ -107,8 +108,12 @@ class FakePipeline:
         for done in sorted({len(examples) // 2, len(examples)} - {0}):
             on_progress(done)
         base = self._val_loss(len(self.validations) - 1)
-        total = sum((base + row_loss(example)) * example.supervised for example in examples)
-        return result(total / sum(example.supervised for example in examples), examples)
+        return np.array([-(base + row_loss(each)) * each.supervised for each in examples])
+
+    def measure(
+        self, examples: Sequence[Example], logps: npt.NDArray[np.float64]
+    ) -> InstructBatchResult:
+        return result(-logps.sum() / sum(each.supervised for each in examples), examples)
 
     def save(self, folder: Path) -> None:
         self.snapshot()(folder)
