@@ -34,6 +34,7 @@ def test_demo_model_learns_in_a_few_steps(name: str, steps: int, tmp_path: Path)
             targets=("all",),
             lr=5e-3,
             max_steps=steps,
+            val_split=0.05,
             val_rows=steps,
             samples=0 if steps < 40 else 3,
             quiet=True,

@@ -16,6 +16,7 @@ from tests.backend.step.executions import (
     fresh,
     model_folder,
 )
+from tests.slow import slow
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def trained(pipeline: InstructPipeline) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", ["in one line", "in one line with recompute", "split head"])
-@pytest.mark.parametrize("seconds", [0.01, 1.0])
+@pytest.mark.parametrize("seconds", [slow(0.01), 1.0])
 def test_stages_change_no_byte(name: str, seconds: float) -> None:
     whole, staged = (fresh(model_folder("qwen3"), WAYS[name], 10_000) for _ in range(2))
     staged.runner.seconds_per_token = seconds
