@@ -466,7 +466,8 @@ def finish(
     save_run_speed(config.cache_path, setup.planned, setup.base.dtype, result.steps)
     about = {"plan": {"memory": {"peak": setup.plan.peak.total}}}
     run = Run(config.checkpoint_path, about, result=content, progress=progress_of(result))
-    if (line := run_text.risen_loss_line(result.steps, config)) is not None:
+    before = result.initial_val_loss
+    if (line := run_text.risen_loss_line(result.steps, config, before)) is not None:
         console.warn(line)
     for line in run_text.summary_lines(RunView.of(run), config):
         console.say("Done", line)

@@ -32,6 +32,8 @@ _LONGEST = 400
 _PHASE_WIDTH = 16
 # Fewer losses than these say nothing about a trend.
 _FEWEST_LOSSES = 5
+# A loss this many times the untrained model's is none that training passes through.
+_JUMP = 1.5
 # Nats per token by which chosen answers may become less likely without a warning.
 _LESS_LIKELY = 0.1
 
@@ -171,19 +173,34 @@ def plan_line(trainer: InstructTrainer) -> str:
     )
 
 
-def risen_loss_line(steps: Sequence[StepRecord], config: TrainConfig) -> str | None:
-    """Return a warning if the last tenth of the steps had a higher loss than the first tenth."""
-    some = max(len(steps) // 10, _FEWEST_LOSSES)
+def risen_loss_line(
+    steps: Sequence[StepRecord], config: TrainConfig, before: float | None = None
+) -> str | None:
+    """Return a warning if the loss rose, or jumped on the way, as at too high a rate.
+
+    It rose if the last tenth of the steps had a higher loss than the first tenth. It jumped if five
+    steps in a row had a far higher one than the untrained model, whose validation loss is `before`.
+    """
+    some, lower = max(len(steps) // 10, _FEWEST_LOSSES), f"lower --lr {config.lr:g}"
     if len(steps) < 2 * some:
         return None
     start, end = _mean_loss(steps[:some]), _mean_loss(steps[-some:])
     # The steps differ in their rows: a rise within their scatter says nothing.
     scatter = math.hypot(_scatter(steps[:some]), _scatter(steps[-some:]))
-    if end <= start + 2 * scatter:
+    if end > start + 2 * scatter:
+        return (
+            f"the training loss rose from {loss_text(start)} in the first {some} steps to "
+            f"{loss_text(end)} in the last {some}: {lower}"
+        )
+    windows = (steps[i : i + _FEWEST_LOSSES] for i in range(len(steps) - _FEWEST_LOSSES + 1))
+    highest = max(windows, key=_mean_loss)
+    untrained, jumped = max(steps[0].loss, before or 0), _mean_loss(highest)
+    # Losses of preferences may be near zero, or negative.
+    if config.objective != "sft" or jumped <= _JUMP * untrained:
         return None
     return (
-        f"the training loss rose from {loss_text(start)} in the first {some} steps to "
-        f"{loss_text(end)} in the last {some}: lower --lr {config.lr:g}"
+        f"the training loss jumped from {loss_text(untrained)} to {loss_text(jumped)} in steps "
+        f"{highest[0].step} to {highest[-1].step}: {lower}"
     )
 
 

@@ -244,7 +244,7 @@ def test_problems_of_config_file_and_flags_are_said_together(cli: Cli, tmp_path:
 def test_run_that_goes_wrong_says_so(train: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlxtune.views import run_text
 
-    monkeypatch.setattr(run_text, "risen_loss_line", lambda steps, _: f"rose in {len(steps)} steps")
+    monkeypatch.setattr(run_text, "risen_loss_line", lambda s, *_: f"rose in {len(s)} steps")
     outcome = train("--max-seq-len", 32, "--val-split", 0, quiet=False)
     for problem in (
         "warning: rose in 5 steps",

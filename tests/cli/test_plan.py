@@ -139,7 +139,7 @@ def test_what_cannot_fit_is_an_error_before_training_that_says_what_would(
     limit = ["--memory-limit", 0.0005, "--quiet"]
     outcome = cli(command, "--model-path", model, "--data", chat, *output, *limit)
     assert outcome.code == 1
-    assert "the limit is 0.00 GB: raise --memory-limit" in outcome.error
+    assert "the limit is 500 kB: raise --memory-limit" in outcome.error
     assert not (tmp_path / "out").exists()
 
 

@@ -196,6 +196,12 @@ def test_loss_that_ends_above_its_start_is_a_warning_that_names_the_rate() -> No
         "lower --lr 0.05"
     )
     assert run_text.risen_loss_line(rising[:9], config) is None
+    jumping = steps(4.5, 2.9, 12.2, 8.9, 8.3, 6.9, 6.1, *[3.0] * 5)
+    assert run_text.risen_loss_line(jumping, config) == (
+        "the training loss jumped from 4.50 to 8.48 in steps 3 to 7: lower --lr 0.05"
+    )
+    assert run_text.risen_loss_line(jumping, config, before=6.0) is None
+    assert run_text.risen_loss_line(jumping, dataclasses.replace(config, objective="dpo")) is None
     assert run_text.risen_loss_line(steps(*[2.0] * 5, *[1.9] * 5), config) is None
 
 

@@ -15,6 +15,7 @@ from mlxtune.core.steps.execution import (
     load_of,
     predict,
 )
+from mlxtune.core.text import byte_size
 
 # How far a prediction may be off, as a share: plans leave this much free where they can.
 MARGIN = 0.15
@@ -186,8 +187,8 @@ def why_not(
     needed = least(shapes, execution, load).total
     changes = remedies(shapes, execution, load, limit, may_checkpoint=may_checkpoint)
     return (
-        f"one example of {load.tokens:,} tokens needs about {needed / 1e9:.2f} GB, of which "
-        f"{shapes.weights / 1e9:.2f} GB are the weights, and the limit is {limit / 1e9:.2f} GB: "
+        f"one example of {load.tokens:,} tokens needs about {byte_size(needed)}, of which "
+        f"{byte_size(shapes.weights)} are the weights, and the limit is {byte_size(limit)}: "
         f"{', or '.join(['raise --memory-limit', *changes])}"
     )
 
@@ -223,7 +224,7 @@ def remedies(
         smaller = replace(shapes, weights=int(shapes.weights * each / shapes.stored_itemsize))
         needed = least(smaller, execution, load).total
         fits = "" if needed <= limit else ", still too much"
-        changes.append(f"--quantize 4 (about {needed / 1e9:.2f} GB{fits})")
+        changes.append(f"--quantize 4 (about {byte_size(needed)}{fits})")
     return changes
 
 
