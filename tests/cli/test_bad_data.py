@@ -148,7 +148,7 @@ BAD_ROWS = {
     "[1]": "not a JSON object (a list)",
     '{"words": "x"}': "no known format (its keys: 'words'; looked for: messages, ",
     '{"messages": "x"}': "'messages' is not a list (text)",
-    '{"messages": null, "id": 1}': "no 'messages' (its keys: 'messages' (null), 'id')",
+    '{"messages": null, "id": 1}': "'messages' is empty (its keys: 'messages' (empty), 'id')",
     '{"messages": [1]}': "a message is not an object (message 1 is a number)",
     '{"messages": [{"role": "user", "content": "x"}]}': "no assistant turn",
     '{"messages": [{"role": "bot", "content": "x"}]}': "unknown role (message 1: 'bot'; ",

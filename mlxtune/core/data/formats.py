@@ -191,7 +191,8 @@ def _missing_keys(
         if len(sides) == 1:
             return BadRow(f"no '{sides[0]}'", f"a pair needs both answers; {keys}")
     known = (" + ".join(fields.get(k, k) for k in each.keys) for each in formats.values())
-    return BadRow("no known format", f"{keys}; looked for: {', '.join(known)}")
+    looked = f"looked for: {', '.join(known)}"
+    return BadRow("no known format", f"{keys}; {looked}; --field NAME=KEY names a key of yours")
 
 
 def _empty_key(content: JsonObject, formats: Mapping[str, Format]) -> str | None:

@@ -169,7 +169,8 @@ def test_first_row_recognised_decides_for_the_file(tmp_path: Path) -> None:
         for line in (
             "1: not a JSON object (a number)",
             "2: no known format (its keys: 'id'; looked for: messages, conversations, "
-            "prompt + completion, instruction + output, text)",
+            "prompt + completion, instruction + output, text; --field NAME=KEY names a key of "
+            "yours)",
             "3: no assistant turn",
             "5: no 'messages' (its keys: 'prompt')",
         )
