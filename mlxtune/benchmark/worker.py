@@ -109,8 +109,7 @@ class OurSide:
 
         if not self.pipeline.objective.needs_reference:
             return list(steps)
-        # Neighbours in length share a micro-batch.
-        examples = sorted((example for step in steps for example in step), key=len)
+        examples = [example for step in steps for example in step]
         found = dict(zip(map(id, examples), self.pipeline.logps(examples), strict=True))
         return [with_references(step, [found[id(each)] for each in step]) for step in steps]
 

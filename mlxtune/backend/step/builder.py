@@ -30,7 +30,7 @@ from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.metrics import InstructBatchResult, perplexity
-from mlxtune.core.steps.batch import MicroBatch, predicted_tokens
+from mlxtune.core.steps.batch import MicroBatch, predicted_tokens, rows_of
 from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import NonFiniteLossError
 
@@ -191,12 +191,9 @@ class StepBuilder:
         costs = self._forward.facts.costs(examples)
         if self.objective.is_sft:
             return self._workers.share(costs)
-        rows: dict[int, list[int]] = {}
-        for i, example in enumerate(examples):
-            rows.setdefault(example.key, []).append(i)
-        places = list(rows.values())
-        mine = self._workers.share([sum(costs[i] for i in row) for row in places])
-        return sorted(i for row in mine for i in places[row])
+        rows = rows_of(examples)
+        mine = self._workers.share([sum(costs[i] for i in row) for row in rows])
+        return sorted(i for row in mine for i in rows[row])
 
     def can_build_ahead(self) -> bool:
         """Return whether a step can be built before the step before it is computed.

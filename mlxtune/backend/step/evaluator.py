@@ -19,7 +19,7 @@ from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.runner import StepRunner
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import MicroBatch
+from mlxtune.core.steps.batch import MicroBatch, rows_of
 from mlxtune.core.steps.execution import BatchLoad, Execution, load_of
 from mlxtune.core.steps.graph_memory import vocabulary_block
 from mlxtune.core.steps.groups import AT_ONCE, Group
@@ -76,12 +76,16 @@ class ExampleLosses:
         MemoryLimitError where even one example takes too much memory.
         """
         workers, losses = self._workers, np.zeros(len(examples))
-        if workers.size == 1:
-            return self._own(examples, on_progress, keys)
-        mine = workers.share(self._forward.facts.costs(examples))
+        # A row's examples may share a prompt, and neighbours in length a micro-batch.
+        rows = sorted(rows_of(examples), key=lambda row: max(len(examples[i]) for i in row))
+        if workers.size > 1:
+            costs = self._forward.facts.costs(examples)
+            mine = workers.share([sum(costs[i] for i in row) for row in rows])
+            rows = [rows[row] for row in mine]
+        order = [i for row in rows for i in row]
         show = lambda done: on_progress(min(done * workers.size, len(examples)))  # noqa: E731
-        losses[mine] = self._own([examples[i] for i in mine], show, keys)
-        return workers.merge(losses)
+        losses[order] = self._own([examples[i] for i in order], show, keys)
+        return losses if workers.size == 1 else workers.merge(losses)
 
     def _own(
         self, examples: Sequence[Example], on_progress: Callable[[int], None], keys: Keys

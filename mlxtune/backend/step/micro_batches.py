@@ -6,7 +6,7 @@ from functools import partial
 
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import MicroBatch, collate, run_length
+from mlxtune.core.steps.batch import MicroBatch, collate, rows_of, run_length
 from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.pack import Pack, pack
 
@@ -73,9 +73,6 @@ def _plan_rows(
 
     Returns None if a row does not fit into one.
     """
-    rows: dict[int, list[int]] = {}
-    for i, example in enumerate(examples):
-        rows.setdefault(example.key, []).append(i)
 
     def together(members: Sequence[int]) -> Group | None:
         groups = plan([examples[i] for i in members])
@@ -83,7 +80,7 @@ def _plan_rows(
             return None
         return replace(groups[0], examples=tuple(members[i] for i in groups[0].examples))
 
-    alone = [together(row) for row in rows.values()]
+    alone = [together(row) for row in rows_of(examples)]
     filled: list[Group] = []
     for row in sorted(filter(None, alone), key=lambda group: -group.tokens):
         for place, group in enumerate(filled):

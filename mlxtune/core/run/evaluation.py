@@ -302,11 +302,8 @@ def sums_of(rows: CorpusRows, losses: Losses, on_progress: Callable[[int, int], 
 
     The first token of an example is never predicted, so it does not count.
     """
-    # Neighbours in length share a micro-batch; the sums do not depend on the order.
-    examples = [(place, example) for place, row in enumerate(rows) for example in row]
-    examples.sort(key=lambda each: len(each[1]))
-    chosen = [example for _, example in examples]
-    places = [place for place, _ in examples]
+    chosen = [example for row in rows for example in row]
+    places = [place for place, row in enumerate(rows) for _ in row]
     totals, tokens = np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
     np.add.at(totals, places, losses(chosen, lambda done: on_progress(done, len(chosen))))
     np.add.at(tokens, places, list(map(predicted_tokens, chosen)))

@@ -69,8 +69,6 @@ def answer_sums(
         for example in row
         if example.role in (CHOSEN, REJECTED, DESIRABLE, UNDESIRABLE)
     ]
-    # Neighbours in length share a micro-batch; the sums do not depend on the order.
-    examples.sort(key=lambda each: len(each[1]))
     chosen = [example for _, example in examples]
     found = losses(chosen, lambda done: on_progress(done, len(chosen)))
     totals, tokens = np.zeros((2, len(rows))), np.zeros((2, len(rows)), dtype=np.int64)

@@ -47,6 +47,14 @@ def run_length(example: Example) -> int:
     return len(supervised) - int(supervised.argmax()) if supervised.any() else 1
 
 
+def rows_of(examples: Sequence[Example]) -> list[list[int]]:
+    """Return the indices of each row's examples, in order."""
+    rows: dict[int, list[int]] = {}
+    for i, example in enumerate(examples):
+        rows.setdefault(example.key, []).append(i)
+    return list(rows.values())
+
+
 def predicted_tokens(example: Example) -> int:
     """Return the number of supervised tokens with loss: nothing predicts the first token."""
     return int(example.assistant_mask[1:].sum())

@@ -239,18 +239,13 @@ class InstructTrainer:
             )
         if logps is None:
             self._observer.on_note("Reference", f"log-probabilities of {len(examples):,} answers")
-            # Neighbours in length share a micro-batch.
-            order = sorted(range(len(examples)), key=lambda i: len(examples[i]))
 
             def evaluated(done: int) -> None:
                 self._observer.on_evaluated(done, len(examples))
                 if self._should_stop():
                     raise self._recorder.interrupted()
 
-            found = self.pipeline.logps([examples[i] for i in order], evaluated)
-            logps = [0.0] * len(examples)
-            for i, value in zip(order, found, strict=True):
-                logps[i] = float(value)
+            logps = [float(value) for value in self.pipeline.logps(examples, evaluated)]
             preference_rows.keep(cached, key, logps)
         preference_rows.write_references(own, key, logps)
         count = len(parts[0])
@@ -364,8 +359,7 @@ class InstructTrainer:
 
     def _evaluate(self) -> tuple[InstructBatchResult, list[FileLoss]]:
         """Evaluate all validation rows; return the loss of each file too, if there are several."""
-        # Neighbours in length share a micro-batch; the sum does not depend on the order.
-        examples = sorted((each for row in self.val_rows for each in row), key=len)
+        examples = [each for row in self.val_rows for each in row]
 
         def evaluated(count: int) -> None:
             self._observer.on_evaluated(count, len(examples))

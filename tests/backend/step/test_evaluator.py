@@ -23,6 +23,7 @@ from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.evaluator import Evaluator, most_tokens
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import BatchLoad, Execution, load_of
+from mlxtune.core.steps.groups import AT_ONCE
 from tests.backend.conftest import random_examples
 from tests.backend.step.executions import WAYS, first_supervised, fixed_step, model_folder
 from tests.long.counts import counted_evaluations
@@ -307,3 +308,31 @@ def test_evaluation_in_stages_gives_the_same_bytes(monkeypatch: pytest.MonkeyPat
     with counted_evaluations() as count:
         assert staged.losses(fixed_step()).tobytes() == wanted.tobytes()
     assert count[0] > batches
+
+
+def test_prompts_of_many_pairs_run_once_whatever_their_sides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Short answers to long prompts and long ones to short prompts are no neighbours in length."""
+    rng = np.random.default_rng(3)
+    examples, needed = [], 0
+    for row in range(AT_ONCE):
+        prompt = rng.integers(3, 300, 4 + row % 9)
+        needed += len(prompt)
+        for length in (2, 3 + row % 23):
+            # The first token of an answer differs, and the last of all is not run.
+            tokens = np.concatenate([prompt, [length], rng.integers(3, 300, length)])
+            mask = np.arange(len(tokens)) >= len(prompt)
+            examples.append(Example(row, tokens.astype(np.int32), mask.astype(np.uint8)))
+            needed += length
+    base = load_base(model_folder("qwen3"), "float32")
+    evaluator = Evaluator(base.model, base.parameters, pytest.fail, execution=Execution(MLX))
+    losses, run = evaluator.forward.losses, []
+
+    def counted(batch: Any, keys: Any = None) -> mx.array:
+        run.append(batch.inputs.size)
+        return losses(batch, keys)
+
+    monkeypatch.setattr(evaluator.forward, "losses", counted)
+    evaluator.losses(examples)
+    assert sum(run) <= 1.01 * needed
