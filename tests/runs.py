@@ -49,6 +49,7 @@ EVALUATION = {
     "difference": {"loss": -3.0, "share": -0.75, "low": -3.2, "high": -2.75, "confidence": 0.95}
     | {"resamples": 1000, "seed": 42},
     "verdict": "helped",
+    "hardly": False,
     "start": None,
     "base_difference": None,
     "left_out": 0,
