@@ -14,17 +14,18 @@ from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models.loading import open_base
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import is_quantized
-from mlxtune.commands.merging import convert, write_fused
 from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.commands.proof import (
     ExportResult,
     Source,
     certify,
+    convert,
     find_source,
     load_base,
     output_folder,
     print_result,
     prove,
+    write_fused,
 )
 from mlxtune.config import ExportConfig
 from mlxtune.core.files.files import make_folder

@@ -7,15 +7,16 @@ from mlxtune.backend.adapters import fuse as fusing
 from mlxtune.backend.adapters.formats import merged_gguf
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import NF4, is_quantized
-from mlxtune.commands.merging import convert, write_fused
 from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.commands.proof import (
     ExportResult,
     Source,
     certify,
+    convert,
     find_source,
     output_folder,
     print_result,
+    write_fused,
 )
 from mlxtune.commands.retention import choose_storage
 from mlxtune.config import FuseConfig

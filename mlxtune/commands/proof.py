@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mlxtune.backend.adapters import fuse as fusing
 from mlxtune.backend.adapters import proof
 from mlxtune.backend.adapters.attach import base_options, check_base, load_adapted
 from mlxtune.backend.adapters.certificate import CERTIFICATE, Certificate, WeightCheck, check
 from mlxtune.backend.adapters.files import find_adapter, read_info
+from mlxtune.backend.adapters.formats import merged_gguf
 from mlxtune.backend.adapters.formats.adapter import Adapter
 from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
 from mlxtune.backend.adapters.retention import Retention
@@ -181,3 +183,41 @@ def print_result(result: ExportResult, config: OutgoingConfig) -> None:
     print_line(f"{'Wrote':<12}{result.output}: {', '.join(result.certificate.files)}")
     for line in result.certificate.lines():
         print_line(f"{'Proof':<12}{line}")
+
+
+def write_fused(
+    source: Source, folder: Path, options: Mapping[str, Any], retention: Retention | None = None
+) -> tuple[Certificate, str]:
+    """Write the fused model into a folder; return its proof, and the dtype that it is stored in.
+
+    `options` are `fused_model`'s. Raises a child of MlxTuneError.
+    """
+    config = source.config
+    trust = config.trust_remote_code
+    model, model_config = fusing.fused_model(source.folder, source.adapter, **options)
+    exact = not fusing.is_quantized(model, source.adapter)
+    stored = fusing.stored_dtype(model)
+    source.console.say("Writing", str(config.output_path))
+    fusing.write_model(model, model_config, source.folder, folder)
+    del model
+    memory.release()
+    certificate = prove(
+        source,
+        "fused",
+        lambda: loading.load_base(folder, config.dtype, trust_remote_code=trust).model,
+        rounding=stored,
+        everywhere=options["dequantize"],
+        weights=fusing.check_fused(source.folder, folder, source.adapter, **options),
+        exact=exact,
+        retention=retention,
+    )
+    return certificate, stored
+
+
+def convert(source: Source, program: str, folder: Path, stored: str, remedy: str) -> None:
+    """Write a fused folder as GGUF, and check its weights. Raises OutputError."""
+    console, trust = source.console, source.config.trust_remote_code
+    console.say("Converting", f"with {program}")
+    merged_gguf.convert(program, folder, stored, remedy)
+    found = merged_gguf.check_merged(folder, source.adapter, trust_remote_code=trust)
+    console.say("GGUF", found)

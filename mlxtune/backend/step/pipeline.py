@@ -221,12 +221,13 @@ class InstructPipeline:
     def reference(self) -> Mapping[str, Any]:
         """Return all that decides the starting model's log-probabilities, as JSON values."""
         provenance, (_, record) = self._provenance(), self._base
-        named = ("base_hash", "dtype", "quantized_compute")
+        named, used = ("base_hash", "dtype", "quantized_compute"), ("prompt", "objective")
         # PiSSA's start is the base up to rounding, by rank and targets.
         lora = dataclasses.asdict(self.config) if self.config.init != "lora" else {}
         return {
             **{name: provenance.get(name) for name in named},
-            "base": dict(record or {}),
+            # Not the options by which the adapter is used later.
+            "base": {name: value for name, value in (record or {}).items() if name not in used},
             "adapter": self.initial_hash,
             "lora": lora,
         }

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from mlxtune.config.fields import Checked
 from mlxtune.core.data.cache import least_used
 from mlxtune.core.data.places import rows_folder
+from mlxtune.core.files import ours
 from mlxtune.core.files.files import make_folder, mark_used, write_file
 from mlxtune.core.text import byte_size
 from mlxtune.errors import ConfigError, DataError
@@ -108,7 +109,7 @@ def _prune(keep: Path) -> None:
     with suppress(OSError):  # removed by another process
         files = [(file.stat(), file) for file in keep.parent.glob("*.jsonl")]
         for each in least_used([(at.st_mtime, file, at.st_size) for at, file in files], keep):
-            each.unlink()
+            ours.remove_file(each)
 
 
 def _lines(rows: Iterable[Any], name: str) -> Iterator[bytes]:

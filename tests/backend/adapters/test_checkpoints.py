@@ -111,7 +111,7 @@ def test_what_was_saved_is_read_back_bit_for_bit(
         assert np.array_equal(np.array(value), np.array(saved[name])), name
 
 
-def test_adapter_that_does_not_fit_is_an_error_that_names_each_tensor(
+def test_adapter_that_does_not_fit_is_an_error_that_names_a_tensor(
     make_pipeline: MakePipeline, tmp_path: Path
 ) -> None:
     make_pipeline("qwen3", lora_rank=8, targets=("q_proj",)).snapshot()(tmp_path)
@@ -119,10 +119,8 @@ def test_adapter_that_does_not_fit_is_an_error_that_names_each_tensor(
     before = dict(tree_flatten(pipeline.model.trainable_parameters()))
     with pytest.raises(ModelError) as caught:
         pipeline.load(tmp_path)
-    assert "layers.0.self_attn.q_proj.lora_a is (64, 8), the model needs (64, 4)" in str(
-        caught.value
-    )
-    assert "layers.1.self_attn.k_proj.lora_b is missing" in str(caught.value)
+    missing = "layers.0.self_attn.k_proj.lora_a is missing, the model needs (64, 4), and 7 more"
+    assert missing in str(caught.value)
     for name, value in tree_flatten(pipeline.model.trainable_parameters()):
         assert mx.array_equal(value, before[name])
 
