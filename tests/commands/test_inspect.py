@@ -257,7 +257,7 @@ def test_dump_is_exactly_what_train_gives_the_model(
     from mlxtune.backend.step.pipeline import InstructPipeline
 
     trained, validated = [], []
-    step, evaluate = InstructPipeline.start_batch, InstructPipeline.evaluate
+    step, logps = InstructPipeline.start_batch, InstructPipeline.logps
 
     def note_step(self: Any, examples: Any, **kinds: Any) -> Any:
         trained.extend(examples)
@@ -266,10 +266,10 @@ def test_dump_is_exactly_what_train_gives_the_model(
     def note_evaluation(self: Any, examples: Any, *kinds: Any) -> Any:
         examples = list(examples)
         validated.extend(examples)
-        return evaluate(self, examples, *kinds)
+        return logps(self, examples, *kinds)
 
     monkeypatch.setattr(InstructPipeline, "start_batch", note_step)
-    monkeypatch.setattr(InstructPipeline, "evaluate", note_evaluation)
+    monkeypatch.setattr(InstructPipeline, "logps", note_evaluation)
     turns = [("user", "a"), ("assistant", "b"), ("user", "c" * 30), ("assistant", "d")]
     file = write_chat(tmp_path / "a.jsonl", ["", *sums(12), {"words": 1}, turns, *sums(3)])
     dump = tmp_path / "dump.jsonl"
