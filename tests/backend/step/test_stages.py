@@ -93,7 +93,8 @@ def test_stages_take_no_more_memory() -> None:
         return mx.get_peak_memory() - before
 
     staged, whole = staged_and_whole(12)
-    assert peak(staged) < 1.03 * peak(whole)
+    # Where stages keep what layers recompute, it is 1.24 times as much.
+    assert peak(staged) < 1.06 * peak(whole)
 
 
 def test_next_stage_runs_while_the_host_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
