@@ -1,6 +1,7 @@
 """Options of commands that run a model, or convert an adapter, and of the demo."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ _MAIN_FILES = {
     "gguf": "adapter.gguf",
     "flat": "adapter.safetensors",
 }
+# llama.cpp's names of types, such as Q4_K_M, IQ2_XXS and BF16.
+_GGUF_TYPE = re.compile(r"[A-Za-z]+[0-9]+(_[A-Za-z0-9]+)*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,6 +303,9 @@ class ExportConfig(ImportConfig):
             problems += ["--merge is for --format gguf: mlxtune fuse writes a model folder"]
         if self.quantize is not None and not self.merge:
             problems += ["--quantize is for a merged model: add --merge"]
+        if self.quantize is not None and not _GGUF_TYPE.fullmatch(self.quantize):
+            name = shorten(self.quantize)
+            problems += [f"--quantize must be a type of llama.cpp, such as Q4_K_M, not {name}"]
         return problems
 
     def _main_files(self) -> tuple[str, ...]:

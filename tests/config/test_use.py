@@ -39,6 +39,10 @@ def test_output_is_a_folder_or_the_main_file_in_it(
     [
         ({"format": "peft", "merge": True}, "--merge is for --format gguf"),
         ({"format": "gguf", "quantize": "Q4_K_M"}, "--quantize is for a merged model: add --merge"),
+        *(
+            ({"format": "gguf", "merge": True, "quantize": name}, "--quantize must be a type of")
+            for name in ("../x", "-q", "Q4_K_M;rm", "Q4 K", "4")
+        ),
     ],
 )
 def test_merging_and_quantising_name_what_they_need(options: dict[str, Any], problem: str) -> None:

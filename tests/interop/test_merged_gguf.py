@@ -196,8 +196,8 @@ def test_merged_export_without_a_quantizer_is_plain_and_ollama_can_round_it(
     outcome = cli("export", *MERGE, *options)
     assert outcome.code == 0, outcome.err
     assert (
-        "llama-quantize is not on the PATH: install llama.cpp (brew install llama.cpp). Otherwise "
-        f"model.gguf is not quantised, for ollama create -q Q4_K_M NAME -f {output}/Modelfile"
+        "llama-quantize is not on the PATH, so model.gguf is not quantised: install llama.cpp "
+        f"(brew install llama.cpp), or run ollama create -q Q4_K_M NAME -f {output}/Modelfile"
     ) in outcome.err
     assert files_in(output) == ["Modelfile", "certificate.json", "model.gguf"]
     assert "quantized" not in json.loads((output / "certificate.json").read_text())
@@ -211,8 +211,8 @@ def test_merged_export_without_llama_cpp_is_a_model_folder_for_ollama(
     outcome = cli("export", *MERGE, "--adapter", adapter, "--output", output)
     assert outcome.code == 0, outcome.err
     assert (
-        "convert_hf_to_gguf.py is not on the PATH: install llama.cpp (brew install llama.cpp). "
-        f"Otherwise writing a model folder, for ollama create NAME -f {output}/Modelfile"
+        "convert_hf_to_gguf.py is not on the PATH, so a model folder is written instead: install "
+        f"llama.cpp (brew install llama.cpp), or run ollama create NAME -f {output}/Modelfile"
     ) in outcome.err
     assert (output / "Modelfile").read_text() == "FROM .\n"
     assert (output / "model.safetensors").is_file()

@@ -63,10 +63,10 @@ def write_modelfile(folder: Path) -> None:
 def ollama_advice(folder: Path, quantize: str | None, *, converted: bool) -> str:
     """Return which tool is missing, and how Ollama does its work."""
     missing = _QUANTIZER if converted else _CONVERTERS[0]
-    written = f"{MERGED} is not quantised" if converted else "writing a model folder"
+    written = f"{MERGED} is not quantised" if converted else "a model folder is written instead"
     option = ["-q", quantize] if quantize else []
     command = shlex.join(["ollama", "create", *option, "NAME", "-f", str(folder / MODELFILE)])
-    return f"{missing} is not on the PATH: {INSTALL}. Otherwise {written}, for {command}"
+    return f"{missing} is not on the PATH, so {written}: {INSTALL}, or run {command}"
 
 
 def convert(program: str, folder: Path, dtype: str, remedy: str) -> None:
