@@ -150,7 +150,7 @@ _ELSEWHERE: tuple[tuple[str, str, str], ...] = (
     ("push", "private", "leave it out: private is the default"),
     ("push", "repo repo_id repository hub_model_id", "name OWNER/NAME after the run"),
     ("push", "token hf_token", "run hf auth login, or set HF_TOKEN"),
-    ("watch", "port host", "the page is always on 127.0.0.1, at a free port"),
+    ("watch", "port host", "the page is always on 127.0.0.1, on a free port"),
 )
 ELSEWHERE: Mapping[tuple[str, str], str] = {
     (command, name): answer

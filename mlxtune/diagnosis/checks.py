@@ -36,7 +36,7 @@ _ADVICE = {
     "it",
     MEMORY: "plans ask for less memory than runs take: lower --memory-limit by as much, and report "
     "it",
-    SPEED: "the speed of steps is unknown: report it",
+    SPEED: "the speed of steps could not be measured: report it",
     PEER: "mlxtune and mlx-lm learn different things here: train on nothing that matters, and "
     "report it",
 }
@@ -145,7 +145,7 @@ def check_gradients(name: str, loss: float, gradient: float) -> ProofCheck:
 
 
 def check_dtype(name: str, cosine: float, norm: float, packing_problem: str = "") -> ProofCheck:
-    """Judge gradients in 16 bits: the least cosine with float32's, and the worst ratio of norms.
+    """Judge gradients in 16 bits: lowest cosine similarity to float32, and worst ratio of norms.
 
     A step that was not packed fails too: the models of the proof allow packing.
     """

@@ -88,7 +88,7 @@ def upload(folder: Path, repository: str, *, public: bool, exists: bool) -> str:
 def model_card(run: Run, view: RunView, *, repository: str, base: str, peft: bool) -> str:
     """Return a card as Markdown with the hub's metadata; `base` is the base model's name.
 
-    A base model that is not on the hub, as its name shows, is left out of the metadata.
+    A base model whose name shows that it is not on the hub is left out of the metadata.
     """
     evaluation = run.evaluation
     if evaluation is None or evaluation.adapted is None or evaluation.difference is None:

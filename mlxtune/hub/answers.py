@@ -100,7 +100,7 @@ def _check_facts(response: Any) -> None:
     except TooLarge:
         raise
     except ValueError:
-        return  # what is no JSON surfaces where it is read
+        return  # invalid JSON surfaces where it is read
     for each in facts if isinstance(facts, list) else [facts]:
         if not isinstance(each, dict):
             continue

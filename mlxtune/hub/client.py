@@ -50,8 +50,8 @@ def reason(error: Exception, kind: str) -> str:
         error = error.__cause__
     if isinstance(error, errors.OfflineModeIsEnabled):
         return (
-            "HF_HUB_OFFLINE forbids to ask the hub: unset it, or name a commit (@…) whose files "
-            "are here"
+            "HF_HUB_OFFLINE forbids contacting the hub: unset it, or name a commit (@…) whose "
+            "files are here"
         )
     if isinstance(error, errors.GatedRepoError):
         return (

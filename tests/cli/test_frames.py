@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 
 # isort: split
+import re
 import sys
 from pathlib import Path
 from types import FunctionType
@@ -17,6 +18,7 @@ from mlxtune.cli import COMMANDS
 from mlxtune.commands.prepare import memory
 from mlxtune.core.steps.execution import Execution
 from tests.models import sums, write_chat, write_model
+from tests.paths import DOCS
 
 # From `train` of the command line to the function that calls mx.fast.cross_entropy.
 MOST = 10
@@ -61,3 +63,10 @@ def test_cross_entropy_is_few_frames_from_the_command(
     assert stacks
     deepest = max(stacks, key=len)
     assert len(deepest) <= MOST, "\n".join(deepest)
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    table = text.partition("**A step**")[2].partition("**The learning rate**")[0]
+    hops = re.findall(r"^\| .* \| `([\w/]+)\.py`, `(\w+)`", table, flags=re.MULTILINE)
+    assert len(hops) == 7
+    for path, name in hops:
+        module = f"mlxtune.{path.replace('/', '.')}."
+        assert any(each.startswith(module) and each.endswith(f".{name}") for each in deepest), name

@@ -129,7 +129,9 @@ def test_help_has_an_example(cli: Cli) -> None:
 
 def test_text_that_acts_on_a_terminal_is_escaped(cli: Cli) -> None:
     write_run(Path("out"), options={"model_path": "models/\x1b[31mred"})
-    assert "\x1b" not in cli("report", "out").out
+    outcome = cli("report", "out")
+    assert outcome.code == 0
+    assert "\\x1b[31mred" in outcome.out and "\x1b" not in outcome.out
 
 
 def test_summaries_for_python(cli: Cli) -> None:

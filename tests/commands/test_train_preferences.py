@@ -176,6 +176,16 @@ def test_resume_needs_the_reference_and_the_same_objective(folder: Path, tmp_pat
         resume(tmp_path / "out", quiet=True)
 
 
+def test_resume_with_more_epochs_keeps_the_reference_of_a_pissa_start(
+    folder: Path, tmp_path: Path
+) -> None:
+    stopped = config(folder, tmp_path / "out", "dpo", epochs=1, init="pissa", no_cache=True)
+    with pytest.raises(TrainingInterrupted):
+        train(stopped, stop_after=3)
+    resume(tmp_path / "out", epochs=2, quiet=True)
+    assert (tmp_path / "out" / "adapters.safetensors").is_file()
+
+
 def test_chosen_answers_that_become_less_likely_are_warned_of(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -277,7 +277,7 @@ def test_no_network_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_offline_is_an_error_that_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert refusal("org/sums").startswith("HF_HUB_OFFLINE forbids to ask the hub")
+    assert refusal("org/sums").startswith("HF_HUB_OFFLINE forbids contacting the hub")
 
 
 @pytest.mark.parametrize("part", ["/api/", "/resolve/"])

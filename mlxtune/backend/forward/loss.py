@@ -23,7 +23,7 @@ Losses = Callable[[mx.array, mx.array], mx.array]
 
 
 def softmax_cross_entropies(logits: mx.array, targets: mx.array) -> mx.array:
-    """Return float32 (P,), in nats, for float32 logits (P, V) and targets int32 (P,).
+    """Return the losses, float32 (P,), in nats, for float32 logits (P, V) and targets int32 (P,).
 
     The softmax is computed once, for the loss and its gradient.
     """

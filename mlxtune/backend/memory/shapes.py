@@ -186,7 +186,7 @@ def _attention(base: BaseModel, layers: int) -> dict[str, Any]:
 
 
 def _is_fused(base: BaseModel, head_size: int) -> bool:
-    """Return whether a kernel of the device computes attention and its gradient."""
+    """Return whether the device has a fused kernel for attention and its gradient."""
     if on_cpu() or any("sinks" in module for module in base.model.modules()):
         return False
     if mx.cuda.is_available():

@@ -222,8 +222,10 @@ class InstructPipeline:
         """Return all that decides the starting model's log-probabilities, as JSON values."""
         provenance, (_, record) = self._provenance(), self._base
         named, used = ("base_hash", "dtype", "quantized_compute"), ("prompt", "objective")
-        # PiSSA's start is the base up to rounding, by rank and targets.
-        lora = dataclasses.asdict(self.config) if self.config.init != "lora" else {}
+        lora: dict[str, Any] = {}
+        if self.config.init != "lora":
+            # PiSSA's start is the base up to rounding, by rank and targets. Epochs may be added.
+            lora = dataclasses.asdict(self.config) | {"epochs": None}
         return {
             **{name: provenance.get(name) for name in named},
             # Not the options by which the adapter is used later.

@@ -15,7 +15,7 @@ from mlxtune.config.fields import Checked
 from mlxtune.core.data.cache import least_used
 from mlxtune.core.data.places import rows_folder
 from mlxtune.core.files import ours
-from mlxtune.core.files.files import make_folder, mark_used, write_file
+from mlxtune.core.files.files import file_hash, make_folder, mark_used, write_file
 from mlxtune.core.text import byte_size
 from mlxtune.errors import ConfigError, DataError
 
@@ -74,9 +74,11 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
         if _is_rows(changed.get(name)):
             found = iter(value := changed[name])
             start = next(found, None)
-            every: Any = value if isinstance(value, Sized) else chain([start], found)
+            # The value may be one that can be read only once, whether it has a length or not.
+            every = [] if start is None else chain([start], found)
             if start is None or isinstance(start, Mapping):
-                changed[name] = str(_saved([] if start is None else every, name))
+                length = len(value) if isinstance(value, Sized) else _MOST_ROWS
+                changed[name] = str(_saved(every, name, length))
             else:
                 changed[name] = list(every)
     return changed
@@ -87,15 +89,16 @@ def _is_rows(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str | bytes | os.PathLike | dict)
 
 
-def _saved(rows: Iterable[Any], name: str) -> Path:
-    lines = list(_lines(rows, name))
+def _saved(rows: Iterable[Any], name: str, length: int) -> Path:
+    lines = list(_lines(rows, name, length))
     if not lines:
         raise DataError(f"{name}: has no rows")
     digest = hashlib.sha256()
     for line in lines:
         digest.update(line)
-    path = rows_folder() / f"{name}-{digest.hexdigest()[:16]}.jsonl"
-    if path.exists():
+    content = digest.hexdigest()
+    path = rows_folder() / f"{name}-{content[:16]}.jsonl"
+    if path.is_file() and file_hash(path) == content:
         mark_used(path)
     else:
         make_folder(path.parent)
@@ -112,10 +115,10 @@ def _prune(keep: Path) -> None:
             ours.remove_file(each)
 
 
-def _lines(rows: Iterable[Any], name: str) -> Iterator[bytes]:
-    size, endless = 0, not isinstance(rows, Sized)
+def _lines(rows: Iterable[Any], name: str, length: int) -> Iterator[bytes]:
+    size = 0
     for number, row in enumerate(rows, start=1):
-        if endless and (number > _MOST_ROWS or size > _MOST_BYTES):
+        if number > length or (length == _MOST_ROWS and size > _MOST_BYTES):
             raise DataError(
                 f"{name}: {number - 1:,} rows read, {byte_size(size)}, and no end: end the "
                 "iterable (itertools.islice), or write its rows to a file and name that"

@@ -209,7 +209,7 @@ def function_name(call: Mapping[str, Any]) -> str | None:
 
 
 def _system(text: Any, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the message for a row's `system`; None if it is empty or already in the messages."""
+    """Return the message for a row's `system`; () if it is empty or already in the messages."""
     if not isinstance(text, str):
         raise BadRow("'system' is not text", json_type(text))
     present = {message.content for message in messages if message.role == "system"}

@@ -356,7 +356,7 @@ def _to_message(entry: Any, where: str) -> Any:
 
 
 def _labelled(convert: Callable[[int, JsonObject], Conversation]) -> Callable[..., Row]:
-    return lambda row, content: read_labelled(row, content, convert(row, content))
+    return lambda row, content: read_labelled(content, convert(row, content))
 
 
 PAIRS: Mapping[str, Format] = {

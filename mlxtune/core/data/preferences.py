@@ -71,7 +71,7 @@ def read_preferred(row: int, content: JsonObject) -> Pair:
 _KINDS = ("", "non_")
 
 
-def read_labelled(row: int, content: JsonObject, conversation: Conversation) -> Conversation:
+def read_labelled(content: JsonObject, conversation: Conversation) -> Conversation:
     """Give a conversation the label of its row. Only its last answer carries loss."""
     label = label_of(content)
     if not isinstance(label, bool):

@@ -20,5 +20,5 @@ def remember(line: str) -> None:
 
 
 def is_remembered(line: str) -> bool:
-    """Return whether the list has a line. Raises OSError or ValueError if it cannot be read."""
+    """Return whether the list has this line. Raises OSError or ValueError if it is unreadable."""
     return line.encode() in read_own(user_cache() / "runs").splitlines()

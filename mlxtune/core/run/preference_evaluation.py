@@ -1,7 +1,7 @@
 """Whether an adapter learned preferences: what it prefers of held-out pairs, before and after.
 
 A model prefers the answer whose tokens have the higher mean log-probability; the sum would prefer
-short answers. An answer with a label has no other one beside it: good answers should gain more than
+short answers. An answer with a label has no counterpart: good answers should gain more than
 bad ones.
 """
 

@@ -67,8 +67,8 @@ def collate(examples: Sequence[Example], width: int | None = None) -> MicroBatch
         assistant_mask   0 0 1 1 0      targets  b c d
                                         mask     0 1 1
 
-    This is the only shift. Each is padded to `width`, by default that of the widest, with token 0
-    and mask 0. Under causal attention no token before the padding can see it.
+    `pack` does the same in one line. Each is padded to `width`, by default that of the widest, with
+    token 0 and mask 0. Under causal attention no token before the padding can see it.
 
     Raises ValueError when an example is wider than `width`.
     """

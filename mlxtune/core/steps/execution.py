@@ -245,7 +245,7 @@ class Operations(Protocol):
         """Make a model compute with these operations; return a function that undoes it."""
 
     def cross_entropies(self, logits: Any, targets: Any) -> Any:
-        """Return float32 (P,), in nats, for logits (P, V) and targets int32 (P,)."""
+        """Return the losses, float32 (P,), in nats, for logits (P, V) and targets int32 (P,)."""
 
     def layer_passes(self, recompute: bool) -> Any:
         """Return a runner of layers that saves memory backward; None leaves them to MLX."""

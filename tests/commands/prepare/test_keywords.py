@@ -135,3 +135,30 @@ def test_run_from_python_calls_back_after_steps_and_validations(
     assert [(each.step, each.val_loss) for each in result.training.validations] == validations
     assert mlxtune.plan(model_path=model, data=rows).steps == 2
     assert [ledger.path for ledger in result.ledgers] == ["data"]
+
+
+class Once:
+    """A progress bar of some kind: it has a length, and can be read once."""
+
+    def __init__(self, rows: Any) -> None:
+        self._rows = iter(rows)
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._rows
+
+
+def test_rows_that_can_be_read_once_lose_none_and_have_their_length() -> None:
+    assert len(read(with_rows({"data": Once(ROWS)})["data"])) == len(ROWS)
+    with pytest.raises(DataError, match=f"^data: {len(ROWS)} rows read, .* and no end"):
+        with_rows({"data": Once(cycle(ROWS))})
+
+
+def test_saved_rows_that_were_changed_are_written_again() -> None:
+    path = Path(with_rows({"data": ROWS})["data"])
+    whole = path.read_bytes()
+    path.write_text('{"prompt": "other", "completion": "rows"}\n')
+    assert with_rows({"data": ROWS})["data"] == str(path)
+    assert path.read_bytes() == whole

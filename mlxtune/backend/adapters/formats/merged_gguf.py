@@ -13,6 +13,7 @@ from mlxtune.backend.adapters.formats.adapter import Adapter
 from mlxtune.backend.adapters.formats.gguf import check_supported, gguf_names, orders
 from mlxtune.backend.models.loading import open_base
 from mlxtune.core.files.files import write_file
+from mlxtune.core.files.ours import is_ours
 from mlxtune.core.files.processes import output_of
 from mlxtune.core.text import count
 from mlxtune.errors import OutputError, one_line
@@ -87,7 +88,8 @@ def _run(command: Sequence[str], made: Path, remedy: str) -> None:
         done = output_of(command)
     except OSError as error:
         raise OutputError(f"{program}: cannot be run: {error.strerror}") from error
-    if done.status or not made.is_file():
+    # A link would lead out of the folder.
+    if done.status or not is_ours(made):
         lines = (done.stdout + done.stderr).split("\n")
         said = next((line for line in reversed(lines) if line.strip()), "no output")
         raise OutputError(f"{program}: failed ({one_line(said)}): {remedy}")
