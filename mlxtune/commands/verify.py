@@ -13,13 +13,13 @@ from mlxtune.commands.prepare.memory import recorded_products
 from mlxtune.commands.prepare.resuming import check_asked_again, check_initial, options_of
 from mlxtune.commands.train import train
 from mlxtune.config import TrainConfig, as_path, user_cache
-from mlxtune.core.files.files import file_hash, read_own
+from mlxtune.core.files.files import copy_file, file_hash, make_folder, read_own
 from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.run.checkpoint import ADAPTER, METRICS, Checkpoint
 from mlxtune.core.run.progress import Progress, same_except_measurements
 from mlxtune.core.run.run import run_folder_at
-from mlxtune.core.run.run_folder import ResumePoint
+from mlxtune.core.run.run_folder import REFERENCE, ResumePoint
 from mlxtune.core.run.verification import Verification, verify_files
 from mlxtune.errors import Interrupted, MlxTuneError, ModelError, OutputError, TrainingInterrupted
 from mlxtune.views.output import print_json, print_line
@@ -105,6 +105,11 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             profile_interval=0,
             samples=0,
         )
+        reference = newest.folder.parent / REFERENCE
+        if resumed is not None and reference.exists():
+            # From its first step, a run computes it anew.
+            make_folder(scratch / "checkpoints")
+            copy_file(reference, scratch / "checkpoints" / REFERENCE)
         try:
             train(own, resume=resumed, stop_after=newest.step)
         except TrainingInterrupted as stopped:

@@ -12,6 +12,7 @@ import pytest
 
 from mlxtune import EvalConfig, TrainConfig, TrainingInterrupted, evaluate, resume, train
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.commands.verify import verify
 from mlxtune.errors import ConfigError, OutputError
 from mlxtune.views.run_text import evaluation_lines
 from tests.models import write_model
@@ -174,6 +175,12 @@ def test_resume_needs_the_reference_and_the_same_objective(folder: Path, tmp_pat
     (tmp_path / "out" / "checkpoints" / "reference.json").unlink()
     with pytest.raises(OutputError, match="start over with --overwrite"):
         resume(tmp_path / "out", quiet=True)
+
+
+def test_replay_from_a_checkpoint_needs_no_cache(folder: Path, tmp_path: Path) -> None:
+    train(config(folder, tmp_path / "out", "dpo", epochs=2, no_cache=True))
+    verification = verify(tmp_path / "out", replay=True)
+    assert verification.ok, verification.checks
 
 
 def test_resume_with_more_epochs_keeps_the_reference_of_a_pissa_start(
