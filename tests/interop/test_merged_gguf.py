@@ -49,6 +49,7 @@ if kind != "Q4_K_M":
 shutil.copyfile(plain, target)
 with open(target, "ab") as file:
     file.write(b"rounded")
+{fault}
 """
 MERGE = ("--format", "gguf", "--merge")
 
@@ -69,7 +70,7 @@ def trained(folder: Path, model: Path) -> Path:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    def write(fault: str = "", *, quantizer: bool = False) -> None:
+    def write(fault: str = "", *, quantizer: bool = False, rounding: str = "") -> None:
         program = tmp_path / "bin" / "convert_hf_to_gguf.py"
         program.parent.mkdir()
         places = {"root": str(ROOT), "vocabulary": str(DATA / "demo-gemma3/tokenizer.model")}
@@ -77,7 +78,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         program.chmod(0o755)
         if quantizer:
             other = program.with_name("llama-quantize")
-            other.write_text(QUANTIZER.format(python=sys.executable))
+            other.write_text(QUANTIZER.format(python=sys.executable, fault=rounding))
             other.chmod(0o755)
         monkeypatch.setenv("PATH", str(program.parent))
 
@@ -185,6 +186,25 @@ def test_merged_export_is_one_rounded_file_whose_plain_weights_were_proved(
         cli("export", *MERGE, *again, "--quiet").error
     )
     assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "shutil.copyfile(plain, target)",
+        "open(target, 'w').write('no GGUF')",
+        "import os; os.remove(target); os.symlink(plain, target)",
+    ],
+)
+def test_quantised_file_that_is_none_is_refused(
+    cli: Cli, adapter: Path, tmp_path: Path, install: Callable[..., None], fault: str
+) -> None:
+    install(quantizer=True, rounding=fault)
+    options = ["--adapter", adapter, "--output", tmp_path / "o", "--quantize", "Q4_K_M"]
+    outcome = cli("export", *MERGE, *options)
+    assert outcome.code == 1
+    assert "llama-quantize: " in outcome.err and "choose another --quantize" in outcome.err
+    assert not (tmp_path / "o").exists()
 
 
 def test_merged_export_without_a_quantizer_is_plain_and_ollama_can_round_it(

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from mlxtune.backend.adapters.formats.adapter import Adapter
 from mlxtune.backend.adapters.formats.gguf import check_supported, gguf_names, orders
 from mlxtune.backend.models.loading import open_base
-from mlxtune.core.files.files import write_file
+from mlxtune.core.files.files import file_hash, write_file
 from mlxtune.core.files.ours import is_ours
 from mlxtune.core.files.processes import output_of
 from mlxtune.core.text import count
@@ -79,6 +80,22 @@ def quantise(program: str, plain: Path, target: Path, type_name: str) -> None:
     """Write a GGUF rounded to one of llama.cpp's types, such as Q4_K_M. Raises OutputError."""
     remedy = f"choose another --quantize: {_QUANTIZER} --help lists the types"
     _run([program, str(plain), str(target), type_name], target, remedy)
+    shapes = [
+        {name: tuple(tensor.shape) for name, tensor in _tensors(path).items()}
+        for path in (plain, target)
+    ]
+    if shapes[0] != shapes[1] or file_hash(plain) == file_hash(target):
+        raise OutputError(f"{program}: wrote no quantised copy of {plain.name}: {remedy}")
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    """Return the tensors of a GGUF by name; none if it cannot be read."""
+    import gguf
+
+    # The package raises all kinds of errors for files that are cut off or damaged.
+    with suppress(Exception):
+        return {each.name: each for each in gguf.GGUFReader(path).tensors}
+    return {}
 
 
 def _run(command: Sequence[str], made: Path, remedy: str) -> None:
@@ -105,10 +122,7 @@ def check_merged(folder: Path, adapter: Adapter, *, trust_remote_code: bool) -> 
 
     base = open_base(folder, "float32", trust_remote_code=trust_remote_code)
     modules = dict(base.model.named_modules())
-    tensors = {}
-    # The package raises all kinds of errors for files that are cut off or damaged.
-    with suppress(Exception):
-        tensors = {each.name: each for each in gguf.GGUFReader(folder / MERGED).tensors}
+    tensors = _tensors(folder / MERGED)
     if not tensors:
         raise OutputError(
             f"{MERGED}: the gguf package cannot read what llama.cpp's converter wrote"
