@@ -76,7 +76,7 @@ def _default_text(field: dataclasses.Field[Any]) -> str:
 
 
 class Command(click.Command):
-    """A command that answers the options of other tools, and those of our other commands."""
+    """A command that answers options of other tools and of our other commands."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; options that are had elsewhere are answered, all at once."""

@@ -51,7 +51,9 @@ def evaluate(config: EvalConfig) -> Evaluation:
         report_findings(dataset, console)
         for ledger in dataset.ledgers:
             console.say("Data", run_text.evaluated_line(ledger))
-        trained = NO_ROWS if config.adapter is None else rows_behind(find_adapter(config.adapter))
+        trained = NO_ROWS
+        if config.adapter is not None:
+            trained = rows_behind(find_adapter(config.adapter), console.warn)
         judged = JudgedRows.of(dataset.corpus.select(), trained)
         if judged.only_trained:
             console.warn("the adapter was trained on these rows: evaluate it on new ones")

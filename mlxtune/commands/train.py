@@ -188,7 +188,7 @@ def train(
                     lock_folder(config, resume, held)
                 about = about_run(config, setup, trainer, resume, stands_for)
                 trained = np.union1d(
-                    identities_of(trainer.train_rows), _trained_before(config, resume)
+                    identities_of(trainer.train_rows), _trained_before(config, resume, console.warn)
                 )
                 records = {
                     LEDGER: [ledger.as_dict() for ledger in ledgers],
@@ -262,12 +262,14 @@ def demo(config: DemoConfig) -> TrainResult:
     return train(config.training())
 
 
-def _trained_before(config: TrainConfig, resume: ResumePoint | None) -> npt.NDArray[np.uint64]:
+def _trained_before(
+    config: TrainConfig, resume: ResumePoint | None, warn: Callable[[str], None]
+) -> npt.NDArray[np.uint64]:
     """Return the identities of rows that the adapter was trained on before this start."""
     if resume is not None:
-        return read_trained_rows(config.checkpoint_path)
+        return read_trained_rows(config.checkpoint_path, warn)
     if config.init_adapter is not None:
-        return rows_behind(find_adapter(config.init_adapter, "--init-adapter"))
+        return rows_behind(find_adapter(config.init_adapter, "--init-adapter"), warn)
     return NO_ROWS
 
 

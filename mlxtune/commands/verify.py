@@ -1,5 +1,6 @@
 """`mlxtune verify`: checks a run's files and adapters, and may train it again."""
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -109,7 +110,8 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
         if resumed is not None and reference.exists():
             # From its first step, a run computes it anew.
             make_folder(scratch / "checkpoints")
-            copy_file(reference, scratch / "checkpoints" / REFERENCE)
+            with suppress(OSError):  # training reports it
+                copy_file(reference, scratch / "checkpoints" / REFERENCE)
         try:
             train(own, resume=resumed, stop_after=newest.step)
         except TrainingInterrupted as stopped:

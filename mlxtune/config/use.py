@@ -33,6 +33,7 @@ _MAIN_FILES = {
     "gguf": "adapter.gguf",
     "flat": "adapter.safetensors",
 }
+_LONGEST_PATTERN = 1000
 # llama.cpp's names of types, such as Q4_K_M, IQ2_XXS and BF16.
 _GGUF_TYPE = re.compile(r"[A-Za-z]+[0-9]+(_[A-Za-z0-9]+)*")
 
@@ -113,9 +114,13 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
             # This import takes time, which few commands need.
             import regex
 
+            pattern = self.match.removeprefix("regex=")
             try:
-                regex.compile(self.match.removeprefix("regex="))
-            except regex.error as error:
+                regex.compile(pattern)
+                # The time of a search has a limit, and of some steps in it only its length.
+                if not 0 < len(pattern) <= _LONGEST_PATTERN:
+                    problems += [f"--match regex= takes 1 to {_LONGEST_PATTERN:,} characters"]
+            except (regex.error, RecursionError) as error:
                 problems += [f"--match {shorten(self.match)}: is no pattern: {error}"]
         elif self.match not in ("exact", "json", "contains"):
             problems += [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.config import ExportConfig, FuseConfig, ImportConfig
+from mlxtune.config import EvalConfig, ExportConfig, FuseConfig, ImportConfig
 from mlxtune.errors import ConfigError
 
 
@@ -48,3 +48,9 @@ def test_output_is_a_folder_or_the_main_file_in_it(
 def test_merging_and_quantising_name_what_they_need(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         ExportConfig(adapter="a", output="out", **options)
+
+
+@pytest.mark.parametrize("pattern", ["", "x" * 1001, "(" * 400 + ")" * 400])
+def test_pattern_that_cannot_be_searched_is_refused(pattern: str) -> None:
+    with pytest.raises(ConfigError, match="--match "):
+        EvalConfig(adapter="a", data=("a.jsonl",), generate=True, match=f"regex={pattern}")

@@ -4,10 +4,11 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import wraps
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ from mlxtune.errors import ConfigError, DataError
 Result = TypeVar("Result")
 # The most rows, and bytes of them, of an iterable that may have no end.
 _MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
+# Of a file with rows: what they were given as, and the hash of its content.
+_NAME = re.compile(r"(data|val_data)-[0-9a-f]{16}\.jsonl$")
 _VALIDATION = ("validation", "valid", "val")
 
 
@@ -72,16 +75,22 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
             changed.setdefault("val_data", validation)
     for name in ("data", "val_data"):
         if _is_rows(changed.get(name)):
-            found = iter(value := changed[name])
-            start = next(found, None)
-            # The value may be one that can be read only once, whether it has a length or not.
-            every = [] if start is None else chain([start], found)
-            if start is None or isinstance(start, Mapping):
-                length = len(value) if isinstance(value, Sized) else _MOST_ROWS
-                changed[name] = str(_saved(every, name, length))
-            else:
+            # It may be one that can be read only once, whether it has a length or not.
+            found = iter(changed[name])
+            first = list(islice(found, 1))
+            every = chain(first, found)
+            if isinstance(next(iter(first), {}), str | os.PathLike):
                 changed[name] = list(every)
+            else:
+                changed[name] = str(_saved(every, name, _length(changed[name])))
     return changed
+
+
+def _length(rows: Any) -> int | None:
+    """Return how many rows there are, None where that is unknown."""
+    with suppress(TypeError):  # also of a progress bar around a generator
+        return len(rows)
+    return None
 
 
 def _is_rows(value: Any) -> bool:
@@ -89,7 +98,7 @@ def _is_rows(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str | bytes | os.PathLike | dict)
 
 
-def _saved(rows: Iterable[Any], name: str, length: int) -> Path:
+def _saved(rows: Iterable[Any], name: str, length: int | None) -> Path:
     lines = list(_lines(rows, name, length))
     if not lines:
         raise DataError(f"{name}: has no rows")
@@ -110,15 +119,15 @@ def _saved(rows: Iterable[Any], name: str, length: int) -> Path:
 def _prune(keep: Path) -> None:
     """Remove the least recently used rows, of runs that are long done."""
     with suppress(OSError):  # removed by another process
-        files = [(file.stat(), file) for file in keep.parent.glob("*.jsonl")]
+        files = [(file.stat(), file) for file in keep.parent.iterdir() if _NAME.match(file.name)]
         for each in least_used([(at.st_mtime, file, at.st_size) for at, file in files], keep):
             ours.remove_file(each)
 
 
-def _lines(rows: Iterable[Any], name: str, length: int) -> Iterator[bytes]:
-    size = 0
+def _lines(rows: Iterable[Any], name: str, length: int | None) -> Iterator[bytes]:
+    size, most = 0, _MOST_ROWS if length is None else length
     for number, row in enumerate(rows, start=1):
-        if number > length or (length == _MOST_ROWS and size > _MOST_BYTES):
+        if number > most or (length is None and size > _MOST_BYTES):
             raise DataError(
                 f"{name}: {number - 1:,} rows read, {byte_size(size)}, and no end: end the "
                 "iterable (itertools.islice), or write its rows to a file and name that"

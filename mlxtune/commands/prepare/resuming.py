@@ -174,7 +174,7 @@ def _difference(name: str, value: Any, own: Any) -> str | None:
         return f"{flag(name)} {problem}"
     own = tuple(own) if isinstance(own, list) else own
     if option.affects is Affects.LENGTH:
-        if own is not None and (value is None or value >= own):
+        if isinstance(own, int) and (value is None or value >= own):
             return None
         return f"{flag(name)} {value}: the run has {_shown(own, option)}, and it may only grow"
     if value == own:

@@ -1,6 +1,8 @@
 """Which rows a run trained on, kept so that `eval` finds them in any file."""
 
+from collections.abc import Callable
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +24,29 @@ def identities_of(rows: CorpusRows) -> npt.NDArray[np.uint64]:
 
 
 def as_bytes(identities: npt.NDArray[np.uint64]) -> bytes:
-    """Return the content of the file: the sorted identities, each in 8 little-endian bytes."""
-    return np.unique(identities).astype("<u8").tobytes()
+    """Return the content of the file: the SHA-256 of the rest, which is the sorted identities.
+
+    Each identity has 8 little-endian bytes.
+    """
+    content = np.unique(identities).astype("<u8").tobytes()
+    return sha256(content).digest() + content
 
 
-def read_trained_rows(run: Path) -> npt.NDArray[np.uint64]:
-    """Return the identities that a run's folder keeps; none where it has no readable file."""
-    with suppress(OSError, ValueError):
-        return np.frombuffer(read_own(run / TRAINED_ROWS), dtype="<u8").astype(np.uint64)
+def read_trained_rows(run: Path, warn: Callable[[str], None]) -> npt.NDArray[np.uint64]:
+    """Return the identities that a run keeps; none, and a warning, if they cannot be read."""
+    path = run / TRAINED_ROWS
+    try:
+        content = read_own(path)
+        start = sha256().digest_size
+        if sha256(content[start:]).digest() != content[:start]:
+            raise ValueError("is damaged")
+        return np.frombuffer(content[start:], dtype="<u8").astype(np.uint64)
+    except (OSError, ValueError):
+        warn(f"{path}: is missing or damaged, so rows that were trained on too are not left out")
     return NO_ROWS
 
 
-def rows_behind(adapter: Path) -> npt.NDArray[np.uint64]:
+def rows_behind(adapter: Path, warn: Callable[[str], None]) -> npt.NDArray[np.uint64]:
     """Return the identities of the rows that an adapter was trained on, as far as is known.
 
     The run of an adapter's file is in the folder with its checkpoint, or beside it if its result
@@ -43,5 +56,5 @@ def rows_behind(adapter: Path) -> npt.NDArray[np.uint64]:
         run = run_folder_at(adapter)
         in_checkpoint = (adapter.parent / MANIFEST).exists()
         if in_checkpoint or text(read_json(run / RESULT), "sha256") == file_hash(adapter):
-            return read_trained_rows(run)
+            return read_trained_rows(run, warn)
     return NO_ROWS

@@ -162,3 +162,13 @@ def test_saved_rows_that_were_changed_are_written_again() -> None:
     path.write_text('{"prompt": "other", "completion": "rows"}\n')
     assert with_rows({"data": ROWS})["data"] == str(path)
     assert path.read_bytes() == whole
+
+
+def test_length_that_is_not_known_and_first_row_that_is_none() -> None:
+    class Bar(Once):
+        def __len__(self) -> int:
+            raise TypeError("object of type 'generator' has no len()")
+
+    assert len(read(with_rows({"data": Bar(ROWS)})["data"])) == len(ROWS)
+    with pytest.raises(DataError, match=r"^data: row 1 is no dictionary: None$"):
+        with_rows({"data": iter([None, *ROWS])})

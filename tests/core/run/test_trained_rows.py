@@ -1,0 +1,28 @@
+"""The rows that a run trained on, and what becomes of a file that is damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxtune.core.run.run_folder import TRAINED_ROWS
+from mlxtune.core.run.trained_rows import as_bytes, read_trained_rows
+
+IDENTITIES = np.array([7, 2**64 - 1, 3, 7], dtype=np.uint64)
+
+
+def test_identities_are_read_as_they_were_written(tmp_path: Path) -> None:
+    (tmp_path / TRAINED_ROWS).write_bytes(as_bytes(IDENTITIES))
+    assert read_trained_rows(tmp_path, pytest.fail).tolist() == [3, 7, 2**64 - 1]
+
+
+@pytest.mark.parametrize("kept", [slice(0), slice(-3), slice(-8), slice(8, None), None])
+def test_damaged_file_is_a_warning(tmp_path: Path, kept: slice | None) -> None:
+    if kept is not None:
+        (tmp_path / TRAINED_ROWS).write_bytes(as_bytes(IDENTITIES)[kept])
+    warnings: list[str] = []
+    assert read_trained_rows(tmp_path, warnings.append).tolist() == []
+    (warning,) = warnings
+    assert warning.startswith(f"{tmp_path / TRAINED_ROWS}: is missing or damaged, so rows that")
