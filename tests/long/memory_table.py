@@ -31,7 +31,8 @@ from mlxtune.backend.forward import operations
 from mlxtune.backend.memory import shapes
 from mlxtune.backend.models import loading
 from mlxtune.config import PlanConfig
-from mlxtune.core.steps.execution import BatchLoad, Execution
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.memory_estimate import BatchLoad
 from mlxtune.core.steps.memory_plan import least
 from tests.paths import DOCS
 

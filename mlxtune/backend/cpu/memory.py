@@ -1,14 +1,14 @@
 """The memory of a step by the CPU's kernels, in entries of arrays; see `MemoryUse`."""
 
-from mlxtune.core.steps.execution import (
+from mlxtune.core.steps.graph_memory import GRADIENTS, LOGITS
+from mlxtune.core.steps.memory_estimate import (
     BatchLoad,
     Entries,
-    Execution,
     ModelShapes,
+    Settings,
     head_states,
     held_logits,
 )
-from mlxtune.core.steps.graph_memory import GRADIENTS, LOGITS
 
 # Rows of the vocabulary that the head casts at once, and how many casts exist at once.
 _VOCABULARY_BLOCK, _BLOCKS = 4096, 2
@@ -30,35 +30,35 @@ class KernelMemory:
     casts_quantized = True
     head_copies = 1
 
-    def kept(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
+    def kept(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
         """Return the entries that all layers keep: inputs, and products except the last."""
-        if execution.recompute:
+        if settings.recompute:
             return Entries(0, load.tokens * shapes.inputs, 0)
         return Entries(0, load.tokens * shapes.products + load.repeated * shapes.mixed, 0)
 
-    def in_layer(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
+    def in_layer(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
         """Return the entries of one layer's backward pass, in addition to the kept ones."""
         # The recomputed values between the products take about as much as the products.
-        widths = shapes.layer_products * (2 if execution.recompute else 1) + shapes.hidden
+        widths = shapes.layer_products * (2 if settings.recompute else 1) + shapes.hidden
         widths += GRADIENTS * (shapes.widest_product + shapes.hidden)
         widths += _SCALED * shapes.updated if shapes.scaled else 0
         mixed = _MIXED * shapes.layer_mixed * load.repeated
         scores = shapes.held_scores * load.scores
         return Entries(shapes.largest_cast, load.tokens * widths + mixed, scores)
 
-    def unseen(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
+    def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
         """Return the entries that numpy holds in attention, which MLX does not count."""
         width = shapes.heads * shapes.head_size
         scores = min(ATTENTION_SCORES, shapes.heads * ATTENTION_QUERIES * load.width)
         return _NUMPY_SCORES * scores + _NUMPY_WIDTHS * load.tokens * width
 
-    def in_head(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
+    def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
         """Return the working entries of the head; a linear head holds no logits."""
-        positions, hidden = head_states(shapes, execution, load)
-        if execution.split_head and shapes.plain_head:
+        positions, hidden = head_states(shapes, settings, load)
+        if settings.split_head and shapes.plain_head:
             return hidden + (_BLOCKS * _VOCABULARY_BLOCK * shapes.hidden if shapes.head_cast else 0)
         copies = _CPU_LOGITS if shapes.stored_itemsize else LOGITS
-        return hidden + shapes.head_cast + copies * held_logits(execution, positions, shapes)
+        return hidden + shapes.head_cast + copies * held_logits(settings, positions, shapes)
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
         """Return whether the head is more than one product."""

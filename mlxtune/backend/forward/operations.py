@@ -16,8 +16,9 @@ from mlxtune.backend.forward.gates import replace_gates
 from mlxtune.backend.forward.loss import softmax_cross_entropies
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.mixers.replacements import MIXERS
-from mlxtune.core.steps.execution import Execution, MemoryUse
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import GraphMemory
+from mlxtune.core.steps.memory_estimate import MemoryUse
 
 # The cost of a micro-batch beyond its tokens, in units of one token's time.
 _CPU_COST, _GPU_COST = 80, 512

@@ -23,8 +23,8 @@ from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch
-from mlxtune.core.steps.execution import Entries, Factors, Measured, ModelShapes, load_of
 from mlxtune.core.steps.groups import Group
+from mlxtune.core.steps.memory_estimate import Entries, Factors, Measured, ModelShapes, load_of
 from mlxtune.core.steps.pack import Pack
 
 # Tokens of the passes: a graph that is built ahead of the device holds more of short ones than of

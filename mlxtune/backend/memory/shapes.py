@@ -19,7 +19,7 @@ from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.mixers.recurrences import BLOCK
 from mlxtune.backend.workers.split import Split
 from mlxtune.config import InstructConfig
-from mlxtune.core.steps.execution import MemoryUse, ModelShapes
+from mlxtune.core.steps.memory_estimate import MemoryUse, ModelShapes
 
 # Copies of the scores of a layer that its backward pass holds, where MLX computes attention.
 _COPIES = 10

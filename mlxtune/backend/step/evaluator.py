@@ -20,9 +20,10 @@ from mlxtune.backend.step.runner import StepRunner
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch, rows_of
-from mlxtune.core.steps.execution import BatchLoad, Execution, load_of
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import vocabulary_block
 from mlxtune.core.steps.groups import AT_ONCE, Group
+from mlxtune.core.steps.memory_estimate import BatchLoad, load_of
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.pack import Pack
 

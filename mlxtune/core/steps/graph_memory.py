@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from mlxtune.core.steps.execution import (
+from mlxtune.core.steps.memory_estimate import (
     BatchLoad,
     Entries,
-    Execution,
     ModelShapes,
+    Settings,
     head_states,
     held_logits,
 )
@@ -41,10 +41,13 @@ class GraphMemory:
     casts_quantized = False
     head_copies = 4
 
-    def kept(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
+    def kept(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
         """Return the entries that all layers keep from their forward to their backward passes."""
-        if execution.recompute:
+        if settings.recompute:
             return Entries(0, load.tokens * shapes.inputs, 0)
+        return self._kept_in_full(shapes, load)
+
+    def _kept_in_full(self, shapes: ModelShapes, load: BatchLoad) -> Entries:
         # Products and functions of them, inputs and residuals; and the scores.
         width = _COPIES * shapes.products + shapes.scaled + _WIDTHS * shapes.inputs
         tokens = load.tokens * (width + shapes.gathered + shapes.mixed)
@@ -54,7 +57,7 @@ class GraphMemory:
         scores = load.scores if shapes.holds_scores(load) else 0
         return Entries(0, tokens, shapes.scores * scores)
 
-    def in_layer(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
+    def in_layer(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
         """Return the working entries of a layer's backward pass, in addition to the kept ones."""
         gradients = GRADIENTS * (shapes.widest_product + shapes.hidden)
         gradients += _GATHERED * shapes.layer_gathered
@@ -64,29 +67,29 @@ class GraphMemory:
             # The layer has a recurrence, which sees all examples side by side, and no attention.
             load, scores = replace(load, tokens=load.beside), 0
         tokens = load.tokens * gradients + (0 if scores else mixed)
-        if execution.recompute:
-            again = self.kept(shapes.with_layers(1), replace(execution, recompute=False), load)
+        if settings.recompute:
+            again = self._kept_in_full(shapes.with_layers(1), load)
             tokens, scores = tokens + again.tokens, scores + again.scores
         fixed = _UNPACKED * max(shapes.unpacked, shapes.largest_cast) + shapes.layer_looped
         return Entries(fixed, tokens, scores)
 
-    def unseen(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
+    def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
         """Return the head's entries in flight, which passes without a head do not show."""
-        positions, _ = head_states(shapes, execution, load)
-        logits = held_logits(execution, positions, shapes)
-        if execution.split_head and not self.holds_logits(shapes):
+        positions, _ = head_states(shapes, settings, load)
+        logits = held_logits(settings, positions, shapes)
+        if settings.split_head and not self.holds_logits(shapes):
             logits = min(logits, vocabulary_block(positions) * positions)
         return _IN_FLIGHT * logits
 
-    def in_head(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> int:
+    def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
         """Return the working entries of the head, in addition to the kept ones."""
-        positions, hidden = head_states(shapes, execution, load)
-        if execution.split_head and not self.holds_logits(shapes):
+        positions, hidden = head_states(shapes, settings, load)
+        if settings.split_head and not self.holds_logits(shapes):
             rows = vocabulary_block(positions)
             casts = min(_CASTS * rows, shapes.vocab) if shapes.head_cast else 0
             logits = min(_LOGIT_BLOCKS * rows, _LINEAR_LOGITS * shapes.vocab)
             return hidden + casts * shapes.hidden + logits * positions
-        return hidden + shapes.head_cast + LOGITS * held_logits(execution, positions, shapes)
+        return hidden + shapes.head_cast + LOGITS * held_logits(settings, positions, shapes)
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
         """Return whether the head holds logits: in 16 bits, or unless it is one product."""

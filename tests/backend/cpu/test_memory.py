@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlxtune.backend.cpu import CPU
-from mlxtune.core.steps.execution import BatchLoad, Execution, predict
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.memory_estimate import BatchLoad
+from mlxtune.core.steps.memory_plan import predict
 from tests.core.steps.shapes import shapes
 
 KERNELS = Execution(CPU, 64)

@@ -27,14 +27,10 @@ from mlxtune.backend.models.quantize import FORMATS
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import (
-    BatchLoad,
-    Execution,
-    load_of,
-    predict,
-)
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import GraphMemory
-from mlxtune.core.steps.memory_plan import ESTIMATE, least, remedies
+from mlxtune.core.steps.memory_estimate import BatchLoad, load_of
+from mlxtune.core.steps.memory_plan import ESTIMATE, least, predict, remedies
 from mlxtune.core.text import byte_size
 from mlxtune.errors import ModelError
 from tests.experts import EXPERTS

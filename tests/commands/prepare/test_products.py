@@ -16,7 +16,8 @@ from mlxtune.backend.workers.group import Workers
 from mlxtune.commands.prepare.memory import settle_products
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import BatchLoad, Execution
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.memory_estimate import BatchLoad
 from mlxtune.core.steps.memory_plan import DataSample
 from tests.models import write_model
 

@@ -5,13 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from mlxtune.core.steps.execution import (
-    BatchLoad,
-    Entries,
-    Execution,
-    ModelShapes,
-)
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import GraphMemory
+from mlxtune.core.steps.memory_estimate import BatchLoad, Entries, ModelShapes
 
 
 class LeanMemory(GraphMemory):

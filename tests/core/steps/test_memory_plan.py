@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import BatchLoad, Execution, Factors, Measured, ModelShapes
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.memory_estimate import BatchLoad, Factors, Measured, ModelShapes
 from mlxtune.core.steps.memory_plan import (
     MARGIN,
     DataSample,

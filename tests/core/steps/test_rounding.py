@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import BatchLoad, Execution, load_of
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.groups import Group
+from mlxtune.core.steps.memory_estimate import BatchLoad, load_of
 from mlxtune.core.steps.rounding import Rounding
 from tests.core.steps.shapes import GRAPH_OPERATIONS
 

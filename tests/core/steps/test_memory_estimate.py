@@ -8,15 +8,10 @@ from dataclasses import asdict, replace
 import numpy as np
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.execution import (
-    BatchLoad,
-    Execution,
-    Factors,
-    Measured,
-    load_of,
-    predict,
-)
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.groups import Group
+from mlxtune.core.steps.memory_estimate import BatchLoad, Factors, Measured, load_of
+from mlxtune.core.steps.memory_plan import predict
 from tests.core.steps.shapes import GRAPH_OPERATIONS, shapes
 
 GRAPH = Execution(GRAPH_OPERATIONS, 64)

@@ -1,0 +1,242 @@
+"""The memory of a micro-batch, by sizes and by measured passes.
+
+Memory peaks either in the head or in the backward pass of a layer, and consists of
+
+    weights      as stored, with the LoRA matrices
+    optimizer    the gradients of the step and of the micro-batch, and AdamW's two moments
+    activations  what each layer keeps for its backward pass, and what one layer works with
+    head         logits, or the block of them that is held, and a cast copy of the weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+from typing import Any, NamedTuple, Protocol
+
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.batch import predicted_tokens
+from mlxtune.core.steps.groups import Group
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Measured bytes over estimated ones, by tokens and by scores; and the bytes that are fixed.
+
+    Without `fixed`, the estimate has it.
+    """
+
+    tokens: float = 1.0
+    scores: float = 1.0
+    fixed: int | None = None
+
+    def is_sound(self) -> bool:
+        values = (self.tokens, self.scores, self.fixed or 0)
+        return all(isinstance(each, int | float) and 0 <= each < 1 << 50 for each in values)
+
+    def of(self, entries: Entries, itemsize: int) -> int:
+        fixed = itemsize * entries.fixed if self.fixed is None else self.fixed
+        grown = self.tokens * entries.tokens + self.scores * entries.scores
+        return fixed + ceil(itemsize * grown)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How short passes on the device differ from the estimate.
+
+    `kept` and `working`: what layers keep, and what one works with; `again`: what one works with
+    that runs again in the backward pass.
+    """
+
+    kept: Factors = field(default_factory=Factors)
+    working: Factors = field(default_factory=Factors)
+    again: Factors = field(default_factory=Factors)
+
+    @classmethod
+    def of(cls, content: Any) -> Measured | None:
+        try:
+            factors = {name: Factors(**each) for name, each in content.items()}
+            found = cls(**factors)
+        except (AttributeError, TypeError):
+            return None
+        return found if all(map(Factors.is_sound, factors.values())) else None
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """A model with LoRA. Sizes are bytes, all else counts entries of arrays.
+
+    `weights` is the base as stored, at `stored_itemsize` an entry (0 if quantised); `itemsize` is
+    the compute dtype's. `trainable` counts the LoRA parameters. `layers` start at the first with
+    LoRA; the outputs of all their linear layers are `products` wide together, the outputs of one
+    layer `layer_products`, with the inputs that its experts gather, and the output of a single
+    linear layer at most `widest_product`. `updated` is the width of one layer's outputs with LoRA,
+    `scaled` of all outputs that DoRA scales. `largest_cast` and `unpacked` are the entries of the
+    largest matrix that is cast, and of the largest quantised one that is unpacked, for each
+    product; `head_cast` the head's. `plain_head`: the head is one product. `heads` of `head_size`
+    attend.
+    `scores` are the copies of one head's scores that MLX's graph keeps in all layers,
+    `layer_scores` those that one layer's backward pass holds besides, if examples are wider
+    than `window`; `held_scores` those by the CPU's functions. `gathered` is the width of the
+    inputs that the experts of all layers gather, `layer_gathered` of these and of the outputs
+    in one layer. `mixed` are the channels of the convolutions of all layers, `layer_mixed` the
+    most of one. `looped` are the entries that loops over tokens keep of one, in all layers, and
+    `layer_looped` the most that a layer's loop holds of a block of tokens. `measured` corrects the
+    estimate by passes that ran.
+    """
+
+    weights: int
+    stored_itemsize: int
+    trainable: int
+    itemsize: int
+    hidden: int
+    vocab: int
+    layers: int
+    products: int
+    layer_products: int
+    widest_product: int
+    updated: int
+    largest_cast: int
+    head_cast: int
+    plain_head: bool
+    heads: int = 1
+    head_size: int = 0
+    scores: int = 0
+    layer_scores: int = 0
+    window: int = 0
+    held_scores: int = 0
+    gathered: int = 0
+    layer_gathered: int = 0
+    mixed: int = 0
+    layer_mixed: int = 0
+    looped: int = 0
+    layer_looped: int = 0
+    scaled: int = 0
+    unpacked: int = 0
+    measured: Measured | None = None
+
+    @property
+    def inputs(self) -> int:
+        """Width of the inputs of all layers with LoRA."""
+        return self.layers * self.hidden
+
+    def with_layers(self, layers: int) -> ModelShapes:
+        """Return the shapes with LoRA on the last `layers` layers only."""
+        share = layers / self.layers
+        names = ("trainable", "products", "mixed", "looped", "scaled", "scores", "gathered")
+        fewer: dict[str, Any] = {name: int(getattr(self, name) * share) for name in names}
+        return replace(self, layers=layers, **fewer)
+
+    def holds_scores(self, load: BatchLoad) -> bool:
+        """Return whether attention holds the scores of examples as wide as these."""
+        return load.width > self.window
+
+
+@dataclass(frozen=True)
+class BatchLoad:
+    """The load of a micro-batch: `tokens` run through the model, `positions` through its head.
+
+    Where tokens meet, there are `lines` of `width` tokens, padding included.
+    """
+
+    lines: int
+    width: int
+    positions: int
+    tokens: int
+
+    @classmethod
+    def single(cls, tokens: int, positions: int) -> BatchLoad:
+        return cls(1, tokens, positions, tokens)
+
+    @property
+    def scores(self) -> int:
+        return self.lines * self.width**2
+
+    @property
+    def beside(self) -> int:
+        """Tokens where examples stand side by side, padding included."""
+        return self.lines * self.width
+
+    @property
+    def repeated(self) -> int:
+        """Tokens that run once for each example where tokens meet, and once for all elsewhere."""
+        return max(self.lines * self.width - self.tokens, 0)
+
+
+def load_of(group: Group, examples: Sequence[Example]) -> BatchLoad:
+    positions = sum(predicted_tokens(examples[i]) for i in group.examples)
+    return BatchLoad(len(group.examples), group.width, positions, group.tokens)
+
+
+class Settings(Protocol):
+    """The options of an `Execution` that its memory depends on."""
+
+    @property
+    def split_head(self) -> bool: ...
+
+    @property
+    def recompute(self) -> bool: ...
+
+    @property
+    def loss_chunk(self) -> int: ...
+
+
+def head_states(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> tuple[int, int]:
+    """Return the positions the head runs on, and the entries of hidden states and gradients."""
+    positions = load.positions if settings.split_head else load.tokens
+    return positions, shapes.hidden * (3 * load.tokens + 4 * positions)
+
+
+def held_logits(settings: Settings, positions: int, shapes: ModelShapes) -> int:
+    """Return the logits that a head holds at once."""
+    held = min(positions, settings.loss_chunk) if settings.split_head else positions
+    return shapes.vocab * held
+
+
+class Entries(NamedTuple):
+    """Entries of arrays: however long the load, by its tokens, and by its attention scores."""
+
+    fixed: int
+    tokens: int
+    scores: int
+
+
+class MemoryUse(Protocol):
+    """How operations use memory, in entries of arrays of the compute dtype.
+
+    `casts_quantized`: one quantised matrix at a time is cast; else each is unpacked for its
+    product, the head in `head_copies` copies.
+    """
+
+    casts_quantized: bool
+    head_copies: int
+
+    def kept(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
+        """Return the entries that all layers keep from their forward to their backward passes."""
+
+    def in_layer(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
+        """Return the entries of one layer's backward pass, in addition to the kept ones."""
+
+    def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
+        """Return the entries that passes without a head do not show."""
+
+    def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
+        """Return the working entries of the head, in addition to the kept ones."""
+
+    def holds_logits(self, shapes: ModelShapes) -> bool:
+        """Return whether the head holds the logits of a chunk of positions."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The peak of a micro-batch in bytes, by part."""
+
+    weights: int
+    optimizer: int
+    activations: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer + self.activations + self.head
