@@ -1,5 +1,6 @@
 """Whether an adapter helped: the losses and answers of one model, without and with it."""
 
+import json
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -19,6 +20,7 @@ from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.model import LoadedModel, load_model
 from mlxtune.config import ObjectiveConfig, TrainConfig, UseConfig
+from mlxtune.config.limits import RECORD, parse_json
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.prompt import last_turn
 from mlxtune.core.data.text_stream import text_of
@@ -33,16 +35,14 @@ from mlxtune.core.run.evaluation import (
     Sample,
     StepSamples,
     evaluation_of,
-    file_lines,
-    matcher,
     sums_of,
-    verdict_lines,
 )
+from mlxtune.core.run.evaluation_text import file_lines, verdict_lines
 from mlxtune.core.run.preference_evaluation import answer_sums, evaluate_preferences
 from mlxtune.core.run.run_folder import EVALUATION, SAMPLES
 from mlxtune.core.text import count
 from mlxtune.core.training.observer import TrainingObserver
-from mlxtune.errors import MlxTuneError
+from mlxtune.errors import MlxTuneError, shorten
 from mlxtune.views.console import RunConsole
 from mlxtune.views.run_text import less_likely_line
 
@@ -50,6 +50,8 @@ from mlxtune.views.run_text import less_likely_line
 _LONGEST_SAMPLE = 128
 # The longest answer after a validation within a run, which waits meanwhile.
 _LONGEST_LIVE = 64
+# The longest search for a pattern in an answer, and how many searches may take longer.
+_SEARCH_SECONDS, _MOST_SLOW = 0.5, 8
 
 
 def compare_losses(
@@ -265,3 +267,51 @@ def _draw(rows: CorpusRows, count: int, seed: int, tokenizer: ModelTokenizer) ->
 def _show(console: RunConsole, activity: str, with_adapter: bool) -> Callable[[int, int], None]:
     name = "the adapter" if with_adapter else "the base model"
     return lambda done, total: console.show(f"{activity} with {name}: {done:,} of {total:,}")
+
+
+def matcher(
+    by: str, warn: Callable[[str], None] = lambda problem: None
+) -> Callable[[str, str], bool]:
+    """Return a function of an answer and the expected one that says whether they match.
+
+    With `json` both are JSON of equal values, with `contains` the expected one is part of the
+    answer, and with `regex=PATTERN` the pattern finds the same in both: its first group, if it has
+    one. A search that takes too long finds nothing, and after several of them there are no more.
+    `warn` is called at the first and at the last. Raises regex.error.
+    """
+    if by == "json":
+        return _same_json
+    if by == "contains":
+        return lambda answer, expected: expected.strip() in answer
+    # Python's own library searches without an end.
+    import regex
+
+    pattern, slow = regex.compile(by.removeprefix("regex=")), 0
+
+    def find(text: str) -> str | None:
+        nonlocal slow
+        if slow == _MOST_SLOW:
+            return None
+        try:
+            found = pattern.search(text, timeout=_SEARCH_SECONDS)
+        except TimeoutError:
+            if not slow:
+                warn(f"--match {shorten(by)}: takes too long on some answers, which do not match")
+            slow += 1
+            if slow == _MOST_SLOW:
+                warn(f"--match {shorten(by)}: the remaining answers are not searched")
+            return None
+        value: str | None = None if found is None else found[min(pattern.groups, 1)]
+        return value
+
+    return lambda answer, expected: (found := find(answer)) is not None and found == find(expected)
+
+
+def _same_json(answer: str, expected: str) -> bool:
+    try:
+        values = [parse_json(each.encode(), RECORD, "the answer") for each in (answer, expected)]
+    except ValueError:
+        return False
+    # Otherwise 1 and true are equal.
+    one, other = (json.dumps(value, sort_keys=True) for value in values)
+    return one == other

@@ -13,7 +13,8 @@ from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.places import where
 from mlxtune.core.run.checkpoint import ADAPTER
-from mlxtune.core.run.evaluation import Evaluation, Sample, file_lines, verdict_lines
+from mlxtune.core.run.evaluation import Evaluation, Sample
+from mlxtune.core.run.evaluation_text import file_lines, verdict_lines
 from mlxtune.core.run.metrics import (
     PERPLEXITY_CAP,
     InstructEpochMetrics,

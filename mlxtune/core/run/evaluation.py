@@ -5,7 +5,6 @@ of the model's future inputs, so the bootstrap resamples rows, each with all its
 losses, which makes the interval a paired one.
 """
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,14 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.config.limits import RECORD, parse_json
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.run.metrics import perplexity
 from mlxtune.core.steps.batch import predicted_tokens
-from mlxtune.core.text import count
-from mlxtune.errors import NonFiniteLossError, shorten
+from mlxtune.errors import NonFiniteLossError
 
 VERDICTS = HELPED, HURT, CANNOT_TELL = "helped", "hurt", "cannot tell"
 RESAMPLES, CONFIDENCE = 10_000, 0.95
@@ -35,9 +32,6 @@ _HARDLY = 0.01
 _TOP_ROWS = 5
 # Row indices drawn at once, over all resamples.
 _DRAWN_AT_ONCE = 1 << 22
-
-# The longest search for a pattern in an answer.
-_SEARCH_SECONDS = 0.5
 
 _Floats = npt.NDArray[np.float64]
 # Returns the summed loss of each example, float64 (B,), and reports how many are done meanwhile.
@@ -121,49 +115,6 @@ class Matches:
     by: str
     base: int
     adapted: int | None
-
-
-def matcher(
-    by: str, warn: Callable[[str], None] = lambda problem: None
-) -> Callable[[str, str], bool]:
-    """Return a function of an answer and the expected one that says whether they match.
-
-    With `json` both are JSON of equal values, with `contains` the expected one is part of the
-    answer, and with `regex=PATTERN` the pattern finds the same in both: its first group, if it has
-    one. A pattern that takes too long finds nothing, and `warn` is called once. Raises regex.error.
-    """
-    if by == "json":
-        return _same_json
-    if by == "contains":
-        return lambda answer, expected: expected.strip() in answer
-    # Python's own library searches without an end.
-    import regex
-
-    pattern, slow = regex.compile(by.removeprefix("regex=")), False
-
-    def find(text: str) -> str | None:
-        nonlocal slow
-        try:
-            found = pattern.search(text, timeout=_SEARCH_SECONDS)
-        except TimeoutError:
-            if not slow:
-                warn(f"--match {shorten(by)}: takes too long on some answers, which do not match")
-            slow = True
-            return None
-        value: str | None = None if found is None else found[min(pattern.groups, 1)]
-        return value
-
-    return lambda answer, expected: (found := find(answer)) is not None and found == find(expected)
-
-
-def _same_json(answer: str, expected: str) -> bool:
-    try:
-        values = [parse_json(each.encode(), RECORD, "the answer") for each in (answer, expected)]
-    except ValueError:
-        return False
-    # Otherwise 1 and true are equal.
-    one, other = (json.dumps(value, sort_keys=True) for value in values)
-    return one == other
 
 
 @dataclass(frozen=True)
@@ -490,108 +441,3 @@ def _acceleration(change: _Floats, tokens: npt.NDArray[np.int64]) -> float:
     deviation = without.mean() - without
     spread = float((deviation**2).sum())
     return float((deviation**3).sum()) / (6 * spread**1.5) if spread > 0 else 0.0
-
-
-def verdict_lines(evaluation: Evaluation) -> list[str]:
-    """Return the verdict with its size as a line, and a second one on the base model.
-
-    There is a second one only for training that started from an adapter. Needs an evaluation with
-    an adapter.
-    """
-    if evaluation.preference is not None:
-        return _preference_lines(evaluation, evaluation.preference)
-    difference, further = evaluation.difference, evaluation.base_difference
-    assert difference is not None
-    rows = f"{count(evaluation.rows, 'row')}, {count(evaluation.tokens, 'supervised token')}"
-    if evaluation.left_out:
-        rows += f"; {count(evaluation.left_out, 'row')} also trained on left out"
-    other = " of the base model" if further is None else " of the first adapter"
-    amount = f"{_amount(difference, other)}, on {rows}{_answers(evaluation)}"
-    few = f"; at least {FEWEST_ROWS} rows are needed" * (evaluation.rows < FEWEST_ROWS)
-    if evaluation.only_trained:
-        few = "; all of these rows were also trained on"
-    line = f"cannot tell whether the adapter helped: {amount}{few}"
-    if evaluation.verdict != CANNOT_TELL:
-        line = f"the adapter {_words(evaluation)}: {amount}"
-    if further is None:
-        return [line]
-    return [line, f"compared with the base model, {_amount(further)}"]
-
-
-def file_lines(evaluation: Evaluation) -> list[str]:
-    """Return the verdict on each file, for a person who may see their paths."""
-    return [
-        f"{each.path}: {each.words}, {_preferred(each)}{each.base_loss:.4f} to "
-        f"{each.adapted_loss:.4f} on {count(each.rows, 'row')}"
-        for each in evaluation.files
-    ]
-
-
-def _preferred(file: FileVerdict) -> str:
-    if file.preferred_before is None or file.preferred_after is None:
-        return ""
-    return f"prefers {file.preferred_before:.0%} to {file.preferred_after:.0%}, loss "
-
-
-def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> list[str]:
-    """Return the verdict on preferences with its size, and what became of the good answers."""
-    rows = count(evaluation.rows, "pair" if found.pairs else "answer")
-    if evaluation.left_out:
-        rows += f" ({count(evaluation.left_out, 'row')} also trained on left out)"
-    before, after = f"{found.before:.0%}", f"{found.after:.0%}"
-    interval = (
-        f"{100 * (found.after - found.before):+.0f} points, {found.confidence:.0%} interval "
-        f"{100 * found.low:+.0f} to {100 * found.high:+.0f}"
-    )
-    what = f"it prefers the chosen answer of {after} of {rows}, {before} before ({interval})"
-    if not found.pairs:
-        what = f"good answers gained more than bad ones in {after} of pairs, on {rows} ({interval})"
-    few = f"; at least {FEWEST_ROWS} rows are needed" * (evaluation.rows < FEWEST_ROWS)
-    if evaluation.only_trained:
-        few = "; all of these rows were also trained on"
-    line = f"cannot tell whether the adapter helped: {what}{few}"
-    if evaluation.verdict != CANNOT_TELL:
-        line = f"the adapter {_words(evaluation)}: {what}"
-    difference = evaluation.difference
-    assert difference is not None
-    margin = (
-        f"margin {found.margin_before:.3f} nats per token before, {found.margin_after:.3f} after; "
-    )
-    return [
-        line,
-        f"{margin if found.pairs else ''}loss of the "
-        f"{'chosen' if found.pairs else 'good'} answers {difference.loss:+.4f} nats per token",
-    ]
-
-
-def _words(evaluation: Evaluation) -> str:
-    return f"{'hardly ' * evaluation.hardly}{evaluation.verdict}"
-
-
-def _amount(difference: Difference, other: str = "") -> str:
-    """Return the size of a difference; the sentence gives the amount without its sign."""
-    verb, low, high = "adds", difference.low, difference.high
-    if difference.loss <= 0:
-        verb, low, high = "takes", -high, -low
-    direction = "off" if verb == "takes" else "to"
-    interval = f"{difference.confidence:.0%} interval {low + 0.0:.4f} to {high + 0.0:.4f}"
-    if difference.is_alike:
-        interval = "no interval: all rows changed alike"
-    return (
-        f"it {verb} {_share(abs(difference.share))} {direction} the loss{other}, "
-        f"{abs(difference.loss):.4f} nats per token ({interval})"
-    )
-
-
-def _share(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
-
-
-def _answers(evaluation: Evaluation) -> str:
-    generated = evaluation.generated
-    counted = generated and (generated.matches or generated.exact_match)
-    if generated is None or not counted or counted.adapted is None or not generated.rows:
-        return ""
-    share, earlier = counted.adapted / generated.rows, counted.base / generated.rows
-    how = f"match by {counted.by}" if isinstance(counted, Matches) else "exact"
-    return f"; {share:.0%} of {count(generated.rows, 'answer')} {how}, {earlier:.0%} without it"

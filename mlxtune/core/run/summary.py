@@ -18,7 +18,8 @@ from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import Affects, flag
 from mlxtune.config.objective import default_rate
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
-from mlxtune.core.run.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation, verdict_lines
+from mlxtune.core.run.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation
+from mlxtune.core.run.evaluation_text import verdict_lines
 from mlxtune.core.run.run import CHECKPOINTS, Run, mapping, number, text, whole
 from mlxtune.core.run.run_folder import previous_number
 from mlxtune.core.text import byte_size, count, duration, loss_text, sentence

@@ -13,7 +13,6 @@ import pytest
 
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
-from mlxtune.core.run import evaluation
 from mlxtune.core.run.evaluation import (
     Difference,
     Evaluation,
@@ -25,14 +24,12 @@ from mlxtune.core.run.evaluation import (
     Sample,
     Sums,
     evaluation_of,
-    file_lines,
-    matcher,
     paired_difference,
     parse_evaluation,
     sums_of,
-    verdict_lines,
     verdict_of,
 )
+from mlxtune.core.run.evaluation_text import file_lines, verdict_lines
 from mlxtune.errors import NonFiniteLossError
 from mlxtune.views.run_text import evaluation_lines
 
@@ -294,38 +291,6 @@ def test_verdict_compares_with_the_adapter_from_which_training_started() -> None
     first, second = verdict_lines(found)
     assert first.startswith("the adapter hurt: it adds 25% to the loss of the first adapter")
     assert second.startswith("compared with the base model, it takes 38% off the loss")
-
-
-@pytest.mark.parametrize(
-    ("by", "answer", "expected", "same"),
-    [
-        ("json", '{"a": 1, "b": [2]}', '{"b":[2],"a":1}', True),
-        ("json", '{"a": 1}', '{"a": true}', False),
-        ("json", "{", "{", False),
-        ("json", "[" * 10_000, "[]", False),
-        ("contains", "The answer is 42.", " 42\n", True),
-        ("contains", "The answer is 41.", "42", False),
-        ("regex=#### (.+)", "So it is\n#### 42", "#### 42", True),
-        ("regex=#### (.+)", "42", "42", False),
-        ("regex=[0-9]+", "about 42 or 43", "42", True),
-        ("regex=(a)|b", "b", "b", False),
-    ],
-)
-def test_answer_matches_by_json_part_or_pattern(
-    by: str, answer: str, expected: str, same: bool
-) -> None:
-    assert matcher(by)(answer, expected) is same
-
-
-def test_pattern_without_end_finds_nothing_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "_SEARCH_SECONDS", 0.01)
-    warnings: list[str] = []
-    same = matcher("regex=(x|x)+y", warnings.append)
-    assert not same("x" * 40, "xy")
-    assert not same("x" * 40, "xy")
-    assert warnings == [
-        "--match 'regex=(x|x)+y': takes too long on some answers, which do not match"
-    ]
 
 
 def test_matches_stand_in_the_verdict_and_in_json_only_if_counted() -> None:

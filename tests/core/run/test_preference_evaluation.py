@@ -13,14 +13,8 @@ from mlxtune.core.data.conversation import CHOSEN, REJECTED
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
 from mlxtune.core.objectives.objective import Objective
-from mlxtune.core.run.evaluation import (
-    Evaluation,
-    JudgedRows,
-    Sums,
-    file_lines,
-    parse_evaluation,
-    verdict_lines,
-)
+from mlxtune.core.run.evaluation import Evaluation, JudgedRows, Sums, parse_evaluation
+from mlxtune.core.run.evaluation_text import file_lines, verdict_lines
 from mlxtune.core.run.preference_evaluation import AnswerSums, evaluate_preferences
 
 
