@@ -24,7 +24,7 @@ from mlxtune.commands.proof import (
     load_base,
     output_folder,
     print_result,
-    prove,
+    prove_export,
     write_fused,
 )
 from mlxtune.config import ExportConfig
@@ -47,7 +47,7 @@ def export(config: ExportConfig) -> ExportResult:
             return certify(source, folder, _merge(config, source, folder))
         _write(config, source, folder)
         load = partial(_load, config, source, folder)
-        return certify(source, folder, prove(source, config.format, load))
+        return certify(source, folder, prove_export(source, config.format, load))
 
 
 def show(config: ExportConfig) -> None:

@@ -22,7 +22,7 @@ from mlxtune.commands.prepare.dataset import (
 from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.commands.prepare.memory import (
     choose_plan,
-    cut_line,
+    cut_loss_line,
     first_steps,
     larger_limit,
     longest_example,
@@ -72,7 +72,7 @@ def plan(config: PlanConfig) -> RunPlan:
     if longest and dataset is None:
         config = replace(config, max_seq_len=max(longest.recomputed, 2))
     work = planned_work(config, steps, dataset)
-    if dataset is not None and (line := cut_line(config, base, work, dataset)):
+    if dataset is not None and (line := cut_loss_line(config, base, work, dataset)):
         console.warn(line)
     chosen = choose_plan(config, base, work)
     adapter = apply_lora(base.model, config.lora())

@@ -112,7 +112,7 @@ def load_base(source: Source) -> BaseModel:
     return loading.load_base(source.folder, dtype, trust_remote_code=trust, **quantization)
 
 
-def prove(
+def prove_export(
     source: Source,
     format: str,
     load: Callable[[], Any],
@@ -201,7 +201,7 @@ def write_fused(
     fusing.write_model(model, model_config, source.folder, folder)
     del model
     memory.release()
-    certificate = prove(
+    certificate = prove_export(
         source,
         "fused",
         lambda: loading.load_base(folder, config.dtype, trust_remote_code=trust).model,

@@ -15,7 +15,7 @@ from mlxtune.backend.device import memory
 from mlxtune.backend.models.loading import BaseModel, prepare, read_weights
 from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.commands.prepare.dataset import Reader, load_dataset
-from mlxtune.commands.prepare.resuming import options_of
+from mlxtune.commands.prepare.resuming import run_config
 from mlxtune.commands.proof import Source, load_base, prompts_for
 from mlxtune.config import FuseConfig
 from mlxtune.core.data.corpus import Corpus, CorpusRows
@@ -114,7 +114,7 @@ def _validation_rows(source: Source) -> CorpusRows | None:
     try:
         if (found := find_resume_point(source.run)) is None:
             return None
-        data = options_of(source.run, found.checkpoint, {})
+        data = run_config(source.run, found.checkpoint, {})
         dataset = load_dataset(data, Reader(data, source.folder))
     except MlxTuneError:
         return None

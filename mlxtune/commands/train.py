@@ -31,7 +31,7 @@ from mlxtune.commands.prepare.interrupt import stop_on_interrupt
 from mlxtune.commands.prepare.keywords import takes_options, with_rows
 from mlxtune.commands.prepare.memory import (
     choose_plan,
-    cut_line,
+    cut_loss_line,
     first_steps,
     larger_limit,
     planned_work,
@@ -182,7 +182,7 @@ def train(
             check_beside(config.output_path, written, base_fingerprint(folder))
             if resume is not None:
                 check_resumed(resume, trainer, console)
-            check_workers(worker_run, trainer, resume)
+            check_same_run(worker_run, trainer, resume)
             if not dry_run:
                 if not is_locked:  # another run may have made the folder meanwhile
                     lock_folder(config, resume, held)
@@ -339,7 +339,7 @@ def prepare(
         if other := base_mismatch(weights, base, trust_remote_code=config.trust_remote_code):
             console.warn(f"--init-adapter {other}")
     work = planned_work(config, first_steps(config, dataset), dataset)
-    if line := cut_line(config, base, work, dataset):
+    if line := cut_loss_line(config, base, work, dataset):
         console.warn(line)
     planned = choose_plan(config, base, work)
     settled, products = settle_products(config, base, work, planned, resume, workers)
@@ -414,7 +414,7 @@ def make_trainer(
     return trainer
 
 
-def check_workers(
+def check_same_run(
     worker_run: WorkerRun[RunConsole], trainer: InstructTrainer, resume: ResumePoint | None
 ) -> None:
     """Raise WorkerError if another worker has other data, weights, options or versions."""

@@ -11,7 +11,7 @@ from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.commands.prepare.interrupt import end_in_order
 from mlxtune.commands.prepare.memory import recorded_products
-from mlxtune.commands.prepare.resuming import check_asked_again, check_initial, options_of
+from mlxtune.commands.prepare.resuming import check_asked_again, check_initial, run_config
 from mlxtune.commands.train import train
 from mlxtune.config import TrainConfig, as_path, user_cache
 from mlxtune.core.files.files import copy_file, file_hash, make_folder, read_own
@@ -43,7 +43,7 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
         # Only a replay reads the data.
         names = ["model_path", *(["data", "val_data"] if replay else [])]
         check_asked_again(folder, good[0], given, names)
-        config = options_of(folder, good[0], given)
+        config = run_config(folder, good[0], given)
         _verify_model(found, config, good)
         if replay:
             _replay(found, config, good)

@@ -124,23 +124,32 @@ def _finite(digits: str) -> float:
     raise ValueError(f"{digits:.40} is too large a number")
 
 
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+# Matches unterminated strings too, so that none is scanned again from each quote in it.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
-def count_values(content: bytes) -> int:
-    """Return the most values that JSON holds: its brackets and commas outside of text."""
-    return _marks(_STRING.sub(b"", content))
+def has_more_values(content: bytes, most: int) -> bool:
+    """Return whether JSON may hold more values than that, by its brackets and commas."""
+    # Long texts full of them, such as templates, take time to leave out.
+    if len(content) <= most or _marks(content, 0, len(content)) <= most:
+        return False
+    values = end = 0
+    for text in _STRING.finditer(content):
+        values += _marks(content, end, text.start())
+        if values > most:
+            return True
+        end = text.end()
+    return values + _marks(content, end, len(content)) > most
 
 
 def check_count(content: bytes, limits: Limits, name: str) -> None:
     """Raise TooLarge, naming the file, for JSON of more values than its kind may have."""
-    # Templates are text full of braces, which takes longer to leave out.
-    if _marks(content) > limits.values and count_values(content) > limits.values:
+    if has_more_values(content, limits.values):
         raise TooLarge(f"{name} has more than {limits.values:,} values")
 
 
-def _marks(content: bytes) -> int:
-    return sum(content.count(mark) for mark in (b"[", b"{", b","))
+def _marks(content: bytes, start: int, end: int) -> int:
+    return sum(content.count(mark, start, end) for mark in (b"[", b"{", b","))
 
 
 def check_value(value: Any, limits: Limits, name: str) -> None:

@@ -238,3 +238,8 @@ def test_files_that_people_have_unpack_as_they_are(tmp_path: Path) -> None:
     path = _zipped(lines)(tmp_path)
     assert 60 < sum(map(len, lines)) / path.stat().st_size < 200
     assert [row for _, row in read_objects(path)] == rows
+
+
+def test_text_with_millions_of_commas_is_a_row(tmp_path: Path) -> None:
+    path = _plain([b'{"text": "', b"," * 4_000_001, b'"}\n'])(tmp_path)
+    assert [len(row["text"]) for _, row in read_objects(path)] == [4_000_001]

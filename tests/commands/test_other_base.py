@@ -124,3 +124,6 @@ def test_prompt_options_that_an_adapter_forges_are_its_error(
     asked = ["--model-path", home / "base", "--prompt", "2 + 2?", "--adapter", folder]
     error = cli("generate", *asked).error
     assert "adapters.safetensors: its config is damaged: --template must be text" in error
+    config["mlxtune"]["prompt"] = "qwen3"
+    write_adapter_config(folder, config)
+    assert "its config is damaged: prompt is no object" in cli("generate", *asked).error

@@ -13,6 +13,7 @@ import pytest
 from mlxtune import EvalConfig, TrainConfig, TrainingInterrupted, evaluate, resume, train
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.commands.verify import verify
+from mlxtune.core.objectives.preference_rows import write_references
 from mlxtune.errors import ConfigError, OutputError
 from mlxtune.views.run_text import evaluation_lines
 from tests.models import write_model
@@ -216,8 +217,7 @@ def test_reference_in_a_run_folder_never_reaches_the_cache(folder: Path, tmp_pat
     own = tmp_path / "out" / "checkpoints" / "reference.json"
     (cached,) = cache.glob("references/*.json")
     forged = json.loads(own.read_text())
-    forged["logps"] = [-5.0 for _ in forged["logps"]]
-    own.write_text(json.dumps(forged))
+    write_references(own, forged["key"], [-5.0 for _ in forged["logps"]])
     cached.unlink()
     resume(tmp_path / "out", quiet=True, cache_dir=str(cache))
     assert not list(cache.glob("references/*.json"))

@@ -56,7 +56,12 @@ def test_millions_of_values_are_counted_before_one_is_made() -> None:
 
 def test_text_full_of_brackets_is_one_value() -> None:
     content = json.dumps({"chat_template": '{% if x["y"] %}[,' * 20_000}).encode()
-    assert limits.count_values(content) == 1
+    assert not limits.has_more_values(content, 1)
+    assert limits.has_more_values(content + b"[1, 2]", 2)
+
+
+def test_string_without_an_end_is_read_once() -> None:
+    assert not limits.has_more_values(b'{"a": "' + b'\\",' * 200_000, 100_000)
 
 
 def test_value_that_holds_itself_is_looked_at_once() -> None:

@@ -14,12 +14,12 @@ from mlxtune.backend.adapters.files import (
     adapter_header,
     check_shapes,
     find_adapter,
-    misfit,
     module_names,
-    options_of,
+    other_base_error,
     read_info,
     read_tensors,
     split_layer,
+    training_options,
 )
 from mlxtune.backend.lora.apply import LoRASummary, lora_layer, summarise
 from mlxtune.backend.lora.layers import DoRALinear, DropoutKeys
@@ -72,7 +72,7 @@ def load_adapted(base: BaseModel, adapter: str) -> Adapted:
     bases, modules = dict(base.model.named_modules()), {}
     for name in names:
         if (module := bases.get(name)) is None:
-            raise misfit(weights, info.model, f"it has no {name:.200}")
+            raise other_base_error(weights, info.model, f"it has no {name:.200}")
         if not isinstance(module, PROJECTIONS):
             raise ModelError(
                 f"{weights}: has LoRA on {name}, which is not a projection: "
@@ -91,7 +91,7 @@ def load_adapted(base: BaseModel, adapter: str) -> Adapted:
 
 
 def _config_of(weights: Path, info: AdapterInfo, names: list[str]) -> InstructConfig:
-    options = options_of(info)
+    options = training_options(info)
     rank, alpha = options.pop("rank"), options.pop("alpha")
     places = [place for name in names if (place := split_layer(name))]
     targets = tuple(sorted({path for _, path in places} or names))

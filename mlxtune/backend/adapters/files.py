@@ -302,10 +302,10 @@ def check_shapes(
     ]
     if problems:
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise misfit(path, base, f"{problems[0]:.300}{more}")
+        raise other_base_error(path, base, f"{problems[0]:.300}{more}")
 
 
-def misfit(path: Path, base: str, problem: str) -> ModelError:
+def other_base_error(path: Path, base: str, problem: str) -> ModelError:
     """Return the error for an adapter that was made on another model than the one at hand."""
     made = f"was made on another model, {base:.200}, and " if base else ""
     return ModelError(f"{path}: {made}does not fit the model: {problem}")
@@ -336,7 +336,7 @@ def module_names(weights: Path, tensors: Mapping[str, TensorInfo], info: Adapter
     return modules
 
 
-def options_of(info: AdapterInfo, rslora: bool | None = None) -> dict[str, Any]:
+def training_options(info: AdapterInfo, rslora: bool | None = None) -> dict[str, Any]:
     """Return the rank, alpha, target_rank, rslora and dora that describe an adapter.
 
     With `rslora` given, alpha is the one that gives the adapter's scale with it.

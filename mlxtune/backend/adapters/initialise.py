@@ -18,9 +18,9 @@ from mlxtune.backend.adapters.files import (
     check_shapes,
     find_adapter,
     module_names,
-    options_of,
     read_info,
     split_layer,
+    training_options,
 )
 from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm, tensors_of
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
@@ -112,7 +112,7 @@ def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
     last = 1 + max(layer for layer, _ in places)
     rslora = bool(given["rslora"]) if "rslora" in given else None
     return {
-        **options_of(info, rslora),
+        **training_options(info, rslora),
         "targets": sorted({path for _, path in places}),
         # mlx-lm reads a num_layers beyond the model's as all layers.
         "num_layers": info.num_layers if (info.num_layers or last) < last else None,

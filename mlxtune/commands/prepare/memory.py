@@ -195,7 +195,7 @@ def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str
     return plan_text.larger_limit_line(plan, larger, most)
 
 
-def cut_line(config: TrainConfig, base: BaseModel, work: DataSample, dataset: Dataset) -> str:
+def cut_loss_line(config: TrainConfig, base: BaseModel, work: DataSample, dataset: Dataset) -> str:
     """Return a line on the supervised tokens that --max-seq-len costs, empty if few."""
     loss = cut_loss(dataset.files, config.max_seq_len, config.cut)
     if loss is None:

@@ -151,7 +151,9 @@ def _with_recorded(config: U, adapter: str, record: str, names: Collection[str])
     """Return the options with the ones of these names that an adapter records."""
     weights = find_adapter(adapter)
     trained = read_info(weights).mlxtune.get(record)
-    known = trained if isinstance(trained, Mapping) else {}
+    known = {} if trained is None else trained
+    if not isinstance(known, Mapping):
+        raise ModelError(f"{weights}: its config is damaged: {record} is no object")
     try:
         return replace(config, **{name: known[name] for name in names if name in known})
     except ConfigError as error:

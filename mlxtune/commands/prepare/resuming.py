@@ -68,7 +68,7 @@ def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, Resume
     """
     find = partial(_find_point, folder, given)
     run, found = from_worker_0(find) if launched_several() else find()
-    return options_of(run, found.checkpoint, given), found
+    return run_config(run, found.checkpoint, given), found
 
 
 def _find_point(folder: str, given: Mapping[str, Any]) -> tuple[Path, ResumePoint]:
@@ -122,7 +122,7 @@ def _is_remote(option: str, value: str, found: Checkpoint) -> bool:
     return not is_local(there) if option == "model_path" else dataset_name(there) is not None
 
 
-def options_of(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
+def run_config(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
     """Return the options that a run had at a checkpoint, changed by `given`.
 
     Raises ConfigError.

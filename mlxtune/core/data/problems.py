@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxtune.config.limits import has_more_values
 from mlxtune.core.data.places import shown, where
 
 BAD_ARGUMENTS = "arguments of a tool call that are not JSON"
@@ -54,8 +55,8 @@ ADVICE = {
     TWO_PROMPTS: "each side keeps the prompt of inference, so they share fewer tokens",
     UNDECLARED_TOOL: "the model learns to invent tools: add it to the row's tools",
 }
-# Values in one row. Short ones take some 20 times their text in memory, so only long text counts.
-_MAX_VALUES, _LONG = 4_000_000, 2**20
+# Values in one row. They take some 20 times their text in memory.
+_MAX_VALUES = 4_000_000
 # Kinds of notes that `train` refuses.
 ERRORS = (DOUBLE_BOS,)
 
@@ -124,10 +125,7 @@ class SkippedRows(RowTally):
 
 def check_values(text: bytes) -> None:
     """Raise BadRow for JSON of more values than a row needs, which takes far more memory."""
-    if len(text) < _LONG:
-        return
-    values = sum(text.count(mark) for mark in (b"[", b"{", b","))
-    if values > _MAX_VALUES:
+    if has_more_values(text, _MAX_VALUES):
         raise BadRow(f"holds more than {_MAX_VALUES:,} values")
 
 

@@ -91,8 +91,10 @@ def read_references(places: Sequence[Path], key: str, examples: int) -> list[flo
         with suppress(OSError, ValueError):
             found = read_json(path, REFERENCES)
             values: list[float] = from_json(list[float], found.get("logps"))
+            if found != _content(key, values) or len(values) != examples:
+                continue
             # A log-probability is at most 0, but for rounding.
-            if found.get("key") == key and len(values) == examples and max(values) < 1:
+            if max(values) < 1:
                 return values
     return None
 
@@ -100,8 +102,17 @@ def read_references(places: Sequence[Path], key: str, examples: int) -> list[flo
 def write_references(path: Path, key: str, logps: Sequence[float]) -> None:
     """Write log-probabilities under their key. Raises OutputError."""
     make_folder(path.parent)
-    content = {"format": 1, "key": key, "logps": [float(each) for each in logps]}
+    content = _content(key, [float(each) for each in logps])
     write_file(path, [json.dumps(content, allow_nan=False).encode()])
+
+
+def _content(key: str, logps: Sequence[float]) -> dict[str, Any]:
+    """Return what a file holds: log-probabilities, with their hash, as a damaged digit is one too.
+
+    `key` names their inputs.
+    """
+    digest = hashlib.sha256(json.dumps(logps).encode()).hexdigest()
+    return {"format": 2, "key": key, "sha256": digest, "logps": logps}
 
 
 def cached(cache: Path | None, key: str) -> list[Path]:

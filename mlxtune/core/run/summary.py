@@ -334,7 +334,7 @@ SORTS: dict[str, Callable[[RunView], Any]] = {
 # Options
 
 
-def options_of(run: Run) -> dict[str, tuple[str, str, bool]]:
+def option_texts(run: Run) -> dict[str, tuple[str, str, bool]]:
     """Return each option's value, its default, and whether they differ, by its flag.
 
     Options that differ come first.

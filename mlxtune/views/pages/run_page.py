@@ -17,7 +17,7 @@ from mlxtune.core.run.summary import (
     differing_options,
     measured_shares,
     option_text,
-    options_of,
+    option_texts,
     planned_shares,
     validated_alike,
 )
@@ -77,7 +77,7 @@ def _chart_context(charts: Sequence[Chart]) -> dict[str, Any]:
 
 
 def _run_context(run: Run, view: RunView) -> dict[str, Any]:
-    plan, options = mapping(run.about, "plan"), options_of(run)
+    plan, options = mapping(run.about, "plan"), option_texts(run)
     parts = ("weights", "optimizer", "activations", "head")
     return {
         "run": run,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from mlx.utils import tree_flatten
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.cpu.layers import BackwardReads, KernelLayers
 from mlxtune.backend.forward.intercept import Intercepted
-from mlxtune.backend.forward.operations import MLX, LayerPasses, Recompute
+from mlxtune.backend.forward.operations import MLX, LayerPasses, Recompute, run_again
 from mlxtune.backend.forward.recompute import Layerwise
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.models.loading import load_base
@@ -265,6 +266,18 @@ def test_layers_run_again_in_the_backward_pass(tmp_path: Path) -> None:
     layers = 2
     # Of each layer at least seven projections, with two products of LoRA each, and attention.
     assert twice - once >= layers * 7 * 3
+
+
+def test_layer_that_runs_again_waits_for_its_gradient() -> None:
+    inputs, graph = [], io.StringIO()
+
+    def layer(x: mx.array) -> list[mx.array]:
+        inputs.append(x)
+        return [mx.exp(x)]
+
+    run_again(layer, [mx.ones(2)], [mx.sin(mx.ones(2))])
+    mx.export_to_dot(graph, inputs[0])
+    assert "Sin" in graph.getvalue()
 
 
 def test_recomputing_keeps_the_input_of_a_layer_and_no_more(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mlxtune.config import ObjectiveConfig
+from mlxtune.config.training import OPTIONS
 from mlxtune.core.data.conversation import (
     CHOSEN,
     DESIRABLE,
@@ -18,6 +19,7 @@ from mlxtune.core.data.conversation import (
     WHOLE,
 )
 from mlxtune.core.data.encode import Example
+from mlxtune.core.objectives.losses import DPO_LOSSES, KTO_LOSSES, OTHER_LOSSES
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.errors import ConfigError
 
@@ -214,3 +216,9 @@ def test_first_loss_of_dpo_is_the_logarithm_of_two() -> None:
 def test_options_of_another_objective_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         ObjectiveConfig(**options)
+
+
+def test_every_loss_can_be_chosen() -> None:
+    assert OPTIONS["dpo_loss"].choices == tuple(DPO_LOSSES)
+    assert OPTIONS["kto_loss"].choices == tuple(KTO_LOSSES)
+    assert {*OPTIONS["objective"].choices} == {"sft", "dpo", "kto", *OTHER_LOSSES}

@@ -20,7 +20,7 @@ from mlxtune.core.run.summary import (
     differing_options,
     measured_shares,
     option_text,
-    options_of,
+    option_texts,
 )
 from tests.core.run.listed_runs import listed, runs
 from tests.runs import as_lines, metrics, step_line, write_run
@@ -197,7 +197,7 @@ def test_runs_are_sorted_by_any_column(runs: list[RunView], sort: str, names: li
 
 def test_options_that_are_not_the_default_come_first(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "out", options={"lr": 5e-3, "targets": ("all",)}))
-    options = options_of(run)
+    options = option_texts(run)
     differ = {name: both for name, (*both, differs) in options.items() if differs}
 
     assert differ == {
@@ -213,7 +213,7 @@ def test_options_that_are_not_the_default_come_first(tmp_path: Path) -> None:
 
 def test_option_of_another_version_is_shown(tmp_path: Path) -> None:
     run = Run(tmp_path, about={"config": {"new_option": 7}})
-    assert options_of(run) == {"--new-option": ("7", "–", True)}
+    assert option_texts(run) == {"--new-option": ("7", "–", True)}
 
 
 def test_options_that_differ_between_runs_leave_out_where_things_are(tmp_path: Path) -> None:
