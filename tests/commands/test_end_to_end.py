@@ -20,7 +20,7 @@ from mlx_lm.utils import load
 from mlxtune import TrainConfig, TrainResult, train
 from mlxtune.core.steps.order import hold_out_rows
 
-STEPS, VAL_ROWS = 8, 4
+STEPS, VAL_ROWS = 5, 4
 FLAGS = (
     f"--lr 1e-2 --targets all --max-steps {STEPS} --val-rows {VAL_ROWS} --samples 0 --quiet "
     "--template gemma"
