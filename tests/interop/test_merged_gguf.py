@@ -30,6 +30,8 @@ assert kind == "f32"
 if {fault!r} == "fails":
     print("INFO: loading", file=sys.stderr)
     sys.exit("NotImplementedError: Architecture 'X' not supported!")
+if {fault!r} == "lacks torch":
+    sys.exit("ModuleNotFoundError: No module named 'torch'")
 if {fault!r} == "cut":
     Path(target).write_bytes(b"GGUF")
     sys.exit()
@@ -52,6 +54,9 @@ with open(target, "ab") as file:
 {fault}
 """
 MERGE = ("--format", "gguf", "--merge")
+GET_CONVERTER = (
+    "git clone https://github.com/ggml-org/llama.cpp, put the clone on the PATH, pip install torch"
+)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +119,7 @@ def mx_load(path: Path) -> dict[str, np.ndarray]:
             "fails",
             "failed (NotImplementedError: Architecture 'X' not supported!): leave out --gguf",
         ),
+        ("lacks torch", f"(ModuleNotFoundError: No module named 'torch'): {GET_CONVERTER}"),
         ("cut", "the gguf package cannot read what llama.cpp's converter wrote"),
         ("other", "model.gguf: blk.0.attn_k.weight differs from model.layers.0.self_attn.k_proj"),
     ],
@@ -136,8 +142,7 @@ def test_without_the_converter_its_command_is_printed(
     outcome = cli("fuse", "--adapter", adapter, "--output", output, "--gguf")
     assert outcome.code == 0, outcome.err
     assert (
-        "llama.cpp's converter is not on the PATH: install llama.cpp (brew install llama.cpp), "
-        "then run "
+        f"llama.cpp's converter is not on the PATH: {GET_CONVERTER}, then run "
         f"convert_hf_to_gguf.py {output} --outfile {output}/model.gguf --outtype f32"
     ) in outcome.err
     assert (output / "certificate.json").is_file()
@@ -216,8 +221,8 @@ def test_merged_export_without_a_quantizer_is_plain_and_ollama_can_round_it(
     outcome = cli("export", *MERGE, *options)
     assert outcome.code == 0, outcome.err
     assert (
-        "llama-quantize is not on the PATH, so model.gguf is not quantised: install llama.cpp "
-        f"(brew install llama.cpp), or run ollama create -q Q4_K_M NAME -f {output}/Modelfile"
+        "llama-quantize is not on the PATH, so model.gguf is not quantised: brew install "
+        f"llama.cpp, or run ollama create -q Q4_K_M NAME -f {output}/Modelfile"
     ) in outcome.err
     assert files_in(output) == ["Modelfile", "certificate.json", "model.gguf"]
     assert "quantized" not in json.loads((output / "certificate.json").read_text())
@@ -231,8 +236,8 @@ def test_merged_export_without_llama_cpp_is_a_model_folder_for_ollama(
     outcome = cli("export", *MERGE, "--adapter", adapter, "--output", output)
     assert outcome.code == 0, outcome.err
     assert (
-        "convert_hf_to_gguf.py is not on the PATH, so a model folder is written instead: install "
-        f"llama.cpp (brew install llama.cpp), or run ollama create NAME -f {output}/Modelfile"
+        "convert_hf_to_gguf.py is not on the PATH, so a model folder is written instead: "
+        f"{GET_CONVERTER}, or run ollama create NAME -f {output}/Modelfile"
     ) in outcome.err
     assert (output / "Modelfile").read_text() == "FROM .\n"
     assert (output / "model.safetensors").is_file()

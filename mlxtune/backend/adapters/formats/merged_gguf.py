@@ -21,10 +21,14 @@ from mlxtune.errors import OutputError, one_line
 
 MERGED = "model.gguf"
 MODELFILE = "Modelfile"
-# The converter's name in llama.cpp's packages, and in its repository.
+# The converter's name in llama.cpp's repository, and in the packages of some systems.
 _CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
 _QUANTIZER = "llama-quantize"
-INSTALL = "install llama.cpp (brew install llama.cpp)"
+# Since May 2026, llama.cpp's build and packages leave the converter out (llama.cpp#23171).
+_GET_CONVERTER = (
+    "git clone https://github.com/ggml-org/llama.cpp, put the clone on the PATH, pip install torch"
+)
+_GET_QUANTIZER = "brew install llama.cpp"
 # The converter's names of the dtypes that a folder is stored in.
 _OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
@@ -53,7 +57,7 @@ def conversion(program: str, folder: Path, dtype: str) -> list[str]:
 def advice(folder: Path, dtype: str) -> str:
     """Return how to convert a folder where the converter is not installed."""
     command = shlex.join(conversion(_CONVERTERS[0], folder, dtype))
-    return f"llama.cpp's converter is not on the PATH: {INSTALL}, then run {command}"
+    return f"llama.cpp's converter is not on the PATH: {_GET_CONVERTER}, then run {command}"
 
 
 def write_modelfile(folder: Path) -> None:
@@ -64,11 +68,13 @@ def write_modelfile(folder: Path) -> None:
 
 def ollama_advice(folder: Path, quantize: str | None, *, converted: bool) -> str:
     """Return which tool is missing, and how Ollama does its work."""
-    missing = _QUANTIZER if converted else _CONVERTERS[0]
-    written = f"{MERGED} is not quantised" if converted else "a model folder is written instead"
+    missing, written, get = _QUANTIZER, f"{MERGED} is not quantised", _GET_QUANTIZER
+    if not converted:
+        missing, get = _CONVERTERS[0], _GET_CONVERTER
+        written = "a model folder is written instead"
     option = ["-q", quantize] if quantize else []
     command = shlex.join(["ollama", "create", *option, "NAME", "-f", str(folder / MODELFILE)])
-    return f"{missing} is not on the PATH, so {written}: {INSTALL}, or run {command}"
+    return f"{missing} is not on the PATH, so {written}: {get}, or run {command}"
 
 
 def convert(program: str, folder: Path, dtype: str, remedy: str) -> None:
@@ -109,6 +115,7 @@ def _run(command: Sequence[str], made: Path, remedy: str) -> None:
     if done.status or not is_ours(made):
         lines = (done.stdout + done.stderr).split("\n")
         said = next((line for line in reversed(lines) if line.strip()), "no output")
+        remedy = _GET_CONVERTER if said.startswith("ModuleNotFoundError") else remedy
         raise OutputError(f"{program}: failed ({one_line(said)}): {remedy}")
 
 
