@@ -27,12 +27,7 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
         rows += f"; {count(evaluation.left_out, 'row')} also trained on left out"
     other = " of the base model" if further is None else " of the first adapter"
     amount = f"{_amount(difference, other)}, on {rows}{_answers(evaluation)}"
-    few = f"; at least {FEWEST_ROWS} rows are needed" * (evaluation.rows < FEWEST_ROWS)
-    if evaluation.only_trained:
-        few = "; all of these rows were also trained on"
-    line = f"cannot tell whether the adapter helped: {amount}{few}"
-    if evaluation.verdict != CANNOT_TELL:
-        line = f"the adapter {_words(evaluation)}: {amount}"
+    line = _verdict_line(evaluation, amount)
     if further is None:
         return [line]
     return [line, f"compared with the base model, {_amount(further)}"]
@@ -66,26 +61,25 @@ def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> li
     what = f"it prefers the chosen answer of {after} of {rows}, {before} before ({interval})"
     if not found.pairs:
         what = f"good answers gained more than bad ones in {after} of pairs, on {rows} ({interval})"
-    few = f"; at least {FEWEST_ROWS} rows are needed" * (evaluation.rows < FEWEST_ROWS)
-    if evaluation.only_trained:
-        few = "; all of these rows were also trained on"
-    line = f"cannot tell whether the adapter helped: {what}{few}"
-    if evaluation.verdict != CANNOT_TELL:
-        line = f"the adapter {_words(evaluation)}: {what}"
     difference = evaluation.difference
     assert difference is not None
     margin = (
         f"margin {found.margin_before:.3f} nats per token before, {found.margin_after:.3f} after; "
     )
     return [
-        line,
+        _verdict_line(evaluation, what),
         f"{margin if found.pairs else ''}loss of the "
         f"{'chosen' if found.pairs else 'good'} answers {difference.loss:+.4f} nats per token",
     ]
 
 
-def _words(evaluation: Evaluation) -> str:
-    return f"{'hardly ' * evaluation.hardly}{evaluation.verdict}"
+def _verdict_line(evaluation: Evaluation, evidence: str) -> str:
+    if evaluation.verdict != CANNOT_TELL:
+        return f"the adapter {'hardly ' * evaluation.hardly}{evaluation.verdict}: {evidence}"
+    few = f"; at least {FEWEST_ROWS} rows are needed" * (evaluation.rows < FEWEST_ROWS)
+    if evaluation.only_trained:
+        few = "; all of these rows were also trained on"
+    return f"cannot tell whether the adapter helped: {evidence}{few}"
 
 
 def _amount(difference: Difference, other: str = "") -> str:
