@@ -47,5 +47,5 @@ BLAS = load_blas().name
 if problem := load_blas().problem:
     warnings.warn(problem, RuntimeWarning, stacklevel=2)
 _check_open_files()
-# In a notebook without widgets, tqdm warns of bars that nothing here shows.
+# In a notebook without widgets, tqdm warns about bars that are never shown.
 warnings.filterwarnings("ignore", "IProgress not found")

@@ -1,4 +1,4 @@
-"""A trained adapter put on its base model, as it runs after training."""
+"""Putting a trained adapter on its base model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

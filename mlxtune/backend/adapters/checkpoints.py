@@ -43,8 +43,8 @@ def _updates(model: nn.Module, lora: LoRASummary) -> dict[str, Update]:
     """Return an adapter's updates by module, as mlx-lm computes with them.
 
     An adapter file has one rank and one scale, and applies to the weights as they are stored. So
-    lower ranks are padded with zeros, B makes up for differing scales, and PiSSA's initial product
-    is subtracted by as many further directions: (A | A0), (B / -B0).
+    lower ranks are padded with zeros, B absorbs differing scales, and PiSSA's initial product is
+    subtracted by doubling the rank: (A | A0), (B / -B0).
     """
     updates = {}
     for name, module in adapted_modules(model).items():

@@ -33,7 +33,7 @@ _NAMES = {
     **{"float32": "F32", "bfloat16": "BF16", "float16": "F16"},
     **{"uint64": "U64", "uint32": "U32", "int32": "I32", "uint8": "U8"},
 }
-# Far beyond any use; the products with float32 weights, and ratios of scales, stay finite.
+# Far beyond any use. Products with float32 weights and ratios of scales stay finite below it.
 _LEAST_SCALE, _MOST_ALPHA = 1e-8, 1e30
 _UNREADABLE = (OSError, RuntimeError, TypeError, ValueError)
 
@@ -85,10 +85,10 @@ def check_replaceable(weights: Path) -> None:
 
 
 def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str, str]) -> None:
-    """Raise OutputError if the folder has another adapter, whose config another would replace.
+    """Raise OutputError if the folder has another adapter, whose config the new one would replace.
 
-    `described` are entries of the config to write, and `base` is the fingerprint of its base model,
-    of which any may differ.
+    An adapter is another if an entry of `described`, or the fingerprint `base` of its model,
+    differs.
     """
     try:
         config = read_json(weights.with_name(ADAPTER_CONFIG), CONFIG_LIMITS)
@@ -109,7 +109,7 @@ def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str,
 
 
 def _same(config: Mapping[str, Any], described: Mapping[str, Any]) -> bool:
-    """Return whether a config has all these entries, in its objects too."""
+    """Return whether a config has all these entries, nested ones included."""
     for name, value in described.items():
         found = config.get(name)
         if isinstance(value, Mapping):
@@ -132,7 +132,7 @@ def _describes_adapter(path: Path) -> bool:
 def read_adapter_config(weights: Path) -> dict[str, Any]:
     """Return the adapter_config.json, mlx-lm's or PEFT's, next to an adapter. Raises ModelError.
 
-    What the adapter's own metadata says of it wins, as the file beside it may be another adapter's.
+    The config in the adapter's metadata wins, as the file next to it may belong to another adapter.
     """
     path, own = weights.with_name(ADAPTER_CONFIG), _own_config(weights)
     try:
@@ -149,7 +149,7 @@ def read_adapter_config(weights: Path) -> dict[str, Any]:
 
 
 def _own_config(weights: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):  # whoever reads its tensors names the problem
+    with suppress(OSError, ValueError):  # The reader of its tensors reports the problem.
         own = read_header(weights).metadata.get(OWN_CONFIG, "{}")
         config = parse_json(own.encode(), CONFIG_LIMITS, weights.name)
         if isinstance(config, dict):
@@ -171,7 +171,7 @@ def read_info(weights: Path) -> AdapterInfo:
     layers, extra = config.get("num_layers"), config.get("mlxtune")
     try:
         rank, scale = parameters["rank"], parameters["scale"]
-        # mlx-lm computes with the values unchecked, and fails on text.
+        # mlx-lm does not check the values, and fails if they are text.
         if type(rank) is not int or not 0 < rank < 2**31 or not is_valid_scale(scale * 1.0, rank):
             raise ValueError(f"rank {rank!r:.40} and scale {scale!r:.40} are out of range")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -190,7 +190,7 @@ def read_info(weights: Path) -> AdapterInfo:
 
 
 def is_valid_scale(scale: float, rank: int) -> bool:
-    """Return whether a scale, and the alpha that it gives, leave float32 room to compute."""
+    """Return whether float32 can compute with a scale and with the alpha that it gives."""
     return scale > _LEAST_SCALE and scale * rank < _MOST_ALPHA
 
 

@@ -54,7 +54,7 @@ _FLOAT32_SLACK = 2.0**-20
 
 @dataclass(frozen=True)
 class _Base:
-    """A lazily loaded model; `dtypes` are its weights' before quantising while loading."""
+    """A lazily loaded model. `dtypes` are the weights' dtypes before quantising."""
 
     model: nn.Module
     config: dict[str, Any]

@@ -1,4 +1,4 @@
-"""LoRA's initial values if they are not random: PiSSA's, or an adapter's."""
+"""LoRA's initial values: random, PiSSA's, or an adapter's."""
 
 import math
 from collections.abc import Mapping

@@ -39,8 +39,8 @@ class Sample:
 class Reference:
     """The trained model's outputs, to compare with.
 
-    `dtype` is the coarsest that is involved, `tolerance` the largest difference of a logit that
-    rounding explains, `effect` the largest that the adapter makes.
+    `dtype` is the coarsest dtype involved, `tolerance` the largest logit difference that rounding
+    explains, `effect` the largest that the adapter makes.
     """
 
     sequences: list[Sample]

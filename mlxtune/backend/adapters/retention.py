@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# The largest share of the gain that may be lost without asking.
+# The largest share of the gain that may be lost without a question.
 MOST_LOST = 0.1
 
 
@@ -43,7 +43,7 @@ class Retention:
     def line(self) -> str:
         """Return the retention as a line of text."""
         gain = f"{self.base:.4g} {self.unit} without the adapter, {self.trained:.4g} with it"
-        # The first is the base's own storage, for comparison.
+        # The first trial uses the base's own storage, for comparison.
         shown = dict.fromkeys((self.chosen, self.tried[0]))
         trials = [
             f"{each.value:.4g} stored {each.storage} ({each.lost:.0%} of the gain lost)"

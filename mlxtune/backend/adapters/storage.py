@@ -33,9 +33,9 @@ def storages_for(modules: Iterable[nn.Module]) -> list[str]:
 
 
 def layer_like(module: nn.Module, weight: mx.array, storage: str = AS_BASE) -> nn.Module:
-    """Return a layer like another, with this weight, stored in that way.
+    """Return a layer like another, with this weight, in the given storage.
 
-    A layer that is plain, or already has as many bits as asked for, keeps its format.
+    A plain layer, or one with enough bits already, keeps its format.
     """
     made: Any
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
@@ -64,9 +64,9 @@ def _format(module: nn.Module, storage: str) -> dict[str, Any]:
 def add_to_config(
     config: dict[str, Any], layers: Iterable[tuple[str, nn.Module, nn.Module]], storage: str
 ) -> None:
-    """Add the layers that are stored in another way to a quantised model's config.
+    """Add layers with their own storage to a quantised model's config.
 
-    Each is a path, the base's module and its replacement.
+    Each layer is a path, the base's module and its replacement.
     """
     if storage == AS_BASE:
         return

@@ -17,7 +17,7 @@ from mlxtune.backend.cpu.layers import KernelLayers
 from mlxtune.backend.cpu.memory import KernelMemory
 from mlxtune.backend.lora.targets import EXPERTS
 
-# From this many parameters on, the kernels gain more than calling them costs.
+# The parameters from which the kernels save more time than calling them costs.
 _LARGE_MODEL = 10_000_000
 # Modules of layers with experts or recurrences.
 _WITHOUT_KERNELS = (*EXPERTS, nn.Conv1d, Rwkv7TimeMixing)
@@ -44,7 +44,8 @@ class CpuOperations:
     def pay_off(self, parameters: int, dtype: mx.Dtype, model: nn.Module | None) -> bool:
         """Return whether a base of this size and dtype trains faster than by MLX's operations.
 
-        Layers run at once, so that MLX holds all that its own recurrences and experts make.
+        Each layer is evaluated as it runs, so MLX's own recurrences and experts hold all their
+        values.
         """
         # The extra `cpu` installs it.
         installed = all(map(find_spec, ("numba", "threadpoolctl")))

@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def _thread_count() -> int:
-    """Return how many threads share work: OMP_NUM_THREADS, as BLAS libraries have it, or all."""
+    """Return the number of threads: OMP_NUM_THREADS, as for BLAS libraries, or all."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdigit() and int(given):
         return int(given)
@@ -25,7 +25,7 @@ def _thread_count() -> int:
 THREADS = _thread_count()
 # With fewer elements, waking another thread takes longer than it saves.
 _WORTH_SHARING = 1 << 17
-# The same for multiplications in a product.
+# The same threshold for multiplications in a product.
 WORTH_MULTIPLYING = 1 << 23
 _ZEROS = np.zeros(1 << 19, dtype=np.float32)
 _OTHERS = ThreadPoolExecutor(max(THREADS - 1, 1), thread_name_prefix="mlxtune")
@@ -42,7 +42,7 @@ def empty(*shape: int) -> mx.array:
     """Return a new float32 array, in whose memory numpy can write."""
     size = math.prod(shape)
     if size <= _ZEROS.size:
-        # A copy, made here: MLX's own thread need not be woken.
+        # Copying here avoids waking MLX's own thread.
         return mx.array(_ZEROS[:size].reshape(shape))
     made = mx.zeros(shape)
     mx.eval(made)
@@ -57,7 +57,7 @@ def copied(x: mx.array) -> mx.array:
 
 
 def detached(x: mx.array) -> mx.array:
-    """Return a copy, laid out alike, that no gradient is traced through."""
+    """Return a copy with the same layout that no gradient is traced through."""
     return mx.array(view(x))
 
 
@@ -116,9 +116,9 @@ def by_rows(
 
 
 def in_parts(work: Callable[[int, int, int], None], count: int) -> None:
-    """Call `work(part, start, end)` for parts of `count` things at once, one on each thread.
+    """Call `work(part, start, end)` for parts of `count` items, one part on each thread.
 
-    Work that is shared already is not shared again.
+    Within shared work, the calling thread does all of it.
     """
     parts = min(THREADS, count)
     if parts < 2 or getattr(_inside, "part", False):

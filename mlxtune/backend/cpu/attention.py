@@ -17,7 +17,7 @@ from mlxtune.backend.models.autograd import differentiable
 
 @dataclass(frozen=True)
 class _Part:
-    """Some heads of one line, some of its queries, and where the keys stand that these see."""
+    """A part of the heads and queries of one line, and the range of keys that they see."""
 
     line: int
     groups: slice
@@ -76,7 +76,7 @@ class _Attention:
                 yield line, slice(start, end), (slice(0, seen),)
 
     def for_each_part(self, run: Callable[[_Part], None]) -> None:
-        """Call `run` for all parts; threads have each its own groups, if there are enough."""
+        """Call `run` for all parts. With enough groups, each thread has its own."""
 
         def run_those(_: int, first: int, last: int) -> None:
             for line, queries, keys in self.blocks():
@@ -168,7 +168,7 @@ def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any) ->
     q is (B, H, T, D), k (B, G, S, D) and v (B, G, S, n) with H a multiple of G; `mask` is None,
     "causal" with the queries aligned to the end of the keys, or broadcasts to (B, H, T, S).
     """
-    # By the backward pass, another line may be running.
+    # Another line may be running by the time of the backward pass.
     layout = packed.layout()
     if not isinstance(mask, str):
         packed.check_not_packed()

@@ -1,4 +1,4 @@
-"""Activations, norms and rotary embeddings as their namesakes in mlx compute them, in float32."""
+"""Activations, norms and rotary embeddings in float32, with the results of MLX's functions."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,7 +13,7 @@ from mlxtune.backend.cpu.layers import reads_gate, unread
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable
 
-# Tables for lines of segments have few lengths.
+# Lines of segments need tables of few lengths.
 _LENGTH_MULTIPLE = 256
 
 
@@ -112,7 +112,7 @@ def rope(
         whole = _table(length, dims, offset, base, scale, given)
         cosines, sines = (values[layout.positions] for values in whole)
 
-    # The projection before lays its heads out by tokens, attention after wants them by head.
+    # The projection before orders entries by token, attention after it by head.
     def run(x: mx.array) -> mx.array:
         source = np.ascontiguousarray(view(x).swapaxes(1, 2))
         made, lines = empty(*x.shape), source.shape[0] * source.shape[1]

@@ -1,14 +1,14 @@
 """Loops over float32 rows, compiled by numba for the processor at hand and cached on disk.
 
 MLX's CPU operations run on one thread, and `exp` and what contains it take some 12 to 25 ns an
-element on x86; here it takes below 1. Arrays are rows (m, n), contiguous; `start` and `end` are the
-rows that a call works on.
+element on x86; here it takes below 1. Arrays are contiguous rows (m, n). A call computes the rows
+from `start` to `end`.
 """
 
 import numba
 import numpy as np
 
-# Sums may be taken in any order, which is what lets them be vectorised; infinities and NaN count.
+# Sums may be reordered, which lets them be vectorised. Infinities and NaN keep their meaning.
 _MATH = {"reassoc", "contract", "arcp", "nsz", "afn"}
 kernel = numba.njit(nogil=True, fastmath=_MATH, error_model="numpy", cache=True)
 inline = numba.njit(fastmath=_MATH, error_model="numpy", inline="always")
@@ -30,14 +30,14 @@ def exp(x):  # type: ignore[no-untyped-def]
     whole = np.floor(x * _LOG2_E + _HALF)
     r = x - whole * _LN2_HIGH - whole * _LN2_LOW
     p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
-    # Writing the exponent makes 2 to the whole number.
+    # The exponent's bits give 2 to the whole number.
     power = np.int32((np.int32(whole) + 127) << 23).view(np.float32)
     return (p * r * r + r + _ONE) * power
 
 
 @inline
 def _weight(x):  # type: ignore[no-untyped-def]
-    """Return e to the x, or 0 where no sum notices it: subnormal numbers slow every product."""
+    """Return e to the x, or 0 if no sum would change: subnormal numbers slow products."""
     return exp(x) if x > _NOTHING else _ZERO
 
 
@@ -139,7 +139,7 @@ def _seen(row, keys, queries, causal):  # type: ignore[no-untyped-def]
 
 @inline
 def _softmax_row(x, i, seen):  # type: ignore[no-untyped-def]
-    """Replace the scores that are seen by exp(score - highest), others by 0; return their sum."""
+    """Replace visible scores by exp(score - highest) and the others by 0; return their sum."""
     highest, total = _LEAST, _ZERO
     for j in range(seen):
         highest = max(highest, x[i, j])
@@ -181,10 +181,9 @@ def softmax_gradient_(start, end, x, d, queries, causal):  # type: ignore[no-unt
 
 @kernel
 def online_softmax_(start, end, x, highest, total, correction):  # type: ignore[no-untyped-def]
-    """Take in one more block of logits: replace them by exp(logit - the highest so far).
+    """Add a block of logits: replace them by exp(logit - the highest so far).
 
-    `highest` and `total` (m,) are of the blocks so far; `correction` (m,) is the factor for the
-    earlier sums.
+    `highest` and `total` (m,) cover the blocks so far; `correction` (m,) rescales the earlier sums.
     """
     for i in range(start, end):
         top = highest[i]

@@ -22,7 +22,7 @@ from mlxtune.backend.cpu.arrays import detached
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
 from mlxtune.backend.models.autograd import differentiable
 
-# Layers whose attention and gate have one reader each, o_proj and down_proj.
+# Layers in which only o_proj reads attention's output, and only down_proj the gate's.
 _ONE_READER = (
     *(llama.TransformerBlock, qwen2.TransformerBlock, qwen3.TransformerBlock),
     gemma3_text.TransformerBlock,
@@ -32,9 +32,9 @@ _ADDS_MLP = (llama.TransformerBlock, qwen2.TransformerBlock, qwen3.TransformerBl
 
 
 class FrozenProduct(nn.Module):
-    """A layer whose product with its frozen weight is kept, and which never reads its input again.
+    """A layer that keeps its product with its frozen weight and never reads its input again.
 
-    LoRA on it does: the gradient of A is a product with the input.
+    LoRA on it does read the input: the gradient of A is a product with it.
     """
 
 
@@ -63,7 +63,7 @@ class BackwardReads:
 
 
 class KeptProducts:
-    """The products of one layer, in their order."""
+    """The products of one layer, in the order of their computation."""
 
     def __init__(self, reads: BackwardReads) -> None:
         self.reads = reads
@@ -88,7 +88,7 @@ class KeptProducts:
         self._made.clear()
 
     def product(self, make: Callable[[], mx.array]) -> mx.array:
-        """Return the next product: made and kept, or taken again."""
+        """Return the next product: computed and kept, or replayed."""
         if not self.replays:
             self._made.append(make())
             return self._made[-1]
@@ -101,7 +101,7 @@ _running: ContextVar[KeptProducts | None] = ContextVar("kept products", default=
 
 
 def product(make: Callable[[], mx.array]) -> mx.array:
-    """Return a product of the layer that is running, made again only if it is not kept."""
+    """Return a product of the running layer, computed again only if it is not kept."""
     kept = _running.get()
     return make() if kept is None else kept.product(make)
 
@@ -121,7 +121,7 @@ def reads_gate() -> bool:
 def unread(*shape: int) -> mx.array:
     """Return an array that takes no memory, for a value that a layer's backward pass leaves unread.
 
-    A layer of mlx-lm's that did read it would end the run's first step with an error.
+    A layer that did read it would end the run's first step with an error.
     """
     return mx.broadcast_to(mx.array(math.nan), shape)
 

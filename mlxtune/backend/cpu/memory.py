@@ -14,8 +14,8 @@ from mlxtune.core.steps.memory_estimate import (
 _VOCABULARY_BLOCK, _BLOCKS = 4096, 2
 # Copies of a chunk's logits that cross-entropy and its gradient hold.
 _CPU_LOGITS = 2
-# Scores that attention holds at once, and queries of a head in a block of these; copies of the
-# scores, and arrays as wide as its heads, that its backward pass has in numpy.
+# Scores that attention holds at once, and queries of a head in each block of them. Copies of the
+# scores, and arrays as wide as the heads, that the backward pass holds in numpy.
 ATTENTION_SCORES, ATTENTION_QUERIES = 1 << 21, 128
 _NUMPY_SCORES, _NUMPY_WIDTHS = 2, 3
 # DoRA adds its scaled products, and their gradients.

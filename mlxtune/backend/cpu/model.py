@@ -1,4 +1,4 @@
-"""Makes one model compute with the functions of this folder; no class that others use changes."""
+"""Makes one model compute with the functions of this folder, without changing shared classes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +60,8 @@ def _product_with_update(x: mx.array, layer: LoRALinear) -> mx.array:
 
 
 def _frozen_weight(module: nn.Module) -> products.Weight:
-    # Quantised weights are unpacked for each use: MLX's products of them are 30 times slower.
+    # Quantised weights are unpacked for each use, as MLX's quantised products take 30 times as
+    # long.
     return PackedRows(module) if hasattr(module, "unpacked") else module["weight"]
 
 
@@ -88,7 +89,7 @@ class _LoRALinear(LoRALinear):
 
 
 class _DoRALinear(DoRALinear):
-    """The same, without the bias, for it to be scaled."""
+    """The same, without the bias, which must not be scaled."""
 
     def product(self, x: mx.array) -> mx.array:
         return _product(x, self.linear) if _serves(self, x) else super().product(x)
@@ -109,7 +110,7 @@ class _RMSNorm(nn.Module):
 
 
 class _GemmaRMSNorm(nn.Module):
-    """Gemma's norms have the weight less 1."""
+    """Gemma's norm, whose stored weight is 1 less than its factor."""
 
     def __call__(self, x: mx.array) -> mx.array:
         if not computes(x):
@@ -148,7 +149,7 @@ class _FrequencyRoPE(nn.Module):
 
 
 class _GeGLU(nn.Module):
-    """Gemma's MLP, with its activation and the product with it in one kernel."""
+    """Gemma's MLP, with the activation and its product in one kernel."""
 
     def __call__(self, x: mx.array) -> mx.array:
         y: mx.array = self.down_proj(_geglu(self.gate_proj(x), self.up_proj(x)))

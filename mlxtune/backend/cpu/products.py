@@ -43,12 +43,12 @@ _LARGEST = 1 << 26
 
 
 class _Scratch(threading.local):
-    """Where a thread casts weights, one at a time: new memory would have to be faulted in."""
+    """A thread's place for one cast weight. Reusing it avoids page faults."""
 
     weight = np.empty(0, dtype=np.uint32)
 
     def rows(self, shape: tuple[int, ...]) -> npt.NDArray[np.uint32]:
-        """Return the place for a matrix, where the next one will stand too."""
+        """Return the place for a matrix, which the next call overwrites."""
         size = math.prod(shape)
         if self.weight.size < size:
             self.weight = np.empty(size, dtype=np.uint32)
@@ -67,7 +67,7 @@ def in_float32(weight: Weight) -> Floats:
 
 
 def _stored(weight: Weight) -> npt.NDArray[Any] | None:
-    """Return the matrix that any thread may cast by `widened`; None if it takes MLX to cast it."""
+    """Return the matrix that `widened` can cast on any thread; None if only MLX can."""
     if isinstance(weight, PackedRows) or weight.dtype not in (mx.float32, mx.bfloat16):
         return None
     return view(weight) if weight.dtype == mx.float32 else view(weight.view(mx.uint16))
@@ -173,7 +173,7 @@ def trained_head_losses(weight: Weight, hidden: mx.array, targets: mx.array) -> 
 
 
 def head_losses(weight: Weight, hidden: mx.array, targets: mx.array) -> mx.array:
-    """Return the cross-entropy of each hidden state, float32 (P,), with no gradient."""
+    """Return the cross-entropy of each hidden state, float32 (P,), without a gradient."""
     states = view(hidden)
     head = _over_vocabulary(weight, states, expects=False)
     return mx.array(head.log_sums() - _right(weight, states, targets)[0])
@@ -219,7 +219,7 @@ class _OnlineSoftmax:
 
 
 class _Head(_OnlineSoftmax):
-    """The same for the logits of hidden states (P, H), with the sum of the weights under it."""
+    """An online softmax over the head's logits (P, V), with the weighted sum of its rows."""
 
     def __init__(self, hidden: Floats, *, expects: bool) -> None:
         super().__init__(len(hidden))
@@ -228,7 +228,7 @@ class _Head(_OnlineSoftmax):
         self._logits, self._product = np.empty(0, np.float32), np.empty_like(hidden)
 
     def take_rows(self, block: Floats) -> None:
-        """Take in rows (v, H) of the vocabulary."""
+        """Add rows (v, H) of the vocabulary."""
         size = len(self._hidden) * len(block)
         if self._logits.size < size:
             self._logits = np.empty(size, dtype=np.float32)

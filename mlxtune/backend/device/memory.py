@@ -25,10 +25,10 @@ _PRESSURE = 0.9
 # The share of a CUDA device to use, as it recommends no working set. The rest goes to the context,
 # the libraries of each process, and fragmentation. MLX's own limit there is 0.95.
 _CUDA_SHARE = 0.9
-# The share of what the GPU may use that is wired: wiring all of it leaves macOS nothing to give
-# to the window server and other programs, which then stall.
+# The share of the GPU's memory that is wired. Wiring all of it starves the window server and other
+# programs, which then stall.
 _WIRED_SHARE = 0.9
-# The highest peak before MLX's own count was last reset, of the process and since `start_peak`.
+# The highest peaks before MLX's own count was last reset: of the process, and since `start_peak`.
 _highest = [0]
 _since_start = [0]
 
@@ -57,7 +57,7 @@ def find_limits(memory_limit_gb: float) -> MemoryLimits:
     info = mx.device_info()
     recommended = _recommended(info)
     if recommended is not None and (free := info.get("free_memory")) is not None:
-        # Memory of other programs cannot be had. Memory of other runs can, once they end: their
+        # Memory of other programs is not available. Memory of other runs is, once they end: their
         # reservations make this run wait, or stop with an error that names them.
         held = mx.get_active_memory() + mx.get_cache_memory() + _reserved_by_others()
         recommended = min(recommended, int(free) + held)
@@ -80,7 +80,7 @@ def capacity() -> int:
 
 
 def free_now() -> int | None:
-    """Return how many bytes nothing uses now, of the device or of its machine; None if unknown."""
+    """Return how many bytes of the device, or of its machine, are free; None if unknown."""
     if (free := mx.device_info().get("free_memory")) is not None:
         return int(free)
     return available_memory()
@@ -139,9 +139,9 @@ def peak_gb() -> float:
 
 
 def peak_rss() -> int:
-    """Return the most real memory that this process has had, in bytes."""
+    """Return the process's largest resident set, in bytes."""
     try:
-        # The kernel's other count starts from the peak of the parent process.
+        # The kernel's other counter starts at the parent process's peak.
         text = read_kernel_file(Path("/proc/self/status"))
         return int(re.findall(r"VmHWM:\s+(\d+) kB", text)[0]) * 1024
     except (OSError, IndexError):

@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) -> Result:
-    """Return the result of `work`, which changes nothing where it fails; see `tries`."""
+    """Return the result of `work`, which must change nothing when it fails; see `tries`."""
     for attempt in tries(change):
         with attempt:
             result = work()
@@ -22,8 +22,8 @@ def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
     """Yield a context for each try of some work, until one ends without a fault of the GPU.
 
     After a fault, `change` is called with MLX's text, to ask for less or to free memory; it raises
-    where nothing is left to change. Then the work is tried again: once after each fault that may
-    pass: earlier work or another program may have caused it.
+    if nothing is left to change. Then the work is tried again, once after each transient fault,
+    which earlier work or another program may have caused.
 
     Raises MemoryLimitError or GpuError.
     """

@@ -36,7 +36,7 @@ from mlxtune.errors import ModelError
 # entries of a gradient reach 256 before they overflow. The step takes it back in float32.
 _RAISED_FLOAT16 = 256.0
 
-# The losses (P,) of the rows of hidden states (P, H) at the supervised positions.
+# Computes the losses (P,) of hidden states (P, H) at the supervised positions.
 Head = Callable[[mx.array], mx.array]
 
 
@@ -44,8 +44,8 @@ class Forward:
     """Computes losses of one model, which has its LoRA already.
 
     `execution` is the given execution, as far as the model allows it. Without `trains`, it computes
-    no gradients, and the model may have no LoRA. An adapter that is taken off and put back later
-    has to be on the model here.
+    no gradients, and the model may have no LoRA. An adapter that will be switched off and on must
+    be on the model at construction.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Forward:
             self.recompute(execution.recompute)
         self._linear_head = None if split.weight is None else operations.linear_head(split.dtype)
         self._vocabulary: dict[str, Any] = {}
-        # In 16 bits by MLX's function, fused on Metal and CUDA, which makes no float32 logits.
+        # In 16 bits, MLX's function, fused on Metal and CUDA, makes no float32 logits.
         dtype = split.logits_dtype
         in_16_bits = dtype is not None and dtype != mx.float32
         self._entropies: Losses = (
@@ -91,7 +91,7 @@ class Forward:
     def recompute(self, value: bool) -> None:
         """Recompute the activations of layers in their backward passes from here on, or keep them.
 
-        Layers start anew: their findings about backward passes are forgotten.
+        What layers found out about their backward passes is forgotten.
         """
         if self.layerwise is not None:
             self.layerwise.restore()
@@ -112,13 +112,13 @@ class Forward:
 
     @property
     def raised(self) -> float:
-        """The power of two by which gradients are to be raised, in the scale of `scaled_loss`."""
+        """The power of two by which `scaled_loss` raises gradients."""
         is_float16 = self.dtype is not None and self.dtype == mx.float16
         return _RAISED_FLOAT16 if is_float16 else 1.0
 
     @property
     def packing_problem(self) -> str:
-        """Why examples that should run in one line are padded, empty if they are not."""
+        """The reason why examples are padded instead of packed; empty if they are packed."""
         if self.execution.packs or not self._should_pack:
             return ""
         return self._split.packing_problem or "its head does not run apart from its layers"
@@ -186,15 +186,16 @@ class Forward:
         """Return `scale` times the loss of a micro-batch under an objective of preferences.
 
         The second array, float32 (B,), has the log-probabilities of its examples. `arrays` has
-        `reduce`, which makes both, in one array, of the losses (P,) of supervised tokens.
+        `reduce`, which maps the losses (P,) of supervised tokens to both, in one array.
         """
         values = self.scaled_loss(parameters, arrays, mx.array(1.0))
         return values[0] * scale, mx.stop_gradient(values[1:])
 
     def losses(self, batch: MicroBatch | Pack, keys: mx.array | None = None) -> mx.array:
-        """Return the cross-entropy of each supervised token, in nats, float32 (P,), not computed.
+        """Return the cross-entropy of each supervised token, in nats, float32 (P,), not evaluated.
 
-        They are in the order of the batch. There is no gradient, and no dropout but with `keys`.
+        They are in the order of the batch, without a gradient, and without dropout unless `keys`
+        are given.
         """
         arrays = self.arrays(batch, keys)
         targets = arrays["targets"]
@@ -219,7 +220,7 @@ class Forward:
 
     @contextmanager
     def watched(self, around: Callable[[Head, mx.array], mx.array]) -> Iterator[None]:
-        """Have `around(head, rows)` replace `head(rows)` where the model is split."""
+        """Make `around(head, rows)` replace `head(rows)` if the model is split."""
         self._around_head = around
         try:
             yield

@@ -17,11 +17,12 @@ from mlxtune.errors import one_line
 PER_THREAD, GROUP = 4, 256
 # Elements are counted by numbers of 32 bits.
 _MOST = 2**31 - GROUP * PER_THREAD
-# How far results may be from MLX's operations in float32, as a share of the largest: the last bit.
+# The largest difference from MLX's operations in float32, as a share of the largest value: the last
+# bit.
 _TOLERANCES = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 
-# All inputs are flat. A grid of CUDA's is rounded up to whole groups, so that threads may have
-# nothing to do. {thread} and {exp} are the language's.
+# All inputs are flat. CUDA rounds a grid up to whole groups, so some threads may be idle. {thread}
+# and {exp} are spelt in the device's language.
 _SOURCE = """
     uint first = {thread} * PER_THREAD;
     uint size = gate_shape[0];

@@ -28,7 +28,7 @@ def replace_gates(model: nn.Module) -> Callable[[], None]:
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """Return silu(gate) * up, arXiv:2002.05202, section 2."""
-    # Graphs to export hold no kernels of ours.
+    # Exported graphs contain no kernels of ours.
     kernels = None if exporting() else gate_kernels()
     if kernels is not None and serves(gate, up):
         return kernels.swiglu(gate, up)
@@ -42,7 +42,7 @@ def plain_swiglu(gate: mx.array, up: mx.array) -> mx.array:
         sigmoid = mx.sigmoid(gate)
         silu = gate * sigmoid
         slope = sigmoid + silu * (1 - sigmoid)
-        # The gradients but for the cotangent: with them, neither gate nor up is kept.
+        # The factors of the cotangent in the gradients. With them, neither gate nor up is kept.
         return [silu * up, up * slope, silu]
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
@@ -56,7 +56,7 @@ def _run(mlp: nn.Module, x: mx.array) -> mx.array:
     return output
 
 
-# Stand in for the projections of an MLP, to see the function between them.
+# Replaces the projections of an MLP, to reveal the function between them.
 _TRIAL: dict[str, Callable[[mx.array], mx.array]] = {
     "gate_proj": lambda x: 2 * x + 1,
     "up_proj": lambda x: 3 * x - 1,
@@ -70,7 +70,7 @@ def _computes_swiglu(mlp: nn.Module) -> bool:
     try:
         dict.update(mlp, _TRIAL)
         return bool(mx.allclose(mlp(x), _run(mlp, x), rtol=_TOLERANCE, atol=_TOLERANCE))
-    # Errors of any kind: experts, for example, take more than hidden states.
+    # Any error may occur: experts, for example, take more than hidden states.
     except Exception:  # noqa: BLE001
         return False
     finally:

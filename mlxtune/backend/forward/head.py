@@ -16,7 +16,7 @@ from mlxtune.errors import one_line
 
 # How far logits that should be equal may differ, as a share of the largest.
 _TOLERANCE = 2e-2
-# Hidden states so much larger show any soft-capping of the logits.
+# Hidden states scaled up this much reveal any soft-capping of the logits.
 _LARGE = 1000.0
 # Rows of the vocabulary to compare.
 _PART = 1024
@@ -27,8 +27,8 @@ _HEAD_POSITIONS = 4
 class _TrunkSlot:
     """Replaces the trunk, or its last norm, for one call of the model.
 
-    Without `given`, it runs the trunk, keeps its `hidden` states and hands on as many of the
-    positions as the head shall run on; with it, it hands those states on.
+    Without `given`, it runs the trunk, keeps its `hidden` states and returns those of the positions
+    that the head runs on; with it, it returns the given states.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class _TrunkSlot:
 class SplitModel:
     """An mlx-lm model whose head can run on chosen positions alone, soft-capping and all.
 
-    `splits`: its trunk was found; otherwise the model can only run whole. `weight` (V, H) is that
-    of a head which is one product and no more, else None; `dtype` belongs to the hidden states, and
-    `logits_dtype` to the logits.
-    `vocabulary` says for which tokens this worker has logits, if not for all. `packing_problem`
-    says why examples do not run in one line, once `packs` found that they do not.
+    `splits`: its trunk was found; otherwise the model can only run whole. `weight` (V, H) is the
+    weight of a head that is a single product, else None; `dtype` belongs to the hidden states, and
+    `logits_dtype` to the logits. `vocabulary` gives the tokens of this worker's logits, None for
+    all. `packing_problem` says why examples do not run in one line, once `packs` found that they do
+    not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -77,7 +77,7 @@ class SplitModel:
             self._compare()
             stack = _stack(self._trunk)
             if not self.splits and stack is not None:
-                # Gemma 3n's trunk has the head in it, behind its last norm.
+                # Gemma 3n's trunk contains the head, after its last norm.
                 self._owner, self._name, self._trunk = stack, "norm", stack["norm"]
                 self._compare()
 
@@ -101,7 +101,7 @@ class SplitModel:
         return logits.squeeze(0)
 
     def packs(self, mixers: Mixers) -> bool:
-        """Return whether examples in one line give the same as each alone, as tried."""
+        """Try whether examples in one line give the same results as each alone."""
         if self._runs_in_line():
             return True
         if not mixers.by_segments:
@@ -116,7 +116,8 @@ class SplitModel:
                 line = self.hidden(mx.array([texts.line]), self.line_caches())
             inputs.compare(self._alone, line)
             self.packing_problem = inputs.problem()
-        # Of any kind: architectures that add positions to tokens do not pack, or have other caches.
+        # Any error may occur: architectures that add positions to tokens do not pack, or have other
+        # caches.
         except Exception as error:  # noqa: BLE001
             self.packing_problem = one_line(f"{type(error).__name__}: {error}")
         return not self.packing_problem
@@ -160,7 +161,7 @@ class SplitModel:
             )
             apart = logits.shape != hidden.shape and _close(logits, self.logits(hidden))
             self.splits = self.weight is not None or apart
-        # Errors of any kind: a model that cannot be split runs whole.
+        # Any error may occur: a model that cannot be split runs whole.
         except Exception:  # noqa: BLE001
             self.splits = False
 
@@ -193,7 +194,7 @@ def find_trunk(text: nn.Module) -> tuple[str, nn.Module | None]:
 
 
 def _stack(trunk: nn.Module) -> nn.Module | None:
-    """Return the part of a trunk that has the layers and the norm behind them, if there is one."""
+    """Return the part of a trunk with the layers and the norm after them, if there is one."""
     parts = (m for m in trunk.modules() if m.get("layers") and isinstance(m.get("norm"), nn.Module))
     return next(parts, None)
 

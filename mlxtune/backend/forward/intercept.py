@@ -1,4 +1,4 @@
-"""Functions of ours that replace a model's modules."""
+"""Modules whose calls run a function of ours."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from mlx.utils import tree_unflatten
 
 
 class Intercepted(nn.Module):
-    """Stands in a module's place in a model: `call(module, *args, **options)` runs instead.
+    """Replaces a module of a model: `call(module, *args, **options)` runs instead.
 
     It has the children, parameters and attributes of the module, so that names stay unchanged, and
     is an instance of its class: some models choose a layer's mask by that.
@@ -18,7 +18,7 @@ class Intercepted(nn.Module):
         super().__init__()
         self.__dict__.update(module.__dict__)
         dict.update(self, module)
-        # Past Module's own __setattr__, which would make the module a child.
+        # Bypasses Module's own __setattr__, which would make the module a child.
         object.__setattr__(self, "_intercepted", module)
         object.__setattr__(self, "_call", call)
 
@@ -48,7 +48,7 @@ def intercept(
 def put_in_place(
     model: nn.Module, modules: Sequence[nn.Module], replaced: Sequence[nn.Module]
 ) -> None:
-    """Put modules in the places that others have in a model."""
+    """Replace modules of a model, each at its path."""
     names = {id(module): name for name, module in model.named_modules()}
     pairs = zip(modules, replaced, strict=True)
     model.update_modules(tree_unflatten([(names[id(old)], new) for old, new in pairs]))

@@ -27,7 +27,7 @@ class _OnlineSoftmax:
         return shares, correction
 
     def merge(self, vocabulary: Vocabulary) -> mx.array:
-        """Merge the other workers' sums over their parts; return the factor for this worker's."""
+        """Merge the other workers' sums; return the factor that rescales this worker's."""
         highest = vocabulary.highest(self._highest)
         correction = mx.exp(self._highest - highest)
         self._highest, self.total = highest, vocabulary.sum(self.total * correction)
@@ -92,7 +92,7 @@ def head_losses(
 
 
 def _blocks(weight: mx.array | PackedRows, positions: int) -> Iterator[mx.array]:
-    """Yield the rows of a weight in float32, a block at a time."""
+    """Yield the rows of a weight in float32, in blocks."""
     rows = vocabulary_block(positions)
     for start in range(0, weight.shape[0], rows):
         yield weight[start : start + rows].astype(mx.float32)
@@ -101,7 +101,7 @@ def _blocks(weight: mx.array | PackedRows, positions: int) -> Iterator[mx.array]
 def _rows(
     weight: mx.array | PackedRows, tokens: mx.array, vocabulary: Vocabulary | None
 ) -> mx.array:
-    """Return the rows of tokens in float32 (P, H), zeros where another worker has the token."""
+    """Return the weight's rows of tokens, float32 (P, H); zeros for other workers' tokens."""
     if vocabulary is None:
         return weight[tokens].astype(mx.float32)
     places, here = vocabulary.find(tokens)

@@ -32,7 +32,7 @@ def softmax_cross_entropies(logits: mx.array, targets: mx.array) -> mx.array:
     def forward(logits: mx.array) -> list[mx.array]:
         shares = mx.softmax(logits, axis=-1)
         largest = mx.argmax(logits, axis=-1, keepdims=True)
-        # Of the largest, the share is never 0: log-sum-exp is its logit less the log of its share.
+        # The largest share is never 0: log-sum-exp is the largest logit less the log of its share.
         total = _at(logits, largest) - mx.log(_at(shares, largest))
         return [(total - _at(logits, targets))[:, 0], shares]
 
@@ -45,8 +45,7 @@ def softmax_cross_entropies(logits: mx.array, targets: mx.array) -> mx.array:
 
 
 def split_cross_entropies(vocabulary: Vocabulary, logits: mx.array, targets: mx.array) -> mx.array:
-    """Return float32 (P,), in nats, where a worker has the logits (P, v) of a part of the
-    vocabulary.
+    """Return the losses, float32 (P,), in nats, if a worker has only the logits (P, v) of a part.
 
     The gradient reaches the worker's logits.
     """
@@ -105,8 +104,8 @@ def trained_head_losses(
     """Return the cross-entropy of each hidden state, in nats, float32 (P,).
 
     `hidden` is (P, H), `targets` int32 (P,); `logits` maps (p, H) to (p, V), `losses` these and
-    targets (p,) to (p,). At most `chunk` positions have logits at once: the forward pass computes
-    the gradient of the hidden states, too, of which each belongs to one loss.
+    targets (p,) to (p,). At most `chunk` positions have logits at once: the forward pass also
+    computes the gradient of the hidden states, as each belongs to one loss.
     """
 
     def chunk_losses(rows: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
@@ -128,7 +127,7 @@ def trained_head_losses(
             found.append(each)
             gradients.append(gradient)
         whole = mx.concatenate(found)
-        # Computed with the losses, so that no inputs are held until they are read.
+        # The gradient is computed with the losses, so that no inputs are held for it.
         return whole, mx.depends(mx.concatenate(gradients), whole)
 
     def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:

@@ -30,11 +30,12 @@ def run_again(
     cotangents: list[mx.array],
     vjp: Callable[..., Any] = mx.vjp,
 ) -> list[mx.array]:
-    """Return the gradients of a function that runs again for them."""
-    # Otherwise MLX may run the layer again before its gradient arrives, and keeps all of it.
+    """Return the gradients of a function, which runs again to compute them."""
+    # Without this, MLX may run the layer again before its gradient arrives, and keep all its
+    # values.
     primals = mx.depends(primals, cotangents)
     gradients = list(vjp(function, primals, cotangents)[1])
-    # Otherwise MLX puts off the gradients of LoRA, and keeps each layer's inputs for them.
+    # Without this, MLX defers the gradients of LoRA, and keeps each layer's inputs for them.
     return list(mx.depends(gradients, gradients))
 
 
@@ -66,7 +67,7 @@ class Recompute:
         return list(differentiable(function, backward)(*inputs))
 
     def run_frozen(self, output: Any) -> Any:
-        """Return the output of a layer below the first that is trained: a graph keeps nothing."""
+        """Return the output of a layer below the first that is trained, unchanged."""
         return output
 
 
@@ -106,12 +107,12 @@ class MlxOperations:
         return undo
 
     def layer_passes(self, recompute: bool) -> Recompute | None:
-        """Return passes that run layers again, None where the graph keeps their values."""
+        """Return passes that run layers again; None if the graph keeps their values."""
         return Recompute() if recompute else None
 
 
 def _cpu_operations() -> Any:
-    """Return the operations of `backend/cpu`, None if the package has no such folder."""
+    """Return the operations of `backend/cpu`; None if the package lacks that folder."""
     try:
         from mlxtune.backend.cpu import CPU
     except ModuleNotFoundError as error:
@@ -128,10 +129,9 @@ KERNELS = _cpu_operations()
 def best_execution(
     parameters: int, dtype: str = "float32", kind: str = "auto", model: nn.Module | None = None
 ) -> Execution:
-    """Return the execution that measured best on the device in use, by size, dtype and model.
+    """Return the fastest execution for the device, as measured, by size, dtype and model.
 
-    `bench --execution` has other kinds: a GPU's, the CPU's, or the plain reference, whatever the
-    device.
+    `bench --execution` has the others: a GPU's, the CPU's and the plain reference, on any device.
     """
     if kind == "plain":
         return Execution(PLAIN, split_head=False, packs=False)

@@ -1,4 +1,4 @@
-"""A trial of a model: whether examples in one line give the same as each alone."""
+"""A trial of a model: whether examples in one line give the same results as each alone."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,18 +13,18 @@ from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.models.packed import Layout
 from mlxtune.core.steps.pack import Segment
 
-# How far a layer may take the hidden states of a token from the states of the same token alone, in
-# root mean square relative to the latter. A last bit that is random in attention's output, in both
-# forms, gives up to 0.02 in bfloat16 and 0.0025 in float16, whatever the depth.
+# The largest difference in a layer between a token's hidden states in the line and alone, in root
+# mean square relative to the latter. A random last bit of attention's output, in both forms, gives
+# up to 0.02 in bfloat16 and 0.0025 in float16, at any depth.
 _TOLERANCES = {mx.bfloat16: 3e-2, mx.float16: 4e-3, mx.float32: 1e-4}
-# Embeddings are looked up, which rounds nothing: positions added at 2% of them are seen.
+# Embeddings are exact, as they are looked up: added positions are seen from 2% on.
 _SHARE_OF_EMBEDDINGS = 0.25
 
 
 class Texts:
-    """Three texts of a length, two of which share a prefix, and the same end to end in one line.
+    """Three texts of one length, two of which share a prefix, and the same texts in one line.
 
-    `places` has the place in the texts, one after the other, of each token of the line.
+    `places` gives, for each token of the line, its place in the concatenated texts.
     """
 
     def __init__(self, length: int, prefix: int) -> None:
@@ -54,18 +54,18 @@ class Texts:
         return [self.tokens[place // self.length][place % self.length] for place in self.places]
 
 
-# Metal runs other kernels for up to 32 queries, times the query heads of a key head
-# (`sdpa_vector`): there, both forms are long enough for the kernels of training.
+# For up to 32 queries, times the query heads of a key head, Metal runs other kernels
+# (`sdpa_vector`). There, both forms are long enough for the kernels of training.
 _SHORT, _LONG = Texts(4, 2), Texts(36, 16)
 
 
 def trial_texts() -> Texts:
-    """Return the texts to try a model on: long where kernels depend on the length."""
+    """Return the texts to try a model on: long if kernels depend on the length."""
     return _SHORT if on_cpu() else _LONG
 
 
 class LayerInputs:
-    """The hidden states that each layer of a model is given, in the order of the calls.
+    """The hidden states that enter each layer of a model, in the order of the calls.
 
     `alone` (B, T, ...) are kept while the texts run side by side. While their line runs, each layer
     starts from these again, and `differences` collects how far it was given others.
@@ -91,7 +91,7 @@ class LayerInputs:
 
     @contextmanager
     def compared(self) -> Iterator[None]:
-        """Compare the inputs of the layers with the kept ones, and give them the latter."""
+        """Compare the inputs of the layers with the kept ones, and replace them by these."""
         self.differences, self._dtypes, kept = [], set(), iter(self.alone)
 
         def compare(layer: nn.Module, *args: Any, **options: Any) -> Any:
@@ -104,7 +104,7 @@ class LayerInputs:
             yield
 
     def compare(self, alone: mx.array, line: mx.array) -> mx.array:
-        """Note how far a line (1, N, ...) is from the texts (B, T, ...); return these in line."""
+        """Record how far a line (1, N, ...) is from the texts (B, T, ...); return these in line."""
         expected = alone.flatten(0, 1)[mx.array(self.texts.places)][None]
         self.differences.append(_difference(expected, line))
         self._dtypes.add(line.dtype)

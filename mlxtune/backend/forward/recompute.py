@@ -23,7 +23,7 @@ class Layerwise:
         self._dropout = dropout
         self._running = False
         layers = list(model.layers)
-        # Below the first that is trained there is no backward pass, and nothing to keep.
+        # Layers below the first that is trained have no backward pass, and keep nothing.
         first = first_trained(layers)
         calls = [self._run_frozen if i < first else self._run for i in range(len(layers))]
         # Makes the layers run as before.
@@ -50,10 +50,10 @@ class Layerwise:
 
 
 class LayerCall:
-    """A call of a layer as a function of arrays alone, which a gradient may flow through.
+    """A call of a layer as a function of arrays alone, for gradients.
 
-    `run` takes `inputs`: the arrays `given` to the layer, and its own that are `trained`, which
-    have `names`. `result` turns its arrays into the layer's return value.
+    `run` takes `inputs`: the arrays `given` to the layer, then its `trained` parameters, which have
+    `names`. `result` turns its arrays into the layer's return value.
     """
 
     def __init__(self, layer: nn.Module, dropout: DropoutKeys, args: Any, options: Any) -> None:
@@ -68,18 +68,18 @@ class LayerCall:
 
     def run(self, *inputs: mx.array) -> list[mx.array]:
         """Run the layer on its arrays; return the arrays of its output."""
-        # By the backward pass, another pass through the model may have set its own.
+        # Another forward pass may have set its own keys since.
         self._dropout.set(self._keys.rows, self._keys.positions)
         self._update(inputs[len(self.given) :])
         args, options = _filled((self._args, self._options), inputs)
         with packed.laid_out(self._layout):
             output = self._layer(*args, **options)
-            # The function returns its arrays, which are not kept here a second time.
+            # The arrays are returned, so the structure keeps placeholders of them.
             self._output = tree_map(lambda leaf: _ARRAY if _is_floating(leaf) else leaf, output)
             return _floating(output)
 
     def result(self, outputs: list[mx.array]) -> Any:
-        """Return the layer's output; the layer has its own arrays again."""
+        """Return the layer's output, and restore the layer's own arrays."""
         self._update(self.trained)
         return _filled(self._output, outputs)
 
@@ -92,7 +92,7 @@ def first_trained(layers: Sequence[nn.Module]) -> int:
     return [bool(tree_flatten(layer.trainable_parameters())) for layer in layers].index(True)
 
 
-# Stands where an array was, in the inputs or the output of a layer.
+# A placeholder of an array in the inputs or the output of a layer.
 _ARRAY = mx.array(0.0)
 
 

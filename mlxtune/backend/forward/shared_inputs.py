@@ -1,4 +1,4 @@
-"""Which projections of a model get the same input, as tried on a few tokens."""
+"""Finds the projections of a model that share an input, by trying a few tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,14 +19,14 @@ _Calls = dict[str, list[tuple[nn.Module, mx.array]]]
 
 
 def share_inputs(model: nn.Module) -> Callable[[], None]:
-    """Have projections of the same input run together; return a function that undoes it.
+    """Make projections of the same input run together; return a function that undoes it.
 
     Projections with LoRA learn the dtype of their inputs, too. A model that cannot be tried stays
     as it is.
     """
     try:
         calls = _tried(model)
-    # Errors of any kind: some models take more than tokens.
+    # Any error may occur: some models take more than tokens.
     except Exception:  # noqa: BLE001
         return lambda: None
     sharing: list[LoRALinear] = []
@@ -61,7 +61,7 @@ def _tried(model: nn.Module) -> _Calls:
     """Return the calls of projections in a model's layers, by the module that they belong to."""
     names = {id(module): name for name, module in model.named_modules()}
     inner = {id(m.linear) for m in model.modules() if isinstance(m, LoRALinear)}
-    # Below the first layer that is trained there is no gradient.
+    # Layers below the first that is trained have no gradient.
     layers = list(model.layers)[first_trained(model.layers) :]
     every = [module for layer in layers for module in layer.modules()]
     chosen = [m for m in every if type(m) in (LoRALinear, nn.Linear) and id(m) not in inner]
@@ -81,7 +81,7 @@ def _tried(model: nn.Module) -> _Calls:
 
 
 def _runs_alone(module: nn.Module) -> bool:
-    """Return whether a projection has a mask of dropout, PiSSA's factors, or parts on workers."""
+    """Return whether a projection has dropout, PiSSA's factors, or parts on workers."""
     return isinstance(module, LoRALinear) and (
         module.has_dropout or module.principal is not None or isinstance(module.linear, Split)
     )

@@ -29,9 +29,9 @@ from mlxtune.backend.models.autograd import differentiable
 class Mixers:
     """The mixers of one model, which see the examples of a line side by side.
 
-    `by_segments`: attention that is causal and no more runs on the line itself, as the operations
-    keep its segments apart. `restore` makes the model run as it did before. There are `count`;
-    between `note` and `stop_noting`, `outputs` collects their results, in order.
+    `by_segments`: purely causal attention runs on the line itself, whose segments the operations
+    keep apart. `restore` makes the model run as it did before. There are `count`; between `note`
+    and `stop_noting`, `outputs` collects their results, in order.
     """
 
     def __init__(self, model: nn.Module, *, by_segments: bool) -> None:
@@ -47,7 +47,7 @@ class Mixers:
         self.outputs, self._notes = [], True
 
     def stop_noting(self) -> None:
-        """Collect no more outputs: layers that are recomputed run their mixers again."""
+        """Stop collecting, as recomputed layers run their mixers again."""
         self._notes = False
 
     def _call(self, mixer: nn.Module, *args: Any, **options: Any) -> Any:
@@ -100,7 +100,7 @@ class _OnLine(nn.Module):
 
     def __init__(self, projection: nn.Module, sides: _Sides) -> None:
         super().__init__()
-        # Not as a child, so that the model's parameters keep their names.
+        # As a child, it would change the names of the model's parameters.
         object.__setattr__(self, "_projection", projection)
         object.__setattr__(self, "_sides", sides)
 

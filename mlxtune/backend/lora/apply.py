@@ -37,10 +37,10 @@ _MOSTLY = 0.5
 
 @dataclass(frozen=True)
 class Match:
-    """The projections at one path of the layers that were searched.
+    """The projections at one path of the searched layers.
 
-    `layers` have one there; `experts` counts one stack, 0 for a plain projection;
-    `parameters` are LoRA's, 0 if they do not train.
+    `layers` of them have one; `experts` counts one stack, 0 for a plain projection; `parameters`
+    are LoRA's, 0 if they do not train.
     """
 
     path: str
@@ -123,7 +123,7 @@ class LoRASummary:
         )
 
     def _mixed(self) -> Iterator[str]:
-        """Yield the projections of each target that means experts and other projections."""
+        """Yield the projections of each target that names both experts and other projections."""
         for target in self.config.targets:
             found = [match for match in self.matches if is_named(match.path, target)]
             if len({bool(match.experts) for match in found}) == 2:
@@ -201,7 +201,7 @@ def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
         num_layers=num_layers,
         layers=sum(bool(adapted_modules(layer)) for layer in model.layers),
         trainable_parameters=sum(p.size for _, p in tree_flatten(model.trainable_parameters())),
-        # LoRA's own matrices are not counted: its layers have children.
+        # Parents of LoRA's own matrices are left out: only leaf layers count.
         total_parameters=get_total_parameters(model),
         dropout_keys=dropout_keys,
         scale=scale,

@@ -9,8 +9,8 @@ import mlx.nn as nn
 from mlxtune.backend.lora.layers import LoRALinear, summed_products
 from mlxtune.backend.models.autograd import differentiable
 
-# The most columns of joined A matrices. A GPU multiplies tiles of this width, so that the zeros
-# beside each B cost no time.
+# The most columns of joined A matrices. A GPU multiplies tiles of this width, so the zeros next to
+# each B cost no time.
 MOST_COLUMNS = 64
 
 
@@ -33,7 +33,7 @@ class SharedInput:
 
     @property
     def runs(self) -> bool:
-        """Whether the matrices are joined for a step; otherwise each projection runs alone."""
+        """Whether the matrices are joined for a step; if not, each projection runs alone."""
         return len(self.members) < 2 or self.members[0].lora_a.shape[1] == self._columns
 
     def output(self, number: int, x: mx.array) -> mx.array:
@@ -66,9 +66,9 @@ class SharedInput:
         return [*outputs, narrow]
 
     def _backward(self, primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-        # A lone array is passed without a list.
+        # MLX passes a lone array without a list.
         x, *trained = [primals] if isinstance(primals, mx.array) else primals
-        # There is one more cotangent, of the narrow output, which nothing reads.
+        # The last cotangent is of the narrow output, which nothing reads.
         pairs = list(zip(self.projections, cotangents, strict=False))
         d_x = _gradient(*pairs[0], x)
         for each, cotangent in pairs[1:]:
@@ -101,7 +101,7 @@ def _gradient(projection: nn.Module, cotangent: mx.array, x: mx.array) -> mx.arr
 def _plus_gradient(
     total: mx.array, projection: nn.Module, cotangent: mx.array, x: mx.array
 ) -> mx.array:
-    """Return a total plus that gradient."""
+    """Return a total plus the gradient of the frozen part's input."""
     linear = _frozen(projection)
     if type(linear) is nn.Linear and linear.weight.dtype == x.dtype:
         return mx.addmm(total, cotangent, linear.weight)

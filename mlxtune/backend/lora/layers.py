@@ -32,7 +32,7 @@ class DropoutKeys:
     positions: mx.array | None = None
 
     def set(self, rows: mx.array | None, positions: mx.array | None) -> None:
-        """Set both, for the next forward pass."""
+        """Set rows and positions for the next forward pass."""
         self.rows, self.positions = rows, positions
 
 
@@ -81,7 +81,8 @@ class LoRALinear(nn.Module):
         self.lora_a = mx.random.uniform(-bound, bound, (input_dims, rank), key=key)
         self.lora_b = mx.zeros((rank, output_dims))
         self.principal: PrincipalFactors | None = None
-        # The dtype of its inputs, if known; the projections that it runs with, and its place there.
+        # The dtype of its inputs, if known; the projections that run with it, and its place among
+        # them.
         self.input_dtype: mx.Dtype | None = None
         self.shared: Any = None
         self.number = 0
@@ -132,7 +133,7 @@ class LoRALinear(nn.Module):
         return update - self._low_rank(x, self.principal.a, self.principal.b)
 
     def _low_rank(self, x: mx.array, a: mx.array, b: mx.array) -> mx.array:
-        # The scale is applied to the smallest of the arrays.
+        # The scale is applied to the smallest array.
         return ((x @ a.astype(x.dtype)) * self.scale) @ b.astype(x.dtype)
 
     @property

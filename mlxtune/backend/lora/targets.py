@@ -65,7 +65,7 @@ class Targets:
 def choose_targets(model: nn.Module, config: InstructConfig) -> Targets:
     """Return the projections that the options name, without reading any weights.
 
-    Raises ModelError if they name something that the model lacks, or that cannot be trained so.
+    Raises ModelError if the model lacks a name, or a projection cannot be trained.
     """
     layers = list(model.layers)
     if config.num_layers is not None and config.num_layers > len(layers):
@@ -105,7 +105,7 @@ def dimensions(module: nn.Module) -> tuple[int, int]:
 
 
 def check_trainable(name: str, module: nn.Module, config: InstructConfig) -> None:
-    """Raise ModelError if a projection cannot be trained as the options say."""
+    """Raise ModelError if the options do not suit a projection."""
     if isinstance(module, Split) and (config.dora or config.init != "lora"):
         option = "--dora" if config.dora else f"--init {config.init}"
         raise ModelError(f"{option} does not work with --parallel tensor: leave one of them out")
@@ -167,7 +167,7 @@ def is_named(path: str, target: str) -> bool:
 def _routers(modules: dict[str, nn.Module]) -> set[str]:
     """Return the paths of a layer's routers, which choose the experts of each token.
 
-    `all` leaves them as they are: with other experts, the model computes another function.
+    `all` leaves them out: with other experts, the model computes another function.
     """
     experts = {len(module.weight) for module in modules.values() if isinstance(module, EXPERTS)}
     return {

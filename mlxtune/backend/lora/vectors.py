@@ -19,7 +19,7 @@ ROW = 1024
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a vector: one matrix, or A matrices side by side, in the rows of one (in, R).
+    """A part of a vector: one matrix, or several A matrices side by side as one (in, R).
 
     A step holds it in `dtype`, with rows of zeros `above` and `below` it.
     """
@@ -41,12 +41,12 @@ class _Part:
 
 
 class LoRAVectors:
-    """How the trained matrices of a model lie in vectors, float32.
+    """The layout of a model's trained matrices in float32 vectors.
 
-    There is one vector, or one with all A and one with the rest where `apart`. The A matrices of a
-    `SharedInput` lie side by side, and the B matrices that a step pads alike one after the other,
-    so that few operations make the matrices of a step. In a file, one matrix follows the other, in
-    the order of the model.
+    There is one vector or, if `apart`, one with all A matrices and one with the rest. The A
+    matrices of a `SharedInput` are side by side, and B matrices that a step pads alike are
+    adjacent, so that few operations make the matrices of a step. In a file, matrices follow each
+    other in the order of the model.
     """
 
     def __init__(self, model: nn.Module, *, apart: bool) -> None:
@@ -56,7 +56,7 @@ class LoRAVectors:
         self._shapes = {name: value.shape for name, value in named}
         parts = _parts(model, self._shapes)
         self._parts = [
-            # Stable: only parts with padding change their places.
+            # The sort is stable: only parts with padding move.
             sorted(
                 (parts[name] for name in names if name in parts),
                 key=lambda part: (part.above, part.below, part.shapes if part.padded else ()),
@@ -120,14 +120,14 @@ class LoRAVectors:
         ]
 
     def for_file(self, vectors: Sequence[mx.array]) -> list[mx.array]:
-        """Return vectors as they lie in a file."""
+        """Return vectors in the order of a file."""
         if self._lie_as_in_file:
             return list(vectors)
         arrays = dict(tree_flatten(self.split(vectors)))
         return [_joined([arrays[name] for name in names]) for names in self._names]
 
     def from_file(self, vectors: Sequence[mx.array]) -> list[mx.array]:
-        """Return vectors that lay in a file as they lie here."""
+        """Return a file's vectors in the order of this layout."""
         if self._lie_as_in_file:
             return list(vectors)
         arrays: list[tuple[str, mx.array]] = []
@@ -167,7 +167,7 @@ def _parts(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, _P
 
 
 def _pads_with(part: _Part) -> Any:
-    """Return a key that parts share which are padded at once."""
+    """Return a key that is shared by parts which are padded together."""
     return (part.dtype, part.above, part.below, part.shape) if part.padded else part.names
 
 
@@ -176,7 +176,7 @@ def _beside(arrays: Sequence[mx.array]) -> mx.array:
 
 
 def _joined(arrays: Sequence[mx.array]) -> mx.array:
-    """Return a float32 vector of arrays, one after the other. It is cast as a whole."""
+    """Return arrays as one float32 vector, which is cast as a whole."""
     flat = [array.reshape(-1) for array in arrays]
     padding = -sum(part.size for part in flat) % ROW
     zeros = mx.zeros(padding, flat[0].dtype if flat else mx.float32)
@@ -184,7 +184,7 @@ def _joined(arrays: Sequence[mx.array]) -> mx.array:
 
 
 def _taken(vector: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]:
-    """Return the arrays of these shapes that a vector starts with."""
+    """Return the arrays of these shapes at the start of a vector."""
     arrays, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)

@@ -27,16 +27,16 @@ from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.memory_estimate import Entries, Factors, Measured, ModelShapes, load_of
 from mlxtune.core.steps.pack import Pack
 
-# Tokens of the passes: a graph that is built ahead of the device holds more of short ones than of
-# long ones, kernels that run at once do not.
+# Tokens of the passes. A graph that is built ahead of the device holds more short passes than long
+# ones; kernels that run immediately do not.
 _LAZY, _EAGER = (64, 192, 512), (32, 96, 256)
-# Layers of each kind in the passes, as a lazy graph holds arrays of two neighbours at once, and the
-# most layers. A pass with twice as many shows the memory that layers keep.
+# Layers of each kind in the passes, as a lazy graph holds arrays of two neighbours together, and
+# the most layers. A pass with twice as many shows the memory that layers keep.
 _LAZY_LAYERS, _EAGER_LAYERS, _MOST_LAYERS = 2, 1, 4
-# The weight of the estimate's shares beside a pass, and beside the difference of two passes.
+# The weight of the estimated shares against a pass, and against the difference of two passes.
 _PRIOR, _PRIOR_OF_DIFFERENCE = 0.15, 0.5
-# Factors and bytes are rounded up to multiples, so that most runs find the same; a little
-# beyond a multiple is noise.
+# Factors and bytes are rounded up to multiples, so that runs rarely differ. Excess below the second
+# value is noise.
 _FACTOR, _BYTES, _NOISE = 1 / 16, 1 << 18, 0.25
 
 Floats = npt.NDArray[np.float64]
@@ -47,15 +47,16 @@ def measure(
 ) -> Measured | None:
     """Measure passes with activations kept or recomputed, for each of the `modes` of `recompute`.
 
-    None where the architecture does not let some of its layers run alone. The pipeline ends in the
-    mode in which it began.
+    None if the architecture cannot run some of its layers alone. The pipeline returns to the mode
+    in which it began.
     """
     began, found = pipeline.forward.execution.recompute, Measured()
     try:
         for recompute in modes:
             pipeline.forward.recompute(recompute)
             found = _measured(pipeline, replace(shapes, measured=None), found)
-    # Errors of any kind: layers with unusual arguments, or no memory even for a few layers.
+    # Any error may occur: layers may take unusual arguments, or memory be too small for a few
+    # layers.
     except Exception:  # noqa: BLE001
         return None
     finally:
@@ -96,7 +97,7 @@ def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) 
 
 
 def _covering(layers: Sequence[nn.Module]) -> int:
-    """Return how many of the last layers have some of each kind; 1 if it takes too many."""
+    """Return how many of the last layers include enough of each kind; 1 if that takes too many."""
     kinds = [
         str([(name, value.shape) for name, value in tree_flatten(layer.parameters())])
         for layer in layers
@@ -141,9 +142,9 @@ def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[dict[str, Any
 
 @contextmanager
 def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, mx.array]]:
-    """Have other layers pass on their inputs; the first active layer adds the yielded array.
+    """Make other layers pass on their inputs; the first active layer adds the yielded array.
 
-    So its backward pass has the gradient of its input to compute, like a layer above it.
+    So its backward pass computes the gradient of its input, like a layer above it.
     """
     shift: dict[int, mx.array] = {}
     layers, chosen = list(model.layers), {id(layer) for layer in active}
@@ -165,7 +166,7 @@ def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, 
 def _group(
     pipeline: InstructPipeline, tokens: int
 ) -> tuple[Group, MicroBatch | Pack, list[Example]]:
-    """Return two examples of about `tokens` tokens in all, as the one micro-batch of a step.
+    """Return two examples of about `tokens` tokens in all, as a micro-batch.
 
     They share a prefix of a quarter, and the last token of each is supervised.
     """
@@ -184,12 +185,12 @@ def _group(
 def _fitted(
     estimates: Sequence[Entries], peaks: Floats, itemsize: int, prior: float = _PRIOR
 ) -> Factors:
-    """Return the factors, none below 0, that bring estimates to peaks; the longest weighs most."""
+    """Return the factors, none below 0, that bring estimates to peaks, weighted by length."""
     grown = itemsize * np.array([[each.tokens, each.scores] for each in estimates], dtype=float)
     ratio = max(peaks[-1], 1.0) / max(float(grown[-1].sum()), 1.0)
     weights = 1 / np.maximum(peaks, peaks.max() / 10)
     terms = np.column_stack([grown, np.ones(len(peaks))]) * weights[:, None]
-    # The estimate's shares of tokens and scores hold as far as the passes do not tell.
+    # The estimated shares of tokens and scores hold as far as the passes leave them open.
     rows = np.vstack([terms, prior / ratio * np.eye(2, 3)])
     wanted = np.concatenate([peaks * weights, [prior, prior]])
     free, found = np.ones(3, dtype=bool), np.full(3, -1.0)

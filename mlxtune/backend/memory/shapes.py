@@ -23,7 +23,8 @@ from mlxtune.core.steps.memory_estimate import MemoryUse, ModelShapes
 
 # Copies of the scores of a layer that its backward pass holds, where MLX computes attention.
 _COPIES = 10
-# Arrays as large as its state that Mamba's loop keeps of each token, and that RWKV 7's loop holds.
+# Arrays of the size of its state: that Mamba's loop keeps of each token, and that RWKV 7's loop
+# holds.
 _KEPT_STATES, _HELD_STATES = 4, 3
 _MAMBA = (MambaBlock, JambaMambaMixer)
 
@@ -32,8 +33,8 @@ _MAMBA = (MambaBlock, JambaMambaMixer)
 class _StoredMatrix(Matrix):
     """A stored matrix, with LoRA of this rank, 0 for none.
 
-    `cast` are the entries that are cast for each use, `unpacked` tells whether it is made for each
-    product alone. `trained` counts LoRA's parameters, the whole layer's where a worker has a part.
+    `cast` counts the entries cast for each use; `unpacked` tells whether it is dequantised for each
+    product. `trained` counts LoRA's parameters, of the whole layer even if a worker has a part.
     """
 
     rank: int
@@ -43,7 +44,7 @@ class _StoredMatrix(Matrix):
 
 
 def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> ModelShapes:
-    """Return the shapes of a model that was opened, to be run by operations of this memory.
+    """Return the shapes of an opened model that operations of this memory will run.
 
     Raises ModelError if LoRA cannot be applied.
     """
@@ -63,7 +64,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
     given = [sum(m.width for m in layer if m.experts > 1) for layer in sizes]
     parameters = [value for _, value in tree_flatten(base.model.parameters())]
     return ModelShapes(
-        # PiSSA keeps the factors it takes out of the weights, which are as large as LoRA's.
+        # PiSSA keeps the factors it subtracts from the weights, which are as large as LoRA's.
         weights=sum(value.nbytes for value in parameters) + 4 * trained * (config.init != "lora"),
         stored_itemsize=(
             0 if base.quantization else max(parameters, key=lambda value: value.size).itemsize
@@ -104,7 +105,7 @@ def _matrices(
     names = {id(module): name for name, module in base.model.named_modules()}
     counted = ModelFacts(base.model).layers
     sizes: list[list[_StoredMatrix]] = []
-    # The chosen layers are the last ones, and numbered from 0.
+    # The chosen layers are the last ones, numbered from 0.
     for i, (layer, matrices) in enumerate(
         zip(layers, counted, strict=True), len(chosen.layers) - len(layers)
     ):

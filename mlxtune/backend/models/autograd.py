@@ -6,8 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-# Runs a function with a custom gradient, given `forward`, `backward` and primals, in MLX's place.
-# tests/long sets it, to count the operations of graphs that MLX cannot export otherwise.
+# Replaces MLX in running a function with a custom gradient: called with `forward`, `backward` and
+# primals. tests/long sets it, to count the operations of graphs that MLX cannot export otherwise.
 Call = Callable[[Callable[..., Any], Callable[..., Any], tuple[mx.array, ...]], Any]
 EXPORTED: ContextVar[Call | None] = ContextVar("custom gradients of exported graphs", default=None)
 
@@ -16,7 +16,7 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
     """Return a function of arrays with the gradient `backward(primals, cotangents, outputs)`.
 
     Single primals, cotangents and outputs are passed and returned without a tuple. Call the
-    function where it is made: whether a graph is being exported is decided here.
+    function at once: whether a graph is being exported is decided here.
     """
     if (run := EXPORTED.get()) is not None:
         return lambda *primals: run(forward, backward, primals)

@@ -40,10 +40,11 @@ class ChosenRows:
 
     @cached_property
     def _sources(self) -> tuple[mx.array, mx.array, tuple[mx.array, mx.array, mx.array] | None]:
-        """For each row its place in the result, int32 (N,), and whether it has one, (N, 1).
+        """Return the places of rows in the result, for the gradient.
 
-        And of the rows that were chosen more than once, if any: which they are, int32 (S,), all of
-        their places in the result (S, R), and which of these R exist (S, R, 1).
+        For each row, its place, int32 (N,), and whether it has one, (N, 1). For rows chosen more
+        than once, if any: their indices, int32 (S,), all their places (S, R), and which of the R
+        places exist (S, R, 1).
         """
         places, total = self._places, len(self._places)
         sources = np.full(self._count, -1, dtype=np.int32)

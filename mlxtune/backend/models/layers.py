@@ -57,7 +57,7 @@ class StoredExperts(SwitchLinear):
             return mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
 
         def gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
-            # Cast again: a graph would keep the casts of all layers.
+            # The cast is repeated here: a graph would keep the casts of all layers.
             return mx.vjp(lambda x: product(x, cotangent), [x], [cotangent])[1][0]
 
         y = differentiable(lambda x: product(x, x), gradient)(x)
@@ -87,8 +87,8 @@ class DequantizedLinear(_Dequantized, nn.QuantizedLinear):
 class QuantizedEmbedding(nn.QuantizedEmbedding):
     """Quantised embeddings that are returned in the compute dtype.
 
-    MLX's return bfloat16 in the modes whose scales are not floating-point numbers, and the model
-    would then compute in that.
+    MLX's own return bfloat16 in modes whose scales are no floating-point numbers, and the model
+    would compute in it.
     """
 
     def __init__(self, embedding: nn.QuantizedEmbedding, compute_dtype: mx.Dtype) -> None:
@@ -110,7 +110,7 @@ class DequantizedEmbedding(_Dequantized, QuantizedEmbedding):
 
 
 def copy_quantized(source: nn.Module, target: nn.Module) -> None:
-    """Give a module the arrays and the format of a quantised one."""
+    """Copy the arrays and the format of a quantised module to another module."""
     target.group_size, target.bits, target.mode = source.group_size, source.bits, source.mode
     target.biases = None
     for name, value in source.items():
@@ -119,7 +119,7 @@ def copy_quantized(source: nn.Module, target: nn.Module) -> None:
 
 
 class PackedRows:
-    """A quantised matrix that is dequantised to float32 some rows at a time, by indexing it."""
+    """A quantised matrix whose rows are dequantised to float32 when indexed."""
 
     dtype = mx.float32
 
@@ -224,7 +224,7 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | N
 
 
 def replace_modules(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replace the modules of a model for which `make` returns another one."""
+    """Replace the modules of a model for which `make` returns another module."""
     # By identity, so that a module shared by two layers stays shared.
     modules = {id(module): module for _, module in model.named_modules()}
     made = {key: new for key, old in modules.items() if (new := make(old)) is not None}

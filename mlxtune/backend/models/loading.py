@@ -52,10 +52,10 @@ class BaseModel:
     """A model and its facts. It computes in `dtype`.
 
     `text_config` is the language model's part of config.json. `quantization` describes quantised
-    weights, `quantize` is the format they were quantised to while loading, and
-    `quantized_compute` how they are multiplied; each is None if it does not apply. `passed_over`
-    counts the tensors for images and sound, which mlx-lm does not load. Of a model in several
-    `parts`, a worker has one, with the logits of `own_vocab` tokens.
+    weights, `quantize` is the format they were quantised to while loading, and `quantized_compute`
+    how they are multiplied; each is None if it does not apply. `passed_over` counts the tensors for
+    images and sound, which mlx-lm does not load. If a model has several `parts`, a worker has one,
+    with the logits of `own_vocab` tokens.
     """
 
     model: nn.Module
@@ -151,7 +151,7 @@ def prepare(
     double_quant: bool = False,
     quantized_compute: str = "auto",
 ) -> BaseModel:
-    """Return a model of mlx-lm's whose weights are not read yet as `open_base` does.
+    """Prepare a model of mlx-lm's, whose weights are not read yet, as `open_base` does.
 
     Raises ModelError.
     """
@@ -239,16 +239,16 @@ def slow_products(base: BaseModel) -> str | None:
 
 
 def timed_products(base: BaseModel, tokens: int) -> TimedProducts | None:
-    """Return how long products take in each form on a GPU; None if there is nothing to choose."""
+    """Return how long products take in each form on a GPU; None if there is no choice."""
     if on_cpu() or base.quantized_compute != QUANTIZED:
         return None
     return time_products(base.model, getattr(mx, base.dtype), tokens)
 
 
 def with_products(base: BaseModel, form: str) -> BaseModel:
-    """Return a model whose quantised products are computed in a form, if the device allows it.
+    """Return a model that computes quantised products in a form, if the device allows it.
 
-    On the CPU, and from the dequantised form, a model stays the same.
+    On the CPU, and once dequantised, a model stays the same.
     """
     if on_cpu() or form == base.quantized_compute or form != DEQUANTIZED:
         return base

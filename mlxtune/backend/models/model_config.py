@@ -1,13 +1,13 @@
-"""Contradictions of a config.json: within it, to known bounds, and to the weights beside it."""
+"""Contradictions of a config.json: in itself, with known bounds, and with the model's weights."""
 
 import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Libraries make lists as long as these counts, in config.json alone or even to load the tokenizer.
+# Libraries make lists of these lengths, some even to load the tokenizer.
 _MOST = 10_000
-# The widest matrix, or largest vocabulary; the largest known are a fortieth of it.
+# The widest matrix, or largest vocabulary: forty times the largest known.
 _WIDEST = 10_000_000
 # Gemma 3n's vocab_size_per_layer_input is no count of layers.
 LAYERS = re.compile(r"(?!.*per_layer).*layer.*|.*pattern")
@@ -22,7 +22,7 @@ _COUNT = re.compile(
     r"|num_experts_per_tok(?:en)?|top_k_experts|moe_(?:k|topk|top_k)|topk_group|n_groups?"
     r"|(?:kv|q|o)_lora_rank|first_k_dense_replace|decoder_sparse_step|n_(?:embd|head|layer)"
 )
-# One number for the whole model, never a list of them.
+# Numbers that configs give once for the whole model, never as a list.
 _SINGLE = ("vocab_size", "hidden_size", "max_position_embeddings")
 # Angles are divided by these values, or by powers of them.
 _ABOVE_ZERO = re.compile(r".*theta|.*base_freq|rotary_emb_base|factor|(?:long|short)_factor")
@@ -39,7 +39,7 @@ FORMATS: dict[str, tuple[Any, ...]] = {
     "bits": (2, 3, 4, 5, 6, 8),
     "mode": ("affine", "mxfp4", "mxfp8", "nvfp4"),
 }
-# The first is a multiple of the second.
+# Pairs of which the first must be a multiple of the second.
 _MULTIPLES = (
     ("num_attention_heads", "num_key_value_heads"),
     ("num_attention_heads", "num_global_key_value_heads"),
@@ -77,7 +77,7 @@ def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _senseless(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the factors at any depth that are no finite numbers, or too small."""
+    """Yield the factors, at any depth, that are not finite numbers or are too small."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _senseless(value)
@@ -106,7 +106,7 @@ def _senseless_number(name: str, value: Any) -> str | None:
 
 
 def counts(config: Mapping[str, Any], names: re.Pattern[str]) -> Iterator[tuple[str, int]]:
-    """Yield the numbers at any depth that have such names, and the lengths of lists.
+    """Yield the numbers with these names at any depth, and the lengths of lists.
 
     Some models have a character for each layer; a number may be text.
     """
@@ -144,7 +144,7 @@ def _integers(values: list[Any]) -> bool:
 
 
 def _unknown_formats(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the formats of quantised weights that MLX has not; some divide by their group size.
+    """Yield the formats of quantised weights that MLX lacks; some divide by their group size.
 
     `quantization` has MLX's formats, also by layer; `quantization_config` other tools' formats.
     """
@@ -222,7 +222,7 @@ def misfit(error: Exception, config: Mapping[str, Any]) -> str | None:
 
 
 def _explains(value: int, ours: int, theirs: int) -> bool:
-    """Return whether `ours` is a multiple of a value of which another one would give `theirs`."""
+    """Return whether `ours` is a multiple of a value, and another value would give `theirs`."""
     if value < 2 or ours == 0 or ours % value:
         return value == ours
     return theirs % (ours // value) == 0

@@ -35,7 +35,7 @@ def is_local(model_path: str) -> bool:
     try:
         return folder.exists() or not _REPOSITORY.fullmatch(model_path)
     except OSError:
-        return True  # find_folder says why
+        return True  # find_folder reports the reason
 
 
 def find_folder(model_path: str, *, weights: bool = True) -> Path:
@@ -43,7 +43,7 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
 
     Without `weights`, only the small files are downloaded. Raises ModelError.
     """
-    # Unlike Path.expanduser, this leaves the home of an unknown user alone.
+    # Unlike Path.expanduser, this keeps a path with an unknown user's home unchanged.
     folder = Path(os.path.expanduser(model_path))  # noqa: PTH111
     try:
         if folder.is_dir():
@@ -60,7 +60,7 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
     patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS if weights else _SMALL_FILES
     try:
         check_answers()
-        # mlx-lm's downloader, which uses ModelScope if the user has set that up.
+        # mlx-lm's downloader, which uses ModelScope if the user has enabled it.
         return Path(mlx_lm_utils.snapshot_download(model_path, allow_patterns=patterns))
     except Exception as error:
         raise ModelError(
@@ -70,7 +70,7 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
 
 
 def _meant(folder: Path) -> str:
-    """Return a suggestion where a folder beside this one has nearly its name."""
+    """Return a suggestion if a neighbouring folder has nearly this name."""
     try:
         names = [each.name for each in folder.parent.iterdir() if each.is_dir()]
     except OSError:
@@ -124,7 +124,7 @@ def _check_model_type(path: Path, config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def without_wildcards(folder: Path) -> Iterator[Path]:
-    """Yield a path of a folder in which no glob finds a pattern, as mlx-lm's would."""
+    """Yield a path to a folder that contains no glob patterns, as mlx-lm passes it to glob."""
     if glob.escape(str(folder)) == str(folder):
         yield folder
         return
@@ -251,7 +251,7 @@ def vocab_size(folder: Path) -> int:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return a file's object, or an empty one: errors surface when the file is really needed."""
+    """Return a file's JSON object, or an empty one: errors surface at first real use."""
     try:
         value = sizes.read_value(path, limits_of(path.name))
     except (OSError, ValueError):

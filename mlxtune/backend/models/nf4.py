@@ -102,7 +102,7 @@ def in_parts(
 
 
 def _nearest(blocks: mx.array, levels: Floats) -> tuple[mx.array, mx.array]:
-    """Return the uint8 codes of blocks divided by their largest magnitudes, and these (...)."""
+    """Return the uint8 codes of blocks (...), divided by their largest magnitudes."""
     largest = mx.abs(blocks).max(axis=-1)
     shares = blocks / mx.where(largest == 0, 1, largest)[..., None]
     between = mx.array((levels[:-1] + levels[1:]) / np.float32(2))

@@ -99,7 +99,7 @@ class Layout:
             own = slice(segment.start, segment.end)
             lines.append(np.concatenate([np.r_[each] for each in (*self.before(segment), own)]))
         lengths = [len(line) for line in lines]
-        # Tokens that some rows share, and others do not, need a place of padding: see `shared`.
+        # Tokens that only some rows share need a place of padding: see `shared`.
         may_share = len(ends) > 1 and len(continued) > 1
         width = max(lengths) + (min(lengths) == max(lengths) and may_share)
         width = self.rounding.rounded_width(width)
@@ -136,16 +136,17 @@ def laid_out(layout: Layout | None) -> Iterator[None]:
 
 
 class LineCache:
-    """Takes the place of a layer's cache in an mlx-lm model while a line runs, and keeps nothing.
+    """Replaces a layer's cache in an mlx-lm model while a line runs, and keeps nothing.
 
-    To attention it is a KV cache, to convolutions and recurrences one of arrays, which start empty.
+    For attention it acts as a KV cache, for convolutions and recurrences as a cache of arrays that
+    start empty.
     """
 
     offset = 0
     lengths = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the keys and values of the call, to attend to."""
+        """Return the keys and values of the call, unchanged."""
         return keys, values
 
     def make_mask(self, length: int, **options: Any) -> Any:
@@ -173,4 +174,4 @@ class LineCache:
         pass
 
     def advance(self, tokens: int) -> None:
-        """Do nothing: no token comes after the line's."""
+        """Do nothing: no token follows the line."""

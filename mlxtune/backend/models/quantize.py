@@ -1,4 +1,4 @@
-"""Quantises a model as its weights are read, so that they are never all in memory."""
+"""Quantises a model as its weights are read, so that memory never holds all of them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,7 +24,7 @@ MLX_FORMATS: dict[str, dict[str, Any]] = {
 }
 NF4 = "nf4"
 FORMATS = (*MLX_FORMATS, NF4)
-# Entries to quantise at once on the CPU, which runs some operations ahead.
+# Entries to quantise together on the CPU, which runs some operations ahead.
 _AT_ONCE = 1 << 16
 
 Predicate = Callable[[str, nn.Module], Any]

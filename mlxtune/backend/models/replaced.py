@@ -1,4 +1,4 @@
-"""Functions and layers replaced in one model; no class that other models use changes."""
+"""Functions and layers replaced in one model, without changing shared classes."""
 
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -7,7 +7,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-# Activations of experts that all models share, so that none can be changed for one model.
+# Activations of experts that all models share: none can be changed for one model.
 _SHARED = {id(each) for kind in (SwitchGLU, SwitchMLP) for each in kind.__init__.__defaults__}
 
 
@@ -41,7 +41,7 @@ class Replacements:
         return undo
 
     def _subclass(self, kind: type) -> type | None:
-        """Return a subclass that uses the replacements, None if it has no use for any."""
+        """Return a subclass that uses the replacements; None if none applies."""
         if kind not in self._known:
             given = self.kinds.get(kind)
             self._known[kind] = self._with_functions(given or kind) or given
@@ -58,7 +58,7 @@ class Replacements:
         return type(kind.__name__, (kind,), {**copies, "__module__": kind.__module__})
 
     def _copy(self, method: Any) -> FunctionType | None:
-        """Return a copy of a method that calls the replacements, None if it calls none."""
+        """Return a copy of a method that calls the replacements; None if it calls none."""
         if not isinstance(method, FunctionType):
             return None
         replaced = {

@@ -13,9 +13,9 @@ import mlx.nn as nn
 from mlxtune.backend.models.layers import DEQUANTIZED, QUANTIZED, DequantizedLinear, copy_quantized
 from mlxtune.core.text import short_duration
 
-# Runs of each form that do not count, and the odd number of runs that do.
+# Untimed runs of each form, and timed runs, an odd number.
 _WARMUPS, _RUNS = 2, 5
-# A dequantised matrix takes memory: it has to be faster by this share.
+# A dequantised matrix takes memory, so it must be faster by this share.
 _GAIN = 0.05
 
 
@@ -23,7 +23,7 @@ _GAIN = 0.05
 class TimedProducts:
     """Seconds that a matrix's product and its gradient take for some tokens, in each form.
 
-    A form that MLX cannot compute takes forever.
+    The time of a form that MLX cannot compute is infinite.
     """
 
     name: str
@@ -80,7 +80,7 @@ def time_products(
 
 
 def _stand_ins(linear: nn.QuantizedLinear) -> tuple[nn.Module, nn.Module]:
-    """Return layers like a quantised one in both forms, of random weights, without a bias."""
+    """Return random layers like a quantised one in both forms, without a bias."""
     native = nn.QuantizedLinear.__new__(nn.QuantizedLinear)
     nn.Module.__init__(native)
     copy_quantized(linear, native)
@@ -90,7 +90,7 @@ def _stand_ins(linear: nn.QuantizedLinear) -> tuple[nn.Module, nn.Module]:
             continue
         if name == "weight":
             drawn = mx.random.randint(0, 2**31 - 1, value.shape, key=mx.random.key(2))
-            # Without the bits of an 8-bit NaN.
+            # Leaves out the bits of an 8-bit NaN.
             native[name] = (drawn & 0x77777777).astype(value.dtype)
         elif mx.issubdtype(value.dtype, mx.floating):
             native[name] = mx.full(value.shape, 0.01, value.dtype)
@@ -103,7 +103,7 @@ def _stand_ins(linear: nn.QuantizedLinear) -> tuple[nn.Module, nn.Module]:
 def _median(run: Callable[[], float]) -> float:
     try:
         times = [run() for _ in range(_WARMUPS + _RUNS)]
-    # Errors of any kind: some devices have no kernel for some formats.
+    # Any error may occur: some devices lack kernels for some formats.
     except Exception:  # noqa: BLE001
         return math.inf
     return median(times[_WARMUPS:])

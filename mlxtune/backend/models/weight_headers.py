@@ -8,12 +8,12 @@ from mlxtune.backend.models.model_config import FORMATS
 from mlxtune.backend.models.quantize import is_quantized
 from mlxtune.core.files.tensor_files import TensorInfo
 
-# Parts of names of encoders of images and sound beside a language model.
+# Parts of the names of image and sound encoders in multimodal models.
 NOT_TEXT = re.compile(r"vision|visual|audio|speech|image|multi_modal")
 _FLOATS = ("F16", "BF16", "F32")
 # Causal masks, which mlx-lm drops, have the second kind of name.
 _LOADED = re.compile(r"(?!.*(?:attn|attention)\.bias$).*\.(?:weight|scales|biases|bias)")
-# Types of weights with a scale beside them, by the names that it has; mlx-lm converts these.
+# Dtypes of weights with a separate scale, by the scale's names; mlx-lm converts these.
 _SCALED = ("F8_E4M3", "F8_E5M2", "I8")
 _SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
 

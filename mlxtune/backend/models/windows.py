@@ -1,4 +1,4 @@
-"""Masks of causal attention in a window, whose length stays known while they are in use."""
+"""Masks of causal attention in a window, which remember the window's length."""
 
 import weakref
 from typing import Any
@@ -28,7 +28,7 @@ def create_attention_mask(
 ) -> Any:
     """Return the mask of mlx-lm's function of this name; `h` is (B, T, ·).
 
-    Without a cache, as while padded examples train, the mask knows its window.
+    Without a cache, as in training with padding, the mask remembers its window.
     """
     length = h.shape[1]
     if cache is None and window_size is not None and length > window_size:

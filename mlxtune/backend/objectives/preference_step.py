@@ -1,8 +1,8 @@
 """The loss of a step of preferences, split into micro-batches.
 
-Where each row is whole in a micro-batch and its loss depends on no other row, one forward pass
-gives loss and gradient. Otherwise the log-probabilities of all examples come first, and then the
-gradient of `sum(w * logp)`, with `w` the derivative of the loss by each of them.
+If each row is whole in a micro-batch and its loss depends on no other row, one forward pass gives
+loss and gradient. Otherwise the log-probabilities of all examples come first, and then the gradient
+of `sum(w * logp)`, with `w` the derivative of the loss by each of them.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from mlxtune.core.steps.batch import MicroBatch
 from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
 
-# How far the first loss may be from the reference's own; and of a log-probability, its rounding.
+# The largest difference of the first loss from the reference's own, and the rounding of a
+# log-probability.
 _FIRST_LOSS, _ROUNDING, _ROUNDING_16_BITS = 1e-6, 1e-6, 1e-2
 _Floats = npt.NDArray[np.float64]
 Batch = MicroBatch | Pack
-# Makes, of the losses (P,) of a micro-batch's supervised tokens, one array of its share of the
-# step's loss and the log-probabilities of its examples.
+# Maps the losses (P,) of a micro-batch's supervised tokens to one array: its share of the step's
+# loss, then the log-probabilities of its examples.
 Reduce = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True)
 class PreferenceStep:
-    """The loss of a step on `examples`, those that train.
+    """The loss of a step on the `examples` that get a gradient.
 
-    `weights` (E,), where there are any, are the derivatives of the loss by the log-probabilities of
-    the examples, `logps` (E,).
+    `weights` (E,), if not None, are the derivatives of the loss by the log-probabilities of the
+    examples, `logps` (E,).
     """
 
     objective: Objective
@@ -47,7 +48,7 @@ class PreferenceStep:
     logps: _Floats | None = None
 
     def reduce(self, members: Sequence[int], batch: Batch) -> Reduce:
-        """Return how the losses of a micro-batch become its share of the loss.
+        """Return the function from a micro-batch's losses to its share of the step's loss.
 
         `members` are the indices of its examples.
         """
@@ -71,7 +72,7 @@ class PreferenceStep:
 
     @property
     def known_loss(self) -> float | None:
-        """The loss of the step, where it is known before the gradient."""
+        """The loss of the step, if it is known before the gradient."""
         if self.logps is None:
             return None
         return float(self.objective.loss(self.layout.sums(self.logps), self.layout, self.totals))
@@ -79,8 +80,8 @@ class PreferenceStep:
     def check_first_loss(self, logps: _Floats, *, in_16_bits: bool) -> None:
         """Raise ModelError if the first step's log-probabilities are not the reference's.
 
-        The policy is the reference then, so that dpo's first loss is ln 2, up to the rounding of
-        log-probabilities that another micro-batch computed.
+        At the first step, policy and reference are the same model, so dpo's first loss is ln 2, up
+        to rounding in other micro-batches.
         """
         expected = self.objective.expected_first_loss(self.layout)
         if expected is None:
@@ -111,10 +112,10 @@ def prepare(
     is_split: Callable[[], bool],
     logps_of: Callable[[Sequence[Example]], _Floats],
 ) -> PreferenceStep:
-    """Return the loss of a step, with what has to be known before its backward pass.
+    """Return the loss of a step, with the values that its backward pass needs.
 
     `is_split` says whether the examples of a row run in several micro-batches; `logps_of` computes
-    log-probabilities (E,). Both are answers of all workers together.
+    log-probabilities (E,). Both cover all workers.
     """
     training, others = training_examples(examples), [e for e in examples if e.role == MISMATCHED]
     layout, kl = objective.lay_out(training), 0.0

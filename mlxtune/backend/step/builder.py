@@ -77,8 +77,8 @@ class StepBuilder:
     ) -> StepGradients:
         """Return loss and gradients of a step and, at a learning `rate`, its update.
 
-        The step starts `after` an update that is being computed, if one is given. `step` keys the
-        dropout.
+        The step starts from the update `after`, which may still be running, if given. `step` keys
+        the dropout.
         """
         model, forward, runner = self._forward.model, self._forward, self._runner
         own = model.trainable_parameters()
@@ -104,7 +104,7 @@ class StepBuilder:
         try:
             for group, batch in runner.batches.of(own_examples):
                 if total.micro_batches:
-                    # The device works on the micro-batch before while this one is prepared.
+                    # The device computes the micro-batch before, while this one is prepared.
                     runner.start(total.graph)
                 arrays, scale = self.arrays(batch, step), mx.array(forward.raised / tokens)
                 if preference is not None:
@@ -133,7 +133,7 @@ class StepBuilder:
         self._finish(total, vectors)
         if rate is not None:
             update = self._optimizer.update(vectors, total.gradients, total.loss, rate, after)
-            # The whole step at once: one wait for the device.
+            # The whole step is evaluated together, with one wait for the device.
             computed = total.loss, total.counts, total.logps, update
             total.graph = replace(total.graph, arrays=computed)
             total.update = update
@@ -142,7 +142,7 @@ class StepBuilder:
     def commit(
         self, examples: Sequence[Example], step: int, rate: float, computed: StepGradients
     ) -> InstructBatchResult | NonFiniteLossError:
-        """Make an update the state of model and optimizer; return what the step's result is."""
+        """Make an update the state of model and optimizer; return the result of its step."""
         update = computed.update
         assert update is not None
         metrics: dict[str, float] = {}
@@ -180,7 +180,7 @@ class StepBuilder:
         )
 
     def share(self, examples: Sequence[Example]) -> Sequence[Example]:
-        """Return the examples of a step of which this worker computes the gradient."""
+        """Return the examples of a step whose gradient this worker computes."""
         examples = training_examples(examples)
         return [examples[i] for i in self._own_places(examples)]
 
@@ -196,9 +196,9 @@ class StepBuilder:
         return sorted(i for row in mine for i in rows[row])
 
     def can_build_ahead(self) -> bool:
-        """Return whether a step can be built before the step before it is computed.
+        """Return whether a step can be built before the previous step is computed.
 
-        Not if log-probabilities have to be known first, or workers to agree.
+        It cannot if log-probabilities must be known first, or workers must agree.
         """
         objective = self.objective
         prepares = objective.needs_kl or objective.is_across_rows or self._workers.size > 1
@@ -227,7 +227,7 @@ class StepBuilder:
     def _finish(self, total: StepGradients, vectors: list[mx.array]) -> None:
         """Undo the scale of float16, and add the shares of the other workers."""
         raised = self._forward.raised
-        if total.gradients is None:  # with more workers than examples
+        if total.gradients is None:  # with more workers than examples, a worker has none
             total.gradients = tree_map(mx.zeros_like, vectors)
         if raised != 1:
             total.loss, total.gradients = tree_map(
@@ -254,7 +254,7 @@ class StepBuilder:
 
 
 def count_tokens(examples: Sequence[Example]) -> int:
-    """Return the number of supervised tokens that are predicted. Raises ValueError if none is."""
+    """Return the number of supervised tokens that are predicted. Raises ValueError if it is 0."""
     if tokens := sum(map(predicted_tokens, examples)):
         return tokens
     raise ValueError("no example has a supervised token after its first: nothing is predicted")

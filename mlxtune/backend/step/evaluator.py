@@ -1,4 +1,4 @@
-"""The losses of examples under a model, with nothing kept for a backward pass."""
+"""The losses of examples under a model, without values for a backward pass."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,12 +27,12 @@ from mlxtune.core.steps.memory_estimate import BatchLoad, load_of
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.pack import Pack
 
-# The most tokens of a batch, its operations for each parameter and token, and the most of those:
-# about a second of a GPU that is not slow, or ten of two CPU cores, after which Ctrl-C is heard.
+# The most tokens of a batch, its operations for each parameter and token, and the most operations:
+# about a second on a fast GPU or ten on two CPU cores, the delay of Ctrl-C.
 _MOST_TOKENS, _OPERATIONS = 16384, 2
 _GPU_OPERATIONS, _CPU_OPERATIONS = 1e13, 1e12
-# Copies of what the products of a layer give that are held at once, in use or in flight, and of the
-# scores where attention holds them; copies of a chunk's logits.
+# Copies of a layer's outputs, in use or in flight, and of the scores if attention holds them;
+# copies of a chunk's logits.
 _PRODUCTS, _SCORES, _LOGITS = 4, 2, 5
 
 Keys = Callable[[MicroBatch | Pack], mx.array | None]
@@ -41,8 +41,8 @@ Keys = Callable[[MicroBatch | Pack], mx.array | None]
 class ExampleLosses:
     """Computes the losses of examples, in batches as large as memory allows.
 
-    The device computes a batch while the next is prepared, and never holds two. `held` are bytes
-    in use beside the model's; `parameters` counts the model's.
+    The device computes a batch while the next is prepared, and never holds two. `held` are bytes in
+    use apart from the model; `parameters` counts the model's parameters.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ExampleLosses:
         MemoryLimitError where even one example takes too much memory.
         """
         workers, losses = self._workers, np.zeros(len(examples))
-        # A row's examples may share a prompt, and neighbours in length a micro-batch.
+        # A row's examples may share a prompt, and examples of similar length a micro-batch.
         rows = sorted(rows_of(examples), key=lambda row: max(len(examples[i]) for i in row))
         if workers.size > 1:
             costs = self._forward.facts.costs(examples)
@@ -102,7 +102,7 @@ class ExampleLosses:
         return losses
 
     def _run(self, examples: Sequence[Example], compute: Callable[[], None]) -> None:
-        """Run `compute` with larger micro-batches than training has, if they fit."""
+        """Run `compute` with larger micro-batches than training's, if they fit."""
         batches = self._batches
         trained = batches.max_tokens
         batches.max_tokens = allowed = self._bound(examples)
@@ -114,7 +114,7 @@ class ExampleLosses:
             batches.max_tokens = min(trained, batches.max_tokens)
 
     def _bound(self, examples: Sequence[Example]) -> int:
-        """Return the largest bound of a micro-batch that fits: a function of the arguments."""
+        """Return the largest bound whose micro-batches fit: a function of the arguments alone."""
         tokens = self._most
         while tokens > self._batches.max_tokens:
             groups = self._batches.plan(examples, tokens)
@@ -143,7 +143,7 @@ class ExampleLosses:
             self._runner.record(group.tokens)
             each = self._forward.losses(batch, keys(batch))
             graph = self._runner.graph(group.tokens, {}, each)
-            # Waits for the batch before.
+            # Waits for the previous batch.
             self._runner.start(graph)
             if waiting is not None:
                 read(*waiting)
@@ -154,13 +154,13 @@ class ExampleLosses:
 
 
 def most_tokens(parameters: int) -> int:
-    """Return the most tokens of a batch that are worth a wait, by the size of the model."""
+    """Return the most tokens of a batch whose time is acceptable, by the size of the model."""
     operations = _CPU_OPERATIONS if on_cpu() else _GPU_OPERATIONS
     return min(_MOST_TOKENS, int(operations / (_OPERATIONS * parameters)))
 
 
 def _sums(batch: MicroBatch | Pack, each: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the sum of each example's part of `each`, which are in the order of the batch."""
+    """Return the sum over each example's part of `each`, in the order of the batch."""
     sums = np.zeros(len(batch.counts))
     np.add.at(sums, np.repeat(np.arange(len(sums)), batch.counts), each)
     return sums
@@ -187,7 +187,10 @@ class BatchMemory:
         self._free = min(self._free, most - self._held)
 
     def fits(self, load: BatchLoad) -> bool:
-        """Return whether a batch fits; with logits of all tokens, none larger than planned does."""
+        """Return whether a batch fits.
+
+        With logits of all tokens, it must not exceed training's plan.
+        """
         return self._splits_head and self.of(load) <= self._free
 
     def of(self, load: BatchLoad) -> int:
@@ -204,9 +207,9 @@ class BatchMemory:
 class Evaluator:
     """Computes the losses of one model by the same fast computations as training.
 
-    `parameters` counts the base's, by which the execution is chosen unless one is given. An
-    adapter that is taken off and put back later has to be on the model here: both are then
-    evaluated as the model stands.
+    `parameters` counts the base's, by which the execution is chosen unless one is given. An adapter
+    that will be switched off and on must be on the model at construction; evaluations then take the
+    model as it is.
     """
 
     def __init__(

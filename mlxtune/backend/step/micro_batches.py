@@ -15,8 +15,8 @@ class MicroBatches:
     """Splits examples into micro-batches of at most `max_tokens`, by the execution of a `Forward`.
 
     With `keyed`, only examples of equal key share tokens. With `whole_rows`, a row's examples run
-    together, unless one of the rows is too long. Where workers `run_alike`, the bound is
-    never halved, as all of them would have to halve it at once.
+    together, unless one of the rows is too long. If workers `run_alike`, the bound is never halved,
+    as all of them would have to halve it together.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class MicroBatches:
         self._whole_rows = whole_rows
 
     def of(self, examples: Sequence[Example]) -> Iterator[tuple[Group, MicroBatch | Pack]]:
-        """Yield the micro-batches of examples: which of them, and their arrays."""
+        """Yield the micro-batches of examples: the indices of each, and its arrays."""
         for group in self.plan(examples, self.max_tokens):
             chosen = [examples[i] for i in group.examples]
             if self._forward.execution.packs:

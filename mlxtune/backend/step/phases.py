@@ -16,7 +16,7 @@ Gradients = tuple[Any, dict[str, Any]]
 class Phases:
     """The borders between the phases of a step.
 
-    A `timer` has each phase evaluated at its end, where a lap ends, too. Without one, nothing is
+    With a `timer`, each phase is evaluated at its end, and ends a lap. Without one, nothing is
     measured.
     """
 
@@ -25,11 +25,11 @@ class Phases:
         self._forward = forward
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes in use, and the most that were in use since this was last asked."""
+        """Return the bytes in use, and their peak since the last call."""
         return int(mx.get_active_memory()), memory.lap_peak()
 
     def end(self, name: str, *arrays: Any) -> None:
-        """End a phase that computed these arrays, or arrays that were evaluated already."""
+        """End a phase that computed these arrays, evaluated or not."""
         if self.timer is not None:
             if arrays:
                 mx.eval(*arrays)
@@ -43,7 +43,7 @@ class Phases:
         rows_seen: list[mx.array] = []
 
         def around(head: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:
-            # Layers that compute when called are done by now.
+            # Layers that compute when called are finished here.
             rows_seen.append(rows)
             self.end("forward")
             return head(rows)

@@ -37,7 +37,7 @@ from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult, pe
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
 
-# The advice of an error where memory runs out with one example.
+# The advice of the error when memory runs out with one example.
 _LESS_MEMORY = (
     "lower --max-seq-len, set --grad-checkpoint on, or use --quantize 4 or fewer --num-layers"
 )
@@ -47,8 +47,8 @@ class InstructPipeline:
     """A model with LoRA on it, and AdamW over the LoRA matrices.
 
     Applies LoRA to `model`, an mlx-lm model, which stays frozen otherwise. `execution` changes
-    neither loss nor gradient; its micro-batches are halved, and `warn` called, where memory runs
-    out. Written adapters record `base_model` and `base_record`, how it was quantised while
+    neither loss nor gradient; its micro-batches are halved, and `warn` called, when memory runs
+    out. Written adapters record `base_model`, and in `base_record` how it was quantised while
     loading. Unless `fresh`, LoRA gets its values from `restore`, and `initial_hash` is the SHA-256
     of the adapter that it once started from, if it did. `provenance` returns further entries of a
     checkpoint's metadata. A step minimises `objective`. With several `workers`, each has a pipeline
@@ -75,7 +75,7 @@ class InstructPipeline:
         self.objective = objective
         self.model = model
         self.config = config
-        # The rate of a step without its own.
+        # The default rate of a step.
         self.learning_rate = config.learning_rate
         self.lora: LoRASummary = apply_lora(model, config)
         parameters = self.lora.total_parameters
@@ -152,7 +152,7 @@ class InstructPipeline:
     ) -> PendingStep:
         """Start the step that `train_batch` takes; its `result` waits for it.
 
-        The graph is built while the device computes the step before, which is waited for.
+        The graph is built while the device computes the previous step, which must end first.
         """
         before, share, built = self.runner.pending, self.builder.share(examples), None
         if step is None:
@@ -160,7 +160,7 @@ class InstructPipeline:
         rate = self.learning_rate if learning_rate is None else learning_rate
         build = partial(self.builder.build, examples, step, rate)
         if before is not None:
-            # Several micro-batches hide the host's work behind each other.
+            # With several micro-batches, the host's work on one hides behind another.
             ahead = self.forward.execution.operations.lazy and not self.phases.timer
             ahead = ahead and self.builder.can_build_ahead()
             if ahead and before.step and self.batches.is_one(share):
@@ -224,11 +224,12 @@ class InstructPipeline:
         named, used = ("base_hash", "dtype", "quantized_compute"), ("prompt", "objective")
         lora: dict[str, Any] = {}
         if self.config.init != "lora":
-            # PiSSA's start is the base up to rounding, by rank and targets. Epochs may be added.
+            # PiSSA's start equals the base up to rounding, by rank and targets. Epochs may be
+            # added.
             lora = dataclasses.asdict(self.config) | {"epochs": None}
         return {
             **{name: provenance.get(name) for name in named},
-            # Not the options by which the adapter is used later.
+            # Options by which the adapter is used later are left out.
             "base": {name: value for name, value in (record or {}).items() if name not in used},
             "adapter": self.initial_hash,
             "lora": lora,
@@ -237,9 +238,9 @@ class InstructPipeline:
     def relieve_memory(self, halve_for: Sequence[Example] | None = None) -> int | None:
         """Give back memory that MLX keeps for later arrays.
 
-        With the examples of a step, also halve the bound of a micro-batch, from the largest of
-        that step. Return the new bound; None, and halve nothing, if each micro-batch is one
-        example, or workers share the model.
+        With the examples of a step, also halve the bound of a micro-batch, from the largest of that
+        step, and return it. If each micro-batch is one example, or workers share the model, halve
+        nothing and return None.
         """
         mx.clear_cache()
         if halve_for is None or not self.batches.halve(self.builder.share(halve_for)):
@@ -295,7 +296,7 @@ class InstructPipeline:
         checkpoints.read_parameters(folder, self.model, self.lora)
         self._optimizer.adopt(self.model)
         self._optimizer.take_from_file(state)
-        # A bound that was halved stays halved; a plan with a lower one is for less memory.
+        # A halved bound stays halved. A plan with a lower bound is for less memory.
         self.batches.max_tokens, self.builder.steps = min(tokens, self.batches.max_tokens), steps
 
     def describe(self) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """The runner of a step: evaluation in stages, and further tries after a fault of the GPU.
 
-macOS ends commands that keep the GPU from drawing the display for some seconds (mlx#3267), so no
-command keeps a Mac's GPU busy for much longer than a second.
+macOS ends commands that keep the GPU from drawing the display for some seconds (mlx#3267), so on a
+Mac, no command takes much longer than a second.
 """
 
 import math
@@ -28,20 +28,20 @@ from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.text import byte_size
 from mlxtune.errors import NonFiniteLossError, one_line
 
-# The seconds that a stage may take; operations a second before any was timed, which the slowest
-# Macs reach; and operations for each parameter and token, forward and backward.
+# The seconds that a stage may take; operations a second before any stage is timed, which the
+# slowest Macs reach; and operations for each parameter and token, forward and backward.
 _SECONDS = 1.0
 _METAL_SPEED = 1e12
 _OPERATIONS = 6
-# How much of a micro-batch's time is its forward pass.
+# The share of the forward pass in a micro-batch's time.
 _FORWARD = 1 / 3
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A micro-batch to compute: `arrays`, which need its `gradients` and, before, the `outputs`.
+    """A micro-batch to compute: first the `outputs` of layers, then `gradients`, then `arrays`.
 
-    One that has no gradients is a forward pass. `outputs` is emptied once the graph is started.
+    Without gradients, it is a forward pass. `outputs` is emptied once the graph is started.
     """
 
     tokens: int
@@ -51,13 +51,13 @@ class Graph:
     arrays: Any
 
     def parts(self) -> list[Sequence[Any]]:
-        """Return the arrays of each stage; the graph keeps none of the outputs."""
+        """Return the arrays of each stage, without keeping the outputs."""
         found: list[Sequence[Any]] = []
         if self.stages > 1:
             forward = max(int(self.stages * _FORWARD), 1)
             found += _divided(self.outputs, forward)
             self.outputs.clear()
-            # From the last layer to the first.
+            # Gradients come from the last layer to the first.
             gradients = [array for _, array in tree_flatten(self.gradients)]
             found += _divided(gradients[::-1], max(self.stages - forward, 1))
         return [*found, [self.arrays]]
@@ -99,14 +99,14 @@ class PendingStep:
     """An optimizer step that was started. It was computed at `ended` by `time.perf_counter`."""
 
     def __init__(self, step: StepGradients, finish: Callable[["PendingStep"], Any]) -> None:
-        # None once the step is finished, or has failed and has to be built again.
+        # None once the step is finished, or has failed and must be built again.
         self.step: StepGradients | None = step
         self.ended = 0.0
         self._finish = finish
         self._outcome: InstructBatchResult | NonFiniteLossError | None = None
 
     def finish(self) -> bool:
-        """Wait for the step; return whether it was computed as started, with no second try.
+        """Wait for the step; return whether the first try computed it.
 
         Raises MemoryLimitError or GpuError, and changes nothing.
         """
@@ -129,8 +129,7 @@ class PendingStep:
 
 
 class StepRunner:
-    """Runs steps and evaluations: micro-batches at once or, where that takes long on a Mac, in
-    stages, and again after a fault of the GPU.
+    """Runs steps and evaluations, in stages if they take long, and again after a fault of the GPU.
 
     A stage ends at the output of a layer's mixer or at the gradients of a layer. That changes no
     arithmetic, so that the number of stages may follow the clock. `parameters` counts the
@@ -162,9 +161,10 @@ class StepRunner:
         # Nothing limits commands on the CPU.
         self.seconds_per_token = 0.0 if on_cpu() else _OPERATIONS * parameters / _METAL_SPEED
         self._shortened = 1
-        # Forward passes, and those with a gradient, of which one was timed: it compiled kernels.
+        # Kinds of passes, with or without a gradient, of which one was timed: the first compiles
+        # kernels.
         self._compiled: set[bool] = set()
-        # The step that was started last, until it is finished.
+        # The step started last, until it is finished.
         self.pending: PendingStep | None = None
         self._running: Graph | None = None
         self._left: list[Sequence[Any]] = []
@@ -181,7 +181,7 @@ class StepRunner:
         commit: Callable[[StepGradients], InstructBatchResult | NonFiniteLossError],
         examples: Sequence[Example],
     ) -> PendingStep:
-        """Have the device compute a step, and return without waiting for it.
+        """Make the device compute a step, without waiting for it.
 
         After a fault, `build` builds it again, from this worker's `examples`. `commit` makes the
         update that was computed the state of the pipeline; it returns the step's result, or the
@@ -216,7 +216,7 @@ class StepRunner:
     # Stages
 
     def shorten(self) -> bool:
-        """Make stages half as long from here on; return whether they can be."""
+        """Halve the length of later stages; return whether that is possible."""
         can = self._shortened < self._most
         self._shortened *= 2 if can else 1
         return can
@@ -227,18 +227,18 @@ class StepRunner:
         return min(needed * self._shortened, self._most)
 
     def record(self, tokens: int) -> None:
-        """Note the outputs of the micro-batch whose graph is built next."""
+        """Collect the outputs of the micro-batch whose graph is built next."""
         if self.count(tokens) > 1:
             self._mixers.note()
 
     def graph(self, tokens: int, gradients: Any, *arrays: Any) -> Graph:
-        """Return the graph of the micro-batch that was built since `record`."""
+        """Return the graph of the micro-batch built since `record`."""
         outputs, self._mixers.outputs = self._mixers.outputs, []
         self._mixers.stop_noting()
         return Graph(tokens, self.count(tokens) if outputs else 1, outputs, gradients, arrays)
 
     def start(self, graph: Graph) -> None:
-        """Have a graph computed once the graph before is: the device never holds two."""
+        """Start computing a graph once the previous graph is done: the device never holds two."""
         if self._running is not None:
             self.finish(self._running)
         self._begin(graph)
@@ -247,7 +247,7 @@ class StepRunner:
         """Wait until a graph is computed."""
         if self._running is not graph:
             self._begin(graph)
-        # If it fails, nothing may hold its arrays.
+        # After a failure, nothing may hold its arrays.
         left, self._left, self._running = self._left, [], None
         while left:
             # The device runs the next stage while the host waits for this stage.
@@ -272,7 +272,7 @@ class StepRunner:
     # Faults
 
     def warn_of_limit(self) -> None:
-        """Warn once of a pass that took more than the limit, which alone changes nothing.
+        """Warn once if a pass takes more memory than the limit, and change nothing.
 
         The peak includes buffers in flight, whose number depends on timing.
         """

@@ -19,7 +19,7 @@ from mlxtune.core.files.sizes import read_text, read_value
 from mlxtune.errors import ModelError, one_line
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
-# Characters of JSON; above that, an exchange for each rendering costs little beside rendering it.
+# Characters of JSON above which an exchange for each rendering costs little next to the rendering.
 _MAX_PREFETCHED = 2**22
 _ADDRESS = re.compile(r"<[^\n]{1,80}? at 0x[0-9a-f]{6,16}>")
 
@@ -56,9 +56,9 @@ class ChatTemplate:
         return text
 
     def prefetch(self, calls: Iterable[RenderCall]) -> None:
-        """Have the process render the later calls, and do not wait for it.
+        """Make the process render later calls, without waiting for it.
 
-        The replies are kept until the next but one prefetch. Raises ModelError if the template of
+        The replies are kept until the prefetch after the next. Raises ModelError if the template of
         the last prefetch is harmful.
         """
         requests: dict[str, list[str]] = {}
@@ -67,7 +67,7 @@ class ChatTemplate:
             try:
                 name, request = self._request(**call)
             except BadRow:
-                continue  # calling with it raises the same
+                continue  # a call raises the same error
             size += len(request)
             if size > _MAX_PREFETCHED:
                 break
@@ -79,7 +79,7 @@ class ChatTemplate:
             self._latest |= self._submit(name, several)
 
     def _submit(self, name: str, requests: Sequence[str]) -> dict[str, "_Rendering"]:
-        """Start rendering by the template of a name; return the renderings by request."""
+        """Start rendering by the template of this name; return the renderings by request."""
         future = _process().submit(self._sources[name], requests)
         return {each: _Rendering(name, each, future, i) for i, each in enumerate(requests)}
 
@@ -100,7 +100,7 @@ class ChatTemplate:
         if enable_thinking is not None:
             arguments["enable_thinking"] = enable_thinking
         try:
-            # transformers replaces values that are not JSON in this way.
+            # transformers does the same to values that are not JSON.
             return name, json.dumps(arguments, default=lambda value: f"<{type(value).__name__}>")
         except RecursionError as error:
             raise BadRow("the model's template refuses it", one_line(error)) from error
@@ -116,7 +116,7 @@ class _Rendering:
     index: int
 
     def reply(self) -> Reply:
-        """Return the reply. Raises ModelError if the template is harmful, or its text unsteady."""
+        """Return the reply. Raises ModelError if the template is harmful, or its text varies."""
         try:
             kind, text = self.replies.result()[self.index]
         except Harmful as error:
@@ -125,7 +125,7 @@ class _Rendering:
                 "--template"
             ) from error
         problem = text if kind == UNSTEADY else ""
-        # Most of Python's objects show their address in memory.
+        # Most Python objects print their address in memory.
         if kind == TEXT and " at 0x" in text and " at 0x" not in self.request:
             found = _ADDRESS.search(text)
             problem = f"writes a Python object ({one_line(found.group())})" if found else ""

@@ -29,13 +29,13 @@ _AT_ONCE = 32
 
 
 def seed(number: int) -> None:
-    """Seed the sampling that follows."""
+    """Seed later sampling."""
     mx.random.seed(number)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an answer is sampled, and its length: the options of the same names, as in mlx-lm.
+    """How an answer is sampled, and its length: the options of these names, as in mlx-lm.
 
     `temperature` 0 takes the likeliest token; `top_k` 0 and `top_p` 1 are off.
     """
@@ -57,7 +57,7 @@ class Sampling:
             try:
                 return sampler(logprobs)
             finally:
-                # MLX's state at the start, as there is no way to query it.
+                # MLX's state at the start: MLX cannot be asked for it.
                 if not os.environ.get("MLX_DISABLE_COMPILE"):
                     mx.enable_compile()
 
@@ -82,7 +82,7 @@ class Answer:
     tokens_per_second: float
 
 
-# The texts of an answer as they arrive, and at the end the whole answer.
+# The texts of an answer as they arrive; then the whole answer.
 Stream = GeneratorType[str, None, Answer]
 
 
@@ -91,9 +91,9 @@ class _Stopped(Exception):
 
 
 class Generator:
-    """Answers prompts one after the other, keeping the cache of the last one.
+    """Answers prompts one after the other, and keeps the cache of the last prompt.
 
-    If a prompt starts with the last one and its answer, only the rest is run. Call `forget` when
+    If a prompt starts with the last prompt and its answer, only the rest runs. Call `forget` when
     the model has changed.
     """
 
@@ -133,9 +133,9 @@ class Generator:
         """Yield an answer's text token by token, in whole characters, perhaps empty.
 
         The value at the end is the Answer. `should_stop` is called after each token, and while a
-        long prompt is read; the answer then ends there. The model may be another one between two
-        tokens, if it is the same again for the next. Raises MemoryLimitError, GpuError, or
-        ModelError for logits that are no numbers.
+        long prompt is read; the answer then ends there. Between two tokens, the caller may change
+        the model, if it is restored for the next. Raises MemoryLimitError, GpuError, or ModelError
+        for logits that are no numbers.
         """
         started = time.perf_counter()
         cache, reused = self._prepared(prompt.ids)
@@ -205,7 +205,7 @@ class Generator:
     def _prepared(self, ids: Sequence[int]) -> tuple[list[Any], int]:
         """Return a cache that holds the first tokens of a prompt, and their number."""
         pairs = zip(self._cached, ids[:-1], strict=False)
-        # The last token is always run, for its logits.
+        # The last token always runs, for its logits.
         shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         surplus = len(self._cached) - shared
         if not self._cache or not shared or (surplus and not can_trim_prompt_cache(self._cache)):
@@ -215,7 +215,7 @@ class Generator:
         return self._cache, shared
 
     def _keep(self, cache: list[Any], tokens: list[int]) -> None:
-        # mlx-lm has run each token that it returned; a cache that disagrees is dropped.
+        # mlx-lm has run each token that it returned. A cache that disagrees is dropped.
         if getattr(cache[0], "offset", len(tokens)) == len(tokens):
             self._cache, self._cached = cache, tokens
 
@@ -223,8 +223,8 @@ class Generator:
 class _CheckedSampler:
     """A sampler that raises ModelError for NaN among the logits; minus infinity rules a token out.
 
-    It checks the logits of two calls ago, which mlx-lm has waited for: the newest would keep the
-    GPU waiting. `finish` checks the last ones.
+    It checks the logits of two calls ago, for which mlx-lm has waited: waiting for newer logits
+    would idle the GPU. `finish` checks the rest.
     """
 
     def __init__(self, sampler: Callable[[mx.array], mx.array]) -> None:

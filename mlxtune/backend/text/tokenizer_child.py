@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Seconds to load a tokenizer, and to try it.
+# Seconds to load and to try a tokenizer.
 _SECONDS = 10.0
-# As in config/limits.py. Each takes time whenever the tokenizer is loaded.
+# Limits of config/limits.py. Each of these takes time whenever the tokenizer is loaded.
 _CONTROL_TOKENS = 50_000
-# The most characters that a tokenizer's normalizers may make of one.
+# The most characters into which a tokenizer's normalizers may turn one.
 _MAX_GROWTH = 256
 _TRIED = [
     "a",
@@ -73,7 +73,7 @@ def _problem(content: Any) -> str | None:
 
 
 def _growth(normalizer: Any) -> Iterator[float]:
-    """Yield the most characters that each step of a normalizer makes of one."""
+    """Yield the most characters into which each step of a normalizer turns one."""
     if not isinstance(normalizer, dict):
         return
     for step in normalizer.get("normalizers") or ():
@@ -81,7 +81,7 @@ def _growth(normalizer: Any) -> Iterator[float]:
     content, pattern = normalizer.get("content"), normalizer.get("pattern")
     if isinstance(content, str) and isinstance(pattern, dict):
         text = pattern.get("String")
-        # A regular expression may match nothing, between any two characters.
+        # A regular expression may match the empty text between any two characters.
         yield max(1, len(content) / len(text)) if text else 1 + len(content)
     if isinstance(prefix := normalizer.get("prepend"), str):
         yield 1 + len(prefix)

@@ -1,4 +1,4 @@
-"""A stranger's tokenizer, loaded and tried in a process that the system ends at its limits."""
+"""Tries a stranger's tokenizer in a process that the system ends at its limits."""
 
 import hashlib
 import importlib.metadata
@@ -20,7 +20,7 @@ _TRIED = "tokenizers-tried"
 
 
 def try_tokenizer(folder: Path, cache: Path | None = None) -> None:
-    """Raise ModelError if loading a folder's tokenizer, or a few words, takes all time or memory.
+    """Raise ModelError if a folder's tokenizer takes too much time or memory.
 
     Other faults surface, with their reasons, on loading. With a cache, a file is tried once: large
     ones take a second.
@@ -39,7 +39,7 @@ def try_tokenizer(folder: Path, cache: Path | None = None) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the candidate files; transformers loads one of them, by its version.
+    """Return the candidate files, of which transformers loads one, depending on its version.
 
     Raises ModelError if one of them is not in the folder.
     """
@@ -58,7 +58,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _key(path: Path) -> str:
-    """Return a hash of the file, the libraries and the script, which decide how a trial ends."""
+    """Return a hash of all that decides a trial: the file, the libraries and the script."""
     versions = map(importlib.metadata.version, ("tokenizers", "sentencepiece"))
     parts = (file_hash(path), file_hash(Path(tokenizer_child.__file__)), *versions)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

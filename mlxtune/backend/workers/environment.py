@@ -1,4 +1,4 @@
-"""The workers of a launch: whether there are several, and whether their machines train as one."""
+"""The workers of a launch: whether there are several, and whether their machines are alike."""
 
 import os
 import re
@@ -13,14 +13,15 @@ from mlxtune.core.machine.checks import OK, PROBLEM, Check
 from mlxtune.core.text import byte_size, count, short_duration
 from mlxtune.errors import ConfigError, shorten
 
-# An adapter of a few million parameters, and a step worth sharing.
+# The size of an adapter with a few million parameters, and the seconds of a step worth sharing.
 _EXCHANGED, _STEP_S = 10_000_000, 1.0
 
 
 def launched_several() -> bool:
     """Return whether a launcher started this process as one of several."""
     if "MLX_HOSTFILE" in os.environ:
-        # Empty with one worker, which MLX refuses; it divides by the number of hosts.
+        # The variable is empty with one worker, which MLX refuses: it divides by the number of
+        # hosts.
         with suppress(OSError):
             return bool(read_text(Path(os.environ["MLX_HOSTFILE"])).strip(" \n[]{}"))
     return "MLX_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
@@ -41,8 +42,8 @@ def launched_worker() -> int:
 class WorkerReport:
     """A worker's report on its machine.
 
-    `files` has the hash of each path that is asked for, or None where it cannot be read;
-    `problems` are the findings of its own checks, with their remedies.
+    `files` has the hash of each requested path, None if it cannot be read; `problems` are the
+    findings of its own checks, with their remedies.
     """
 
     machine: str
@@ -71,7 +72,7 @@ class Link:
 
 
 def judge_workers(reports: Sequence[WorkerReport], link: Link) -> Iterator[Check]:
-    """Yield checks of whether the workers, from 0 on, are alike, and of the network between."""
+    """Yield checks of whether the workers, from 0 on, are alike, and of their network."""
     first, *others = reports
     machines = len({report.machine for report in reports})
     yield Check(OK, "workers", f"{len(reports)} on {count(machines, 'machine')}")

@@ -13,7 +13,7 @@ from mlxtune.backend.workers.environment import launched_several
 from mlxtune.core.steps.deal import deal
 from mlxtune.errors import WorkerError
 
-# Bytes of the call's number before gathered data, and of a text's size.
+# The size in bytes of the call's number before gathered data, and of a text's length.
 _NUMBER_SIZE = 8
 
 
@@ -36,24 +36,26 @@ class Workers:
 
     @classmethod
     def launched(cls, *, tensor: bool = False) -> "Workers":
-        """Return the workers of this launch; this process alone where there was none."""
+        """Return the workers of this launch; without a launch, this process alone."""
         if not launched_several():
             return cls()
         group = mx.distributed.init()
         return cls(group if group.size() > 1 else None, tensor=tensor)
 
     def describe(self) -> int | str:
-        """Return how many workers share rows or a model: the bytes of a result depend on it."""
+        """Return how many workers share rows or a model, as the bytes of a result depend on it."""
         return f"{self.size} workers that share the model" if self.split_model else self.size
 
     def share(self, costs: Sequence[float]) -> list[int]:
-        """Return which of the items are this worker's, as ascending indices; see `deal`."""
+        """Return the indices of this worker's items, ascending; see `deal`."""
         if self.split_model:
             return list(range(len(costs)))
         return deal(costs, self.size)[self.index]
 
     def sum(self, tree: Any) -> Any:
-        """Return a tree of float32 arrays summed over all workers, in one flat sum, unevaluated."""
+        """Return the sum of a tree of float32 arrays over all workers, as one flat sum,
+        unevaluated.
+        """
         if self.size == 1:
             return tree
         named = tree_flatten(tree)
@@ -73,9 +75,9 @@ class Workers:
     ) -> list[Any]:
         """Return loss, gradients and counts added over all workers, and the workers' requests.
 
-        Each worker passes the sums over its own examples. Where the workers share the model, they
-        have the same loss and counts, and the same gradients of the modules that are `alike`,
-        which count once.
+        Each worker passes the sums over its own examples. If the workers share the model, they have
+        the same loss and counts, and the same gradients of the modules that are `alike`, which
+        count once.
         """
         share = 1 / self.size if self.split_model else 1.0
 
@@ -88,11 +90,11 @@ class Workers:
         return self.sum([loss * share, gradients, numbers])
 
     def sum_own(self, values: mx.array) -> mx.array:
-        """Return float32 values of which each worker has some, and zeros for the rest."""
+        """Return float32 values of which each worker passes its own, and zeros elsewhere."""
         return values if self.split_model else mx.distributed.all_sum(values, group=self.group)
 
     def merge(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return values (n,) of which each worker has some, and zeros for the rest, to the bit."""
+        """Return values (n,) of which each worker passes its own, and zeros elsewhere, exactly."""
         if self.size == 1 or self.split_model or not len(values):
             return values
         bits = mx.array(np.ascontiguousarray(values).view(np.uint32))
@@ -110,7 +112,7 @@ class Workers:
         return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
 
     def check_same(self, tree: Any, step: int) -> None:
-        """Raise WorkerError if the adapter after a step, a tree of arrays, differs somewhere."""
+        """Raise WorkerError if the adapter after a step, a tree of arrays, differs on a worker."""
         if self.size == 1:
             return
         digest = hashlib.sha256()
@@ -128,11 +130,11 @@ class Workers:
         mx.eval(mx.distributed.all_sum(mx.zeros(count), group=self.group))
 
     def wait(self) -> None:
-        """Wait until all workers are here."""
+        """Wait until all workers have called this."""
         self.texts("")
 
     def from_first(self, tree: Any) -> Any:
-        """Return a tree of arrays as worker 0 has it, evaluated."""
+        """Return worker 0's tree of arrays, evaluated."""
         if self.size == 1:
             return tree
         named = tree_flatten(tree)
@@ -146,7 +148,7 @@ class Workers:
         return tree_unflatten(found)
 
     def bytes_from_first(self, own: bytes) -> bytes:
-        """Return the bytes of worker 0; the other workers' bytes are ignored."""
+        """Return worker 0's bytes; those of other workers are ignored."""
         (size,) = np.array(self.from_first(mx.array([len(own)], dtype=mx.uint64))).tolist()
         mine = np.frombuffer(own, np.uint8) if self.index == 0 else np.zeros(size, np.uint8)
         return np.array(self.from_first(mx.array(mine))).tobytes() if size else b""
@@ -157,11 +159,11 @@ class Workers:
         return [float(asked) for asked in self._asked]
 
     def decide(self, should_stop: Callable[[], bool], save: bool) -> tuple[bool, bool]:
-        """Ask to stop or to save after the next step; return the requests of any worker before.
+        """Ask to stop or to save after the next step; return earlier requests of any worker.
 
-        The same on all workers, as all read the requests with the gradients of the last step.
+        The result is the same on all workers, which read it with the gradients of the last step.
         """
-        # Several steps may be under way before an answer: to save is asked for once.
+        # Several steps may start before an answer, so a save is requested once.
         self._asked = [should_stop(), save and not self._waits_to_save]
         self._waits_to_save |= save
         agreed, self._agreed = self._agreed, [False, False]
@@ -170,15 +172,15 @@ class Workers:
         return agreed[0], agreed[1]
 
     def agree(self, asks: Sequence[float]) -> None:
-        """Note the requests with a step, summed over the workers."""
+        """Record the requests of all workers, summed with a step."""
         self._agreed = [
             before or asked > 0 for before, asked in zip(self._agreed, asks, strict=True)
         ]
 
     def _gather(self, own: bytes) -> list[bytes]:
-        """Return the bytes of all workers, as many from each.
+        """Return the bytes of all workers, of equal length.
 
-        Raises WorkerError where one is gone: MLX's ring then returns whatever the memory held, so
+        Raises WorkerError if a worker is gone: MLX's ring then returns arbitrary memory, so
         gathered bytes begin with the number of the call.
         """
         self._gathered += 1

@@ -1,4 +1,4 @@
-"""Signs of life between the workers of a run: collectives wait for ever for a lost worker."""
+"""Signs of life between the workers of a run, as collectives wait forever for a lost worker."""
 
 import contextlib
 import errno
@@ -10,18 +10,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-# Seconds between two signs of life, and without one until a worker counts as lost.
+# Seconds between signs of life, and seconds of silence after which a worker is lost.
 INTERVAL, PATIENCE = 2.0, 16.0
-# Bytes of the token by which workers know each other, and of the worker after it.
+# The bytes of the token that workers show each other, and of the worker's number after it.
 TOKEN_SIZE, _WORKER_SIZE = 32, 4
-# Connections without a name yet: a stranger may open many.
+# The most connections that have not yet shown the token: a stranger may open many.
 _MOST_WAITING = 256
 _ALIVE, _BYE, _FAILED = b".", b"q", b"x"
 
 
 @dataclass
 class _Peer:
-    """A connection to another worker; `said_bye` once it has ended as it should."""
+    """A connection to another worker; `said_bye` once it has ended properly."""
 
     worker: int
     connection: socket.socket
@@ -30,7 +30,7 @@ class _Peer:
 
 
 class Heartbeat:
-    """A thread that sends signs of life, and calls `on_lost(worker)` where one stays out.
+    """A thread that sends signs of life, and calls `on_lost(worker)` when one is missing.
 
     Worker 0 listens and hears all others; they hear worker 0, whose end is theirs. A worker whose
     connection ends, or from which nothing comes for PATIENCE seconds, is lost. Whoever connects
@@ -54,7 +54,7 @@ class Heartbeat:
             family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
             return socket.create_server((host, 0), family=family, backlog=256)
         except OSError:
-            # The others may know this machine by an address that is not its own.
+            # The others may know this machine by the address of a gateway.
             return socket.create_server(("", 0), backlog=256)
 
     def accept(self, server: socket.socket, others: int) -> None:
@@ -88,7 +88,7 @@ class Heartbeat:
         selector: selectors.BaseSelector,
         waiting: dict[socket.socket, bytes],
     ) -> None:
-        """Read more of a handshake; keep the connection of a worker, close any other at its end."""
+        """Read more of a handshake; keep a worker's connection, and close any other."""
         size = TOKEN_SIZE + _WORKER_SIZE
         try:
             more = connection.recv(size - len(waiting[connection]))
@@ -117,13 +117,14 @@ class Heartbeat:
         self._thread.start()
 
     def wait_for_loss(self, seconds: float) -> None:
-        """Wait until the worker that is lost is known, at most `seconds`."""
+        """Wait until the lost worker is known, at most `seconds`."""
         self._thread.join(seconds)
 
     def close(self, *, failed: bool = False) -> None:
-        """Say goodbye to all, and end. A worker that `failed` is lost to those that wait for it.
+        """Say goodbye to all, and end.
 
-        It reports its failure, so that an error that all have is not taken for a loss.
+        A worker that `failed` is lost to the workers that wait for it. It reports the failure, so
+        that an error on all workers is not taken for a loss.
         """
         self._ended.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -152,7 +153,7 @@ class Heartbeat:
                     self._hear(key.data, selector)
                 now = time.monotonic()
                 if now - woken > PATIENCE / 2:
-                    # This process itself was stopped, or the machine slept.
+                    # This process was suspended, or the machine slept.
                     for peer in self._peers:
                         peer.heard = now
                 woken = now

@@ -37,12 +37,11 @@ _MEASURED, _TIMES = 16_000_000, 5
 
 
 def join(say: Callable[[str], None] = lambda text: None, *, tensor: bool = False) -> Workers:
-    """Return the workers of this launch, once all are here; this process alone where there are
-    none.
+    """Return the workers of this launch, once all are here; without a launch, this process alone.
 
     With `tensor`, they share a model.
 
-    Ends the process where they do not come. Raises WorkerError when they cannot be reached, and
+    Ends the process if they do not arrive. Raises WorkerError when they cannot be reached, and
     ConfigError for a rank that is no number.
     """
     if not launched_several():
@@ -92,7 +91,7 @@ def from_worker_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, R
 def check_workers(
     workers: Workers, checks: Sequence[Check], model_path: str | None, data: Sequence[str]
 ) -> list[Check]:
-    """Return checks of all workers, the same on each; `checks` are this machine's."""
+    """Return checks of all workers, equal on each; `checks` are this machine's own."""
     files = {path: _hash_of_data(Path(path)) for path in data}
     if model_path is not None:
         files[model_path] = _hash_of_model(model_path)

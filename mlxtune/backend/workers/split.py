@@ -24,13 +24,13 @@ from mlxtune.backend.models.loading import BaseModel
 from mlxtune.core.text import count
 from mlxtune.errors import ModelError, one_line
 
-# The architectures whose split gradients were tried, and equal those of one worker. mlx-lm made the
-# parts of some others for inference alone.
+# The architectures whose split gradients were tried and equal one worker's. mlx-lm splits some
+# others for inference alone.
 ARCHITECTURES = (
     *("glm4_moe", "gpt_oss", "llama", "ministral3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe"),
     "qwen3_moe",
 )
-# The modules that have a row for each token of the vocabulary.
+# The modules with a row for each token of the vocabulary.
 _ROWS = ("embed_tokens", "lm_head")
 # Options of a model whose values are divided equally among the workers.
 _DIVIDED = (
@@ -42,13 +42,13 @@ _BY_INPUTS = (ShardedToAllLinear, QuantizedShardedToAllLinear)
 
 
 class PlannedGroup:
-    """Stands for a group of workers where nothing is computed, only planned."""
+    """Stands for a group of workers in planning, when nothing is computed."""
 
     def __init__(self, size: int) -> None:
         self._size = size
 
     def rank(self) -> int:
-        """Return the worker whose part is planned."""
+        """Return the planned worker."""
         return 0
 
     def size(self) -> int:
@@ -57,10 +57,9 @@ class PlannedGroup:
 
 
 class Entrance:
-    """Where inputs that all workers have come to projections that are split by their outputs.
+    """The point at which inputs that all workers hold enter projections split by their outputs.
 
-    Gradients are added over the workers once for projections of the same inputs, one after the
-    other.
+    Gradients are added over the workers once for consecutive projections of the same inputs.
     """
 
     def __init__(self, group: Any) -> None:
@@ -75,7 +74,7 @@ class Entrance:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The slice `own` of a projection's outputs, or else inputs, that a worker has."""
+    """The slice `own` of a projection's outputs, or inputs, on a worker."""
 
     group: Any
     entrance: Entrance
@@ -87,7 +86,7 @@ class Part:
         return self.entrance(x) if self.by_outputs else x
 
     def leave(self, y: mx.array) -> mx.array:
-        """Return the outputs of the whole, or the part of them that this worker has."""
+        """Return the outputs of the whole projection, or this worker's part of them."""
         return y if self.by_outputs else _sum(y, self.group)
 
     def factors(self, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
@@ -105,7 +104,7 @@ class Part:
 
 
 class Split(nn.Module):
-    """A worker's part of a linear layer, of whose class it is, too."""
+    """A worker's part of a linear layer, as an instance of the layer's class too."""
 
     part: Part
 
@@ -119,24 +118,24 @@ class Split(nn.Module):
         return self.part.leave(self.own_product(self.part.enter(x)))
 
     def own_product(self, x: mx.array) -> mx.array:
-        """Return this worker's summand of the outputs, or its part of them."""
+        """Return this worker's term of the outputs, or its part of them."""
         return super().__call__(x)
 
     def like(self, linear: nn.Module) -> nn.Module:
-        """Return another layer, split as this one is."""
+        """Return another layer, split in the same way."""
         return _class_of(Split, type(linear))(linear, {}, self.part)
 
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """Which tokens' rows a worker has of embeddings and head: `size` from `start` on."""
+    """The rows of embeddings and head that a worker has: `size` tokens from `start` on."""
 
     group: Any
     start: int
     size: int
 
     def find(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """Return where tokens have their rows here, any place for others, and whether they do."""
+        """Return the rows of tokens here, any row for other workers' tokens, and which are here."""
         places = tokens - self.start
         here = (places >= 0) & (places < self.size)
         return mx.where(here, places, 0), here
@@ -150,14 +149,14 @@ class Vocabulary:
         return _sum(x, self.group)
 
     def highest(self, x: mx.array) -> mx.array:
-        """Return the largest of each entry over the workers."""
+        """Return the largest value of each entry over the workers."""
         if isinstance(self.group, PlannedGroup):
             return x
         return mx.distributed.all_max(x, group=self.group)
 
 
 class SplitRows(nn.Module):
-    """A worker's rows of a head or of embeddings, of whose class it is, too."""
+    """A worker's rows of a head or of embeddings, as an instance of their class too."""
 
     vocabulary: Vocabulary
 
@@ -183,7 +182,7 @@ _classes: dict[tuple[type, type], Any] = {}
 
 
 def _class_of(part: type, whole: type) -> Any:
-    """Return the class of a part of a module of some class, always the same."""
+    """Return the class of a part of a module, the same for each call."""
     if (part, whole) not in _classes:
         name = f"{part.__name__}{whole.__name__}"
         _classes[part, whole] = type(name, (part, whole), {})
@@ -191,9 +190,9 @@ def _class_of(part: type, whole: type) -> Any:
 
 
 def split_base(base: BaseModel, group: Any) -> BaseModel:
-    """Return an opened base of which this worker of a group has its part; no weight is read.
+    """Return this worker's part of an opened base; no weight is read.
 
-    Raises ModelError if it cannot be split so.
+    Raises ModelError if it cannot be split over the group.
     """
     workers, model = group.size(), base.model
     _check(base, workers)
@@ -219,14 +218,14 @@ def split_base(base: BaseModel, group: Any) -> BaseModel:
         for path, module in rows.items():
             part = SplitRows if path.endswith("lm_head") else SplitEmbedding
             made[path] = _class_of(part, type(module))(module, vocabulary)
-        # Where mlx-lm splits the head, it gathers the logits of each token.
+        # If mlx-lm splits the head, it gathers the logits of each token.
         getattr(model, "language_model", model).sharding_group = None
     model.update_modules(tree_unflatten(list(made.items())))
     return replace(base, parts=workers, own_vocab=base.vocab_size // (workers if even else 1))
 
 
 def parts_of(module: nn.Module) -> int:
-    """Return over how many workers a module is split."""
+    """Return the number of workers over which a module is split."""
     return int(module.part.group.size()) if isinstance(module, Split) else 1
 
 
@@ -247,7 +246,7 @@ def _split_linear(
 
 
 def _check(base: BaseModel, workers: int) -> None:
-    """Raise ModelError for a model that has no equal parts."""
+    """Raise ModelError for a model that cannot be divided equally."""
     if base.model_type not in ARCHITECTURES:
         raise _refuse(
             f"models of type {base.model_type}, only {', '.join(ARCHITECTURES)}: "

@@ -1,4 +1,4 @@
-"""A watch over the other workers of a launch: a wait for a lost worker ends in a line."""
+"""A watch over the other workers of a launch, which ends the wait for a lost worker."""
 
 import json
 import os
@@ -23,19 +23,18 @@ from mlxtune.errors import (
 
 # Seconds for all workers to exchange their addresses.
 _MEETING_SECONDS = 60.0
-# Seconds for the main thread to end with its own error, once another worker has failed.
+# Seconds for the main thread to report its own error, once another worker has failed.
 _GRACE = 3.0
-# Seconds in which the end of another worker's connection is seen.
+# Seconds until the end of another worker's connection is noticed.
 _MOMENT = 0.5
 
 
 class Watch:
-    """Ends this process where another worker is gone, for which a collective waits for ever.
+    """Ends this process when another worker is gone, for which a collective would wait forever.
 
     `began` says how the command began, the same on all workers; `describe` continues the line that
-    begins with "worker 1 is gone". `machines` identifies the machine of each worker.
-
-    Raises WorkerError if the workers do not find each other, or began otherwise.
+    begins with "worker 1 is gone". `machines` identifies the machine of each worker. Raises
+    WorkerError if the workers do not find each other, or began otherwise.
     """
 
     def __init__(self, workers: Workers, began: str, describe: Callable[[int | None], str]) -> None:
@@ -52,7 +51,7 @@ class Watch:
         try:
             begun = self._meet(began)
         except Exception as error:
-            # After a loss, MLX's ring returns data that leads to errors of any kind.
+            # After a loss, MLX's ring returns data that may cause any error.
             raise WorkerError(f"{problem} ({one_line(error)})") from error
         finally:
             timer.cancel()
@@ -70,7 +69,7 @@ class Watch:
     def _meet(self, began: str) -> tuple[str, ...]:
         """Start the heartbeat, and return how each worker began."""
         workers = self._workers
-        # Sent over MLX's own connections, which nobody else has.
+        # MLX's own connections are private to the workers.
         token = workers.bytes_from_first(secrets.token_bytes(TOKEN_SIZE))
         self.heartbeat = Heartbeat(self._end, token)
         server = None if workers.index else Heartbeat.listen(_address())
@@ -84,12 +83,12 @@ class Watch:
         return begun
 
     def loss_behind(self, error: Exception) -> str | None:
-        """Return the message of an error that a lost worker caused, None for other errors."""
+        """Return the message for an error caused by a lost worker; None for other errors."""
         self.found.set()
-        # Data of MLX's ring after a loss may have led to an error of any kind.
+        # After a loss, data of MLX's ring may have caused any error.
         of_ring = "[ring]" in str(error)
         self.heartbeat.wait_for_loss(_GRACE if of_ring else _MOMENT)
-        # An error that the other worker has, too, explains more than its loss.
+        # An error that the other worker has too explains more than its loss.
         if of_ring or (self.heartbeat.failed and isinstance(error, WorkerError)):
             return self._line()
         return None
@@ -100,7 +99,7 @@ class Watch:
         return f"{who} is gone{self._describe(lost)}"
 
     def _end(self, lost: int) -> None:
-        # Before mlx.launch ends this process, too; a worker that failed has printed why.
+        # Ends before mlx.launch ends this process too. A worker that failed has printed the reason.
         if not self.heartbeat.failed or not self.found.wait(_GRACE):
             self._exit(self._line())
 
@@ -137,12 +136,12 @@ def watched(
         raise
     finally:
         watch.found.set()
-        # The others hear of an error: they may be waiting for this worker.
+        # The other workers must learn of an error, as they may be waiting for this one.
         watch.heartbeat.close(failed=failed)
 
 
 def _address() -> str:
-    """Return where the other machines find this one, as the launcher told MLX."""
+    """Return the address at which other machines reach this one, as the launcher told MLX."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         hosts = json.loads(read_text(Path(os.environ["MLX_HOSTFILE"])))
         return str(hosts[0][0]).rpartition(":")[0].strip("[]")

@@ -28,7 +28,7 @@ from mlxtune.errors import (
     WorkerError,
 )
 
-# The values that all workers of a run share, and the error if they differ.
+# The values that all workers of a run must share, and the error if they differ.
 _COMMON = {
     "versions": "runs other versions ({}): install the same on all machines",
     "options": "was given other options ({}): start all workers with one command",
@@ -42,7 +42,7 @@ _COMMON = {
 
 
 class _Log:
-    """A file that is written once its folder exists, where it does not matter if that fails."""
+    """A file that is written once its folder exists; failures are ignored."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -63,7 +63,7 @@ class _Log:
 
 
 class Says(Protocol):
-    """The lines of a run for its console, or a log."""
+    """Receives the lines of a run: its console, or a log."""
 
     def say(self, label: str, text: str) -> None: ...
 
@@ -74,7 +74,7 @@ ConsoleT = TypeVar("ConsoleT", bound=Says)
 
 
 class LastStep(TrainingObserver):
-    """Knows the last step that a run has taken, 0 before it starts, and whether it was saved."""
+    """The last step that a run has taken, 0 before it starts, and whether it was saved."""
 
     def __init__(self) -> None:
         self._progress, self._saved = Progress(), False
@@ -84,7 +84,7 @@ class LastStep(TrainingObserver):
         self._progress, self._saved = run.progress, run.progress.step > 0
 
     def on_checkpoint(self, folder: Path) -> None:
-        """Note that there is a checkpoint."""
+        """Record that there is a checkpoint."""
         self._saved = True
 
     def describe_loss(self, run: Path, lost: int | None) -> str:
@@ -107,7 +107,7 @@ class WorkerRun(Generic[ConsoleT]):
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Let the first worker of each machine do something before the others do it."""
+        """Let the first worker of each machine go before the others."""
         if self.workers.size > 1 and not self.first_on_machine:
             self.workers.wait()
         yield
@@ -115,7 +115,7 @@ class WorkerRun(Generic[ConsoleT]):
             self.workers.wait()
 
     def check_same(self, options: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-        """Raise WorkerError where another worker would not do the same as worker 0."""
+        """Raise WorkerError if another worker would not do the same as worker 0."""
         if self.workers.size == 1:
             return
         kinds = (Affects.RESULT, Affects.LENGTH)
@@ -191,16 +191,16 @@ def join_run(
         try:
             yield WorkerRun(workers, own, console, machines.index(here) == workers.index, last_step)
         except TrainingInterrupted as interrupt:
-            # Once a worker has ended, mlx.launch ends the others, saved or not.
+            # Once a worker has ended, mlx.launch ends the others, even before they save.
             workers.wait()
             if workers.index:
-                # Worker 0 says where the run was saved.
+                # Worker 0 reports where the run was saved.
                 raise SystemExit(128 + interrupt.signal) from None
             raise
 
 
 def _alike(config: TrainConfig, workers: Workers) -> TrainConfig:
-    """Return options by which workers that share a model run the same micro-batches."""
+    """Return options with which workers that share a model run the same micro-batches."""
     limit = memory.find_limits(config.memory_limit).memory / memory.GB
     limits = map(json.loads, workers.texts(json.dumps(limit)))
     # Answers are generated token by token, for which no worker has the whole model.

@@ -83,7 +83,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The rank of its modules, which all have the same."""
+        """The rank, which all modules share."""
         return next(iter(self.modules.values())).rank
 
     def check_plain(self, format: str, *, dora: bool = False, experts: bool = False) -> None:
@@ -172,7 +172,7 @@ def shapes_for(module: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int
 def check_shapes_fit(
     module: nn.Module | None, a: Sequence[int], b: Sequence[int], name: str
 ) -> None:
-    """Raise ModelError if A and B have other shapes than their projection needs, if it is known."""
+    """Raise ModelError if A and B do not fit their projection, if its shape is known."""
     found = (tuple(a), tuple(b))
     needed = found if module is None else shapes_for(module, a[1] if len(a) > 1 else 0)
     if found != needed:
@@ -183,7 +183,7 @@ def check_shapes_fit(
 
 
 def check_fits(module: nn.Module | None, update: Update, name: str) -> None:
-    """Raise ModelError if an update's shapes are not its projection's, if that is known.
+    """Raise ModelError if an update's shapes are not its projection's, if they are known.
 
     There is one magnitude for each row, or none.
     """

@@ -61,13 +61,13 @@ def advice(folder: Path, dtype: str) -> str:
 
 
 def write_modelfile(folder: Path) -> None:
-    """Write from what Ollama makes a model: the GGUF of a folder, or else the folder itself."""
+    """Write a Modelfile that makes Ollama load the folder's GGUF, or else the folder itself."""
     model = f"./{MERGED}" if (folder / MERGED).is_file() else "."
     write_file(folder / MODELFILE, [f"FROM {model}\n".encode()])
 
 
 def ollama_advice(folder: Path, quantize: str | None, *, converted: bool) -> str:
-    """Return which tool is missing, and how Ollama does its work."""
+    """Return which tool is missing, and the Ollama command that replaces it."""
     missing, written, get = _QUANTIZER, f"{MERGED} is not quantised", _GET_QUANTIZER
     if not converted:
         missing, get = _CONVERTERS[0], _GET_CONVERTER
@@ -111,7 +111,7 @@ def _run(command: Sequence[str], made: Path, remedy: str) -> None:
         done = output_of(command)
     except OSError as error:
         raise OutputError(f"{program}: cannot be run: {error.strerror}") from error
-    # A link would lead out of the folder.
+    # A link would lead out of the folder, so it is refused.
     if done.status or not is_ours(made):
         lines = (done.stdout + done.stderr).split("\n")
         said = next((line for line in reversed(lines) if line.strip()), "no output")

@@ -76,7 +76,7 @@ def tensors_of(modules: Mapping[str, Update]) -> dict[str, Matrix]:
 def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
     """Write an adapter's file, and adapter_config.json next to it, each whole or not at all.
 
-    The file's metadata holds the config too, as another adapter may replace the one beside it.
+    The file's metadata holds the config too, as another adapter may replace adapter_config.json.
     Tensors are sorted by name, so that equal adapters are equal bytes. Raises OutputError.
     """
     config = {

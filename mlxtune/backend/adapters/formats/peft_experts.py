@@ -1,4 +1,4 @@
-"""LoRA on experts as PEFT keeps it for parameters of transformers that stack them.
+"""LoRA on experts as PEFT stores it, for stacked parameters of transformers.
 
 transformers has two such parameters in the `experts` of a layer: `gate_up_proj`, with the outputs
 of gate and up one after the other, or in turns, and `down_proj`. PEFT wraps the module once for
@@ -65,14 +65,14 @@ def split(parameter: str, update: Update, model_type: str) -> dict[str, Update]:
 
 
 def _rows(outputs: int, model_type: str) -> tuple[slice, slice]:
-    """Return where the outputs of gate and up are."""
+    """Return the rows of gate and the rows of up in `gate_up_proj`."""
     if model_type in _IN_TURNS:
         return slice(0, None, 2), slice(1, None, 2)
     return slice(0, outputs // 2), slice(outputs // 2, None)
 
 
 def _without_padding(update: Update) -> Update:
-    """Return an update of experts without the directions for which B is zero in all of them."""
+    """Return an update without the directions for which B is zero in all experts."""
     used = update.b.any(axis=(0, 1))
     return (
         update if used.all() or not used.any() else Update(update.a[:, used], update.b[..., used])
@@ -91,7 +91,7 @@ def from_matrices(a: Matrix, b: Matrix, rank: int) -> Update:
 
 
 def wrapped(module: str, parameters: Iterable[str]) -> dict[str, str]:
-    """Return where PEFT keeps the LoRA of each parameter of a module, of those that have one."""
+    """Return where PEFT keeps the LoRA of each parameter that has one."""
     chosen = [name for name in PARAMETERS if name in parameters]
     depths = range(len(chosen) - 1, -1, -1)
     return {

@@ -34,8 +34,8 @@ def scaled_dot_product_attention(
 ) -> mx.array:
     """Return the output of mlx-lm's function of this name, in a form that has a gradient.
 
-    queries are (B, Hq, T, D), keys and values (B, Hk, S, ·). With a cache of tokens, as while a
-    model generates, it is mlx-lm's.
+    queries are (B, Hq, T, D), keys and values (B, Hk, S, ·). With a cache of tokens, as in
+    generation, mlx-lm's function runs.
     """
     if cache is not None and not isinstance(cache, LineCache):
         return mlx_lm_base.scaled_dot_product_attention(
@@ -135,7 +135,7 @@ def composed_attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Return attention of MLX's plain operations, which keeps its scores (B, Hq, T, S)."""
+    """Return attention by MLX's plain operations, which keeps its scores (B, Hq, T, S)."""
     rows, heads, length, width = queries.shape
     groups, seen = keys.shape[1], keys.shape[2]
     queries = (queries * scale).reshape(rows, groups, -1, length, width)

@@ -19,9 +19,9 @@ from mlxtune.backend.models.autograd import differentiable
 
 # The tokens of a chunk.
 SIZE = 64
-# The logarithm of a gate of 0: sums of it stay finite, and their exponentials are 0.
+# The logarithm of a zero gate: its sums stay finite, and their exponentials are 0.
 _LOWEST = -1e4
-# Up to this size powers are as accurate as substitution: no coefficient is above 3.
+# Up to this size, powers are as accurate as substitution: no coefficient exceeds 3.
 _SMALLEST = 4
 
 
@@ -60,7 +60,7 @@ def _chunks(x: mx.array, key_heads: int) -> mx.array:
     x = mx.pad(x, [(0, 0), (0, -tokens % size), (0, 0), (0, 0)])
     x = x.reshape(rows, -1, size, key_heads, heads // key_heads, x.shape[-1])
     x = x.transpose(1, 0, 3, 4, 2, 5)
-    # Laid out as its products read it, by a copy that MLX can export, unlike mx.contiguous.
+    # A copy in the layout that products read. Unlike mx.contiguous, MLX can export it.
     return x.reshape(-1).reshape(x.shape)
 
 
@@ -92,9 +92,10 @@ def _unit_inverse(a: mx.array) -> mx.array:
 
 
 def _inverted(a: mx.array) -> mx.array:
-    """By blocks: the lower left one of [[T, 0], [X, U]] is -U A_21 T.
+    """Return the inverse of a unit triangular matrix, by blocks.
 
-    The series of powers of a matrix this large would cancel binomial coefficients.
+    The lower left block of the inverse of [[T, 0], [X, U]] is -U A_21 T. A power series of a matrix
+    this large would cancel binomial coefficients.
     """
     size = a.shape[-1]
     if size <= _SMALLEST:

@@ -1,4 +1,4 @@
-"""Experts with their tokens sorted, whose gradients are gathered as their inputs are.
+"""Experts with sorted tokens, whose gradients are gathered as their inputs are.
 
 mlx-lm sorts too, but MLX's gradient of a gather adds into zeros, in any order on a GPU.
 """
@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.replaced import subclasses
 
-# With fewer, mlx-lm does not sort either: sorting costs more than it gains.
+# With fewer tokens, sorting costs more than it gains; mlx-lm's limit is the same.
 _FEWEST = 64
 
 

@@ -55,7 +55,7 @@ def gated_delta_update(
     if state is None:
         state = mx.zeros((q.shape[0], *v.shape[2:], q.shape[-1]))
     if log_gates.ndim > 3:
-        # A gate for each channel, as Kimi Linear has: mlx-lm's loop over tokens.
+        # Kimi Linear has a gate for each channel, and takes mlx-lm's loop over tokens.
         loop, gates = mlx_lm_gated_delta.gated_delta_ops, mx.exp(log_gates)
         return by_blocks(loop, (q, k, v, gates, beta), state, SIZE)
     if _has_kernel(k, v):

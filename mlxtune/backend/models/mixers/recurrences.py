@@ -1,6 +1,6 @@
 """Recurrences by blocks of tokens, and the convolutions before them.
 
-The backward pass runs one block at a time again.
+The backward pass runs one block again at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,10 +14,10 @@ from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.replaced import subclasses
 
-# The tokens of a block: of RWKV 7, in all rows, whose backward pass has their states in memory, and
-# of Mamba 2, as many as mlx-lm takes at once, which makes weights of all their pairs.
+# The tokens of a block. RWKV 7 counts them over all rows, as its backward pass holds their states.
+# Mamba 2 takes as many as mlx-lm does, which computes weights for all pairs in a block.
 BLOCK, _PAIRED = 64, 256
-# Longer kernels are no sums of few products.
+# Longer kernels would take too many products.
 _LONGEST = 8
 
 
@@ -55,7 +55,7 @@ def by_blocks(
             given = [*block(whole, start), state]
             (d_y,) = block([d_outputs], start)
             found = mx.vjp(lambda *x: list(run(*x)), given, [d_y, d_state])[1]
-            # All at once, or the results of one block would wait for the others.
+            # Evaluated together, or the results of one block would wait for the others.
             *made, d_state = mx.depends(found, found)
             gradients.append(made)
         parts = zip(*gradients[::-1], strict=True)
@@ -80,7 +80,7 @@ def ssm_update(
 ) -> tuple[mx.array, mx.array]:
     """Return mlx-lm's result of this name: y (B, T, H, P) and the state (B, H, P, n).
 
-    A_log, D and dt_bias are frozen. Masks and lengths come with generation alone.
+    A_log, D and dt_bias are frozen. Only generation passes masks and lengths.
     """
     x = hidden_states
     if mask is not None or lengths is not None or x.shape[1] == 1:
@@ -119,7 +119,7 @@ def _loop(*inputs: mx.array) -> tuple[mx.array, mx.array]:
 
 
 class DepthwiseConv1d(nn.Module):
-    """The convolution of nn.Conv1d where it has a group for each channel; its weight is frozen."""
+    """nn.Conv1d with a group for each channel and a frozen weight."""
 
     def __call__(self, x: mx.array) -> mx.array:
         if not _is_depthwise(self, x):
@@ -142,7 +142,7 @@ def convolve(x: mx.array, weight: mx.array) -> mx.array:
     """Return y_t = sum_k weight_k x_(t+k) for x (B, T + K - 1, C) and weight (C, K, 1)."""
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
-        # Each input has a part in the K outputs up to its place: a convolution backwards.
+        # Each input contributes to K outputs: its gradient is the convolution in reverse.
         around = (weight.shape[1] - 1,) * 2
         return _convolve(mx.pad(cotangent, [(0, 0), around, (0, 0)]), weight[:, ::-1])
 
@@ -152,7 +152,7 @@ def convolve(x: mx.array, weight: mx.array) -> mx.array:
 def _convolve(x: mx.array, weight: mx.array) -> mx.array:
     if not on_cpu():
         return mx.conv1d(x, weight, groups=weight.shape[0])
-    # MLX's takes many times as long there.
+    # MLX's own gradient takes many times as long there.
     last = weight.shape[1] - 1
     taps = weight.squeeze(-1).T.astype(mx.float32)
     terms = (x[:, k : x.shape[1] - last + k] * taps[k] for k in range(last + 1))
