@@ -23,7 +23,7 @@ class MlxTuneError(Exception):
 
 
 class ConfigError(MlxTuneError, ValueError):
-    """One or more options are missing, unknown or out of range.
+    """Options are missing, unknown or out of range.
 
     `problems` holds one sentence for each; the message joins them.
     """
@@ -46,7 +46,7 @@ class OutputError(MlxTuneError, OSError):
 
 
 class MemoryLimitError(MlxTuneError, MemoryError):
-    """Even one example at a time needs more memory than there is."""
+    """Even one example at a time exceeds the available memory."""
 
 
 class GpuError(MlxTuneError, RuntimeError):
@@ -54,7 +54,7 @@ class GpuError(MlxTuneError, RuntimeError):
 
 
 class WorkerError(MlxTuneError, RuntimeError):
-    """Another worker of the run is gone, or does not do the same."""
+    """Another worker of the run is gone, or differs in its run."""
 
 
 class NonFiniteLossError(MlxTuneError, FloatingPointError):
@@ -84,7 +84,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
     @property
     def saved(self) -> str:
-        """Where the state is saved, and the command that resumes the run."""
+        """The folder with the saved state, and the command that resumes the run."""
         if self.checkpoint is None:
             return "nothing to save"
         run = shlex.quote(str(self.checkpoint.parent))

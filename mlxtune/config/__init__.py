@@ -1,6 +1,6 @@
 """The options of each command as frozen dataclasses, for flags, config files and Python.
 
-Each option is defined once, as a field of the config that is nearest to its subject.
+Each option is defined once, as a field of the config closest to its subject.
 """
 
 from mlxtune.config.data import DataConfig, InspectConfig, user_cache

@@ -27,7 +27,7 @@ FORMATS = ("4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4")
 
 @dataclasses.dataclass(frozen=True)
 class _Source(Checked):
-    """The model folder, and how prompts are written for it."""
+    """The model folder, and the format of its prompts."""
 
     model_path: str = FILES.option(
         "",
@@ -41,7 +41,7 @@ class _Source(Checked):
         False,
         "Run Python code from the model's folder; read it first.",
         EXECUTION,
-        encodes=True,  # it may bring another tokenizer
+        encodes=True,  # a template may bring another tokenizer
         inherited=False,
     )
     template: str = DATA.option(
@@ -80,7 +80,7 @@ class _Source(Checked):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(_Source):
-    """Which base model is loaded, in which precision, and the memory that it may use."""
+    """The base model, its precision, and the memory that it may use."""
 
     memory_limit: float = RUN.option(
         24.0,
@@ -112,7 +112,7 @@ class ModelConfig(_Source):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsConfig(RowObjectiveConfig):
-    """How the rows of data are read and encoded."""
+    """How rows are read and encoded."""
 
     max_seq_len: int = DATA.option(
         512, "Longest example in tokens; the rest is cut off.", RESULT, at_least=2, at_most=10**9
@@ -170,7 +170,7 @@ class RowsConfig(RowObjectiveConfig):
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig(RowsConfig, _Source):
-    """Which data is read, and how it is encoded, split and batched."""
+    """The data, and how it is encoded, split and batched."""
 
     data: tuple[str, ...] = FILES.option(
         (),
@@ -272,9 +272,9 @@ def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def weighted(value: str) -> tuple[str, float]:
-    """Return a value of --data without its weight, and the weight; 1 without any.
+    """Return a value of --data without its weight, and the weight, by default 1.
 
-    Text behind the name of a file that exists is a weight, NaN if it is no number.
+    Text after the name of an existing file is a weight, NaN if it is no number.
     """
     name, _, weight = value.rpartition("=")
     if not name or os.path.lexists(as_path(value)):

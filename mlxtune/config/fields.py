@@ -1,4 +1,4 @@
-"""The fields of a config: the meaning of an option, its values, and how they are read.
+"""The fields of a config: the meaning, the values and the parsing of each option.
 
 Flags, config files and the Python API go through the same conversion.
 """
@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 from mlxtune.config.known_names import unknown_keyword
 from mlxtune.errors import ConfigError
 
-# Starts the fields in the docstring of a config.
+# The heading of the fields in a config's docstring.
 FIELDS = "Fields:"
 # Computations use 64-bit integers.
 _TOO_LARGE = 2**63
@@ -61,14 +61,14 @@ class Option:
     """The meaning of an option, and the values that it takes beyond its type."""
 
     help: str
-    # No default, so that each new option decides it.
+    # It has no default, so that each new option decides it.
     affects: Affects
     section: Section
     # Decides which examples a data file gives, so encoded files are cached by it.
     encodes: bool = False
     # A file or folder: a relative path starts where the run was started.
     path: bool = False
-    # False: never taken from a checkpoint, which someone else may have written.
+    # False: never taken from a checkpoint, which may come from a stranger.
     inherited: bool = True
     at_least: float | None = None
     at_most: float | None = None
@@ -82,15 +82,15 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """What None stands for, as the help says it."""
+        """The meaning of None, as the help gives it."""
         _, found, text = self.help.partition("default: ")
         return text.removesuffix(".") if found else "none"
 
     def read(self, value: Any, annotation: Any) -> Any:
         """Return a value converted to `annotation`.
 
-        Raises ValueError with its problem, which starts with a verb: the caller puts the name of
-        the option before it.
+        Raises ValueError with the problem, which starts with a verb: the caller prefixes the
+        option's name.
         """
         if isinstance(value, bool) and annotation is str and {"on", "off"} <= {*self.choices}:
             value = "on" if value else "off"  # as YAML reads `thinking: on`
@@ -118,7 +118,7 @@ class Option:
         return _read_number(value, annotation)
 
     def _spelt(self, value: Any) -> Any:
-        """Return a choice as it is spelt here: `DPO` is dpo."""
+        """Return a choice in our spelling: `DPO` becomes dpo."""
         spelling = {each.lower(): each for each in self.choices}
         if isinstance(value, tuple):
             return tuple(spelling.get(each.lower(), each) for each in value)
@@ -126,7 +126,8 @@ class Option:
 
     def _check(self, value: Any) -> None:
         for text in value if isinstance(value, tuple) else (value,):
-            # Of a file's name in another encoding. MLX and tokenizers take UTF-8 only.
+            # Such text comes from file names in another encoding. MLX and tokenizers take UTF-8
+            # only.
             if isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
                 rename = ": rename it" if self.path else ""
                 raise ValueError(f"must be text in UTF-8, {_not(text)}{rename}")
@@ -186,7 +187,10 @@ def _read_items(value: Any, are_paths: bool) -> tuple[str, ...]:
 
 
 def _is_short(value: Any) -> bool:
-    """Return whether a value may become text: other ones can be unbounded, or refused by Python."""
+    """Return whether a value may become text.
+
+    Other values can be unbounded, or refused by Python.
+    """
     return isinstance(value, str) or (isinstance(value, int | float) and abs(value) < _TOO_LARGE)
 
 
@@ -250,7 +254,7 @@ def field_types(config: type) -> dict[str, Any]:
 
 
 def flags_of(config: type) -> frozenset[str]:
-    """Return the names of the options that take no value on the command line."""
+    """Return the names of the options that need no value on the command line."""
     return frozenset(name for name, kind in field_types(config).items() if kind is bool)
 
 
@@ -260,11 +264,11 @@ _Part = TypeVar("_Part")
 class Checked:
     """A dataclass that converts and checks its fields, and reports all problems at once."""
 
-    # The names of the options that the config's maker gave.
+    # The names of the options given by the config's maker.
     given: frozenset[str]
 
     def __new__(cls, *values: Any, **options: Any) -> Self:
-        """Answer unknown options before Python does. Raises ConfigError."""
+        """Report unknown options before Python does. Raises ConfigError."""
         own = options_of(cls)
         if unknown := [name for name in options if name not in own]:
             flags = flags_of(cls)
@@ -313,12 +317,12 @@ class Checked:
 
 
 def _name(field: dataclasses.Field[Any]) -> str:
-    """Return the name of a field's option, which is the field's own unless it says otherwise."""
+    """Return the name of a field's option, by default the field's own."""
     return str(field.metadata.get("name", field.name))
 
 
 def every_option(config: type = Checked) -> set[str]:
-    """Return the names of the options of a config and of all that inherit from it."""
+    """Return the names of a config's options, and of the options of all its subclasses."""
     own = {_name(each) for each in dataclasses.fields(config)} if config is not Checked else set()
     return own.union(*map(every_option, config.__subclasses__()))
 

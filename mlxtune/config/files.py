@@ -19,11 +19,11 @@ _LONG_KEY = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """Takes plain text for null, true, false or a decimal number, or else as text.
+    """Reads plain scalars as null, true, false, a decimal number, or else text.
 
-    Dates, sexagesimals, hexadecimals and numbers with too many digits stay text, so that the
-    option that gets one is named. `<<` is a key like any other: merging can double a mapping with
-    every line.
+    Dates, sexagesimals, hexadecimals and numbers with too many digits stay text, so that the option
+    that gets one is named. `<<` is a key like any other: merging can double a mapping with every
+    line.
     """
 
     # Without the resolvers of SafeLoader.

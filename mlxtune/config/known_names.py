@@ -21,9 +21,9 @@ _OWN_CHOICE = "mlxtune decides that from the machine"
 class Known:
     """Our equivalent of another tool's option.
 
-    `ours` are options of which each command has one at most, perhaps with a value (`quantize=4`)
-    that stands instead of the given one. `differs` says what else is different, or, without
-    `ours`, why there is no such option.
+    `ours` are options of which each command has at most one, perhaps with a value (`quantize=4`)
+    that replaces the given value. `differs` names further differences or, without `ours`, the
+    reason why there is no such option.
     """
 
     ours: tuple[str, ...]
@@ -128,7 +128,7 @@ KNOWN: Mapping[str, Known] = {
     for names, ours, differs in _TABLE
     for name in names.split()
 }
-# By command: options that it lacks though others have them, and what to do instead.
+# By command: options that only other commands have, and alternatives.
 _ELSEWHERE: tuple[tuple[str, str, str], ...] = (
     ("report inspect", "output out", "--html FILE writes the page"),
     ("runs", "output out html", "mlxtune report writes a page"),
@@ -158,7 +158,7 @@ ELSEWHERE: Mapping[tuple[str, str], str] = {
     for command in commands.split()
     for name in names.split()
 }
-# Commands of other tools, and what to type here.
+# Commands of other tools, and ours.
 COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(("lora", "sft", "finetune", "fine-tune", "qlora"), "mlxtune train"),
     **{name: f"mlxtune train --objective {name}" for name in ("dpo", "kto", "orpo", "cpo")},
@@ -197,8 +197,8 @@ def answer(
 ) -> str | None:
     """Return our equivalent of another tool's name, to end a message; None if unknown.
 
-    `own` are the options that the command has, and `flags` the ones among them without a value;
-    `value` was given, None if it is not to be repeated.
+    `own` are the command's options, and `flags` its options without a value; `value` was given,
+    None if it should not be repeated.
     """
     known = KNOWN.get(name)
     if known is None:
@@ -224,7 +224,10 @@ def _shown(value: Any) -> str:
 def suggestion(
     name: str, value: Any, own: Collection[str], write: Writer, flags: Collection[str] = ()
 ) -> str:
-    """Return the end of a message about an unknown option: ours for it, or one spelt like it."""
+    """Return the end of a message about an unknown option.
+
+    Our equivalent, or a similar spelling.
+    """
     plain = name[:60].replace("-", "_")
     if plain in KNOWN:
         return answer(plain, value, own, write, flags) or ""
@@ -234,6 +237,6 @@ def suggestion(
 
 
 def unknown_keyword(name: str, value: Any, own: Collection[str], flags: Collection[str]) -> str:
-    """Return the problem of a keyword in Python that no option has."""
+    """Return the problem with a Python keyword that is no option."""
     shown = repr(value) if isinstance(value, str | int | float | list | tuple) else "…"
     return f"no option {shorten(name)}{suggestion(name, shown, own, as_keyword, flags)}"

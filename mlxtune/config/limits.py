@@ -1,7 +1,7 @@
 """Limits of the files that are read, by their kind, and JSON read within them.
 
-Python's objects take up to 40 times their JSON: `[],` is 3 bytes, and 64 in memory. So the number
-of values is counted in the text before anything is made of it.
+Python's objects take up to 40 times their JSON: `[],` is 3 bytes, and 64 in memory. So the values
+are counted in the text before any is created.
 """
 
 import json
@@ -20,7 +20,7 @@ class Limits:
 
     `values` is the number of all values together, `entries` the longest object and, without
     `items`, the longest list, `text` the longest string or name, `digits` the longest number, and
-    `depth` how far lists are nested.
+    `depth` the deepest nesting.
     """
 
     bytes: int
@@ -32,9 +32,10 @@ class Limits:
     depth: int = 64
 
 
-# Files that tokenizers and models read are named by their makers; the others are ours.
+# Strangers name the files of tokenizers and models; the other files are ours.
 CONFIG = Limits(16 * _MB, values=500_000, entries=100_000, text=10_000)
-# A control token costs time at every load, those in a list the square of their number.
+# Each control token costs time at every load; in a list, the time grows with the square of their
+# number.
 CONTROL_TOKENS = 50_000
 TOKENIZER_CONFIG = Limits(
     32 * _MB, values=600_000, entries=CONTROL_TOKENS, text=4 * _MB, items=10_000
@@ -99,7 +100,7 @@ def check_bytes(name: str, size: int, limits: Limits) -> None:
 
 
 def parse_json(content: bytes, limits: Limits, name: str, *, constants: bool = True) -> Any:
-    """Return the value of a file's JSON, having counted its values before making any.
+    """Return the value of a file's JSON, after counting its values.
 
     Without `constants`, NaN and infinity, which JSON lacks, are refused, 1e999 too. Raises TooLarge
     or another ValueError, which both name the file.
@@ -107,7 +108,7 @@ def parse_json(content: bytes, limits: Limits, name: str, *, constants: bool = T
     check_bytes(name, len(content), limits)
     check_count(content, limits, name)
     try:
-        # `int` refuses the names of the constants.
+        # `int` rejects the names of the constants.
         kinds: dict[str, Any] = {} if constants else {"parse_constant": int, "parse_float": _finite}
         value = json.loads(content.decode("utf-8"), **kinds)
     except RecursionError as error:
@@ -129,8 +130,8 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 def has_more_values(content: bytes, most: int) -> bool:
-    """Return whether JSON may hold more values than that, by its brackets and commas."""
-    # Long texts full of them, such as templates, take time to leave out.
+    """Return whether JSON may hold more than `most` values, by its brackets and commas."""
+    # Stripping long texts full of brackets, such as templates, takes time.
     if len(content) <= most or _marks(content, 0, len(content)) <= most:
         return False
     values = end = 0
@@ -174,12 +175,12 @@ def _is_longer(number: int, digits: int) -> bool:
 
 
 def _walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield a value and all in it, each with its depth; a list comes before its parts."""
+    """Yield a value and all values in it, each with its depth; a list comes before its parts."""
     pending, seen = [(value, 1)], set()
     while pending:
         each, depth = pending.pop()
         yield each, depth
-        # In YAML, a list may be in many places, and in itself.
+        # In YAML, a list may occur in many places, and in itself.
         if isinstance(each, dict | list):
             if id(each) in seen:
                 continue

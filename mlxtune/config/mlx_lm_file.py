@@ -1,4 +1,4 @@
-"""Config files of mlx-lm's trainer as our options, with the fate of each line.
+"""Config files of mlx-lm's trainer as our options, with a remark on each line.
 
 mlx_lm.lora takes such a file with --config; its keys and defaults are in mlx_lm/lora.py.
 """
@@ -33,11 +33,11 @@ class Translation:
 
 
 class _Impossible(ValueError):
-    """An entry that mlxtune cannot honour; the message says why."""
+    """An entry that mlxtune cannot honour; the message gives the reason."""
 
 
 def is_mlx_lm_file(entries: Mapping[Any, Any], own: Collection[str]) -> bool:
-    """Return whether the entries are for mlx-lm; `own` are the options of all commands here."""
+    """Return whether the entries are for mlx-lm; `own` are the options of all our commands."""
     names = {str(key).replace("-", "_") for key in entries}
     return bool(names & _SIGNS) and not any(name in own for name in names - _ENTRIES.keys())
 
@@ -106,7 +106,7 @@ def _whole(value: Any, by: int = 1) -> int:
 
 
 def _accumulated(entries: Entries) -> int:
-    """Return how many of mlx-lm's batches are a step here."""
+    """Return how many of mlx-lm's batches make a step here."""
     return _whole(entries.get("grad_accumulation_steps") or 1)
 
 
@@ -253,7 +253,7 @@ _ENTRIES: Mapping[str, _Converter] = {
     "trust_remote_code": _same("trust_remote_code"),
     "config": _nothing("this file"),
 }
-# Our options for mlx-lm's defaults that differ, where an entry is missing.
+# Our options for mlx-lm's defaults that differ, for missing entries.
 _DEFAULTS = {
     "iters": "--epochs 1, mlx-lm 1000",
     "learning_rate": "--lr 1e-4, mlx-lm 1e-5",

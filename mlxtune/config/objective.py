@@ -9,12 +9,12 @@ RESULT, TRAINING = Affects.RESULT, Section.TRAINING
 # The objectives whose rows are pairs of answers, and those whose rows have a label.
 PAIRED, LABELLED = ("dpo", "orpo", "cpo", "simpo"), ("kto",)
 OBJECTIVES = ("sft", *PAIRED, *LABELLED)
-# The peak learning rate where none is given: of `sft`, and of every other objective.
+# The default peak learning rates: of `sft`, and of all other objectives.
 DEFAULT_RATE, PREFERENCE_RATE = 1e-4, 5e-6
 
 
 def default_rate(objective: object) -> float:
-    """Return the peak learning rate where none is given."""
+    """Return the default peak learning rate of an objective."""
     return PREFERENCE_RATE if objective in (*PAIRED, *LABELLED) else DEFAULT_RATE
 
 
@@ -61,7 +61,7 @@ class RowObjectiveConfig(Checked):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(RowObjectiveConfig):
-    """What a step minimises: the loss of answers, or of preferences."""
+    """The loss that a step minimises: of answers, or of preferences."""
 
     beta: float | None = TRAINING.option(
         None,
@@ -103,7 +103,7 @@ class ObjectiveConfig(RowObjectiveConfig):
 
     @property
     def default_rate(self) -> float:
-        """The peak learning rate where none is given."""
+        """The default peak learning rate."""
         return default_rate(self.objective)
 
     @property

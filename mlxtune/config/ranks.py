@@ -1,4 +1,4 @@
-"""The rank and scale of each projection, and how its LoRA starts, from the options."""
+"""The rank, scale and initial LoRA of each projection, from the options."""
 
 import math
 import re
@@ -48,7 +48,7 @@ def scale_of(alpha: float, rank: int, *, rslora: bool) -> float:
 
 
 def alpha_of(scale: float, rank: int, *, rslora: bool) -> float:
-    """Return the alpha that gives a scale, exactly if one does."""
+    """Return the alpha that gives a scale, exactly if possible."""
     alpha = scale * (math.sqrt(rank) if rslora else rank)
     near = (alpha, math.nextafter(alpha, 0), math.nextafter(alpha, math.inf))
     return next((each for each in near if scale_of(each, rank, rslora=rslora) == scale), alpha)

@@ -365,7 +365,8 @@ OPTIONS = options_of(TrainConfig)
 class InstructTrainingConfig(_LoopConfig):
     """Options of the trainer: epochs, split, validation, checkpoints, learning rate and schedule.
 
-    `learning_rate` is the peak that the schedule scales; None takes the pipeline's.
+    `learning_rate` is the peak that the schedule scales; None takes the pipeline's. The trainer
+    does not read `log_interval`, which observers may.
 
     Raises ConfigError, with every problem at once.
     """
@@ -390,7 +391,8 @@ class InstructConfig(_LoraConfig):
     """Options of the pipeline: LoRA, optimizer, clipping.
 
     `learning_rate` is the default of `train_step` and `train_batch`, and the peak for a trainer
-    whose config has none; a trainer passes the rate of its schedule to each step.
+    whose config has none; a trainer passes the rate of its schedule to each step. The pipeline does
+    not read `epochs` and `max_seq_len`.
 
     Raises ConfigError, with every problem at once.
     """
@@ -408,7 +410,7 @@ class InstructConfig(_LoraConfig):
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig(TrainConfig):
-    """Options of `mlxtune plan`: the options of a run, whose data may be missing."""
+    """Options of `mlxtune plan`: the options of a run, with optional data."""
 
     data: tuple[str, ...] = same(
         TrainConfig,
@@ -439,7 +441,7 @@ class PlanConfig(TrainConfig):
 
 @dataclasses.dataclass(frozen=True)
 class BenchConfig(_StepConfig):
-    """Options of a benchmark of training steps; without `against`, only this package's."""
+    """Options of a benchmark of training steps; without `against`, of this package alone."""
 
     _: dataclasses.KW_ONLY
     # Rows held out for validation would not be timed.

@@ -22,7 +22,7 @@ from mlxtune.config.training import TrainConfig
 from mlxtune.errors import shorten
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# The wheel carries its files in the package; a clone, also if installed as editable, has them here.
+# The wheel carries these files in the package; a clone, also an editable install, has them here.
 _CARRIED, _CLONED = _PACKAGE / "demo", _PACKAGE.parent / "data"
 MODEL, DATA = "demo-qwen3", "bookings.jsonl"
 _WEIGHTS = (".safetensors", ".gguf")
@@ -40,7 +40,7 @@ _GGUF_TYPE = re.compile(r"[A-Za-z]+[0-9]+(_[A-Za-z0-9]+)*")
 
 @dataclasses.dataclass(frozen=True)
 class UseConfig(ModelConfig):
-    """Which model is used, with which adapter and which prompt format."""
+    """The model, its adapter and its prompt format."""
 
     model_path: str | None = same(  # type: ignore[assignment]
         ModelConfig,
@@ -70,7 +70,7 @@ class UseConfig(ModelConfig):
 
     def reading(self, **options: Any) -> DataConfig:
         """Return the options that read data as `train` reads it, with `options`."""
-        # Prompts come without a data file; EvalConfig has its own data.
+        # Prompts need no data file, and EvalConfig has its own data.
         changes = {"data": getattr(self, "data", ("none",)), "val_split": 0.0}
         return self.part(DataConfig, **changes | options)
 
@@ -111,13 +111,14 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
         if self.match != "exact" and not self.generate:
             problems += ["--match counts answers: add --generate"]
         if self.match.startswith("regex="):
-            # This import takes time, which few commands need.
+            # This import takes time that few commands need to spend.
             import regex
 
             pattern = self.match.removeprefix("regex=")
             try:
                 regex.compile(pattern)
-                # The time of a search has a limit, and of some steps in it only its length.
+                # The time of a search is limited, but some steps of it only by the pattern's
+                # length.
                 if not 0 < len(pattern) <= _LONGEST_PATTERN:
                     problems += [f"--match regex= takes 1 to {_LONGEST_PATTERN:,} characters"]
             except (regex.error, RecursionError) as error:

@@ -1,1 +1,1 @@
-"""The trainer and everything it stands on, in pure Python: no mlx, no transformers."""
+"""The trainer and its foundations, in pure Python: no mlx, no transformers."""

@@ -1,4 +1,4 @@
-"""Names from a hub, a model's config or a run, checked before they become part of a path."""
+"""Names from a hub, a config or a run, checked before they become part of a path."""
 
 import re
 

@@ -184,7 +184,7 @@ def _updated(
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         (x, a, b), cotangent, narrow = primals, cotangents[0], outputs[1]
-        # The product of this second call is not computed: nothing reads it.
+        # The product of this second call is never read, so it is not computed.
         (frozen,) = mx.vjp(product, [x], [cotangent])[1]
         d_narrow = cotangent @ b.T
         d_x = mx.addmm(frozen, d_narrow, a.T, alpha=scale)

@@ -9,13 +9,13 @@ from mlxtune.backend.lora.targets import dimensions, experts_per_token, projecti
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import predicted_tokens, run_length
 
-# Heads of attention, and experts of a token, where a model gives no number.
+# Heads of attention, and experts of a token, if a model gives no number.
 _HEADS, _EXPERTS = 64, 8
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A frozen matrix, or a stack of `experts`, of which each token goes through `used`."""
+    """A frozen matrix, or a stack of `experts` matrices, of which each token uses `used`."""
 
     inputs: int
     outputs: int
@@ -34,7 +34,7 @@ class Matrix:
 
     @property
     def width(self) -> int:
-        """The width of a token's outputs."""
+        """The width of the outputs for a token."""
         return self.outputs * self.used
 
 
@@ -59,7 +59,7 @@ class ModelFacts:
         return max(sum(m.width for m in layer.values()) for layer in self.layers)
 
     def costs(self, examples: Sequence[Example]) -> list[float]:
-        """Return the multiplications of examples with weights, as workers weigh them."""
+        """Return the cost of examples in multiplications with weights, for sharing them out."""
         trunk = float(sum(m.inputs * m.width for layer in self.layers for m in layer.values()))
         head = float(self.vocab * self._hidden)
         return [trunk * run_length(each) + head * predicted_tokens(each) for each in examples]

@@ -35,10 +35,11 @@ class LoRAOptimizer:
     """Clipping and AdamW over all LoRA matrices, and a check that all numbers are finite.
 
     AdamW has decoupled weight decay and bias correction, arXiv:1711.05101, algorithm 2. The
-    matrices are joined into one vector, so that an update is a few operations however many there
-    are. With an `lr_ratio`, there are two, all A and the rest (B and DoRA's `m`), which learns at
-    that multiple of A's rate (LoRA+, arXiv:2402.12354, section 4; `m` as in PEFT); weight decay is
-    scaled by each one's rate, as in PEFT's create_loraplus_optimizer with `loraplus_weight_decay`.
+    matrices are joined into one vector, so that an update takes a few operations, however many
+    matrices there are. With an `lr_ratio`, there are two vectors, all A and the rest (B and DoRA's
+    `m`), which learns at that multiple of A's rate (LoRA+, arXiv:2402.12354, section 4; `m` as in
+    PEFT); weight decay is scaled by each one's rate, as in PEFT's create_loraplus_optimizer with
+    `loraplus_weight_decay`.
     """
 
     def __init__(self, vectors: LoRAVectors, parameters: Any, config: InstructConfig) -> None:
@@ -95,18 +96,18 @@ class LoRAOptimizer:
         return Update(self._layout.split(vectors), vectors, state, norm, finite)
 
     def commit(self, update: Update) -> None:
-        """Make an update the state that the next one starts from."""
+        """Make an update the state from which the next update starts."""
         self.state, self._vectors = update.state, update.vectors
         self._parts = dict(tree_flatten(update.parameters))
 
     def state_for_file(self) -> dict[str, Any]:
-        """Return the state as files have it, computed."""
+        """Return the state in the layout of files, evaluated."""
         state = self._with_moments(self._layout.for_file)
         mx.eval(state)
         return state
 
     def take_from_file(self, state: dict[str, Any]) -> None:
-        """Take a state that `state_for_file` gave."""
+        """Take a state in the layout of files."""
         self.state = state
         self.state = self._with_moments(self._layout.from_file)
 
@@ -118,7 +119,7 @@ class LoRAOptimizer:
         }
 
     def _are_parts(self, parameters: Any) -> bool:
-        """Return whether these are the parameters of the last update, as they were."""
+        """Return whether the parameters are still those of the last update."""
         return all(self._parts.get(name) is value for name, value in tree_flatten(parameters))
 
     def _take(
@@ -129,7 +130,7 @@ class LoRAOptimizer:
         state: dict[str, Any],
         rate: mx.array,
     ) -> tuple[list[mx.array], dict[str, Any], mx.array, mx.array]:
-        # Sums by row, then their sum, which rounds less.
+        # Summing by row first rounds less.
         squares = [mx.square(vector).reshape(-1, ROW).sum(axis=1).sum() for vector in gradients]
         norm = mx.sqrt(sum(squares[1:], squares[0]))
         scale = mx.minimum(self._max_norm / (norm + _SMALLEST_NORM), 1.0)

@@ -1,4 +1,4 @@
-"""The layout of the current line, in which the examples of a micro-batch stand end to end."""
+"""The layout of the current line, which holds the examples of a micro-batch end to end."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,11 +36,11 @@ class Layout:
 
     @property
     def longest(self) -> int:
-        """The last position of any token, plus one."""
+        """The largest position of any token, plus one."""
         return int(self.positions.max()) + 1
 
     def before(self, segment: Segment) -> list[slice]:
-        """Return the places of the tokens that a segment continues, in order."""
+        """Return the places of the tokens before a segment, in order."""
         slices: list[slice] = []
         while segment.parent >= 0:
             segment = self.segments[segment.parent]
@@ -57,7 +57,7 @@ class Layout:
 
     @cached_property
     def places(self) -> mx.array:
-        """Where each token of the line is in `rows`, flattened: int32 (N,)."""
+        """The place in `rows`, flattened, of each token of the line: int32 (N,)."""
         return mx.array(self._side_by_side[1])
 
     @cached_property
@@ -68,10 +68,10 @@ class Layout:
 
     @cached_property
     def shared(self) -> tuple[mx.array, mx.array] | None:
-        """The tokens that several rows have, int32 (S,), and `places` with all of theirs.
+        """The tokens that several rows share, int32 (S,), and all their places in `rows`.
 
-        Each shared token has R places, the last of which may be padding. None if no token
-        is shared.
+        Each shared token has R places, the last of which may be padding. None if no token is
+        shared.
         """
         rows, first = self._side_by_side
         counts = np.bincount(rows[rows >= 0], minlength=len(self.positions))

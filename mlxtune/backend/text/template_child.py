@@ -12,14 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-# Kinds of replies: the text, a template's refusal of the messages, a template that is none, and one
-# that asks for random numbers or writes the time of the day, with what it does.
+# Kinds of replies: the text, a template's refusal of the messages, an invalid template, and a
+# template that uses random numbers or the time of day, with its offence.
 TEXT, REFUSED, INVALID, UNSTEADY = "text", "refused", "invalid", "unsteady"
 
 Reply = tuple[str, str]
 
 _Moment = datetime.datetime
-# They differ in their hours, halves of the day, minutes, seconds and microseconds.
+# Two times that differ in hour, half of the day, minute, second and microsecond.
 _TIMES = datetime.time(), datetime.time(13, 37, 11, 123_457)
 
 
@@ -32,7 +32,7 @@ def _refuse(*_arguments: Any, **_options: Any) -> NoReturn:
 
 
 class _Today(_Moment):
-    """The clock of templates, which tells the date and refuses to tell the time of the day."""
+    """The clock of templates, which knows the date but refuses the time of day."""
 
     def strftime(self, format: str) -> str:
         night, later = (_Moment.combine(self.date(), time).strftime(format) for time in _TIMES)
@@ -62,11 +62,11 @@ def _replies(
     render: Callable[..., Any], source: str, requests: Sequence[bytes], seconds: float
 ) -> Iterator[Reply]:
     for request in requests:
-        # After so much time on the CPU, the system ends this process by SIGPROF.
+        # After that much CPU time, the system ends this process by SIGPROF.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         kind = INVALID
         try:
-            # Without conversations, the process only compiles the template, and keeps it.
+            # Without conversations, only compile the template, and keep it.
             render([], chat_template=source)
             kind = REFUSED
             yield TEXT, render(chat_template=source, **json.loads(request))[0][0]

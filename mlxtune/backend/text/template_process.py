@@ -17,10 +17,10 @@ from mlxtune.backend.text import template_child
 from mlxtune.backend.text.template_child import REFUSED, TEXT, Reply
 from mlxtune.core.files.processes import LimitedProcess, TooMuchMemory
 
-# A long conversation has more time and a longer result: this many characters double the time, and
-# each may become this many.
+# A longer conversation gets more time and may give a longer result: this many characters double the
+# time, and each character may become this many.
 _CHARACTERS_AGAIN, _GROWTH = 2**22, 16
-# Characters that any request may become, and that several may become together.
+# The most characters of one result, and of several results together.
 _ALWAYS, _MAX_RESULT = 2**20, 2**25
 
 _TOO_LARGE = "produces more text or values than any conversation needs"
@@ -31,7 +31,7 @@ class Harmful(Exception):
 
 
 class TemplateProcess:
-    """The child process: started on first use, and again after it was ended.
+    """The child process: started on first use, and again after it has ended.
 
     A rendering may take `seconds` on the CPU, and the child `memory` bytes.
     """
@@ -52,7 +52,7 @@ class TemplateProcess:
             except BaseException as error:  # noqa: BLE001  it is raised where the result is read
                 future.set_exception(error)
 
-        # Python's exit does not wait for it.
+        # A daemon thread: Python's exit does not wait for it.
         threading.Thread(target=work, daemon=True).start()
         return future
 
@@ -67,7 +67,7 @@ class TemplateProcess:
             except TooMuchMemory:
                 self.close()
                 raise Harmful(_TOO_LARGE) from None
-            except BaseException:  # also Ctrl-C, after which nobody waits for the reply
+            except BaseException:  # also Ctrl-C, after which no caller reads the reply
                 self.close()
                 raise
 
@@ -98,7 +98,7 @@ class TemplateProcess:
         self._child = self._source = None
 
     def start(self) -> None:
-        """Start the child, if there is none, and do not wait for it."""
+        """Start the child if there is none, without waiting for it."""
         with self._lock:
             self._child = self._child or self._new()
 

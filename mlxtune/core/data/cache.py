@@ -101,7 +101,7 @@ def least_used(entries: Iterable[tuple[float, Path, int]], keep: Path) -> Iterat
 
 
 def _remove(entry: Path) -> None:
-    """Remove an entry, or a killed process' remains of one, if it holds nothing else."""
+    """Remove an entry, or a killed process's leftovers of one, unless it holds other files."""
     with suppress(OSError):
         remove_folder(entry, {*COLUMNS, ACCOUNT, CHECKSUMS}.__contains__)
 

@@ -1,6 +1,6 @@
-"""Faults in the words of a row that can be trained on: notes, by their kind.
+"""Faults in the text of rows that can be trained on, as notes by kind.
 
-Only faults that are hardly ever intended are noted, so that a note is worth a look.
+Only faults that are hardly ever intended are noted, so that every note deserves a look.
 """
 
 import re
@@ -23,7 +23,7 @@ from mlxtune.core.data.problems import (
 )
 from mlxtune.errors import shorten
 
-# How answers of assistants begin that decline, with a straight apostrophe.
+# How an assistant's refusals begin, with a straight apostrophe.
 _REFUSES = re.compile(
     "|".join(
         (
@@ -84,5 +84,5 @@ def _is_declared(row: Conversation, name: str) -> bool:
 
 
 def _around(text: str, start: int) -> str:
-    """Return the words at a place of a text, quoted."""
+    """Return the words around a place in a text, quoted."""
     return shorten(text[max(start - _AROUND, 0) : start + 2 * _AROUND].strip("\0"))

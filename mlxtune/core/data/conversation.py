@@ -11,7 +11,7 @@ from mlxtune.errors import shorten
 
 ROLES = ("system", "user", "assistant", "tool")
 _NO_TEXT = ("image", "input_image", "audio", "input_audio", "video")
-# The fields in which files keep thinking and templates read it.
+# The fields in which files keep thinking and from which templates read it.
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -54,7 +54,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A conversation that goes on in two ways, of which one is preferred."""
+    """A conversation with two continuations, of which one is preferred."""
 
     chosen: Conversation
     rejected: Conversation
@@ -116,7 +116,7 @@ def _parse_message(position: int, message: Any) -> Message:
     fields = {k: value for k, value in message.items() if value is not None and k != "weight"}
     fields["role"] = role
     if isinstance(content := fields.get("content"), list):
-        # mlx_lm.server joins them the same way.
+        # mlx_lm.server joins text parts the same way.
         content = fields["content"] = "".join([_part(part, where) for part in content])
     if role == "assistant":
         return _parse_answer(fields, _trained(message, where), where)

@@ -30,9 +30,9 @@ from mlxtune.core.files.reading import open_regular
 
 RowExamples = tuple[Example, ...]
 
-# The roles of examples whose answer another example of the row has too, or none.
+# Roles of examples that repeat an answer of the row, or have another row's answer.
 _COPIES = (WHOLE, MISMATCHED)
-# A pass over a whole file takes this many tokens at a time.
+# Tokens in a block of a pass over a whole file.
 _AT_ONCE = 1 << 20
 # The columns of a file's examples, each in its own little-endian file.
 COLUMNS = {
@@ -116,7 +116,7 @@ class ExampleArrays:
     ) -> npt.NDArray[np.int32]:
         """Return int32 (E,): supervised tokens among `lengths` (E,) after `skipped` (E,)."""
         counts = np.zeros(len(lengths), dtype=np.int32)
-        # Sums go by blocks, as numpy converts a whole array before it sums it.
+        # Sums are taken by blocks, as numpy would convert a whole array first.
         blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
         for first, last in pairwise([*np.unique(blocks).tolist(), len(lengths)]):
             start = int(self.ends[first - 1]) if first else 0
@@ -134,7 +134,7 @@ class ExampleArrays:
         """Free the pages of mapped files; the system reads them again when they are needed."""
         for column in (self.tokens, self.mask):
             mapped = getattr(column.base, "obj", None)
-            # Arrays made in memory have no map, and some systems no advice.
+            # In-memory arrays have no map, and some systems no madvise.
             if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
                 mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -144,8 +144,8 @@ class CutExamples:
     """The examples of one data file, each cut to `max_seq_len`.
 
     `lengths`, `supervised` and `skipped` are int32 (E,): the tokens that are kept of each example,
-    the supervised ones among them, and the tokens before them. Of an example with no supervised
-    token left, none is kept.
+    the supervised ones among them, and the tokens before them. An example with no supervised token
+    left keeps no token.
     """
 
     arrays: ExampleArrays
@@ -156,7 +156,7 @@ class CutExamples:
 
     @property
     def cut(self) -> npt.NDArray[np.int32]:
-        """int32 (E,): the tokens that are lost of each example."""
+        """int32 (E,): the number of tokens that each example loses."""
         return self.arrays.lengths - self.lengths
 
     @property
@@ -173,11 +173,10 @@ class CutExamples:
 def _tokens_to_skip(mask: npt.NDArray[np.uint8], max_seq_len: int) -> int:
     """Return how many tokens to skip at the start of an example, so that `max_seq_len` follow.
 
-    A skipped answer is skipped whole. The last one is kept from its start, after a token to predict
-    it from, even if its end is cut then.
+    A skipped answer is skipped whole. The last answer is kept from its start, after a token to
+    predict it from, even if its end is cut.
 
-    mask         0 0 1 1 0 0 0 1 1
-    max_seq_len        6: skip 4, as the first answer does not fit whole
+    mask 0 0 1 1 0 0 0 1 1 max_seq_len 6: skip 4, as the first answer does not fit whole
     """
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
     starts, ends = edges[::2], edges[1::2]
@@ -240,7 +239,7 @@ def write_arrays(folder: Path, chunks: Iterable[Sequence[Sequence[Example]]]) ->
 
 
 def rows_used(rows: int, weight: float) -> tuple[int, int]:
-    """Return how often an epoch uses each of a file's rows, and how many of them once more."""
+    """Return how many times an epoch uses each row of a file, and how many rows once more."""
     whole, part = int(weight), round(weight % 1 * rows)
     return whole, part if whole or not rows else max(part, 1)
 
@@ -362,7 +361,7 @@ class Corpus(Sequence[Example]):
 
         Weights of files are part of it, unless all are 1.
 
-        Row numbers are left out: another comment in the file leaves the data the same.
+        Row numbers are left out, as an added comment does not change the data.
         """
         digest = hashlib.sha256()
         digest.update(np.diff(self._first_of_row).astype("<i8").tobytes())
@@ -380,7 +379,7 @@ class Corpus(Sequence[Example]):
         return f"sha256:{digest.hexdigest()}"
 
     def _stretches(self, column: str) -> Iterator[npt.NDArray[Any]]:
-        """Yield a column of the kept examples in order, adjacent ones together."""
+        """Yield a column of the kept examples in order, adjacent examples together."""
         ends = self._start + self.lengths
         apart = (self._start[1:] != ends[:-1]) | (self._file[1:] != self._file[:-1])
         edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(self)] if len(self) else []
@@ -422,9 +421,9 @@ class CorpusRows:
 
     @cached_property
     def answers(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """The place of each answer's row, int64 (A,), and a hash of its tokens, uint64 (A,).
+        """The row of each answer, int64 (A,), and a hash of its tokens, uint64 (A,).
 
-        The tokens of an answer are the same, prompt included, under every objective.
+        An answer's tokens, its prompt included, are the same under every objective.
         """
         found = [
             (place, identity([_unmasked(example)]))
@@ -435,7 +434,7 @@ class CorpusRows:
         return np.array(places, dtype=np.int64), np.array(hashes, dtype=np.uint64)
 
     def without(self, identities: npt.NDArray[np.uint64]) -> CorpusRows:
-        """Return the rows that are none of these, and of whose answers none is."""
+        """Return the rows that are not given and share no answer with the given rows."""
         known = np.isin(self.identities, identities)
         if len(identities):
             places, hashes = self.answers
@@ -443,7 +442,7 @@ class CorpusRows:
         return self.only(np.flatnonzero(~known))
 
     def only(self, places: npt.NDArray[np.int64]) -> CorpusRows:
-        """Return some rows, by their places here."""
+        """Return the rows at some places of this selection."""
         return CorpusRows(self.corpus, [self.indices[i] for i in places.tolist()])
 
     @cached_property

@@ -28,14 +28,14 @@ from mlxtune.core.data.problems import (
 from mlxtune.core.data.template import Rendered, Rendering, Template
 
 _CHUNK_ROWS = 512
-# Tokenizers take some 200 bytes for each character that they encode at once.
+# Tokenizers take some 200 bytes for each character of a batch.
 _CHUNK_CHARACTERS, _MOST_CHARACTERS = 2**21, 2**22
-# Characters of a text's prompts, or their ends, encoded one by one: half a minute.
+# The most characters of prompts, or of their ends, that are encoded one by one: half a minute.
 _MOST_PROMPTS = 2**24
 _PREFETCHED_ROWS = 32
-# The texts right before answers are short and recur: their tokens are cached.
+# Texts before answers are short and recur, so their tokens are cached.
 _CACHED_TAILS, _LONGEST_TAIL = 4096, 1000
-# Nobody writes out longer control tokens.
+# No file spells out longer control tokens.
 _LONGEST_WRITTEN = 1000
 
 T = TypeVar("T")
@@ -46,10 +46,10 @@ Row = Conversation | Document | Pair
 class Example:
     """Tokens and the mask of those that carry loss.
 
-    `tokens` is int32 of shape (T,), `assistant_mask` uint8 of shape (T,), 1 where supervised.
-    `row` is the 1-based number of its row in its file, and `file` the index of that file. Examples
-    of one row are in the same step. `role` is its part in a row of preferences, and `reference` its
-    summed log-probability under the policy before its first step, where an objective needs that.
+    `tokens` is int32 of shape (T,), `assistant_mask` uint8 of shape (T,), 1 where supervised. `row`
+    is the 1-based number of its row in its file, and `file` the index of that file. Examples of one
+    row are in the same step. `role` is its part in a row of preferences, and `reference` its summed
+    log-probability under the policy before its first step, if the objective needs it.
     """
 
     row: int
@@ -64,12 +64,12 @@ class Example:
 
     @property
     def supervised(self) -> int:
-        """How many tokens carry loss."""
+        """The number of tokens that carry loss."""
         return int(self.assistant_mask.sum())
 
     @property
     def key(self) -> int:
-        """A number that identifies its row among the rows of all files."""
+        """A number that identifies its row across all files."""
         return self.file << 40 | self.row
 
 
@@ -88,7 +88,7 @@ class Encoding(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What encoding, and showing tokens, needs of a tokenizer.
+    """The interface of a tokenizer for encoding and for showing tokens.
 
     `bos_id` starts every sequence and `eos_id` ends a text, if the model has them. `control_tokens`
     are the texts of the special tokens and `control_ids` their ids.
@@ -121,7 +121,7 @@ class OffsetEncoding:
         """Return how many tokens end before a character, or None if one crosses it."""
         tokens = bisect_left(self.offsets, (character, -1))
         start, end = self.offsets[tokens - 1] if tokens else (-1, 0)
-        # A character split into byte tokens may give all but the last no width.
+        # A character split into byte tokens may give a width to its last token only.
         end = max(end, start + 1)
         return None if end > character else tokens
 
@@ -151,14 +151,14 @@ EncodedRows = list[list[Example]]
 
 
 class ControlTokens:
-    """Searches texts for control tokens, in time that hardly depends on the number of tokens.
+    """Finds control tokens in texts, in time that hardly depends on the number of tokens.
 
     A regular expression of all of them takes quadratic time to compile.
     """
 
     def __init__(self, tokens: Sequence[str]) -> None:
-        # Where a token starts with another, the shorter is found. So each is the only token that
-        # a text can start with, and comes right before the text in the order.
+        # If one token starts with another, the shorter is found. So each remaining token is the
+        # only one that a text can start with, and comes right before the text in sorted order.
         self._tokens: list[str] = []
         for token in sorted({token for token in tokens if 0 < len(token) <= _LONGEST_WRITTEN}):
             if not self._tokens or not token.startswith(self._tokens[-1]):
@@ -182,16 +182,17 @@ class ControlTokens:
 
 @dataclass
 class Encoder:
-    """Turns rows into examples. `notes` are those on every conversation.
+    """Turns rows into examples.
 
-    `prefetch` is called with some rows before those of the last time are rendered one by one.
+    `notes` apply to every conversation. `prefetch` gets the next rows before the previous rows are
+    rendered one by one.
     """
 
     template: Template
     tokenizer: Tokenizer
     notes: Mapping[str, str] = field(default_factory=dict)
     prefetch: Callable[[Sequence[Row]], None] = lambda rows: None
-    # Adds an example in which a pair's chosen text carries loss from its first token on.
+    # Whether to add an example in which a pair's chosen text carries loss from its first token on.
     trains_prompts: bool = False
     _tails: dict[str, Sequence[int]] = field(default_factory=dict)
     _left: int = _MOST_PROMPTS
@@ -243,7 +244,7 @@ class Encoder:
                 yield row.row, rendering
 
     def _prefetched(self, rows: Iterator[Row]) -> Iterator[Rows]:
-        """Yield a few rows at a time, once the next ones are being prefetched."""
+        """Yield a few rows at a time, while the next rows are prefetched."""
         following: Rows = []
         while few := list(islice(rows, _PREFETCHED_ROWS)):
             self.prefetch(few)
@@ -331,8 +332,8 @@ class Encoder:
     ) -> tuple[int, int] | None:
         """Return the token range of a span, or None if the whole differs from the prompt's tokens.
 
-        Tokenizers split a text at control tokens first, so only the tail of the prompt after the
-        last of them can differ and has to be compared.
+        Tokenizers split a text at control tokens first, so only the prompt's tail after the last
+        control token can differ and is compared.
         """
         start, end = whole.boundary(span[0]), whole.boundary(span[1])
         if start is None or end is None or self._left < 0:
@@ -379,12 +380,12 @@ class Encoder:
         for start, end in spans:
             mask[len(before) + start : len(before) + end] = 1
         mask[len(tokens) - len(after) :] = 1
-        mask[:1] = 0  # nothing predicts the first token
+        mask[:1] = 0  # nothing precedes the first token
         return Example(row, tokens, mask, role=text.role)
 
 
 def _prefers(rendering: Rendering) -> bool:
-    """Return whether the texts belong to a row of preferences, and so are used together."""
+    """Return whether the texts are a row of preferences, whose examples are used together."""
     return rendering.texts[0].role != ANSWER
 
 

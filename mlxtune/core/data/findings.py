@@ -28,8 +28,7 @@ from mlxtune.core.data.problems import (
 )
 
 _PLACES = 5
-# From this ratio of their mean lengths on, preferred answers are worth telling from the others by
-# length alone.
+# The ratio of mean lengths from which a model could tell preferred answers by length alone.
 _MUCH_LONGER = 1.5
 
 
@@ -70,8 +69,8 @@ def row_findings(
 ) -> list[Finding]:
     """Return a finding for each kind of note on the rows that are kept.
 
-    `files` are those of `corpus`, then those of `validation`. Adds notes for duplicates and leaks
-    to `files`, so call it once.
+    `files` are those of `corpus`, then those of `validation`. Call it once: it adds notes for
+    duplicates and leaks to `files`.
     """
     _note_duplicates(files, corpus)
     _note_opposites(files, corpus)
@@ -81,7 +80,7 @@ def row_findings(
 
 
 def by_loss(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings in the order to read them: errors, then by the tokens and rows they cost."""
+    """Return findings in reading order: errors first, then by lost tokens and rows."""
     return sorted(findings, key=lambda each: (each.level != "error", -each.tokens, -each.rows))
 
 
@@ -90,7 +89,7 @@ def skip_findings(files: Sequence[EncodedFile]) -> list[Finding]:
 
 
 def template_findings(source: str, thinking: str) -> Iterator[Finding]:
-    """Yield the findings that follow from a template's text alone, whatever the rows."""
+    """Yield the findings that follow from a template's text alone, for any rows."""
     if "strftime_now" in source:
         advice = "the same rows give different tokens on another day, also at inference"
         yield Finding("warning", "the template writes today's date", 0, advice)
@@ -138,7 +137,7 @@ def _note_opposites(files: Sequence[EncodedFile], corpus: Corpus) -> None:
 
 
 def length_findings(corpus: Corpus) -> Iterator[Finding]:
-    """Yield a finding where good answers are much longer than bad ones, or the other way round."""
+    """Yield a finding if good answers are much longer than bad ones, or vice versa."""
     for roles in ((CHOSEN, REJECTED), (DESIRABLE, UNDESIRABLE)):
         if not np.isin(roles, corpus.roles).all():
             continue
@@ -165,7 +164,7 @@ def _mean_length(corpus: Corpus, role: int) -> float:
 def _findings(
     tallies: Sequence[tuple[EncodedFile, RowTally]], advice: dict[str, str]
 ) -> list[Finding]:
-    """Return a finding for each kind, over all files; kinds without advice are skip reasons."""
+    """Return a finding for each kind, over all files. Kinds without advice are skip reasons."""
     findings = []
     for kind in dict.fromkeys(kind for _, tally in tallies for kind in tally.counts):
         places = [

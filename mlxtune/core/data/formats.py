@@ -27,9 +27,9 @@ from mlxtune.core.data.sources.datafiles import read_objects
 from mlxtune.errors import DataError, shorten
 
 JsonObject = Mapping[str, Any]
-# From this number of bad rows on, this share of all rows shows a wrong file or format.
+# From this many bad rows on, this share of all rows means a wrong file or format.
 _MANY, _MOST_BAD = 100_000, 0.99
-# Keys of a prompt, of an answer, and of texts that belong to a prompt, in files of other tools.
+# Names in other tools' files: of a prompt, of an answer, and of texts that belong to a prompt.
 _ASKS = ("instruction", "question", "query", "prompt", "input")
 _ANSWERS = ("output", "response", "answer", "completion")
 _BESIDE = ("context", "passage", "document", "choices")
@@ -37,7 +37,10 @@ _BESIDE = ("context", "passage", "document", "choices")
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The keys that a row must have, and how such a row is converted. `convert` raises BadRow."""
+    """The keys that a row must have, and the conversion of such a row.
+
+    `convert` raises BadRow.
+    """
 
     keys: tuple[str, ...]
     convert: Callable[[int, JsonObject], Row]
@@ -55,14 +58,12 @@ def read_rows(
     fields: Mapping[str, str] | None = None,
     objective: str = "sft",
 ) -> Iterator[Row]:
-    """Yield what each good row becomes, and add the others to `skipped`.
+    """Yield the conversation of each good row, and add bad rows to `skipped`.
 
     With `auto`, the first row whose format is recognised decides for the file. `fields` maps field
     names to the keys that the file uses for them. An `objective` of preferences takes their rows
-    alone, and others none of them.
-
-    Raises DataError when the file cannot be read, has rows of two formats under `auto`, or many
-    rows of which nearly all are bad.
+    alone, and others none of them. Raises DataError when the file cannot be read, has rows of two
+    formats under `auto`, or many rows of which nearly all are bad.
     """
     fields, formats = fields or {}, formats_of(objective)
     file_format = None if format == "auto" else formats[format]
@@ -111,16 +112,16 @@ def recognise(content: JsonObject, formats: Mapping[str, Format] | None = None) 
 
 
 def preference_kind(content: JsonObject) -> Literal["pair", "labelled"] | None:
-    """Return how a row states a preference: two answers to compare, or one with a verdict."""
+    """Return how a row states a preference: as two answers to compare, or as one with a label."""
     if recognise(content, PAIRS):
         return "pair"
-    # A number beside a text is its class.
+    # A number next to a text is a class.
     is_class = recognise(content) == "text" and str(content.get("label")).strip() in ("0", "1")
     return "labelled" if isinstance(label_of(content), bool) and not is_class else None
 
 
 def _check_kind(content: JsonObject, objective: str) -> None:
-    """Raise BadRow for a row of another objective, which would learn something else from it."""
+    """Raise BadRow for a row of another objective, which would teach something else."""
     kind = preference_kind(content)
     if objective == "sft":
         if kind == "pair":
@@ -148,7 +149,7 @@ _PAIR = "'chosen' and 'rejected'"
 
 
 def _with_our_keys(content: JsonObject, formats: Mapping[str, Format]) -> JsonObject:
-    """Return a row of no format with the keys of one, if keys known elsewhere have one reading.
+    """Return a row of no format with our keys, if the keys of other tools have one reading.
 
     Raises BadRow for several readings, of which --field chooses one.
     """
@@ -196,7 +197,7 @@ def _missing_keys(
 
 
 def _empty_key(content: JsonObject, formats: Mapping[str, Format]) -> str | None:
-    """Return the key whose value is all that a row lacks to have a format, if there is one."""
+    """Return the empty key that alone keeps a row from having a format, if there is one."""
     for key in (name for name, value in content.items() if value is None):
         with suppress(BadRow):
             if recognise(_with_our_keys({**content, key: ""}, formats), formats):
@@ -220,7 +221,7 @@ _LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "reject
 
 
 def _rename(content: JsonObject, names: Mapping[str, str]) -> dict[str, Any]:
-    # A renamed field is read from its new key alone: the row may have both.
+    # A renamed field is read under its new key alone, as the row may have both.
     taken = {*names, *names.values()}
     renamed = {key: value for key, value in content.items() if key not in taken}
     return renamed | {name: content[key] for name, key in names.items() if key in content}
@@ -302,7 +303,7 @@ def _from_sharegpt(row: int, content: JsonObject) -> Conversation:
 
 
 def _from_entry(entry: dict[str, Any], where: str) -> dict[str, Any]:
-    """Convert `{"from": …, "value": …}`; other keys stay, as they may hold `weight` or thinking."""
+    """Convert `{"from": …, "value": …}`; keep other keys, as they may hold `weight` or thinking."""
     message = {key: value for key, value in entry.items() if key not in ("from", "value")}
     name, value = entry.get("from"), entry.get("value")
     name = entry.get("role") if name is None else name
@@ -336,7 +337,7 @@ def _from_text(row: int, content: JsonObject) -> Document:
     return Document(row, text)
 
 
-# In the order that decides the format of a row with the keys of several.
+# The order decides the format of a row with the keys of several formats.
 FORMATS: Mapping[str, Format] = {
     "chat": Format(("messages",), parse_conversation),
     "sharegpt": Format(("conversations",), _from_sharegpt),

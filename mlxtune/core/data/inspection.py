@@ -25,9 +25,9 @@ from mlxtune.core.data.places import where
 
 SCHEMA_VERSION = 1
 _SHORTEST_LIMIT = 128
-# Sides of more pieces are compared without their most frequent pieces, which takes less time.
+# In pairs with more pieces, the most frequent pieces are not compared, to save time.
 _EXACTLY = 1000
-# The share of the supervised tokens that may be cut off without a word.
+# The share of the supervised tokens that may be cut off without a warning.
 _MOST_CUT = 0.01
 
 
@@ -75,9 +75,10 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of an example's text: one token, or several that only together are whole characters.
+    """Part of an example's text.
 
-    It `differs` if the other side of its pair does not have it there.
+    One token, or the fewest tokens that form whole characters. It `differs` if the other side of
+    its pair lacks it.
     """
 
     text: str
@@ -113,7 +114,7 @@ class ShownExample:
 
     @property
     def differing(self) -> int:
-        """How many tokens the other side of its pair does not have there."""
+        """The number of tokens that the other side of its pair lacks."""
         return sum(piece.tokens for piece in self.pieces if piece.differs)
 
 
@@ -179,7 +180,7 @@ class Inspection:
 class InspectedExamples:
     """Every example that trains or validates, in order.
 
-    `validates` are the rows that validate, by their index among the rows of all files.
+    `validates` are the validation rows, by their index among the rows of all files.
     """
 
     def __init__(self, parts: Sequence[Corpus], validates: Sequence[int]) -> None:
@@ -218,7 +219,7 @@ class InspectedExamples:
     def choose(self, findings: Sequence[Finding], count: int) -> list[int]:
         """Return examples to show: of the rows that findings name, and evenly spaced ones.
 
-        Of a row of preferences, all are shown.
+        A row of preferences is shown whole.
         """
         named = {(place.path, place.row) for finding in findings for place in finding.places}
         rows = {row for _, row in named}
@@ -282,7 +283,7 @@ def pieces(example: Example, tokenizer: Tokenizer) -> Iterator[Piece]:
 
 
 def _common(one: Sequence[Piece], other: Sequence[Piece]) -> int:
-    """Return how many pieces are the same at the start, up to the first that carries loss."""
+    """Return how many leading pieces are equal, up to the first that carries loss."""
     for i, (a, b) in enumerate(zip(one, other, strict=False)):
         if (a.text, a.control) != (b.text, b.control) or a.supervised or b.supervised:
             return i
@@ -290,7 +291,7 @@ def _common(one: Sequence[Piece], other: Sequence[Piece]) -> int:
 
 
 def _marked(pair: ShownPair) -> tuple[ShownExample, ShownExample]:
-    """Return the sides of a pair with the pieces marked that the other side does not have."""
+    """Return the sides of a pair, with pieces marked that the other side lacks."""
     start = pair.common
     one, other = (
         [(piece.text, piece.control) for piece in side.pieces[start:]] for side in pair.sides
@@ -321,9 +322,9 @@ class CutLoss:
 
 
 def cut_loss(files: Sequence[EncodedFile], max_seq_len: int, at: str) -> CutLoss | None:
-    """Return the loss of supervised tokens by cutting examples; None where it is below 1%.
+    """Return the loss of supervised tokens by cutting examples.
 
-    The limit that is enough is a power of two, or halfway between two of them.
+    None if it is below 1%. The sufficient limit is a power of two, or halfway between two powers.
     """
     most, share = 1 - _MOST_CUT, _supervised_share(files, max_seq_len, at)
     if share >= most:
@@ -350,7 +351,7 @@ def limits(files: Sequence[EncodedFile], current: int, at: str) -> tuple[LengthL
         sizes.add(size)
         size *= 2
     every = [_limit(files, size, at) for size in sorted(sizes)]
-    # Show only the shortest of the limits that cut the same rows.
+    # Among limits that cut the same rows, show only the shortest.
     first = {(limit.rows_cut, limit.rows_lost): limit.max_seq_len for limit in reversed(every)}
     shown = {current, every[-1].max_seq_len, *first.values()}
     return tuple(limit for limit in every if limit.max_seq_len in shown)

@@ -1,4 +1,4 @@
-"""Where every row and every token of a file went."""
+"""The account of every row and every token of a file."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,10 +13,10 @@ from mlxtune.core.data.problems import TRUNCATED_ANSWER, BadRow, RowTally, Skipp
 
 @dataclass
 class Ledger:
-    """Where every row and every token of a file went. It adds up:
+    """The account of every row and every token of a file. It adds up:
 
-    rows_read = rows_train + rows_validation + the sum of rows_skipped, and
-    tokens = tokens_supervised + tokens_context + tokens_truncated.
+    rows_read = rows_train + rows_validation + the sum of rows_skipped, and tokens =
+    tokens_supervised + tokens_context + tokens_truncated.
 
     `rows_skipped` counts rows by reason, `notes` by kind of note. `weight` says how often an epoch
     uses each row that trains; the counts are of the rows themselves.
@@ -63,7 +63,7 @@ class Ledger:
 class EncodedFile:
     """One data file as examples before truncation, with the skipped rows and the notes.
 
-    `answer_tokens_cut` are the supervised tokens that rows lost and were kept.
+    `answer_tokens_cut` counts the supervised tokens that kept rows lost.
     """
 
     arrays: ExampleArrays
@@ -74,10 +74,8 @@ class EncodedFile:
     def account(self, cut: CutExamples, title: str | None = None) -> Ledger:
         """Return the ledger of the file's examples after they were cut.
 
-        Its path is `title`, if the file is known by one, as files of the hub are.
-
-        Adds notes for truncated answers, and skips rows left with no supervised token, so call it
-        once.
+        Its path is the file's `title`, if it has one, as files of the hub do. Call it once: it adds
+        notes for truncated answers, and skips rows with no supervised token left.
         """
         arrays, kept_rows = self.arrays, cut.rows_kept
         lost = arrays.per_row(arrays.supervised - cut.supervised)

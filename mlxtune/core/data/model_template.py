@@ -35,8 +35,8 @@ _END_THINK = "</think>"
 # The tags that open thinking in a generation prompt, and close it before the answer.
 _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"))
 _PROBE = "mlxtune asks whether this is shown"
-# Each turn is rendered with all messages before it: the most characters in all, and what a message
-# costs beside its own. Many short turns would take minutes.
+# Each turn is rendered with all messages before it. The most characters in all, and the cost of a
+# message beyond its own characters: many short turns would take minutes.
 _MOST_RENDERED, _PER_MESSAGE = 2**27, 64
 
 
@@ -145,10 +145,10 @@ class ModelTemplate:
                 _, asked, answered = self._calls_of_turn(prepared, position)
                 yield from (asked, answered)
         except BadRow:
-            return  # rendering the conversation raises the same
+            return  # rendering the conversation raises the same error
 
     def _prepared(self, conversation: Conversation, notes: dict[str, str]) -> Conversation:
-        """Return the conversation in the layout that the template reads."""
+        """Return the conversation in the layout that the template expects."""
         messages = conversation.messages
         if messages[0].role == "system" and not self._shows_system:
             if messages[0].content.strip():
@@ -158,7 +158,7 @@ class ModelTemplate:
         return replace(conversation, messages=tuple(map(self._with_thinking_once, messages)))
 
     def _with_thinking_once(self, message: Message) -> Message:
-        """Put the thinking in the field that the template reads, and nowhere else."""
+        """Put the thinking into the field that the template reads, and only there."""
         name, content = self._thinking_field, message.content
         given = [field for field in THINKING_FIELDS if message.fields.get(field)]
         tagged = _END_THINK in content
@@ -167,7 +167,7 @@ class ModelTemplate:
             or not message.thinking
             or (given == [name] and not tagged)
             or (tagged and not given and _END_THINK in self.source)
-            # Two different thoughts: keep both.
+            # The two thoughts differ, so keep both.
             or (tagged and message.thinking not in content)
         ):
             return message

@@ -1,4 +1,4 @@
-"""Where a row stands, as messages name it: a line of a file, or an element of an array."""
+"""The place of a row in messages: a line of a file, or an element of an array."""
 
 import zlib
 from pathlib import Path
@@ -17,13 +17,13 @@ def rows_folder() -> Path:
 
 
 def shown(path: str | Path) -> str:
-    """Return the name of a file in messages: of rows that came from Python, their keyword."""
+    """Return a file's name in messages; for rows from Python, their keyword."""
     file = Path(path)
     return file.name.partition("-")[0] if file.parent == rows_folder() else str(path)
 
 
 def where(path: str | Path, row: int) -> str:
-    """Return `path:26` for a row that is a line, `path[26]` for an element; both count from 1."""
+    """Return `path:26` for a line, `path[26]` for an element; both count from 1."""
     name = shown(path)
     try:
         head = b"[" if name != str(path) else read_head(Path(path))
@@ -44,6 +44,6 @@ def is_zipped(path: Path) -> bool:
 
 
 def read_head(path: Path) -> bytes:
-    """Return the first bytes, unzipped. Raises what opening and unzipping do."""
+    """Return the first bytes, unzipped. Raises the errors of opening and unzipping."""
     with open_zipped(path) if is_zipped(path) else open_regular(path) as file:
         return file.read(_HEAD_BYTES)

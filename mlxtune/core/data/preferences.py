@@ -33,7 +33,7 @@ ToMessage = Callable[[Any, str], Any]
 
 
 def label_of(content: JsonObject) -> Any:
-    """Return a row's label: a boolean, also one written as 1 or 0, or as text in spreadsheets."""
+    """Return a row's label: a boolean, also written as 1 or 0, or as text, as in spreadsheets."""
     label = content.get("label")
     if isinstance(label, str | int | float):
         return _VERDICTS.get(f"{label:g}" if label in (0, 1) else str(label).strip().lower(), label)
@@ -133,7 +133,7 @@ def _messages(value: Any, key: str, role: str, to_message: ToMessage) -> list[An
 
 
 def _common(chosen: list[Any], rejected: list[Any]) -> list[Any]:
-    """Return the messages with which both sides start, up to the last that someone else answers."""
+    """Return the messages that both sides start with, up to the last that is not an answer."""
     both = zip(chosen, rejected, strict=False)
     same = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
     shortest = min(len(chosen), len(rejected))

@@ -55,7 +55,7 @@ ADVICE = {
     TWO_PROMPTS: "each side keeps the prompt of inference, so they share fewer tokens",
     UNDECLARED_TOOL: "the model learns to invent tools: add it to the row's tools",
 }
-# Values in one row. They take some 20 times their text in memory.
+# The most values of a row. They take some 20 times their text in memory.
 _MAX_VALUES = 4_000_000
 # Kinds of notes that `train` refuses.
 ERRORS = (DOUBLE_BOS,)
@@ -64,8 +64,8 @@ ERRORS = (DOUBLE_BOS,)
 class BadRow(ValueError):
     """A row that cannot be trained on.
 
-    `kind` is the reason that is counted, the same for all rows with the same problem; `detail` says
-    where in the row.
+    `kind` is the reason under which rows with this problem are counted; `detail` gives the place in
+    the row.
     """
 
     def __init__(self, kind: str, detail: str = "") -> None:
@@ -76,7 +76,7 @@ class BadRow(ValueError):
 
 @dataclass(kw_only=True)
 class RowTally:
-    """How many rows of a file by kind, and (number, detail) of the first few of each kind."""
+    """The number of rows of a file by kind, and (row, detail) for the first few of each kind."""
 
     counts: Counter[str] = field(default_factory=Counter)
     places: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class SkippedRows(RowTally):
 
 
 def check_values(text: bytes) -> None:
-    """Raise BadRow for JSON of more values than a row needs, which takes far more memory."""
+    """Raise BadRow for JSON with more values than a row needs: they take far more memory."""
     if has_more_values(text, _MAX_VALUES):
         raise BadRow(f"holds more than {_MAX_VALUES:,} values")
 

@@ -29,7 +29,7 @@ from mlxtune.errors import DataError
 
 # A placeholder for the answer; the prompt does not depend on it.
 _ANSWER = "The answer."
-# Half a million tokens of text; where each byte is a token, they take 0.7 GB to encode.
+# Half a million tokens of text. If each byte is a token, encoding takes 0.7 GB.
 MAX_BYTES = 2 * 2**20
 
 
@@ -98,7 +98,7 @@ def last_answer(example: Example) -> tuple[int, int]:
     return start, end
 
 
-# The roles of answers that a model is asked for; of a pair, the chosen one.
+# The roles of answers that a model is asked for: in a pair, the chosen one.
 _TO_GIVE = (ANSWER, CHOSEN, DESIRABLE, UNDESIRABLE)
 
 

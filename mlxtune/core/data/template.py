@@ -4,7 +4,7 @@ r"""From conversations to the text that the model reads, with the supervised spa
     supervised                                                        ^^^^^^^^^^^^^^^^
 
 A span is the content of an assistant turn and the end-of-turn token after it. The header before
-it and the newline behind it are context.
+it and the newline after it are context.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -58,7 +58,7 @@ class Rendering:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def in_role(self, role: int) -> "Rendering":
-        """Return it with texts in a row's role."""
+        """Return this rendering with its texts in a row's role."""
         return replace(self, texts=tuple(replace(text, role=role) for text in self.texts))
 
 
@@ -77,7 +77,7 @@ def supervised_turns(conversation: Conversation, turns: str) -> list[int]:
 
 
 def _join(parts: Iterable[tuple[str, bool]]) -> Rendered:
-    """Join texts, each with whether it carries loss."""
+    """Join texts, each with a flag for whether it carries loss."""
     text, spans = "", []
     for part, supervised in parts:
         if supervised:

@@ -1,4 +1,4 @@
-"""The text of an answer as its tokens arrive: whole characters, and no part of a stop text."""
+"""The text of an answer as its tokens arrive, in whole characters and without stop texts."""
 
 import codecs
 from collections.abc import Sequence

@@ -19,10 +19,10 @@ from mlxtune.core.files.ours import NotOurs
 from mlxtune.core.files.reading import open_regular
 from mlxtune.errors import OutputError
 
-# As long as any name that is written into a folder, temporary names included.
+# The length of the longest name that is written into a folder, temporary names included.
 _LONG_NAME = "long-name".ljust(64, "-")
 _TEMPORARY = re.compile(r"\.mlxtune-.+\.[0-9a-f]{16}\.tmp")
-# Remedies for an error, besides another place.
+# Remedies for an error, in addition to another place.
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space or "),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "fix permissions or "),
@@ -58,7 +58,7 @@ def beside(target: Path) -> Path:
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether a name is one of `beside`, which a killed process has left."""
+    """Return whether `beside` made a name, which a killed process has left."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
@@ -139,7 +139,8 @@ def read_json(path: Path, limits: Limits = OWN_JSON) -> dict[str, Any]:
 def file_hash(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hex.
 
-    Raises OSError, also for a file that is nearly all holes: reading some takes days.
+    Raises OSError, also for a file that consists almost entirely of holes, which may take days to
+    read.
     """
     with open_regular(path) as file:
         try:
@@ -172,8 +173,8 @@ def _sync(descriptor: int) -> None:
 def check_writable(folder: Path, option: str, name: str = _LONG_NAME) -> None:
     """Raise OutputError unless a file of this name can be written into the folder.
 
-    The folder may not exist yet. Its name and the file's are tried, as file systems differ in what
-    they refuse, beside where they will be; nothing is left behind. `option` named the folder.
+    The folder may not exist yet. Both names are tried next to their future place, as file systems
+    refuse different names; nothing is left behind. `option` named the folder.
     """
     with as_output_error(folder / name if name != _LONG_NAME else folder, option):
         real = _real(folder)
@@ -196,7 +197,7 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
         with as_output_error(path, option):
             if path.is_dir():
                 raise OutputError(f"{path}: is a folder: {option} takes the name of a file")
-            # /dev/stdout may lead to a file, but it would itself be replaced.
+            # /dev/stdout may lead to a file, but the write would replace the device itself.
             parent = _real(path.parent)
             device = parent == Path("/dev") or parent.is_relative_to("/proc")
             if device or (path.exists() and not path.is_file()):
@@ -209,7 +210,7 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
 
 
 def same_place(one: Path, other: Path) -> bool:
-    """Return whether two paths lead to one place, as two spellings of a name do on macOS."""
+    """Return whether two paths lead to one place, such as two spellings of a name on macOS."""
     try:
         return _real(one) == _real(other) or one.samefile(other)
     except (OSError, ValueError):  # ValueError for a null character
@@ -217,7 +218,7 @@ def same_place(one: Path, other: Path) -> bool:
 
 
 def _real(path: Path) -> Path:
-    # Unlike Path.resolve, accepts a link to itself.
+    # Accepts a link to itself, unlike Path.resolve.
     return Path(os.path.realpath(path))
 
 

@@ -65,7 +65,7 @@ def base_fingerprint(folder: Path) -> dict[str, str]:
 
 
 def is_same_base(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Return whether two fingerprints are of the same model, perhaps one of them quantised."""
+    """Return whether two fingerprints are of one model, even if one of them is quantised."""
     layout, weights, vectors = (one[name] == other[name] for name in _PARTS)
     return weights if layout else vectors
 
@@ -95,7 +95,7 @@ def model_hash(folder: Path, cache: Path | None) -> str:
         raise ModelError(f"{folder}: cannot be read: {error}") from error
     if cache is not None and new:
         kept = dict(list((known | new).items())[-_KEPT:])
-        with suppress(OutputError):  # hashes are then computed again next time
+        with suppress(OutputError):  # the next run then computes the hashes again
             make_folder(cache)
             write_json(cache / FILE, kept)
     return f"sha256:{digest.hexdigest()}"

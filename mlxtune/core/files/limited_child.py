@@ -16,12 +16,12 @@ from pathlib import Path
 OUT_OF_MEMORY = 77  # exit status
 _LOOK_EVERY = 0.5  # seconds
 _STATM = Path("/proc/self/statm")
-# macOS has no limit of memory, so the parent watches.
+# macOS cannot limit memory, so the parent watches it.
 LIMITS_ITSELF = _STATM.exists()
 
 
 def _limit_memory(size: int) -> None:
-    """Make allocations beyond `size` bytes from now on raise MemoryError."""
+    """Make later allocations beyond `size` bytes raise MemoryError."""
     pages = int(_STATM.read_text().split()[0])
     limit = pages * resource.getpagesize() + size
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -30,7 +30,7 @@ def _limit_memory(size: int) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process once its parent has ended, as by a signal that lets it do nothing more."""
+    """End this process once its parent has ended, without running any cleanup."""
     while os.getppid() == parent:
         time.sleep(_LOOK_EVERY)
     os._exit(1)

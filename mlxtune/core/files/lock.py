@@ -13,9 +13,9 @@ from typing import Any
 from mlxtune.core.files.ours import NotOurs, open_ours, remove_file
 from mlxtune.core.files.reading import open_regular
 
-# Other processes read no more than this of a holder's note.
+# The most bytes that other processes read of a holder's note.
 _MAX_NOTE_BYTES = 64 * 1024
-# Readers hold a lock for an instant to see whether it is free, and several may come at once.
+# Readers hold a lock for an instant to see whether it is free, and several may do so together.
 _INSTANT, _TRY_SECONDS = 0.1, 0.01
 # Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -40,7 +40,7 @@ class Lock:
     and the time, for others to read.
 
     Raises LockHeldError if another process still holds it after `seconds`, NoLocks if the file
-    system has none, NotOurs for a file that is no lock of ours, and OSError if it cannot be made.
+    system has none, NotOurs for a file that is not our lock, and OSError if it cannot be created.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ def _open_locked(path: Path, seconds: float) -> int:
                 # The previous holder may have removed the file after we opened it.
                 with suppress(FileNotFoundError):
                     if os.path.samestat(path.lstat(), os.fstat(descriptor)):
-                        # A file whose content is no note is somebody else's.
+                        # A file whose content is not a note belongs to another program.
                         if os.fstat(descriptor).st_size and "pid" not in _note(descriptor):
                             raise NotOurs(path, "mlxtune did not write it")
                         return descriptor

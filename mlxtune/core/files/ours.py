@@ -1,4 +1,4 @@
-"""Which files are ours to change: regular, the user's, with one name, and no links.
+"""Checks that a file is ours to change: regular, the user's, with one name, and no link.
 
 Every file that the package writes, truncates, locks, appends to, moves or removes is checked here:
 an opened one by its descriptor, any other one just before its name changes hands.
@@ -14,9 +14,9 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-# Files that systems leave in a folder when they show it, of no value to anybody.
+# Files that systems leave in a folder after showing it, of no value to a user.
 _LITTER = {".DS_Store"}
-# No run nests folders nearly as deeply, and Python's own removal of a tree recurses.
+# No run nests folders nearly as deeply, and Python removes trees recursively.
 _MOST_LEVELS = 100
 _TOO_DEEP = f"its folders are nested more than {_MOST_LEVELS} deep"
 _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -30,9 +30,9 @@ class NotOurs(OSError):
 
 
 def open_ours(path: Path, flags: int) -> int:
-    """Return the descriptor of a file that is ours, or that `flags` makes.
+    """Return the descriptor of a file that is ours, or that `flags` create.
 
-    Nothing is truncated: that is left until the file is known. Raises NotOurs or OSError.
+    Nothing is truncated until the file is known. Raises NotOurs or OSError.
     """
     assert not flags & os.O_TRUNC
     try:
@@ -40,7 +40,7 @@ def open_ours(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP and path.is_symlink():
             raise NotOurs(path, "it is a symbolic link") from error
-        if error.errno == errno.ENXIO:  # a pipe that nobody reads
+        if error.errno == errno.ENXIO:  # a pipe without a reader
             raise NotOurs(path, "it is not a regular file") from error
         raise
     try:
@@ -52,7 +52,7 @@ def open_ours(path: Path, flags: int) -> int:
 
 
 def check_file(path: Path) -> None:
-    """Raise NotOurs if a file stands here that is not ours; OSError."""
+    """Raise NotOurs if there is a file here that is not ours; OSError."""
     with suppress(FileNotFoundError):
         _check(path, path.lstat())
 
@@ -66,20 +66,20 @@ def is_ours(path: Path) -> bool:
 
 
 def remove_file(path: Path) -> None:
-    """Remove a file of ours; none need be there. Raises NotOurs or OSError."""
+    """Remove a file of ours, if it exists. Raises NotOurs or OSError."""
     check_file(path)
     path.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, target: Path) -> None:
-    """Rename a file of ours, in place of another one of ours. Raises NotOurs or OSError."""
+    """Rename a file of ours, replacing another file of ours. Raises NotOurs or OSError."""
     check_file(path)
     check_file(target)
     path.replace(target)
 
 
 def move(path: Path, target: Path) -> None:
-    """Rename a file or folder to a name that is free. Raises OSError."""
+    """Rename a file or folder to a name that is not taken. Raises OSError."""
     if os.path.lexists(target):
         raise NotOurs(target, "it is in the way")
     path.rename(target)
@@ -101,12 +101,12 @@ def is_empty(folder: Path) -> bool:
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return the entries of a folder, sorted, without desktops' litter. Raises OSError."""
+    """Return the entries of a folder, sorted, without files that desktops leave. Raises OSError."""
     return sorted(path for path in folder.iterdir() if path.name not in _LITTER)
 
 
 def contents(folder: Path) -> dict[str, Path]:
-    """Return all below a folder that is no folder, by relative path. Raises NotOurs or OSError."""
+    """Return all files and links below a folder, by relative path. Raises NotOurs or OSError."""
     found: dict[str, Path] = {}
     level = [folder]
     for _ in range(_MOST_LEVELS):
@@ -129,15 +129,12 @@ def is_shallow(folder: Path) -> bool:
     except NotOurs:
         return False
     except OSError:
-        pass  # whoever reads or removes it names the problem
+        pass  # the reader, or the removal, reports the problem
     return True
 
 
 def others_in(folder: Path, known: Callable[[str], bool]) -> list[str]:
-    """Return the relative paths below a folder that are not known or no files of ours.
-
-    Raises OSError.
-    """
+    """Return the relative paths below a folder that are unknown or not ours. Raises OSError."""
     return [name for name, path in contents(folder).items() if not (known(name) and is_ours(path))]
 
 
@@ -154,10 +151,9 @@ def remove_folder(folder: Path, known: Callable[[str], bool]) -> None:
 
 
 def discard(folder: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a folder that is known to be ours, and all in it.
+    """Remove a folder that is known to be ours, and all its content.
 
-    Links in it are removed, and not followed. Raises NotOurs if folders are nested
-    too deeply; OSError.
+    Links in it are removed, not followed. Raises NotOurs if folders are nested too deeply; OSError.
     """
     if is_folder(folder) and not is_shallow(folder):
         if ignore_errors:
@@ -180,11 +176,11 @@ def _check(path: Path, status: os.stat_result) -> None:
 
 @cache
 def _owner_of_new_files(device: int, folder: Path) -> int:
-    """Return whom a file system names as the owner of our files, if it is not this user.
+    """Return the user whom a file system names as the owner of our files, if not this user.
 
     Some network and shared file systems give all files one owner.
     """
-    del device  # of the cache's key: another file system may be mounted here
+    del device  # part of the cache's key, as another file system may be mounted here
     path = folder / temporary_name("owner")
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600)

@@ -31,9 +31,9 @@ def new_folder(
     """Yield a folder to fill, which becomes the target if all goes well.
 
     The caller writes the file `manifest` there, JSON with the SHA-256 of all others in `files`. An
-    existing folder is replaced only with `overwrite`, and only if it holds no files but those in
-    its manifest, unchanged, and the manifest is remembered as this user's. `sources` are the files
-    and folders that are read, which the target must not hold.
+    existing folder is replaced only with `overwrite`, and only if it holds the files of its
+    manifest alone, unchanged, and the manifest is remembered as this user's. `sources` are the
+    files and folders that are read, which the target must not hold.
 
     Raises OutputError.
     """
@@ -58,8 +58,8 @@ def replaced_folder(
 ) -> Iterator[Path]:
     """Yield an empty folder to fill, which replaces the target if all goes well.
 
-    Otherwise the target stays as it was. `option` named it; it steps `aside` until the new one is
-    there. Only files that `is_known` accepts are replaced or removed. Raises OutputError.
+    Otherwise the target stays as it was. `option` named it; it moves `aside` until the new folder
+    is in place. Only files that `is_known` accepts are replaced or removed. Raises OutputError.
     """
     temporary = beside(target)
 
@@ -70,7 +70,7 @@ def replaced_folder(
             discard(aside, ignore_errors=True)
 
     with as_output_error(target, option):
-        clean_up()  # a killed process may have left some
+        clean_up()  # a killed process may have left such files
         _check_known(target, option, is_known)
         try:
             temporary.mkdir(parents=True)
@@ -123,7 +123,7 @@ def _check_apart(target: Path, sources: Iterable[Path]) -> None:
 
 
 def _check_free(target: Path, manifest: str, overwrite: bool) -> _Known:
-    """Return the files of the folder that is to be replaced, all of them ours."""
+    """Return the files of the folder to be replaced, all of them ours."""
     with as_output_error(target, "--output"):
         if not os.path.lexists(target):
             return {}

@@ -1,4 +1,4 @@
-"""Child processes: started in a session of their own, fed, limited, and ended with their own."""
+"""Child processes: started in sessions of their own, fed, limited, and ended with all children."""
 
 import importlib.metadata
 import os
@@ -25,13 +25,13 @@ PIPE = subprocess.PIPE
 _NOWHERE = subprocess.DEVNULL
 _PACKAGE = Path(__file__).resolve().parents[3]
 _POLL_SECONDS = 0.005
-# Seconds between looks at the memory of a process that cannot limit it itself.
+# Seconds between checks of a process's memory, if it cannot limit it itself.
 _LOOK_EVERY = 0.2
 _PIECE = 2**16
 
 
 class ChildError(MlxTuneError):
-    """A process ended otherwise than it should."""
+    """A process ended in an unexpected way."""
 
 
 class ChildTimeoutError(ChildError):
@@ -39,7 +39,7 @@ class ChildTimeoutError(ChildError):
 
 
 class TooMuchMemory(Exception):
-    """A process has more memory than it may have."""
+    """A process exceeds its memory limit."""
 
 
 def start(
@@ -52,9 +52,10 @@ def start(
     environment: Mapping[str, str] | None = None,
     apart: bool = True,
 ) -> Process:
-    """Start a process. Ctrl-C reaches only this one, which ends the other with `end`.
+    """Start a process.
 
-    Unless `apart`, Ctrl-C reaches both, and files stay open in the other. Raises OSError.
+    Ctrl-C reaches only this process, which ends the child with `end`. Unless `apart`, Ctrl-C
+    reaches both, and files stay open in the child. Raises OSError.
     """
     return subprocess.Popen(
         command,
@@ -70,12 +71,12 @@ def start(
 
 def end(process: Process) -> None:
     """Kill a process and its children, and close its pipes."""
-    # Closing flushes lines that were never read.
+    # Closing flushes lines that the child never read.
     with suppress(BrokenPipeError), process:
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            # macOS refuses for a group of zombies.
+            # macOS refuses to signal a group of zombies.
             process.kill()
 
 
@@ -96,8 +97,8 @@ def output_of(
     environment: Mapping[str, str] | None = None,
 ) -> Output:
     """Run a process to its end. Raises OSError, and ChildTimeoutError after `seconds`."""
-    # Not apart, Python uses posix_spawn for a path: a fork has to mark all of the memory of a
-    # process that trains.
+    # Unless `apart`, Python uses posix_spawn for a path: a fork would mark all memory of a training
+    # process.
     with start(
         command, stdout=PIPE, stderr=PIPE, folder=folder, environment=environment, apart=False
     ) as process:
@@ -112,7 +113,7 @@ def output_of(
 
 
 def own_environment(**variables: str) -> dict[str, str]:
-    """Return the environment of a process that imports this very package."""
+    """Return the environment of a process that imports this copy of the package."""
     paths = (str(_PACKAGE), os.environ.get("PYTHONPATH"))
     path = os.pathsep.join(path for path in paths if path)
     return {**os.environ, "PYTHONPATH": path, **variables}
@@ -169,8 +170,8 @@ class Children:
 def kernel_cache() -> str:
     """Return where MLX keeps the CUDA kernels that it compiles.
 
-    By default that is in the temporary folder, so that a process with its own would compile all of
-    them again: for seconds each.
+    By default, they are in the temporary folder, so a process with another one would compile all of
+    them again, for seconds each.
     """
     kept = Path(tempfile.gettempdir()) / "mlx" / importlib.metadata.version("mlx") / "ptx"
     return os.environ.get("MLX_PTX_CACHE_DIR") or str(kept)
@@ -202,7 +203,7 @@ class LimitedProcess:
     def write(self, lines: bytes) -> None:
         """Send lines. A process that has ended loses them."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # reading shows the same
+        with suppress(BrokenPipeError):  # reading shows the same error
             self._process.stdin.write(lines)
             self._process.stdin.flush()
 
@@ -227,7 +228,7 @@ class LimitedProcess:
         return line
 
     def why_ended(self) -> str:
-        """Return `time`, `memory` or an exit status: why the process, which has ended, did."""
+        """Return the reason why the process has ended: `time`, `memory` or an exit status."""
         status = self._process.wait()
         known = {-signal.SIGPROF: "time", limited_child.OUT_OF_MEMORY: "memory"}
         return known.get(status, f"exit status {status}")
@@ -240,6 +241,6 @@ def resident_memory(pid: int) -> int:
     """Return the bytes of memory that a process has in use, without what macOS has compressed."""
     import psutil
 
-    with suppress(psutil.Error):  # it has ended
+    with suppress(psutil.Error):  # the process has ended
         return int(psutil.Process(pid).memory_info().rss)
     return 0

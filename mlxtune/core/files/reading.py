@@ -1,4 +1,4 @@
-"""Files opened to be read: regular ones, which neither block nor have no end."""
+"""Files opened for reading: regular ones, which neither block nor are endless."""
 
 import errno
 import gzip
@@ -13,7 +13,7 @@ _PIECE = 2**20
 
 
 class NotRegular(OSError, ValueError):
-    """A pipe, a device or, where links are not followed, a link."""
+    """A pipe, a device or, unless links are followed, a link."""
 
 
 def open_regular(path: Path, *, links: bool = True) -> io.BufferedReader:
@@ -35,7 +35,7 @@ def open_regular(path: Path, *, links: bool = True) -> io.BufferedReader:
 
 
 class _Zipped(gzip.GzipFile):
-    """A gzip file that closes the file that it reads."""
+    """A gzip file that also closes the file beneath it."""
 
     def __init__(self, file: io.BufferedReader) -> None:
         super().__init__(fileobj=file, mode="rb")
@@ -53,7 +53,7 @@ def open_zipped(path: Path) -> IO[bytes]:
 
 def read_at_most(file: io.BufferedReader, size: int) -> bytes:
     """Return the first bytes of a file that is open at its start. Raises OSError."""
-    # Python reserves as much memory as it is asked to read.
+    # Python reserves as much memory as a read asks for.
     content = file.read(min(os.fstat(file.fileno()).st_size + 1, size))
     # A file may grow while it is read.
     while len(content) < size and (more := file.read(min(size - len(content), _PIECE))):
@@ -63,12 +63,12 @@ def read_at_most(file: io.BufferedReader, size: int) -> bytes:
 
 def read_start(path: Path, size: int) -> bytes:
     """Return the first bytes of a file, pipe or device. Raises OSError."""
-    # Opened without blocking, a pipe that nobody writes to reads as empty.
+    # Opened without blocking, a pipe without a writer reads as empty.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         os.set_blocking(file.fileno(), True)
         return file.read(size)
 
 
 def read_kernel_file(path: Path) -> str:
-    """Return the text of a file that the kernel makes on reading. Raises OSError."""
+    """Return the text of a file that the kernel generates when it is read. Raises OSError."""
     return path.read_text(encoding=sys.getfilesystemencoding(), errors="replace")

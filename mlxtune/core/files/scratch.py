@@ -1,4 +1,4 @@
-"""Folders and files for the time of a task, of names that nobody can foresee."""
+"""Folders and files for the time of a task, with unpredictable names."""
 
 import atexit
 import os
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-# The remains of a killed process are recognised by it.
+# The prefix that identifies a killed process's leftovers.
 PREFIX = ".mlxtune-"
 
 

@@ -1,4 +1,7 @@
-"""Files read within limits: their size is checked against their kind and the blocks on disk."""
+"""Files read within limits.
+
+Their size is compared with their kind's and with the blocks on disk.
+"""
 
 import io
 import os
@@ -9,20 +12,20 @@ from typing import Any
 from mlxtune.config.limits import Limits, TooLarge, check_bytes, check_count, parse_json
 from mlxtune.core.files.reading import open_regular, read_at_most
 
-# Of a file's bytes, at least one in as many is on disk. File systems that compress (APFS, btrfs,
-# ZFS) store text in a tenth, and drop the zeros of a matrix that is not trained yet, which is half
-# of an adapter; a file with less is nearly all holes.
+# At least one in this many of a file's bytes is on disk. File systems that compress (APFS, btrfs,
+# ZFS) store text in a tenth, and drop the zeros of an untrained matrix, half of an adapter. A file
+# with less consists almost entirely of holes.
 _LEAST_STORED = 64
-# Smaller files take no memory to speak of, and some file systems store them in no block.
+# Smaller files take little memory, and some file systems store them in no block.
 _SMALL = 2**20
-# More than any file that is read whole without a limit of its kind.
+# Larger than any file that is read whole without a limit for its kind.
 _ANY = Limits(2**30)
-# Pieces of a file to look at; a file with more pieces has blocks.
+# The most pieces of a file to check; a file with more pieces has blocks.
 _MOST_PIECES = 10_000
 
 
 def check_stored(path: Path) -> None:
-    """Raise TooLarge, naming the file, if nearly all that its size declares is not there.
+    """Raise TooLarge, naming the file, if nearly all of its declared size is missing on disk.
 
     A hole of terabytes costs its maker nothing, and its reader time and memory. Raises OSError.
     """
@@ -31,19 +34,19 @@ def check_stored(path: Path) -> None:
 
 
 def check_open(name: str, file: io.BufferedReader) -> None:
-    """Do as `check_stored`, for a file that is open at its start."""
+    """Check like `check_stored` a file that is open at its start."""
     status = os.fstat(file.fileno())
     size = status.st_size
     if size < _SMALL or status.st_blocks * 512 * _LEAST_STORED >= size:
         return
-    # Some network file systems count no blocks, and ZFS none of what it has just written. They
-    # say that all of a file is data, or where its holes are.
+    # Some network file systems count no blocks, and ZFS none for fresh writes. They report a file's
+    # data and holes, or data alone.
     if (stored := stored_bytes(file, size)) * _LEAST_STORED < size:
         raise TooLarge(f"{name} has {size:,} bytes, but only {stored:,} of them are on disk")
 
 
 def stored_bytes(file: io.BufferedReader, size: int) -> int:
-    """Return the bytes of an open file that are no holes, or as many as make it a whole one."""
+    """Return the bytes of an open file outside holes, or enough of them for a whole file."""
     if not hasattr(os, "SEEK_DATA"):
         return size
     stored = end = 0
@@ -59,14 +62,14 @@ def stored_bytes(file: io.BufferedReader, size: int) -> int:
 
 
 def check_file(path: Path, limits: Limits) -> None:
-    """Raise TooLarge, naming the file, for a file beyond its limits or not there; OSError."""
+    """Raise TooLarge, naming the file, for a file beyond its limits or made of holes; OSError."""
     with open_regular(path) as file:
         check_bytes(path.name, os.fstat(file.fileno()).st_size, limits)
         check_open(path.name, file)
 
 
 def check_values(path: Path, limits: Limits) -> None:
-    """Raise ValueError for a file of JSON that has too many values, or is too large; OSError."""
+    """Raise ValueError for a JSON file with too many values, or of too large a size; OSError."""
     check_count(read_bytes(path, limits), limits, path.name)
 
 

@@ -1,7 +1,7 @@
 """The header of a safetensors file, checked before any of its tensors is read.
 
-The safetensors library checks that the tensors take each byte of the data once; here the size of
-the header, names and shapes are limited, and a file that is nearly all holes is refused.
+The safetensors library checks that the tensors cover each byte of the data once. This module limits
+the header's size, names and shapes, and refuses a file made of holes.
 """
 
 import os
@@ -33,11 +33,11 @@ class TensorHeader:
 
 
 def read_header(path: Path) -> TensorHeader:
-    """Return the header of a safetensors file whose data is there, each byte in one tensor.
+    """Return the header of a safetensors file, after checking that its data is complete.
 
     Raises ValueError, which names the file and the fault, or OSError.
     """
-    # The core can be imported without safetensors.
+    # Imported here, as the core must import without safetensors.
     from safetensors import SafetensorError, safe_open
 
     name = f"the header of {path.name}"

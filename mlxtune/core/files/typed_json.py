@@ -1,4 +1,4 @@
-"""JSON of ours as dataclasses: every value is of its field's type, and every number finite."""
+"""Our JSON as dataclasses: every value has its field's type, and every number is finite."""
 
 from collections import Counter
 from dataclasses import is_dataclass
@@ -6,7 +6,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-# Columns of numbers hold no larger whole ones, and float32 arithmetic yields no larger floats.
+# Columns of numbers hold no larger integers, and float32 arithmetic yields no larger floats.
 _LARGEST_INT, _LARGEST_FLOAT = 2**63, 1e40
 
 _hints = cache(get_type_hints)

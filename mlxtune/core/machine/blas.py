@@ -1,7 +1,7 @@
 """A fast BLAS and allocator settings for the CPU on Linux, before mlx is loaded.
 
 The Linux CPU wheel of mlx bundles the reference BLAS, about 27 times slower in float32 than a tuned
-one. A tuned BLAS that is loaded first, with its symbols global, takes its place.
+one. A tuned BLAS that is loaded first, with global symbols, replaces it.
 """
 
 import ctypes
@@ -51,8 +51,8 @@ def load_blas() -> Blas:
         # MKL would end the process.
         return Blas(problem="the current folder no longer exists, so no fast BLAS can be loaded")
     _keep_freed_memory()
-    # For MKL, also one that the environment names: the same result bit for bit in every run,
-    # whatever the alignment of the arrays.
+    # For MKL, even if the environment names it: every run has the same result bit for bit, at any
+    # alignment of the arrays.
     os.environ.setdefault("MKL_CBWR", "AUTO")
     os.environ.setdefault("MKL_DYNAMIC", "FALSE")
     for path in _candidates():
@@ -92,13 +92,13 @@ def _metadata(package: str) -> Iterator[Path]:
 
 
 def _keep_freed_memory() -> None:
-    """Have glibc keep big freed arrays instead of returning them to the kernel.
+    """Make glibc keep big freed arrays instead of returning them to the kernel.
 
-    Otherwise each operation faults its result's pages in again: adding to a 78 MB array takes
-    34 ms without this and 5 ms with it.
+    Otherwise each operation faults its result's pages in again: adding to a 78 MB array takes 34 ms
+    without this and 5 ms with it.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:  # musl has none
+    if mallopt is not None:  # musl has no mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_INT)
         mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT)
         mallopt(_M_MMAP_MAX, 0)

@@ -13,7 +13,7 @@ GB = 10**9
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 _SWAP_SHARE, _LITTLE_MEMORY = 0.1, 0.15
 _FULL, _NEARLY_FULL = GB // 2, 10 * GB
-# The oldest that MLX's wheels support.
+# The oldest macOS that MLX's wheels support.
 _OLDEST_MACOS = 14
 _SHOWN = ("mlxtune", "mlx", "mlx-lm", "transformers", "tokenizers", "numpy", "numba")
 _FOR_SPEED = {
@@ -109,7 +109,7 @@ def _system(m: Machine) -> Iterator[Check]:
 
 
 def _packages(m: Machine) -> Iterator[Check]:
-    # The extra of the library in use is required too: it names versions, and packages for speed.
+    # The extra for the installed library is checked too: it names versions, and packages for speed.
     wanted = ("", *(_EXTRAS[name] for name in m.libraries if name in _EXTRAS))
     required = {package.name: package for package in m.packages if package.extra in wanted}
     shown = (required[name] for name in _SHOWN if name in required)
@@ -124,7 +124,7 @@ def _packages(m: Machine) -> Iterator[Check]:
         stops = package.installed is None and not effect
         yield Check(PROBLEM, name, found, f"pip install --upgrade '{requirement}'", stops)
     if len(m.libraries) > 1:
-        # The last one installed is in use, perhaps of a different version than mlx.
+        # The library installed last is in use, perhaps of a different version than mlx.
         found = f"{' and '.join(m.libraries)} both install MLX's library, into one file"
         yield Check(PROBLEM, "mlx", found, _keep_one_library(m))
     if m.mlx_first:

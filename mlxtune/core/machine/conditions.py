@@ -22,15 +22,15 @@ from mlxtune.core.machine.facts import tool_output
 
 # macOS's kern.memorystatus_vm_pressure_level.
 _MAC_WARN, _MAC_CRITICAL = 2, 4
-# Percent of the last 10 s in which some, or all, of the programs waited for memory. systemd-oomd
-# ends programs at 60.
+# Percent of the last 10 s in which some, or all, programs waited for memory. systemd-oomd kills
+# programs at 60.
 _SOME_WARN, _FULL_CRITICAL = 10.0, 20.0
-# NSProcessInfo.thermalState, which needs no root. pmset knows the heat of Intel's chips only.
+# NSProcessInfo.thermalState, which needs no root. pmset reports heat for Intel chips only.
 _THERMAL = "ObjC.import('Foundation'); $.NSProcessInfo.processInfo.thermalState"
 _THERMAL_WORDS = {"1": "fair", "2": "serious", "3": "critical"}
-# The lowest limit of a temperature, in degrees Celsius, that is no placeholder.
+# The lowest plausible limit of a temperature, in degrees Celsius: lower values are placeholders.
 _LEAST_LIMIT = 30.0
-# `cat` ends with the pipe to it, which the system closes however this process ends.
+# `cat` ends with its input pipe, which the system closes however this process ends.
 _INHIBIT = (
     *("systemd-inhibit", "--what=idle:sleep", "--mode=block"),
     *("--who=mlxtune", "--why=training", "cat"),
@@ -83,7 +83,7 @@ class Sensors:
         """Return whether the machine runs on battery; None if it has none."""
         import psutil
 
-        # psutil takes a mouse's battery for the machine's, where that has none.
+        # psutil reports a mouse's battery on machines without one.
         if self.system == "Linux" and not any(self.supplies.glob("BAT*")):
             return None
         battery = psutil.sensors_battery()
@@ -93,12 +93,12 @@ class Sensors:
     def saves_power(self) -> bool | None:
         """Return whether a Mac is in Low Power Mode; None if that is unknown."""
         settings = tool_output("pmset", "-g") if self.system == "Darwin" else ""
-        # `powermode` on Macs that also have High Power Mode.
+        # The name is `powermode` on Macs that also have High Power Mode.
         mode = re.search(r"(?m)^\s*(?:lowpowermode|powermode)\s+(\d)", settings)
         return None if mode is None else mode[1] == "1"
 
     def thermal(self) -> str:
-        """Return one word, or two, for how heat slows the machine; empty if it does not."""
+        """Return how heat slows the machine, in one or two words; empty if it does not."""
         if self.system != "Darwin":
             return "hot" if _is_hot() else ""
         speed = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", tool_output("pmset", "-g", "therm"))
@@ -181,7 +181,7 @@ def kept_awake(system: str = platform.system()) -> Iterator[None]:
 def seconds_asleep() -> float:
     """Return how long the machine has slept since it was started; 0 if that is unknown.
 
-    Other than the wall clock, these are never set. `time.monotonic` and `time.perf_counter` stop
+    Unlike the wall clock, these clocks are never set. `time.monotonic` and `time.perf_counter` stop
     while the machine sleeps.
     """
     # Linux's own name; macOS's MONOTONIC_RAW counts sleep too.

@@ -28,7 +28,7 @@ MLX_LIBRARIES = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal")
 
 _SYSCTL = ("machdep.cpu.brand_string", "sysctl.proc_translated", "iogpu.wired_limit_mb")
 _TOOL_SECONDS = 2.0
-# MLX starts within a second; the first time after an update perhaps within a few.
+# MLX starts within a second; after an update, the first start may take a few.
 _MLX_SECONDS = 30.0
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -129,7 +129,7 @@ class Machine:
 
 
 def probe_device() -> tuple[Device | None, str]:
-    """Return the device of MLX; or None, and why MLX does not start."""
+    """Return the device of MLX; or None, and the reason why MLX does not start."""
     # A separate process survives a crash of MLX.
     command = [sys.executable, "-m", "mlxtune.backend.models.probe"]
     try:
@@ -147,7 +147,7 @@ def probe_device() -> tuple[Device | None, str]:
 
 def read_system() -> dict[str, Any]:
     if platform.system() == "Darwin":
-        # Names unknown to a Mac only give errors on stderr.
+        # On a Mac, unknown names only print errors on stderr.
         values = dict(re.findall(r"(?m)^(\S+): (.*)$", tool_output("sysctl", *_SYSCTL)))
         return {
             "name": "macOS",
@@ -166,7 +166,7 @@ def read_system() -> dict[str, Any]:
 
 
 def available_memory() -> int | None:
-    """Return the bytes that a new process can have; None if unknown."""
+    """Return the bytes available to a new process; None if unknown."""
     memory = read_system()["memory"]
     return memory.available if isinstance(memory, Memory) else None
 
@@ -178,7 +178,7 @@ def read_memory(limit: int = sys.maxsize) -> Memory:
 
     try:
         found, swap = psutil.virtual_memory(), psutil.swap_memory()
-    except OSError:  # without /proc
+    except OSError:  # a system without /proc
         return Memory()
     return Memory(min(found.total, limit), min(found.available, limit), swap.used)
 
@@ -192,9 +192,9 @@ def versions() -> dict[str, str]:
 
 
 def machine_id() -> str:
-    """Return an id of this machine since its start, whatever its name.
+    """Return an id of this machine's boot, independent of its name.
 
-    Falls back to the host's name where the system does not identify its boots.
+    Falls back to the host's name if the system does not identify its boots.
     """
     boot = _text("/proc/sys/kernel/random/boot_id").strip()
     if platform.system() == "Darwin":
@@ -234,7 +234,7 @@ def _downloads() -> Path:
 def _folder(find: Callable[[], Path], *, measured: bool = False) -> Folder:
     path: Path | str = ""
     try:
-        path = find()  # fails for a current folder that was removed
+        path = find()  # fails if the current folder was removed
         existing = next(each for each in (path, *path.absolute().parents) if each.exists())
         free = shutil.disk_usage(existing).free
         problem = "" if os.access(existing, os.W_OK | os.X_OK) else "cannot be written"

@@ -50,7 +50,7 @@ class Fault(Enum):
         "the GPU dropped a command because of an error in another",
         _AGAIN,
     )
-    # All later calls of CUDA in the process return the same error.
+    # After it, all CUDA calls in the process return the same error.
     LOST = (
         r"the launch timed out and was terminated|uncorrectable ECC error",
         "the GPU no longer serves this process",
@@ -64,7 +64,10 @@ class Fault(Enum):
 
     @property
     def asks_for_less(self) -> bool:
-        """Whether less work at once may succeed; others may pass, and are tried once more."""
+        """Whether less work may succeed.
+
+        Other faults may pass, and their work is tried once more.
+        """
         return self in (Fault.OUT_OF_MEMORY, Fault.TIMEOUT, Fault.INTERACTIVITY)
 
 
@@ -79,7 +82,7 @@ def fault_of(error: BaseException) -> Fault | None:
 
 
 def fault_error(fault: Fault, text: str, when: str = "", remedy: str = "") -> MlxTuneError:
-    """Return the one line about a fault that ends a command; `text` is MLX's own.
+    """Return the error, in one line, for a fault that ends a command; `text` is MLX's own.
 
     `when` names the work at that time; `remedy` replaces the fault's own.
     """

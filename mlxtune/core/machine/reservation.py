@@ -1,4 +1,4 @@
-"""The memory reserved by runs on this machine: who holds how much, and whether more fits.
+"""The memory reserved by runs on this machine: the amount of each run, and the rest.
 
 Each run keeps a small file in one folder, locked while it runs, with the amount that it reserves.
 When its process dies the lock is released, and the next reader removes the file.
@@ -20,7 +20,7 @@ from mlxtune.errors import MemoryLimitError
 _SUFFIX = ".run"
 _NAME = re.compile(r"[0-9]+-[0-9]+\.run")
 _GB = 1e9
-# Only one process at a time may read and reserve; it reads a few small files.
+# Only one process at a time may read and reserve, which takes a few small files.
 _DOOR = "door.lock"
 _DOOR_SECONDS = 5.0
 POLL_SECONDS = 2.0

@@ -3,8 +3,8 @@
 Each takes the sides of a step's rows and the options, and returns the loss of each row. `xp` is the
 module that computes: numpy, or mlx.core for a gradient.
 
-Sources: TRL 1.16, `DPOTrainer`, `KTOTrainer`, `CPOTrainer` and `ORPOTrainer`, whose names of losses
-these are, and the papers that it names.
+Sources: TRL 1.16 (`DPOTrainer`, `KTOTrainer`, `CPOTrainer` and `ORPOTrainer`), whose names the
+losses have, and the papers that it cites.
 """
 
 import math
@@ -21,7 +21,7 @@ class Sides:
 
     A row has a chosen and a rejected answer, or one answer, in `chosen`, with its `desirable`: 1 or
     0. `count_…` are supervised tokens. `reference_…` are log-probabilities of the policy before its
-    first step, zeros where the objective needs none. `kl` is the step's estimate of the divergence
+    first step, zeros if the objective needs none. `kl` is the step's estimate of the divergence
     from the reference, in nats.
     """
 
@@ -49,7 +49,7 @@ class Sides:
 
     @property
     def mean_delta(self) -> Any:
-        """The difference of the ratios of a token, as IPO's authors confirmed to TRL."""
+        """The difference of the mean ratios per token, as IPO's authors confirmed to TRL."""
         chosen = self.chosen_ratio / self.count_chosen
         return chosen - self.rejected_ratio / self.count_rejected
 
@@ -66,7 +66,7 @@ def _sigmoid(xp: Any, x: Any) -> Any:
 
 
 def _smoothed(xp: Any, x: Any, smoothing: float) -> Any:
-    """Return the negative log-sigmoid, with the labels the wrong way round in a share of rows."""
+    """Return the negative log-sigmoid, with labels swapped in a share of rows."""
     loss = -_log_sigmoid(xp, x)
     return loss if not smoothing else (1 - smoothing) * loss - smoothing * _log_sigmoid(xp, -x)
 
@@ -132,7 +132,7 @@ def _aot_unpaired(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
     return _smoothed(xp, o.strength * delta, o.label_smoothing)
 
 
-# TRL's default for the temperature with which it blends.
+# TRL's default temperature of the blend.
 _DISCOPOP_TAU = 0.05
 
 
@@ -208,5 +208,5 @@ DPO_LOSSES: Mapping[str, Loss] = {
 }
 KTO_LOSSES: Mapping[str, Loss] = {"kto": _kto, "apo_zero_unpaired": _apo_zero_unpaired}
 OTHER_LOSSES: Mapping[str, Loss] = {"orpo": _orpo, "cpo": _cpo, "simpo": _simpo}
-# Losses of a row that depend on the other rows of its step.
+# Losses in which the loss of a row depends on other rows of the step.
 ACROSS_ROWS = ("aot", "aot_unpaired")

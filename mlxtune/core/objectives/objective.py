@@ -1,8 +1,8 @@
 """The function that a step minimises, of its examples' log-probabilities, defined over the step.
 
-A row of a pair makes examples of its chosen and of its rejected answer, a row with a label examples
-of one answer. The log-probability of an answer is the sum over its supervised tokens, in nats. How
-a step is split into micro-batches, or over workers, changes none of the functions here.
+A pair has examples of its chosen and of its rejected answer, a row with a label has examples of one
+answer. The log-probability of an answer is the sum over its supervised tokens, in nats. How a step
+is split into micro-batches, or over workers, changes none of the functions here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _COLUMNS = 4
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where the log-probability of each example of some rows belongs.
+    """The place of each example of some rows among the rows' answers.
 
     `slots` is int64 (E,): the place of each example in an array (columns, R) of the rows' answers,
     flattened; an answer of several turns has several examples. `references` and `counts` are
@@ -62,7 +62,7 @@ class Layout:
         return int(self.counts.shape[1])
 
     def sums(self, logps: _Floats) -> _Floats:
-        """Return log-probabilities of examples (E,) by answer, (columns, R)."""
+        """Return the log-probabilities (E,) summed by answer, (columns, R)."""
         sums = np.zeros(self.counts.size)
         np.add.at(sums, self.slots, logps)
         return sums.reshape(self.counts.shape)
@@ -70,7 +70,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Totals:
-    """The facts of a step that the loss of a few of its rows needs.
+    """The facts of a step that the loss of some of its rows depends on.
 
     `tokens` are the tokens whose loss is added to the preference; `kl` is the step's divergence.
     """
@@ -92,7 +92,7 @@ class Objective:
 
     @property
     def is_sft(self) -> bool:
-        """Whether it is the loss of answers, whose weights are known before the forward pass."""
+        """Whether the objective is the loss of answers, whose weights need no forward pass."""
         return self.name == "sft"
 
     @property
@@ -132,7 +132,7 @@ class Objective:
         return _PLACES[WHOLE if self.options.orpo_nll == "prompt" else CHOSEN]
 
     def lay_out(self, examples: Sequence[Example]) -> Layout:
-        """Return where the examples of whole rows belong; rows in the order of their first."""
+        """Return the layout of whole rows, in the order of their first examples."""
         rows: dict[int, int] = {}
         index = [rows.setdefault(example.key, len(rows)) for example in examples]
         columns = np.array([_PLACES[example.role] for example in examples], dtype=np.int64)
@@ -232,7 +232,7 @@ class Objective:
         return float(self.loss(layout.references, layout, self.totals(layout)))
 
     def _sides(self, sums: Any, layout: Layout, totals: Totals, xp: Any) -> Sides:
-        # Without a second answer, or a reference, zeros stand in their place: no loss reads them.
+        # Without a second answer, or a reference, zeros take their place: no loss reads them.
         counts = np.maximum(layout.counts, 1)
         references, labels = layout.references, layout.desirable
         given: list[Any] = [references[0], references[1], counts[0], counts[1], labels]

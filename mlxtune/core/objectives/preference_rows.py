@@ -21,7 +21,7 @@ from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.objectives.objective import Objective, with_references
 from mlxtune.errors import OutputError
 
-# Of the user's cache.
+# The folder in the user's cache.
 _CACHE = "references"
 
 
@@ -29,8 +29,8 @@ _CACHE = "references"
 class PreferenceRows(CorpusRows):
     """Rows of a corpus, with their objective's references and pairs.
 
-    Where it needs the divergence, each row gets an example of another row's answer to its prompt:
-    the one before it, for the first the last, as TRL pairs them. `references` has the reference's
+    If it needs the divergence, each row gets an example of another row's answer to its prompt: the
+    previous row's, and the last row's for the first, as in TRL. `references` has the reference's
     log-probabilities of each row's examples.
     """
 
@@ -80,20 +80,20 @@ class PreferenceRows(CorpusRows):
 
 
 def reference_key(model: Mapping[str, Any], rows: Sequence[PreferenceRows]) -> str:
-    """Return the name of a reference's inputs: the model as it starts, and the examples."""
+    """Return a hash of a reference's inputs: the model at the start, and the examples."""
     parts = {**model, "examples": [each.digest() for each in rows]}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def read_references(places: Sequence[Path], key: str, examples: int) -> list[float] | None:
-    """Return the log-probabilities that a run wrote; None if none of the files has them."""
+    """Return the log-probabilities that a run wrote; None if no file has them."""
     for path in places:
         with suppress(OSError, ValueError):
             found = read_json(path, REFERENCES)
             values: list[float] = from_json(list[float], found.get("logps"))
             if found != _content(key, values) or len(values) != examples:
                 continue
-            # A log-probability is at most 0, but for rounding.
+            # A log-probability is at most 0, up to rounding.
             if max(values) < 1:
                 return values
     return None
@@ -107,9 +107,9 @@ def write_references(path: Path, key: str, logps: Sequence[float]) -> None:
 
 
 def _content(key: str, logps: Sequence[float]) -> dict[str, Any]:
-    """Return what a file holds: log-probabilities, with their hash, as a damaged digit is one too.
+    """Return the content of a file: the key of its inputs, and log-probabilities with their hash.
 
-    `key` names their inputs.
+    The hash reveals a damaged digit.
     """
     digest = hashlib.sha256(json.dumps(logps).encode()).hexdigest()
     return {"format": 2, "key": key, "sha256": digest, "logps": logps}

@@ -55,7 +55,10 @@ class Checkpoint:
         return int(self.metadata["step"])
 
     def seconds(self, name: str) -> float:
-        """Return a duration that the metadata has in milliseconds; 0 if it is missing."""
+        """Return a duration in seconds, which the metadata has in milliseconds.
+
+        0 if it is missing.
+        """
         value = self.metadata.get(name)
         return value / 1000 if isinstance(value, int | float) else 0.0
 
@@ -75,7 +78,7 @@ def write_checkpoint(
 
     An existing checkpoint of that name is replaced only once the new one is complete.
 
-    Raises OutputError, also if a folder of that name is something else.
+    Raises OutputError, also if a folder of that name is no checkpoint.
     """
     aside = target.with_name(f".{target.name}.old")
     with replaced_folder(target, "--checkpoint-dir", aside, is_checkpoint) as folder:
@@ -201,7 +204,7 @@ def prune(run: Path, keep: set[Path]) -> None:
             _remove_temporary(path)
         elif (numbered or backup) and is_checkpoint(path):
             with suppress(OSError):
-                # If the process is killed, the remains are not a checkpoint.
+                # If the process is killed here, the rest is no checkpoint.
                 aside = beside(path)
                 move(path, aside)
                 discard(aside)

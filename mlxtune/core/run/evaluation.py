@@ -2,7 +2,7 @@
 
 A model's loss is the sum over all supervised tokens divided by their count. The rows are a sample
 of the model's future inputs, so the bootstrap resamples rows, each with all its tokens and both
-losses, which makes the interval a paired one.
+losses: the interval is paired.
 """
 
 import math
@@ -24,17 +24,17 @@ from mlxtune.errors import NonFiniteLossError
 VERDICTS = HELPED, HURT, CANNOT_TELL = "helped", "hurt", "cannot tell"
 RESAMPLES, CONFIDENCE = 10_000, 0.95
 _TAIL = (1 - CONFIDENCE) / 2
-# With fewer rows, even a change of the same sign in all is not significant: 2 * (1/2)^5 > 0.05.
+# With fewer rows, not even a change of equal sign in all rows is significant: 2 * (1/2)^5 > 0.05.
 FEWEST_ROWS = 6
 # A smaller share of the loss hardly matters, however certain it is.
 _HARDLY = 0.01
-# The number of most improved and most worsened rows to report.
+# How many of the most improved, and of the most worsened, rows are reported.
 _TOP_ROWS = 5
 # Row indices drawn at once, over all resamples.
 _DRAWN_AT_ONCE = 1 << 22
 
 _Floats = npt.NDArray[np.float64]
-# Returns the summed loss of each example, float64 (B,), and reports how many are done meanwhile.
+# Returns the summed loss of each example, float64 (B,), and reports its progress.
 Losses = Callable[[Sequence[Example], Callable[[int], None]], _Floats]
 
 
@@ -63,7 +63,7 @@ class Difference:
 
     @property
     def is_alike(self) -> bool:
-        """Whether all rows changed alike, of which no resample can tell how far others may."""
+        """Whether all rows changed alike: resamples then show nothing about other rows."""
         return math.isclose(self.low, self.high, rel_tol=1e-9, abs_tol=1e-12)
 
 
@@ -80,9 +80,9 @@ class RowLosses:
 
 @dataclass(frozen=True)
 class FileVerdict:
-    """The loss of one file's rows under both models, in nats per token, and the verdict on them.
+    """The loss of one file's rows under both models, in nats per token, and their verdict.
 
-    Under an objective of preferences, also the shares that are preferred before and after.
+    Under an objective of preferences, also the preferred shares before and after.
     """
 
     path: str
@@ -102,7 +102,7 @@ class FileVerdict:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """The number of answers that equal the data's exactly."""
+    """The number of answers that equal the data's answer."""
 
     base: int
     adapted: int | None
@@ -110,7 +110,7 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class Matches:
-    """How many answers match the data's `by` json, contains or regex=PATTERN."""
+    """The number of answers that match the data's, `by` json, contains or regex=PATTERN."""
 
     by: str
     base: int
@@ -141,7 +141,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class StepSamples:
-    """Answers after a validation within a run, each as `base` of its sample."""
+    """Answers after a validation within a run, stored as the `base` answers of the samples."""
 
     step: int
     samples: list[Sample]
@@ -149,7 +149,7 @@ class StepSamples:
 
 @dataclass(frozen=True)
 class Misjudged:
-    """A row whose bad answer the adapted model prefers, by nats per token; `row` is its number."""
+    """A row whose bad answer the adapted model prefers, in nats per token; `row` is its number."""
 
     path: str
     row: int
@@ -161,9 +161,9 @@ class Misjudged:
 class PreferenceDifference:
     """The share of pairs whose chosen answer a model prefers, before and after training.
 
-    Of answers with a label (not `pairs`), the share of good and bad ones side by side of which the
-    good one gained more, 0.5 by chance. `low` and `high` are the interval of the difference.
-    Margins are means, in nats per token.
+    For answers with a label (not `pairs`), the share of all pairs of a good and a bad answer in
+    which the good one gained more, 0.5 by chance. `low` and `high` are the interval of the
+    difference. Margins are means, in nats per token.
     """
 
     objective: str
@@ -214,7 +214,10 @@ class Evaluation:
     preferred: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return JSON-ready values: `matches` only if counted, `files` only of several."""
+        """Return JSON-ready values.
+
+        `matches` only if counted, `files` only if there are several.
+        """
         values = asdict(self)
         if not self.files:
             del values["files"]
@@ -343,9 +346,9 @@ def evaluation_of(
 def verdicts_by_file(
     judged: JudgedRows, evaluate: Callable[[JudgedRows, npt.NDArray[np.int64]], Evaluation]
 ) -> tuple[FileVerdict, ...]:
-    """Return the verdict on each file, none if there is only one, or rows were trained on.
+    """Return the verdict on each file; none for a single file, or if rows were trained on.
 
-    `evaluate` compares the losses of some rows, given with their places.
+    `evaluate` compares the losses of rows, given their places.
     """
     rows = judged.rows
     present = np.unique(rows.files).tolist()
@@ -378,7 +381,7 @@ def verdict_of(difference: Difference, rows: int) -> str:
 
 
 def is_hardly(verdict: str, share: float) -> bool:
-    """Return whether a verdict is one on a difference, as a share, that hardly matters."""
+    """Return whether a verdict rests on a difference, as a share, that hardly matters."""
     return verdict != CANNOT_TELL and abs(share) < _HARDLY
 
 

@@ -1,4 +1,4 @@
-"""What an evaluation found, in sentences."""
+"""The result of an evaluation, in sentences."""
 
 from mlxtune.core.run.evaluation import (
     CANNOT_TELL,
@@ -13,10 +13,9 @@ from mlxtune.core.text import count
 
 
 def verdict_lines(evaluation: Evaluation) -> list[str]:
-    """Return the verdict with its size as a line, and a second one on the base model.
+    """Return the verdict with its size as a line, and for further training a second line.
 
-    There is a second one only for training that started from an adapter. Needs an evaluation with
-    an adapter.
+    The second line compares with the base model. Needs an evaluation with an adapter.
     """
     if evaluation.preference is not None:
         return _preference_lines(evaluation, evaluation.preference)
@@ -49,7 +48,7 @@ def _preferred(file: FileVerdict) -> str:
 
 
 def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> list[str]:
-    """Return the verdict on preferences with its size, and what became of the good answers."""
+    """Return the verdict on preferences with its size, and the change in the good answers."""
     rows = count(evaluation.rows, "pair" if found.pairs else "answer")
     if evaluation.left_out:
         rows += f" ({count(evaluation.left_out, 'row')} also trained on left out)"

@@ -74,7 +74,7 @@ class StepRecord:
 
     @property
     def weight(self) -> int:
-        """Its share in the mean loss of steps: supervised tokens, under preferences rows."""
+        """Its share in the mean loss of steps: supervised tokens, or rows under preferences."""
         return self.rows if self.metrics else self.supervised_tokens
 
 
@@ -129,7 +129,7 @@ class SkippedStep:
     rows: list[str]
 
     def places(self) -> str:
-        """Return the rows in short: `chat.jsonl:4, 11, 12 and 5 more`."""
+        """Return the rows in brief: `chat.jsonl:4, 11, 12 and 5 more`."""
         places, file = [], ""
         for row in self.rows[:_ROWS_SHOWN]:
             path, colon, line = row.rpartition(":")

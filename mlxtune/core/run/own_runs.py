@@ -1,8 +1,9 @@
-"""Which runs this user made on this machine: other ones may ask for downloads and trackers.
+"""The runs that this user made on this machine.
 
-Each run has a random id in its mark, and the user's cache has a line for each run made here: its id
-and the number of its folder, as a run that was sent away may come back changed. A run whose line is
-missing, because it was copied or the cache was emptied, counts as somebody else's.
+Other runs may ask for downloads and trackers. Each run has a random id in its mark, and the user's
+cache has a line for each run made here: its id and the number of its folder, as a run that was sent
+away may come back changed. A run whose line is missing, because it was copied or the cache was
+emptied, counts as somebody else's.
 """
 
 import re

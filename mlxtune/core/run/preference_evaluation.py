@@ -1,8 +1,8 @@
-"""Whether an adapter learned preferences: what it prefers of held-out pairs, before and after.
+"""Whether an adapter learned preferences: its choices on held-out pairs, before and after.
 
 A model prefers the answer whose tokens have the higher mean log-probability; the sum would prefer
-short answers. An answer with a label has no counterpart: good answers should gain more than
-bad ones.
+short answers. An answer with a label has no counterpart: good answers should gain more than bad
+ones.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, eq=False)
 class AnswerSums:
-    """Losses of the answers of rows under a model: of good ones, and of bad ones beside them.
+    """Losses of rows' answers under a model: of the good answers and, in pairs, the bad ones.
 
     Where a row has a label, its one answer is in `good`, and `labels` (R,) has 1 or 0.
     """
@@ -54,7 +54,7 @@ class AnswerSums:
 
     @property
     def margins(self) -> _Floats:
-        """By how much the good answer is likelier, (R,), in nats per token."""
+        """How much likelier the good answer is, (R,), in nats per token."""
         good, bad = self.good.losses / self.good.tokens, self.bad.losses
         return bad / np.maximum(self.bad.tokens, 1) - good
 
@@ -112,7 +112,7 @@ def evaluate_preferences(
         gains = after - margins
         won, wins = np.full(len(after), 0.5), _ranks(gains, adapted.labels == 1)
         both = 0 < adapted.labels.sum() < len(gains)
-        # Of each row, against the mean of the other label.
+        # Each row is compared with the mean of the other label.
         margins, after = np.zeros(len(after)), _against_others(gains, adapted.labels == 1)
     ones = np.ones(len(won), dtype=np.int64)
     change = paired_difference(won, wins, ones, seed)
@@ -156,10 +156,10 @@ def evaluate_preferences(
 
 
 def _bounds(change: float, rows: int, most: float) -> tuple[float, float]:
-    """Return the interval of a change that all rows have alike, each within -`most` and `most`.
+    """Return the interval of a change that is equal in all rows, within -`most` and `most`.
 
-    Source: Clopper and Pearson (1934): of rows that none of n is like, there may be a share of
-    1 - (0.05 / 2)^(1 / n), about 3.7 / n.
+    Source: Clopper and Pearson (1934): if none of n rows differs, a share of up to 1 - (0.05 /
+    2)^(1 / n), about 3.7 / n, may.
     """
     others = 1 - ((1 - CONFIDENCE) / 2) ** (1 / rows)
     return change - (change + most) * others, change + (most - change) * others

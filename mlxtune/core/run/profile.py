@@ -1,4 +1,4 @@
-"""Where the time and memory of a step go: the measurements, and the file that keeps them.
+"""The time and memory of a step by phase: the measurements, and the file that keeps them.
 
 A timer divides a step at the boundaries of its phases: the time since the last boundary belongs to
 the phase that ends there, so the phases and `other` add up to the step.

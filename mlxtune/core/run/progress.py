@@ -1,4 +1,4 @@
-"""The record of a run, in the order of metrics.jsonl, and what can be derived from it.
+"""The record of a run, in the order of metrics.jsonl, and values derived from it.
 
 The copy of metrics.jsonl in a checkpoint is all a trainer needs to know where to resume.
 """
@@ -37,19 +37,19 @@ _KINDS: dict[str, type] = {
     "validation": ValidationRecord,
     "epoch": InstructEpochMetrics,
 }
-# Nearly all lines, which there are a million of. No such line takes memory to speak of.
+# Limits of most lines, of which there may be a million, so none may take much memory.
 _SHORT_LINE = 4096
-# Only a skipped step, which names its rows, takes more.
+# Limits of a skipped step, which names its rows.
 _LONG_LINE, _KIND_SKIPPED = 65_536, b'"kind": "skipped"'
 _KIND_OF = {kind: name for name, kind in _KINDS.items()}
 
 
 class Progress:
-    """How far a run has come: its records in their order, with step records stored compactly."""
+    """The progress of a run: its records in order, with step records stored compactly."""
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.steps = StepHistory()
-        # A step is the index of its record in `steps`.
+        # A step is stored as the index of its record in `steps`.
         self._entries: list[int | SkippedStep | ValidationRecord | InstructEpochMetrics] = []
         for record in records:
             self.append(record)
@@ -83,7 +83,7 @@ class Progress:
 
     @property
     def best(self) -> ValidationRecord | None:
-        """The first validation with the lowest loss, but for that before the first step."""
+        """The first validation with the lowest loss, apart from that before the first step."""
         after = (each for each in self.validations if each.step)
         return min(after, key=attrgetter("val_loss"), default=None)
 
@@ -204,7 +204,7 @@ def progress_of(result: InstructTrainResult) -> Progress:
 
 def record_values(record: Record) -> dict[str, Any]:
     values = {"kind": _KIND_OF[type(record)], **asdict(record)}
-    # Only objectives of preferences have metrics, and only rows of several files a loss for each.
+    # Only objectives of preferences have metrics, and only several files a loss for each.
     optional = ("metrics", "files")
     for part in (values, *values.get("files", ())):
         for name in optional:
@@ -279,7 +279,7 @@ class MetricsFile:
     def __post_init__(self) -> None:
         self._path = self.folder / METRICS
         self._failing = False
-        # The records and bytes in the file; None if the file has to be replaced.
+        # The records and bytes in the file; None if the file must be replaced.
         self._written = 0
         self._size: int | None = None
 
@@ -299,7 +299,7 @@ class MetricsFile:
         count, size, self._size = len(progress), self._size, None
         if size is None or not self._path.exists() or self._path.stat().st_size != size:
             content = b"".join(progress.lines(0, count))
-            make_folder(self._path.parent)  # it may have been removed
+            make_folder(self._path.parent)  # the file may have been removed
             write_file(self._path, [content])
             size = len(content)
         else:

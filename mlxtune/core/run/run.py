@@ -1,4 +1,4 @@
-"""A run as its folder describes it: finished or not, perhaps damaged.
+"""A run as described by its folder: finished or not, perhaps damaged.
 
 No file is trusted: a missing or invalid value counts as absent.
 """
@@ -31,11 +31,11 @@ from mlxtune.core.run.run_folder import (
 from mlxtune.errors import OutputError
 
 CHECKPOINTS = "checkpoints"
-# The files that tell a folder of a run from others.
+# The files that identify the folder of a run.
 _OWN = {METRICS, ABOUT}
 # Large folders that never hold runs.
 _SKIPPED = ("node_modules", "site-packages", "__pycache__", "proc", "sys", "dev")
-# Every number of a run's JSON files is smaller.
+# The largest number in a run's JSON files.
 _LARGEST = 2**63
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass
 class Run:
-    """A run as its folder describes it; `problems` are sentences on unreadable files.
+    """A run as described by its folder; `problems` are sentences on unreadable files.
 
     `about` is run.json, `metadata` the metadata.json of the newest checkpoint; `holder` is the
     process that is training it now.
@@ -94,7 +94,7 @@ def run_folder_at(path: Path) -> Path:
 
 
 def _run_of(adapter: Path, run: Path) -> Path:
-    """Return the run that wrote an adapter: the one in a folder, or an earlier one within it."""
+    """Return the run that wrote an adapter: the run in a folder, or an earlier run within it."""
     earlier = [each for each in run.iterdir() if previous_number(each.name) is not None]
     earlier.sort(key=lambda each: previous_number(each.name) or 0, reverse=True)
     names = [_written_name(each) for each in (run, *earlier)]
@@ -106,7 +106,7 @@ def _run_of(adapter: Path, run: Path) -> Path:
 
 
 def _written_name(run: Path) -> str:
-    """Return the name of the adapter's file that a run wrote; empty if that is not known."""
+    """Return the name of the adapter's file that a run wrote; empty if unknown."""
     with suppress(OSError, ValueError):
         return Path(text(read_json(run / RESULT), "adapter")).name
     return ""
@@ -123,7 +123,7 @@ def find_runs(folder: Path, depth: int = 6) -> Iterator[Path]:
         return
     if is_folder.keys() & _OWN:
         yield folder
-        # Inside a run, only earlier runs.
+        # Below a run's folder, only earlier runs are searched.
         earlier = [name for name in is_folder if previous_number(name) is not None]
         is_folder = {name: is_folder[name] for name in earlier}
     for name in sorted(is_folder):
@@ -140,7 +140,7 @@ def read_run(folder: Path) -> Run:
     run.samples = _read(run, SAMPLES, read_samples, None)
     run.ledgers = _read(run, LEDGER, read_ledgers, [])
     run.checkpoints = [folder.name for folder in checkpoint_folders(folder)]
-    # Their files are not checked.
+    # The files of these folders are not checked.
     every: list[dict[str, Any]] = [
         _read(run, f"{name}/{METADATA}", read_json, {}) for name in run.checkpoints
     ]
@@ -216,7 +216,7 @@ def _read_metrics(run: Run) -> None:
 
 
 def _add_record(progress: Progress, record: Record | ValueError) -> bool:
-    """Add a line's record; return False if it is not one, or not of a later step."""
+    """Add a line's record; return False if it is no record, or not of a later step."""
     if isinstance(record, ValueError):
         return False
     if isinstance(record, StepRecord | SkippedStep) and record.step <= progress.step:
@@ -229,26 +229,26 @@ def _add_record(progress: Progress, record: Record | ValueError) -> bool:
 
 
 def number(values: Mapping[str, Any], *names: str) -> float | None:
-    """Return the finite number under a path of names; None if there is none."""
+    """Return the finite number at a path of names; None if there is none."""
     value = _at(values, names)
     # Rejects NaN and infinity too.
     return float(value) if type(value) in (int, float) and abs(value) < _LARGEST else None
 
 
 def whole(values: Mapping[str, Any], *names: str) -> int | None:
-    """Return the number under a path of names without its fraction; None if there is none."""
+    """Return the number at a path of names without its fraction; None if there is none."""
     value = number(values, *names)
     return None if value is None else int(value)
 
 
 def text(values: Mapping[str, Any], *names: str) -> str:
-    """Return the text under a path of names, or an empty one."""
+    """Return the text at a path of names, or an empty text."""
     value = _at(values, names)
     return value if isinstance(value, str) else ""
 
 
 def mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the object under a name, or an empty one."""
+    """Return the object under a name, or an empty object."""
     value = values.get(name)
     return value if isinstance(value, Mapping) else {}
 

@@ -46,15 +46,15 @@ TRAINED_ROWS = "trained_rows.bin"
 REPORT = "report.html"
 # Answers after the last validation, with --open.
 SAMPLES = "samples.json"
-# An earlier run, the newest with the highest number; without one, from earlier versions.
+# The folder of an earlier run. The newest has the highest number; earlier versions gave no number.
 _PREVIOUS = re.compile(r"previous(?:-([1-9]\d{0,8}))?")
 _MOVING = ".previous.moving"
 LOCK = ".mlxtune.lock"
-# Asks the process that trains here to stop after its step, and to save.
+# Requests that the process training here stop after its step, and save.
 STOP = ".mlxtune.stop"
 # The reference's log-probabilities, under an objective of preferences.
 REFERENCE = "reference.json"
-# The run's identity with each tracker, and the files of trackers that keep them here.
+# The run's identity with each tracker, and folders in which trackers keep their files.
 TRACKING = "tracking.json"
 TENSORBOARD = "tensorboard"
 _OF_A_RUN = (
@@ -88,7 +88,7 @@ def find_resume_point(run: Path) -> ResumePoint | None:
     Raises OutputError when there are checkpoints but none is usable.
     """
     if is_checkpoint(run / f".{BEST}.old") and not os.path.lexists(run / BEST):
-        # Where another process trains, it will be back in a moment.
+        # If another process trains there, the checkpoint will be back in a moment.
         with suppress(OutputError):
             lock_run(run).release()
     good, skipped = find_checkpoints(run)
@@ -140,7 +140,7 @@ def reopen(run: Path) -> None:
 def lock_run(run: Path, *, new: bool = False) -> Lock:
     """Lock a run's folder, created if missing, for the lifetime of this process.
 
-    It is first known to be ours, and as the place of a `new` run to hold nothing in its way.
+    The folder must be ours and, for a `new` run, hold nothing in its way.
 
     Raises OutputError when another process trains there, or the folder cannot be written.
     """
@@ -158,7 +158,7 @@ def lock_run(run: Path, *, new: bool = False) -> Lock:
                 f"{run}: cannot be locked against other runs: {error.strerror}: choose a "
                 "--checkpoint-dir on a local disk"
             ) from error
-        # A request that nobody answered was for the run before.
+        # An unanswered request was for the previous run.
         remove_file(run / STOP)
         recover(run)
         return lock
@@ -175,7 +175,7 @@ def request_stop(run: Path) -> None:
 
 
 class StopRequest:
-    """Whether another process has asked the run in a folder to stop; `notify` is called once."""
+    """Tells whether another process has asked the run in a folder to stop; calls `notify` once."""
 
     def __init__(self, run: Path, notify: Callable[[], None]) -> None:
         self._path, self._notify = run / STOP, notify
@@ -191,7 +191,7 @@ class StopRequest:
 
 
 def lock_output(adapter: Path) -> Lock | None:
-    """Lock a run's adapter for the lifetime of this process; None where there are no locks.
+    """Lock a run's adapter for the lifetime of this process; None if the file system has no locks.
 
     Raises OutputError when another run is to write it, or its folder cannot be written.
     """
@@ -259,7 +259,7 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 def previous_number(name: str) -> int | None:
-    """Return the number of an earlier run by its folder's name; None for any other name."""
+    """Return an earlier run's number from its folder's name; None for any other name."""
     found = _PREVIOUS.fullmatch(name)
     return int(found[1] or 0) if found else None
 
@@ -291,7 +291,7 @@ def archive_previous_run(run: Path) -> Path | None:
         else:
             write_file(moving / MARK, [])
         for path in earlier:
-            # A run that was resumed after a move that was interrupted has made some again.
+            # A run that resumed after an interrupted move has made some files again.
             if path.name in _FILES:
                 remove_file(moving / path.name)
             move(path, moving / path.name)
@@ -326,8 +326,8 @@ def discard_empty(folder: Path) -> None:
 def remove_run(run: Path) -> None:
     """Remove a run's files, apart from its adapter and the earlier runs in its folder.
 
-    Raises OutputError, and removes nothing, if a process trains there or other files stand among
-    them.
+    Raises OutputError, and removes nothing, if a process trains there or there are other files
+    among them.
     """
     lock = lock_run(run, new=True)
     try:

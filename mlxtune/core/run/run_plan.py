@@ -12,7 +12,7 @@ from mlxtune.core.steps.scaling import Scaling
 class LongestFit:
     """Tokens of the longest example that fits, with activations kept and recomputed.
 
-    No more than `context`, the tokens that the model was made for.
+    Neither exceeds `context`, the model's own limit.
     """
 
     kept: int
@@ -26,9 +26,8 @@ class RunPlan:
 
     `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` is the gain of a
     larger --memory-limit here, if any. `tokens` and `supervised` count the training rows' tokens,
-    `all_tokens` all steps'. With `scaling`, memory is one worker's.
-    `few_steps` is the advice for a run that is too short, if it is; `free_memory` counts bytes that
-    are free now, None if unknown.
+    `all_tokens` all steps'. With `scaling`, memory is one worker's. `few_steps` is the advice if
+    the run is too short; `free_memory` counts bytes that are free now, None if unknown.
     """
 
     model: str
@@ -54,7 +53,7 @@ class RunPlan:
 
     @property
     def seconds(self) -> float | None:
-        """How long all steps will take; None without a known speed or without data."""
+        """The time of all steps; None without a known speed or without data."""
         if not self.speed or not self.steps:
             return None
         gain = self.scaling.speedup if self.scaling else None

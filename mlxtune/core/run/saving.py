@@ -68,7 +68,7 @@ class CheckpointSaver:
         return self.is_due_by_steps(step) or 0 < self.every_minutes * 60 <= elapsed
 
     def is_due_by_steps(self, step: int) -> bool:
-        """Return whether it is due whatever the clock says."""
+        """Return whether a checkpoint is due by steps, whatever the time."""
         return self.every_steps is not None and step - self._saved_step >= self.every_steps
 
     def try_save(self, name: str, content: CheckpointContent) -> None:

@@ -1,4 +1,4 @@
-"""A run described once, for every text, page, card and table; and its options compared."""
+"""A run described once, for every text, page, card and table; and options compared between runs."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class RunView:
 
     @property
     def improved(self) -> bool:
-        """Whether a validation was better than the one before training, as far as is known."""
+        """Whether a validation was better than the one before training, if known."""
         before, best = self.initial_val_loss, self.best_val_loss
         return before is None or best is None or best < before
 
@@ -225,7 +225,7 @@ class RunView:
 def _judged(evaluation: Evaluation | None) -> Verdict | None:
     if evaluation is None or evaluation.verdict is None or evaluation.difference is None:
         return None
-    # A small gain is no success to show in green.
+    # A small gain is no success, so it is not green.
     certain = evaluation.verdict == HURT or not evaluation.hardly
     style, sign = _STYLES[evaluation.verdict if certain else CANNOT_TELL]
     return Verdict(style, f"{sign} {' '.join(map(sentence, verdict_lines(evaluation)))}")
@@ -261,7 +261,7 @@ def bucket_means(values: Sequence[float], most: int) -> list[float]:
 def _started(run: Run) -> str:
     try:
         started = datetime.datetime.fromisoformat(text(run.about, "started_at"))
-        started.astimezone().timestamp()  # the first and the last year may have none
+        started.astimezone().timestamp()  # the first and last years may have no timestamp
     except (ValueError, OverflowError, OSError):
         return ""
     return started.isoformat(timespec="seconds")
@@ -289,14 +289,14 @@ def _seconds(run: Run) -> float | None:
 
 
 def _speed(run: Run, name: str, seconds: float) -> float | None:
-    # Within the smallest float's time, even one token is infinitely fast.
+    # Within the smallest float's time, even one token has an infinite speed.
     speed = sum(run.column(name)) / seconds if seconds > 0 else math.inf
     return speed if math.isfinite(speed) else None
 
 
 def _adapter(run: Run) -> str:
     if previous_number(run.folder.name) is not None:
-        # The run after it has written another adapter over its own.
+        # The next run has written another adapter over this run's.
         best = run.folder / BEST / ADAPTER
         return str(best) if best.exists() else ""
     adapter = text(run.result, "adapter")
@@ -320,7 +320,7 @@ def _newest_first(run: RunView) -> float:
     return -datetime.datetime.fromisoformat(run.started).timestamp() if run.started else 0.0
 
 
-# The keys that sort runs: the newest, the lowest loss, the fastest or the longest first.
+# The keys that sort runs: newest, lowest loss, fastest or longest first.
 SORTS: dict[str, Callable[[RunView], Any]] = {
     "when": _newest_first,
     "name": lambda run: run.name,
@@ -363,7 +363,7 @@ def differing_options(runs: Sequence[Run]) -> dict[str, list[str]]:
     places = {name for name, option in OPTIONS.items() if option.affects is Affects.PLACES}
     models = {text(run.metadata, "base_hash") for run in runs}
     if len(models) == 1 and "" not in models:
-        places.add("model_path")  # the same model by several paths
+        places.add("model_path")  # one model may have several paths
     names = dict.fromkeys(name for run in runs for name in run.config if name not in places)
     values = {name: [option_text(run.config.get(name)) for run in runs] for name in names}
     return {flag(name): each for name, each in values.items() if len(set(each)) > 1}

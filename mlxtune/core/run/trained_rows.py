@@ -1,4 +1,4 @@
-"""Which rows a run trained on, kept so that `eval` finds them in any file."""
+"""The rows that a run trained on, recorded so that `eval` finds them in any file."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,14 +19,14 @@ NO_ROWS: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
 
 
 def identities_of(rows: CorpusRows) -> npt.NDArray[np.uint64]:
-    """Return the identities of rows, and of their answers, which other objectives have too."""
+    """Return the identities of rows, and of their answers, which hold under any objective."""
     return np.union1d(rows.identities, rows.answers[1])
 
 
 def as_bytes(identities: npt.NDArray[np.uint64]) -> bytes:
-    """Return the content of the file: the SHA-256 of the rest, which is the sorted identities.
+    """Return the content of the file: the sorted identities, after their SHA-256.
 
-    Each identity has 8 little-endian bytes.
+    Each identity takes 8 little-endian bytes.
     """
     content = np.unique(identities).astype("<u8").tobytes()
     return sha256(content).digest() + content

@@ -34,14 +34,14 @@ class MicroBatch:
 
     @property
     def stretches(self) -> list[tuple[int, int]]:
-        """The stretches of real tokens, each as its length and the number of tokens before it."""
+        """The stretches of real tokens: the length of each, and the number of tokens before it."""
         return [(length, 0) for length in self.lengths]
 
 
 def run_length(example: Example) -> int:
-    """Return the number of tokens of an example that run: all before its last supervised token.
+    """Return how many tokens of an example run: all before its last supervised token.
 
-    The tokens after these predict nothing that carries loss. At least 1.
+    The last token predicts nothing that carries loss. At least 1.
     """
     supervised = example.assistant_mask[:0:-1]
     return len(supervised) - int(supervised.argmax()) if supervised.any() else 1
@@ -77,7 +77,7 @@ def collate(examples: Sequence[Example], width: int | None = None) -> MicroBatch
     inputs, targets = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
     mask = np.zeros(shape, dtype=np.float32)
     for i, (example, run) in enumerate(zip(examples, runs, strict=True)):
-        after = slice(1, min(run + 1, len(example)))  # a lone token predicts none
+        after = slice(1, min(run + 1, len(example)))  # a lone token predicts nothing
         inputs[i, :run] = example.tokens[:run]
         targets[i, : after.stop - 1] = example.tokens[after]
         mask[i, : after.stop - 1] = example.assistant_mask[after]

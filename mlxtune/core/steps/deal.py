@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 
 def deal(costs: Sequence[float], workers: int) -> list[list[int]]:
-    """Return which of the items each worker gets, as ascending indices.
+    """Return the indices of each worker's items, ascending.
 
-    The dearest first, each to the worker that has least so far (Graham, "Bounds on multiprocessing
-    timing anomalies", 1969): no worker takes more than 4/3 of the least possible time. A function
-    of the arguments, so that all workers come to the same.
+    Items are dealt by falling cost, each to the worker with the least cost so far (Graham, "Bounds
+    on multiprocessing timing anomalies", 1969): no worker takes more than 4/3 of the least possible
+    time. A function of the arguments, so that all workers agree.
     """
     dealt: list[list[int]] = [[] for _ in range(workers)]
     totals = [0.0] * workers

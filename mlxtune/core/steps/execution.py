@@ -1,4 +1,4 @@
-"""How a step is computed: by which operations, in which micro-batches, with what recomputed."""
+"""How a step is computed: its operations, micro-batches and recomputation."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Execution:
 
     `operations` compute it. `micro_batch_tokens` bounds the tokens that run through the model at
     once. `split_head`: run the head on supervised positions only, `loss_chunk` at a time. `packs`:
-    lay examples end to end instead of padding them, and run what they start with alike once.
-    `recompute`: keep only the input of each layer, and run the layer again in the backward pass.
-    `fixed_cost` is the cost of a micro-batch beyond its tokens, in units of one token's time.
-    `rounding` is applied to packed lines.
+    lay examples end to end instead of padding them, and run shared prefixes once. `recompute`: keep
+    only the input of each layer, and run the layer again in the backward pass. `fixed_cost` is the
+    cost of a micro-batch beyond its tokens, in units of one token's time. `rounding` is applied to
+    packed lines.
     """
 
     operations: Operations
@@ -75,7 +75,7 @@ class Execution:
         return plan_step(examples, self.micro_batch_tokens, self.fixed_cost)
 
     def rounded(self, load: BatchLoad) -> BatchLoad:
-        """Return the load of one example, rounded as it runs."""
+        """Return the load of one example with the padding it runs with."""
         if not self.packs:
             return load
         added = self.rounding.padding(load.tokens, self.micro_batch_tokens)

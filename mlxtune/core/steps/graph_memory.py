@@ -11,8 +11,9 @@ from mlxtune.core.steps.memory_estimate import (
     held_logits,
 )
 
-# The most rows of the vocabulary in a block of the head, the fewest, and the most logits; how many
-# blocks of casts and of logits exist at once, in use or in flight, and the most copies of all.
+# The most and the fewest rows of the vocabulary in a block of the head, and the most logits; how
+# many blocks of casts and of logits exist together, in use or in flight, and the most copies of all
+# logits.
 _VOCABULARY_BLOCK, _FEWEST, _BLOCK_LOGITS = 4096, 512, 1 << 21
 _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 5, 9, 2
 # Copies of a chunk's logits that cross-entropy and its gradient hold, and those that are not freed
@@ -27,8 +28,8 @@ _UNPACKED = 2
 _COPIES, _WIDTHS = 2, 4
 # Copies of the inputs and outputs of experts that the backward pass of their layer holds there.
 _GATHERED = 2
-# Arrays as wide as a convolution, and what follows it, that its layer's backward pass holds there,
-# and those that the layer keeps.
+# Arrays as wide as a convolution and its successors that the layer's backward pass holds, and those
+# that the layer keeps.
 _MIXED, _MIXED_COPIES = 4, 5
 
 
@@ -52,7 +53,7 @@ class GraphMemory:
         width = _COPIES * shapes.products + shapes.scaled + _WIDTHS * shapes.inputs
         tokens = load.tokens * (width + shapes.gathered + shapes.mixed)
         tokens += load.beside * shapes.looped
-        # Recurrences have some of that for examples side by side.
+        # Recurrences have some of these arrays for examples side by side.
         tokens += _MIXED_COPIES * shapes.mixed * (load.beside - load.tokens)
         scores = load.scores if shapes.holds_scores(load) else 0
         return Entries(0, tokens, shapes.scores * scores)

@@ -1,4 +1,4 @@
-"""Which examples of a step run through the model together where they cannot stand in one line.
+"""The grouping of a step's examples that cannot be packed into one line.
 
 An example runs up to the prediction of its last supervised token; the others of its group are
 padded to the widest.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
 
-# Examples planned together: the time is quadratic in them, and more gain little.
+# Examples planned together: the time grows with their square, and more examples gain little.
 AT_ONCE = 256
 
 
@@ -34,7 +34,7 @@ class Group:
     def padding(self, examples: Sequence[Example]) -> int:
         """Return the number of padding tokens; `examples` are all of the step."""
         run = sum(run_length(examples[i]) for i in self.examples)
-        # A line runs fewer tokens than its examples have where they share some.
+        # A line runs fewer tokens than its examples have if they share prefixes.
         return max(self.tokens - self.added - run, 0) + self.added
 
 

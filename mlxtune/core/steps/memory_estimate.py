@@ -22,9 +22,9 @@ from mlxtune.core.steps.groups import Group
 
 @dataclass(frozen=True)
 class Factors:
-    """Measured bytes over estimated ones, by tokens and by scores; and the bytes that are fixed.
+    """Measured bytes over estimated bytes, by tokens and by scores; and the fixed bytes.
 
-    Without `fixed`, the estimate has it.
+    Without `fixed`, the estimate's fixed bytes hold.
     """
 
     tokens: float = 1.0
@@ -45,8 +45,8 @@ class Factors:
 class Measured:
     """How short passes on the device differ from the estimate.
 
-    `kept` and `working`: what layers keep, and what one works with; `again`: what one works with
-    that runs again in the backward pass.
+    `kept` is for the values that layers keep, `working` for one layer's backward pass, and `again`
+    for a layer that runs again in it.
     """
 
     kept: Factors = field(default_factory=Factors)
@@ -129,7 +129,7 @@ class ModelShapes:
         return replace(self, layers=layers, **fewer)
 
     def holds_scores(self, load: BatchLoad) -> bool:
-        """Return whether attention holds the scores of examples as wide as these."""
+        """Return whether attention holds the scores of examples this wide."""
         return load.width > self.window
 
 
@@ -155,7 +155,7 @@ class BatchLoad:
 
     @property
     def beside(self) -> int:
-        """Tokens where examples stand side by side, padding included."""
+        """Tokens of examples side by side, padding included."""
         return self.lines * self.width
 
     @property
@@ -195,7 +195,7 @@ def held_logits(settings: Settings, positions: int, shapes: ModelShapes) -> int:
 
 
 class Entries(NamedTuple):
-    """Entries of arrays: however long the load, by its tokens, and by its attention scores."""
+    """Entries of arrays: fixed, growing with tokens, and growing with attention scores."""
 
     fixed: int
     tokens: int

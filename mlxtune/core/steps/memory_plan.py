@@ -1,4 +1,4 @@
-"""How to run a step within the memory limit, and the advice if nothing fits."""
+"""Plans a step within the memory limit, and advises if nothing fits."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,9 +18,9 @@ from mlxtune.core.steps.memory_estimate import (
 )
 from mlxtune.core.text import byte_size
 
-# How far a prediction may be off, as a share: plans leave this much free where they can.
+# The largest expected error of a prediction, as a share: plans leave this much free if they can.
 MARGIN = 0.15
-# How far an estimate, of sizes alone, may be off: as shares of the peak.
+# The range of the peak around an estimate from sizes alone, as shares.
 ESTIMATE = (0.7, 1.4)
 # The values to try: tokens of a micro-batch, and supervised positions of a chunk of the head.
 _TOKENS = [1, *sorted(base << power for base in (64, 96) for power in range(14))]
@@ -28,11 +28,11 @@ _CHUNKS = (256, 64, 16)
 # The cost of recomputing layers, as a share of a step's time; and of a chunk a quarter as large,
 # whose time was not measured: more than memory is worth if all fits, and less than recomputing.
 _RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
-# No shorter --max-seq-len is worth advising.
+# A shorter --max-seq-len is not worth advising.
 _SHORTEST = 16
 # The bits of a weight with --quantize 4, and the weights that share a scale and a bias.
 _BITS, _GROUP = 4, 64
-# Examples to choose a plan by, as a sample of the rest.
+# The most examples by which a plan is chosen, as a sample.
 _PLANNED = 256
 
 
@@ -57,7 +57,7 @@ class MemoryPlan:
 
 
 def planned(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
-    """Return the first steps, or a part of a large one, as a sample to choose a plan by."""
+    """Return the first steps, or part of a large step, as a sample to choose a plan by."""
     chosen: list[Sequence[Example]] = []
     count = 0
     for examples in steps:
@@ -70,7 +70,7 @@ def planned(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
 
 @dataclass(frozen=True)
 class DataSample:
-    """A sample of the data: the first steps, and the examples that take most memory alone.
+    """A sample of the data: the first steps, and the examples that take most memory.
 
     With `keyed`, only examples of equal key share tokens.
     """
@@ -84,7 +84,7 @@ def _candidates(work: DataSample) -> list[int]:
     longest = max(load.tokens for load in work.alone)
     largest = max([longest, *(sum(map(run_length, step)) for step in work.steps)])
     enough = next((tokens for tokens in _TOKENS if tokens >= largest), _TOKENS[-1])
-    # Without steps, one example is all that runs.
+    # Without steps, a single example runs.
     return [tokens for tokens in _TOKENS if tokens <= enough] if work.steps else [enough]
 
 
@@ -140,8 +140,8 @@ def choose(
 ) -> MemoryPlan | None:
     """Return the plan with the least memory among plans about as fast as the fastest that fits.
 
-    Measured memory decides what fits. What takes the least is decided by the estimate from sizes,
-    as a measurement differs a little each time, and another plan rounds differently.
+    Measured memory decides whether a plan fits. The estimate from sizes ranks plans, as
+    measurements vary a little, and another plan rounds differently.
 
     `limit` is in bytes; MARGIN of it is left if possible. `checkpointing` are the values of
     `recompute` that are allowed, `tolerance` the share of time that memory may cost. None if
@@ -159,7 +159,7 @@ def choose(
 
 
 def least(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Prediction:
-    """Return the least memory with which a micro-batch can run, whatever the chunks of its head."""
+    """Return the least memory in which a micro-batch can run, for any chunk of its head."""
     chunked = (replace(execution, loss_chunk=each) for each in _chunks(shapes, execution))
     return min((predict(shapes, each, load) for each in chunked), key=lambda peak: peak.total)
 
@@ -182,7 +182,7 @@ def longest(
 def why_not(
     shapes: ModelShapes, work: DataSample, execution: Execution, limit: int, may_checkpoint: bool
 ) -> str:
-    """Return why not even one example fits, and the remedies."""
+    """Return the reason why not even one example fits, with remedies."""
     execution = replace(execution, recompute=may_checkpoint)
     load = max(work.alone, key=lambda load: least(shapes, execution, load).total)
     needed = least(shapes, execution, load).total
@@ -230,7 +230,7 @@ def remedies(
 
 
 def _most(needs: Callable[[int], int], most: int, limit: int) -> int:
-    """Return the largest number up to `most` within the limit, 0 if there is none."""
+    """Return the largest number up to `most` that is within the limit; 0 if there is none."""
     return bisect_right(range(1, most + 1), limit, key=needs)
 
 
@@ -238,12 +238,12 @@ def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Predi
     """Return the memory of a micro-batch at its peak: an estimate, unless passes were measured."""
     memory, size = execution.operations.memory, shapes.itemsize
     measured = shapes.measured or Measured()
-    # Inputs of layers are all that is kept where these run again.
+    # Layers that run again keep their inputs alone.
     in_kept = Factors() if execution.recompute else measured.kept
     in_working = measured.again if execution.recompute else measured.working
     kept = in_kept.of(memory.kept(shapes, execution, load), size)
     working = in_working.of(memory.in_layer(shapes, execution, load), size)
-    # In float32: the matrices themselves; two moments, and two gradients.
+    # All in float32: the matrices, their two moments, and two gradients.
     weights, optimizer = shapes.weights + 4 * shapes.trainable, 4 * 4 * shapes.trainable
     in_layer = kept + working + size * memory.unseen(shapes, execution, load)
     in_head = size * memory.in_head(shapes, execution, load)

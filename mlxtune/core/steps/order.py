@@ -1,4 +1,4 @@
-"""Which rows train, and in which order: functions of the seed alone."""
+"""The training rows and their order: functions of the seed alone."""
 
 import random
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ def hold_out_rows(
 ) -> tuple[list[int], list[int]]:
     """Return the training rows and the held-out rows, as indices in their order.
 
-    ceil(n * val_split) rows are held out, at most `val_rows` of them, at least one on each side;
-    with `files`, the file of each row, of each of them its share.
-    Rows of one group stay on one side, for which fewer may be held out. The choice depends on
-    the seed, n and which rows are of one group.
+    ceil(n * val_split) rows are held out, at most `val_rows` of them, at least one on each side.
+    `files` gives the file of each row; each file then has its share. Rows of one group stay on one
+    side, so fewer may be held out. The choice depends on the seed, n and which rows are of one
+    group.
 
     Raises ValueError when there are no two rows that differ.
     """
@@ -51,7 +51,7 @@ def hold_out_rows(
     rows_of = np.argsort(which, kind="stable")
     ends = np.cumsum(copies)
     for i in _permutation(len(which), f"{seed}/split"):
-        # Only its first copy is drawn, so that a row with many copies is not drawn more often.
+        # Only a group's first copy is drawn, so that copies do not raise its chance.
         if first[which[i]] != i or not left[files[i]]:
             continue
         same = rows_of[ends[which[i]] - copies[which[i]] : ends[which[i]]]
@@ -61,7 +61,7 @@ def hold_out_rows(
             left -= needed
         if not left.any():
             break
-    if not chosen.any():  # each row has more copies than needed
+    if not chosen.any():  # copies of a row may exceed the need
         chosen[copies.argmin()] = True
     held_out = chosen[which]
     return np.flatnonzero(~held_out).tolist(), np.flatnonzero(held_out).tolist()
@@ -73,7 +73,7 @@ def _shares(rows: npt.NDArray[np.int64], val_split: float, val_rows: int) -> npt
     wanted = np.minimum(wanted, np.maximum(rows - 1, 0))
     if (total := int(wanted.sum())) <= val_rows:
         return wanted
-    # Of the most, each file has its share, rounded down; the largest get the rest.
+    # Each file has its share of the maximum, rounded down; the largest files get the rest.
     shares: npt.NDArray[np.int64] = wanted * val_rows // total
     for file in np.argsort(-(wanted * val_rows % total), kind="stable")[: val_rows - shares.sum()]:
         shares[file] += 1
@@ -81,9 +81,9 @@ def _shares(rows: npt.NDArray[np.int64], val_split: float, val_rows: int) -> npt
 
 
 def rows_of_epoch(rows: CorpusRows, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Return the places in `rows` of the rows that an epoch uses, by the weights of their files.
+    """Return the places in `rows` of an epoch's rows, by the weights of their files.
 
-    Of a weight of 2.25, each row is used twice, and a quarter of them once more: from epoch to
+    With a weight of 2.25, each row is used twice, and a quarter of the rows once more: in each
     epoch the next quarter of an order that the seed gives.
     """
     every = np.arange(len(rows), dtype=np.int64)
@@ -100,7 +100,7 @@ def rows_of_epoch(rows: CorpusRows, seed: int, epoch: int) -> npt.NDArray[np.int
 
 
 def shuffled_steps(rows: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """Return the rows of each step of an epoch, in random order; the last step has the rest.
+    """Return the rows of each step of an epoch, in random order; the last step may be smaller.
 
     A function of the arguments alone.
     """
@@ -117,7 +117,7 @@ def steps_by_length(
     A function of the arguments alone.
     """
     draw = random.Random(f"{seed}/length/{epoch}")
-    # Lengthened a little at random, so that batches differ from epoch to epoch.
+    # Lengths grow a little at random, so that batches differ from epoch to epoch.
     drawn = [int(length) * (1 + _LENGTH_NOISE * draw.random()) for length in lengths]
     order = sorted(range(len(drawn)), key=drawn.__getitem__)
     whole, left = divmod(len(order), batch_size)

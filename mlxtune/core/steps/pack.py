@@ -48,7 +48,7 @@ class Pack:
     `inputs` is int32 (1, T). `places` int32 (P,) are the positions in it that predict `targets`
     int32 (P,), one for each supervised token; `counts` gives their number for each example. `rows`
     identifies the examples for their randomness, and `owners` int32 (T,) the example of each token.
-    With `is_rounded`, the last segment is padding, which nothing sees.
+    With `is_rounded`, the last segment is padding, which no token sees.
     """
 
     inputs: _Ints
@@ -66,7 +66,7 @@ class Pack:
 
     @property
     def stretches(self) -> list[tuple[int, int]]:
-        """The real tokens that run one after the other, each with how many stand before them."""
+        """The stretches of real tokens, each with the number of tokens before it."""
         real = self.segments[:-1] if self.is_rounded else self.segments
         return [(len(segment), segment.position) for segment in real]
 
@@ -82,8 +82,8 @@ def plan_packs(
     """Pack the examples of a step into lines of at most `max_tokens` tokens, the largest first.
 
     `fixed` is the cost of a line beyond its tokens, in units of one token's time. A single longer
-    example stands alone. The shared prefix of a line's examples counts once, with `keyed` only if
-    their `key` is equal. Lengths are rounded at the end. A function of the arguments.
+    example has its own line. The shared prefix of a line's examples counts once, with `keyed` only
+    if their `key` is equal. Lengths are rounded last. A function of the arguments.
     """
     texts = [_run(example) for example in examples]
     packs: list[Group] = []
@@ -105,13 +105,13 @@ def _run(example: Example) -> _Ints:
 def _neighbours(
     examples: Sequence[Example], texts: Sequence[_Ints], keyed: bool
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield parts of a step, in an order in which neighbours share the most of their texts.
+    """Yield parts of a step, in an order in which neighbours share the longest prefixes.
 
     A part has the indices of its examples, and the number of tokens that each shares with the next;
     with `keyed`, none if their `key` differs.
     """
     keys = [example.key if keyed else 0 for example in examples]
-    # As big-endian bytes, tokens sort in their own order, and a text before its continuations.
+    # As big-endian bytes, tokens sort by value, and a text comes before its continuations.
     bytes_of = [text.astype(">u4").tobytes() for text in texts]
     runs = [run_length(example) for example in examples]
     order = sorted(range(len(examples)), key=lambda i: (keys[i], bytes_of[i], -runs[i], i))
@@ -134,20 +134,22 @@ def _common_tokens(a: _Ints, b: _Ints) -> int:
 
 
 class _Lines:
-    """Distributes examples, named by their places in the order of their tokens, over lines.
+    """Distributes examples over lines, each named by its place in the order of tokens.
 
-    `runs` are the tokens that each runs, `neighbours` those that each shares with the next.
+    `runs` counts the tokens that each runs, `neighbours` the tokens that each shares with the next.
     """
 
     def __init__(self, runs: list[int], neighbours: list[int], max_tokens: int) -> None:
         self._runs = runs
         self._max_tokens = max_tokens
-        # The shared tokens of places i and j > i, as [i][j - i - 1].
+        # The number of tokens that places i and j > i share, as [i][j - i - 1].
         self._shared = [list(accumulate(neighbours[i:], min)) for i in range(len(runs))]
 
     def least(self, fixed: int) -> list[list[int]]:
-        """Return lines of places, each in order, at the least cost: `fixed` each, and their tokens.
-        Compares the best cut of the order with fillings of as few lines as possible, or more.
+        """Return the cheapest lines of places, each in order.
+
+        A line costs `fixed` and its tokens. Compares the best cut of the order with fillings of as
+        few lines as possible, or more.
         """
         options = [self._cut(fixed)]
         beyond = sum(max(run - self._max_tokens, 0) for run in self._runs)
@@ -216,7 +218,8 @@ def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) 
     """Lay examples end to end and shift them: each position predicts the token after it.
 
     An example shares the tokens with which it and the previous one start. `padding` tokens of id 0
-    follow at the end, behind the shortest example: side by side, there is most room.
+    follow at the end, as a continuation of the shortest example, which has the most room side by
+    side.
     """
     inputs: list[_Ints] = []
     owners: list[_Ints] = []
@@ -273,7 +276,7 @@ def _segments(links: Sequence[tuple[int, int, int]], total: int) -> Iterator[Seg
     begins = {start: (position, before) for start, position, before in links}
     branches = {before + 1 for _, _, before in links if before >= 0}
     edges = sorted({*begins, *branches, total})
-    index: dict[int, int] = {}  # of the segment that ends before a place
+    index: dict[int, int] = {}  # The parent is the segment that ends before a place.
     position = 0
     for i, (start, end) in enumerate(pairwise(edges)):
         before = start - 1

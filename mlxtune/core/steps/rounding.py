@@ -9,13 +9,13 @@ A line and its examples side by side, where each `.` is padding that nothing see
 
 from dataclasses import dataclass
 
-# The most padding that a line gets, as a share of its tokens, and the least multiple that is tried.
+# The most padding of a line, as a share of its tokens, and the smallest multiple that is tried.
 _MOST_PADDING, _LEAST_MULTIPLE = 0.03, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Multiples for the tokens of a line, a power of two, and for the width of examples in it."""
+    """Multiples: for the tokens of a line, a power of two, and for the width of its examples."""
 
     line: int = 1
     width: int = 1
@@ -23,8 +23,8 @@ class Rounding:
     def padding(self, tokens: int, max_tokens: int) -> int:
         """Return the number of padding tokens at a line's end.
 
-        They make its length a multiple of `line`, or of half of it and so on, whichever adds at
-        most 3%: every layer runs them. A line never grows beyond `max_tokens`.
+        They make its length a multiple of `line`, or of a half or a quarter of it and so on, the
+        first that adds at most 3%: every layer runs them. A line never grows beyond `max_tokens`.
         """
         multiple = self.line
         while multiple >= _LEAST_MULTIPLE:
@@ -35,7 +35,7 @@ class Rounding:
         return 0
 
     def rounded_width(self, width: int) -> int:
-        """Return the width that examples take side by side, where only mixers run the padding."""
+        """Return the padded width of examples side by side, where only mixers run the padding."""
         return -(-width // self.width) * self.width
 
 

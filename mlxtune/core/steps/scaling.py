@@ -1,4 +1,4 @@
-"""The gain of a step from several machines: its dearest share, and the bytes exchanged."""
+"""The speed of a step on several machines: its largest share, and the bytes exchanged."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass

@@ -1,6 +1,6 @@
 """From data files to rows: JSON lines, a JSON array, CSV, any of them gzipped, or parquet.
 
-The first bytes decide what a file is, not its name; only CSV and TSV go by their names.
+The first bytes of a file decide its kind; only CSV and TSV are recognised by name.
 """
 
 import gzip
@@ -23,14 +23,15 @@ from mlxtune.core.files.reading import open_regular, open_zipped
 from mlxtune.core.files.sizes import check_stored
 from mlxtune.errors import DataError, one_line
 
-# File names in a data folder: mlx-lm's, and the same with the endings of the other kinds.
+# File names in a data folder: mlx-lm's, with the endings of the other kinds too.
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *TABLES)
 _MAX_LINE_BYTES = 1 << 26
-# Of a JSON array, which is read as a whole: one character beyond 16 bits makes all take 32.
+# The most bytes of a JSON array, which is read whole: one character beyond 16 bits makes each take
+# 32.
 _MAX_ARRAY_BYTES = 1 << 27
-# Blank lines and comments in a row; a million take a second.
+# The most consecutive blank lines and comments; a million take a second.
 _MAX_ROWLESS = 1_000_000
-# The number of a row, and its object or the reason why it has none.
+# The number of a row, and its object or the reason for its absence.
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
 
 
@@ -75,7 +76,7 @@ def find_data_files(
     seen: dict[tuple[int, int], Path] = {}
     for path in (*train, *validation):
         info = _stat(path, option)
-        # With links, and on disks that ignore case, one file has several names.
+        # By links, and on disks that ignore case, one file has several names.
         key = (info.st_dev, info.st_ino)
         if (other := seen.get(key)) is not None:
             same = "" if other == path else f", as {other}"

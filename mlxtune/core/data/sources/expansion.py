@@ -9,10 +9,10 @@ from mlxtune.core.files.reading import open_zipped
 from mlxtune.core.text import byte_size
 from mlxtune.errors import DataError
 
-# Bytes that any file may unpack to, and bytes for each packed byte. Rows with one long system
-# prompt, the most repetitive that people train on, unpack to some 100 times their size.
+# The most bytes to which a file may unpack, in all and for each packed byte. Rows with one long
+# system prompt, the most repetitive that people train on, unpack to some 100 times their size.
 _ALWAYS, _PER_BYTE = 2**24, 200
-# No byte of gzip stands for more.
+# No byte of gzip unpacks to more.
 _MOST_OF_GZIP = 1032
 _PIECE = 2**20
 

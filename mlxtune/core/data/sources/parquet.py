@@ -50,7 +50,7 @@ def parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
 def _has_pyarrow() -> bool:
     try:
         return importlib.util.find_spec("pyarrow") is not None
-    except ValueError:  # hidden, as tests do
+    except ValueError:  # tests hide it
         return False
 
 
@@ -70,7 +70,7 @@ def _read_line(process: LimitedProcess, path: Path, size: int) -> bytes:
 
 
 def _parse(line: bytes) -> dict[str, Any] | BadRow | str:
-    """Return an object, why there is none, or, as text, why the file ends."""
+    """Return an object, the reason for its absence, or, as text, the reason why the file ends."""
     try:
         check_values(line)
         content: dict[str, Any] | list[str] | str = json.loads(line, object_hook=_present)

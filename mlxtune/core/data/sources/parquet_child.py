@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 _BATCH_ROWS, _BATCH_BYTES, _PIECE = 256, 2**24, 2**20
-# On the CPU, for a batch.
+# CPU seconds for a batch.
 _SECONDS = 10.0
 
 
 def prepare() -> Any:
-    # Its own allocator reserves a gigabyte of addresses.
+    # pyarrow's own allocator reserves a gigabyte of addresses.
     os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"
     import pyarrow
     import pyarrow.parquet
@@ -43,7 +43,7 @@ def serve(pyarrow: Any, path: str) -> None:
 
 def _batches(pyarrow: Any, path: str) -> Iterator[Any]:
     signal.setitimer(signal.ITIMER_PROF, _SECONDS)
-    # Without buffer_size, it would read a column of a row group at once.
+    # Without buffer_size, pyarrow would read a whole column of a row group.
     with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_PIECE) as file:
         # Times hold no text to train on, and Python cannot represent all of them.
         kinds = enumerate(file.schema_arrow.types)
@@ -52,13 +52,13 @@ def _batches(pyarrow: Any, path: str) -> Iterator[Any]:
         size = max((g.total_byte_size // max(g.num_rows, 1) for g in groups), default=0)
         rows = min(max(_BATCH_BYTES // max(size, 1), 1), _BATCH_ROWS)
         for batch in file.iter_batches(rows, use_threads=False):
-            # After so much time on the CPU, the system ends this process by SIGPROF.
+            # After that much CPU time, the system ends this process by SIGPROF.
             signal.setitimer(signal.ITIMER_PROF, _SECONDS)
             yield batch.select(columns)
 
 
 def _lines(batch: Any) -> Iterator[bytes]:
-    """Yield the rows of a pyarrow RecordBatch; one by one if they cannot be converted at once."""
+    """Yield the rows of a pyarrow RecordBatch, one by one if they cannot be converted together."""
     try:
         rows = batch.to_pylist(maps_as_pydicts="lossy")
     except (ValueError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""Rows of CSV and TSV files with a header, and the files of spreadsheets, which are refused.
+"""Rows of CSV and TSV files with a header. Files of spreadsheets are refused.
 
 A row's number is the line on which it starts; a value in quotes may span several lines.
 """
@@ -71,7 +71,7 @@ def _lines(path: Path, file: IO[bytes], longest: int) -> Iterator[str]:
         if len(line) == longest and not line.endswith(b"\n"):
             raise DataError(f"{path}:{number}: is longer than {longest:,} bytes: split it")
         text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-        # Bytes of another encoding are found in their row.
+        # Bytes in another encoding are reported with their row.
         yield text.decode("utf-8", "surrogateescape")
 
 
