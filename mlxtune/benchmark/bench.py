@@ -38,7 +38,7 @@ from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json
 from mlxtune.views.tables import result_console
 
-# The command of a process that does the job in a file.
+# The command of a process that does the job described in a file.
 Command = Callable[[Path], list[str]]
 
 
@@ -63,8 +63,8 @@ def bench(config: BenchConfig) -> Benchmark:
 def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
     """Read the data, write the adapter that all sides start from, and yield our job.
 
-    A peer's job differs in its name only. Reads no weights. Raises ModelError, and MemoryLimitError
-    when even one example does not fit.
+    A peer's job differs only in its name. No weights are read. Raises ModelError, and
+    MemoryLimitError when even one example does not fit.
     """
     folder = model_folder.find_folder(config.model_path)
     config = with_hub_data(config, console)
@@ -90,7 +90,7 @@ def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
 def measured(
     config: BenchConfig, job: Job, console: RunConsole, peer: tuple[str, Command] | None = None
 ) -> Benchmark:
-    """Time the steps by us, and by the peer that the options name or by another one.
+    """Time the steps by us, and by the peer of the options or another peer.
 
     Raises MlxTuneError when our own process is killed.
     """
@@ -181,8 +181,8 @@ def _alternate(
 def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> BenchmarkRun:
     """Do a job in a new process; `on_step` gets the number of steps taken.
 
-    Raises MlxTuneError with the error that the process reports or, if it ends early without one,
-    with how it ended.
+    Raises MlxTuneError with the error that the process reports or, without a report, its exit
+    status.
     """
     path = job.adapter.with_name("job.pickle")
     files.write_file(path, [pickle.dumps(replace(job, started=time.time()))])
@@ -210,7 +210,7 @@ def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> 
 
 
 def worker_command(job: Path) -> list[str]:
-    """Return the command of a process of ours that does the job in a file."""
+    """Return the command of our process for the job in a file."""
     run = "from mlxtune.benchmark.worker import main; main()"
     return [sys.executable, "-c", run, str(job)]
 

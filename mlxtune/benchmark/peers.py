@@ -31,9 +31,9 @@ class MlxLm:
     """mlx-lm's trainer: its batches, its loss, its LoRA and its step, with our optimizer's numbers.
 
     Its spans of supervised tokens run one beyond the end of a row, onto a token of padding. Here
-    they end at the last supervised token, so that both sides train on the same. Where rows make
-    more examples than a batch holds, these are taken batch by batch, neighbours in length together,
-    and their gradients added up before the update.
+    they end at the last supervised token, so that both sides train on the same. If rows make more
+    examples than a batch holds, the examples are taken batch by batch, sorted by length, and their
+    gradients added up before the update.
     """
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
@@ -72,13 +72,14 @@ class MlxLm:
         self._optimizer.init(model.trainable_parameters())
         self.state = [model.state, self._optimizer.state, mx.random.state]
         mx.eval(self.state)
-        # On the CPU compiling starts a C++ compiler and is no faster after.
+        # On the CPU, compiling starts a C++ compiler and gains no speed.
         self._step = self.make_step(compiled=not on_cpu())
 
     def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
-        """Take the steps and take them back; return the first loss with mlx-lm's own spans.
+        """Take the steps and undo them.
 
-        The CPU compiles nothing for the shape of a step: the shortest example is enough.
+        Return the first loss with mlx-lm's own spans. The CPU compiles nothing for a step's shape,
+        so the shortest example is enough.
         """
         with self.unchanged():
             for examples in [[min(steps[0], key=len)]] if on_cpu() else steps:
@@ -188,9 +189,9 @@ def one_span(example: Example) -> bool:
 def masked_loss(
     model: nn.Module, tokens: mx.array, supervised: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Return mlx-lm's loss and count for a mask bool (B, L - 1) instead of a span a row.
+    """Return mlx-lm's loss and count for a mask bool (B, L - 1) instead of a span per row.
 
-    Its `default_loss` but for where the mask comes from.
+    Equals its `default_loss` apart from the mask.
     """
     logits = model(tokens[:, :-1])
     losses = nn.losses.cross_entropy(logits, tokens[:, 1:]) * supervised

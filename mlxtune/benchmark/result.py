@@ -20,7 +20,7 @@ SCHEMA_VERSION = 2
 # Before the first update both sides compute the same function of the same numbers; AdamW then turns
 # rounding of a gradient near 0 into an update of full size.
 _TOLERANCES = {"float32": (1e-4, 1e-3)}
-# In 16 bits: bfloat16 rounds a log-sum-exp of 10 to within 0.03.
+# The same in 16 bits: bfloat16 rounds a log-sum-exp of 10 to within 0.03.
 _TOLERANCES_16_BIT = (2e-2, 2e-2)
 
 
@@ -122,7 +122,7 @@ class Spread:
 
 @dataclass
 class Side:
-    """A trainer and its runs; `failed` says why there are no more of them."""
+    """A trainer and its runs; `failed` is the reason why there are no more."""
 
     name: str
     runs: list[BenchmarkRun] = field(default_factory=list)

@@ -54,7 +54,7 @@ class BenchSide(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """The steps of a side, made of `rows` rows, and the time at which its process was started.
+    """The steps of a side, of `rows` rows in all, and the start time of its process.
 
     `adapter` is the folder of the adapter that all sides start from, `execution` the option.
     """
@@ -114,7 +114,7 @@ class OurSide:
         return [with_references(step, [found[id(each)] for each in step]) for step in steps]
 
     def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
-        """Compute the first step or, on a GPU, take all steps and take them back."""
+        """Compute the first step or, on a GPU, take all steps and undo them."""
         if device.on_cpu():
             self.pipeline.loss_and_gradients(steps[0])
             return None
@@ -131,9 +131,9 @@ class OurSide:
         return self._result.avg_loss
 
     def overlapped(self, steps: Sequence[Sequence[Example]]) -> Iterator[TimedStep]:
-        """Take the steps as `train` does, which starts each during the step before.
+        """Take the steps as `train` does, which starts each during the previous step.
 
-        A step's seconds begin when the step before was computed.
+        A step's seconds begin when the previous step is computed.
         """
         last = time.perf_counter()
         # No step follows the last.

@@ -34,7 +34,7 @@ EXIT_CODES = {
     130: "Ctrl-C; the run was saved",
     143: "SIGTERM; the run was saved",
 }
-# Shells that complete a command line set it to their request; click expects this name.
+# Shells set it to their completion request; click expects this name.
 _COMPLETE = "_MLXTUNE_COMPLETE"
 _INTERRUPTED = "mlxtune: interrupted"
 
@@ -82,7 +82,7 @@ def _main(arguments: list[str]) -> NoReturn:
     if request := os.environ.get(_COMPLETE):
         sys.exit(shell_complete(command, {}, "mlxtune", _COMPLETE, request))
     try:
-        # Not through click's own main(), which turns every KeyboardInterrupt into its Abort.
+        # Bypasses click's own main(), which turns every KeyboardInterrupt into its Abort.
         with command.make_context("mlxtune", arguments) as context:
             check_current_folder()
             command.invoke(context)
@@ -98,7 +98,7 @@ def _main(arguments: list[str]) -> NoReturn:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         _fail(message, MISUSED if usage else FAILED)
     except BrokenPipeError:
-        # Whoever read stdout has enough.
+        # The reader of stdout has closed it.
         drop_results()
         sys.exit(FAILED)
     except TrainingInterrupted as interrupt:
@@ -106,7 +106,7 @@ def _main(arguments: list[str]) -> NoReturn:
     except Exception as error:
         if (behind := _interrupt_behind(error)) is not None:
             _exit(_INTERRUPTED, _code_of(behind))
-        # Training names its checkpoint; this line is for other stages, such as loading a model.
+        # Training names its checkpoint. This line is for other stages, such as loading a model.
         fault = fault_of(error) if isinstance(error, RuntimeError | MemoryError) else None
         if fault is None or "--debug" in arguments:
             raise
@@ -121,7 +121,7 @@ def _code_of(interrupt: KeyboardInterrupt) -> int:
 
 
 def _interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
-    """Return the interrupt that led to an error, as one within a lock's or an import's code."""
+    """Return the interrupt that caused an error, for example inside a lock or an import."""
     cause = error.__context__
     if cause is None or isinstance(cause, KeyboardInterrupt):
         return cause
@@ -133,12 +133,12 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _exit(message: str, code: int) -> NoReturn:
-    # Names from files may hold terminal control characters; the terminal itself may be gone.
+    # Names from files may hold terminal control characters; the terminal may be gone.
     with suppress(OSError):
         click.echo(printable(message), err=True)
     with suppress(OSError):
         flush_results()
-    # `python -m` dies of a Ctrl-C that came within `exec`, as of a dataclass, whoever caught it;
-    # another `exec` clears Python's flag.
+    # After a Ctrl-C inside `exec`, such as in a dataclass, `python -m` exits by signal even if it
+    # was caught. Another `exec` clears Python's flag.
     exec("")
     sys.exit(code)

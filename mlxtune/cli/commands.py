@@ -26,9 +26,9 @@ def _command(
 ) -> click.Command:
     """Return a command that calls a function with its params, and exits with 1 on False.
 
-    A function is named where it loads mlx, which --help must not. It gets a config that is built
-    from flags and a file, if the command has one; a callable gets the flags, and the path of the
-    file. The field `argument` of the config is not a flag.
+    A function that loads mlx is given by name, as --help must not load it. It gets a config that is
+    built from flags and a file, if the command has one; a callable gets the flags, and the path of
+    the file. The field `argument` of the config is not a flag.
     """
 
     def run(**values: Any) -> None:

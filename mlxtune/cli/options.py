@@ -24,7 +24,7 @@ from mlxtune.config.mlx_lm_file import is_mlx_lm_file, translate
 from mlxtune.errors import ConfigError, shorten
 
 Config = TypeVar("Config", bound=Checked)
-# A message names no more unknown options.
+# The most unknown options that a message names.
 _MAX_NAMED = 10
 
 
@@ -58,7 +58,7 @@ def _metavar(option: Option, annotation: Any) -> str | None:
 
 
 def _complete(_: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete paths and choices, which are mere text to click because the config checks them."""
+    """Complete paths and choices, which click sees as text because the config checks them."""
     metavar = param.metavar or ""
     if metavar in ("PATH", "FILE", "DIR"):
         return [CompletionItem(incomplete, type="file")]
@@ -76,16 +76,16 @@ def _default_text(field: dataclasses.Field[Any]) -> str:
 
 
 class Command(click.Command):
-    """A command that answers options of other tools and of our other commands."""
+    """A command that recognises options of other tools and of our other commands."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; options that are had elsewhere are answered, all at once."""
+        """Parse the arguments. Recognised foreign options are reported together, each with ours."""
         if problems := list(self._unknown(args)):
             raise click.UsageError("; ".join(problems), ctx)
         return super().parse_args(ctx, args)
 
     def _unknown(self, args: list[str]) -> Iterator[str]:
-        """Yield our equivalent of each unknown option, if there is one of any."""
+        """Yield our equivalent of each unknown option, if any has one."""
         own = {name: each for each in self.params for name in each.opts}
         options = {_plain(name): each for name, each in own.items() if name.startswith("--")}
         flags = {name for name, each in options.items() if getattr(each, "is_flag", False)}
@@ -141,7 +141,7 @@ class ConfigCommand(Command):
 
 
 def _takes(param: click.Parameter | None, following: str) -> bool:
-    """Return whether an option, unknown if None, takes the argument after it as its value."""
+    """Return whether an option, None if unknown, takes the next argument as its value."""
     if isinstance(param, click.Option) and param.is_flag:
         return False
     required = isinstance(param, click.Option) and not isinstance(param.flag_value, str)
@@ -149,7 +149,7 @@ def _takes(param: click.Parameter | None, following: str) -> bool:
 
 
 def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Config:
-    """Build a config from a file and flags; flags win. Raises ConfigError, all problems in it."""
+    """Build a config from a file and flags; flags win. Raises ConfigError with all problems."""
     options, problems = given(kind, config, flags)
     if "init_adapter" in options:
         # This import loads mlx, which --help must not do.

@@ -1,6 +1,6 @@
 """The process of the command: its standard streams, current folder and temporary files.
 
-Streams may be closed, full, or slow to be read.
+Streams may be closed, full, or slow.
 """
 
 import io
@@ -28,7 +28,7 @@ def open_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            # It takes the lowest free number.
+            # An opened file takes the lowest free descriptor.
             os.open(os.devnull, os.O_RDONLY if number == _STDIN else os.O_WRONLY)
     if sys.stdin is None:
         sys.stdin = open(_STDIN, encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -58,7 +58,7 @@ def drop_results() -> None:
 
 
 def _text(raw: io.FileIO, before: TextIO | None) -> TextIO:
-    # Characters that the encoding lacks must not end a command.
+    # Characters outside the encoding must not end a command.
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding="utf-8" if before is None else before.encoding,
@@ -68,12 +68,12 @@ def _text(raw: io.FileIO, before: TextIO | None) -> TextIO:
 
 
 class _Stream(io.FileIO):
-    """Standard output, whose failures are ours, or standard error, whose failures end no work."""
+    """Standard output, whose failures are reported, or standard error, whose failures are not."""
 
     def write(self, data: Any, /) -> int:
         """Write some bytes. Raises OutputError, or BrokenPipeError if nobody reads stdout."""
         try:
-            # It waits where a write would block: other programs make shared streams do so.
+            # Waits if a write would block, as other programs may make shared streams non-blocking.
             while (written := super().write(data)) is None:
                 select.select([], [self], [])
             return written
@@ -88,7 +88,7 @@ class _Stream(io.FileIO):
 
 
 def check_current_folder() -> None:
-    """Raise OutputError if the current folder was deleted, or may not be read."""
+    """Raise OutputError if the current folder is deleted or unreadable."""
     try:
         Path.cwd()
     except OSError as error:
@@ -98,7 +98,7 @@ def check_current_folder() -> None:
 
 
 def set_temporary_folder() -> None:
-    """Have MLX and child processes use the folder for temporary files that Python falls back to.
+    """Make MLX and child processes use Python's folder for temporary files.
 
     Unlike Python, they fail where the environment names a missing folder.
     """

@@ -41,7 +41,7 @@ HELP = """\
 /help          show this help
 /quit          quit; Ctrl-D does too
 Ctrl-C stops an answer. Start a line with // to send a message that starts with /."""
-# A pipe may never end a line.
+# A pipe may send a line without an end.
 _LONGEST_LINE = 2**20
 _SAVE_FILE = "conversations.jsonl"
 _NAMES = {False: "base model", True: "adapter"}
@@ -74,7 +74,7 @@ def chat(config: ChatConfig) -> None:
 
 @dataclass
 class _Conversation:
-    """The messages so far of each model that answers: False is the base model, True the adapter."""
+    """The messages so far of each answering model: False is the base model, True the adapter."""
 
     config: ChatConfig
     loaded: LoadedModel
@@ -174,7 +174,7 @@ class _Conversation:
         _note(f"{self.who} from here on")
 
     def _save(self, name: str) -> None:
-        # With both, the adapter's messages are saved: they are trained on.
+        # If both answer, the adapter's messages are saved, as they are what was trained.
         messages = self.messages[max(self.messages)]
         if not messages:
             _note("nothing to save yet")

@@ -31,7 +31,7 @@ from mlxtune.views.run_text import evaluation_lines
 def evaluate(config: EvalConfig) -> Evaluation:
     """Compare a base model with its adapter on the supervised tokens of every row of the data.
 
-    Rows that the adapter was trained on are left out, as far as its run is there.
+    Rows that the adapter was trained on are left out, if its run is available.
 
     Raises a child of MlxTuneError for errors in options, files or the model.
     """

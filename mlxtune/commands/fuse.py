@@ -46,7 +46,7 @@ def fuse(config: FuseConfig) -> ExportResult:
 
 
 def _dequantizes(config: FuseConfig, source: Source) -> bool:
-    """Return whether plain weights are written, as asked or because their readers need them.
+    """Return whether to write plain weights, as requested or required by their readers.
 
     Raises ModelError if --gguf cannot be done for this model.
     """

@@ -107,7 +107,7 @@ def _read_prompt() -> str:
 
 
 def _read(name: str) -> bytes:
-    """Return a file's content, or a little more of it than is accepted. Raises DataError."""
+    """Return a file's content, or slightly more than is accepted. Raises DataError."""
     try:
         if name == "-":
             return b"" if sys.stdin is None else sys.stdin.buffer.read(MAX_BYTES + 1)

@@ -30,7 +30,7 @@ from mlxtune.views.output import print_json, print_line
 from mlxtune.views.pages.inspect_page import PAGE, render_page
 from mlxtune.views.tables import result_console
 
-# The most examples on a page, and elsewhere; a terminal shows a few of them.
+# The most examples on a page and in other outputs; a terminal shows a few of them.
 ON_PAGE, ELSEWHERE = 200, 12
 
 

@@ -1,4 +1,4 @@
-"""Whether an adapter helped: the losses and answers of one model, without and with it."""
+"""Judges whether an adapter helped: the losses and answers of one model, without and with it."""
 
 import json
 import operator
@@ -48,7 +48,7 @@ from mlxtune.views.run_text import less_likely_line
 
 # The longest sample of an answer at the end of a run, in tokens.
 _LONGEST_SAMPLE = 128
-# The longest answer after a validation within a run, which waits meanwhile.
+# The longest answer after a validation, in tokens, for which the run waits.
 _LONGEST_LIVE = 64
 # The longest search for a pattern in an answer, and how many searches may take longer.
 _SEARCH_SECONDS, _MOST_SLOW = 0.5, 8
@@ -87,7 +87,7 @@ def _sums(
 
     They are Sums, or AnswerSums under an objective of preferences.
 
-    The model may compute by faster functions meanwhile, and by its own again afterwards.
+    Meanwhile, the model may compute by faster functions.
     """
     base, found = loaded.base, []
     with closing(
@@ -112,7 +112,7 @@ def answer_rows(
 ) -> Generated:
     """Answer the last turn of each row greedily, without and with the adapter.
 
-    Exact matches are counted and, by another `match`, those too.
+    Exact matches are counted and, with another `match`, its matches too.
     """
     ends = tokenizer.control_ids | tokenizer.eos_ids
     asked = [(i, turn) for i, row in enumerate(rows) if (turn := last_turn(row, ends)) is not None]
@@ -170,8 +170,8 @@ class ValidationAnswers(TrainingObserver):
         self._works = True
 
     def on_validation(self, step: int, loss: float) -> None:
-        """Write the answers of the model as it is after a step."""
-        # The page is not worth a run: whatever goes wrong, there are no more answers.
+        """Write the current model's answers after a step."""
+        # The page is not worth a failed run: after any error, there are no more answers.
         try:
             if self._works:
                 self._answer(step)
@@ -312,6 +312,6 @@ def _same_json(answer: str, expected: str) -> bool:
         values = [parse_json(each.encode(), RECORD, "the answer") for each in (answer, expected)]
     except ValueError:
         return False
-    # Otherwise 1 and true are equal.
+    # Compared as values, 1 and true would be equal.
     one, other = (json.dumps(value, sort_keys=True) for value in values)
     return one == other

@@ -1,4 +1,4 @@
-"""The common part of `fuse` and `export`: adapter and base, output folder, proof."""
+"""The shared part of `fuse` and `export`: adapter and base, output folder, proof."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -62,7 +62,7 @@ class Source:
 
 @dataclass(frozen=True)
 class ExportResult:
-    """The file or folder that was written, and how it compares with the trained model."""
+    """The written file or folder, and its comparison with the trained model."""
 
     output: Path
     certificate: Certificate
@@ -106,7 +106,7 @@ def output_folder(source: Source) -> Iterator[Path]:
 
 
 def load_base(source: Source) -> BaseModel:
-    """Load the base that an adapter was trained on, as the proof runs it. Raises ModelError."""
+    """Load the base that an adapter was trained on, for the proof. Raises ModelError."""
     dtype, trust = source.config.dtype, source.config.trust_remote_code
     quantization = source.quantization
     return loading.load_base(source.folder, dtype, trust_remote_code=trust, **quantization)

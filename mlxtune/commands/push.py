@@ -1,4 +1,4 @@
-"""`mlxtune push`: an adapter and its model card to the hub, shown before."""
+"""`mlxtune push`: an adapter and its model card to the hub, after a preview."""
 
 import re
 import shlex
@@ -129,10 +129,11 @@ def _check_names(repository: str, base_model: str) -> None:
 
 
 def _check_adapter(run: Run, view: RunView, source: Source) -> None:
-    """Raise OutputError for an adapter of which the run's records would not be true."""
+    """Raise OutputError for an adapter to which the run's records do not apply."""
     own = file_hash(source.weights)
     if not view.sha256:
-        # An unfinished run has written checkpoints alone; an adapter beside it is an earlier run's.
+        # An unfinished run has written checkpoints alone: an adapter beside them is an earlier
+        # run's.
         if own not in map(file_hash, run.folder.glob(f"*/{ADAPTER}")):
             raise OutputError(
                 f"{source.weights}: is not the adapter of this unfinished run: finish it with "

@@ -22,7 +22,7 @@ from mlxtune.views.output import print_json, print_line
 from mlxtune.views.pages.run_page import PAGE, comparison_headline, render_runs
 
 COMPARISON = "comparison.html"
-# The errors of folders that may only be read.
+# The errors of read-only folders.
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -42,9 +42,9 @@ def report(*runs: str | Path, html: str | Path | None = None) -> list[RunView]:
 def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
     """Write the page of runs and print a summary of it, or print JSON.
 
-    Without `html`, the page of one run goes into its folder, that of several into this one; but
-    with `as_json` none is written. In a folder that may only be read, the summary says so. Raises
-    as `report` does.
+    Without `html`, the page of one run goes into its folder, the page of several runs into this
+    one; with `as_json`, none is written. If the folder is read-only, the summary says so. Raises as
+    `report` does.
     """
     if html is not None and not html.strip():
         raise ConfigError(["--html is empty: name the page to write"])
@@ -110,7 +110,7 @@ def _lines(runs: Sequence[Run]) -> list[str]:
 
 
 def _write(runs: Sequence[Run], target: Path) -> None:
-    """Write the page; it replaces no file but an earlier page, least of all an adapter."""
+    """Write the page, which may only replace an earlier page."""
     check_outputs([target], [], "--html")
     PAGE.check_replaceable(target, "--html")
     make_folder(target.parent)

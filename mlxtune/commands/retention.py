@@ -1,4 +1,4 @@
-"""How `fuse` stores the trained projections of a quantised model, so that little is lost."""
+"""Chooses how `fuse` stores the trained projections of a quantised model, to lose little."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -26,7 +26,7 @@ from mlxtune.core.steps import order
 from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
 
-# Rows to measure on: more take longer, and change the share lost by little.
+# The number of rows to measure on: more rows take longer and hardly change the share lost.
 _MOST_ROWS = 100
 
 # The measure of a model; lower is better.
@@ -34,7 +34,7 @@ _Measure = Callable[[BaseModel], float]
 
 
 def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention | None]:
-    """Return how to store the trained projections, and the cost of that.
+    """Return the storage of the trained projections, and its cost.
 
     The cost is the loss on the run's validation rows, if this user made the run and its data is
     still there, or else the KL divergence from the trained model on the proof's prompts. Nothing is
@@ -80,7 +80,10 @@ def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention |
 
 
 def _measure_of(source: Source, adapted: Adapted) -> tuple[str, str, float, float, _Measure]:
-    """Return a measure's name and unit, its values without and with the adapter, and itself."""
+    """Return a measure.
+
+    Its name and unit, its values without and with the adapter, and a function.
+    """
     if (rows := _validation_rows(source)) is not None:
 
         def loss(base: BaseModel) -> float:
@@ -107,7 +110,7 @@ def _measure_of(source: Source, adapted: Adapted) -> tuple[str, str, float, floa
 def _validation_rows(source: Source) -> CorpusRows | None:
     """Return rows that the adapter's run held out, or None.
 
-    A run made by somebody else is not followed: it would choose which files are read.
+    A stranger's run is not used, as it would choose which files are read.
     """
     if source.run is None or not is_own(source.run):
         return None

@@ -1,4 +1,4 @@
-"""`mlxtune train`: a run, from its options to its adapter, and of a run that is resumed."""
+"""`mlxtune train`: a run, new or resumed, from its options to its adapter."""
 
 import shlex
 from collections.abc import Callable, Sequence
@@ -99,7 +99,7 @@ class TrainResult:
         printer.text(repr(self) if card is None else card.text())
 
     def _card(self) -> ResultCard | None:
-        """Return the card of these values; the run's folder may hold another run by now."""
+        """Return the card of these values, as the run's folder may hold another run by now."""
         if self.training is None:
             return None
         run = Run(
@@ -129,10 +129,10 @@ def train(
 
     With `dry_run`, stop before the first step and print the plan. With `resume`, which
     `mlxtune.resume` finds, continue from that checkpoint. After step `stop_after`, stop as if
-    Ctrl-C had been pressed. `observers` receive the events of the run, from the first worker. If
-    it is looked at `live`, the `samples` rows are also answered after each validation.
-    `on_step` gets the record of each step, and `on_validation` the step and the loss of each
-    validation, 0 before the first step.
+    Ctrl-C had been pressed. `observers` receive the events of the run, from the first worker. With
+    `live`, for the live page, the `samples` rows are also answered after each validation. `on_step`
+    gets the record of each step, and `on_validation` the step and the loss of each validation, 0
+    before the first step.
 
     Raises a child of MlxTuneError for errors in options, files or the model, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
@@ -151,7 +151,7 @@ def train(
         result = evaluation = None
         if not (dry_run or config.allow_sleep) and worker_run.first_on_machine:
             held.enter_context(kept_awake())
-        # A missing folder is made only once there is something to put into it.
+        # A missing folder is created only when it gets content.
         if is_locked := not dry_run and config.checkpoint_path.is_dir():
             lock_folder(config, resume, held)
         if config.init_adapter is not None and resume is None:
@@ -184,7 +184,7 @@ def train(
                 check_resumed(resume, trainer, console)
             check_same_run(worker_run, trainer, resume)
             if not dry_run:
-                if not is_locked:  # another run may have made the folder meanwhile
+                if not is_locked:  # another run may have created the folder meanwhile
                     lock_folder(config, resume, held)
                 about = about_run(config, setup, trainer, resume, stands_for)
                 trained = np.union1d(
@@ -200,7 +200,7 @@ def train(
         if result is not None:
             finish(setup, trainer, result, worker_run)
             peak_gb, judged = memory.peak_gb(), JudgedRows.of(trainer.val_rows, trained)
-            # The adapter is judged on a newly loaded model. Nothing may hold the old one here.
+            # The adapter is judged on a newly loaded model, so nothing may hold the old model here.
             del setup, trainer
             memory.release()
             try:
@@ -257,7 +257,7 @@ def resume(
 def demo(config: DemoConfig) -> TrainResult:
     """Train the small model that comes with mlxtune to answer a guest's message with JSON.
 
-    Raises what `train` does.
+    Raises the errors of `train`.
     """
     return train(config.training())
 
@@ -265,7 +265,7 @@ def demo(config: DemoConfig) -> TrainResult:
 def _trained_before(
     config: TrainConfig, resume: ResumePoint | None, warn: Callable[[str], None]
 ) -> npt.NDArray[np.uint64]:
-    """Return the identities of rows that the adapter was trained on before this start."""
+    """Return the identities of the rows that the adapter was already trained on."""
     if resume is not None:
         return read_trained_rows(config.checkpoint_path, warn)
     if config.init_adapter is not None:
@@ -323,7 +323,7 @@ def prepare(
     """
     config, console, workers = worker_run.config, worker_run.console, worker_run.workers
     operations.load_ahead(folder)
-    # The data first: its problems show before minutes of loading.
+    # The data comes first: its problems show before minutes of loading.
     with closing(console), worker_run.in_turn():
         dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
     report_findings(dataset, console)
@@ -332,7 +332,7 @@ def prepare(
             ["--val-steps: no rows validate: leave it out, or set --val-split above 0"]
         )
 
-    # Then the memory: a run that does not fit ends before its weights are read.
+    # Memory comes next: a run that does not fit ends before its weights are read.
     base = open_model(config, folder, console, workers)
     if config.init_adapter is not None and resume is None:
         weights = find_adapter(config.init_adapter, "--init-adapter")
@@ -392,7 +392,7 @@ def make_trainer(
     )
     workers, decide = worker_run.workers, None
     if workers.size > 1:
-        # The workers can only stop together, after a step.
+        # Workers can only stop together, after a step.
         decide, should_stop = partial(workers.decide, should_stop), lambda: False
     trainer = InstructTrainer(
         setup.pipeline,

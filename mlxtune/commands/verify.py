@@ -99,7 +99,7 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             output=str(scratch / ADAPTER),
             checkpoint_dir=str(scratch / "checkpoints"),
             quiet=True,
-            # Timing products anew could choose the other form.
+            # Timing products again could choose the other form.
             quantized_compute=recorded_products(newest.metadata) or config.quantized_compute,
             # A replay is neither tracked nor measured.
             track=(),
@@ -108,7 +108,7 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
         )
         reference = newest.folder.parent / REFERENCE
         if resumed is not None and reference.exists():
-            # From its first step, a run computes it anew.
+            # A replay from the first step computes it again.
             make_folder(scratch / "checkpoints")
             with suppress(OSError):  # training reports it
                 copy_file(reference, scratch / "checkpoints" / REFERENCE)
@@ -116,7 +116,7 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             train(own, resume=resumed, stop_after=newest.step)
         except TrainingInterrupted as stopped:
             if stopped.by_signal or stopped.checkpoint is None:
-                # The saved steps go with the folder, and a part of the steps proves nothing.
+                # The saved steps are removed with the folder, and a partial replay proves nothing.
                 interrupt = Interrupted()
                 interrupt.signal = stopped.signal
                 raise interrupt from None

@@ -13,20 +13,21 @@ import numpy.typing as npt
 from mlxtune.core.text import byte_size
 
 SCHEMA_VERSION = 1
-# How far float32 may differ from the plain path: the loss relative to its size, the gradients
-# relative to their largest entry.
+# The largest differences of float32 from the plain path: of the loss relative to its size, of the
+# gradients relative to their largest entry.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
-# In 16 bits: the least cosine of a matrix's gradient with float32's, and how far the ratio of their
-# norms may be from 1.
+# In 16 bits, the least cosine of a matrix's gradient with float32's, and the largest deviation of
+# the ratio of their norms from 1.
 COSINE_TOLERANCE, NORM_TOLERANCE = 0.999, 0.03
-# How far a measured peak may exceed its prediction, as a share; on a GPU, none has been measured.
+# The largest excess of a measured peak over its prediction, as a share; on a GPU, none has been
+# measured.
 MEMORY_MARGIN, GPU_MEMORY_MARGIN = 0.15, 0.5
 # Kinds of checks.
 GRADIENTS, DTYPE, BYTES, MEMORY = "gradients", "16 bits", "bytes", "memory"
 SPEED, PEER = "speed", "mlx-lm"
-# The expectation that a check which ran out of time misses.
+# The expectation that a check without a result in time misses.
 _END = "an end"
-# The consequence of a failed check of a kind, and the remedy.
+# The consequence of a kind's failed check, and the remedy.
 _ADVICE = {
     GRADIENTS: "a step would learn something else here: train on nothing that matters, update MLX "
     "and the system, and report it",
@@ -40,7 +41,7 @@ _ADVICE = {
     PEER: "mlxtune and mlx-lm learn different things here: train on nothing that matters, and "
     "report it",
 }
-# Gradients by matrix; and a loss with them.
+# Gradients by matrix; and a loss with its gradients.
 Gradients = Mapping[str, npt.NDArray[Any]]
 Step = tuple[float, Gradients]
 
@@ -110,7 +111,7 @@ def compare(
 
 
 def _largest_difference(found: Gradients, expected: Gradients) -> float:
-    """Return the largest difference of an entry, as a share of the largest expected entry."""
+    """Return the largest difference as a share of the largest expected entry."""
     largest = max(np.abs(value).max() for value in expected.values())
     # Python's max may pass over a NaN.
     apart = np.max([np.abs(found[name] - value).max() for name, value in expected.items()])
@@ -126,7 +127,7 @@ def _cosine_and_ratio(found: Gradients, expected: Gradients) -> tuple[float, flo
         with np.errstate(invalid="ignore"):
             cosines.append(np.divide((other * value).sum(dtype=np.float64), norm * wanted))
         ratios.append(norm / wanted)
-    # A NaN is farthest, for both.
+    # For both, a NaN is farthest.
     farthest = ratios[int(np.argmax(np.abs(np.array(ratios) - 1)))]
     return float(np.min(cosines)), farthest
 
@@ -138,7 +139,7 @@ def check_gradients(name: str, loss: float, gradient: float) -> ProofCheck:
         name=name,
         expected=f"≤ {LOSS_TOLERANCE:.0e}, {GRADIENT_TOLERANCE:.0e}",
         found=f"{loss:.0e}, {gradient:.0e}",
-        # A NaN is within nothing.
+        # A NaN is never within a tolerance.
         passed=loss <= LOSS_TOLERANCE and gradient <= GRADIENT_TOLERANCE,
         values={"loss_difference": _finite(loss), "gradient_difference": _finite(gradient)},
     )
@@ -156,7 +157,7 @@ def check_dtype(name: str, cosine: float, norm: float, packing_problem: str = ""
         name=name,
         expected=f"≥ {COSINE_TOLERANCE}, ±{NORM_TOLERANCE:.0%}",
         found=f"{cosine:.5f}, {norm - 1:+.1%}{unpacked}",
-        # A NaN is within nothing.
+        # A NaN is never within a tolerance.
         passed=right and not unpacked,
         values={"cosine": _finite(cosine), "norm_ratio": _finite(norm)},
     )
@@ -167,7 +168,7 @@ def check_bytes(
 ) -> ProofCheck:
     """Judge whether two adapters with these SHA-256 hashes are the same.
 
-    Other bytes fail where equal ones are `promised`. `stopped_after` is the step after which the
+    Different bytes fail if equal bytes are `promised`. `stopped_after` is the step after which the
     run was stopped and resumed.
     """
     equal = expected == found
@@ -233,12 +234,12 @@ def check_peer(benchmark: Mapping[str, Any]) -> list[ProofCheck]:
 
 
 def failed_check(kind: str, name: str, error: str) -> ProofCheck:
-    """Return a check that an error ended."""
+    """Return the check that an error ended."""
     return ProofCheck(kind, name, "no error", error, passed=False)
 
 
 def unfinished_check(kind: str, name: str, error: str) -> ProofCheck:
-    """Return a check that ran out of time, on a machine that may only be busy."""
+    """Return the check that ran out of time, perhaps on a busy machine."""
     found = f"{error}: run it again while nothing else runs"
     return ProofCheck(kind, name, _END, found, passed=None)
 

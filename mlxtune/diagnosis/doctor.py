@@ -13,7 +13,7 @@ def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis
     """Look at this machine and its packages, and judge whether training works here.
 
     Under mlx.launch, look at all machines, the network between them, and whether all have the same
-    model and data. Raises WorkerError when they cannot be reached; else problems are among the
+    model and data. Raises WorkerError when they cannot be reached; other problems are among the
     checks.
     """
     diagnosis = diagnose(read_machine())

@@ -1,6 +1,6 @@
 """Kernels of a device beside the CPU's plain operations, for `mlxtune doctor --prove`.
 
-Each kernel is computed on its own, so that an error in it leaves the others.
+Each kernel is computed separately, so that an error in one leaves the others.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,14 +67,14 @@ class Kernel:
                 expected = self.compute(mx.float32, "plain")
             found = self.compute(getattr(mx, dtype), "gpu")
         except Exception as error:  # noqa: BLE001
-            # An error of any kind is the result of this kernel.
+            # Any error is the result of this kernel.
             return failed_check(kind, name, one_line(error))
         return compare(name, dtype, found, expected)
 
 
 def step_of(pipeline: InstructPipeline, examples: Sequence[Example]) -> Step:
     """Return loss and gradients of a step with LoRA matrices of seeded random values."""
-    # At zero, as B starts, the gradient of A would be zero too.
+    # At zero, where B starts, the gradient of A would be zero too.
     _fill(pipeline.model.trainable_parameters(), pipeline.model, mx.float32)
     result = pipeline.loss_and_gradients(examples, step=1)
     gradients = {name: np.array(value) for name, value in tree_flatten(result.gradients)}
@@ -84,7 +84,7 @@ def step_of(pipeline: InstructPipeline, examples: Sequence[Example]) -> Step:
 def _fill(parameters: Any, model: nn.Module, dtype: mx.Dtype) -> None:
     """Give a model random weights, the same on every device: MLX's differ in their last bits.
 
-    They are numbers of bfloat16. None is zero, as sinks and B would be.
+    The weights are exact in bfloat16. None is zero, as sinks and B would be.
     """
     rng, filled = np.random.default_rng(1), []
     for name, value in tree_flatten(parameters):
@@ -110,7 +110,7 @@ def _model_step(
     lora = InstructConfig(targets=("q_proj", "v_proj"), lora_rank=4)
     rng, examples = np.random.default_rng(0), []
     for row, length in enumerate(lengths, 1):
-        # All tokens are supervised but the first.
+        # All tokens except the first are supervised.
         mask = (np.arange(length) > 0).astype(np.uint8)
         tokens = rng.integers(0, _VOCABULARY, length).astype(np.int32)
         examples.append(Example(row, tokens, mask))
@@ -124,7 +124,7 @@ def _function_step(
     kind: str,
 ) -> Step:
     """Return the sum of squares of a function's result, and its gradient by each input."""
-    # Numbers of bfloat16, so that all dtypes get the same.
+    # The numbers are exact in bfloat16, so that all dtypes get the same.
     drawn = inputs(np.random.default_rng(0))
     arrays = [mx.array(x, dtype=mx.bfloat16).astype(dtype) for x in drawn]
 
@@ -147,7 +147,7 @@ def _gated_delta_inputs(rng: np.random.Generator) -> Arrays:
 
 
 def _gate_inputs(rng: np.random.Generator) -> Arrays:
-    """Draw gate and up for some groups of threads and a part of one."""
+    """Draw gate and up for some groups of threads and part of another."""
     return [2 * rng.standard_normal((3, 1031)) for _ in range(2)]
 
 
@@ -175,10 +175,10 @@ _WINDOW = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_sc
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16}
 _TIED = {"tie_word_embeddings": True}
 _DELTA = {"gpu": _gated_delta_kernel, "plain": _gated_delta_by_chunks}
-# A new kernel is one more entry.
+# A new kernel needs one more entry.
 KERNELS: tuple[Kernel, ...] = (
     Kernel("texts of 2 and 3 tokens", partial(_model_step, qwen3, (3, 2, 3) * 8, _TIED)),
-    # Not a multiple of a kernel's block.
+    # The length is not a multiple of a kernel's block.
     Kernel(
         "attention, heads of 128",
         partial(_model_step, qwen3, (300, 131, 40), _TIED | {"head_dim": 128}),
@@ -189,7 +189,7 @@ KERNELS: tuple[Kernel, ...] = (
         # On the CPU, experts compute in float32 only.
         lambda dtype: dtype == mx.float32 or not on_cpu(),
     ),
-    # Longer than two blocks.
+    # The length exceeds two blocks.
     Kernel("attention in windows", partial(_model_step, gemma3_text, (1100, 40), _WINDOW)),
     Kernel(
         "gated delta rule",

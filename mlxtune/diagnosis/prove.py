@@ -56,7 +56,7 @@ def prove(
         for check in carry_out(parts(bench, device.kind), on_progress):
             on_check(check)
             found.append(check)
-    # The builder of a Linux kernel chooses the text after the numbers of its release.
+    # The builder of a Linux kernel chooses the text after the version numbers.
     numbers = re.match(r"[\d.]*", machine.release)
     names = (machine.name, numbers and numbers[0].rstrip("."))
     return MachineProof(
@@ -98,17 +98,17 @@ def show(*, as_json: bool, share: Path | None = None) -> bool:
 
 
 def _names() -> list[str]:
-    """Return the names of the host, the user and the home folder, as far as there are some."""
+    """Return the names of the host, the user and the home folder, if there are any."""
     found = [platform.node(), Path.home().name]
-    # A container may run as a user that has no name.
+    # A container's user may have no name.
     with suppress(OSError, KeyError, ImportError):
         found.append(getpass.getuser())
     return found
 
 
 def parts(bench: Workbench, device: str) -> list[Part]:
-    """Return all parts for a kind of device."""
-    # docs/reliability.md says why.
+    """Return all parts of the proof for a kind of device."""
+    # docs/reliability.md gives the reason.
     promised = device != "CUDA"
     timed = _CPU_TIMED if device == "CPU" else _GPU_TIMED
 
@@ -166,7 +166,7 @@ def carry_out(
             for check in part():
                 yield check if check.seconds else check.taking(time.monotonic() - began)
         except Exception as error:  # noqa: BLE001
-            # An error of any kind belongs in the report, and the other checks still run.
+            # Any error belongs in the report, and the other checks still run.
             late = isinstance(error, ChildTimeoutError)
             ended = checks.unfinished_check if late else checks.failed_check
             yield ended(kind, name, one_line(error)).taking(time.monotonic() - began)

@@ -32,7 +32,7 @@ _WORDS = {True: "pass", False: "FAIL", None: "–"}
 _STYLES = {True: "green", False: "bold red", None: ""}
 # The text around a separator, spaces included, up to a bracket, a quote or a colon.
 _PATH = re.compile(r"(?:\b[A-Za-z]:)?[\w.@+~-]*[/\\][^:;,'\"()\[\]]*")
-# Shorter names would take words apart.
+# Replacing shorter names would break words.
 _SHORTEST_NAME = 2
 
 
@@ -54,7 +54,7 @@ def show_proof(proof: MachineProof, console: Console) -> None:
 
 
 def check_line(check: ProofCheck) -> str:
-    """Return a check in a line, for output that is read while the others run."""
+    """Return a check as a line, for output that is read while the others run."""
     took = f"{check.seconds:.1f} s"
     return f"{_WORDS[check.passed]}  {check.name}: {check.found}, expected {check.expected}, {took}"
 
@@ -94,7 +94,7 @@ def _anonymous(value: Any, names: Sequence[str]) -> Any:
 
 
 def _without(text: str, names: Sequence[str]) -> str:
-    """Return a text without some names, in any case of letters, where they stand as words."""
+    """Return a text without some names, in any case, if they are whole words."""
     # A host is also known by the first part of its name.
     every = {part for name in names for part in (name, name.partition(".")[0])}
     for name in sorted(every, key=len, reverse=True):

@@ -16,7 +16,7 @@ from mlxtune.core.files.sizes import read_bytes, read_text
 from mlxtune.diagnosis.checks import ProofCheck
 
 QWEN, GEMMA = "demo-qwen3", "demo-gemma3"
-# Made here, each by a job of the worker.
+# The bases, each made here by a job of the worker.
 BASE, DENSE = "4-bit base", "16-bit base"
 _MADE = {BASE: "base", DENSE: "dense"}
 # Threads slow down such small products.
@@ -25,7 +25,8 @@ _QUICK = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _EXACT = {"MLX_ENABLE_TF32": "0"}
 _AS_TRAINED = ("kernels16", "dtype", "steps")
 _ROWS = 32
-# With dropout, only turns of a row share a beginning: two, which keeps bytes equal on Metal.
+# With dropout, only turns of one row share a beginning, two of them, which keeps bytes equal on
+# Metal.
 _TRAINING = (
     *("--batch-size", "4", "--val-split", "0", "--samples", "0", "--save-steps", "2"),
     *("--targets", "all", "--dropout", "0.1", "--lr", "1e-3"),
@@ -90,7 +91,7 @@ class Workbench:
         return read_json(folder / "bench.json")
 
     def trained(self, name: str, run: str = "straight") -> str:
-        """Return the hash of the adapter that a run writes; a run is made once."""
+        """Return the hash of the adapter that a run writes; each run is made once."""
         folder = self.scratch / f"{name}-{run}"
         adapter = folder / "adapters.safetensors"
         if not adapter.exists():
@@ -98,7 +99,9 @@ class Workbench:
         return file_hash(adapter)
 
     def resumed(self, name: str, stop: signal.Signals) -> tuple[str, int]:
-        """Return the hash of the adapter of a run that a signal stopped, and after which step."""
+        """Return the hash of the adapter of a run that a signal stopped, and the step before the
+        stop.
+        """
         folder = self.scratch / f"{name}-{stop.name}"
         run = folder / "checkpoints"
         metrics = run / "metrics.jsonl"

@@ -40,19 +40,19 @@ from mlxtune.diagnosis import checks
 from mlxtune.diagnosis.checks import ProofCheck, Step
 from mlxtune.diagnosis.kernels import kernel_checks, on_the_cpu, step_of
 
-# Large enough for the CPU's kernels to be chosen, whatever the model.
+# Large enough to choose the CPU's kernels for any model.
 _LARGE = 10**9
 _ONE_STEP, _SMALL_CHUNK = 10**6, 16
 _DROPOUT = 0.3
-# Tokens of a micro-batch, and rows that fill the largest.
+# Tokens of a micro-batch, and the number of rows that fill the largest.
 SIZES, _ROWS = (128, 512, 2048), 24
-# Rows that are timed, and rows of a step.
+# The number of timed rows, and the rows of a step.
 _TIMED_ROWS, _ROWS_PER_STEP = 12, 4
-# The base that is made: the width of its heads, and its quantisation.
+# The base: the width of its heads, and its quantisation.
 _HEAD, _GROUP, _BITS = 64, 64, 4
 # Quantised products are some 20 times slower than float32 on the CPU; a GPU needs work to do.
 _CPU_WIDTH, _GPU_WIDTH = 256, 1024
-# The shapes that steps are timed in; a way to round them is one more entry.
+# The shapes in which steps are timed; a way to round them is one more entry.
 SHAPES: Mapping[str, Callable[[Execution], Execution]] = {
     "shapes as they are": lambda execution: replace(execution, rounding=NOT_ROUNDED),
     "shapes rounded": lambda execution: execution,
@@ -120,7 +120,7 @@ def dtype(model: Path, data: Path) -> Iterator[ProofCheck]:
 
 
 def steps(model: Path, data: Path) -> Iterator[ProofCheck]:
-    """Report the speed of steps in each choice of their shapes: the second time that they run.
+    """Report the speed of steps in each choice of shapes, on their second run.
 
     The model computes in its own dtype on a GPU.
     """
@@ -211,7 +211,7 @@ def _lora(dropout: float = 0.0) -> InstructConfig:
 def _computed(
     folder: Path, examples: Sequence[Example], way: Way, compute: str, dtype: str = "float32"
 ) -> tuple[Step, str]:
-    """Return loss and gradients of a step with seeded LoRA matrices, and why it is not packed."""
+    """Return loss and gradients of a step with seeded LoRA matrices, and its packing problem."""
     base = loading.load_base(folder, dtype, quantized_compute=compute)
     pipeline = InstructPipeline(base.model, _lora(way.dropout), execution=way.execution)
     return step_of(pipeline, examples), pipeline.forward.packing_problem

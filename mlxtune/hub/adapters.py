@@ -38,8 +38,8 @@ _SAMPLES = 3
 def check_may_write(repository: str, *, public: bool) -> bool:
     """Return whether a repository exists already. Nothing is uploaded.
 
-    Raises OutputError if the token may not write there, and for a repository that is public where
-    `public` is not, or the other way round: the hub would leave it as it is.
+    Raises OutputError if the token may not write there, and for a repository that is public without
+    `public`, or private with it, as the hub would not change that.
     """
     with asking(repository, _MISSING, OutputError) as hub:
         account = hub.whoami()
@@ -66,7 +66,7 @@ def check_may_write(repository: str, *, public: bool) -> bool:
 def upload(folder: Path, repository: str, *, public: bool, exists: bool) -> str:
     """Upload a folder's files, and return the address of the repository. Raises OutputError.
 
-    A repository that had to be made for them is removed again if that fails.
+    A repository created for them is removed if the upload fails.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     with asking(repository, _MISSING, OutputError) as hub:
@@ -196,7 +196,7 @@ def _training_lines(run: Run, view: RunView) -> Iterator[str]:
 
 
 def command_of(run: Run, base: str) -> str:
-    """Return the command that trains the same, with names instead of paths."""
+    """Return the command that repeats the training, with names instead of paths."""
     defaults = {each.name: each.default for each in dataclasses.fields(TrainConfig)}
     on_hub = {text(each, "name") for each in hub_data(run)}
     words = ["mlxtune", "train", "--model-path", base]
@@ -226,5 +226,5 @@ def _block(content: str) -> str:
 
 
 def _code(value: str) -> str:
-    """Return text as code, of which nothing is read as Markdown."""
+    """Return text as code, without Markdown in it."""
     return f"`{one_line(value).replace('`', chr(39)).replace('|', '/')}`"

@@ -1,7 +1,7 @@
 """Answers of a hub, checked before its client uses them: sizes, names that become paths, waits.
 
 The client makes paths in its cache from a file's ETag and from commits, and sleeps as long as an
-answer asks. It has one session for all of a process, also for models that mlx-lm downloads.
+answer asks. A process has one session, which also serves models that mlx-lm downloads.
 """
 
 import importlib
@@ -14,14 +14,14 @@ import huggingface_hub
 from mlxtune.config.limits import HUB_ANSWER, TooLarge, parse_json
 from mlxtune.core.names import is_commit, is_file_name, is_relative_path
 
-# Seconds that the hub may be silent, and that it may ask to wait. The client would wait for ever.
+# Seconds that the hub may be silent, and that it may ask to wait. The client would wait forever.
 SILENCE, MOST_WAIT = 60.0, 60
 # Bytes a second that an answer must have after SILENCE, on average.
 SLOWEST = 1000
 # Headers that become a file's name in the cache, and headers with a time to wait.
 _ETAGS = ("ETag", "X-Linked-Etag", "X-Xet-Hash")
 _COMMIT = "X-Repo-Commit"
-# A few megabytes of gzip unpack to gigabytes, in memory, so nothing else is asked for.
+# A few megabytes of gzip unpack to gigabytes in memory, so only unpacked answers are requested.
 _PLAIN = "identity"
 # In the address of a file, which goes to disk piece by piece; other answers are read whole. The
 # second is where a request notes whether it began with one, as it may be redirected.
@@ -34,21 +34,21 @@ class BadAnswerError(ValueError):
 
 
 def check_answers() -> None:
-    """Have every answer of a hub to this process checked, and limit each wait."""
+    """Make every answer of a hub to this process checked, and limit each wait."""
     session = huggingface_hub.get_session()
     hooks = session.event_hooks
     if _check not in hooks["response"]:
         own = {"request": _limit, "response": _check}
         hooks = {name: [*hooks[name], hook] for name, hook in own.items()}
-        # The client makes a new session after some errors: it is to be checked, too.
+        # After some errors, the client makes a new session, which must be checked too.
         kind: Any = type(session)
         huggingface_hub.set_client_factory(lambda: kind(event_hooks=hooks, follow_redirects=True))
 
 
 def _limit(request: Any) -> None:
-    """Have a request give up on silence, also one that the client would wait for without end.
+    """Make a request give up on silence, even if the client would wait forever.
 
-    It asks for an answer that is not packed.
+    It asks for an uncompressed answer.
     """
     request.headers["Accept-Encoding"] = _PLAIN
     request.extensions.setdefault(_IS_FILE, _FILE in request.url.path)

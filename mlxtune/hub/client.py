@@ -21,12 +21,12 @@ _LOG_IN = "log in with hf auth login, or set HF_TOKEN"
 def asking(
     name: str, kind: str, error: type[MlxTuneError], *, quiet: bool = False
 ) -> Iterator[huggingface_hub.HfApi]:
-    """Yield the client, and raise `error` in one line about `name` for whatever goes wrong.
+    """Yield the client.
 
-    `kind` is what the hub may lack under that name. The client's own warnings, such as a line for
-    each further try, are not shown.
+    Raise `error`, one line about `name`, for any failure. `kind` is the kind of thing with that
+    name. The client's own warnings, such as a line for each further try, are not shown.
     """
-    # The bars of uploads would be drawn into a pipe, too.
+    # Uploads would draw progress bars into a pipe, too.
     if quiet or not sys.stderr.isatty():
         disable_progress_bars()
     verbosity = logging.get_verbosity()

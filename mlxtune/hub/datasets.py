@@ -1,4 +1,4 @@
-"""Data sets on the hub as files here, of one commit, in the hub's own cache."""
+"""Data sets of the hub as local files of one commit, in the hub's own cache."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +21,7 @@ from mlxtune.hub.splits import DEFAULT, choose, converted_splits, own_splits
 
 # The branch with the hub's own conversion to parquet.
 _CONVERTED = "refs/convert/parquet"
-# The error for a name that is neither path nor data set; most are mistyped paths.
+# The error for a name that is neither a path nor a data set, most often a mistyped path.
 _MISSING = "file or folder here, and no such dataset"
 # Seconds for an answer that is not a file.
 _TIMEOUT = 20.0
@@ -100,7 +100,7 @@ def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> 
 
 
 def _listing(hub: huggingface_hub.HfApi, name: DatasetName, held_out: bool) -> HubData:
-    """Ask the hub which files, by their names in the repository, a name stands for."""
+    """Ask the hub for the files that a name stands for, by their names in the repository."""
     about = hub.dataset_info(name.repository, timeout=_TIMEOUT)
     info, splits = about, None
     if name.revision is None:

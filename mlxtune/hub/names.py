@@ -19,7 +19,7 @@ _NAME = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class DatasetName:
-    """A data set on the hub; None stands for what it has by default."""
+    """A data set on the hub. None stands for the hub's default."""
 
     repository: str
     config: str | None = None
@@ -39,7 +39,7 @@ class DatasetName:
 def dataset_name(text: str) -> DatasetName | None:
     """Return the data set that a value of --data names, or None if it is a path.
 
-    Whatever exists here is a path, and so is a name that ends like a data file.
+    An existing path wins, and a name with a data file's suffix is a path.
     """
     match = _NAME.fullmatch(text)
     if match is None or text.endswith(ENDINGS) or os.path.lexists(as_path(text)):

@@ -19,7 +19,8 @@ from mlxtune.hub.names import DatasetName
 Splits = Mapping[str, Mapping[str, Sequence[str]]]
 DEFAULT, TRAIN, TEST = "default", "train", "test"
 VALIDATION = ("validation", "valid", "val", "dev")
-# Of the hub's own conversion to parquet. Of very large data sets it has only the first part.
+# The branch with the hub's own conversion to parquet, for very large data sets of the first part
+# only.
 _CONVERTED = re.compile(r"([^/]+)/([^/]+)/\d+\.parquet")
 _PARTIAL = "partial-"
 # The file names that the `datasets` library reads, and those that it ignores.
@@ -107,7 +108,7 @@ def _matches(file: str, pattern: str) -> bool:
 def _split_in(file: str) -> str | None:
     if shard := _SHARD.search(file):
         return shard[1]
-    # The file's own name first: a folder may be called after something else.
+    # The file's own name comes first, as a folder may be named after something else.
     for text in (PurePosixPath(file).name, file):
         if split := next((each for each, word in _IN_NAME.items() if word.search(text)), None):
             return split
@@ -120,8 +121,8 @@ def choose(
     """Return the configuration that a name means, and the files of each split that it means.
 
     Without a split, these are the training data and, if there is some, the validation data; with
-    `held_out` the test data, or else the validation data: as of a folder. Raises DataError, naming
-    the ones that exist.
+    `held_out` the test data, or else the validation data, as for a folder. Raises DataError, naming
+    the existing splits.
     """
     if not splits:
         raise DataError(

@@ -1,1 +1,1 @@
-"""Trackers: where runs are recorded in addition to their folders, for people to compare."""
+"""Trackers: where runs are recorded in addition to their folders, for comparison."""

@@ -39,11 +39,11 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class TrackingObserver(TrainingObserver):
-    """Records a run in the tracker of a name until that fails, which calls `warn` once."""
+    """Records a run in a tracker until that fails, which calls `warn` once."""
 
     def __init__(self, name: str, config: TrainConfig, warn: Callable[[str], None]) -> None:
         self._name, self._config, self._warn = name, config, warn
-        # None before the start, after the end, and once it has failed.
+        # None before the start, after the end, and after a failure.
         self._tracker: Tracker | None = None
         self._step = 0
         self._result: dict[str, Value] = {}
@@ -66,7 +66,7 @@ class TrackingObserver(TrainingObserver):
             write_json(folder / TRACKING, {**identities, self._name: identity})
         return TrackedRun(
             identity=identity,
-            # People know a run by the folder of its adapter.
+            # Users know a run by its adapter's folder.
             name=Path(os.path.abspath(self._config.output_path)).parent.name or "run",  # noqa: PTH100
             folder=folder,
             step=0 if is_new else step,

@@ -22,8 +22,8 @@ Value = bool | int | float | str
 class TrackedRun:
     """A run as a tracker knows it.
 
-    `identity` stays the same when the run is resumed. `folder` holds its checkpoints; `step` is
-    the step that it is resumed after, 0 for a new run.
+    `identity` stays the same when the run is resumed. `folder` holds its checkpoints; `step` is the
+    last step before it was resumed, 0 for a new run.
     """
 
     identity: str
@@ -53,7 +53,7 @@ def open_trackio(run: TrackedRun) -> Tracker:
     import trackio
 
     project, name = os.environ.get("TRACKIO_PROJECT") or _PROJECT, f"{run.name}-{run.identity}"
-    # stdout is for results, not for Trackio's notices.
+    # stdout is reserved for results.
     with contextlib.redirect_stdout(io.StringIO()):
         opened = trackio.init(
             project=project,

@@ -34,7 +34,7 @@ _AVERAGED = 10
 _VERDICT = re.compile(r"(?:the adapter )?(helped|hardly helped|hardly hurt|hurt|cannot tell)\b")
 _VERDICT_COLOURS = {"helped": "green", "hurt": "red"}
 _VERDICT_COLOURS |= dict.fromkeys(("hardly helped", "hardly hurt", "cannot tell"), "yellow")
-# Each change of a notebook's line is a message to the browser.
+# Each change of a notebook's line sends a message to the browser.
 _SECONDS_BETWEEN = 0.1
 
 
@@ -75,7 +75,7 @@ class RunConsole(TrainingObserver):
         stream = cast(TextIO, BestEffortStream(sys.stdout if self._notebook else sys.stderr))
         self._console = console or Console(file=stream, highlight=False, force_jupyter=False)
         terminal = self._console.is_terminal and not self._console.is_dumb_terminal
-        # The stream of a kernel calls itself a terminal.
+        # A kernel's stream claims to be a terminal.
         self._wraps = terminal and not self._notebook
         self._quiet = quiet
         self._log_every = log_every
@@ -90,7 +90,7 @@ class RunConsole(TrainingObserver):
         self._profile = run_text.ProfileSummary()
 
     def _open_line(self, *, bar: bool) -> "NotebookLine | TerminalLine | None":
-        """Return a line that changes in place, None where there is none."""
+        """Return a line that changes in place; None if there is none."""
         if self._quiet or not self.is_live:
             return None
         return NotebookLine() if self._notebook else TerminalLine(self._console, bar=bar)
@@ -108,7 +108,7 @@ class RunConsole(TrainingObserver):
     def say(self, stage: str, message: str, *, copyable: bool = False) -> None:
         """Print a line of a stage, in which nothing is read as markup.
 
-        On a terminal a long line wraps at words, indented, unless people copy it.
+        On a terminal, a long line wraps at words, indented, unless it is for copying.
         """
         if self._quiet:
             return
@@ -165,7 +165,10 @@ class RunConsole(TrainingObserver):
             self._bar.update(f"validating {done}/{total}")
 
     def on_validation(self, step: int, loss: float) -> None:
-        """Print the loss before the first step or within an epoch; its last is in its line."""
+        """Print the loss before the first step or within an epoch.
+
+        An epoch's last loss is in its line.
+        """
         assert self._run is not None
         if step == 0:
             shown = run_text.loss_and_perplexity(loss, self._run.objective)
@@ -227,7 +230,7 @@ def _wrapped(name: Text, message: str) -> Table:
 
 
 def _marked(name: Text, message: str) -> Text:
-    """Return a message, the words of a verdict in its colour."""
+    """Return a message with its verdict in colour."""
     text = Text(message)
     found = _VERDICT.match(message) if name.plain.strip() == "Verdict" else None
     if found is not None:
@@ -242,7 +245,7 @@ def in_notebook() -> bool:
 
 
 class TerminalLine:
-    """The last line of a terminal: a text, with a `bar` and the time left if that is asked for."""
+    """The last line of a terminal: a text, with a `bar` and the time left if requested."""
 
     def __init__(self, console: Console, *, bar: bool) -> None:
         text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=bar))
@@ -268,7 +271,7 @@ class TerminalLine:
 
 
 class NotebookLine:
-    """A text in a notebook, with a bar and the time left where the share done is known."""
+    """A text in a notebook, with a bar and the time left if the share done is known."""
 
     def __init__(self) -> None:
         from IPython.display import display

@@ -1,4 +1,4 @@
-"""An inspection on a terminal: the contents of the page, legible without colour too."""
+"""An inspection on a terminal: the content of the page, legible without colour too."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -27,7 +27,7 @@ _HEAD, _TAIL = 240, 80
 _EXAMPLES = 3
 # The narrowest terminal for two columns.
 _TWO_COLUMNS = 60
-# What only one side of a pair has.
+# The style of text that only one side of a pair has.
 _DIFFERS = {"chosen": "bold black on green", "rejected": "bold white on red"}
 _MARKS: dict[visible.Kind, str] = {"newline": "↵\n", "tab": "→   "}
 
@@ -55,7 +55,7 @@ def _choose(shown: Sequence[ShownExample]) -> Sequence[ShownExample]:
     """
     items = [each.sides if isinstance(each, ShownPair) else (each,) for each in together(shown)]
     first = {item[0].kinds: item for item in reversed(items)}
-    # Examples with findings, then those that show nothing new, keep their order.
+    # Examples with findings come first, then the rest, in the order of the file.
     ranked = sorted(items, key=lambda item: (first[item[0].kinds] is not item, not item[0].kinds))
     return [each for item in sorted(ranked[:_EXAMPLES], key=items.index) for each in item]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def print_json(value: Any) -> None:
     """Print a JSON document. Raises ValueError for NaN and infinity, which JSON lacks."""
-    # Half a document is worse than none.
+    # Half a document is worse than none, so it is complete before printing.
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
@@ -42,7 +42,7 @@ class AnswerConsole:
         self._texts = dict.fromkeys(names, "")
         self._live: Live | None = None
         if len(names) > 1:
-            # Loaded by whoever compares.
+            # The caller loads rich's table only for a comparison.
             from rich.console import Console
             from rich.live import Live
 
@@ -84,14 +84,14 @@ class AnswerConsole:
 
 
 def render_lines(template: str, show: Callable[[Any], str], **values: Any) -> list[str]:
-    """Return the lines of a text template of this folder; `show` makes a value of it text."""
+    """Return the lines of a text template of this folder; `show` turns its values into text."""
     # Only the commands that use it load it.
     from jinja2 import Environment, PackageLoader
     from markupsafe import Markup
 
     environment = Environment(
         loader=PackageLoader("mlxtune", "views"),
-        # All values go through `show`, and nothing through the escapes of HTML.
+        # All values go through `show` instead of HTML's escapes.
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup) else Markup(show(value)),
         line_statement_prefix="%",

@@ -38,7 +38,7 @@ def free_line(plan: MemoryPlan, free: int | None) -> str:
     return f"{line}, enough for this run"
 
 
-# With fewer steps, an adapter hardly leaves its start; with the other number, most have learned.
+# With fewer steps, an adapter hardly leaves its start; with the second number, most have learned.
 _FEWEST_STEPS, _ENOUGH_STEPS = 30, 100
 
 
@@ -74,7 +74,7 @@ def cut_line(loss: CutLoss, max_seq_len: int, peak: int | None) -> str:
 
 
 def larger_limit_line(plan: MemoryPlan, larger: MemoryPlan, most: int) -> str:
-    """Return the gain of another plan's larger limit, empty without one; `most` GB are there."""
+    """Return the gain of a plan with a larger limit; empty without one. `most` GB are available."""
     now, then, gains = plan.execution, larger.execution, ""
     if then.micro_batch_tokens > now.micro_batch_tokens:
         gains += f" run micro-batches of up to {then.micro_batch_tokens:,} tokens"

@@ -28,19 +28,22 @@ from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
 from mlxtune.views.visible import escape, without_template_tokens
 
-# The characters of a sample that are shown.
+# The most characters of a sample to show.
 _LONGEST = 400
 _PHASE_WIDTH = 16
 # Fewer losses than these say nothing about a trend.
 _FEWEST_LOSSES = 5
-# A loss this many times the untrained model's is none that training passes through.
+# Training never passes through a loss this many times the untrained model's.
 _JUMP = 1.5
 # Nats per token by which chosen answers may become less likely without a warning.
 _LESS_LIKELY = 0.1
 
 
 def loss_and_perplexity(value: float, objective: str = "sft") -> str:
-    """Return `1.2817 (perplexity 3.603)`; losses of preferences are of no text, and have none."""
+    """Return `1.2817 (perplexity 3.603)`.
+
+    Losses of preferences are not of text, and have no perplexity.
+    """
     if objective != "sft":
         return f"{value:.4f}"
     found = perplexity(value)
@@ -113,7 +116,7 @@ def step_state(record: StepRecord, average: float, peak_gb: float, thermal: str 
 
 
 def _preferences(record: StepRecord) -> str:
-    """Return a step's metrics of preferences, as far as a line has room."""
+    """Return the preference metrics of a step that fit into a line."""
     shown = ("rewards/accuracies", "rewards/margins", "kl")
     found = ((name, record.metrics[name]) for name in shown if name in record.metrics)
     return "".join(f"{name} {value:.3g}  " for name, value in found)
@@ -186,7 +189,7 @@ def risen_loss_line(
     if len(steps) < 2 * some:
         return None
     start, end = _mean_loss(steps[:some]), _mean_loss(steps[-some:])
-    # The steps differ in their rows: a rise within their scatter says nothing.
+    # Steps differ in their rows, so a rise within their scatter means nothing.
     scatter = math.hypot(_scatter(steps[:some]), _scatter(steps[-some:]))
     if end > start + 2 * scatter:
         return (
@@ -337,7 +340,7 @@ def _short(text: str, *, from_end: bool = False) -> str:
 
 
 class ProfileSummary:
-    """The profile of a run, summed up as its records arrive."""
+    """The profile of a run, accumulated as its records arrive."""
 
     def __init__(self) -> None:
         self.steps = 0

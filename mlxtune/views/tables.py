@@ -14,10 +14,10 @@ from mlxtune.errors import printable
 from mlxtune.views.pages.axis import spans_much
 from mlxtune.views.visible import escape
 
-# In a pipe, lines stay whole.
+# In a pipe, lines are not wrapped.
 _PIPE_WIDTH = 10_000
 _BLOCKS = "▁▂▃▄▅▆▇█"
-# A narrow terminal does without these columns, the first of them first.
+# The columns that a narrow terminal drops, in this order.
 _DISPENSABLE = (
     *("train", "tok/s", "model", "data", "started", "objective", "steps", "curve", "val loss"),
 )

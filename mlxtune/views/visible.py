@@ -19,7 +19,7 @@ Stretch = tuple[Kind, str]
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
 # Characters that may control a terminal.
 _ACTING = ("Cc", "Cf", "Cs", "Zl", "Zp")
-# Letters and marks that appear as nothing or as a gap.
+# Letters and marks that are invisible or look like a gap.
 _BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
 _SPACES = " \u3000"  # the second is the ideographic space
 _ODD = re.compile(r"[^ -~]")

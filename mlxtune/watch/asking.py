@@ -79,14 +79,14 @@ class Asker:
         return asked if asked is not None and asked.run == run else None
 
     def hush(self) -> None:
-        """Stop the answer under way, with the process."""
+        """Stop the current answer, with the process."""
         asked = self._question
         if asked is not None and asked.status:
             asked.problem = "stopped"
             self.close()
 
     def close(self) -> None:
-        """End the process and let its memory go."""
+        """End the process and free its memory."""
         with self._lock:
             if self._letting_go is not None:
                 self._letting_go.cancel()
@@ -107,7 +107,7 @@ class Asker:
         try:
             assert process.stdin is not None
             assert process.stdout is not None
-            # `hush` may have come before there was a process to end.
+            # `hush` may have been called before the process started.
             if asked.problem:
                 raise OSError(asked.problem)
             process.stdin.write(json.dumps(asked.text).encode() + b"\n")
@@ -116,7 +116,8 @@ class Asker:
                 line = parse_json(process.stdout.readline(RECORD.bytes), RECORD, "the answer")
                 self._add(asked, line)
         except (OSError, ValueError):
-            # The process ended, as by a lack of memory; `hush` and the limit give their reasons.
+            # The process ended unexpectedly, for example for lack of memory; `hush` and the limit
+            # give their reasons.
             asked.problem = asked.problem or "the process that answers has ended"
             self.close()
         finally:
@@ -166,7 +167,7 @@ class Asker:
 
 
 def problem_of(run: Run) -> str:
-    """Return why the model of a run cannot be asked; empty if it can."""
+    """Return the reason why the model of a run cannot be asked; empty if it can."""
     try:
         _options_of(run)
     except MlxTuneError as problem:
@@ -179,7 +180,7 @@ def _options_of(run: Run) -> dict[str, Any]:
     view = RunView.of(run)
     if not view.finished or not view.adapter or not Path(view.adapter).is_file():
         raise OutputError("the model can be asked once the run has ended with an adapter")
-    # A stranger's run could name any model, to be downloaded or to harm.
+    # A stranger's run could name any model, to download it or to do harm.
     if not is_own(run.folder):
         raise OutputError(
             "this run was not made by you on this machine: ask its model with mlxtune chat "

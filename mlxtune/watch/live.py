@@ -1,4 +1,4 @@
-"""The runs of a folder as parts of a page, read anew while a page follows them."""
+"""The runs of a folder as parts of a page, read again while a page follows them."""
 
 import hashlib
 import json
@@ -29,12 +29,12 @@ from mlxtune.watch.asking import Asker, problem_of
 from mlxtune.watch.page import Parts, render_answers, render_page, render_run, render_runs
 
 _FILES = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, SAMPLES)
-# Seconds between looks at a run's files, and between those for new runs; reading takes at most this
-# share of the time.
+# Seconds between checks of a run's files, and between checks for new runs; reading takes at most
+# this share of the time.
 _LOOK_EVERY, _FIND_EVERY, _MOST_READING = 1.0, 5.0, 0.1
-# Seconds after which an event is sent that says nothing, to see whether the page is still open.
+# Seconds after which an empty event is sent, to see whether the page is still open.
 _SIGN_OF_LIFE = 10.0
-# The newest runs of a folder that are shown.
+# How many of a folder's newest runs are shown.
 MOST_RUNS = 12
 
 
@@ -45,7 +45,7 @@ def key_of(run: Path) -> str:
 
 @dataclass
 class _View:
-    """The view of a page: its parts, and when they have to be read again."""
+    """The view of a page: its parts, and the time of their next reading."""
 
     parts: Parts = field(default_factory=dict)
     seen: Any = None
@@ -115,7 +115,7 @@ class Live:
         return True
 
     def idle_seconds(self) -> float:
-        """Return for how long no page has been open and no run in progress."""
+        """Return how long no page has been open and no run in progress, in seconds."""
         with self._lock:
             training = any(holder_of(run / LOCK) is not None for run in self._find().values())
             if self._pages or training:
@@ -142,13 +142,13 @@ class Live:
             self._changed.notify_all()
 
     def _renew(self) -> None:
-        """Have all pages look at the files at once."""
+        """Make all pages check the files now."""
         with self._lock:
             self._views.clear()
         self._notify()
 
     def _find(self) -> dict[str, Path]:
-        """Return the runs to show, looked for anew now and then."""
+        """Return the runs to show, searched for again now and then."""
         if time.monotonic() >= self._found:
             started = time.monotonic()
             try:
@@ -184,7 +184,7 @@ class Live:
         view.due = time.monotonic() + max(_LOOK_EVERY, took / _MOST_READING)
 
     def _read(self, runs: Mapping[str, Path]) -> Parts:
-        # The page continues whatever a run's files hold.
+        # The page continues, whatever content a run's files have.
         try:
             read = {key: read_run(run) for key, run in runs.items()}
             stopping = {
@@ -202,7 +202,7 @@ class Live:
 
 
 def _state_of(run: Path) -> list[Any]:
-    """Return the state of a run's files, which differs once they change."""
+    """Return the state of a run's files, which changes with them."""
     state: list[Any] = [holder_of(run / LOCK)]
     for name in _FILES:
         try:

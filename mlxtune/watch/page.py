@@ -37,7 +37,7 @@ def render_page(folder: Path) -> str:
 
 
 def render_run(key: str, run: Run, why_not: str, *, several: bool, stopping: bool) -> Parts:
-    """Return the parts of one run; `why_not` says why its model cannot be asked."""
+    """Return the parts of one run; `why_not` is the reason why its model cannot be asked."""
     view = RunView.of(run)
     state = run_state(key, run, view, stopping=stopping)
     return _parts(
@@ -73,7 +73,7 @@ def render_runs(runs: Mapping[str, Run], stopping: Set[str]) -> Parts:
 
 
 def run_state(key: str, run: Run, view: RunView, *, stopping: bool) -> dict[str, Any]:
-    """Return how far a run is: its share in words, the time left, and its memory."""
+    """Return a run's progress: its share in words, the time left, and its memory."""
     total, running = view.total_steps, view.status == "running"
     left = seconds_left(run, view) if running else None
     limit = number(run.about, "plan", "memory", "limit")
@@ -90,7 +90,7 @@ def run_state(key: str, run: Run, view: RunView, *, stopping: bool) -> dict[str,
 
 
 def seconds_left(run: Run, view: RunView) -> float | None:
-    """Return the time that the steps to come will take; None before the first one is measured."""
+    """Return the time of the remaining steps; None before the first one is measured."""
     seconds = [each for each in run.column("seconds")[-_RECENT_STEPS:] if math.isfinite(each)]
     if view.total_steps is None or not seconds:
         return None

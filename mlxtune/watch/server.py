@@ -1,8 +1,8 @@
 """A server of one page for one user of this machine, with the events that the page follows.
 
-It listens on the loopback alone. A request has to know the token in the address and to name this
-machine in `Host`, so that no page elsewhere reaches it by a name of its own that leads here; one
-that changes something has to come from the page itself, by its `Origin`. No file is served.
+It listens on the loopback alone. A request must know the token in the address and name this machine
+in `Host`, so that no other site can reach it by a domain that resolves here. A request that changes
+something must come from the page itself, by its `Origin`. No file is served.
 """
 
 import hmac
@@ -25,10 +25,10 @@ from mlxtune.errors import MlxTuneError
 
 ADDRESS = "127.0.0.1"
 _HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?")
-# A request has to arrive within these seconds and bytes, its head included.
+# The most seconds and bytes of a request, its head included.
 _SECONDS, _LONGEST = 10.0, 128 * 1024
 _BODY = Limits(64 * 1024, values=100, entries=20, text=32 * 1024)
-# Connections at once, most of which a page keeps to follow events.
+# The most connections, of which each page keeps one for events.
 _CONNECTIONS = 32
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -47,9 +47,10 @@ class Site(Protocol):
         """Return the page."""
 
     def follow(self, view: str, last: str) -> Iterator[tuple[str, str] | None]:
-        """Yield events, each with its id and data; None now and then, to see who still listens.
+        """Yield events, each with its id and data.
 
-        `last` is the id of the last event that the page has had.
+        None now and then, to notice closed pages. `last` is the id of the last event that the page
+        received.
         """
 
     def act(self, action: str, values: Mapping[str, Any]) -> bool:
@@ -76,7 +77,7 @@ class PageServer(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, or not at all where there are too many."""
+        """Answer in a thread, or not at all if there are too many."""
         if self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
@@ -89,13 +90,13 @@ class PageServer(ThreadingHTTPServer):
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Show the traceback of a bug; that a browser has gone is none."""
+        """Show the traceback of a bug, unless the browser has just gone."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 class _Request(io.RawIOBase):
-    """The data of a connection, up to a time and a size; then it raises TimeoutError."""
+    """The data of a connection, up to a time and a size; beyond, it raises TimeoutError."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -181,9 +182,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_events(self, view: str) -> None:
         self._start(HTTPStatus.OK, "text/event-stream")
-        # Milliseconds until the page asks again after it has lost the server.
+        # Milliseconds after which a page that lost the server asks again.
         self.wfile.write(b"retry: 1000\n\n")
-        # A page that is closed ends the connection.
+        # The browser ends the connection by closing the page.
         with suppress(OSError):
             for event in self.server.site.follow(view, self.headers.get("Last-Event-ID", "")):
                 text = ":\n\n" if event is None else f"id: {event[0]}\ndata: {event[1]}\n\n"

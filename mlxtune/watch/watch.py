@@ -62,7 +62,7 @@ def start_server(live: Live, folder: Path) -> PageServer:
         server = PageServer(live, secrets.token_urlsafe(24))
     known.pop(key, None)
     known[key] = [server.server_address[1], server.token]
-    # Without the file, only a page that is open now does not find the next server.
+    # Without the file, only pages that are open now find the next server.
     with suppress(OutputError):
         make_folder(place.parent)
         write_json(place, dict(list(known.items())[-_MOST_ADDRESSES:]), private=True)
@@ -70,14 +70,14 @@ def start_server(live: Live, folder: Path) -> PageServer:
 
 
 def has_browser() -> bool:
-    """Return whether a browser can show windows here, and not in the terminal or elsewhere."""
+    """Return whether a graphical browser can be opened here."""
     if "SSH_CONNECTION" in os.environ:
         return False
     return sys.platform == "darwin" or bool({"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
 
 
 class PageOpener(TrainingObserver):
-    """Starts `mlxtune watch` once a run's files are there, as a process that outlives the run."""
+    """Starts `mlxtune watch` once a run's files exist, as a process that outlives the run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""The facts behind --auto, found in data, model and machine; and the options that it stands for."""
+"""The facts behind --auto, from data, model and machine, and the options that it chooses."""
 
 from collections.abc import Collection
 from contextlib import closing
@@ -22,7 +22,7 @@ _UNCUT = 10**9
 def with_auto(
     config: C, given: Collection[str], folder: Path, console: RunConsole
 ) -> tuple[C, str]:
-    """Return the options with --auto's choices in them, and the command that they stand for.
+    """Return the options with --auto's choices, and the equivalent command.
 
     `given` names the options that the user chose. The data is encoded, and cached, for it.
     """

@@ -1,4 +1,4 @@
-"""The base model of an adapter: the folder that an option, or the adapter itself, names."""
+"""The base model of an adapter: the folder named by an option, or by the adapter."""
 
 import shlex
 from collections.abc import Mapping
@@ -19,10 +19,7 @@ Use = TypeVar("Use", bound=UseConfig)
 
 
 def with_base_model(config: Use) -> Use:
-    """Return the options with the base model that the adapter names, unless they name one.
-
-    Raises ModelError.
-    """
+    """Return the options with the adapter's base model, unless they name one. Raises ModelError."""
     if config.model_path is not None or config.adapter is None:
         return config
     weights = find_adapter(config.adapter)
@@ -37,8 +34,8 @@ def find_base(
 ) -> Path:
     """Return the base model's folder, from --model-path or else by its name in the adapter.
 
-    The adapter's name for it may be relative to the folder `relative_to`. It is only downloaded
-    under that name if this user made the adapter's `run`. Its config is checked.
+    The adapter's name for it may be relative to the folder `relative_to`. It is only downloaded by
+    that name if this user made the adapter's `run`. Its config is checked.
 
     Raises ModelError.
     """
@@ -66,7 +63,7 @@ def find_base(
 def metadata_of(weights: Path) -> tuple[Mapping[str, Any], Path | None]:
     """Return the metadata of the checkpoint with the same adapter, and the folder of its run.
 
-    The checkpoint is the adapter's own folder, or one of the run that wrote it.
+    The checkpoint is the adapter's own folder, or belongs to the run that wrote it.
     """
     for folder in [weights.parent, *sorted(weights.parent.glob("checkpoints/*"))]:
         try:

@@ -1,4 +1,4 @@
-"""From data files to examples, as every command that reads data does it."""
+"""From data files to examples, for every command that reads data."""
 
 import datetime
 import importlib.metadata
@@ -51,8 +51,8 @@ class Dataset:
     """The data that a run trains on and validates with, and the place of every row of its files.
 
     `validation` is None if rows of `corpus` are to be held out, and empty if there is none. `files`
-    and `ledgers` are the training data's, then the validation data's. `hub` is what
-    a run records about the data sets of the hub among them.
+    and `ledgers` are the training data's, then the validation data's. `hub` is the run's record of
+    the hub's data sets among them.
     """
 
     template: str
@@ -140,7 +140,10 @@ class Reader:
 
     @cached_property
     def _built_in(self) -> str | None:
-        """The built-in template that was named or serves models of this type, if there is one."""
+        """Return the built-in template that was named or serves models of this type.
+
+        None otherwise.
+        """
         if self._config.template != "auto":
             return self._config.template
         trust = self._config.trust_remote_code
@@ -150,7 +153,7 @@ class Reader:
 
     @property
     def has_template(self) -> bool:
-        """Whether conversations can be rendered: by the model's own template, or by another."""
+        """Whether conversations can be rendered, by the model's own template or another."""
         return bool(self.template_source) or self._built_in is not None
 
     def _refuse(self, row: Conversation) -> NoReturn:
@@ -182,7 +185,7 @@ class Reader:
         return encode_file(path, encode, cache=self._config.cache_path, key=self._key(path))
 
     def why_skipped(self, path: Path, row: int) -> BadRow | None:
-        """Return why a row is skipped; None if it is not, or does not exist."""
+        """Return the reason for skipping a row; None if it is kept, or does not exist."""
         unread = SkippedRows(path, places_per_kind=sys.maxsize)
         same = [each for each in self.rows(path, unread) if each.row == row]
         file = encode_file(
@@ -246,7 +249,7 @@ def template_text(template: str) -> str:
     return template if is_jinja(template) else read_template_file(as_path(template))
 
 
-@cache  # the code that runs stays what it was when the process started
+@cache  # running code stays as it was when the process started
 def _code_hashes() -> dict[str, str]:
     """Return hashes and versions of the code that decides how data is encoded."""
     package = Path(__file__).resolve().parents[2]
@@ -258,9 +261,9 @@ def _code_hashes() -> dict[str, str]:
 
 
 def with_hub_data(config: Config, console: RunConsole) -> Config:
-    """Return options whose data sets on the hub are here, and named with their commits.
+    """Download the options' data sets from the hub, and name them with their commits.
 
-    So a run that is resumed reads the same files. Raises DataError.
+    So a resumed run reads the same files. Raises DataError.
     """
     held_out = isinstance(config, EvalConfig)
     data = tuple(_pinned(each, config, console, held_out=held_out) for each in config.data)
@@ -300,9 +303,9 @@ def data_files(config: DataConfig) -> DataFiles:
 
 
 def _find_data(config: DataConfig) -> tuple[DataFiles, list[HubData], list[float]]:
-    """Return training and validation files, data sets of the hub among them, and weights.
+    """Return training and validation files, the hub's data sets included, and weights.
 
-    A weight is for each training file.
+    There is one weight for each training file.
     """
     found: list[HubData] = []
 
@@ -417,7 +420,10 @@ def _check_corpus(
 
 
 def split_problem(corpus: Corpus, validation: Corpus | None) -> str | None:
-    """Return why no rows can be held out of the training data, None if they can or need not."""
+    """Return the reason why no rows can be held out of the training data.
+
+    None if they can, or need not.
+    """
     if validation is not None or (corpus.groups != corpus.groups[0]).any():
         return None
     alike = "have the same prompt" if corpus.roles.any() else "are all the same"

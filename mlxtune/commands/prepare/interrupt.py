@@ -32,11 +32,11 @@ def stop_on_interrupt(
     def handle(number: int, before: dict[int, Any]) -> None:
         received.append(number)
         for other, handler in before.items():
-            # A background process ignores SIGINT, but a second SIGINT shall end it.
+            # A background process ignores SIGINT, but a second SIGINT should end it.
             default = signal.default_int_handler if other == signal.SIGINT else signal.SIG_DFL
             signal.signal(other, handler if callable(handler) else default)
         if number == signal.SIGHUP:
-            # The terminal is gone: nobody reads the notice, and none can hang up again.
+            # The terminal is gone, so the notice has no reader, and no second SIGHUP will come.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
         else:
             notifier.start()
@@ -55,9 +55,9 @@ def stop_on_interrupt(
 
 @contextmanager
 def end_in_order() -> Iterator[None]:
-    """Have a signal that would end the process raise Interrupted, so that scratch is removed.
+    """Make a signal that would end the process raise Interrupted, so that scratch is removed.
 
-    A second one ends it as usual. Outside the main thread, nothing changes.
+    A second signal ends it as usual. Outside the main thread, nothing changes.
     """
 
     def handle(number: int, before: dict[int, Any]) -> None:
@@ -76,7 +76,7 @@ def end_in_order() -> Iterator[None]:
 def _handled(
     numbers: Sequence[int], handle: Callable[[int, dict[int, Any]], None]
 ) -> Iterator[None]:
-    """Handle signals; `handle` also gets the handlers before, which come back at the end."""
+    """Handle signals. `handle` also gets the previous handlers, which are restored at the end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

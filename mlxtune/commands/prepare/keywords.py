@@ -21,9 +21,9 @@ from mlxtune.core.text import byte_size
 from mlxtune.errors import ConfigError, DataError
 
 Result = TypeVar("Result")
-# The most rows, and bytes of them, of an iterable that may have no end.
+# The most rows, and bytes, of an iterable that may be endless.
 _MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
-# Of a file with rows: what they were given as, and the hash of its content.
+# The name of a file with rows: their keyword, and the hash of their content.
 _NAME = re.compile(r"(data|val_data)-[0-9a-f]{16}\.jsonl$")
 _VALIDATION = ("validation", "valid", "val")
 
@@ -31,7 +31,7 @@ _VALIDATION = ("validation", "valid", "val")
 def takes_options(
     kind: type[Checked],
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Let a function whose first argument is a config take the config's fields as keywords too.
+    """Let a function that takes a config also take the config's fields as keywords.
 
     With keywords, `data` and `val_data` may be rows: dictionaries in a list, another iterable or a
     `datasets.Dataset`.
@@ -63,7 +63,7 @@ def takes_options(
 def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options in which rows are files in the user's cache. Raises DataError.
 
-    They are kept there by their content, so that a run can be resumed and verified.
+    The files are named by content and kept, so that a run can be resumed and verified.
     """
     changed = dict(options)
     data = changed.get("data")
@@ -75,7 +75,7 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
             changed.setdefault("val_data", validation)
     for name in ("data", "val_data"):
         if _is_rows(changed.get(name)):
-            # It may be one that can be read only once, whether it has a length or not.
+            # The value may be readable only once, with or without a length.
             found = iter(changed[name])
             first = list(islice(found, 1))
             every = chain(first, found)
@@ -87,8 +87,8 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _length(rows: Any) -> int | None:
-    """Return how many rows there are, None where that is unknown."""
-    with suppress(TypeError):  # also of a progress bar around a generator
+    """Return the number of rows; None if it is unknown."""
+    with suppress(TypeError):  # raised also by a progress bar around a generator
         return len(rows)
     return None
 
@@ -117,8 +117,8 @@ def _saved(rows: Iterable[Any], name: str, length: int | None) -> Path:
 
 
 def _prune(keep: Path) -> None:
-    """Remove the least recently used rows, of runs that are long done."""
-    with suppress(OSError):  # removed by another process
+    """Remove the least recently used rows."""
+    with suppress(OSError):  # another process removed it
         files = [(file.stat(), file) for file in keep.parent.iterdir() if _NAME.match(file.name)]
         for each in least_used([(at.st_mtime, file, at.st_size) for at, file in files], keep):
             ours.remove_file(each)

@@ -1,4 +1,4 @@
-"""How the steps of a run fit the memory: the work to plan, the chosen plan, its reservation."""
+"""Fits the steps of a run into memory: the work to plan, the chosen plan, its reservation."""
 
 import datetime
 import json
@@ -93,9 +93,10 @@ def planned_work(
 def choose_plan(
     config: TrainConfig, base: BaseModel, work: DataSample, execution: str = "auto"
 ) -> MemoryPlan:
-    """Choose how to run the steps in the memory limit. Raises MemoryLimitError if none fits.
+    """Choose how to run the steps in the memory limit.
 
-    The memory is an estimate unless an earlier run measured it and kept that in the cache.
+    The memory is an estimate unless an earlier run measured and cached it. Raises MemoryLimitError
+    if nothing fits.
     """
     allowed, shapes = _possible(config, base, execution)
     return _choose(config, shapes, allowed, work, memory.find_limits(config.memory_limit).memory)
@@ -104,7 +105,7 @@ def choose_plan(
 def _possible(
     config: TrainConfig, base: BaseModel, execution: str = "auto"
 ) -> tuple[Execution, ModelShapes]:
-    """Return how the model may run, and its shapes with the memory measured of them."""
+    """Return the executions that the model allows, and its shapes with measured memory."""
     # The CPU's own functions compute whole layers.
     kind = "gpu" if base.parts > 1 else execution
     allowed = best_execution(base.parameters, base.dtype, kind, base.model)
@@ -135,11 +136,11 @@ def confirm(
     recorded: Measured | None = None,
     workers: Workers = ALONE,
 ) -> MemoryPlan:
-    """Return the plan for the loaded model, by passes measured on it, and have it run so.
+    """Return the plan for the loaded model, by passes measured on it, and apply it.
 
-    Only a loaded model shows whether its head can run apart, and its examples packed in one line.
-    Its memory is measured once and kept in the cache; a resumed run keeps the memory it `recorded`.
-    Worker 0 decides for all. Raises MemoryLimitError if not even one example fits.
+    Only a loaded model shows whether its head can be split off, and its examples packed in one
+    line. Its memory is measured once and kept in the cache; a resumed run keeps the memory it
+    `recorded`. Worker 0 decides for all. Raises MemoryLimitError if not even one example fits.
     """
     allowed = pipeline.forward.execution
     execution = replace(
@@ -186,7 +187,7 @@ def _choose(
 
 
 def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str:
-    """Return the gain of a larger --memory-limit on this device as a line, empty without one."""
+    """Return a line on the gain of a larger --memory-limit on this device; empty without one."""
     recommended = memory.find_limits(config.memory_limit).recommended or 0
     most = recommended // memory.GB
     if most * memory.GB <= plan.limit:
@@ -214,7 +215,7 @@ def speed_key(plan: MemoryPlan, dtype: str) -> str:
 
 
 def memory_key(shapes: ModelShapes, execution: Execution, dropout: float, dtype: str) -> str:
-    """Return the key of measured memory: a speed's, and all else that a pass depends on."""
+    """Return the key of measured memory: a speed's key, and everything else a pass depends on."""
     operations = type(execution.operations).__name__
     return key_of(
         [_sizes(shapes), dtype, device.device_name(), operations, dropout > 0, versions()]

@@ -34,7 +34,7 @@ from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
 from mlxtune.errors import ConfigError, DataError, ModelError, one_line
 from mlxtune.views.console import RunConsole
 
-# Options that decide the form of a prompt.
+# Options that shape a prompt.
 _PROMPT = ("template", "thinking", "merge_system")
 _OBJECTIVE = {field.name: field.default for field in dataclasses.fields(ObjectiveConfig)}
 
@@ -46,7 +46,7 @@ U = TypeVar("U", bound=UseConfig)
 def open_model(
     config: TrainConfig, folder: Path, console: RunConsole, workers: Workers = ALONE
 ) -> BaseModel:
-    """Set the memory limits and open the model to train, or this worker's part of it.
+    """Set the memory limits and open the model to train, or this worker's part.
 
     Its weights are not read yet.
     """
@@ -71,8 +71,8 @@ def build_pipeline(
 ) -> tuple[InstructPipeline, MemoryPlan]:
     """Apply LoRA and set up the optimizer, to run as planned.
 
-    `provenance` returns the facts of the model that checkpoints record. The plan is made anew from
-    memory that the resumed run recorded, that the cache has, or that is measured now.
+    `provenance` returns the facts of the model that checkpoints record. The plan is made again from
+    memory that the resumed run recorded, that the cache holds, or that is measured now.
     """
     resumed = {} if resume is None else resume.checkpoint.metadata
     pipeline = InstructPipeline(
@@ -117,7 +117,7 @@ class LoadedModel:
 
 
 def find_model(config: UseConfig) -> Path:
-    """Return the model's folder, having checked model and adapter as far as needs no weights.
+    """Return the model's folder, after the checks of model and adapter that need no weights.
 
     Raises ModelError.
     """
@@ -148,7 +148,7 @@ def judged_as_trained(config: EvalConfig, given: Collection[str]) -> EvalConfig:
 
 
 def _with_recorded(config: U, adapter: str, record: str, names: Collection[str]) -> U:
-    """Return the options with the ones of these names that an adapter records."""
+    """Return the options with those of these names that an adapter records."""
     weights = find_adapter(adapter)
     trained = read_info(weights).mlxtune.get(record)
     known = {} if trained is None else trained
@@ -171,7 +171,7 @@ def _prompt_options(config: UseConfig | TrainConfig) -> dict[str, Any]:
     """Return the options that shape prompts and differ from their defaults."""
     values = {name: getattr(config, name) for name in _PROMPT}
     if values["template"] not in TEMPLATES:
-        values["template"] = template_text(values["template"])  # the file may move
+        values["template"] = template_text(values["template"])  # a path may change
     return {name: value for name, value in values.items() if value != getattr(UseConfig, name)}
 
 
@@ -237,7 +237,7 @@ def start_generator(config: AnswerConfig, loaded: LoadedModel, reader: Reader) -
 
 
 class Answerers:
-    """The base model and the adapter, which answer alone or in turn, a token each.
+    """The base model and the adapter, which answer alone, or by turns of a token each.
 
     Each keeps the cache of its own conversation. The base model is False, the adapter True.
     """
@@ -249,7 +249,7 @@ class Answerers:
     def answer(
         self, prompts: Mapping[bool, Prompt], should_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[bool, str | Answer]]:
-        """Answer each one's prompt: yield who speaks, with the next text or, last, the answer.
+        """Answer each model's prompt: yield the speaker, with the next text or, last, the answer.
 
         Raises MemoryLimitError, GpuError or ModelError.
         """

@@ -29,7 +29,7 @@ from mlxtune.views.console import RunConsole
 
 # Options of a run that choose its downloads and its trackers.
 _ASKED_AGAIN = ("model_path", "data", "val_data", "track")
-# Facts that a resumed run has in common with its checkpoint, and the error where they differ.
+# Facts that a resumed run must share with its checkpoint, and the error if they differ.
 _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
     "data_hash": (
         DataError,
@@ -90,9 +90,9 @@ def _find_point(folder: str, given: Mapping[str, Any]) -> tuple[Path, ResumePoin
 def check_asked_again(
     run: Path, found: Checkpoint, given: Mapping[str, Any], names: Sequence[str] = _ASKED_AGAIN
 ) -> None:
-    """Raise ConfigError if somebody else's run names downloads, or trackers to send its data to.
+    """Raise ConfigError if a stranger's run names downloads, or trackers that would get its data.
 
-    These options of it count only if they are given again.
+    These options count only if they are given again.
     """
     own = mapping(found.metadata, "config")
     asked = []
@@ -132,7 +132,7 @@ def run_config(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
     own = metadata.get("config")
     if not isinstance(own, Mapping) or not own.keys() <= fields.keys():
         raise ConfigError([f"{place} holds no options of this version of mlxtune"])
-    # Someone else may have written the run: it must not choose code to run or places to write.
+    # A stranger may have written the run: it must not choose code to run or places to write.
     own = {name: value for name, value in own.items() if OPTIONS[name].inherited}
     problems = [
         problem
@@ -190,7 +190,7 @@ def _shown(value: Any, option: Option) -> str:
 
 
 def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[str, Any]:
-    """Return the paths among a run's options as seen from here, even if it has been moved."""
+    """Return the paths among a run's options relative to this place, even if the run has moved."""
     places: dict[str, Any] = {}
     if working_directory and Path(working_directory) != Path.cwd():
         for name, value in own.items():
@@ -210,14 +210,14 @@ def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[s
 
 
 def _from(working_directory: str, path: str, name: str) -> str:
-    """Return a path as seen from here; names of downloads stay."""
+    """Return a path relative to this place; names of downloads stay."""
     if path.startswith(("~", "/")):
         return path
     there = Path(working_directory, path)
     is_name = name == "model_path" or (
         name in ("data", "val_data") and dataset_name(weighted(path)[0]) is not None
     )
-    # Unlike Path.exists, False for a name that no system has.
+    # Unlike Path.exists, this returns False for a name that is invalid on any system.
     return path if is_name and not os.path.exists(there) else str(there)  # noqa: PTH110
 
 
@@ -227,7 +227,7 @@ def _has_null(value: Any) -> bool:
 
 
 def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunConsole) -> None:
-    """Print where the run resumes. Raises DataError or ModelError if it would be another run."""
+    """Print where the run resumes. Raises DataError or ModelError if the inputs have changed."""
     for folder, why in resume.skipped.items():
         console.warn(f"{folder}: cannot be used: {why}")
     hashes = {"data_hash": trainer.data_hash(), "validation_hash": trainer.validation_hash()}
@@ -255,7 +255,7 @@ def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunCon
 def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
     """Raise ModelError if a run started from another adapter.
 
-    Only training the run again needs it.
+    Only a replay of the run needs it.
     """
     weights = find_adapter(adapter, "--init-adapter")
     if file_hash(weights) != metadata.get("init_adapter_hash"):

@@ -1,4 +1,4 @@
-"""The records of a run about itself, for reports and for resuming."""
+"""A run's records about itself, for reports and for resuming."""
 
 import datetime
 import os
@@ -31,8 +31,8 @@ from mlxtune.core.training.trainer import InstructTrainer
 class Setup:
     """The parts of a run. `plan` is `planned`, corrected to how the loaded model runs.
 
-    `larger_limit` is the gain of a larger --memory-limit here, if there is one, and `products` how
-    the form of quantised products was chosen, if it was.
+    `larger_limit` is the gain of a larger --memory-limit here, if any, and `products` is the reason
+    for the form of quantised products, if it was chosen.
     """
 
     dataset: Dataset
@@ -143,7 +143,7 @@ def about_result(
 
 
 def provenance_of(base: BaseModel, model_hash: Future[str]) -> dict[str, Any]:
-    """Return the facts, besides options and data, that a result depends on."""
+    """Return the facts, apart from options and data, on which a result depends."""
     return {
         "model_type": base.model_type,
         "dtype": base.dtype,

@@ -1,4 +1,4 @@
-"""Folders under way, noted in the user's cache: a later command removes the remains of a kill.
+"""Incomplete folders, noted in the user's cache, so that a later command can remove them.
 
 A note names the folder and its inode number, and is locked while its process lives. Nobody else
 writes there, so that no folder of another program is taken for one of these.
@@ -20,11 +20,11 @@ _NOTES = "unfinished"
 
 @contextmanager
 def noted(folder: Path) -> Iterator[None]:
-    """Note that this process fills a folder of a temporary name, until it is whole or removed."""
+    """Note that this process fills a folder with a temporary name, until it is done."""
     status = folder.stat()
     note = {"folder": str(folder.absolute()), "device": status.st_dev, "inode": status.st_ino}
     lock = None
-    # Without a note, nothing is lost but the removal after a kill.
+    # Without a note, only the removal after a kill is lost.
     with suppress(OSError, LockHeldError):
         notes = user_cache() / _NOTES
         make_folder(notes)

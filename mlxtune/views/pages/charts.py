@@ -1,4 +1,4 @@
-"""Charts as inline SVG that fits any width, needs no script, and describes itself in words.
+"""Charts as inline SVG that fits any width, needs no script, and has a description in words.
 
 Positions are shares of the plot, so lines stretch with it while text and strokes do not.
 """
@@ -68,7 +68,7 @@ def draw(chart: Chart, number: int) -> tuple[str, dict[str, Any]]:
         chart=chart,
         number=number,
         curves=[
-            # A line through two points would claim to know the course between them.
+            # A line between two points would suggest values that were not measured.
             (each, "" if _is_pair(each) else _path(each, x_axis, y_axis))
             for each in series
         ],
@@ -134,7 +134,7 @@ def _path(series: Series, x_axis: Axis, y_axis: Axis) -> str:
         for x, y in zip(series.x, series.y, strict=True)
     ]
     if len(points) == 1:
-        # A line of no length has round ends.
+        # A line of zero length has round ends.
         points *= 2
     return "M" + "L".join(points)
 
@@ -149,7 +149,7 @@ def _data(series: Series) -> dict[str, Any]:
 
 
 def _short(value: float) -> float | int:
-    """Return a number in six digits, one more than shown."""
+    """Return a number in six digits, one more than the page shows."""
     if value == int(value) and abs(value) < 1e9:
         return int(value)
     return float(f"{value:.6g}")

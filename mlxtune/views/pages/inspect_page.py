@@ -82,7 +82,7 @@ def _findings(inspection: Inspection) -> Iterator[dict[str, Any]]:
     shown_kinds = {kind for example in inspection.shown for kind in example.kinds}
     for finding in sorted(inspection.findings, key=lambda finding: finding.level != "error"):
         before = ("", *(place.path for place in finding.places))
-        # The path of several rows stands there once.
+        # Several rows share one mention of their path.
         places = [
             (
                 place,
@@ -119,7 +119,7 @@ def _examples(inspection: Inspection) -> Iterator[dict[str, Any]]:
 
 
 def _folded(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Return text as markup, the middle of a long one apart."""
+    """Return text as markup, with the middle of a long text folded."""
     runs = list(visible.stretches(pieces))
     start, end = visible.middle_of(pieces, _HEAD, _TAIL)
     return {
@@ -131,7 +131,7 @@ def _folded(pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def _markup(runs: Sequence[tuple[Piece, list[Stretch]]]) -> Markup:
-    """Return tokens as markup. Whitespace counts here, and tokens are many: no template."""
+    """Return tokens as markup, without a template: whitespace counts, and tokens are many."""
     text = ""
     for supervised, run in groupby(runs, key=lambda pair: pair[0].supervised):
         tokens = "".join(

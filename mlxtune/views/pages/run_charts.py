@@ -15,7 +15,7 @@ from mlxtune.views.pages.charts import Chart, Series
 
 # The number of colours for runs; after these they repeat with other dashes.
 COLOURS, _DASHES = 8, 3
-# A level is drawn if the highest value comes this close to it.
+# A level is drawn if the highest value comes this close to it, as a factor.
 _NEAR = 0.4
 _MOST_EPOCHS = 24
 _LOSS_UNIT = "nats per supervised token"

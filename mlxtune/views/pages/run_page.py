@@ -31,11 +31,11 @@ PAGE = PageType(
     styles=("chart.css", "run_page.css"),
     scripts=("chart.js", "run_page.js"),
 )
-# The most answers on a page, and of answers that are not folded.
+# The most answers on a page, and the most that are not folded.
 _MOST_SAMPLES, _OPEN_SAMPLES = 40, 3
 # A longer text is cut.
 _MOST_TEXT = 4000
-# Skipped steps, the rows of each, and epochs that are shown at most.
+# The most skipped steps, rows of each, and epochs on a page.
 _MOST_SKIPPED, _MOST_ROWS, _MOST_EPOCHS = 100, 8, 200
 
 
