@@ -13,7 +13,7 @@ mlxtune.core.run.profile, `reserve` and `reservations` of mlxtune.core.machine.r
 
 Recipes and classes are imported on first use, so that `import mlxtune` and `mlxtune --help` start
 without mlx and numpy, and `mlxtune.core` works where mlx is not installed. On Linux, importing
-mlxtune loads a fast BLAS for mlx's CPU wheel, which has to come before mlx.
+mlxtune loads a fast BLAS for mlx's CPU wheel, which must be loaded before mlx.
 """
 
 # isort: off

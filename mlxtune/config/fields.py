@@ -58,7 +58,7 @@ class Section(Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """The meaning of an option, and the values that it takes beyond its type."""
+    """The meaning of an option, and the restrictions on its values beyond the type."""
 
     help: str
     # It has no default, so that each new option decides it.
@@ -224,7 +224,7 @@ def as_path(text: str) -> Path:
 def same(
     config: type, name: str, default: Any = dataclasses.MISSING, help: str = "", **changes: Any
 ) -> Any:
-    """Use an option of another config as a field, perhaps of another name, default or help.
+    """Reuse an option of another config as a field, whose name, default or help may differ.
 
     `changes` replace other fields of Option.
     """
@@ -262,7 +262,7 @@ _Part = TypeVar("_Part")
 
 
 class Checked:
-    """A dataclass that converts and checks its fields, and reports all problems at once."""
+    """A dataclass that converts and checks its fields, and reports every problem in one error."""
 
     # The names of the options given by the config's maker.
     given: frozenset[str]

@@ -11,7 +11,7 @@ import yaml
 from mlxtune.config.limits import OPTIONS, TooLarge, check_value
 from mlxtune.errors import ConfigError, one_line
 
-# tomllib takes time and memory that grow with the square of the parts of a key.
+# The time and memory of tomllib grow with the square of the number of parts in a key.
 _LONG_KEY = re.compile(
     r"""(?<![\w-])(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
     r"""(?:[ \t]*+\.[ \t]*+(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')){16}"""

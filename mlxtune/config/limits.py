@@ -16,7 +16,7 @@ _MB = 2**20
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that a kind of file may have: its bytes, and the number and size of its values.
+    """Upper limits of one kind of file: its bytes, and the number and size of its values.
 
     `values` is the number of all values together, `entries` the longest object and, without
     `items`, the longest list, `text` the longest string or name, `digits` the longest number, and

@@ -40,7 +40,7 @@ _BELONGS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowObjectiveConfig(Checked):
-    """The part of an objective that decides which rows are read, and what they become."""
+    """The options of an objective that decide which rows are read and how they are encoded."""
 
     objective: str = TRAINING.option(
         "sft",

@@ -12,7 +12,7 @@ _NITER = re.compile(r"pissa_niter_([1-9][0-9]{0,2})")
 def target_ranks(options: Iterable[str]) -> dict[str, int]:
     """Parse options such as `q_proj=16` into ranks by target, in their order.
 
-    Raises ConfigError, with every problem at once.
+    Raises ConfigError, which lists every problem.
     """
     ranks: dict[str, int] = {}
     problems = []

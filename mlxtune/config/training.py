@@ -208,10 +208,9 @@ class _LoopConfig(Checked):
 class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
     """Options of one run, for the command and for `mlxtune.commands.train`.
 
-    Strings are converted to a field's type, so that values may come from flags and config files
-    alike.
+    Strings, as from flags and config files, are converted to the field's type.
 
-    Raises ConfigError, with every problem at once.
+    Raises ConfigError, which lists every problem.
     """
 
     _: dataclasses.KW_ONLY
@@ -348,12 +347,12 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
 
 
 def adapter_file(output: str) -> Path:
-    """Return the adapter's file that `--output` names: a safetensors file, or else its folder.
+    """Return the adapter file for `--output`: the file it names, or a file in the folder it names.
 
-    A folder may be named after a model, as qwen3-0.6b.
+    A folder name may contain a dot, as in qwen3-0.6b.
     """
     path = as_path(output)
-    # Unlike Path.is_file, takes a name of any length.
+    # Unlike Path.is_file, os.path.isfile accepts a name of any length.
     is_file = path.suffix in (".safetensors", ".json") or os.path.isfile(path)  # noqa: PTH113
     return path if is_file else path / TrainConfig.output
 
@@ -365,10 +364,10 @@ OPTIONS = options_of(TrainConfig)
 class InstructTrainingConfig(_LoopConfig):
     """Options of the trainer: epochs, split, validation, checkpoints, learning rate and schedule.
 
-    `learning_rate` is the peak that the schedule scales; None takes the pipeline's. The trainer
-    does not read `log_interval`, which observers may.
+    `learning_rate` is the peak that the schedule scales; None takes the pipeline's rate.
+    The trainer itself does not read `log_interval`, which is kept for observers.
 
-    Raises ConfigError, with every problem at once.
+    Raises ConfigError, which lists every problem.
     """
 
     epochs: int = same(TrainConfig, "epochs", 3)
@@ -392,9 +391,9 @@ class InstructConfig(_LoraConfig):
 
     `learning_rate` is the default of `train_step` and `train_batch`, and the peak for a trainer
     whose config has none; a trainer passes the rate of its schedule to each step. The pipeline does
-    not read `epochs` and `max_seq_len`.
+    not read `epochs` and `max_seq_len`, which are kept for programs that pass them.
 
-    Raises ConfigError, with every problem at once.
+    Raises ConfigError, which lists every problem.
     """
 
     lora_rank: int = same(TrainConfig, "rank", 16)
