@@ -99,9 +99,7 @@ class Workbench:
         return file_hash(adapter)
 
     def resumed(self, name: str, stop: signal.Signals) -> tuple[str, int]:
-        """Return the hash of the adapter of a run that a signal stopped, and the step before the
-        stop.
-        """
+        """Return the hash of a stopped run's adapter after it resumed, and the step of the stop."""
         folder = self.scratch / f"{name}-{stop.name}"
         run = folder / "checkpoints"
         metrics = run / "metrics.jsonl"
