@@ -11,7 +11,7 @@ def count(number: int, noun: str) -> str:
 def short_number(number: int) -> str:
     """Return 596M for 596,049,920, in three digits."""
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        # Rounded first: 999,999 is 1M and not 1000k.
+        # Rounding comes first: 999,999 is 1M, not 1000k.
         if (rounded := float(f"{number / size:.3g}")) >= 1:
             return f"{rounded:g}{suffix}"
     return str(number)
@@ -63,7 +63,7 @@ def sentence(line: str) -> str:
 
 
 def join_few(values: Iterable[str], most: int = 5) -> str:
-    """Return the first few names and how many more there are: `a, b and 3 more`."""
+    """Return the first few names and the number of the rest: `a, b and 3 more`."""
     names = list(values)
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

@@ -19,8 +19,7 @@ from mlxtune.hub.names import DatasetName
 Splits = Mapping[str, Mapping[str, Sequence[str]]]
 DEFAULT, TRAIN, TEST = "default", "train", "test"
 VALIDATION = ("validation", "valid", "val", "dev")
-# The branch with the hub's own conversion to parquet, for very large data sets of the first part
-# only.
+# The branch with the hub's own conversion to parquet. Very large data sets are only partly in it.
 _CONVERTED = re.compile(r"([^/]+)/([^/]+)/\d+\.parquet")
 _PARTIAL = "partial-"
 # The file names that the `datasets` library reads, and those that it ignores.

@@ -144,7 +144,7 @@ def base_difference(weights: Path, folder: Path) -> str | None:
 
 
 def check_base(weights: Path, folder: Path, *, other_base: bool) -> None:
-    """Raise ModelError if an adapter's base differs from a model's folder, unless that is meant."""
+    """Raise ModelError if an adapter's base differs from a model's folder, unless allowed."""
     if not other_base and (problem := base_difference(weights, folder)) is not None:
         raise ModelError(f"{problem}: give the right --model-path, or --other-base if it is meant")
 

@@ -1,4 +1,4 @@
-"""Trying work again after a fault of the GPU."""
+"""Retries work after a fault of the GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress

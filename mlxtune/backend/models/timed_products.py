@@ -50,10 +50,10 @@ class TimedProducts:
 def time_products(
     model: nn.Module, dtype: mx.Dtype, tokens: int, clock: Callable[[], float] = time.perf_counter
 ) -> TimedProducts | None:
-    """Time both forms on the model's largest quantised matrix, None if it has none to choose for.
+    """Time both forms on the model's largest quantised matrix, None if there is no choice.
 
-    No weights are read: others of the same shape and format take their place. Embeddings and heads
-    run on few tokens, and experts are multiplied by other kernels: they do not count.
+    No weights are read: random weights of the same shape and format replace them. Embeddings and
+    heads, which run on few tokens, and experts, which have other kernels, do not count.
     """
     layers = [
         (name, module)

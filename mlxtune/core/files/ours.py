@@ -1,7 +1,7 @@
 """Checks that a file is ours to change: regular, the user's, with one name, and no link.
 
 Every file that the package writes, truncates, locks, appends to, moves or removes is checked here:
-an opened one by its descriptor, any other one just before its name changes hands.
+an open file by its descriptor, any other file just before it is renamed or removed.
 """
 
 import errno

@@ -6,7 +6,7 @@ from typing import Any
 
 from mlxtune.core.steps.deal import deal
 
-# Seconds from one machine to the next over TCP, the system's part included.
+# Seconds of a message between machines over TCP, the system's part included.
 _LATENCY = 1e-4
 
 
@@ -15,8 +15,8 @@ class Scaling:
     """A step on `workers` machines with links of `gbps` Gbit/s.
 
     One of them computes at most the share `dearest` of the step. In `exchanges`, `exchanged` bytes
-    are added over all: gradients or, where they share the model, the results of its parts. `step_s`
-    is the time of a step on one machine, if known.
+    are added over all workers: gradients or, if they share the model, the results of its parts.
+    `step_s` is the time of a step on one machine, if known.
     """
 
     workers: int
@@ -28,7 +28,7 @@ class Scaling:
 
     @property
     def exchange_s(self) -> float:
-        """The seconds that adding these takes, on a ring.
+        """The seconds of the exchanges on a ring.
 
         Each machine sends (n - 1) / n of the bytes twice, 2 (n - 1) messages each (Patarasu, Yuan,
         "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
@@ -38,14 +38,14 @@ class Scaling:
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast as one machine, at most: smaller shares are less efficient."""
+        """The largest speedup over one machine, as smaller shares are less efficient."""
         if self.step_s is None:
             return None
         return self.step_s / (self.dearest * self.step_s + self.exchange_s)
 
     @property
     def least_step_s(self) -> float:
-        """The time of a step on one machine from which on several are faster."""
+        """Steps longer than this run faster on several machines."""
         return self.exchange_s / (1 - self.dearest) if self.dearest < 1 else float("inf")
 
     def as_dict(self) -> dict[str, Any]:

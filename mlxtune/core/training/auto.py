@@ -10,14 +10,14 @@ from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import flag
 from mlxtune.config.objective import DEFAULT_RATE
 
-# A pass or two cannot overfit much; from the third on, small data does.
+# One or two passes hardly overfit; from the third on, small data does.
 _MOST_EPOCHS, _FEWEST_STEPS = 3, 100
 _VALIDATIONS = 10
-# Half of the validations: the rate falls to its end, where many runs improve again.
+# Half of the validations are in the last part, where the rate falls and many runs improve again.
 _PATIENCE = 5
 _RANK, _ALPHA = 16, 32.0
-# The rate of a model of 4 billion parameters, the power by which smaller ones take more, and its
-# bounds. The demo's model of 0.7 million learns fastest at the upper one.
+# The rate for a model of 4 billion parameters, the power by which smaller models take more, and its
+# bounds. The demo's model of 0.7 million parameters learns fastest at the upper bound.
 _RATE, _RATE_SIZE, _RATE_POWER = 2e-4, 4e9, 0.35
 _LOWEST_RATE, _HIGHEST_RATE = 5e-5, 5e-3
 
@@ -26,9 +26,10 @@ _LOWEST_RATE, _HIGHEST_RATE = 5e-5, 5e-3
 class Facts:
     """Facts that the choice depends on.
 
-    `rows` train, `validates` says whether others validate. `parameters` counts the model's.
-    `needed` is the smallest round --max-seq-len that keeps 99% of the supervised tokens, `fitting`
-    the longest example that fits into memory and the model's context.
+    `rows` counts the training rows, and `validates` says whether there are validation rows.
+    `parameters` counts the model's parameters. `needed` is the smallest round --max-seq-len that
+    keeps 99% of the supervised tokens, `fitting` the longest example that fits into memory and the
+    model's context.
     """
 
     rows: int
@@ -41,9 +42,9 @@ class Facts:
 def choose(facts: Facts, config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
     """Return values for the options that were not given.
 
-    All linear projections, each with more directions than two of them have by default; a rate that
-    falls with the size of the model; room for the answers; passes until there are enough steps, as
-    many as do not overfit; and ten looks at the validation rows, the best of which is kept.
+    All linear projections are targets, with a higher rank than two targets have by default; the
+    rate falls with the size of the model; --max-seq-len keeps the answers; epochs make enough steps
+    without overfitting; and ten validations choose the best adapter.
     """
     per_epoch = math.ceil(facts.rows / config.batch_size)
     epochs = min(max(math.ceil(_FEWEST_STEPS / per_epoch), 1), _MOST_EPOCHS)

@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True)
 class StartedStep:
-    """A step that was started, at `started` of the clock."""
+    """A step that was started, at the time `started`."""
 
     step: Step
     started: float
@@ -74,10 +74,10 @@ class Pipeline(Protocol):
     def start_batch(
         self, examples: Sequence[Example], *, step: int, learning_rate: float
     ) -> PendingStep:
-        """Start one optimizer step on all examples, after the one that was started before it."""
+        """Start one optimizer step on all examples, after the previously started step."""
 
     def relieve_memory(self, halve_for: Sequence[Example] | None = None) -> int | None:
-        """Give back memory that is held only to be used again.
+        """Release memory that is only kept for later use.
 
         With the examples of a step, also halve the micro-batches from its largest. Return the new
         bound in tokens, or None if each is a single example already.
@@ -100,7 +100,7 @@ class Pipeline(Protocol):
         """Return all that decides the starting model's log-probabilities, as JSON values."""
 
     def snapshot(self) -> Snapshot:
-        """Capture the adapter and whatever else `restore` needs, to write now or later."""
+        """Capture the adapter, and all that `restore` needs, to write now or later."""
 
     def load(self, folder: Path) -> None:
         """Load the adapter of a snapshot."""

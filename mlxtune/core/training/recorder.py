@@ -87,7 +87,7 @@ class RunRecorder:
             metrics = self._epoch_metrics(val_loss)
             self.add(metrics)
             self.observer.on_epoch(metrics, self._is_best())
-        # A run that is resumed here may have ended between the checkpoints of the epoch.
+        # A run resumed here may have ended between the checkpoints of the epoch.
         metrics = self.progress.epochs[-1]
         saved = saves_epoch(epoch, self.config.epochs, self.config.save_every)
         self._save(metrics, f"epoch-{epoch}" if saved else None)
@@ -100,7 +100,7 @@ class RunRecorder:
         self.saver.try_save(f"step-{self.progress.step}", self._checkpoint())
 
     def interrupted(self) -> TrainingInterrupted:
-        """Return the error that ends a run before its time, its state saved."""
+        """Return the error that ends a run early, with its state saved."""
         step = self.progress.step
         if step == 0:
             return TrainingInterrupted(None, 0)
@@ -114,7 +114,7 @@ class RunRecorder:
 
     @contextmanager
     def naming_checkpoint(self) -> Iterator[None]:
-        """Add the last good checkpoint, and how to resume, to an error that ends the run."""
+        """Name the last good checkpoint, and the way to resume, in an error that ends the run."""
         try:
             yield
         except (NonFiniteLossError, OutputError, MemoryLimitError, GpuError) as error:

@@ -1,4 +1,4 @@
-"""A run's answers to the machine around it: memory pressure, battery, heat and sleep."""
+"""A run's response to its machine: memory pressure, battery, heat and sleep."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,15 +10,15 @@ from mlxtune.core.text import duration
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.core.training.pipeline import Pipeline
 
-# Shorter sleep is not worth a line.
+# Shorter sleep is not reported.
 _SLEPT_SECONDS = 10.0
-# How soon a paused run notices Ctrl-C, or that it is plugged in.
+# Seconds until a paused run notices Ctrl-C, or mains power.
 _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class Demand:
-    """A demand of the machine on the run: memory at a `pressure` above normal, or a `pause`."""
+    """The machine's demand on a run: less memory, at a `pressure` above normal, or a `pause`."""
 
     pressure: Pressure
     pause: bool
@@ -26,10 +26,10 @@ class Demand:
 
 @dataclass
 class Surroundings:
-    """Looks at the machine before each step.
+    """Checks the machine before each step.
 
-    `conditions` returns the latest reading, `asked` whether to stop, `asleep` for how many seconds
-    the machine has slept so far. `observer` receives its actions.
+    `conditions` returns the latest reading, `asked` whether to stop, `asleep` how many seconds the
+    machine has slept so far. `observer` receives its actions.
     """
 
     conditions: Callable[[], Conditions] = Conditions
@@ -50,8 +50,8 @@ class Surroundings:
         """Read the machine's conditions after a step, and report changes; return its demands.
 
         A pressure is demanded once per event, which ends when the pressure is normal again: a
-        warning is the normal state of a small Mac, and a cache that is cleared at each reading is
-        none.
+        warning is the normal state of a small Mac, and clearing the cache at each reading would
+        disable it.
         """
         self._latest = latest = self.conditions()
         before, self._slept = self._slept, self.asleep()
@@ -72,7 +72,7 @@ class Surroundings:
     def answer(
         self, demand: Demand, pipeline: Pipeline, examples: Sequence[Example], step: int
     ) -> bool:
-        """Give back memory, and wait for mains power; no step may be under way.
+        """Release memory, and wait for mains power; no step may be running.
 
         `examples` are the examples of the next step. Return whether micro-batches were halved.
         """

@@ -50,10 +50,10 @@ class InstructTrainer:
     With `validation`, no rows are held out: its examples are evaluated and the whole corpus trains;
     if it is empty, there is no validation. `run_config` is saved in each checkpoint. `should_stop`
     is called after each step and during validation, not after step `stop_after`. With several
-    workers, `decide` takes whether this one would save, and returns whether all stop, and save.
-    The pipeline minimises `objective`; its reference is kept in the run's folder, and in `cache`.
-    `progress` has the records of the run so far, `best_folder` the checkpoint of the best
-    validation.
+    workers, `decide` takes whether this worker would save, and returns whether all stop, and
+    whether all save. The pipeline minimises `objective`; its reference is kept in the run's folder,
+    and in `cache`. `progress` has the records of the run so far, `best_folder` the checkpoint of
+    the best validation.
 
     Raises ValueError when the corpus is empty or too small to hold rows out.
     """
@@ -186,7 +186,7 @@ class InstructTrainer:
                             step.examples, step=step.number, learning_rate=step.learning_rate
                         )
                         if self._profiler:
-                            # Nothing else runs while a step is measured. `_finish` reports its
+                            # While a step is measured, nothing else may run. `_finish` reports its
                             # error.
                             pending.result()
                     # The numbers of a step are read while the device computes the next one.
@@ -218,7 +218,7 @@ class InstructTrainer:
     def _refer(self, resume: ResumePoint | None) -> None:
         """Give the rows of preferences the reference's log-probabilities, read or computed.
 
-        The model is as it starts, except where a run is resumed: then they must have been kept.
+        A new run computes them before its first step; a resumed run must have kept them.
         """
         if not self.objective.needs_reference:
             return
@@ -229,7 +229,7 @@ class InstructTrainer:
         key = preference_rows.reference_key(self.pipeline.reference(), rows)
         own, cached = self._folder / run_folder.REFERENCE, preference_rows.cached(self._cache, key)
         examples = [example for part in parts for example in part]
-        # The cache first: a run's folder may come from someone else, and never goes into it.
+        # The cache comes first: a run's folder may be a stranger's, and never goes into the cache.
         known = [*cached, own] if resume is not None else cached
         logps = preference_rows.read_references(known, key, len(examples))
         if logps is None and resume is not None:
@@ -253,7 +253,10 @@ class InstructTrainer:
         self.val_rows = rows[1].with_references(logps[count:])
 
     def _steps(self) -> Iterator[Step]:
-        """Yield each step to start. Between them, validate, save, stop, and answer the machine."""
+        """Yield each step to start.
+
+        Between steps, validate, save, stop, and respond to the machine.
+        """
         config, recorder, saver = self.config, self._recorder, self._recorder.saver
         place_rows = partial(order.steps_of, self.train_rows, config.batch_size, config.order)
         rows_of_epoch = lru_cache(1)(partial(place_rows, config.seed))
@@ -274,7 +277,7 @@ class InstructTrainer:
             step = Step(number + 1, epoch + 1, self._schedule(number + 1), rows, examples)
             yield step
             due = saver.is_due_by_steps(step.number)
-            # A run that is resumed has to halve its micro-batches at the same step.
+            # A resumed run must halve its micro-batches at the same step.
             stopping, saving = self._decide(not due and (halved or saver.is_due(step.number)))
             stopping, saving = stopping or step.number == self._stop_after, saving or due
             if stopping or saving or self._profiler:
@@ -320,7 +323,7 @@ class InstructTrainer:
             skipped = SkippedStep(step.number, step.epoch, step.learning_rate, str(error), rows)
             self._skip(skipped, error)
             return
-        # The stop may have waited for the step before.
+        # The stop may have waited for the previous step.
         started, self._step_ended = max(taken.started, self._step_ended), taken.pending.ended
         record = step.record(result, self._step_ended - started)
         self._recorder.add(record)
