@@ -53,7 +53,7 @@ def _metavar(option: Option, annotation: Any) -> str | None:
         return "|".join(option.choices)
     if annotation is bool:
         return None
-    kinds = {"int": "N", "int | None": "N", "float": "X"}
+    kinds = {"int": "N", "int | None": "N", "float": "X", "float | None": "X"}
     return option.metavar or kinds.get(str(getattr(annotation, "__name__", annotation)), "PATH")
 
 

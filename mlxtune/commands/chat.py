@@ -65,6 +65,8 @@ def chat(config: ChatConfig) -> None:
         who = conversation.who
         console.say("Chat", f"{who}; /help lists the commands, Ctrl-D quits")
     for line in _lines():
+        if line.strip().lower() in ("exit", "quit"):
+            return
         if line.startswith("/") and not line.startswith("//"):
             if not conversation.run_command(line):
                 return

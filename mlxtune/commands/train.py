@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -82,12 +82,12 @@ class TrainResult:
     result as a page with the curve of the loss.
     """
 
-    training: InstructTrainResult | None
+    training: InstructTrainResult | None = field(repr=False)
     adapter: Path | None
     checkpoint_dir: Path
-    ledgers: list[Ledger]
+    ledgers: list[Ledger] = field(repr=False)
     peak_memory_gb: float
-    evaluation: Evaluation | None = None
+    evaluation: Evaluation | None = field(default=None, repr=False)
     model_path: str = ""
 
     def _repr_html_(self) -> str | None:

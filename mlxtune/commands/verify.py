@@ -14,13 +14,13 @@ from mlxtune.commands.prepare.memory import recorded_products
 from mlxtune.commands.prepare.resuming import check_asked_again, check_initial, run_config
 from mlxtune.commands.train import train
 from mlxtune.config import TrainConfig, as_path, user_cache
-from mlxtune.core.files.files import copy_file, file_hash, make_folder, read_own
+from mlxtune.core.files.files import copy_file, file_hash, make_folder, read_json, read_own
 from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.files.scratch import scratch_folder
-from mlxtune.core.run.checkpoint import ADAPTER, METRICS, Checkpoint
+from mlxtune.core.run.checkpoint import ADAPTER, METADATA, METRICS, Checkpoint
 from mlxtune.core.run.progress import Progress, same_except_measurements
 from mlxtune.core.run.run import run_folder_at
-from mlxtune.core.run.run_folder import REFERENCE, ResumePoint
+from mlxtune.core.run.run_folder import REFERENCE, TRAINED_ROWS, ResumePoint
 from mlxtune.core.run.verification import Verification, verify_files
 from mlxtune.errors import Interrupted, MlxTuneError, ModelError, OutputError, TrainingInterrupted
 from mlxtune.views.output import print_json, print_line
@@ -106,12 +106,12 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             profile_interval=0,
             samples=0,
         )
-        reference = newest.folder.parent / REFERENCE
-        if resumed is not None and reference.exists():
-            # A replay from the first step computes it again.
+        if resumed is not None:
+            # A replay from the first step makes them again.
             make_folder(scratch / "checkpoints")
-            with suppress(OSError):  # training reports it
-                copy_file(reference, scratch / "checkpoints" / REFERENCE)
+            for name in (REFERENCE, TRAINED_ROWS):
+                with suppress(OSError):  # training reports it
+                    copy_file(newest.folder.parent / name, scratch / "checkpoints" / name)
         try:
             train(own, resume=resumed, stop_after=newest.step)
         except TrainingInterrupted as stopped:
@@ -125,11 +125,14 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             raise OutputError(f"{found.run}: training again did not reach step {newest.step}")
         same = file_hash(again / ADAPTER) == file_hash(newest.folder / ADAPTER)
         records = list(Progress.from_jsonl(read_own(again / METRICS)))
+        data = read_json(again / METADATA).get("data_hash")
     before = islice(Progress.from_jsonl(newest.metrics), len(records))
     start = f"trained again from step {first.step if resumed else 0} to {newest.step}"
     problem = None
     if not same or not same_except_measurements(records, before):
         problem = f"{start}: the {'metrics' if same else 'adapter'} differ{'' if same else 's'}"
-        if not on_cpu():
+        if data != newest.metadata.get("data_hash"):
+            problem += ", because --data gives other examples than the run was trained on"
+        elif not on_cpu():
             problem += ", perhaps by rounding: see docs/reliability.md on GPUs"
     found.add("replay", problem, f"{start}: the same bytes")

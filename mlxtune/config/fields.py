@@ -8,6 +8,7 @@ import inspect
 import math
 import operator
 import os
+import re
 import reprlib
 import typing
 from collections.abc import Mapping
@@ -86,6 +87,11 @@ class Option:
         _, found, text = self.help.partition("default: ")
         return text.removesuffix(".") if found else "none"
 
+    @property
+    def missing(self) -> str:
+        """The problem if a required option is not given."""
+        return "is required" + (f": {_one_of(self.choices)}" if self.choices else "")
+
     def read(self, value: Any, annotation: Any) -> Any:
         """Return a value converted to `annotation`.
 
@@ -133,8 +139,8 @@ class Option:
                 raise ValueError(f"must be text in UTF-8, {_not(text)}{rename}")
         empty = value == () and (self.required or not self.several)
         if empty or (isinstance(value, str) and not value.strip()):
-            missing = "is required" if self.required else "is empty: give a value, or leave it out"
-            raise ValueError(missing)
+            empty_text = "is empty: give a value, or leave it out"
+            raise ValueError(self.missing if self.required else empty_text)
         if self.choices:
             for each in value if self.several else (value,):
                 if each not in self.choices:
@@ -201,7 +207,8 @@ def _read_number(value: Any, kind: type[int] | type[float]) -> int | float:
     try:
         number = kind(value)
     except (ValueError, OverflowError):
-        raise ValueError(problem) from None
+        unit = re.fullmatch(r"\s*[\d.]+\s*([A-Za-z%]{1,8})\s*", str(value))
+        raise ValueError(problem + (f": leave out {unit[1]}" if unit else "")) from None
     if not isinstance(value, str) and kind is int and number != value:
         raise ValueError(problem)
     if kind is int and abs(number) >= _TOO_LARGE:
@@ -287,7 +294,7 @@ class Checked:
             option: Option = field.metadata["option"]
             try:
                 if (value := getattr(self, field.name)) is None and option.required:
-                    raise ValueError("is required")
+                    raise ValueError(option.missing)
                 if value is None and field.default not in (None, "", ()):
                     raise ValueError(f"is empty: leave it out for its default, {field.default}")
                 value = option.read(value, types[field.name])

@@ -100,6 +100,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("save_total_limit", "keep", ""),
     ("steps_per_report logging_steps", "log_every", ""),
     ("report_to", "track", ""),
+    ("wandb use_wandb", "track=wandb", ""),
+    ("qlora", "quantize=nf4", "LoRA is the default"),
     ("wandb_project project_name", "track=wandb", "the project is wandb's own setting"),
     ("output_dir", "output", ""),
     ("adapter_path", "adapter output", ""),
@@ -170,6 +172,7 @@ COMMANDS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("server", "serve"), "mlx_lm.server --adapter-path with a trained adapter"),
     **dict.fromkeys(("upload", "share"), "mlxtune push"),
+    "resume": "mlxtune train --resume",
 }
 # Writes an option and its value, None if it has none, in the caller's style: as a flag, in a file
 # or here.
@@ -217,8 +220,10 @@ def answer(
 
 def _shown(value: Any) -> str:
     """Return a value as text to repeat in a message."""
-    text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return "…" if value is None or len(text) > 60 or not text.isprintable() else text
+    values = value if isinstance(value, list | tuple) else [value]
+    text = ",".join(map(str, values))
+    is_shown = all(isinstance(each, str | int | float) for each in values) and text.isprintable()
+    return text if is_shown and len(text) <= 60 else "…"
 
 
 def suggestion(

@@ -171,8 +171,8 @@ def plan_line(trainer: InstructTrainer) -> str:
         rate = f"{objective.description}; {rate}{chosen}"
     return (
         f"{count(trainer.total_steps, 'step')} of {count(config.batch_size, 'row')}, "
-        f"{count(epochs, 'epoch')}; {len(trainer.train_rows):,} rows train, {validation}; "
-        f"{rate}, {config.schedule}; "
+        f"{count(epochs, 'epoch')}; {count(len(trainer.train_rows), 'training row')}, "
+        f"{validation}; {rate}, {config.schedule}; "
         f"seed {config.seed}"
     )
 
@@ -246,7 +246,7 @@ def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
     if not view.improved:
         yield NOT_BETTER
     if view.status == "stopped early":
-        yield f"stopped early after step {view.step}"
+        yield f"stopped early after step {view.step}: see --patience {config.patience}"
     chosen = f"{view.best_place}, the best" if view.best_place else "the last epoch"
     yield f"adapter of {chosen}: {config.output_path}"
     yield f"checkpoints, metrics and ledger: {config.checkpoint_path}"

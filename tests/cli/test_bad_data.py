@@ -29,11 +29,11 @@ packed = functools.partial(gzip.compress, mtime=0)
         (b"\xef\xbb\xbf", "is empty|no rows"),
         (b"\n# a comment\n\n", "no rows|only blank lines and comments"),
         (bytes(range(256)) * 20, "is a binary file"),
-        (packed(b"{}\n"), "none of its 1 rows .*data.jsonl:1: no known format"),
+        (packed(b"{}\n"), "its only row cannot .*data.jsonl:1: no known format"),
         (packed(b"{}\n" * 99)[:-9], "is a damaged gzip file .*copy or compress it again"),
         (packed(bytes(range(256)) * 20), "is a binary file"),
         ('{"messages": []}\n'.encode("utf-16"), "is text in UTF-16"),
-        (b'[\n{"messages": []}\n]\n', "none of its 1 rows .*data.jsonl\\[1\\]: no assist"),
+        (b'[\n{"messages": []}\n]\n', "its only row cannot .*data.jsonl\\[1\\]: no assist"),
         (b'[\n{"messages": []\n]\n', "data.jsonl: not a valid JSON array .* at line 3, col"),
         (
             b'{\n"messages": []\n}\n',

@@ -66,7 +66,7 @@ def test_one_good_row_among_bad_ones_is_shown_and_refused_by_train(
     assert "train refuses this data: one row cannot be both trained on" in outcome.err
     assert (
         f"{data}: one row cannot be both trained on and held out: add rows or set --val-split 0; "
-        f"2 others were skipped, the first: {data}:2: no 'messages' (its keys: none)"
+        f"skipped 2 other rows, the first: {data}:2: no 'messages' (its keys: none)"
     ) in train("--data", data).error
 
 

@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 
 from mlxtune import TrainConfig, train, verify
+from mlxtune.core.run.checkpoint import _manifest
 from tests.command import Cli
 from tests.models import sums, write_chat, write_model
 
@@ -83,8 +84,6 @@ def without_last(path: Path) -> None:
 
 def other_shapes(run: Path) -> None:
     """Write an adapter of another worker, with a manifest that says it is whole."""
-    from mlxtune.core.run.checkpoint import _manifest
-
     path = run / "best" / "adapters.safetensors"
     tensors = safetensors.numpy.load_file(path)
     cut = {
@@ -181,7 +180,23 @@ def test_replay_trains_to_the_same_bytes_from_the_first_checkpoint_or_the_start(
     start = 0 if first_only else 7
     assert line.startswith("ok ")
     assert line.endswith(f"from step {start} to 8: the same bytes")
+    assert "missing or damaged" not in outcome.err
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+
+
+def test_replay_on_other_data_names_the_data(
+    cli: Cli, run: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for path in [*run.glob("step-*"), run / "best"]:
+        shutil.rmtree(path)
+    chat = write_chat(tmp_path / "other.jsonl", sums(21)[1:])
+    for folder in run.glob("*/manifest.json"):
+        metadata = folder.with_name("metadata.json")
+        rewrite(metadata, lambda found: found | {"config": found["config"] | {"data": [str(chat)]}})
+        folder.unlink()
+        folder.write_text(json.dumps(_manifest(folder.parent)))
+    outcome = cli("verify", run, "--replay")
+    assert "because --data gives other examples than the run was trained on" in outcome.out
 
 
 def test_replay_finds_a_run_that_was_not_trained_as_it_says(

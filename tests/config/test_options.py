@@ -321,6 +321,7 @@ def test_whole_number_is_not_rounded_from_another(value: Any) -> None:
         ("data", None, "--data is required"),
         ("field", "prompt", "--field 'prompt' is not a pair such as prompt=question"),
         ("field", ["prompt=a", "prompt=b"], "--field prompt is given twice, as 'a' and 'b'"),
+        ("memory_limit", "12GB", "--memory-limit must be a number, not '12GB': leave out GB"),
         ("thinking", "yes", "--thinking must be one of auto, on, off, not 'yes'"),
         ("turns", "first", "--turns must be one of all, last, not 'first'"),
         ("merge_system", "on", "--merge-system must be true or false, not 'on'"),

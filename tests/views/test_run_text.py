@@ -140,10 +140,10 @@ def test_plan_says_how_much_will_be_trained_and_how() -> None:
         return run_text.plan_line(trainer)
 
     assert plan([]) == (
-        "8 steps of 3 rows, 2 epochs; 10 rows train, no validation; learning rate 0.0003, "
+        "8 steps of 3 rows, 2 epochs; 10 training rows, no validation; learning rate 0.0003, "
         "warmup-cosine; seed 7"
     )
-    assert "10 rows train, 3 validate;" in plan(corpus[:3])
+    assert "10 training rows, 3 validate;" in plan(corpus[:3])
     assert "3 validate every 2 steps;" in plan(corpus[:3], val_steps=2)
     assert plan([], val_steps=2) == plan([])
 
@@ -215,7 +215,7 @@ def test_summary_of_a_run_without_validation_names_the_last_epoch(tmp_path: Path
 def test_summary_says_when_the_run_stopped_early_and_when_it_did_not_help(tmp_path: Path) -> None:
     found = summary(tmp_path, 3.0, 4.0, early=True)
 
-    assert "stopped early after step 2" in found
+    assert any(line.startswith("stopped early after step 2: see --patience ") for line in found)
     assert any(line.startswith("no epoch was better than the base model") for line in found)
     assert not any("better than the base" in line for line in summary(tmp_path, 2.9))
 

@@ -160,6 +160,9 @@ class Certificate:
             f"KL {compared.mean_kl:.2g} nats per token; greedy answers agree in {compared.same} of "
             f"{count(compared.generated, 'token')}",
         ]
+        if self.tolerance is not None and self.tolerance > self.effect:
+            other = "--dtype float32 compares closer" if self.weights is None else "the weights do"
+            lines.append(f"rounding may hide the adapter, so logits alone prove little: {other}")
         if self.weights is not None:
             lines.append(
                 f"{count(self.weights.fused, 'tensor')} fused, with errors up to "

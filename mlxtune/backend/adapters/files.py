@@ -63,6 +63,8 @@ def find_adapter(path: str, option: str = "--adapter") -> Path:
         file = next((given / place for place in places if (given / place).is_file()), None)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}: check {option}") from error
+    if file is None and (given / "adapter_model.safetensors").is_file():
+        raise ModelError(f"{path}: is an adapter of PEFT: convert it with mlxtune import")
     if file is None:
         raise ModelError(
             f"{path}: has no {ADAPTER}: {option} takes an adapter, its folder or a run's folder"
@@ -308,7 +310,9 @@ def check_shapes(
 def other_base_error(path: Path, base: str, problem: str) -> ModelError:
     """Return the error for an adapter that was made on another model than the one at hand."""
     made = f"was made on another model, {base:.200}, and " if base else ""
-    return ModelError(f"{path}: {made}does not fit the model: {problem}")
+    return ModelError(
+        f"{path}: {made}does not fit the model: {problem}: give that model's --model-path"
+    )
 
 
 def module_names(weights: Path, tensors: Mapping[str, TensorInfo], info: AdapterInfo) -> list[str]:

@@ -390,10 +390,9 @@ def _check_usable(file: EncodedFile, ledger: Ledger, config: DataConfig) -> None
     if not ledger.rows_read:
         raise DataError(f"{path}: has no rows: add JSON objects, one a line")
     if not ledger.rows_train:
-        raise DataError(
-            f"{path}: none of its {ledger.rows_read} rows can be trained on; "
-            f"the first: {skipped.first()}"
-        )
+        every = f"none of its {ledger.rows_read:,} rows can"
+        every = "its only row cannot" if ledger.rows_read == 1 else every
+        raise DataError(f"{path}: {every} be trained on; the first: {skipped.first()}")
 
 
 def _check_corpus(
@@ -405,7 +404,8 @@ def _check_corpus(
 ) -> None:
     if (kind := split_problem(corpus, validation)) and not isinstance(config, InspectConfig):
         skipped = [file.skipped for file in files if file.skipped.total]
-        others = f"; {sum(each.total for each in skipped)} others were skipped, the first: "
+        total = count(sum(each.total for each in skipped), "other row")
+        others = f"; skipped {total}, the first: "
         raise DataError(
             f"{', '.join(map(shown, config.data))}: {kind}: {SPLIT_ADVICE}"
             f"{others + skipped[0].first() if skipped else ''}"

@@ -3,11 +3,12 @@
 import hashlib
 import inspect
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -74,6 +75,8 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
         if validation is not None:
             changed.setdefault("val_data", validation)
     for name in ("data", "val_data"):
+        if (rows_of := _table_rows(changed.get(name))) is not None:
+            changed[name] = rows_of()
         if _is_rows(changed.get(name)):
             # The value may be readable only once, with or without a length.
             found = iter(changed[name])
@@ -84,6 +87,15 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
             else:
                 changed[name] = str(_saved(every, name, _length(changed[name])))
     return changed
+
+
+def _table_rows(value: Any) -> Callable[[], Any] | None:
+    """Return a function for the rows of a DataFrame of polars or pandas; None for other values."""
+    if hasattr(value, "to_dicts"):
+        return partial(value.to_dicts)
+    if hasattr(value, "itertuples") and hasattr(value, "to_dict"):
+        return partial(value.to_dict, "records")
+    return None
 
 
 def _length(rows: Any) -> int | None:
@@ -111,7 +123,7 @@ def _saved(rows: Iterable[Any], name: str, length: int | None) -> Path:
         mark_used(path)
     else:
         make_folder(path.parent)
-        write_file(path, lines)
+        write_file(path, lines, private=True)
         _prune(path)
     return path
 
@@ -133,15 +145,22 @@ def _lines(rows: Iterable[Any], name: str, length: int | None) -> Iterator[bytes
                 "iterable (itertools.islice), or write its rows to a file and name that"
             )
         if not isinstance(row, Mapping):
-            raise DataError(f"{name}: row {number} is no dictionary: {row!r:.60}")
+            raise DataError(
+                f"{name}: row {number} is no dictionary: {row!r:.60}: make it one, such as "
+                '{"prompt": "…", "completion": "…"}'
+            )
         try:
-            # In a table of columns, None is a missing value.
-            present = {key: value for key, value in row.items() if value is not None}
+            # In tables, None and NaN are missing values.
+            present = {key: value for key, value in row.items() if not _is_missing(value)}
             line = json.dumps(present, ensure_ascii=False, default=_plain).encode() + b"\n"
             size += len(line)
             yield line
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"{name}: row {number} is not JSON: {error}") from error
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _plain(value: Any) -> Any:

@@ -24,12 +24,12 @@ from mlxtune.core.data.problems import (
 from mlxtune.errors import shorten
 
 # How an assistant's refusals begin, with a straight apostrophe.
+_CANNOT = r"[^.!?]{0,100}\b(?:cannot|can't|unable|not able|don't|do not|have no|not capable)\b"
 _REFUSES = re.compile(
     "|".join(
         (
-            r"as an ai\b",
-            r"as a (?:large )?language model",
-            r"i(?:'m| am) (?:just |only )?an ai\b",
+            rf"(?:as an ai|as a (?:large )?language model)\b{_CANNOT}",
+            rf"i(?:'m| am) (?:just |only )?an ai\b{_CANNOT}",
             r"(?:i(?:'m| am) sorry, but |sorry, )i (?:cannot|can't|am unable|am not able)",
             r"i(?:'m| am) (?:unable|not able) to (?:assist|help|fulfill|comply|provide)",
             r"i (?:cannot|can't) (?:assist|help|fulfill|comply|provide|engage)",

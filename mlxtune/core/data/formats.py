@@ -153,7 +153,12 @@ def _with_our_keys(content: JsonObject, formats: Mapping[str, Format]) -> JsonOb
 
     Raises BadRow for several readings, of which --field chooses one.
     """
-    if recognise(content, formats) is not None or formats is PAIRS:
+    if formats is PAIRS:
+        found = [key for key in _ASKS if isinstance(content.get(key), str)]
+        sides = [content.get(key) for key in ("chosen", "rejected")]
+        is_text = len(found) == 1 and all(isinstance(side, str) for side in sides)
+        return _rename(content, {"prompt": found[0]}) if is_text else content
+    if recognise(content, formats) is not None:
         return content
     prompts, answers, contexts = (
         [key for key in keys if content.get(key) is not None] for keys in (_ASKS, _ANSWERS, _BESIDE)

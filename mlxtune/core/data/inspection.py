@@ -9,7 +9,7 @@ import codecs
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -158,14 +158,14 @@ class Inspection:
     turns: str
     max_seq_len: int
     batch_size: int
-    files: tuple[dict[str, Any], ...]
+    files: tuple[dict[str, Any], ...] = field(repr=False)
     examples: int
     tokens: Distribution
     supervised: Distribution
-    limits: tuple[LengthLimit, ...]
+    limits: tuple[LengthLimit, ...] = field(repr=False)
     cost: Cost
-    findings: tuple[Finding, ...]
-    shown: tuple[ShownExample, ...]
+    findings: tuple[Finding, ...] = field(repr=False)
+    shown: tuple[ShownExample, ...] = field(repr=False)
 
     @property
     def errors(self) -> Sequence[Finding]:

@@ -27,13 +27,13 @@ from mlxtune.core.data.problems import BadRow, json_type
 from mlxtune.errors import shorten
 
 JsonObject = Mapping[str, Any]
-_VERDICTS = {"true": True, "false": False, "1": True, "0": False}
+_VERDICTS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
 # Reads the entries of a conversation as messages.
 ToMessage = Callable[[Any, str], Any]
 
 
 def label_of(content: JsonObject) -> Any:
-    """Return a row's label: a boolean, also written as 1 or 0, or as text, as in spreadsheets."""
+    """Return a row's label: a boolean, also written as 1 or 0, or as text: true, false, yes, no."""
     label = content.get("label")
     if isinstance(label, str | int | float):
         return _VERDICTS.get(f"{label:g}" if label in (0, 1) else str(label).strip().lower(), label)
@@ -75,7 +75,8 @@ def read_labelled(content: JsonObject, conversation: Conversation) -> Conversati
     """Give a conversation the label of its row. Only its last answer carries loss."""
     label = label_of(content)
     if not isinstance(label, bool):
-        raise BadRow("'label' is neither true nor false", shorten(str(content.get("label"))))
+        label = shorten(str(content.get("label")))
+        raise BadRow("'label' is neither true nor false", f"{label}: write true, false, 1 or 0")
     messages = list(conversation.messages)
     answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
     for i in answers[:-1]:

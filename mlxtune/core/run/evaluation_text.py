@@ -11,6 +11,9 @@ from mlxtune.core.run.evaluation import (
 )
 from mlxtune.core.text import count
 
+# A share of fewer answers than these says little.
+_FEWEST_ANSWERS = 10
+
 
 def verdict_lines(evaluation: Evaluation) -> list[str]:
     """Return the verdict with its size as a line, and for further training a second line.
@@ -68,7 +71,8 @@ def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> li
     return [
         _verdict_line(evaluation, what),
         f"{margin if found.pairs else ''}loss of the "
-        f"{'chosen' if found.pairs else 'good'} answers {difference.loss:+.4f} nats per token",
+        f"{'chosen' if found.pairs else 'good'} answers changed by {difference.loss:+.4f} nats per "
+        "token",
     ]
 
 
@@ -103,7 +107,9 @@ def _share(share: float) -> str:
 def _answers(evaluation: Evaluation) -> str:
     generated = evaluation.generated
     counted = generated and (generated.matches or generated.exact_match)
-    if generated is None or not counted or counted.adapted is None or not generated.rows:
+    if generated is None or not counted or counted.adapted is None:
+        return ""
+    if generated.rows < _FEWEST_ANSWERS:
         return ""
     share, earlier = counted.adapted / generated.rows, counted.base / generated.rows
     how = f"match by {counted.by}" if isinstance(counted, Matches) else "exact"

@@ -180,4 +180,5 @@ def _check_evaluation(run: Path) -> str:
     verdict, rows = evaluation.get("verdict"), evaluation.get("rows")
     if verdict not in VERDICTS or not isinstance(rows, int):
         raise ValueError("has no verdict")
-    return f"{verdict} on {rows} rows"
+    hardly = "hardly " * (evaluation.get("hardly") is True)
+    return f"{hardly}{verdict} on {count(rows, 'row')}"

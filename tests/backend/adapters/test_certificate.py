@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,12 @@ def test_difference_and_divergence_are_those_of_the_formula() -> None:
     assert found.mean_kl == pytest.approx((p * np.log(p / q)).sum() / 10, rel=1e-5)
     same = (trained[3:].argmax(-1) == written[3:].argmax(-1)).sum()
     assert (found.prompts, found.tokens, found.same, found.generated) == (2, 10, same + 2, 4)
+
+
+def test_rounding_that_may_hide_the_adapter_is_said() -> None:
+    sure, coarse = (replace(certificate(compared(0)), effect=effect) for effect in (1.0, 1e-6))
+    assert not any("may hide" in line for line in sure.lines())
+    assert "logits alone prove little: --dtype float32" in " ".join(coarse.lines())
 
 
 def test_what_rounding_explains_passes_and_more_does_not() -> None:

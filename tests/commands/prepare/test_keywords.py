@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from itertools import cycle
 from pathlib import Path
@@ -69,11 +70,16 @@ def test_paths_stay_what_they_are(data: Any) -> None:
     assert with_rows({"data": data}) == {"data": data}
 
 
+NO_DICTIONARY = (
+    'data: row 2 is no dictionary: 3: make it one, such as {"prompt": "…", "completion": "…"}'
+)
+
+
 @pytest.mark.parametrize(
     ("rows", "problem"),
     [
         ([], "data: has no rows"),
-        ([{}, 3], "data: row 2 is no dictionary: 3"),
+        ([{}, 3], NO_DICTIONARY),
         ([{"text": object()}], "data: row 1 is not JSON: it has a object"),
     ],
 )
@@ -170,5 +176,31 @@ def test_length_that_is_not_known_and_first_row_that_is_none() -> None:
             raise TypeError("object of type 'generator' has no len()")
 
     assert len(read(with_rows({"data": Bar(ROWS)})["data"])) == len(ROWS)
-    with pytest.raises(DataError, match=r"^data: row 1 is no dictionary: None$"):
+    with pytest.raises(DataError, match=r"^data: row 1 is no dictionary: None: make it one"):
         with_rows({"data": iter([None, *ROWS])})
+
+
+def test_rows_of_data_frames_are_read_and_kept_private() -> None:
+    class Pandas:
+        def __iter__(self) -> Iterator[str]:
+            return iter(ROWS[0])
+
+        def itertuples(self) -> None: ...
+
+        def to_dict(self, orient: str) -> list[dict[str, Any]]:
+            assert orient == "records"
+            return [row | {"missing": math.nan} for row in ROWS]
+
+    class Polars:
+        def __iter__(self) -> Iterator[list[str]]:
+            return iter([["a"]])
+
+        def to_dicts(self) -> list[dict[str, Any]]:
+            return ROWS
+
+    for frame in (Pandas(), Polars()):
+        path = with_rows({"data": frame})["data"]
+        assert read(path) == [
+            {name: row[name] for name in row if row[name] is not None} for row in ROWS
+        ]
+        assert Path(path).stat().st_mode & 0o077 == 0

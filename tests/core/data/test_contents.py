@@ -32,6 +32,18 @@ def test_refusal_that_is_labelled_as_bad_is_no_fault() -> None:
     assert problems.REFUSAL not in dict(notes_on(replace(row, role=UNDESIRABLE), ""))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "As an AI assistant developed by Acme, I got the name Ada.",
+        "No, I am an AI assistant built to help.",
+        "As an AI assistant, I'd be more than happy to help you plan.",
+    ],
+)
+def test_assistant_that_says_what_it_is_refuses_nothing(text: str) -> None:
+    assert problems.REFUSAL not in dict(notes_on(converse(("user", "Hi"), ("assistant", text)), ""))
+
+
 def call(name: str = "add", arguments: Any = "{}") -> dict[str, Any]:
     function = {"name": name, "arguments": arguments}
     return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}

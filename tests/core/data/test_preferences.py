@@ -29,6 +29,7 @@ FROM_USER, FROM_GPT, FROM_BAD = (
 # The same pair in the layouts of many tools.
 PAIRS: dict[str, dict[str, Any]] = {
     "texts": {"prompt": "Hi", "chosen": "Hello!", "rejected": "No."},
+    "question": {"question": "Hi", "chosen": "Hello!", "rejected": "No."},
     "messages": {"prompt": [USER], "chosen": [ANSWER], "rejected": [BAD]},
     "whole": {"chosen": [USER, ANSWER], "rejected": [USER, BAD]},
     "prompt and whole": {"prompt": "Hi", "chosen": [USER, ANSWER], "rejected": [USER, BAD]},
@@ -145,7 +146,10 @@ def test_label_is_for_the_last_answer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        (LABELLED[0] | {"label": "good"}, "'label' is neither true nor false ('good')"),
+        (
+            LABELLED[0] | {"label": "good"},
+            "'label' is neither true nor false ('good': write true, false, 1 or 0)",
+        ),
         (LABELLED[0], "an answer without a preference (prompt format: use --objective sft"),
         (PAIRS["texts"], "use --objective dpo, or make two rows of it, each with its answer as"),
     ],

@@ -269,9 +269,11 @@ def test_less_than_a_percent_of_the_loss_hardly_helps(change: float, word: str) 
 
 
 def test_verdict_says_the_share_of_answers() -> None:
-    answers = Generated(8, ExactMatch(1, 6), [])
+    answers = Generated(12, ExactMatch(1, 9), [])
     (line,) = verdict_lines(replace(evaluated([-1.0] * 40), generated=answers))
-    assert line.endswith("; 75% of 8 answers exact, 12% without it")
+    assert line.endswith("; 75% of 12 answers exact, 8% without it")
+    few = replace(answers, rows=9)
+    assert "exact" not in verdict_lines(replace(evaluated([-1.0] * 40), generated=few))[0]
 
 
 def test_rows_that_were_trained_on_are_left_out_of_the_verdict() -> None:

@@ -124,7 +124,8 @@ def _reading(path: Path, option: str = "--data") -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file: check {option}") from error
+        several = ", and repeat it for each of several files" * ("," in str(path))
+        raise DataError(f"{path}: no such file: check {option}{several}") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             f"{path}: is a damaged gzip file ({one_line(error)}): copy or compress it again"
