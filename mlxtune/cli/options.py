@@ -82,7 +82,13 @@ class Command(click.Command):
         """Parse the arguments. Recognised foreign options are reported together, each with ours."""
         if problems := list(self._unknown(args)):
             raise click.UsageError("; ".join(problems), ctx)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if not error.message.startswith("Got unexpected extra argument"):
+                raise
+            remedy = "write an option before each value; --help lists them"
+            raise click.UsageError(f"{error.message}: {remedy}", ctx) from error
 
     def _unknown(self, args: list[str]) -> Iterator[str]:
         """Yield our equivalent of each unknown option, if any has one."""
@@ -101,7 +107,7 @@ class Command(click.Command):
             if param is None:
                 plain = _plain(name)
                 elsewhere = ELSEWHERE.get((str(self.name), plain))
-                answered |= plain in KNOWN or elsewhere is not None
+                answered |= plain in KNOWN or plain in options or elsewhere is not None
                 end = suggestion(plain, value or None, options, as_flag, flags)
                 unknown.append(f"no option {name}{f': {elsewhere}' if elsewhere else end}")
         yield from unknown if answered else ()

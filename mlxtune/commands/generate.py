@@ -65,7 +65,7 @@ def show(config: GenerateConfig) -> None:
     except KeyboardInterrupt:
         print_line()
         raise
-    print_line()
+    print_answer("\n")
     rate = f"{len(answer.tokens):,} tokens, {answer.tokens_per_second:.1f} tokens/s"
     cut = "; cut at --max-new-tokens" if answer.finish_reason == "length" else ""
     RunConsole(quiet=config.quiet).say("Done", rate + cut)

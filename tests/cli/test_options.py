@@ -203,3 +203,16 @@ def test_entries_of_other_tools_are_answered(tmp_path: Path) -> None:
         "(the rows of a whole step)",
         f"--config {path} has no option 'bf16', here: dtype: bfloat16",
     ]
+
+
+def test_underscores_and_values_without_options_are_answered(cli: Cli) -> None:
+    spelt = cli("train", "--batch_size", 4, "--wandb").error
+    assert "no option --batch_size (did you mean --batch-size?)" in spelt
+    assert "no option --wandb, here: --track wandb" in spelt
+    assert "a.jsonl): write an option before each value" in cli("train", "a.jsonl").error
+
+
+def test_numbers_are_not_shown_as_paths(cli: Cli) -> None:
+    shown = cli("train", "--help").out
+    for option in ("--lr", "--beta", "--cpo-alpha"):
+        assert f"{option} X" in shown
