@@ -200,6 +200,9 @@ def _is_short(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, int | float) and abs(value) < _TOO_LARGE)
 
 
+_WITH_UNIT = re.compile(r"[\d.]{1,20} ?([A-Za-z%]{1,8})")
+
+
 def _read_number(value: Any, kind: type[int] | type[float]) -> int | float:
     problem = f"must be a {'whole number' if kind is int else 'number'}, {_not(value)}"
     if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -207,7 +210,9 @@ def _read_number(value: Any, kind: type[int] | type[float]) -> int | float:
     try:
         number = kind(value)
     except (ValueError, OverflowError):
-        unit = re.fullmatch(r"\s*[\d.]+\s*([A-Za-z%]{1,8})\s*", str(value))
+        unit = re.fullmatch(
+            r"[\d.]{1,20} ?([A-Za-z%]{1,8})", value if isinstance(value, str) else ""
+        )
         raise ValueError(problem + (f": leave out {unit[1]}" if unit else "")) from None
     if not isinstance(value, str) and kind is int and number != value:
         raise ValueError(problem)

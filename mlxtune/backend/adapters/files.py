@@ -311,7 +311,7 @@ def other_base_error(path: Path, base: str, problem: str) -> ModelError:
     """Return the error for an adapter that was made on another model than the one at hand."""
     made = f"was made on another model, {base:.200}, and " if base else ""
     return ModelError(
-        f"{path}: {made}does not fit the model: {problem}: give that model's --model-path"
+        f"{path}: {made}does not fit the model: {problem}: name its base with --model-path"
     )
 
 

@@ -390,9 +390,9 @@ def _check_usable(file: EncodedFile, ledger: Ledger, config: DataConfig) -> None
     if not ledger.rows_read:
         raise DataError(f"{path}: has no rows: add JSON objects, one a line")
     if not ledger.rows_train:
-        every = f"none of its {ledger.rows_read:,} rows can"
-        every = "its only row cannot" if ledger.rows_read == 1 else every
-        raise DataError(f"{path}: {every} be trained on; the first: {skipped.first()}")
+        every = f"none of its {ledger.rows_read:,} rows can be trained on"
+        every = "its only row cannot be trained on" if ledger.rows_read == 1 else every
+        raise DataError(f"{path}: {every}; the first: {skipped.first()}")
 
 
 def _check_corpus(
