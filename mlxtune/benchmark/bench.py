@@ -130,7 +130,7 @@ def first_steps(config: BenchConfig, dataset: Dataset) -> list[list[Sequence[Exa
 def _report_work(
     config: BenchConfig, steps: Sequence[Sequence[Example]], rows: int, console: RunConsole
 ) -> None:
-    """Report the steps; warn if the data has fewer than asked for."""
+    """Report the steps; warn if the data has fewer than the options request."""
     each = [example for step in steps for example in step]
     tokens, supervised = sum(map(len, each)), sum(example.supervised for example in each)
     console.say(
@@ -148,9 +148,9 @@ def _report_work(
 def _alternate(
     repeats: int, job: Job, peer: tuple[str, Command] | None, console: RunConsole
 ) -> tuple[Side, Side | None]:
-    """Run ours and theirs in turn, one process at a time, `repeats` times each.
+    """Run our side and the peer in turn, one process at a time, `repeats` times each.
 
-    A peer that fails is not run again. Raises MlxTuneError when ours does.
+    A peer that fails is not run again. Raises MlxTuneError if our side fails.
     """
     commands: list[tuple[Side, Command]] = [(Side(OURS), worker_command)]
     if peer is not None:

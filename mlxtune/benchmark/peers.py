@@ -31,7 +31,7 @@ class MlxLm:
     """mlx-lm's trainer: its batches, its loss, its LoRA and its step, with our optimizer's numbers.
 
     Its spans of supervised tokens run one beyond the end of a row, onto a token of padding. Here
-    they end at the last supervised token, so that both sides train on the same. If rows make more
+    they end at the last supervised token, so that both sides have equal targets. If rows make more
     examples than a batch holds, the examples are taken batch by batch, sorted by length, and their
     gradients added up before the update.
     """
@@ -189,7 +189,7 @@ def one_span(example: Example) -> bool:
 def masked_loss(
     model: nn.Module, tokens: mx.array, supervised: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Return mlx-lm's loss and count for a mask bool (B, L - 1) instead of a span per row.
+    """Return mlx-lm's loss and count for a bool mask (B, L - 1) in place of a span per row.
 
     Equals its `default_loss` apart from the mask.
     """

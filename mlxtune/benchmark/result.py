@@ -28,8 +28,8 @@ _TOLERANCES_16_BIT = (2e-2, 2e-2)
 class TimedStep:
     """The time and memory (bytes) of one step.
 
-    `tokens` counts the examples' tokens, `tokens_run` all that ran through the model, and `padding`
-    all that ran for nothing: pads, and tokens after an example's last supervised one.
+    `tokens` counts the examples' tokens, `tokens_run` all tokens that the model processed, and
+    `padding` the wasted tokens: pads, and tokens after an example's last supervised token.
     """
 
     seconds: float
@@ -202,11 +202,11 @@ class Benchmark:
 
     @property
     def pairs(self) -> list[tuple[BenchmarkRun, BenchmarkRun]]:
-        """Each run of ours with the run of theirs right after it."""
+        """Each run of our side with the peer's run right after it."""
         return list(zip(self.ours.runs, self.theirs.runs, strict=False)) if self.theirs else []
 
     def ratios(self) -> dict[str, Spread]:
-        """Return the spread of ours over theirs over all pairs; empty without a pair."""
+        """Return the spread of the ratios (ours over theirs) of all pairs; empty without a pair."""
         if not (pairs := self.pairs):
             return {}
         return {

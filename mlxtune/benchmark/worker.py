@@ -43,18 +43,18 @@ class BenchSide(Protocol):
         """Put the adapter on the model. Raises MlxTuneError."""
 
     def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
-        """Compile for the steps, and apply none; return the first loss with the side's targets."""
+        """Compile for the steps without updates; return the first loss with the side's targets."""
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
         """Take step `number`, from 1, on all examples; return its loss."""
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
-        """Return the tokens that the last step ran through the model, and the padding in them."""
+        """Return the tokens that the model processed in the last step, and the padding in them."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The steps of a side, of `rows` rows in all, and the start time of its process.
+    """The steps of a side with `rows` rows in total, and the start time of its process.
 
     `adapter` is the folder of the adapter that all sides start from, `execution` the option.
     """
@@ -247,7 +247,7 @@ def main(opened: Callable[[Job], BenchSide] = open_side) -> None:
 
 
 def _claim_stdout() -> TextIO:
-    """Return stdout for records alone; libraries' output goes to stderr."""
+    """Return a stdout reserved for records; other output of the process goes to stderr."""
     records = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return records

@@ -48,7 +48,7 @@ class _OrderedGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command; commands of other tools are answered."""
+        """Return the command. Raises UsageError, which names ours for another tool's command."""
         if args and args[0] not in self.commands and (known := KNOWN_COMMANDS.get(args[0])):
             raise click.UsageError(f"no command {args[0]}, here: {known}", ctx)
         return super().resolve_command(ctx, args)
@@ -65,7 +65,7 @@ def command() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit; errors that a user can fix end in one line on stderr."""
+    """Run the command and exit. Errors that a user can fix are one line on stderr."""
     try:
         unguard()
         _main(list(sys.argv[1:] if arguments is None else arguments))
@@ -106,7 +106,7 @@ def _main(arguments: list[str]) -> NoReturn:
     except Exception as error:
         if (behind := _interrupt_behind(error)) is not None:
             _exit(_INTERRUPTED, _code_of(behind))
-        # Training names its checkpoint. This line is for other stages, such as loading a model.
+        # Training reports its checkpoint. This line is for other stages, such as loading a model.
         fault = fault_of(error) if isinstance(error, RuntimeError | MemoryError) else None
         if fault is None or "--debug" in arguments:
             raise

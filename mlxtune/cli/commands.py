@@ -83,7 +83,7 @@ def _demo(config: str | None, **flags: Any) -> None:
 def _train(
     config: str | None, dry_run: bool, resume: str | None, open_page: bool, **flags: Any
 ) -> None:
-    """Start a run, or resume one with its own options and the given ones."""
+    """Start a run, or resume one with its recorded options and the given ones."""
     if resume is None:
         checked, point = merged(TrainConfig, config, flags), None
     else:
@@ -101,13 +101,13 @@ def _train(
         from mlxtune.watch.watch import PageOpener
 
         observers = [PageOpener(checked.checkpoint_path)]
-    # The options are a config already.
+    # A demo's options already form a config.
     run = unwrap(train)
     run(checked, dry_run=dry_run, resume=point, observers=observers, live=open_page)
 
 
 def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) -> bool:
-    """Check this machine or, with `prove`, its results; return whether all is fine."""
+    """Check this machine or, with `prove`, its results; return whether all checks passed."""
     if share is not None and not prove:
         raise ConfigError(["--share is the result of --prove: give both"])
     if prove:

@@ -79,7 +79,7 @@ class Command(click.Command):
     """A command that recognises options of other tools and of our other commands."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. Recognised foreign options are reported together, each with ours."""
+        """Parse the arguments. Report options of other tools together, each with our option."""
         if problems := list(self._unknown(args)):
             raise click.UsageError("; ".join(problems), ctx)
         try:
@@ -91,7 +91,7 @@ class Command(click.Command):
             raise click.UsageError(f"{error.message}: {remedy}", ctx) from error
 
     def _unknown(self, args: list[str]) -> Iterator[str]:
-        """Yield our equivalent of each unknown option, if any has one."""
+        """Yield a suggestion for each unknown option, if we know an equivalent of any."""
         own = {name: each for each in self.params for name in each.opts}
         options = {_plain(name): each for name, each in own.items() if name.startswith("--")}
         flags = {name for name, each in options.items() if getattr(each, "is_flag", False)}
@@ -133,7 +133,7 @@ class ConfigCommand(Command):
             self.params.insert(0, place)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options section by section; the command's own close the last."""
+        """Write the options by section; options outside the config are in the section RUN."""
         sections: dict[Section, list[tuple[str, str]]] = {section: [] for section in Section}
         fields = options_of(self.config)
         for each in self.get_params(ctx):

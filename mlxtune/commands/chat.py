@@ -58,7 +58,7 @@ def chat(config: ChatConfig) -> None:
     folder = find_model(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = Reader(config.reading(turns="last"), folder)
-        encoder = reader.encoder  # its problems show before minutes of loading
+        encoder = reader.encoder  # report its problems before the model loads for minutes
         loaded = load_model(config, folder, console)
         answerers = Answerers(config, loaded, reader)
         conversation = _Conversation(config, loaded, answerers, encoder)
@@ -91,7 +91,7 @@ class _Conversation:
 
     @property
     def who(self) -> str:
-        """Which model answers, and from which files."""
+        """The name of the answering model and its files."""
         base, adapter = f"the base model {self.config.model_path}", ""
         if self.loaded.adapted is not None:
             adapter = f"the adapter {self.loaded.adapted.weights}"
@@ -176,7 +176,7 @@ class _Conversation:
         _note(f"{self.who} from here on")
 
     def _save(self, name: str) -> None:
-        # If both answer, the adapter's messages are saved, as they are what was trained.
+        # If both answer, the messages of the trained model are saved.
         messages = self.messages[max(self.messages)]
         if not messages:
             _note("nothing to save yet")

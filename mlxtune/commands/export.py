@@ -42,7 +42,7 @@ def export(config: ExportConfig) -> ExportResult:
     """
     source = find_source(config)
     with output_folder(source) as folder:
-        # The adapter is written first: that fails at once if the format cannot hold it.
+        # Writing the adapter first fails early if the format does not support it.
         if config.merge:
             return certify(source, folder, _merge(config, source, folder))
         _write(config, source, folder)
@@ -110,7 +110,7 @@ def _write(config: ExportConfig, source: Source, folder: Path) -> None:
 
 
 def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
-    """Return a fresh base model with the adapter of a folder, in any of the formats."""
+    """Return a fresh base model with the adapter of a folder, read in the export format."""
     base = load_base(source)
     if config.format == "mlx-lm" and source.adapter.is_dora and base.quantize == "nf4":
         # mlx-lm's DoRA unpacks the base by MLX's functions, which do not support nf4.

@@ -46,7 +46,7 @@ def fuse(config: FuseConfig) -> ExportResult:
 
 
 def _dequantizes(config: FuseConfig, source: Source) -> bool:
-    """Return whether to write plain weights, as requested or required by their readers.
+    """Return whether to write plain weights, as the options or the target format require.
 
     Raises ModelError if --gguf cannot be done for this model.
     """

@@ -65,7 +65,7 @@ def compare_losses(
 ) -> Evaluation:
     """Compute the losses of rows without and with the adapter, and compare them.
 
-    `start` are the losses under the adapter from which training started.
+    `start` holds the losses under the adapter from which training started.
     """
     models = (False,) if loaded.adapted is None else (False, True)
     base, *adapted = _sums(loaded, judged.rows, models, console, workers, objective)
@@ -83,9 +83,9 @@ def _sums(
     workers: Workers,
     objective: Objective,
 ) -> list[Any]:
-    """Compute the losses of rows without or with the adapter, each worker a share of them.
+    """Compute the losses of rows without or with the adapter; each worker computes a share.
 
-    They are Sums, or AnswerSums under an objective of preferences.
+    Yields Sums, or AnswerSums under an objective of preferences.
 
     Meanwhile, the model may compute by faster functions.
     """
@@ -171,7 +171,7 @@ class ValidationAnswers(TrainingObserver):
 
     def on_validation(self, step: int, loss: float) -> None:
         """Write the current model's answers after a step."""
-        # The page is not worth a failed run: after any error, there are no more answers.
+        # An error must not fail the run: it only ends the answers on the page.
         try:
             if self._works:
                 self._answer(step)

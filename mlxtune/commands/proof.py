@@ -163,7 +163,7 @@ def prompts_for(source: Source) -> list[list[int]]:
     trust = source.config.trust_remote_code
     data = DataConfig(str(source.folder), data=_PROMPTS, trust_remote_code=trust)
     reader = Reader(data, source.folder)
-    if not reader.has_template:  # any tokens serve to compare two models
+    if not reader.has_template:  # two models can be compared on any tokens
         reader = Reader(replace(data, template="chatml"), source.folder)
     encoder = reader.encoder
     prompts = []

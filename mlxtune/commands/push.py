@@ -23,7 +23,7 @@ from mlxtune.views.console import RunConsole
 from mlxtune.views.output import ask, print_line
 
 CARD = "README.md"
-# Where mlx-lm finds the adapter; PEFT looks for its own at the top.
+# The folder of mlx-lm's adapter; PEFT looks for its adapter at the top.
 MLX_LM = "mlx-lm"
 _IN_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 

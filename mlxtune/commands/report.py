@@ -43,8 +43,8 @@ def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
     """Write the page of runs and print a summary of it, or print JSON.
 
     Without `html`, the page of one run goes into its folder, the page of several runs into this
-    one; with `as_json`, none is written. If the folder is read-only, the summary says so. Raises as
-    `report` does.
+    folder; with `as_json`, no page is written. If the folder is read-only, the summary says so.
+    Raises the errors of `report`.
     """
     if html is not None and not html.strip():
         raise ConfigError(["--html is empty: name the page to write"])

@@ -80,9 +80,9 @@ def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention |
 
 
 def _measure_of(source: Source, adapted: Adapted) -> tuple[str, str, float, float, _Measure]:
-    """Return a measure.
+    """Return a measure of the model's quality.
 
-    Its name and unit, its values without and with the adapter, and a function.
+    The tuple holds its name and unit, its values without and with the adapter, and a function.
     """
     if (rows := _validation_rows(source)) is not None:
 

@@ -184,7 +184,7 @@ def train(
                 check_resumed(resume, trainer, console)
             check_same_run(worker_run, trainer, resume)
             if not dry_run:
-                if not is_locked:  # another run may have created the folder meanwhile
+                if not is_locked:  # another run may have created the folder in the meantime
                     lock_folder(config, resume, held)
                 about = about_run(config, setup, trainer, resume, stands_for)
                 trained = np.union1d(
@@ -241,7 +241,7 @@ def resume(
     on_validation: Callable[[int, float], None] | None = None,
     **changes: Any,
 ) -> TrainResult:
-    """Resume the run in a folder, with its own options, to the result it would have had.
+    """Resume the run in a folder with its own options; the result equals an uninterrupted run's.
 
     `folder` holds its checkpoints or its adapter. `changes` are options that differ: `epochs` and
     `max_steps` may grow, and options that do not change the result may change.
@@ -323,7 +323,7 @@ def prepare(
     """
     config, console, workers = worker_run.config, worker_run.console, worker_run.workers
     operations.load_ahead(folder)
-    # The data comes first: its problems show before minutes of loading.
+    # The data comes first, to report its problems before minutes of loading.
     with closing(console), worker_run.in_turn():
         dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
     report_findings(dataset, console)

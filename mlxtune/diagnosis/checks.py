@@ -13,8 +13,8 @@ import numpy.typing as npt
 from mlxtune.core.text import byte_size
 
 SCHEMA_VERSION = 1
-# The largest differences of float32 from the plain path: of the loss relative to its size, of the
-# gradients relative to their largest entry.
+# The largest differences of float32 from the plain path: the loss difference is relative to the
+# loss, the gradient difference to the largest entry.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 # In 16 bits, the least cosine of a matrix's gradient with float32's, and the largest deviation of
 # the ratio of their norms from 1.
@@ -25,7 +25,7 @@ MEMORY_MARGIN, GPU_MEMORY_MARGIN = 0.15, 0.5
 # Kinds of checks.
 GRADIENTS, DTYPE, BYTES, MEMORY = "gradients", "16 bits", "bytes", "memory"
 SPEED, PEER = "speed", "mlx-lm"
-# The expectation that a check without a result in time misses.
+# The expectation of every check that runs out of time.
 _END = "an end"
 # The consequence of a kind's failed check, and the remedy.
 _ADVICE = {
@@ -41,7 +41,7 @@ _ADVICE = {
     PEER: "mlxtune and mlx-lm learn different things here: train on nothing that matters, and "
     "report it",
 }
-# Gradients by matrix; and a loss with its gradients.
+# Gradients by matrix, and a loss with its gradients.
 Gradients = Mapping[str, npt.NDArray[Any]]
 Step = tuple[float, Gradients]
 
@@ -127,7 +127,7 @@ def _cosine_and_ratio(found: Gradients, expected: Gradients) -> tuple[float, flo
         with np.errstate(invalid="ignore"):
             cosines.append(np.divide((other * value).sum(dtype=np.float64), norm * wanted))
         ratios.append(norm / wanted)
-    # For both, a NaN is farthest.
+    # A NaN counts as farthest in both.
     farthest = ratios[int(np.argmax(np.abs(np.array(ratios) - 1)))]
     return float(np.min(cosines)), farthest
 
@@ -148,7 +148,7 @@ def check_gradients(name: str, loss: float, gradient: float) -> ProofCheck:
 def check_dtype(name: str, cosine: float, norm: float, packing_problem: str = "") -> ProofCheck:
     """Judge gradients in 16 bits: lowest cosine similarity to float32, and worst ratio of norms.
 
-    A step that was not packed fails too: the models of the proof allow packing.
+    An unpacked step fails too: the models of the proof allow packing.
     """
     right = cosine >= COSINE_TOLERANCE and abs(norm - 1) <= NORM_TOLERANCE
     unpacked = f", not packed: {packing_problem}" if packing_problem else ""
@@ -203,7 +203,7 @@ def check_speed(name: str, tokens_per_s: float) -> ProofCheck:
 
 
 def check_peer(benchmark: Mapping[str, Any]) -> list[ProofCheck]:
-    """Report the speed beside mlx-lm; judge whether both had the same losses.
+    """Report the speed relative to mlx-lm; judge whether both losses agree.
 
     `benchmark` is the JSON of `mlxtune bench`. If mlx-lm failed, nothing is compared.
     """
@@ -234,7 +234,7 @@ def check_peer(benchmark: Mapping[str, Any]) -> list[ProofCheck]:
 
 
 def failed_check(kind: str, name: str, error: str) -> ProofCheck:
-    """Return the check that an error ended."""
+    """Return the failed check for an error."""
     return ProofCheck(kind, name, "no error", error, passed=False)
 
 

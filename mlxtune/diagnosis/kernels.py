@@ -1,6 +1,6 @@
-"""Kernels of a device beside the CPU's plain operations, for `mlxtune doctor --prove`.
+"""Kernels of a device against the CPU's plain operations, for `mlxtune doctor --prove`.
 
-Each kernel is computed separately, so that an error in one leaves the others.
+Each kernel runs separately, so that an error in one does not affect the others.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,9 +82,9 @@ def step_of(pipeline: InstructPipeline, examples: Sequence[Example]) -> Step:
 
 
 def _fill(parameters: Any, model: nn.Module, dtype: mx.Dtype) -> None:
-    """Give a model random weights, the same on every device: MLX's differ in their last bits.
+    """Give a model random weights that are equal on every device; MLX's differ in their last bits.
 
-    The weights are exact in bfloat16. None is zero, as sinks and B would be.
+    The weights are exact in bfloat16. None is zero, unlike the initial sinks and B.
     """
     rng, filled = np.random.default_rng(1), []
     for name, value in tree_flatten(parameters):
@@ -92,7 +92,7 @@ def _fill(parameters: Any, model: nn.Module, dtype: mx.Dtype) -> None:
         centre = float("norm" in name and value.ndim == 1 and not isinstance(model, _GEMMA))
         scale = 0.1 if value.ndim == 1 or "lora_b" in name else value.shape[-1] ** -0.5
         if "lora_a" in name and value.ndim == 2:
-            # B gets the size that A starts with.
+            # B gets the scale of A's initial values.
             scale = (3 * len(value)) ** -0.5
         weight = mx.array(centre + scale * rng.standard_normal(value.shape), dtype=mx.float32)
         filled.append((name, weight.astype(mx.bfloat16).astype(dtype)))
@@ -102,7 +102,7 @@ def _fill(parameters: Any, model: nn.Module, dtype: mx.Dtype) -> None:
 def _model_step(
     module: Any, lengths: Sequence[int], changes: Mapping[str, Any], dtype: mx.Dtype, kind: str
 ) -> Step:
-    """Return a step of a model of random weights on examples of these lengths."""
+    """Return a step of a model with random weights on examples of these lengths."""
     config = {**_SHAPE, **changes, "model_type": module.__name__.split(".")[-1]}
     model = module.Model(module.ModelArgs.from_dict(config))
     _fill(model.parameters(), model, dtype)
@@ -124,7 +124,7 @@ def _function_step(
     kind: str,
 ) -> Step:
     """Return the sum of squares of a function's result, and its gradient by each input."""
-    # The numbers are exact in bfloat16, so that all dtypes get the same.
+    # The numbers are exact in bfloat16, so that all dtypes get equal inputs.
     drawn = inputs(np.random.default_rng(0))
     arrays = [mx.array(x, dtype=mx.bfloat16).astype(dtype) for x in drawn]
 

@@ -17,7 +17,7 @@ from mlxtune.core.machine.facts import MLX_LIBRARIES, Package, probe_device
 from mlxtune.core.machine.reservation import reservations
 
 _OURS = "mlxtune"
-# Their requirements are checked too: with other versions, they fail in obscure ways.
+# Check their requirements too: wrong versions fail with obscure errors.
 _FOLLOWED = (_OURS, "mlx", "mlx-lm", "transformers")
 _FOR_DEVELOPERS = ("test", "interop", "dev")
 

@@ -1,6 +1,6 @@
 """`mlxtune doctor --prove`: the promises of mlxtune, checked on the device at hand.
 
-The checks run in other processes, so that a crash fails one of them and leaves the others.
+The checks run in separate processes, so that a crash fails only one check.
 """
 
 import getpass
@@ -43,7 +43,7 @@ def prove(
     prediction, and steps with mlx-lm's. Takes a minute or two. `on_progress` is called with the
     name of each part, `on_check` with each check as it ends.
 
-    Raises ModelError when MLX does not start; all else that fails is among the checks.
+    Raises ModelError when MLX does not start; other failures are among the checks.
     """
     began, found = time.monotonic(), []
     machine = read_machine()
@@ -76,8 +76,8 @@ def prove(
 def show(*, as_json: bool, share: Path | None = None) -> bool:
     """Print the table, and JSON if asked for; return whether all checks passed.
 
-    Where no line can change in place, each check is a line as it ends. `share` is a file for the
-    result without names and paths. Raises OutputError.
+    Without a live line, print each check as it ends. `share` is a file for the result without names
+    and paths. Raises OutputError.
     """
     if share is not None:
         files.check_outputs([share], [], "--share")

@@ -54,7 +54,7 @@ def show_proof(proof: MachineProof, console: Console) -> None:
 
 
 def check_line(check: ProofCheck) -> str:
-    """Return a check as a line, for output that is read while the others run."""
+    """Return a check as a line, to print while other checks run."""
     took = f"{check.seconds:.1f} s"
     return f"{_WORDS[check.passed]}  {check.name}: {check.found}, expected {check.expected}, {took}"
 
@@ -73,8 +73,8 @@ def summary(proof: MachineProof) -> str:
 def shareable(proof: MachineProof, names: Sequence[str]) -> dict[str, Any]:
     """Return a proof for JSON that does not show whose machine it is.
 
-    Hashes, paths and the `names` (of the host, the user and the home folder) are left out, also of
-    the errors that ended checks. No text has a separator of paths.
+    Hashes, paths and the `names` (of the host, the user and the home folder) are left out, also
+    from errors. No text contains a path separator.
     """
     found = proof.as_dict()
     for check in found["checks"]:
@@ -85,7 +85,7 @@ def shareable(proof: MachineProof, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _anonymous(value: Any, names: Sequence[str]) -> Any:
-    """Return a value of JSON whose texts have no names and no separator of paths."""
+    """Return a JSON value whose texts have no names and no path separators."""
     if isinstance(value, dict):
         return {key: _anonymous(each, names) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -94,7 +94,7 @@ def _anonymous(value: Any, names: Sequence[str]) -> Any:
 
 
 def _without(text: str, names: Sequence[str]) -> str:
-    """Return a text without some names, in any case, if they are whole words."""
+    """Return a text without `names`, matched as whole words in any case."""
     # A host is also known by the first part of its name.
     every = {part for name in names for part in (name, name.partition(".")[0])}
     for name in sorted(every, key=len, reverse=True):

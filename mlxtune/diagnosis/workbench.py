@@ -21,12 +21,11 @@ BASE, DENSE = "4-bit base", "16-bit base"
 _MADE = {BASE: "base", DENSE: "dense"}
 # Threads slow down such small products.
 _QUICK = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# By default the newest GPUs round the factors of float32 products to 19 bits, as these jobs train.
+# By default the newest GPUs round the factors of float32 products to 19 bits; these jobs keep it.
 _EXACT = {"MLX_ENABLE_TF32": "0"}
 _AS_TRAINED = ("kernels16", "dtype", "steps")
 _ROWS = 32
-# With dropout, only turns of one row share a beginning, two of them, which keeps bytes equal on
-# Metal.
+# With dropout, at most two turns of a row share a beginning, which keeps bytes equal on Metal.
 _TRAINING = (
     *("--batch-size", "4", "--val-split", "0", "--samples", "0", "--save-steps", "2"),
     *("--targets", "all", "--dropout", "0.1", "--lr", "1e-3"),
@@ -38,7 +37,7 @@ _INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Workbench:
-    """Keeps everything in the folder `scratch`."""
+    """Models, rows and runs in the folder `scratch`."""
 
     scratch: Path
 

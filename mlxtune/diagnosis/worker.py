@@ -52,7 +52,7 @@ _TIMED_ROWS, _ROWS_PER_STEP = 12, 4
 _HEAD, _GROUP, _BITS = 64, 64, 4
 # Quantised products are some 20 times slower than float32 on the CPU; a GPU needs work to do.
 _CPU_WIDTH, _GPU_WIDTH = 256, 1024
-# The shapes in which steps are timed; a way to round them is one more entry.
+# The shapes in which steps are timed; another rounding is another entry.
 SHAPES: Mapping[str, Callable[[Execution], Execution]] = {
     "shapes as they are": lambda execution: replace(execution, rounding=NOT_ROUNDED),
     "shapes rounded": lambda execution: execution,
@@ -75,10 +75,10 @@ def _way(kind: str, parameters: int = 0) -> Way:
 
 
 def ways() -> list[Way]:
-    """Return the ways that this device has.
+    """Return the ways to compute a step on this device.
 
-    Where layers are recomputed, there are also dropout, several micro-batches and small chunks of
-    the head.
+    Ways with recomputed layers also have dropout, several micro-batches and small chunks of the
+    head.
     """
     found = [_way("plain")]
     for kind in ("gpu", "cpu") if on_cpu() else ("gpu",):
@@ -93,8 +93,7 @@ def ways() -> list[Way]:
 def gradients(model: Path, data: Path) -> Iterator[ProofCheck]:
     """Compare each way to compute a step with the plain one in float32.
 
-    The plain path runs one example at a time through the model as mlx-lm has it, on dequantised
-    weights.
+    The plain path runs mlx-lm's unmodified model on dequantised weights, one example at a time.
     """
     examples = _examples(model, data)
     plain = replace(best_execution(0, kind="plain"), micro_batch_tokens=1)
@@ -110,7 +109,7 @@ def gradients(model: Path, data: Path) -> Iterator[ProofCheck]:
 def dtype(model: Path, data: Path) -> Iterator[ProofCheck]:
     """Compare each 16-bit dtype and way with the plain path in float32, on dequantised weights."""
     examples = _examples(model, data)
-    # There, no setting of the device rounds the factors of float32 products.
+    # On the CPU, no device setting rounds the factors of float32 products.
     with on_the_cpu():
         expected, _ = _computed(model, examples, _way("plain"), "dequantized")
     for name in ("bfloat16", "float16"):

@@ -1,7 +1,7 @@
 """Uploads of adapters to the hub, in one commit or none, and their model cards.
 
 A card has the facts of a run's folder about its adapter, without data and paths: names stand for
-paths, and rows are quoted only where anybody can read them on the hub.
+paths, and rows are quoted only if they are public on the hub.
 """
 
 import dataclasses
@@ -144,7 +144,7 @@ def _results(run: Run, evaluation: Evaluation, datasets: list[str]) -> list[Eval
 
 
 def quoted_samples(run: Run) -> list[Sample]:
-    """Return the answers to validation rows that may be shown: if all data is public."""
+    """Return the answers to validation rows if all data is public, or else none."""
     public = {
         title
         for each in hub_data(run)
@@ -171,7 +171,7 @@ def _data_lines(run: Run) -> Iterator[str]:
 
 
 def _objective(run: Run) -> str:
-    """Return a run's objective with its main options; none for the loss of answers."""
+    """Return a run's objective with its main options; empty for supervised fine-tuning."""
     names = {each.name for each in dataclasses.fields(ObjectiveConfig)}
     options = {name: value for name, value in run.config.items() if name in names}
     objective = Objective(ObjectiveConfig(**options))

@@ -62,12 +62,12 @@ def _limit(request: Any) -> None:
 def _check(response: Any) -> None:
     """Raise BadAnswerError for an answer with an invalid name, and shorten its waits.
 
-    Raises TooLarge for one that is packed; one that is no file raises it beyond its limit.
+    Raises TooLarge for a compressed answer. The stream raises it beyond a limit, except for files.
     """
     headers = response.headers
     if (packed := headers.get("Content-Encoding", _PLAIN)) != _PLAIN:
         raise TooLarge(f"the hub's answer is packed ({packed:.20}), which nobody asked for")
-    if response.request.method == "HEAD":  # which the client asks about a file before it fetches it
+    if response.request.method == "HEAD":  # the client's request before it downloads a file
         _check_file_headers(headers)
     for name in _LIMITS:
         headers.pop(name, None)
@@ -114,7 +114,7 @@ def _check_facts(response: Any) -> None:
 
 
 def _within_limits(response: Any, most: int | None) -> Any:
-    """Return the stream of an answer, which ends in the client's own error if it trickles.
+    """Return an answer's stream; it raises the client's ReadTimeout if data arrives too slowly.
 
     It raises TooLarge beyond `most` bytes.
     """

@@ -24,7 +24,7 @@ def asking(
     """Yield the client.
 
     Raise `error`, one line about `name`, for any failure. `kind` is the kind of thing with that
-    name. The client's own warnings, such as a line for each further try, are not shown.
+    name. The client's warnings, such as a line for each retry, are hidden.
     """
     # Uploads would draw progress bars into a pipe, too.
     if quiet or not sys.stderr.isatty():

@@ -73,7 +73,7 @@ def own_splits(files: Iterable[str], configs: Any) -> Splits:
 
 
 def _data_files(files: Iterable[str]) -> list[str]:
-    """Return the files that can be read, of the most common kind: others repeat the same rows."""
+    """Return the readable files of the most common type; other types repeat the same rows."""
     kinds: dict[str, list[str]] = {}
     for file in sorted(files):
         name = PurePosixPath(file).name

@@ -61,7 +61,7 @@ def open_trackio(run: TrackedRun) -> Tracker:
             config=dict(run.hyperparameters),
             resume="allow",
             embed=False,
-            # The run records its own memory; the machine may be busy with other work too.
+            # The run records its memory; the machine's load may come from other programs.
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
@@ -86,7 +86,7 @@ def open_trackio(run: TrackedRun) -> Tracker:
 def open_tensorboard(run: TrackedRun) -> Tracker:
     """Open event files in a folder inside the run's own.
 
-    A resumed run discards the events after the step that it is resumed after.
+    A resumed run discards the events after its checkpoint's step.
     """
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary

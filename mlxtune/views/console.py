@@ -1,6 +1,6 @@
 """A run's messages: with rich on a terminal, as plain lines when piped, and in a notebook.
 
-They go to stderr, in a notebook to stdout, as it shows stderr like an error.
+Messages go to stderr, but in a notebook to stdout, because notebooks show stderr as an error.
 """
 
 import math
@@ -97,7 +97,7 @@ class RunConsole(TrainingObserver):
 
     @property
     def is_live(self) -> bool:
-        """True where a line can change in place: on a terminal and in a notebook."""
+        """True if a line can change in place: on a terminal and in a notebook."""
         return self._notebook or self._wraps
 
     @property
@@ -106,7 +106,7 @@ class RunConsole(TrainingObserver):
         return f"stopping after this step; {again} to stop at once"
 
     def say(self, stage: str, message: str, *, copyable: bool = False) -> None:
-        """Print a line of a stage, in which nothing is read as markup.
+        """Print a line of a stage; its text is never parsed as markup.
 
         On a terminal, a long line wraps at words, indented, unless it is for copying.
         """
@@ -210,9 +210,9 @@ class RunConsole(TrainingObserver):
 
 
 def print_stages(lines: Iterable[str]) -> None:
-    """Print lines that start with a stage, or with spaces for one, as results on stdout.
+    """Print lines as results on stdout; each starts with a stage, or with spaces in its place.
 
-    A terminal gets them wrapped at words, and verdicts in colour.
+    On a terminal, lines wrap at words and verdicts are coloured.
     """
     console = Console(highlight=False)
     for line in map(printable, lines):
@@ -261,7 +261,7 @@ class TerminalLine:
         self.progress.start()
 
     def update(self, text: str, share: float | None = None) -> None:
-        """Show `text`: the first share at once, even of a run shorter than a refresh."""
+        """Show `text`. The first share shows immediately, even if the run ends before a refresh."""
         first = share is not None and not self._progressed
         self._progressed = self._progressed or first
         self.progress.update(self._task, description=text, completed=share, refresh=first)

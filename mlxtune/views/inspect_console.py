@@ -88,13 +88,13 @@ def _summary(inspection: Inspection) -> list[str]:
 
 
 def _columns(cells: Sequence[Any]) -> str:
-    """Return the cells of a row, aligned to the right but for the first."""
+    """Return the cells of a row, right-aligned except for the first."""
     texts = [each if isinstance(each, str) else f"{each:,}" for each in cells]
     return f"{texts[0]:<12}" + "".join(f"{text:>16}" for text in texts[1:])
 
 
 def _sums(ledger: Mapping[str, Any]) -> list[tuple[int, str, list[tuple[int, str]]]]:
-    """Return the sums of a ledger: a whole, its name, and its parts with theirs."""
+    """Return the sums of a ledger: each total, its name, and its parts with their names."""
     reasons = ledger["rows_skipped"]
     skipped = sum(reasons.values())
     rows = [(ledger[f"rows_{name}"], name) for name in ("train", "validation")]
@@ -109,7 +109,7 @@ def _sums(ledger: Mapping[str, Any]) -> list[tuple[int, str, list[tuple[int, str
 
 
 def _places(finding: Finding) -> Iterator[tuple[str, str]]:
-    """Yield the rows of a finding and its evidence; the path of several only once."""
+    """Yield the rows of a finding and its evidence; rows of one file share its path."""
     before = ""
     for place in finding.places:
         number = place.where.removeprefix(place.path)
@@ -157,7 +157,7 @@ def _single(example: ShownExample, max_seq_len: int, coloured: bool) -> Iterator
 
 
 def _pair(pair: ShownPair, coloured: bool, beside: bool) -> Iterator[Padding | Text | Table]:
-    """Yield the prompt of a pair, and under it its sides, perhaps one beside the other."""
+    """Yield the prompt of a pair, then its two sides, next to each other if `beside`."""
     common = pair.chosen.pieces[: pair.common]
     yield _heading(pair.chosen, f"{count(sum(p.tokens for p in common), 'token')} in common")
     yield _example_text(common, coloured)
@@ -184,7 +184,7 @@ def _heading(example: ShownExample, facts: str) -> Padding:
 
 
 def _example_text(pieces: Sequence[Piece], coloured: bool, role: str = "") -> Text:
-    """Return pieces as text, the middle of many left out."""
+    """Return pieces as text; many pieces lose their middle."""
     runs = list(visible.stretches(pieces))
     start, end = visible.middle_of(pieces, _HEAD, _TAIL)
     text = _styled(runs[:start], coloured, role)

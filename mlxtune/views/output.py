@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def print_json(value: Any) -> None:
     """Print a JSON document. Raises ValueError for NaN and infinity, which JSON lacks."""
-    # Half a document is worse than none, so it is complete before printing.
+    # Build the whole document first: half a document is worse than none.
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 

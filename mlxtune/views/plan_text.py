@@ -38,7 +38,7 @@ def free_line(plan: MemoryPlan, free: int | None) -> str:
     return f"{line}, enough for this run"
 
 
-# With fewer steps, an adapter hardly leaves its start; with the second number, most have learned.
+# With fewer steps, an adapter hardly changes; after the second number, most have learned.
 _FEWEST_STEPS, _ENOUGH_STEPS = 30, 100
 
 
@@ -65,7 +65,7 @@ def few_steps_line(
 
 
 def cut_line(loss: CutLoss, max_seq_len: int, peak: int | None) -> str:
-    """Return the cost of a limit, and one that keeps nearly all; `peak` is None if too large."""
+    """Return the cost of a limit, and a limit that keeps 99%; `peak` is None if it does not fit."""
     memory = f"in {byte_size(peak)}" if peak else "which does not fit into --memory-limit"
     return (
         f"--max-seq-len {max_seq_len} cuts off {loss.share:.0%} of the supervised tokens: "
@@ -81,7 +81,7 @@ def larger_limit_line(plan: MemoryPlan, larger: MemoryPlan, most: int) -> str:
     if now.recompute and not then.recompute:
         gains += "" if gains else " run"
         gains += " without recomputing activations, which takes 25 to 33% of a step"
-    # The plan leaves its margin where it can.
+    # The plan keeps its margin if possible.
     needed = min(math.ceil(larger.peak.total * (1 + MARGIN) / 1e9), most)
     return gains and f"the device has {most} GB: --memory-limit {needed} would{gains}"
 

@@ -42,7 +42,7 @@ _LESS_LIKELY = 0.1
 def loss_and_perplexity(value: float, objective: str = "sft") -> str:
     """Return `1.2817 (perplexity 3.603)`.
 
-    Losses of preferences are not of text, and have no perplexity.
+    Losses of preferences have no perplexity, as they are not losses of text.
     """
     if objective != "sft":
         return f"{value:.4f}"
@@ -180,7 +180,7 @@ def plan_line(trainer: InstructTrainer) -> str:
 def risen_loss_line(
     steps: Sequence[StepRecord], config: TrainConfig, before: float | None = None
 ) -> str | None:
-    """Return a warning if the loss rose, or jumped on the way, as at too high a rate.
+    """Return a warning if the loss rose or jumped, as it does at too high a learning rate.
 
     It rose if the last tenth of the steps had a higher loss than the first tenth. It jumped if five
     steps in a row had a far higher one than the untrained model, whose validation loss is `before`.

@@ -37,7 +37,7 @@ def shown(text: str, style: str = "") -> Text:
 
 
 def plain_table(headings: Sequence[str]) -> Table:
-    """Return a table without lines, aligned to the right but for its first column."""
+    """Return a table without lines, right-aligned except for its first column."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for i, name in enumerate(headings):
         table.add_column(name, justify="right" if i else "left", overflow="fold")

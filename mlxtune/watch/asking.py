@@ -1,7 +1,7 @@
 """The model that answers questions on the page: a separate process, started on demand.
 
-It loads the model of one run, answers one question at a time, and ends once nobody has asked for
-some minutes, when another run is asked, or with this process.
+It loads the model of one run, answers one question at a time, and ends after some minutes without
+a question, when another run is asked, or with this process.
 """
 
 import json
@@ -58,8 +58,8 @@ class Asker:
     def ask(self, run: Path, question: object) -> None:
         """Start to answer a question; `question_of` returns it with its answers.
 
-        Raises ConfigError for a question that is no text or too long, OutputError if another one is
-        being answered, or this run cannot be asked.
+        Raises ConfigError if the question is not a text or too long, OutputError if another answer
+        is in progress or this run cannot be asked.
         """
         if not isinstance(question, str) or not question.strip():
             raise ConfigError(["the question is empty"])
@@ -79,7 +79,7 @@ class Asker:
         return asked if asked is not None and asked.run == run else None
 
     def hush(self) -> None:
-        """Stop the current answer, with the process."""
+        """Stop the current answer by ending the process."""
         asked = self._question
         if asked is not None and asked.status:
             asked.problem = "stopped"
@@ -180,7 +180,7 @@ def _options_of(run: Run) -> dict[str, Any]:
     view = RunView.of(run)
     if not view.finished or not view.adapter or not Path(view.adapter).is_file():
         raise OutputError("the model can be asked once the run has ended with an adapter")
-    # A stranger's run could name any model, to download it or to do harm.
+    # Another user's run could name a model to download, or a harmful one.
     if not is_own(run.folder):
         raise OutputError(
             "this run was not made by you on this machine: ask its model with mlxtune chat "

@@ -56,8 +56,8 @@ class Live:
     """The site of `mlxtune watch`: all runs of a folder, or one of them, and the model's answers.
 
     A page follows one view, the name of a run or "" for all. Files are only read while a page
-    follows them. `folder` is the run's own, by whatever path it was named, or the folder of
-    several runs. Raises OutputError if it has no run.
+    follows them. `folder` is one run's folder, under any of its paths, or the folder of several
+    runs. Raises OutputError if it has no run.
     """
 
     def __init__(self, folder: Path, asker: Asker) -> None:
@@ -115,7 +115,7 @@ class Live:
         return True
 
     def idle_seconds(self) -> float:
-        """Return how long no page has been open and no run in progress, in seconds."""
+        """Return the seconds since a page was last open or a run in progress."""
         with self._lock:
             training = any(holder_of(run / LOCK) is not None for run in self._find().values())
             if self._pages or training:

@@ -47,7 +47,7 @@ def render_run(key: str, run: Run, why_not: str, *, several: bool, stopping: boo
         **_charts(charts_of(run, view)),
         can_ask=not why_not,
         why_not=why_not if view.finished else "",
-        # The pairs of answers at the end belong to the same rows.
+        # The pairs of answers at the end are for the same rows.
         latest=_latest(run) if run.samples and not run.evaluation else "",
         samples=_fragment("evaluation.html", **evaluation_context(run)) if run.evaluation else "",
         data=_fragment("ledgers.html", ledgers=run.ledgers),

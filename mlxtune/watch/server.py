@@ -25,7 +25,7 @@ from mlxtune.errors import MlxTuneError
 
 ADDRESS = "127.0.0.1"
 _HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?")
-# The most seconds and bytes of a request, its head included.
+# The most seconds and bytes of a request, including its head.
 _SECONDS, _LONGEST = 10.0, 128 * 1024
 _BODY = Limits(64 * 1024, values=100, entries=20, text=32 * 1024)
 # The most connections, of which each page keeps one for events.
@@ -96,7 +96,7 @@ class PageServer(ThreadingHTTPServer):
 
 
 class _Request(io.RawIOBase):
-    """The data of a connection, up to a time and a size; beyond, it raises TimeoutError."""
+    """The data of a connection; raises TimeoutError beyond a time or a size."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

@@ -34,8 +34,8 @@ def find_base(
 ) -> Path:
     """Return the base model's folder, from --model-path or else by its name in the adapter.
 
-    The adapter's name for it may be relative to the folder `relative_to`. It is only downloaded by
-    that name if this user made the adapter's `run`. Its config is checked.
+    A name in the adapter may be relative to the folder `relative_to`. A model is downloaded by
+    that name only if this user made the adapter's `run`. The model's config is checked.
 
     Raises ModelError.
     """

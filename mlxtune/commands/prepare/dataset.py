@@ -140,9 +140,9 @@ class Reader:
 
     @cached_property
     def _built_in(self) -> str | None:
-        """Return the built-in template that was named or serves models of this type.
+        """Return the built-in template that the options name, or that fits this model type.
 
-        None otherwise.
+        None if there is neither.
         """
         if self._config.template != "auto":
             return self._config.template
@@ -249,7 +249,7 @@ def template_text(template: str) -> str:
     return template if is_jinja(template) else read_template_file(as_path(template))
 
 
-@cache  # running code stays as it was when the process started
+@cache  # the running code does not change
 def _code_hashes() -> dict[str, str]:
     """Return hashes and versions of the code that decides how data is encoded."""
     package = Path(__file__).resolve().parents[2]
@@ -263,7 +263,7 @@ def _code_hashes() -> dict[str, str]:
 def with_hub_data(config: Config, console: RunConsole) -> Config:
     """Download the options' data sets from the hub, and name them with their commits.
 
-    So a resumed run reads the same files. Raises DataError.
+    With its commit, a resumed run reads the same files. Raises DataError.
     """
     held_out = isinstance(config, EvalConfig)
     data = tuple(_pinned(each, config, console, held_out=held_out) for each in config.data)
@@ -280,7 +280,7 @@ def with_hub_data(config: Config, console: RunConsole) -> Config:
 def _pinned(
     value: str, config: DataConfig | EvalConfig, console: RunConsole, *, held_out: bool = False
 ) -> str:
-    """Return a value of --data: an unchanged path, or the name of a data set with its commit."""
+    """Return a value of --data: a path unchanged, or the name of a data set with its commit."""
     plain, _ = weighted(value)
     if (name := dataset_name(plain)) is None:
         return value
@@ -422,7 +422,7 @@ def _check_corpus(
 def split_problem(corpus: Corpus, validation: Corpus | None) -> str | None:
     """Return the reason why no rows can be held out of the training data.
 
-    None if they can, or need not.
+    None if rows can be held out, or need not be.
     """
     if validation is not None or (corpus.groups != corpus.groups[0]).any():
         return None

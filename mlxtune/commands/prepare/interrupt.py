@@ -23,7 +23,7 @@ def stop_on_interrupt(
     """
     received: list[int] = []
     # In a thread: the handler may interrupt the printing of a line, and consoles are safe to call
-    # from another thread but not from within themselves.
+    # from another thread, but not from their own methods.
     notifier = threading.Thread(target=notify, daemon=True)
     # A process started with nohup outlives its terminal.
     hung_up = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN

@@ -164,7 +164,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of numpy, or an array, as Python's."""
+    """Return a numpy number as a Python number, and a numpy array as a list."""
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"it has a {type(value).__name__}")

@@ -38,7 +38,7 @@ from mlxtune.errors import MemoryLimitError, MlxTuneError, OutputError
 from mlxtune.views import plan_text
 from mlxtune.views.console import RunConsole
 
-# The least share of time that a wide micro-batch must save on the CPU, where few do.
+# The least share of time that a wide micro-batch must save on the CPU, where few save any.
 _CPU_TOLERANCE = 0.05
 # The values of `recompute` that --grad-checkpoint allows.
 _CHECKPOINTING = {"on": (True,), "off": (False,), "auto": (False, True)}
@@ -72,8 +72,8 @@ def planned_work(
 ) -> DataSample:
     """Return the work to plan: steps, and the single examples that need most memory.
 
-    These come from the whole data set or else from the steps. Without either, there is one example
-    of --max-seq-len tokens.
+    The single examples come from the whole data set or else from the steps. Without either, the
+    work is one example of --max-seq-len tokens.
     """
     sizes = [(len(example), example.supervised) for step in steps for example in step]
     if dataset is not None:

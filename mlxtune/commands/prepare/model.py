@@ -148,7 +148,7 @@ def judged_as_trained(config: EvalConfig, given: Collection[str]) -> EvalConfig:
 
 
 def _with_recorded(config: U, adapter: str, record: str, names: Collection[str]) -> U:
-    """Return the options with those of these names that an adapter records."""
+    """Return the options, with the values that an adapter records for `names`."""
     weights = find_adapter(adapter)
     trained = read_info(weights).mlxtune.get(record)
     known = {} if trained is None else trained
@@ -237,9 +237,9 @@ def start_generator(config: AnswerConfig, loaded: LoadedModel, reader: Reader) -
 
 
 class Answerers:
-    """The base model and the adapter, which answer alone, or by turns of a token each.
+    """The base model and the adapter. Either answers alone, or both alternate token by token.
 
-    Each keeps the cache of its own conversation. The base model is False, the adapter True.
+    Each keeps the cache of its conversation. False is the base model, True the adapter.
     """
 
     def __init__(self, config: AnswerConfig, loaded: LoadedModel, reader: Reader) -> None:

@@ -53,8 +53,8 @@ def about_run(
 ) -> dict[str, Any]:
     """Return the content of run.json: options, model, plan and data.
 
-    `stands_for` is the command that --auto chose, if it did. A resumed run keeps its own, and its
-    first start time.
+    `stands_for` is the command that --auto chose, if given. A resumed run keeps its first command
+    and start time.
     """
     base, pipeline, dataset = setup.base, setup.pipeline, setup.dataset
     started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")

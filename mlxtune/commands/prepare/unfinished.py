@@ -1,7 +1,7 @@
 """Incomplete folders, noted in the user's cache, so that a later command can remove them.
 
-A note names the folder and its inode number, and is locked while its process lives. Nobody else
-writes there, so that no folder of another program is taken for one of these.
+A note names the folder and its inode number, and is locked while its process lives. Only mlxtune
+writes notes, so folders of other programs are never removed.
 """
 
 import os
@@ -24,7 +24,7 @@ def noted(folder: Path) -> Iterator[None]:
     status = folder.stat()
     note = {"folder": str(folder.absolute()), "device": status.st_dev, "inode": status.st_ino}
     lock = None
-    # Without a note, only the removal after a kill is lost.
+    # Without a note, a killed process leaves its folder behind.
     with suppress(OSError, LockHeldError):
         notes = user_cache() / _NOTES
         make_folder(notes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# The share of the range that stays free above and below the values.
+# The empty share of the range above and below the values.
 _MARGIN = 0.05
 # An axis starts at 0 if the lowest value is below this share of the highest.
 _NEAR_ZERO = 0.4

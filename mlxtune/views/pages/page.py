@@ -57,7 +57,7 @@ class PageType:
         return str(page)
 
     def fragment(self, template: str, **context: Any) -> Markup:
-        """Return a template filled in, which may be one of the page's own package."""
+        """Return a filled template, which may belong to the page's own package."""
         return render(template, self.package, **context)
 
     def check_replaceable(self, target: Path, option: str) -> None:
@@ -77,7 +77,7 @@ class PageType:
 
 
 def render(template: str, package: str = __package__, **context: Any) -> Markup:
-    """Return a template of `templates/`, or of another package's, filled in."""
+    """Return a filled template from `templates/` of this or another package."""
     return Markup(_environment(package).get_template(template).render(context))
 
 

@@ -23,7 +23,7 @@ _LOSS_UNIT = "nats per supervised token"
 
 @dataclass(frozen=True)
 class _Measure:
-    """A value of each step. `averaged` over steps, it is easier to read."""
+    """A value of each step. `averaged` adds its moving average, which is easier to read."""
 
     title: str
     unit: str
@@ -192,7 +192,7 @@ def _validation_by_file(run: Run) -> list[Series]:
 def _averaged(
     name: str, averaged: str, style: str, x: Sequence[float], y: Sequence[float]
 ) -> list[Series]:
-    """Return a curve as measured, drawn faint, and its moving average."""
+    """Return the measured curve, drawn faint, and its moving average."""
     average = Series(f"{averaged} over {span_for(len(y))}", style, x, smooth(y))
     return [Series(name, style, x, y, "faint"), average]
 

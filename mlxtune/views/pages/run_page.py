@@ -31,7 +31,7 @@ PAGE = PageType(
     styles=("chart.css", "run_page.css"),
     scripts=("chart.js", "run_page.js"),
 )
-# The most answers on a page, and the most that are not folded.
+# The most answers on a page, and the most unfolded answers.
 _MOST_SAMPLES, _OPEN_SAMPLES = 40, 3
 # A longer text is cut.
 _MOST_TEXT = 4000
@@ -44,7 +44,7 @@ def write_page(folder: Path, warn: Callable[[str], None]) -> Path | None:
     target = folder / REPORT
     try:
         write_file(target, [render_runs([read_run(folder)]).encode()])
-    # The adapter is already written: no error in its page must fail the run.
+    # The adapter is already written, so an error in its page must not fail the run.
     except Exception as problem:  # noqa: BLE001
         warn(f"{target}: the report could not be written: {type(problem).__name__}: {problem}")
         return None
@@ -179,7 +179,7 @@ def _lengths(run: Run) -> dict[str, Any] | None:
 
 
 def _origin(run: Run, view: RunView) -> list[tuple[str, str]]:
-    """Return the origins of the result besides its options, and its files."""
+    """Return the result's origins other than its options, and its files."""
     pairs = [
         ("run", str(run.folder)),
         ("adapter", view.adapter),

@@ -3,7 +3,7 @@
   const question = byId("question"), confirm = byId("confirm");
   let source, shown = "", retry;
 
-  // Shows a part: markup from the server, in which data is never markup, or whether it is there.
+  // Show a part: markup from the server, which escapes all data, or a flag that shows or hides it.
   const show = (name, value) => {
     if (name === "title") { document.title = value + " · mlxtune watch"; return; }
     if (name === "chart_data") return;
@@ -31,7 +31,7 @@
     };
     source.onerror = () => {
       byId("gone").hidden = false;
-      // After an answer that is none, the browser does not try again by itself.
+      // After an invalid answer, the browser does not reconnect automatically.
       if (source.readyState === EventSource.CLOSED) retry = setTimeout(() => follow(shown), 2000);
     };
   };

@@ -1,4 +1,4 @@
-// Has charts show their values on request; `charts` are their data, `hidden` the runs not to show.
+// Show the values of charts on request; `charts` is their data, `hidden` the hidden runs.
 const showValues = (charts, hidden) => {
   const SVG = "http://www.w3.org/2000/svg";
 
@@ -9,7 +9,7 @@ const showValues = (charts, hidden) => {
     return value.toLocaleString("en", { maximumSignificantDigits: 5 });
   };
 
-  // Returns the index of the ascending number that is nearest to x.
+  // Return the index of the number nearest to x, in ascending numbers.
   const nearest = (numbers, x) => {
     let low = 0, high = numbers.length - 1;
     while (low < high) {
@@ -43,7 +43,7 @@ const showValues = (charts, hidden) => {
       pointer.replaceChildren(make("line",
         { x1: percent(across(x)), x2: percent(across(x)), y1: 0, y2: "100%" }));
     };
-    // Shows the values at the step nearest to x, or of the nearest step that a curve has.
+    // Show each curve's value at its step nearest to x.
     const show = (x) => {
       const tracks = shown();
       if (!tracks.length) { clear(); return; }

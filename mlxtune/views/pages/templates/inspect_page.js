@@ -5,7 +5,7 @@
   const form = byId("filter");
   const fields = form.elements;
 
-  // Lower case of the same length, so that positions in it are positions in the text.
+  // Lower case of the same length, so that positions match the text.
   const fold = (text) => {
     const lower = text.toLowerCase();
     if (lower.length === text.length) return lower;
@@ -141,7 +141,7 @@
     for (const folded of document.querySelectorAll("#examples details")) folded.open = true;
   });
 
-  // Describes a token when the pointer is on it: a title on each would double the page.
+  // Describe the token under the pointer: a title on each token would double the page.
   byId("examples").addEventListener("mouseover", (event) => {
     const token = event.target.closest(".text i, .text code");
     if (!token || token.title) return;
