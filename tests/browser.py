@@ -1,4 +1,4 @@
-"""A real browser without a window, for tests: opens pages, and says what became of them."""
+"""A headless browser for tests: opens pages, and reports their state."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ needs_browser = pytest.mark.skipif(
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """What became of a page: its elements at the end, what it said, what it asked for."""
+    """The outcome of a page: its final elements, its messages and its requests."""
 
     dom: str
     said: list[str]
@@ -56,14 +56,14 @@ class Visit:
 
 
 def browse(folder: Path, address: str) -> Visit:
-    """Open an address of the folder and return what became of it."""
+    """Open an address of the folder and return the page's outcome."""
     net_log = folder / "net.json"
     process = subprocess.run(
         [
             *(str(BROWSER), "--headless=new", "--hide-scrollbars", "--no-sandbox", "--disable-gpu"),
             *("--disable-dev-shm-usage", "--disable-background-networking", "--no-first-run"),
             *("--disable-component-update", "--disable-extensions", "--disable-sync"),
-            # Nothing leaves the machine, neither of a page nor of the browser itself.
+            # Neither a page nor the browser itself may reach another machine.
             "--host-resolver-rules=MAP * ~NOTFOUND",
             *(
                 "--enable-logging=stderr",
@@ -98,7 +98,7 @@ def drive(folder: Path, steps: str) -> dict[str, Any]:
         if text := visit.dom.partition('<pre id="result">')[2].partition("</pre>")[0]:
             break
     assert visit.said == []
-    # The browser itself asks its maker for lists, and is not answered.
+    # The browser requests lists from its vendor, and gets no answer.
     asked = [each for each in visit.requested if not each.startswith(("file:", "chrome", "data"))]
     assert not [each for each in asked if not re.search(r"googleapis|google\.com", each)]
     found: dict[str, Any] = json.loads(html.unescape(text))

@@ -34,7 +34,7 @@ class MLXTrainingConfig(SimpleNamespace):
 
 
 class MLXTrainer:
-    """Trains on rows in order, padded to the longest, and calls back as Unsloth's does."""
+    """Trains on rows in order, padded to the longest, with the callbacks of Unsloth's trainer."""
 
     def __init__(self, model: Any, _: Any, rows: Any, args: Any, callbacks: Any) -> None:
         self.model, self.rows, self.args, self.callbacks = model, rows, args, callbacks

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-# What writing is made of: each of these may fail, at any of its calls.
+# The operations of writing; each may fail at any call.
 OPERATIONS = [
     (Path, "mkdir"),
     (Path, "open"),
@@ -22,14 +22,14 @@ OPERATIONS = [
     (os, "fsync"),
     (shutil, "rmtree"),
 ]
-# Of these, a disk that is full or broken fails the ones that make something.
+# A full or broken disk fails only the operations that create something.
 _MAKING = {"mkdir", "open", "fdopen", "rename", "replace", "fsync", "write"}
 CRASH = -1
 KINDS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EACCES": errno.EACCES, "crash": CRASH}
 
 
 class Crash(BaseException):
-    """The process is gone: nothing more of it reaches the disk."""
+    """The process is dead: nothing more reaches the disk."""
 
 
 class FaultyDisk:
@@ -77,7 +77,7 @@ class FaultyDisk:
             raise Crash
 
     def pass_or_fail(self, name: str, *, ignores: bool = False) -> None:
-        """Count an operation, and raise where it is to fail."""
+        """Count an operation, and raise if it should fail."""
         self._check_alive()
         if self.code != CRASH and (ignores or name not in _MAKING):
             return
@@ -89,7 +89,7 @@ class FaultyDisk:
 
     @property
     def failed(self) -> bool:
-        """Whether the operation that fails has come."""
+        """True once the failing operation has been reached."""
         return self.calls >= self.fails_at
 
 

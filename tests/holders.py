@@ -1,4 +1,4 @@
-"""Other processes that hold something, for tests of what holds between processes."""
+"""Processes that hold a lock or a file, for tests across processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import mlxtune
 
 
 def hold_elsewhere(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """Run code in a process of its own, which then holds on to what it made until it is ended."""
+    """Run code in a separate process, which keeps its locks and files until it is ended."""
     waiting = f"{code}\nprint('held', flush=True)\nimport time; time.sleep(60)\n"
     process = subprocess.Popen(
         [sys.executable, "-c", waiting, *map(str, arguments)],

@@ -1,4 +1,4 @@
-"""A hub on this machine, for the real client: data sets to download, models to push to.
+"""A local hub for the real client: data sets to download, and repositories to push to.
 
 It answers as huggingface.co does to what huggingface_hub asks, and keeps what it was sent. By hand:
 
@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 CONVERTED = "refs/convert/parquet"
-# What each token may do.
+# The permissions of each token.
 TOKENS = {"hf_owner": "write", "hf_reader": "read"}
 
 
@@ -33,7 +33,7 @@ def commit_of(files: dict[str, bytes]) -> str:
 
 @dataclass
 class Dataset:
-    """A data set by revision, and what its card says."""
+    """A data set by revision, and the content of its card."""
 
     revisions: dict[str, dict[str, bytes]]
     card: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Request:
 
 
 class Hub:
-    """What the server holds, what it was asked, and how it fails.
+    """The server's content, its received requests, and its faults.
 
     `faults` are asked for each request, by its method and path: they answer, break the connection
     or return False to let it be.
@@ -77,15 +77,15 @@ class Hub:
         self.requests: list[Request] = []
         self.faults: list[Callable[[Handler, str, str], bool]] = []
         self.endpoint = ""
-        # Whether the client closed each connection on which nothing was answered.
+        # For each unanswered connection, True if the client closed it.
         self.gave_up: list[bool] = []
 
     def given_up(self) -> bool:
-        """Whether the client closed every connection on which nothing was answered."""
+        """True if the client closed every unanswered connection."""
         for _ in range(500):
             if self.gave_up:
                 return all(self.gave_up)
-            time.sleep(0.01)  # its end may be seen a little later here
+            time.sleep(0.01)  # the server may notice the end a little later
         return False
 
     def asked(self, part: str = "") -> list[str]:
@@ -161,7 +161,7 @@ class Handler(BaseHTTPRequestHandler):
         return TOKENS.get(token, "unknown" if token else None)
 
     def fall_silent(self) -> None:
-        """Answer nothing until the client gives up, or a minute is over."""
+        """Send no answer until the client gives up, or a minute is over."""
         self.connection.settimeout(60)
         try:
             # Empty once the client has closed the connection.
@@ -173,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
     # Data sets
 
     def dataset(self, name: str) -> Dataset | None:
-        """Return a data set that may be seen, or answer why not."""
+        """Return a data set that the token may see, or answer with the reason against it."""
         found, role = self.hub.datasets.get(name), self.role()
         if role == "unknown":
             self.refuse(401, "", "Invalid credentials in Authorization header")
@@ -368,7 +368,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of a client that hung up: the command under test prints here too."""
+        """Ignore clients that hang up: the command under test prints to the same stream."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 

@@ -1,4 +1,4 @@
-"""Inspections to present, as made from Qwen-like chat data."""
+"""Inspections to show, made from Qwen-like chat data."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ EMPTY = dataclasses.replace(
 
 
 def with_text(text: str) -> Inspection:
-    """An inspection with the text wherever data or a path may bring one."""
+    """An inspection with the text in every field that comes from data or a path."""
     finding = Finding("error", text, 3, text, (Place(text, 1, text), Place(text, 2, text)))
     return dataclasses.replace(
         INSPECTION,

@@ -1,4 +1,4 @@
-"""A notebook's kernel, for tests: code is sent to it, and what a notebook would show comes back."""
+"""A notebook's kernel for tests: runs code, and returns the output that a notebook would show."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 
 Message = dict[str, Any]
-# Far more than a cell takes; a cell that never ends fails.
+# Far longer than any cell runs, so that an endless cell fails.
 _SECONDS = 120
 
 
 @dataclass
 class Shown:
-    """What a cell has shown: text, the states of each display, its result, its error."""
+    """The output of a cell: text, the states of each display, its result and its error."""
 
     cell: str
     text: str = ""
@@ -38,7 +38,7 @@ class Kernel:
         return self.read(Shown(self.client.execute(code)), until)
 
     def read(self, shown: Shown, until: Callable[[Shown], bool] = lambda _: False) -> Shown:
-        """Read on from what a cell has shown."""
+        """Continue to read a cell's output."""
         give_up = time.monotonic() + _SECONDS
         while time.monotonic() < give_up:
             message = self.client.get_iopub_msg(timeout=_SECONDS)

@@ -21,7 +21,7 @@ needs_ring = pytest.mark.skipif(
     not mx.distributed.is_available("ring"), reason="this MLX has no ring"
 )
 
-# More than the pipes to the launcher and from it to a worker hold.
+# More than the launcher's and the worker's pipes hold.
 _FULL = 1 << 18
 
 
@@ -64,9 +64,9 @@ def launched(
 
 
 def free_port(count: int) -> int:
-    """Return the first of so many ports in a row that nothing listens on now."""
+    """Return the first of `count` consecutive ports that nothing listens on."""
     while True:
-        # Below the ports that the system gives away.
+        # Below the system's ephemeral ports.
         first = random.SystemRandom().randrange(10_000, 32_000)
         with suppress(OSError), ExitStack() as held:
             for port in range(first, first + count):
@@ -75,7 +75,7 @@ def free_port(count: int) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nothing listens on now."""
+    """Return ports that nothing listens on."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in held]
     for each in held:
@@ -84,7 +84,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def run(workers: int, command: Sequence[object], log: Path, timeout: float = 600) -> str:
-    """Run a command on so many workers to its end; return what they wrote."""
+    """Run a command on `workers` workers to its end; return their output."""
     with launched(workers, command, log) as process:
         process.wait(timeout)
     return log.read_text()

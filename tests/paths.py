@@ -1,4 +1,4 @@
-"""Where the repository, its data and the shared material are."""
+"""Paths of the repository, its data and the shared material."""
 
 from pathlib import Path
 

@@ -83,7 +83,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def step_line(step: int, per_epoch: int, **changes: Any) -> dict[str, Any]:
-    """A step whose loss falls, with a little that goes up and down."""
+    """A step whose loss falls, with a small oscillation."""
     loss = 4 * math.exp(-step / 40) + 0.3 + 0.1 * math.sin(step * 1.7)
     return {
         "kind": "step",

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md beside mlx-lm, and the form that measures them."""
+"""The tables of docs/performance.md against mlx-lm, and the script that measures them."""
 
 from __future__ import annotations
 

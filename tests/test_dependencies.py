@@ -1,6 +1,6 @@
-"""Whether the dependencies in pyproject.toml have wheels for the machines that are supported.
+"""The dependencies in pyproject.toml have wheels for all supported machines.
 
-And whether each extra leads to one library of MLX: those for the CPU and for CUDA own one file.
+Each extra installs one MLX library: the CPU's and CUDA's packages own the same file.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_dependencies_resolve_for_apple_silicon(python: str) -> None:
 
 @pytest.mark.slow
 def test_macos_before_14_is_refused_by_mlx() -> None:
-    """So the test above fails when a dependency stops serving macOS 14."""
+    """This shows that the test above fails when a dependency drops macOS 14."""
     with pytest.raises(LookupError, match="macosx_13_0_arm64"):
         resolve("--python-version", "3.11", macos="13.0")
 

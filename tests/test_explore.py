@@ -1,4 +1,4 @@
-"""The examples of property tests: the same by default, others by a seed."""
+"""The examples of property tests: fixed by default, different with a seed."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.paths import DATA, DOCS, ROOT
 from tests.slow import long, slow
 
 QWEN, ROWS = DATA / "demo-qwen3", DATA / "bookings.jsonl"
-# Sockets between processes of one machine stay.
+# Sockets between processes of one machine still work.
 NO_NETWORK = """
 import socket
 def refuse(self, address, real=socket.socket.connect):

@@ -1,4 +1,4 @@
-"""The matrix products of a step: their count by formula, and their time."""
+"""The number of matrix products in a step, by formula, and their time."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def test_chunks_of_a_gated_delta_rule_count_in_its_layers(tmp_path: Path) -> Non
     found = flops(folder)
     squares = sum(2 * 2 * n * min(n, chunk) * width for n in LENGTHS)
     states = sum(3 * 2 * (n - chunk) * width * width for n in LENGTHS if n > chunk)
-    # LoRA is on the attention of layers 2 and 4: one recurrence is above it.
+    # LoRA is on the attention of layers 2 and 4, so one recurrence is above it.
     assert found["recurrence"] == pytest.approx((1 + 3) * heads * (squares + states))
-    # Its query projections give a gate too, which attention does not multiply.
+    # Its query projections also return a gate, which attention does not multiply.
     assert found["attention"] == pytest.approx((1 + 3) * 2 * (2 * HEADS * WIDTH * PAIRS))
 
 
@@ -168,7 +168,7 @@ def test_large_product_is_timed_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("tests.long.floor._LARGEST_FLOPS_CPU", 1e6)
     monkeypatch.setattr("tests.long.floor._LARGEST_FLOPS_GPU", 1e6)
     large = product_seconds({Product("head", 4000, 50, 100): 1}, "float32")["head"]
-    # Of the same shape, which is timed once.
+    # Products of one shape are timed once.
     small = product_seconds({Product("head", 100, 50, 100): 1}, "float32")["head"]
     assert large == pytest.approx(40 * small)
 

@@ -1,4 +1,4 @@
-"""The products of our own steps, against formulas, and that counting changes nothing."""
+"""The products of our steps against formulas; counting does not change a step."""
 
 from __future__ import annotations
 

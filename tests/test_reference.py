@@ -1,4 +1,4 @@
-"""The pages that are written from the code say what the code says."""
+"""The pages generated from the code match the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where modules may stand: what import contracts cannot say of the package's folders."""
+"""Rules for the package's folders that import contracts cannot express."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.paths import ROOT
 PACKAGE = ROOT / "mlxtune"
 MOST_MODULES = 16
 FEWEST_LINES = 80
-# A command, a foreign format and a tracker are a file each, and a child process starts from a file.
+# Each command, format and tracker has a file, and each child process starts from a file.
 ONE_FILE_EACH = ("commands/", "backend/adapters/formats/", "tracking/")
 SCRIPTS = ("worker", "_child", "probe", "__main__")
 

@@ -1,4 +1,4 @@
-"""The simulated machines of tests/long/simulated.py: what their processes see."""
+"""The simulated machines of tests/long/simulated.py, as their processes see them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="simulates a Mac
 
 
 def answer(python: Path, code: str, **variables: str) -> Any:
-    """Return what the code of a process of a process prints, as JSON."""
+    """Return the JSON that code prints in a grandchild process."""
     inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}], check=True)"
     # Whatever variables a test gives to its processes.
     kept = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **variables}

@@ -1,4 +1,4 @@
-"""Nothing in the package reads a file but within limits; the exceptions are here, with reasons."""
+"""The package reads files only within limits; the exceptions are listed here with reasons."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import mlxtune
 
 PACKAGE = Path(mlxtune.__file__).parent
-# Calls that read all of a file, or make objects of what is in one, whoever wrote it.
+# Calls that read a whole file or build objects from its content, from any author.
 READS = {
     *("json.load", "json.loads", "np.load", "numpy.load", "pickle.load", "pickle.loads"),
     *("mx.load", "safetensors.safe_open", "safe_open", "load_file", "yaml.load", "tomllib.load"),
     *("tomllib.loads", "load_config", "shutil.copyfile", "shutil.copytree", "hashlib.file_digest"),
 }
-# Without an argument, which limits what is read.
+# Without an argument, which would limit the size.
 METHODS = {"read_text", "read_bytes", "read"}
 
 OWN_CHILD = "from a process that this one started, in a folder that nobody else knows"

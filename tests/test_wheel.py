@@ -1,4 +1,4 @@
-"""The wheel: its files, and that the demo runs from it where nothing else of the project is."""
+"""The wheel: its files, and a demo that runs from the wheel without the rest of the project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of docs/workers.md says what is computed now."""
+"""The table of docs/workers.md matches the computed figures."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def skip_kernels_that_are_not_here() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def evaluate_in_micro_batches_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have evaluations run in micro-batches that tests choose, and in no larger ones."""
+    """Make evaluations use the micro-batches that tests choose, and no larger micro-batches."""
     monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 0)
 
 
@@ -73,7 +73,7 @@ def make_pipeline(tmp_path: Path) -> MakePipeline:
 
 
 def fill_lora_b(pipeline: InstructPipeline, seed: int = 1) -> None:
-    """Give B random values: at zero, as it begins, the gradient of A would be zero too."""
+    """Give B random values: with B's initial zeros, the gradient of A would be zero too."""
     rng = np.random.default_rng(seed)
     parameters = tree_flatten(pipeline.model.trainable_parameters())
     filled = [

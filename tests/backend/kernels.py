@@ -11,7 +11,7 @@ REASON = "needs numba, which the extra cpu brings on Linux alone"
 
 
 class _Absent:
-    """In place of a module: each of its functions skips the test that calls it."""
+    """Replaces a module; each of its functions skips the calling test."""
 
     def __getattr__(self, name: str) -> Any:
         def skip(*_: Any, **options: Any) -> NoReturn:

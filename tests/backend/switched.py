@@ -1,4 +1,4 @@
-"""mlx-lm's layers of experts, to compare with what takes their place."""
+"""mlx-lm's layers of experts, to compare with their replacements."""
 
 from __future__ import annotations
 

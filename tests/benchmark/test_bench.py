@@ -1,4 +1,4 @@
-"""`mlxtune bench` as a person runs it, with mlx-lm beside it."""
+"""`mlxtune bench` as a person runs it, against mlx-lm."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def bench(cli: Cli, model: Path, chat: Path) -> Cli:
 
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the jobs of a benchmark done in this process, which has paid for the start of mlx."""
+    """Run the jobs of a benchmark in this process, which has already loaded mlx."""
 
     def done(job: bench_worker.Job, *_: object) -> BenchmarkRun:
         *steps, run = bench_worker.run_job(job)
@@ -66,7 +66,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def compared(
     model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Outcome, dict[str, Any]]:
-    """A benchmark against mlx-lm: what was printed, and the JSON."""
+    """A benchmark against mlx-lm: its output, and its JSON."""
     folder = tmp_path_factory.mktemp("bench")
     chat = write_chat(folder / "chat.jsonl", sums(20))
     work = ["--model-path", model, "--data", chat, "--steps", 3, "--max-seq-len", 64, "--lr", 0.01]
@@ -79,7 +79,7 @@ def compared(
     return outcome, json.loads((folder / "new" / "bench.json").read_text())
 
 
-# What is measured
+# Measurements
 
 
 def test_both_sides_take_the_same_steps_with_the_same_losses(
@@ -300,7 +300,7 @@ def test_without_a_peer_only_our_side_is_measured(bench: Cli) -> None:
     )
 
 
-# What can go wrong
+# Failures
 
 
 def test_unknown_peer_is_an_error(bench: Cli) -> None:
@@ -336,7 +336,7 @@ def test_model_with_broken_weights_is_an_error(bench: Cli, broken: Path) -> None
 
 
 def command_of_peer(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code: str) -> None:
-    """Have the peer's process run some code, and ours say what it said once."""
+    """Make the peer's process run some code, and ours return a recorded result."""
     run = dict(found["ours"]["runs"][0])
     (step, *_) = run.pop("steps")
     told = "\n".join(json.dumps(record) for record in ({"step": step}, {"run": run}))
@@ -373,7 +373,7 @@ def test_peer_that_dies_leaves_our_numbers_and_its_reason(
     assert found["theirs"]["failed"].startswith(said)
     assert found["ratio"] is None
     assert len(found["ours"]["runs"]) == 2
-    # Said when it happens and under the table, and not tried again.
+    # The failure is reported immediately and under the table, and the peer is not retried.
     assert outcome.err.count(f"mlx-lm failed: {said}") == 2
 
 

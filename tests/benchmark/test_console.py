@@ -1,4 +1,4 @@
-"""What a person reads of a benchmark."""
+"""The text of a benchmark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command as a newcomer meets it: its help, its options, and what it prints."""
+"""The command as a newcomer sees it: its help, its options and its output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.command import Cli, Outcome, files_in, read_terminal, start
 
 @pytest.fixture
 def config_of_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[], TrainConfig]:
-    """Replace the recipe; return the config that it was called with."""
+    """Replace the recipe; return the config of its call."""
     calls: list[TrainConfig] = []
     monkeypatch.setattr("mlxtune.commands.train.train", lambda config, **_: calls.append(config))
 
@@ -238,7 +238,7 @@ def test_problems_of_config_file_and_flags_are_said_together(cli: Cli, tmp_path:
         assert problem in outcome.error
 
 
-# What is said
+# Messages
 
 
 def test_run_that_goes_wrong_says_so(train: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ def test_quiet_says_nothing_when_all_is_well(train: Cli, extra: list[str]) -> No
 
 def test_every_stage_is_set_apart_from_its_message(train: Cli) -> None:
     train("--max-steps", 1)
-    # The second run has something to say of the first one's checkpoints.
+    # The second run reports the first run's checkpoints.
     lines = train("--max-steps", 1, quiet=False).err.splitlines()
     assert any("earlier run" in line for line in lines)
     for line in lines:
@@ -331,7 +331,7 @@ def test_terminal_shows_a_live_bar(model: Path, chat: Path, output: Path) -> Non
     assert process.returncode == 0
     assert re.search(r"step \d+/12 ", shown)
     assert "loss " in shown
-    assert "\x1b[2K" in shown  # the bar is drawn over itself, and wiped in the end
+    assert "\x1b[2K" in shown  # the bar redraws in place, and is erased at the end
 
 
 # --debug

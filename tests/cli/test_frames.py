@@ -1,4 +1,4 @@
-"""The way from the command to the loss is short enough to read."""
+"""The call path from the command to the loss is short enough to read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of other tools: answered with ours, from one table that fits the options there are."""
+"""Names of other tools: errors name our option, from a table that matches the real options."""
 
 from __future__ import annotations
 

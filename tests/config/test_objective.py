@@ -1,4 +1,4 @@
-"""Options of objectives: each one that does not fit is named, with what to do."""
+"""Options of objectives: errors name each unsuitable option and a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every option: what it takes, and what a person hears of what it does not take."""
+"""Every option: the values that it accepts, and the errors for other values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_options_of_a_run_are_those_that_affect_one() -> None:
 
 
 def test_option_has_one_default_for_a_run_and_its_parts() -> None:
-    """The pipeline's and the trainer's own defaults are issue 2's."""
+    """The defaults of the pipeline and the trainer come from issue 2."""
     own = {"rank", "alpha", "lr", "epochs", "log_every", "checkpoint_dir"}
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     for part in (InstructConfig, InstructTrainingConfig):
@@ -349,7 +349,7 @@ def test_value_of_a_wrong_kind_is_named_with_its_option(
     [
         ("a.jsonl", ("a.jsonl",)),
         (Path("a.jsonl"), ("a.jsonl",)),
-        # A comma is part of the name, and what is given twice is for the reader to refuse.
+        # A comma is part of the name; the reader refuses duplicates.
         ("a,b.jsonl", ("a,b.jsonl",)),
         (["b.jsonl", Path("a"), "b.jsonl"], ("b.jsonl", "a", "b.jsonl")),
         (("a.jsonl", " "), ("a.jsonl",)),

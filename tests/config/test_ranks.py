@@ -1,4 +1,4 @@
-"""Rank, scale and beginning of LoRA, as the options say."""
+"""The options for LoRA's rank, scale and initial values."""
 
 from __future__ import annotations
 

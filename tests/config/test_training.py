@@ -1,4 +1,4 @@
-"""Each config: its defaults, its own laws, and what is derived from it."""
+"""Each config: its defaults, its checks, and its derived values."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_home_is_found_in_paths_and_a_tilde_that_is_no_home_is_a_name(
     assert found.output_path == tmp_path / "a.safetensors"
     assert found.checkpoint_path == tmp_path / "runs"
 
-    # As a shell leaves it.
+    # A shell passes it unexpanded.
     stranger = "~nobody-of-that-name/a.safetensors"
     assert config(output=stranger).output_path == Path(stranger)
 

@@ -1,4 +1,4 @@
-"""Uploads by the real client to a hub on this machine: everything in one commit, or nothing."""
+"""Uploads by the real client to a local hub: everything in one commit, or nothing."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_repository_of_somebody_else_is_found_before_anything_is_sent(
     assert hub.stored == {}
 
 
-# What goes wrong in the middle
+# Failures during an upload
 
 PLACES = ["POST /api/validate-yaml", "preupload", "objects/batch", "PUT /storage", "commit/main"]
 
@@ -156,7 +156,7 @@ def test_hub_that_is_out_of_order_is_an_error_in_one_line(
 ) -> None:
     hub.faults.append(failing(part, how))
     if part == "PUT /storage" and message == "is not that of a hub":
-        # Storage answers nothing that matters.
+        # The storage's answers do not matter.
         return
     assert message in refusal(folder)
     assert hub.models == {}

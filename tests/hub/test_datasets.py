@@ -1,4 +1,4 @@
-"""Data sets of a hub on this machine, fetched by the real client: all of a file, or one line."""
+"""Data sets of a local hub, fetched by the real client: a whole file, or a one-line error."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def refusal(text: str) -> str:
 
 
 def kept() -> list[str]:
-    """The names of the files that the hub's cache holds, whole or not."""
+    """The names of the files in the hub's cache, complete or not."""
     cache = Path(constants.HF_HUB_CACHE)
     return sorted(each.name for each in cache.glob("datasets--*/blobs/*"))
 
 
 def drop_after(count: int, times: int = 1000) -> object:
-    """Break the connection in the middle of a file, so many times."""
+    """Break the connection in the middle of a file, `times` times."""
     left = [times]
 
     def fault(handler: Handler, method: str, path: str) -> bool:
@@ -64,7 +64,7 @@ def drop_after(count: int, times: int = 1000) -> object:
     return fault
 
 
-# What is fetched
+# Downloads
 
 
 def test_files_of_a_split_are_here_whole_and_of_one_commit(hub: Hub) -> None:
@@ -203,7 +203,7 @@ def test_token_is_never_part_of_a_message(hub: Hub, monkeypatch: pytest.MonkeyPa
     assert "hf_owner" not in refusal("org/sums")
 
 
-# What is not there
+# Missing data sets, splits and files
 
 
 def test_missing_revision_and_split_are_errors() -> None:
@@ -212,7 +212,7 @@ def test_missing_revision_and_split_are_errors() -> None:
     assert "is no name that the hub could have" in refusal("org/a--b")
 
 
-# A hub, or a network, that is out of order
+# A faulty hub or network
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_download_that_keeps_breaking_leaves_nothing_half_and_can_be_tried_again
     hub.faults.clear()
     hub.requests.clear()
     assert [path.read_bytes() for path in get("org/sums").train] == [ROWS[:700], ROWS]
-    # Whole files are not fetched again.
+    # Complete files are not fetched again.
     assert [each for each in hub.asked("resolve") if each.startswith("GET")] == [
         f"GET /datasets/org/sums/resolve/{commit_of(sums.revisions['main'])}/b/train.jsonl"
     ]

@@ -1,4 +1,4 @@
-"""The text of a model card: what its reader needs, and nothing that is a path or private data."""
+"""The text of a model card has the facts that readers need, and no paths or private data."""
 
 from __future__ import annotations
 

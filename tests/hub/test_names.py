@@ -1,4 +1,4 @@
-"""What --data takes for a data set of the hub, and what for a path."""
+"""The values of --data that name a data set of the hub, and the values that are paths."""
 
 from __future__ import annotations
 

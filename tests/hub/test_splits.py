@@ -1,4 +1,4 @@
-"""Which files of a repository are which split, by the layouts found on the hub."""
+"""The splits of a repository's files, by the layouts found on the hub."""
 
 from __future__ import annotations
 

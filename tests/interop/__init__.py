@@ -1,3 +1,3 @@
-"""Against the libraries of others. mlxtune comes first: it loads a fast BLAS before mlx."""
+"""Comparisons with other libraries. Import mlxtune first: it loads a fast BLAS before mlx."""
 
 import mlxtune.backend  # noqa: F401

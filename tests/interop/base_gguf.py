@@ -11,7 +11,7 @@ import sentencepiece
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Return the rows as llama.cpp's LlamaModel.permute has them, by an index for each.
+    """Return the rows in the order of llama.cpp's LlamaModel.permute.
 
     Of a head of d rows, row i of the first half comes to 2 i, row i of the second to 2 i + 1.
     """
@@ -25,7 +25,7 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_base_gguf(folder: Path, vocabulary: Path, target: Path) -> Path:
-    """Write the float32 model of a folder, as llama.cpp's convert_hf_to_gguf.py would."""
+    """Write a folder's float32 model in the format of llama.cpp's convert_hf_to_gguf.py."""
     import gguf
 
     config = json.loads((folder / "config.json").read_text())

@@ -106,7 +106,7 @@ def train_on(model: Path, output: Path, **options: Any) -> Path:
 
 
 def trained_logits(model: Path, adapter: Path) -> np.ndarray[Any, Any]:
-    """Return what the trained model gives for TOKENS, (B, T, V) in float32."""
+    """Return the trained model's logits for TOKENS, (B, T, V) in float32."""
     import mlx.core as mx
 
     from mlxtune.backend.adapters.attach import load_adapted
@@ -117,7 +117,7 @@ def trained_logits(model: Path, adapter: Path) -> np.ndarray[Any, Any]:
 
 
 def torch_logits(model: Any) -> np.ndarray[Any, Any]:
-    """Return what a torch model gives for TOKENS, (B, T, V)."""
+    """Return a torch model's logits for TOKENS, (B, T, V)."""
     import torch
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""LoRA's family against PEFT on torch: outputs, gradients, what training begins with and gives."""
+"""LoRA's family against PEFT on torch: initial values, outputs, gradients and trained adapters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ peft = pytest.importorskip("peft", reason="compares with PEFT")
 optimizers = pytest.importorskip("peft.optimizers")
 transformers = pytest.importorskip("transformers")
 
-# What they warn of each other is none of ours.
+# Ignore the libraries' warnings about each other.
 pytestmark = pytest.mark.filterwarnings("ignore")
 Arrays = dict[str, npt.NDArray[Any]]
 TARGETS = ["q_proj", "v_proj", "down_proj"]
@@ -80,7 +80,7 @@ def parameters(pipeline: InstructPipeline) -> Arrays:
 
 
 def give(model: Any, pipeline: InstructPipeline) -> None:
-    """Have PEFT's model begin where ours does."""
+    """Copy our initial values into PEFT's model."""
     with torch.no_grad():
         for name, value in parameters(pipeline).items():
             tensor_of(model, name).copy_(torch.from_numpy(value.T.copy()))
@@ -215,7 +215,7 @@ def test_pissa_begins_as_in_peft(folder: Path) -> None:
         left, values, right = np.linalg.svd(weight.astype(np.float64), full_matrices=False)
         rank = a.shape[1]
         assert_near(residual, weight - (left[:, :rank] * values[:rank]) @ right[:rank], 1e-6)
-        # PEFT's own, by torch in float32, is off by up to 1.1e-5.
+        # PEFT's error, by torch in float32, is up to 1.1e-5.
         assert_near(residual, other.base_layer.weight.detach().numpy(), 2e-5)
         their_a = other.lora_A["default"].weight.detach().numpy().T
         their_b = other.lora_B["default"].weight.detach().numpy().T
@@ -234,7 +234,7 @@ def test_pissa_trains_as_in_peft_and_is_written_as_peft_converts_it(
     rate = 1e-3
     pipeline = ours(folder, init="pissa", learning_rate=rate, weight_decay=0.0)
     model = theirs(folder, init_lora_weights="pissa")
-    model.peft_config["default"].init_lora_weights = True  # or it would be taken out again
+    model.peft_config["default"].init_lora_weights = True  # otherwise PEFT removes it again
     model.save_pretrained(tmp_path / "start")
     model.peft_config["default"].init_lora_weights = "pissa"
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -269,7 +269,7 @@ def test_pissa_trains_as_in_peft_and_is_written_as_peft_converts_it(
 
 
 def test_iterations_find_what_peft_finds() -> None:
-    # A weight whose singular values fall off, as those of a trained model do.
+    # A weight with decaying singular values, as in a trained model.
     rng = np.random.default_rng(0)
     u, v = (np.linalg.qr(rng.standard_normal((n, 24)))[0] for n in (40, 24))
     weight = (u * 0.4 ** np.arange(24)) @ v.T

@@ -24,7 +24,7 @@ from tests.models import sums, write_chat, write_model  # noqa: E402
 pytestmark = pytest.mark.usefixtures("short_proofs")
 
 HEADS = {"q_proj": 4, "k_proj": 2}
-# As llama.cpp's convert_lora_to_gguf.py calls the projections of these models.
+# The projections' names in llama.cpp's convert_lora_to_gguf.py.
 NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",

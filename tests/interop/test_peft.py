@@ -72,7 +72,7 @@ def test_exported_adapter_gives_the_trained_models_logits_in_peft(
     with_peft = peft.PeftModel.from_pretrained(base, output)
     np.testing.assert_allclose(torch_logits(with_peft), expected, rtol=0, atol=1e-4)
     assert np.abs(plain - expected).max() > 0.1
-    # None that PEFT made beside ours.
+    # Our file has all of PEFT's LoRA parameters.
     assert {name for name, _ in with_peft.named_parameters() if "lora_" in name} == {
         name.replace(".weight", ".default.weight")
         for name in safetensors.numpy.load_file(output / "adapter_model.safetensors")
@@ -168,7 +168,7 @@ def test_exported_and_imported_again_is_the_same_to_the_bit(
     ours, theirs = (
         json.loads((folder / "adapter_config.json").read_text()) for folder in (adapter, back)
     )
-    # What is ours alone has no place in PEFT's config.
+    # PEFT's config has no fields for our options.
     assert {name: said for name, said in ours.items() if name != "mlxtune"} == theirs
 
 

@@ -1,4 +1,4 @@
-"""`--track` with the real libraries: what they read back is what metrics.jsonl has."""
+"""`--track` with the real libraries: they read back the values of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process of its own, whose home is a folder to look into afterwards."""
+    """Run Python in a separate process, with a home folder to inspect afterwards."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "TRACKIO", "HF_"))}
-    # Where the system keeps its caches is no matter of trackers.
+    # Cache files do not count as files that trackers leave in the home folder.
     own = {"HOME": str(home), "XDG_CACHE_HOME": str(folder / "cache"), **environment}
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -45,9 +45,9 @@ def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProc
 
 
 def trained(folder: Path, model: Path, chat: Path, tracker: str, **environment: str) -> Path:
-    """Train, stop after step 4 as a crash would two steps before, go on; return the run's folder.
+    """Train, stop after step 4, resume from step 2 as after a crash; return the run's folder.
 
-    Checks that nothing was said on standard output, and that a person was asked for nothing.
+    Checks that stdout is empty and that nothing prompts.
     """
     options = {
         "output": str(folder / "run/adapters.safetensors"),
@@ -74,7 +74,7 @@ def trained(folder: Path, model: Path, chat: Path, tracker: str, **environment: 
 
 
 def expected(checkpoints: Path) -> Series:
-    """Return what is to be read back of losses, by name."""
+    """Return the expected losses by name."""
     series: Series = defaultdict(list)
     for line in (checkpoints / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)

@@ -37,14 +37,14 @@ torch = pytest.importorskip("torch", reason="compares with TRL, which needs torc
 pytest.importorskip("trl", reason="compares with TRL")
 transformers = pytest.importorskip("transformers")
 
-# What they warn of each other is none of ours.
+# Ignore the libraries' warnings about each other.
 pytestmark = pytest.mark.filterwarnings("ignore")
 FAMILIES = ("llama", "qwen3", "gemma3_text")
 
 
 @dataclass(frozen=True)
 class Case:
-    """Options of an objective, and the attributes of TRL's trainer that ask for the same."""
+    """Options of an objective, and the equivalent attributes of TRL's trainer."""
 
     ours: dict[str, Any]
     theirs: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def objective_of(case: Case) -> Objective:
 
 
 def nll_of_answers(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have ORPO add the loss of the answers alone, as CPO does."""
+    """Make ORPO add the loss of the answers alone, as CPO does."""
     forward = trainer.concatenated_forward
 
     def concatenated_forward(model: Any, batch: Any) -> tuple[Any, ...]:
@@ -167,7 +167,7 @@ _REPORTED = (
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["sigmoid", "kto"])
 def test_twenty_steps_give_the_adapter_of_trl(family: str, name: str) -> None:
-    """Rows in the same order, four a step, from the reference's own matrices."""
+    """Rows come in the same order, four a step; training starts from the reference's matrices."""
     rows, size = 20, 4
     case = CASES[name]
     objective = objective_of(case)
@@ -220,7 +220,7 @@ def test_pairs_and_their_log_probabilities_are_those_of_trl(family: str, tmp_pat
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared")
 def test_pairs_of_a_real_vocabulary_are_those_of_trl(tmp_path: Path) -> None:
-    """Answers that begin with a newline make one token of it and the header's."""
+    """A newline at an answer's start merges with the header's newline into one token."""
     folder = shutil.copytree(SHARED / "tokenizers" / "qwen3", tmp_path / "qwen2.5")
     shutil.copy(SHARED / "templates" / "qwen2_5.jinja", folder / "chat_template.jinja")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Pairs as TRL's DPOTrainer tokenises them, beside ours: tokens, masks and log-probabilities."""
+"""Pairs against TRL's DPOTrainer: tokens, masks and log-probabilities."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def our_rows(folder: Path, rows: Sequence[Row], path: Path, **options: Any) -> l
 
 
 def their_rows(tokenizer: Any, rows: Sequence[Row], **template: Any) -> list[Row]:
-    """Return what DPOTrainer makes of rows; `template` has arguments of the chat template."""
+    """Return DPOTrainer's tokenised rows; `template` holds arguments of the chat template."""
     import datasets
     import trl
 
@@ -147,7 +147,7 @@ def compare_rows(
 
 
 def compare_texts(folder: Path, rows: Sequence[Row], path: Path, **options: Any) -> int:
-    """Check that pairs of texts are encoded as the same pairs of messages; return how many."""
+    """Check that pairs encode equally as texts and as messages; return the number of pairs."""
     texts = [(row, text) for row in rows if (text := as_texts(row))]
     messages, plain = zip(*texts, strict=True)
     both = (our_rows(folder, each, path, **options) for each in (messages, plain))

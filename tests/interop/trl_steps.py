@@ -1,4 +1,4 @@
-"""The same step of preferences in TRL's trainers and in this package, as numbers to compare."""
+"""Numbers of one step of preferences, in TRL's trainers and in this package."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a step gives; log-probabilities by role and row, gradients by parameter."""
+    """The results of a step: log-probabilities by role and row, gradients by parameter."""
 
     loss: float
     logps: Arrays
@@ -52,7 +52,7 @@ class Numbers:
 
 
 def pipeline(family: str, seed: int, objective: Objective = SFT) -> InstructPipeline:
-    """Return a model with LoRA whose matrices are random, both halves of them."""
+    """Return a model with LoRA whose A and B are both random."""
     config = InstructConfig(
         lora_rank=4,
         lora_alpha=8.0,
@@ -147,14 +147,14 @@ def trainer_of(family: str, objective: str, rows: int = 6, loss: str = "") -> An
 
 
 def batch_of(trainer: Any, rows: Iterable[int] | None = None) -> dict[str, Any]:
-    """Return rows as TRL's collator gives them, by default all."""
+    """Return rows from TRL's collator, by default all."""
     data = trainer.train_dataset
     batch = trainer.data_collator([data[i] for i in (range(len(data)) if rows is None else rows)])
     return dict(batch)
 
 
 def examples_of(batch: Mapping[str, Any], objective: Objective) -> list[Example]:
-    """Return the rows of a batch of TRL's as ours, without references."""
+    """Return the rows of TRL's batch as our examples, without references."""
     if "label" in batch:
         roles = [DESIRABLE if label else UNDESIRABLE for label in batch["label"].tolist()]
         answers = _examples(batch, "", batch["completion_mask"], roles)
@@ -216,7 +216,7 @@ def our_step(family: str, objective: Objective, batch: Mapping[str, Any]) -> Num
     assert found.preference is not None
     metrics = found.preference.metrics(np.array(found.logps, dtype=np.float64))
     evaluated = policy.evaluate(examples)
-    # Evaluation and steps give the same.
+    # Evaluation and steps agree.
     assert abs(evaluated.avg_loss - found.loss) <= 1e-5 * max(1.0, abs(found.loss))
     assert metrics.keys() == evaluated.metrics.keys()
     gradients = {name: np.array(value) for name, value in tree_flatten(found.gradients)}
@@ -227,7 +227,7 @@ def our_step(family: str, objective: Objective, batch: Mapping[str, Any]) -> Num
 def their_step(
     trainer: Any, family: str, batch: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Numbers:
-    """Return what TRL's trainer computes, with attributes of its own set."""
+    """Return the results of TRL's trainer after setting its attributes."""
     model, policy = trainer.model, sft_pipeline(family, POLICY)
     give(model, policy)
     model.train()

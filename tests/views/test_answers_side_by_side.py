@@ -1,4 +1,4 @@
-"""Two answers beside each other on a terminal."""
+"""Two answers side by side on a terminal."""
 
 from __future__ import annotations
 

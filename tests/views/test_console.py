@@ -1,4 +1,4 @@
-"""What a run says to a terminal: one that is gone, and text that would act on it."""
+"""A run's messages on a terminal: a closed terminal, and text with control characters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.core.training.records import step_record
 
 
 class Gone(io.StringIO):
-    """A terminal that has been closed after a while."""
+    """A terminal that closes after some writes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What reaches stdout: JSON, and lines that no terminal obeys."""
+"""Output on stdout: JSON, and lines without terminal control characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person reads of a run, word for word."""
+"""The text of a run, word for word."""
 
 from __future__ import annotations
 

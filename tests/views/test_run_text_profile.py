@@ -1,4 +1,4 @@
-"""What a person reads of a profile."""
+"""The text of a profile."""
 
 from __future__ import annotations
 

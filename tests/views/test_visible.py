@@ -1,4 +1,4 @@
-"""What cannot be seen is shown, and what can be is left as it is."""
+"""Invisible characters become visible; other text stays unchanged."""
 
 from __future__ import annotations
 

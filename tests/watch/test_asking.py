@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def asker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An asker whose process only speaks as the real one does."""
+    """An asker whose process only imitates the real process's output."""
     (tmp_path / "fake_answer_worker.py").write_text(WORKER)
     monkeypatch.setattr(module, "_WORKER", "fake_answer_worker")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")

@@ -1,4 +1,4 @@
-"""What the live page shows of runs, what changes it, and the requests that it makes."""
+"""The live page: its content, its updates and its requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def following(live: Live, view: str = "", last: str = "") -> Events:
 
 
 def parts_of(events: Events) -> dict[str, Any]:
-    """Return the parts of the next event that says something."""
+    """Return the parts of the next event that is not empty."""
     event = next(each for each in events if each is not None)
     parts: dict[str, Any] = json.loads(event[1])
     return parts

@@ -1,4 +1,4 @@
-"""The server of the live page: who is let in, what it takes, and how it waits."""
+"""The server of the live page: access, sizes of requests, and time limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKEN = "t" * 32
 
 
 class FakeSite:
-    """A page, two events, and a record of what was asked for."""
+    """A page, two events, and a record of the requests."""
 
     def __init__(self) -> None:
         self.followed: list[tuple[str, str]] = []
@@ -232,7 +232,7 @@ def test_request_that_is_huge_or_none_ends_at_once(
 ) -> None:
     try:
         answer = send(server, request_line)
-    except ConnectionError:  # what was not read is refused
+    except ConnectionError:  # the server refuses unread content
         return
     assert status in answer.partition(b"\n")[0] + b"  "
 

@@ -1,4 +1,4 @@
-"""What a certificate says and lets pass."""
+"""The content and the tolerances of a certificate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters as mlx-lm reads them, written and read back."""
+"""Adapters in mlx-lm's format, written and read back."""
 
 from __future__ import annotations
 

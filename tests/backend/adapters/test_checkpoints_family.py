@@ -1,4 +1,4 @@
-"""Adapters of LoRA's family as written: mlx-lm computes with them what was trained."""
+"""Written adapters of LoRA's family: mlx-lm computes the trained model's outputs with them."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_same_run_writes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
             (tmp_path / name).mkdir(exist_ok=True)
             trained(folder, **FAMILY[member]).snapshot()(tmp_path / name)
             written.append({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()})
-            # Its metadata comes in any order.
+            # Metadata may be in any order.
             del written[-1]["optimizer.safetensors"]
         assert written[0] == written[1]
         assert "parameters.safetensors" in written[0]
@@ -219,7 +219,7 @@ def test_pissa_takes_the_largest_singular_vectors_of_the_dequantised_weight(fold
         expected = (u[:, :4] * s[:4]) @ vt[:4]
         found = 2.0 * (np.array(module.lora_a) @ np.array(module.lora_b)).T
         np.testing.assert_allclose(found, expected, atol=1e-5)
-        # What a compiled step takes for constants is none of what it trains.
+        # A compiled step treats only frozen arrays as constants.
         assert module.principal.a is not module.lora_a
         assert mx.array_equal(module.principal.a, module.lora_a)
         # A and B share the sizes evenly.

@@ -1,4 +1,4 @@
-"""How much of a gain is left, and which storage is chosen."""
+"""The share of a gain that remains, and the chosen storage."""
 
 from __future__ import annotations
 

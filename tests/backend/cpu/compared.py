@@ -1,4 +1,4 @@
-"""A function with its gradients, against another that computes the same."""
+"""Compare a function and its gradients with an equivalent function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Skips the kernels' own tests where there are none: their modules import numba."""
+"""Skips the kernels' tests without numba, which their modules import."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_scores_of_ten_thousand() -> None:
 
 
 def test_what_is_masked_weighs_nothing_at_all() -> None:
-    """Almost nothing would be a subnormal number, which makes each product ten times as slow."""
+    """A tiny weight would be subnormal, which makes each product ten times as slow."""
     lowest = np.finfo(np.float32).min
     scores = np.array([[0, 1, -60, -200, lowest]] * 2, np.float32)
     kernels.softmax_(0, 1, scores, 1, False)

@@ -123,7 +123,7 @@ def test_rope_and_gradient(options: dict[str, Any], width: int) -> None:
 
 
 def test_other_options_give_other_turns() -> None:
-    """What is kept from one call is not taken for another."""
+    """Values cached by one call are not reused for another."""
     x = random(1, 2, 6, 8)
     made = [
         elementwise.rope(x, 8, **{**PLAIN, **options})

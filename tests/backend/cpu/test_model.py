@@ -1,4 +1,4 @@
-"""A model that computes by the CPU's functions: which of its parts do, and what they give."""
+"""A model that uses the CPU's functions: the replaced parts, and their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.backend.cpu.compared import assert_close, assert_same_function, rando
 from tests.backend.step.executions import model_folder
 
 TOKENS = mx.array([[5, 9, 200, 33, 7, 7, 1, 64, 12, 90, 91, 3]])
-# What a model of the kind is known to be made of.
+# The known parts of each kind of model.
 USES: dict[str, tuple[str, ...]] = {
     "qwen3": ("attention", "forward", "rms_norm", "rope", "swiglu"),
     "llama": ("attention", "forward", "rms_norm", "rope", "swiglu"),

@@ -1,4 +1,4 @@
-"""Memory limits and the relief of pressure, with the device's answers put in."""
+"""Memory limits and the relief of memory pressure, with faked device answers."""
 
 from __future__ import annotations
 

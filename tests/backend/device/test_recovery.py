@@ -1,4 +1,4 @@
-"""Work that is tried again after a fault of the GPU."""
+"""Work is retried after a GPU fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT, LOST = "Resource limit (499000) exceeded", "the launch timed out and was 
 
 
 def run(*errors: str | Exception) -> tuple[int, list[Fault]]:
-    """Try work that fails with each error in turn; return its tries and the changes asked for."""
+    """Try work that fails with each error in turn; return the tries and the requested changes."""
     changes: list[Fault] = []
     left, tries = list(errors), 0
 

@@ -1,4 +1,4 @@
-"""The signatures that MLX compiles for steps: the update's alone."""
+"""The signatures that MLX compiles for steps: only the update's."""
 
 from __future__ import annotations
 

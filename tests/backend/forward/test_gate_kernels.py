@@ -1,4 +1,4 @@
-"""The kernels of SwiGLU: their sources, their grid, and what happens where they fail."""
+"""The kernels of SwiGLU: their sources, their grid, and the fallback if they fail."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class FakeDevice:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    """A GPU of Apple's whose kernels work."""
+    """An Apple GPU whose kernels work."""
     fake = FakeDevice()
     as_on_gpu(monkeypatch, fake.make)
     yield fake
@@ -241,4 +241,4 @@ def test_sources_compute_the_formulas_as_cpp(metal: bool, tmp_path: Path) -> Non
         ctypes.CDLL(str(library)).run(*pointers, size, *results, GROUP, groups)
         for one, other in zip(found, expected[i], strict=True):
             np.testing.assert_allclose(one[:size], other, rtol=2e-5, atol=1e-6)
-            assert one[size] == 7  # nothing behind the end is written
+            assert one[size] == 7  # nothing is written past the end

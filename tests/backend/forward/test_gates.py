@@ -1,4 +1,4 @@
-"""SwiGLU and its gradient, against MLX's own, and which MLPs get it."""
+"""SwiGLU and its gradient against MLX's, and the MLPs that use it."""
 
 import mlx.core as mx
 import mlx.nn as nn

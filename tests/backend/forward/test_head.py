@@ -95,14 +95,14 @@ def test_dequantised_head_is_one_product_whose_rows_are_unpacked() -> None:
 
 
 def test_soft_cap_that_small_logits_hide_is_seen() -> None:
-    """Of the logits of these weights, tanh takes less than the tolerance of the comparison."""
+    """Soft-capping changes these weights' logits by less than the comparison's tolerance."""
     model = model_of("gemma2")
     model.final_logit_softcapping = 3000.0
     assert SplitModel(model).weight is None
 
 
 class Renamed(nn.Module):  # type: ignore[misc]
-    """A model that calls its trunk otherwise."""
+    """A model with another name for its trunk."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_trunk_is_found_by_its_layers() -> None:
 
 
 class Wrapped(nn.Module):  # type: ignore[misc]
-    """A model whose trunk gives more than hidden states."""
+    """A model whose trunk returns more than hidden states."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def test_loss_scales_with_what_it_is_part_of() -> None:
 
 
 def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have attention of few queries round otherwise, as Metal's vector kernel does."""
+    """Make attention with few queries round differently, as Metal's vector kernel does."""
     real = mx.fast.scaled_dot_product_attention
 
     def either(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:

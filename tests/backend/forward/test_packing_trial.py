@@ -1,4 +1,4 @@
-"""Whether packing is exact for a model, by a trial that tells rounding from errors."""
+"""A trial finds whether packing is exact for a model, and tells rounding from errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAST_BIT = {"bfloat16": 2**-7, "float16": 2**-10}
 
 
 def packing_problem(model: nn.Module) -> str:
-    """Return why a model does not pack, empty if it does."""
+    """Return the reason why a model does not pack, empty if it does."""
     forward = Forward(model, DropoutKeys(), Execution(MLX), trains=False)
     assert forward.execution.packs == (not forward.packing_problem)
     return forward.packing_problem
@@ -50,7 +50,7 @@ Attention = Callable[..., mx.array]
 def replace_attention(
     monkeypatch: pytest.MonkeyPatch, changed: Callable[[mx.array, mx.array], mx.array]
 ) -> None:
-    """Have attention return `changed(output, queries)`."""
+    """Make attention return `changed(output, queries)`."""
     real = mx.fast.scaled_dot_product_attention
 
     def attention(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
@@ -112,9 +112,9 @@ def test_errors_of_attention_are_seen(
     def wrong(layout: packed.Layout) -> mx.array:
         """Put the examples side by side with an error in the last."""
         rows = np.array(beside(layout))
-        if error == "leak":  # its first token is the last of the text before it
+        if error == "leak":  # its first token is the last token of the previous text
             rows[-1, 0] = rows[-2, -1]
-        elif error == "position":  # one token comes too late by one
+        elif error == "position":  # one token is shifted by one position
             rows[-1, 1:] = rows[-1, :-1].copy()
         else:
             rows[-1, :2] = rows[-1, 1::-1].copy()

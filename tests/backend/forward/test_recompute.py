@@ -147,7 +147,7 @@ def test_only_these_instances_change() -> None:
 
 
 def test_layers_keep_the_parameters_they_were_given() -> None:
-    """What stands in their place while a layer runs as a function does not stay there."""
+    """A layer that runs as a function replaces its parameters only temporarily."""
     stack = Stack(True, True)
     layerwise = Layerwise(stack, DropoutKeys(), Recompute())
 
@@ -173,7 +173,7 @@ def test_error_ends_the_running() -> None:
 
 
 class _Several(Layer):
-    """A layer that gives and takes more than hidden states, as those of Gemma 4 and Hunyuan."""
+    """A layer with more inputs and outputs than hidden states, as in Gemma 4 and Hunyuan."""
 
     def __call__(self, x: mx.array, mask: Any = None, shared: Any = None) -> Any:
         mixed = self.out(mx.tanh(x @ self.weight))
@@ -248,7 +248,7 @@ def test_quantised_products_of_mlx_read_their_inputs() -> None:
 
 
 def products(recompute: bool, tmp_path: Path) -> int:
-    """Return how many matrix products the graph of a step's gradients has."""
+    """Return the number of matrix products in the graph of a step's gradients."""
     how = Execution(MLX, recompute=recompute)
     made = fresh(model_folder("qwen3"), how, 10_000, dropout=0.3)
     made.model.train()
@@ -292,7 +292,7 @@ def test_recomputing_keeps_the_input_of_a_layer_and_no_more(tmp_path: Path) -> N
         pipeline = InstructPipeline(base.model, config, execution=Execution(MLX, recompute=True))
         parameters = [value for _, value in tree_flatten(base.model.trainable_parameters())]
         mx.eval(parameters)
-        # What other tests left must not be freed in between.
+        # Memory left by other tests must not be freed during the measurement.
         gc.collect()
         mx.synchronize()
         before = mx.get_active_memory()

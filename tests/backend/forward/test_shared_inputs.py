@@ -26,7 +26,7 @@ def lora(outputs: int, seed: int, rank: int = RANK, dropout: float = 0.0) -> LoR
 
 
 class Layer(nn.Module):
-    """Projects one input twice or three times, and with `apart` a copy of it in one of them."""
+    """Projects one input two or three times; with `apart`, one projection reads a copy."""
 
     def __init__(self, *, apart: bool = False, **options: Any) -> None:
         super().__init__()

@@ -117,7 +117,7 @@ def test_windows_shorter_than_the_examples(window: int, operations: Operations) 
 
 @pytest.mark.parametrize("operations", [MLX, CPU], ids=["mlx", "cpu"])
 def test_positions_that_are_added_to_tokens_are_not_mistaken(operations: Operations) -> None:
-    """GPT-2 adds them before its layers: it is padded instead."""
+    """GPT-2 adds positions before its layers, so its examples are padded instead."""
     overrides = (("n_ctx", 512), ("n_embd", 64), ("n_head", 4), ("n_layer", 2))
     overrides = (*overrides, ("n_positions", 512), ("layer_norm_epsilon", 1e-5))
     folder = model_folder("gpt2", overrides=overrides)

@@ -1,4 +1,4 @@
-"""Which projections get LoRA, how its matrices begin, and what it computes."""
+"""LoRA: its projections, the initial values of its matrices, and its outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short passes through a loaded model: what they find, and what they leave as it was."""
+"""Short passes through a loaded model: their findings, and the unchanged model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.long.architectures import ARCHITECTURES
 from tests.models import write_model
 
 RWKV = ARCHITECTURES["rwkv7"] | {"num_hidden_layers": 5}
-# Wide enough that Python's own objects do not count.
+# Wide enough to make Python's own objects negligible.
 WIDE = {"hidden_size": 256, "intermediate_size": 768}
 
 
@@ -87,7 +87,7 @@ def test_factors_bring_the_estimate_to_the_peaks() -> None:
     found = measuring._fitted(estimates, peaks, 4, 0.01)
     assert found.tokens == pytest.approx(3, abs=0.1)
     assert found.scores == pytest.approx(0.5, abs=0.1)
-    # With the weight of the estimate's shares, no pass is far off either.
+    # Weighted by the estimate's shares, every pass is close too.
     found = measuring._fitted(estimates, peaks, 4)
     assert found.tokens > found.scores
     for estimate, peak in zip(estimates, peaks, strict=True):

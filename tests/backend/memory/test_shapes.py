@@ -1,4 +1,4 @@
-"""What is known of a model before its weights are read, and the peaks that are predicted of it."""
+"""The shapes of a model before its weights are read, and its predicted peaks."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from tests.long.architectures import ARCHITECTURES
 from tests.models import MODEL_TYPES, write_model
 from tests.slow import long, long_except, slow
 
-# By whether the CPU's kernels compute.
+# Keyed by the use of the CPU's kernels.
 EXECUTIONS = {True: Execution(CPU, 10**6), False: Execution(MLX, 10**6)}
-# Large enough that what is counted outweighs what is not.
+# Large enough for the counted memory to outweigh the rest.
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -137,7 +137,7 @@ def examples(count: int, length: int, prefix: int = 0) -> list[Example]:
 def check_peak(
     base: BaseModel, config: InstructConfig, how: Execution, step: list[Example]
 ) -> None:
-    """Take a step with a model that was opened; its peak is about as predicted."""
+    """Take a step with an opened model, and check its peak against the prediction."""
     case = case_of(base, config, how, step)
     estimated, corrected = case.estimated / case.measured, case.corrected / case.measured
     assert ESTIMATE[0] <= estimated <= ESTIMATE[1]
@@ -156,7 +156,7 @@ class Case:
 def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[Example]) -> Case:
     """Return the peak of a step with a model that was opened."""
     shapes = model_shapes(base, config, how.operations.memory)
-    release()  # what earlier tests left
+    release()  # memory of earlier tests
     elsewhere = mx.get_active_memory()
     read_weights(base)
     pipeline = InstructPipeline(base.model, config, execution=how)
@@ -164,7 +164,7 @@ def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[
     found, load = measure(pipeline, shapes, [how.recompute]), load_of(group, step)
     release()
     resident = mx.get_active_memory() - elsewhere
-    # A device that is behind holds more, by how much depends on what else the machine does.
+    # A busy device lags and holds more memory; the amount depends on the machine's load.
     measured = min(_peak_of_step(pipeline, step, numpy=how.operations is CPU) for _ in range(3))
     return Case(
         estimated=predict(shapes, how, load).total,
@@ -174,7 +174,7 @@ def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[
 
 
 def _peak_of_step(pipeline: InstructPipeline, step: list[Example], *, numpy: bool) -> int:
-    """Return the peak of a step above what is held before it, with numpy's arrays if asked."""
+    """Return the peak of a step above the memory before it; `numpy` includes numpy's arrays."""
     tracemalloc.start()
     try:
         peak = peak_of(lambda: pipeline.train_batch(step))

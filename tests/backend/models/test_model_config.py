@@ -131,7 +131,7 @@ def test_weight_of_another_shape_is_named_with_the_keys_that_explain_it(tmp_path
         assert key in rest.partition(": check ")[2]
 
 
-# Whose configs have keys that no other has.
+# Configs with unique keys.
 ODD = ("deepseek_v3", "gemma4_text", "granitemoehybrid", "llama4", "qwen3_5_moe", "qwen3_next")
 
 

@@ -1,4 +1,4 @@
-"""What is computed of examples in one line, against mlx's own functions."""
+"""Operations on a packed batch, against mlx's own functions."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_rows_hold_what_each_token_sees_and_places_lead_back() -> None:
 
 
 def test_the_line_under_way_is_that_of_the_backward_pass() -> None:
-    """Another line, run between a forward pass and its backward pass, changes nothing."""
+    """Another packed batch between a forward pass and its backward pass changes nothing."""
     q, d = random(1, 2, TOKENS, 8), random(1, 2, TOKENS, 8, seed=9)
 
     def in_line(q: mx.array) -> mx.array:

@@ -89,7 +89,7 @@ def test_nf4_is_on_the_linear_layers_but_the_head(tmp_path: Path) -> None:
     assert kinds["lm_head"] is nn.Linear
     assert base.quantization == "4-bit nf4, group 64, scales in 8 bits"
     assert base_quantization(base) == {"quantize": "nf4", "double_quant": True}
-    # What scales are made of is no matter of the compute dtype.
+    # The compute dtype does not affect the scales.
     nested = parameters(base.model)["model.layers.0.self_attn.q_proj.nested_scales"]
     assert nested.dtype == mx.float32
     plain = load_base(folder, "bfloat16", quantize="nf4")

@@ -26,7 +26,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 
 
 def clock(seconds: list[float]) -> Callable[[], float]:
-    """Return a clock by which each run takes its seconds."""
+    """Return a clock on which each run takes the next of `seconds`."""
 
     def ticks() -> Iterator[float]:
         now = 0.0

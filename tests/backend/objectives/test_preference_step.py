@@ -1,4 +1,4 @@
-"""Steps of preferences equal plain autograd, however they are split."""
+"""Steps of preferences equal plain autograd under every split."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def expected(name: str) -> tuple[float, dict[str, Any]]:
 def formula(
     name: str, objective: Objective, examples: list[Example], logps: list[mx.array], kl: float
 ) -> mx.array:
-    """Return the loss as the papers have it."""
+    """Return the loss by the papers' formulas."""
     beta = objective.options.strength
 
     def nls(x: mx.array) -> mx.array:

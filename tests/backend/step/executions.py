@@ -61,7 +61,7 @@ def model_folder(
     dtype: str = "float32",
     overrides: tuple[tuple[str, Any], ...] = (),
 ) -> Path:
-    """Return the folder of a tiny model with seeded weights, written when first asked for."""
+    """Return the folder of a tiny model with seeded weights, written on first use."""
     count = len(list(Path(_root().name).iterdir()))
     folder = Path(_root().name) / f"{count}-{model_type}"
     return write_model(folder, model_type, quantize=quantize, dtype=dtype, **dict(overrides))
@@ -80,7 +80,7 @@ def pipeline(
 ) -> InstructPipeline:
     """Return a pipeline with random LoRA matrices; by default the plain one, an example a pass.
 
-    It is kept: those who change it make their own by `fresh`.
+    The pipeline is cached: tests that change it must use `fresh`.
     """
     folder = model_folder(model_type, quantize, "float32", overrides)
     return fresh(folder, how, tokens, fixed_cost, **config)
@@ -120,7 +120,7 @@ def gradients_of(found: Mapping[str, Any]) -> Gradients:
 
 @dataclass(frozen=True)
 class Step:
-    """What a step gives."""
+    """The results of a step."""
 
     loss: float
     gradients: Gradients
@@ -148,7 +148,7 @@ def assert_same_gradients(found: Gradients, expected: Gradients) -> None:
     assert largest > 1e-4
     for name, value in expected.items():
         assert np.abs(found[name] - value).max() <= 1e-4 * largest, name
-    # Both halves of LoRA have a gradient, so that neither is compared in vain.
+    # Both A and B have a gradient, so that both comparisons count.
     for half in ("lora_a", "lora_b"):
         assert max(np.abs(v).max() for k, v in expected.items() if k.endswith(half)) > 1e-6
 
@@ -156,7 +156,7 @@ def assert_same_gradients(found: Gradients, expected: Gradients) -> None:
 def family(
     row: int, prefix: list[int], rests: list[int], rng: np.random.Generator, *, one_row: bool
 ) -> list[Example]:
-    """Return examples that begin with a prefix, each with so many random tokens after it."""
+    """Return examples that begin with a prefix, followed by `rests` random tokens each."""
     examples = []
     for i, length in enumerate(rests):
         tokens = np.array([*prefix, *rng.integers(0, VOCAB_SIZE, length)], dtype=np.int32)
@@ -184,7 +184,7 @@ def steps(draw: st.DrawFn, *, longest: int = 24) -> list[Example]:
 
 
 def fixed_step() -> list[Example]:
-    """Return a step with what is rare: a long prefix, single tokens after it, a row twice."""
+    """Return a step with rare cases: a long prefix, single tokens after it, a row twice."""
     rng = np.random.default_rng(5)
     system = rng.integers(0, VOCAB_SIZE, 21).tolist()
     other = rng.integers(0, VOCAB_SIZE, 6).tolist()
@@ -202,5 +202,5 @@ def first_supervised(example: Example) -> Example:
 
 @cache
 def plain_step(model_type: str, quantize: int | None = None, **config: Any) -> Step:
-    """Return what the plain path gives for the fixed step."""
+    """Return the plain path's results for the fixed step."""
     return computed(pipeline(model_type, quantize=quantize, **config), fixed_step())

@@ -30,7 +30,7 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-# How the model runs, how it is quantised, and options of the run.
+# The execution, the quantisation, and options of the run.
 CASES: list[tuple[str, int | None, dict[str, Any]]] = [
     ("split head", None, {"targets": ATTENTION}),
     ("in one line", None, {"targets": (*ATTENTION[:3], "up_proj", "down_proj"), "dropout": 0.3}),
@@ -79,7 +79,7 @@ def check_all(names: Sequence[str], *, few: bool = False) -> None:
 
 
 def main() -> None:
-    """Check the architectures that are named, or all."""
+    """Check the named architectures, or all."""
     check_all(sys.argv[1:] or list(ARCHITECTURES))
 
 

@@ -35,7 +35,7 @@ from tests.backend.step.executions import (
 )
 from tests.paths import SHARED
 
-# How the model runs, and options of the run.
+# The execution, and options of the run.
 CASES = {
     "in one line": ("in one line", None, {}),
     "by the CPU's kernels": ("cpu kernels in one line", None, {}),
@@ -110,7 +110,7 @@ def real_step(folder: Path) -> list[Example]:
 
 
 def check_words(workers: Workers) -> None:
-    """Check what workers tell each other, of unequal length."""
+    """Check messages of unequal length between workers."""
     assert workers.texts("é" * workers.index) == ["é" * worker for worker in range(workers.size)]
     values = np.zeros(5)
     mine = workers.share([1.0] * 5)
@@ -119,7 +119,7 @@ def check_words(workers: Workers) -> None:
 
 
 def check_decisions(workers: Workers) -> None:
-    """Check that all stop after the same step, whichever is interrupted."""
+    """Check that all workers stop after the same step when any of them is interrupted."""
     pipeline = fresh(model_folder("qwen3"), WAYS["in one line"], 64, workers=workers)
     last = workers.size - 1
     decided = []
@@ -173,7 +173,7 @@ def main() -> None:
     check_decisions(workers)
     check_unlike(workers)
     if not every:
-        # In the same processes, whose start takes as long as all of the above.
+        # Reuse the processes, as starting them takes as long as all checks above.
         on_split_workers.check_all(["qwen3"], few=True)
     print(f"worker {workers.index}: done", flush=True)
 

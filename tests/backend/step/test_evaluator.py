@@ -121,7 +121,7 @@ def test_closed_evaluator_leaves_base_and_adapted_as_they_were_loaded(adapter: P
     with closing(
         Evaluator(adapted.model, adapted.base.parameters, pytest.fail, execution=KERNELS)
     ) as evaluator:
-        # Modules that are off the model when it closes are restored too.
+        # Modules removed from the model before it closes are restored too.
         adapted.use_adapter(False)
         evaluator.losses(fixed_step())
     assert mx.array_equal(adapted.model(tokens), without)
@@ -314,7 +314,7 @@ def test_evaluation_in_stages_gives_the_same_bytes(monkeypatch: pytest.MonkeyPat
 def test_prompts_of_many_pairs_run_once_whatever_their_sides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Short answers to long prompts and long ones to short prompts are no neighbours in length."""
+    """Short answers to long prompts are not sorted next to long answers to short prompts."""
     rng = np.random.default_rng(3)
     examples, needed = [], 0
     for row in range(AT_ONCE):

@@ -34,6 +34,6 @@ def test_everything_on_equals_the_plain_path(name: str, tmp_path: Path) -> None:
 
 
 def test_layers_in_which_nothing_is_trained(tmp_path: Path) -> None:
-    """q_proj stands in the attention layers of this model, and in no other."""
+    """Only the attention layers of this model have q_proj."""
     result = check("lfm2 (attention first)", tmp_path / "m", targets=("q_proj",))
     assert result.same

@@ -1,4 +1,4 @@
-"""What a pipeline leaves as it was: its model, other models, and the result from run to run."""
+"""A pipeline does not change its model, other models, or results between runs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_model_by_itself_is_that_of_mlx_lm_with_the_adapter(
 def test_weights_stored_in_16_bits_are_computed_with_in_32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU, matrices stay in bfloat16; the result is that of their values in float32."""
+    """On the CPU, matrices stay in bfloat16; the result equals float32 products of them."""
     monkeypatch.setattr("mlxtune.backend.models.loading.on_cpu", lambda: True)
     for architecture in ("qwen3", "gemma2"):
         folder = write_model(tmp_path / architecture, architecture, dtype="bfloat16")

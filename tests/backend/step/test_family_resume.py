@@ -1,4 +1,4 @@
-"""Interrupted and resumed, LoRA's family takes the steps that it would have taken."""
+"""An interrupted and resumed run of LoRA's family takes the same steps as without interruption."""
 
 from __future__ import annotations
 

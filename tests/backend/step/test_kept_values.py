@@ -1,4 +1,4 @@
-"""How many values a layer keeps for its backward pass, from models of 2 and 6 layers."""
+"""The values that a layer keeps for its backward pass, from models of 2 and 6 layers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def kept(layers: int, tokens: int, share: float) -> int:
 )
 def test_layer_keeps_few_values_a_token(share: float, tokens: tuple[int, int], most: int) -> None:
     few, many = tokens
-    # How far the host is ahead of the device decides which arrays are used again.
+    # The host's lead over the device decides which arrays are reused.
     least = {
         (layers, n): min(kept(layers, n, share) for _ in range(2))
         for layers in (2, 6)

@@ -1,4 +1,4 @@
-"""A step that is built while the one before is computed gives what it gives after it."""
+"""A step built during the previous step equals a step built after it."""
 
 import time
 from typing import Any
@@ -23,7 +23,7 @@ def adapter(pipeline: InstructPipeline) -> list[bytes]:
 
 
 def ahead(pipeline: InstructPipeline) -> list[float]:
-    """Take the steps, each started before the result of the one before is read."""
+    """Take the steps; each starts before the previous result is read."""
     losses, pending = [], None
     for step, examples in enumerate(STEPS, 1):
         started = pipeline.start_batch(examples, step=step, learning_rate=1e-2)

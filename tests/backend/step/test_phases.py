@@ -1,4 +1,4 @@
-"""A profiled step gives what any other gives; what is measured is what ran."""
+"""A profiled step has the same result as others; its measurements cover all work."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_step_has_all_its_phases_and_they_add_up(way: str) -> None:
 def test_next_to_nothing_of_a_step_is_left_to_no_phase() -> None:
     pipeline = fresh(model_folder("qwen3"), SPLIT, 60)
     steps = [profiled_step(pipeline, step) for step in range(1, 4)]
-    # In the best of a few: another process may come between anywhere.
+    # Take the best of a few: other processes may interrupt anywhere.
     assert min(step.phases["other"].seconds / step.seconds for step in steps) < 0.05
 
 
@@ -69,7 +69,7 @@ def test_loss_counts_to_the_forward_phase_where_a_graph_shows_no_border() -> Non
 
 
 def counted(pipeline: InstructPipeline, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Return how often a step evaluates."""
+    """Return the number of evaluations in a step."""
     calls = {"eval": 0, "async_eval": 0}
 
     def count(name: str) -> Any:

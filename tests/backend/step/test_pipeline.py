@@ -144,7 +144,7 @@ def test_examples_that_predict_nothing_are_an_error(make_pipeline: MakePipeline)
 def test_first_token_counts_for_nothing_as_nothing_predicts_it(
     make_pipeline: MakePipeline, tmp_path: Path, micro_batch_tokens: int
 ) -> None:
-    """Rows of `text` without BOS are supervised from their first token on."""
+    """Rows of `text` without BOS are supervised from their first token."""
     pipeline = make_pipeline("qwen3", micro_batch_tokens=micro_batch_tokens)
     examples = at_the_edges()
     predicted = [1, 1, 1, 5, 1, 3]
@@ -232,7 +232,7 @@ def test_steps_without_a_number_count_from_1(make_pipeline: MakePipeline) -> Non
 
 
 def test_each_row_draws_its_own_dropout(make_pipeline: MakePipeline) -> None:
-    """Equal tokens in two rows are dropped differently, in two examples of a row alike."""
+    """Dropout differs between equal tokens of two rows, and agrees within a row's examples."""
     one = random_examples(1)[0]
     pipeline = make_pipeline("qwen3", dropout=0.5)
 

@@ -1,4 +1,4 @@
-"""A pipeline that is saved, made anew and restored takes the steps that it would have taken."""
+"""A pipeline that is saved, recreated and restored takes the same steps as without interruption."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pipeline(folder: Path, how: Execution, **options: Any) -> InstructPipeline:
 
 
 def examples(step: int) -> list[Example]:
-    """Return six examples of 5 to 25 tokens, of which three begin alike."""
+    """Return six examples of 5 to 25 tokens; three share a prefix."""
     draw = np.random.default_rng(step)
     prefix = draw.integers(3, VOCAB_SIZE, 4)
     found = []
@@ -56,7 +56,7 @@ def examples(step: int) -> list[Example]:
 
 
 def take(made: InstructPipeline, steps: range) -> list[tuple[float, float | None]]:
-    """Take steps of other examples and rates each; return losses and gradient norms."""
+    """Take steps with different examples and rates; return losses and gradient norms."""
     results = [
         made.train_batch(examples(step), step=step, learning_rate=1e-2 / step) for step in steps
     ]
@@ -91,7 +91,7 @@ def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
     first = pipeline(folder, WAYS[way], targets=targets)
     assert take(first, range(1, STOP + 1)) == expected[:STOP]
     snapshot = first.snapshot()
-    # It writes what was, whatever has come since.
+    # It writes the earlier state, not later changes.
     take(first, range(STOP + 1, STEPS + 1))
     snapshot(tmp_path)
 

@@ -43,7 +43,7 @@ HOW = {
 
 @pytest.fixture(autouse=True)
 def _short_lines_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let these short lines have more padding than 3%."""
+    """Allow these short batches more than 3% of padding."""
     monkeypatch.setattr(rounding, "_MOST_PADDING", 1.0)
 
 

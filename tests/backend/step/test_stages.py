@@ -1,4 +1,4 @@
-"""Evaluation in stages: the same bytes, in as many evaluations as the clock asks for."""
+"""Evaluation in stages: the same bytes, with the number of stages that the clock decides."""
 
 from typing import Any
 

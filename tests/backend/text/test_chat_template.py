@@ -1,4 +1,4 @@
-"""The models' own templates: golden renders, and prompts as transformers itself gives them."""
+"""The models' own templates: golden renders, and prompts equal to transformers'."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_template_for_tools_is_used_for_conversations_with_tools() -> None:
 def some_chat(
     shared: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Path:
-    """One in so many rows of the chat data, and some of each shape: roles, tools and calls."""
+    """A sample of the chat data, with some rows of each shape: roles, tools and calls."""
     every, of_each = request.param
     shapes: Counter[Any] = Counter()
     chosen = []

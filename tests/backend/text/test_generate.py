@@ -1,4 +1,4 @@
-"""Answers: those of mlx-lm, token by token, with what was run of the last prompt kept."""
+"""Answers equal mlx-lm's, token by token, with the last prompt's cache reused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def generator(folder: Path) -> Generator:
 
 
 def greedy(folder: Path, ids: list[int], count: int) -> list[int]:
-    """Return what the model gives for whole sequences, with no cache at all."""
+    """Return the model's greedy tokens, computed on whole sequences without a cache."""
     model, tokens = load_base(folder, "float32").model, list(ids)
     for _ in range(count):
         tokens.append(int(mx.argmax(model(mx.array([tokens]))[0, -1])))

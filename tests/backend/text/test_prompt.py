@@ -1,4 +1,4 @@
-"""The prompt of an answer is, to the token, what training has put before it."""
+"""The prompt of an answer has exactly the tokens before the answer in training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folders(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def check_file(folder: Path, data: Path, tokenizer: Any = None, **options: Any) -> int:
-    """Compare the prompt of every turn with the context that training has; return how many."""
+    """Compare the prompt of every turn with its context in training; return the number of turns."""
     rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
     defaults = {"max_seq_len": 10**9, "val_split": 0, "no_cache": True}
     training = DataConfig(str(folder), str(data), **defaults | options)  # type: ignore[arg-type]

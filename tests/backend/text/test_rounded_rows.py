@@ -1,4 +1,4 @@
-"""How many tokens of padding real rows get where a GPU's lines are rounded up."""
+"""The padding that real rows get when a GPU's packed batches are rounded up."""
 
 from __future__ import annotations
 

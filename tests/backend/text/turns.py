@@ -1,4 +1,4 @@
-"""Every turn under every template of ../shared, beside what transformers gives a model for it.
+"""Every turn under every template of ../shared, against transformers' prompts.
 
 Shared by test_chat_template.py and check_templates.py.
 """
@@ -58,7 +58,7 @@ class Template:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """What --thinking may be."""
+        """The possible values of --thinking."""
         return ("auto", "on", "off") if self.asks_for_thinking else ("auto",)
 
 
@@ -128,7 +128,7 @@ class Folder:
         return _load_theirs(self.source)
 
     def encode(self, data: Path, **options: Any) -> Dataset:
-        """Encode a file as `train` and `inspect` do, nothing cut and nothing held out."""
+        """Encode a file like `train` and `inspect`, without cut or held-out rows."""
         defaults = {"max_seq_len": 10**9, "val_split": 0, "no_cache": True}
         config = DataConfig(str(self.path), str(data), **defaults | options)
         reader = Reader(config, self.path)
@@ -136,7 +136,7 @@ class Folder:
         return load_dataset(config, reader)
 
     def prompt(self, messages: Sequence[Row], **options: Any) -> list[int]:
-        """Return the tokens that transformers gives a model for its next turn."""
+        """Return transformers' prompt tokens for the next turn."""
         ids = self.theirs.apply_chat_template(
             list(messages),
             chat_template=(self.path / "chat_template.jinja").read_text(encoding="utf-8"),
@@ -259,7 +259,7 @@ def _thinking(message: Row) -> str:
 def compare(folder: Folder, mode: str, data: Path) -> Counter[str]:
     """Compare every turn of a file with transformers' prompt and the documented answer.
 
-    Returns how much was seen. Raises AssertionError at the first difference.
+    Returns counts of the compared turns. Raises AssertionError at the first difference.
     """
     template = folder.template
     rows = [json.loads(line) for line in data.read_text(encoding="utf-8").rstrip("\n").split("\n")]

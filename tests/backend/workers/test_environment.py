@@ -1,4 +1,4 @@
-"""What the machines of a launch report, judged together."""
+"""The joint verdict on the reports of a launch's machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers tell each other, where MLX answers with what the memory held."""
+"""Messages between workers, when MLX returns uninitialised memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Group:
 
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Worker 1, which answers as worker 0 does until it is gone."""
+    """Worker 1, which answers like worker 0 until it stops."""
     state: dict[str, Any] = {"gone": None, "last": {}}
 
     def all_gather(own: mx.array, group: Any) -> mx.array:

@@ -226,7 +226,7 @@ def test_json_of_something_else_is_no_evaluation(changes: dict[str, Any]) -> Non
         parse_evaluation(values | changes)
 
 
-# What is said
+# Messages
 
 
 def test_lines_say_the_verdict_the_amount_and_the_rows() -> None:

@@ -1,4 +1,4 @@
-"""Axes: where values stand, and which are marked."""
+"""Axes: the positions of values, and the ticks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Charts: what stands in the SVG is where the values are."""
+"""Charts: the SVG's points are at the positions of the values."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Page(HTMLParser):
         self._texts.append((list(self._open), data))
 
     def texts(self, wanted: Callable[[str, Attributes], bool]) -> list[str]:
-        """The text of each element that is wanted."""
+        """The text of each element that `wanted` accepts."""
         found: dict[int, str] = {}
         for parents, data in self._texts:
             for element in parents:

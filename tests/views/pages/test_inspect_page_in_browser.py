@@ -1,4 +1,4 @@
-"""The page in a real browser, without a window: search, theme, width, and no harm from data."""
+"""The page in a headless browser: search, theme, width, and harmless data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxtune.views.pages.inspect_page import render_page
 from tests.browser import browse, drive, needs_browser
 from tests.inspections import HOSTILE, INSPECTION, with_text
 
-# Does what a person would do with the page.
+# Uses the page as a person would.
 STEPS = """
   const later = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
   const shown = (page) => page.querySelectorAll("article.example:not([hidden])").length;
@@ -105,7 +105,7 @@ def test_hostile_data_neither_runs_nor_loads_nor_speaks(folder: Path) -> None:
     assert page.dom.count("<script") == 1
     assert page.said == []
     assert not [address for address in page.requested if "evil" in address]
-    # So would it look if it had loaded something.
+    # A page that loaded something would look like this.
     control = browse(folder, "control.html")
     assert [address for address in control.requested if "evil.example" in address]
     assert len(control.said) == 2

@@ -1,4 +1,4 @@
-"""The page of a run: all that is known of it, as text, whatever its files hold."""
+"""The page of a run shows all its records as text, whatever its files contain."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_many_answers_are_folded_away_and_bounded(tmp_path: Path) -> None:
 
 
 def hostile(value: Any) -> Any:
-    """The same with hostile text in place of every text, and of every name of an option."""
+    """Return the value with every text and every option name replaced by hostile text."""
     if isinstance(value, str):
         return HOSTILE
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run: the numbers of its record, and its curve."""
+"""A notebook's card of a run: the numbers of its record, and its curve."""
 
 from __future__ import annotations
 

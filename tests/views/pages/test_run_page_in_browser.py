@@ -1,4 +1,4 @@
-"""The page of runs in a real browser: both widths, both themes, and what it tells when asked."""
+"""The page of runs in a real browser: both widths, both themes, and values shown on request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.views.pages.test_run_page import HOSTILE, hostile
 
 pytestmark = needs_browser
 
-# Does what a person would do with the pages.
+# Uses the pages as a person would.
 STEPS = """
   const colour = (element, name) => getComputedStyle(element)[name];
   const point = (view, plot, x, y) => plot.dispatchEvent(new view.PointerEvent("pointermove",

@@ -177,7 +177,7 @@ def test_step_in_windows_takes_blocks(
 
 
 def metal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have fused attention refuse the gradients that Metal's refuses, in its words."""
+    """Make fused attention refuse gradients with the error of Metal's kernel."""
 
     def refusing(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
         few, sinks = q.shape[2] <= 8, options.get("sinks")

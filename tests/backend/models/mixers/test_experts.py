@@ -43,7 +43,7 @@ def test_quantised_experts_with_lora() -> None:
     made = experts(bias=True)
     nn.quantize(made, group_size=32, bits=4)
     made.freeze()
-    # Experts that get no tokens get gradients of zero.
+    # Experts without tokens get zero gradients.
     made = with_lora(made, "gate_proj", "down_proj")
     assert_same(made, indices(40, 2, 5) // 2, MIXERS.apply)
 

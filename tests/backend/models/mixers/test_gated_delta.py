@@ -66,7 +66,7 @@ class Case:
 
 
 def by_mlx_lm(q: Any, k: Any, v: Any, a: Any, b: Any, *rest: Any, **options: Any) -> Any:
-    """Return what mlx-lm's function returns, with gates in float64 too."""
+    """Return the results of mlx-lm's function, with gates also in float64."""
     rate, bias, state, mask = rest
     low, doubled = options["lower_bound"], options["allow_neg_eigval"]
     x = a + bias

@@ -41,7 +41,7 @@ def inputs(batch: int, length: int, heads: int, groups: int, *, scale: float = 1
 def by_tokens(
     x: Any, A_log: Any, B: Any, C: Any, D: Any, dt: Any, dt_bias: Any, state: Any, limit: Any
 ) -> tuple[Any, Any]:
-    """Return what the recurrence gives, arXiv:2405.21060, equation 1, in float64."""
+    """Return the result of the recurrence (arXiv:2405.21060, equation 1) in float64."""
     x, A_log, B, C, D, dt, dt_bias, state = (
         each.astype(mx.float64) for each in (x, A_log, B, C, D, dt, dt_bias, state)
     )
@@ -56,7 +56,7 @@ def by_tokens(
 
 
 def results(update: Update, varied: Any, frozen: Any, limit: tuple[float, float]) -> list[Any]:
-    """Return y, the last state, and the gradients of a sum of both for all that is not frozen."""
+    """Return y, the last state, and the gradients of their sum by each varied input."""
     A_log, D, dt_bias = frozen
     weights = [random(*varied[i].shape, seed=3) for i in (0, 4)]
     made: list[mx.array] = []

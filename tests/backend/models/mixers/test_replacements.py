@@ -1,4 +1,4 @@
-"""Layers of mlx-lm's whose kernels for Metal have no gradient."""
+"""Layers of mlx-lm whose Metal kernels have no gradient."""
 
 from __future__ import annotations
 
