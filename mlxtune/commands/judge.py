@@ -85,7 +85,7 @@ def _sums(
 ) -> list[Any]:
     """Compute the losses of rows without or with the adapter; each worker computes a share.
 
-    Yields Sums, or AnswerSums under an objective of preferences.
+    Returns Sums for each model, or AnswerSums under an objective of preferences.
 
     Meanwhile, the model may compute by faster functions.
     """
