@@ -200,6 +200,7 @@ def _is_short(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, int | float) and abs(value) < _TOO_LARGE)
 
 
+# Such as 12GB or 20%.
 _WITH_UNIT = re.compile(r"[\d.]{1,20} ?([A-Za-z%]{1,8})")
 
 
@@ -210,10 +211,9 @@ def _read_number(value: Any, kind: type[int] | type[float]) -> int | float:
     try:
         number = kind(value)
     except (ValueError, OverflowError):
-        unit = re.fullmatch(
-            r"[\d.]{1,20} ?([A-Za-z%]{1,8})", value if isinstance(value, str) else ""
-        )
-        raise ValueError(problem + (f": leave out {unit[1]}" if unit else "")) from None
+        if isinstance(value, str) and (unit := _WITH_UNIT.fullmatch(value)):
+            problem += f": leave out {unit[1]}"
+        raise ValueError(problem) from None
     if not isinstance(value, str) and kind is int and number != value:
         raise ValueError(problem)
     if kind is int and abs(number) >= _TOO_LARGE:
