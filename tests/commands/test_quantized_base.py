@@ -152,7 +152,7 @@ def test_answers_are_those_of_what_was_trained(cli: Cli, home: Path, adapter: Pa
 @pytest.mark.parametrize(
     ("adapter", "dequantize"),
     [
-        *(("4", False), ("4", True), ("nf4", True), slow("nf4", False)),
+        *(("4", False), slow("4", True), ("nf4", True), slow("nf4", False)),
         *(slow(name, False) for name in FORMATS if name not in ("4", "nf4")),
         *(long(name, True) for name in FORMATS if name not in ("4", "nf4")),
     ],

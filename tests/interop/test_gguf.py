@@ -20,6 +20,7 @@ from mlxtune.backend.models.loading import load_base  # noqa: E402
 from tests.interop.base_gguf import interleaved, write_base_gguf  # noqa: E402
 from tests.long.architectures import ARCHITECTURES  # noqa: E402
 from tests.models import sums, write_chat, write_model  # noqa: E402
+from tests.slow import slow  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("short_proofs")
 
@@ -84,16 +85,16 @@ def tiled(tensor: Any, projection: str, part: str) -> Any:
     ("model_type", "architecture"),
     [
         ("llama", "llama"),
-        ("qwen2", "qwen2"),
+        slow("qwen2", "qwen2"),
         ("qwen3", "qwen3"),
-        ("gemma2", "gemma2"),
+        slow("gemma2", "gemma2"),
         ("gemma3_text", "gemma3"),
-        ("gemma4_text", "gemma4"),
+        slow("gemma4_text", "gemma4"),
         ("qwen3_5", "qwen35"),
         ("gpt_oss", "gpt-oss"),
-        ("mixtral", "llama"),
-        ("olmoe", "olmoe"),
-        ("qwen3_moe", "qwen3moe"),
+        slow("mixtral", "llama"),
+        slow("olmoe", "olmoe"),
+        slow("qwen3_moe", "qwen3moe"),
     ],
 )
 def test_names_shapes_and_values_are_those_of_llama_cpps_converter(

@@ -27,7 +27,7 @@ from mlxtune.core.data.problems import BadRow
 from mlxtune.core.files import limited_child
 from mlxtune.core.files.processes import resident_memory
 from mlxtune.errors import ModelError
-from tests.slow import long_except
+from tests.slow import long_except, slow
 from tests.waiting import SECONDS, wait_until
 
 MESSAGES: list[dict[str, Any]] = [
@@ -339,7 +339,7 @@ def _wait_until_gone(pid: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "status"), [("pass", 0), ("os.kill(os.getpid(), 9)", -signal.SIGKILL)]
+    ("end", "status"), [slow("pass", 0), ("os.kill(os.getpid(), 9)", -signal.SIGKILL)]
 )
 def test_process_ends_with_the_one_that_started_it(end: str, status: int) -> None:
     parent = subprocess.run([sys.executable, "-c", PARENT + end], capture_output=True, text=True)
