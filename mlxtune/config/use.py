@@ -34,6 +34,8 @@ _MAIN_FILES = {
     "flat": "adapter.safetensors",
 }
 _LONGEST_PATTERN = 1000
+# Compiling takes memory for each repetition.
+_REPEATED = re.compile(r"\{[^}]*\d{5}")
 # llama.cpp's names of types, such as Q4_K_M, IQ2_XXS and BF16.
 _GGUF_TYPE = re.compile(r"[A-Za-z]+[0-9]+(_[A-Za-z0-9]+)*")
 
@@ -116,12 +118,14 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
 
             pattern = self.match.removeprefix("regex=")
             try:
+                if _REPEATED.search(pattern):
+                    raise ValueError("it repeats more than 9,999 times")
                 regex.compile(pattern)
                 # The time of a search is limited, but some steps of it only by the pattern's
                 # length.
                 if not 0 < len(pattern) <= _LONGEST_PATTERN:
                     problems += [f"--match regex= takes 1 to {_LONGEST_PATTERN:,} characters"]
-            except (regex.error, RecursionError) as error:
+            except (regex.error, ValueError, RecursionError, MemoryError) as error:
                 problems += [f"--match {shorten(self.match)}: is no pattern: {error}"]
         elif self.match not in ("exact", "json", "contains"):
             problems += [

@@ -132,6 +132,7 @@ def other_shapes(run: Path) -> None:
             "result.json",
             "has 9 steps",
         ),
+        (lambda run: flip(run / "trained_rows.bin"), "trained_rows.bin", "is damaged"),
         (lambda run: flip(run.parent / "adapters.safetensors"), "adapter", "SHA-256 differs"),
         (lambda run: (run.parent / "adapters.safetensors").unlink(), "adapter", "no such file"),
         (other_shapes, "best/adapters.safetensors", "does not fit the model"),

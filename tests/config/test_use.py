@@ -50,7 +50,9 @@ def test_merging_and_quantising_name_what_they_need(options: dict[str, Any], pro
         ExportConfig(adapter="a", output="out", **options)
 
 
-@pytest.mark.parametrize("pattern", ["", "x" * 1001, "(" * 400 + ")" * 400])
+@pytest.mark.parametrize(
+    "pattern", ["", "x" * 1001, "(" * 400 + ")" * 400, "(?au)a", "(?:b){1,10000}"]
+)
 def test_pattern_that_cannot_be_searched_is_refused(pattern: str) -> None:
     with pytest.raises(ConfigError, match="--match "):
         EvalConfig(adapter="a", data=("a.jsonl",), generate=True, match=f"regex={pattern}")

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+import io
 import json
 import math
 import os
@@ -79,7 +80,12 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
             changed[name] = rows_of()
         if _is_rows(changed.get(name)):
             # The value may be readable only once, with or without a length.
-            found = iter(changed[name])
+            if isinstance(changed[name], io.IOBase):
+                raise DataError(f"{name}: is an open file: give its path")
+            try:
+                found = iter(changed[name])
+            except TypeError as error:
+                raise DataError(f"{name}: holds no rows: {error}") from error
             first = list(islice(found, 1))
             every = chain(first, found)
             if isinstance(next(iter(first), {}), str | os.PathLike):
@@ -100,7 +106,7 @@ def _table_rows(value: Any) -> Callable[[], Any] | None:
 
 def _length(rows: Any) -> int | None:
     """Return the number of rows; None if it is unknown."""
-    with suppress(TypeError):  # raised also by a progress bar around a generator
+    with suppress(TypeError, ValueError):  # a progress bar around a generator has no length
         return len(rows)
     return None
 
@@ -139,6 +145,8 @@ def _prune(keep: Path) -> None:
 def _lines(rows: Iterable[Any], name: str, length: int | None) -> Iterator[bytes]:
     size, most = 0, _MOST_ROWS if length is None else length
     for number, row in enumerate(rows, start=1):
+        if length is not None and number > length:
+            raise DataError(f"{name}: has more rows than its length, {length:,}")
         if number > most or (length is None and size > _MOST_BYTES):
             raise DataError(
                 f"{name}: {number - 1:,} rows read, {byte_size(size)}, and no end: end the "

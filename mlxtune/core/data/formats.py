@@ -154,10 +154,7 @@ def _with_our_keys(content: JsonObject, formats: Mapping[str, Format]) -> JsonOb
     Raises BadRow for several readings, of which --field chooses one.
     """
     if formats is PAIRS:
-        found = [key for key in _ASKS if isinstance(content.get(key), str)]
-        sides = [content.get(key) for key in ("chosen", "rejected")]
-        is_text = len(found) == 1 and all(isinstance(side, str) for side in sides)
-        return _rename(content, {"prompt": found[0]}) if is_text else content
+        return _with_prompt(content)
     if recognise(content, formats) is not None:
         return content
     prompts, answers, contexts = (
@@ -199,6 +196,22 @@ def _missing_keys(
     known = (" + ".join(fields.get(k, k) for k in each.keys) for each in formats.values())
     looked = f"looked for: {', '.join(known)}"
     return BadRow("no known format", f"{keys}; {looked}; --field NAME=KEY names a key of yours")
+
+
+def _with_prompt(content: JsonObject) -> JsonObject:
+    """Return a pair of texts with its prompt under that key, and its `input` after it.
+
+    Raises BadRow for further text whose place is unknown.
+    """
+    found = [key for key in _ASKS if isinstance(text := content.get(key), str) and text.strip()]
+    if not found or not all(isinstance(content.get(key), str) for key in ("chosen", "rejected")):
+        return content
+    others = [key for key in _BESIDE if content.get(key)]
+    if others or len(found) > 2 or (len(found) == 2 and found[1] != "input"):
+        keys = ", ".join(map(repr, (*found, *others)))
+        raise BadRow(f"two readings of {keys}", "put all of the prompt into 'prompt'")
+    renamed = {key: value for key, value in content.items() if key not in found}
+    return renamed | {"prompt": "\n".join(str(content[key]) for key in found)}
 
 
 def _empty_key(content: JsonObject, formats: Mapping[str, Format]) -> str | None:

@@ -52,6 +52,8 @@ def read_pair(row: int, content: JsonObject, to_message: ToMessage) -> Pair:
             raise BadRow("sides whose prompts differ", "they have no first message in common")
     if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    elif any(side and side[0].get("role") in ("system", "user") for side in (chosen, rejected)):
+        raise BadRow("sides that do not begin with the prompt", "leave 'prompt' out, or make them")
     return _pair(row, content, prompt, chosen, rejected)
 
 

@@ -99,6 +99,15 @@ def read_references(places: Sequence[Path], key: str, examples: int) -> list[flo
     return None
 
 
+def check_references(path: Path) -> str:
+    """Return how many log-probabilities a file holds. Raises OSError, or ValueError if damaged."""
+    found = read_json(path, REFERENCES)
+    values: list[float] = from_json(list[float], found.get("logps"))
+    if found != _content(str(found.get("key")), values):
+        raise ValueError("is damaged: its hash differs")
+    return f"{len(values):,} log-probabilities"
+
+
 def write_references(path: Path, key: str, logps: Sequence[float]) -> None:
     """Write log-probabilities under their key. Raises OutputError."""
     make_folder(path.parent)

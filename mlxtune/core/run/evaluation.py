@@ -163,7 +163,8 @@ class PreferenceDifference:
 
     For answers with a label (not `pairs`), the share of all pairs of a good and a bad answer in
     which the good one gained more, 0.5 by chance. `low` and `high` are the interval of the
-    difference. Margins are means, in nats per token.
+    difference. Margins are means, in nats per token. `fewest` counts pairs, or the answers of the
+    rarer label.
     """
 
     objective: str
@@ -176,6 +177,7 @@ class PreferenceDifference:
     margin_before: float
     margin_after: float
     misjudged: tuple[Misjudged, ...] = ()
+    fewest: int | None = None
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,9 @@ def _verdict_line(evaluation: Evaluation, evidence: str) -> str:
     if evaluation.verdict != CANNOT_TELL:
         return f"the adapter {'hardly ' * evaluation.hardly}{evaluation.verdict}: {evidence}"
     few = f"; at least {FEWEST_ROWS} rows are needed" * (evaluation.rows < FEWEST_ROWS)
+    found = evaluation.preference
+    if found and not found.pairs and found.fewest is not None and found.fewest < FEWEST_ROWS:
+        few = f"; at least {FEWEST_ROWS} answers of each label are needed"
     if evaluation.only_trained:
         few = "; all of these rows were also trained on"
     return f"cannot tell whether the adapter helped: {evidence}{few}"

@@ -7,6 +7,7 @@ ones.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
@@ -105,25 +106,29 @@ def evaluate_preferences(
     if adapted is None:
         preferred = float((margins > 0).mean()) if objective.has_pairs else None
         return replace(evaluation, preferred=preferred)
-    after, both = adapted.margins, True
+    after, fewest = adapted.margins, len(margins)
     if objective.has_pairs:
         won, wins = (margins > 0).astype(float), (after > 0).astype(float)
     else:
         gains = after - margins
         won, wins = np.full(len(after), 0.5), _ranks(gains, adapted.labels == 1)
-        both = 0 < adapted.labels.sum() < len(gains)
+        counts = int(adapted.labels.sum()), int(len(gains) - adapted.labels.sum())
+        fewest = min(counts)
         # Each row is compared with the mean of the other label.
         margins, after = np.zeros(len(after)), _against_others(gains, adapted.labels == 1)
-    ones = np.ones(len(won), dtype=np.int64)
-    change = paired_difference(won, wins, ones, seed)
-    low, high = change.low, change.high
-    if change.is_alike:
-        low, high = _bounds(change.loss, len(won), 1.0 if objective.has_pairs else 0.5)
+    if objective.has_pairs:
+        change = paired_difference(won, wins, np.ones(len(won), dtype=np.int64), seed)
+        low, high = change.low, change.high
+        if change.is_alike:
+            low, high = _bounds(change.loss, len(won))
+    else:
+        low, high = (bound - 0.5 for bound in _rank_interval(float(wins.mean()), *counts))
     found = PreferenceDifference(
         objective=objective.description,
         pairs=objective.has_pairs,
         before=float(won.mean()),
         after=float(wins.mean()),
+        fewest=fewest,
         low=low,
         high=high,
         confidence=CONFIDENCE,
@@ -136,7 +141,7 @@ def evaluate_preferences(
         ),
     )
     verdict = HELPED if low > 0 else HURT if high < 0 else CANNOT_TELL
-    if judged.only_trained or not both or len(won) < FEWEST_ROWS:
+    if judged.only_trained or fewest < FEWEST_ROWS:
         verdict = CANNOT_TELL
     hardly = is_hardly(verdict, found.after - found.before)
 
@@ -155,14 +160,39 @@ def evaluate_preferences(
     )
 
 
-def _bounds(change: float, rows: int, most: float) -> tuple[float, float]:
-    """Return the interval of a change that is equal in all rows, within -`most` and `most`.
+def _bounds(change: float, rows: int) -> tuple[float, float]:
+    """Return the interval of a change that is equal in all rows, within -1 and 1.
 
     Source: Clopper and Pearson (1934): if none of n rows differs, a share of up to 1 - (0.05 /
     2)^(1 / n), about 3.7 / n, may.
     """
     others = 1 - ((1 - CONFIDENCE) / 2) ** (1 / rows)
-    return change - (change + most) * others, change + (most - change) * others
+    return change - (change + 1) * others, change + (1 - change) * others
+
+
+def _rank_interval(area: float, good: int, bad: int) -> tuple[float, float]:
+    """Return the interval of the share of pairs in which the good answer gained more.
+
+    Pairs share answers, so they are not independent. Source: Newcombe, Statistics in Medicine 25
+    (2006), method 5, with the variance of Hanley and McNeil, Radiology 143 (1982).
+    """
+    if not good or not bad:
+        return 0.0, 1.0
+    z, rows = NormalDist().inv_cdf((1 + CONFIDENCE) / 2), (good + bad) / 2
+
+    def is_outside(share: float) -> bool:
+        spread = 1 + (rows - 1) * ((1 - share) / (2 - share) + share / (1 + share))
+        return (area - share) ** 2 > z**2 * share * (1 - share) * spread / (good * bad)
+
+    def bound(outside: float) -> float:
+        """Return where shares between an end of the range and the area cease to be outside."""
+        inside = area
+        for _ in range(50):
+            middle = (inside + outside) / 2
+            inside, outside = (inside, middle) if is_outside(middle) else (middle, outside)
+        return inside
+
+    return bound(0.0), bound(1.0)
 
 
 def _ranks(gains: _Floats, good: npt.NDArray[np.bool_]) -> _Floats:

@@ -32,15 +32,24 @@ def as_bytes(identities: npt.NDArray[np.uint64]) -> bytes:
     return sha256(content).digest() + content
 
 
+def check_trained_rows(run: Path) -> str:
+    """Return how many identities a run keeps. Raises OSError, or ValueError if they are damaged."""
+    return f"{len(_identities(run / TRAINED_ROWS)):,} hashes of rows and answers"
+
+
+def _identities(path: Path) -> npt.NDArray[np.uint64]:
+    content = read_own(path)
+    start = sha256().digest_size
+    if sha256(content[start:]).digest() != content[:start]:
+        raise ValueError("is damaged: its hash differs")
+    return np.frombuffer(content[start:], dtype="<u8").astype(np.uint64)
+
+
 def read_trained_rows(run: Path, warn: Callable[[str], None]) -> npt.NDArray[np.uint64]:
     """Return the identities that a run keeps; none, and a warning, if they cannot be read."""
     path = run / TRAINED_ROWS
     try:
-        content = read_own(path)
-        start = sha256().digest_size
-        if sha256(content[start:]).digest() != content[:start]:
-            raise ValueError("is damaged")
-        return np.frombuffer(content[start:], dtype="<u8").astype(np.uint64)
+        return _identities(path)
     except (OSError, ValueError):
         warn(f"{path}: is missing or damaged, so rows that were trained on too are not left out")
     return NO_ROWS
@@ -55,6 +64,11 @@ def rows_behind(adapter: Path, warn: Callable[[str], None]) -> npt.NDArray[np.ui
     with suppress(OSError, ValueError, OutputError):
         run = run_folder_at(adapter)
         in_checkpoint = (adapter.parent / MANIFEST).exists()
-        if in_checkpoint or text(read_json(run / RESULT), "sha256") == file_hash(adapter):
+        # A run that resumes removes its result, and keeps the adapter that it had written.
+        if (
+            in_checkpoint
+            or not (run / RESULT).exists()
+            or text(read_json(run / RESULT), "sha256") == file_hash(adapter)
+        ):
             return read_trained_rows(run, warn)
     return NO_ROWS

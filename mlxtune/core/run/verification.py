@@ -10,6 +10,7 @@ from typing import Any
 from mlxtune.config import OPTIONS
 from mlxtune.config.fields import Affects, flag
 from mlxtune.core.files.files import file_hash, read_json, read_own
+from mlxtune.core.objectives.preference_rows import check_references
 from mlxtune.core.run.checkpoint import (
     BEST,
     METRICS,
@@ -21,7 +22,15 @@ from mlxtune.core.run.evaluation import VERDICTS
 from mlxtune.core.run.metrics import ValidationRecord
 from mlxtune.core.run.progress import Progress
 from mlxtune.core.run.run import mapping, read_ledgers
-from mlxtune.core.run.run_folder import ABOUT, EVALUATION, LEDGER, RESULT
+from mlxtune.core.run.run_folder import (
+    ABOUT,
+    EVALUATION,
+    LEDGER,
+    REFERENCE,
+    RESULT,
+    TRAINED_ROWS,
+)
+from mlxtune.core.run.trained_rows import check_trained_rows
 from mlxtune.core.text import count
 
 
@@ -85,6 +94,11 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
         newest = max(good, key=lambda each: each.step)
         found.attempt(ABOUT, partial(_check_options, run, newest))
     _verify_result(found, run, progress)
+    if os.path.lexists(run / TRAINED_ROWS):  # earlier versions wrote none
+        found.attempt(TRAINED_ROWS, partial(check_trained_rows, run))
+    options = mapping(good[0].metadata, "config") if good else {}
+    if os.path.lexists(run / REFERENCE) or options.get("objective") in ("dpo", "kto"):
+        found.attempt(REFERENCE, partial(check_references, run / REFERENCE))
     if (run / EVALUATION).exists():  # a run without validation has none
         found.attempt(EVALUATION, partial(_check_evaluation, run))
     return found, good

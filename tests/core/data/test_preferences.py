@@ -87,6 +87,9 @@ def test_tools_and_system_belong_to_both_sides(tmp_path: Path) -> None:
         (PAIRS["texts"] | {"chosen": []}, "empty answer (chosen)"),
         (PAIRS["texts"] | {"chosen": 3}, "'chosen' is neither text nor messages (a number)"),
         (PAIRS["messages"] | {"prompt": []}, "no prompt"),
+        (PAIRS["whole"] | {"prompt": "Hello "}, "sides that do not begin with the prompt"),
+        (PAIRS["whole"] | {"prompt": "Hi", "rejected": [BAD]}, "sides that do not begin with the"),
+        (PAIRS["texts"] | {"context": "C"}, "two readings of 'prompt', 'context'"),
         (
             {"chosen": "Hello!", "rejected": "No."},
             "no prompt (name its key with --field prompt=KEY)",
@@ -167,3 +170,9 @@ def test_real_files_are_read_as_they_are(name: str, objective: str) -> None:
     skipped = SkippedRows(path)
     rows = list(read_rows(path, skipped, objective=objective))
     assert (len(rows), skipped.total) == (300, 0)
+
+
+def test_input_of_a_pair_follows_its_instruction(tmp_path: Path) -> None:
+    row = {"instruction": "Sum up.", "input": "A fox.", "chosen": "Fox", "rejected": "Cat"}
+    pair = pair_of(tmp_path, row)
+    assert [side.messages[0].content for side in pair.sides] == ["Sum up.\nA fox."] * 2

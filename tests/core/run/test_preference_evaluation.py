@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mlxtune.config import ObjectiveConfig
-from mlxtune.core.data.conversation import CHOSEN, REJECTED
+from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, REJECTED
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.evaluation import Evaluation, JudgedRows, Sums, parse_evaluation
 from mlxtune.core.run.evaluation_text import file_lines, verdict_lines
-from mlxtune.core.run.preference_evaluation import AnswerSums, evaluate_preferences
+from mlxtune.core.run.preference_evaluation import (
+    AnswerSums,
+    _rank_interval,
+    _ranks,
+    evaluate_preferences,
+)
 
 
 def evaluated(before: list[float], after: list[float], files: tuple[int, ...] = ()) -> Evaluation:
@@ -75,3 +82,35 @@ def test_each_file_has_a_verdict_on_what_is_preferred() -> None:
         "file 1: helped, prefers 0% to 100%, loss 2.0000 to 2.0000 on 10 rows"
     )
     assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found
+
+
+def test_noise_in_labelled_answers_is_seldom_called_a_change() -> None:
+    """The interval leaves out no change exactly where the test of Mann and Whitney rejects it."""
+    draw, outside = np.random.default_rng(0), 0
+    for good, bad in [(10, 40), (25, 25), (6, 60)] * 100:
+        gains = draw.standard_normal(good + bad)
+        area = float(_ranks(gains, np.arange(good + bad) < good).mean())
+        low, high = _rank_interval(area, good, bad)
+        deviation = abs(area - 0.5) / math.sqrt((good + bad + 1) / (12 * good * bad))
+        assert (low <= 0.5 <= high) == (deviation <= NormalDist().inv_cdf(0.975))
+        assert 0 <= low <= area <= high <= 1
+        outside += not low <= 0.5 <= high
+    assert outside < 0.08 * 300
+
+
+def test_few_answers_of_a_label_show_nothing() -> None:
+    assert _rank_interval(1.0, 0, 60) == (0.0, 1.0)
+    tokens, mask = np.arange(6, dtype=np.int32), np.array([0, 0, 1, 1, 1, 1], dtype=np.uint8)
+    examples = [Example(row, tokens + row, mask, 0, DESIRABLE) for row in range(1, 61)]
+    labels = np.array([1.0] + [0.0] * 59)
+
+    def sums(losses: np.ndarray) -> AnswerSums:
+        of = Sums(losses, np.full(60, 4))
+        return AnswerSums(of, of, labels)
+
+    judged: Any = JudgedRows.of(Corpus.of(examples).select(), np.zeros(0, dtype=np.uint64))
+    kto = Objective(ObjectiveConfig(objective="kto"))
+    after = 8 - np.arange(60)[::-1] / 60
+    found = evaluate_preferences(judged, kto, sums(np.full(60, 8.0)), sums(after), 0)
+    assert (found.verdict, found.preference and found.preference.fewest) == ("cannot tell", 1)
+    assert "at least 6 answers of each label are needed" in verdict_lines(found)[0]

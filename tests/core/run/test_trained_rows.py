@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mlxtune.core.run.run_folder import TRAINED_ROWS
-from mlxtune.core.run.trained_rows import as_bytes, read_trained_rows
+from mlxtune.core.run.trained_rows import as_bytes, read_trained_rows, rows_behind
 
 IDENTITIES = np.array([7, 2**64 - 1, 3, 7], dtype=np.uint64)
 
@@ -26,3 +26,15 @@ def test_damaged_file_is_a_warning(tmp_path: Path, kept: slice | None) -> None:
     assert read_trained_rows(tmp_path, warnings.append).tolist() == []
     (warning,) = warnings
     assert warning.startswith(f"{tmp_path / TRAINED_ROWS}: is missing or damaged, so rows that")
+
+
+def test_rows_count_for_an_adapter_beside_a_run_that_goes_on(tmp_path: Path) -> None:
+    adapter, run = tmp_path / "adapters.safetensors", tmp_path / "checkpoints"
+    run.mkdir()
+    adapter.write_bytes(b"weights")
+    for name in ("run.json", "metrics.jsonl"):
+        (run / name).write_text("{}")
+    (run / TRAINED_ROWS).write_bytes(as_bytes(IDENTITIES))
+    assert len(rows_behind(adapter, pytest.fail)) == 3
+    (run / "result.json").write_text('{"sha256": "of another adapter"}')
+    assert len(rows_behind(adapter, pytest.fail)) == 0
