@@ -27,8 +27,8 @@ _HEAD_POSITIONS = 4
 class _TrunkSlot:
     """Replaces the trunk, or its last norm, for one call of the model.
 
-    Without `given`, it runs the trunk, keeps its `hidden` states and returns those of the positions
-    that the head runs on; with it, it returns the given states.
+    Without `given`, it runs the trunk, keeps its `hidden` states and returns the states at the
+    positions that the head runs on; with it, it returns the given states.
     """
 
     def __init__(

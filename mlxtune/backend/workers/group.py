@@ -148,7 +148,7 @@ class Workers:
         return tree_unflatten(found)
 
     def bytes_from_first(self, own: bytes) -> bytes:
-        """Return worker 0's bytes; those of other workers are ignored."""
+        """Return worker 0's bytes; the other workers' bytes are ignored."""
         (size,) = np.array(self.from_first(mx.array([len(own)], dtype=mx.uint64))).tolist()
         mine = np.frombuffer(own, np.uint8) if self.index == 0 else np.zeros(size, np.uint8)
         return np.array(self.from_first(mx.array(mine))).tobytes() if size else b""

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial, wraps
+from functools import wraps
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,8 +76,8 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
         if validation is not None:
             changed.setdefault("val_data", validation)
     for name in ("data", "val_data"):
-        if (rows_of := _table_rows(changed.get(name))) is not None:
-            changed[name] = rows_of()
+        if (rows := _table_rows(changed.get(name))) is not None:
+            changed[name] = rows
         if _is_rows(changed.get(name)):
             # The value may be readable only once, with or without a length.
             if isinstance(changed[name], io.IOBase):
@@ -95,13 +95,11 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _table_rows(value: Any) -> Callable[[], Any] | None:
-    """Return a function for the rows of a DataFrame of polars or pandas; None for other values."""
+def _table_rows(value: Any) -> Any:
+    """Return the rows of a DataFrame of polars or pandas; None for other values."""
     if hasattr(value, "to_dicts"):
-        return partial(value.to_dicts)
-    if hasattr(value, "itertuples") and hasattr(value, "to_dict"):
-        return partial(value.to_dict, "records")
-    return None
+        return value.to_dicts()
+    return value.to_dict("records") if hasattr(value, "itertuples") else None
 
 
 def _length(rows: Any) -> int | None:
@@ -143,11 +141,11 @@ def _prune(keep: Path) -> None:
 
 
 def _lines(rows: Iterable[Any], name: str, length: int | None) -> Iterator[bytes]:
-    size, most = 0, _MOST_ROWS if length is None else length
+    size = 0
     for number, row in enumerate(rows, start=1):
         if length is not None and number > length:
             raise DataError(f"{name}: has more rows than its length, {length:,}")
-        if number > most or (length is None and size > _MOST_BYTES):
+        if length is None and (number > _MOST_ROWS or size > _MOST_BYTES):
             raise DataError(
                 f"{name}: {number - 1:,} rows read, {byte_size(size)}, and no end: end the "
                 "iterable (itertools.islice), or write its rows to a file and name that"

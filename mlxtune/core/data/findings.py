@@ -69,7 +69,7 @@ def row_findings(
 ) -> list[Finding]:
     """Return a finding for each kind of note on the rows that are kept.
 
-    `files` are those of `corpus`, then those of `validation`. Call it once: it adds notes for
+    `files` are the files of `corpus`, then of `validation`. Call it once: it adds notes for
     duplicates and leaks to `files`.
     """
     _note_duplicates(files, corpus)
