@@ -1,7 +1,7 @@
 """Everything that touches mlx and mlx_lm. On Linux, importing it loads a fast BLAS for the CPU.
 
-Nothing outside this package imports mlx, mlx_lm or transformers. Raises ModelError where mlx is
-installed without the library that computes.
+Nothing outside this package imports mlx, mlx_lm or transformers. Importing this package raises
+ModelError if mlx is installed without its native library.
 """
 
 import resource
@@ -14,12 +14,12 @@ from mlxtune.core.machine.blas import load_blas
 from mlxtune.core.machine.checks import INSTALL_LIBRARY
 from mlxtune.errors import ConfigError, ModelError
 
-# mlx_lm.utils: setrlimit(RLIMIT_NOFILE, (2048, 4096)), which raises without permission.
+# mlx_lm.utils calls setrlimit(RLIMIT_NOFILE, (2048, 4096)), which raises without permission.
 _NEEDED = 4096
 
 
 def _check_library() -> None:
-    """Raise ModelError if mlx has no library: on Linux, the package mlx alone brings none."""
+    """Raise ModelError if mlx lacks its native library, as the bare package mlx does on Linux."""
     spec = find_spec("mlx")
     folders = [] if spec is None else [Path(each) for each in spec.submodule_search_locations or ()]
     extension = any(any(folder.glob("core.*.so")) for folder in folders)
@@ -29,7 +29,7 @@ def _check_library() -> None:
 
 
 def _check_open_files() -> None:
-    """Raise ConfigError if mlx-lm could not set its limit."""
+    """Raise ConfigError if mlx-lm could not set its limit of open files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_NEEDED // 2, _NEEDED))

@@ -1,1 +1,1 @@
-"""Adapter files: read, written, attached, fused, and compared with the trained model."""
+"""Reads, writes, attaches and fuses adapters, and compares exports with the trained model."""

@@ -1,4 +1,4 @@
-"""Putting a trained adapter on its base model."""
+"""Attaches a trained adapter to its base model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ from mlxtune.errors import ConfigError, ModelError, one_line
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model whose adapter can be taken off and put back. `weights` is the adapter's file."""
+    """A model whose adapter can be switched off and on. `weights` is the adapter's file."""
 
     base: BaseModel
     weights: Path
@@ -51,17 +51,17 @@ class Adapted:
 
     @property
     def model(self) -> nn.Module:
-        """The model, with the adapter unless `use_adapter` took it off."""
+        """The model, with the adapter unless `use_adapter` switched it off."""
         return self.base.model
 
     def use_adapter(self, on: bool) -> None:
-        """Switch the adapter on or off, also in a `Forward` that was built with the adapter on."""
+        """Switch the adapter on or off, even for a `Forward` that was built with the adapter on."""
         chosen = [(path, module if on else module.linear) for path, module in self.modules.items()]
         self.model.update_modules(tree_unflatten(chosen))
 
 
 def load_adapted(base: BaseModel, adapter: str) -> Adapted:
-    """Put an adapter in mlx-lm's layout on the modules that it has tensors for, by full name.
+    """Attach an adapter in mlx-lm's layout to the modules that its tensors name.
 
     Raises ModelError if it does not fit.
     """
@@ -102,10 +102,11 @@ def _config_of(weights: Path, info: AdapterInfo, names: list[str]) -> InstructCo
 
 
 def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Return the keywords with which `load_base` loads the base that an adapter was trained on.
+    """Return the options of `load_base` for the base that an adapter was trained on.
 
     They are empty if training used the folder as stored, or if the folder is already quantised in
-    the same format, as by `mlx_lm.convert`. Raises ModelError if it is quantised in another.
+    the same format, as by `mlx_lm.convert`. Raises ModelError if it is quantised in a different
+    format.
     """
     saved, path = read_info(weights).mlxtune, weights.with_name(ADAPTER_CONFIG)
     quantize, double = saved.get("quantize"), saved.get("double_quant", False)
@@ -128,13 +129,13 @@ def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False
 
 
 def base_difference(weights: Path, folder: Path) -> str | None:
-    """Return how the base of an adapter differs from a model's folder; None if it does not.
+    """Return how an adapter's base differs from a model's folder, or None if it does not.
 
-    Adapters of other tools have no fingerprint of it. Raises ModelError.
+    Adapters of other tools have no fingerprint of their base. Raises ModelError.
     """
     info, own = read_info(weights), base_fingerprint(folder)
     trained = info.mlxtune.get("base")
-    # A forged or a later certificate is ignored.
+    # A fingerprint with other entries is ignored: it is forged, or from a later version.
     if not isinstance(trained, Mapping) or trained.keys() != own.keys():
         return None
     if is_same_base(trained, own):
@@ -150,7 +151,7 @@ def check_base(weights: Path, folder: Path, *, other_base: bool) -> None:
 
 
 def base_mismatch(weights: Path, base: BaseModel, *, trust_remote_code: bool = False) -> str | None:
-    """Return a warning if an adapter was trained on a different base than this one, else None."""
+    """Return a warning if an adapter was trained on a different base, else None."""
     try:
         trained = base_options(weights, base.folder, trust_remote_code=trust_remote_code)
     except ModelError as problem:

@@ -1,4 +1,4 @@
-"""The proof of an export: how much its logits differ from the trained model's, and may differ.
+"""The proof of an export: how much its logits differ, and may differ, from the trained model's.
 
 Both models see the same tokens: prompts, each followed by the trained model's greedy answer.
 """
@@ -33,7 +33,7 @@ class Comparison:
     generated: int = 0
 
     def add(self, trained: Logits, written: Logits, generated: int) -> None:
-        """Compare float32 (T, V) logits at the same tokens; the last `generated` are the answer.
+        """Compare float32 (T, V) logits of equal tokens; the last `generated` are an answer.
 
         A difference that is not finite counts as infinite.
         """
@@ -55,7 +55,7 @@ class Comparison:
 
 
 def _divergence(trained: Logits, written: Logits) -> float:
-    """Return the sum over T of KL(trained || written), in nats, of (T, V) logits."""
+    """Return the sum over T of KL(trained || written), in nats, for (T, V) logits."""
     values = []
     for a, b in zip(trained, written, strict=True):  # row by row to save memory
         p, q = _log_softmax(a), _log_softmax(b)
@@ -85,11 +85,11 @@ class WeightCheck:
 
 @dataclass(frozen=True)
 class Certificate:
-    """How a written model compares with the trained one.
+    """A written model's comparison with the trained model.
 
     `tolerance` is the largest logit difference that rounding explains; None if the weights were
     quantised again, so that `weights` alone decides. `effect` is the largest change of a logit by
-    the adapter, for scale. `retention` is the cost of quantising weights again, if any were.
+    the adapter, for scale. `retention` is the cost of quantising weights again, None if none were.
     `quantized` is the type that llama.cpp rounded the weights to after the comparison.
     """
 

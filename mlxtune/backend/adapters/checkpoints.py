@@ -40,11 +40,11 @@ def _saved_parameters(model: nn.Module) -> dict[str, mx.array]:
 
 
 def _updates(model: nn.Module, lora: LoRASummary) -> dict[str, Update]:
-    """Return an adapter's updates by module, as mlx-lm computes with them.
+    """Return an adapter's updates by module, in the form that mlx-lm applies.
 
-    An adapter file has one rank and one scale, and applies to the weights as they are stored. So
-    lower ranks are padded with zeros, B absorbs differing scales, and PiSSA's initial product is
-    subtracted by doubling the rank: (A | A0), (B / -B0).
+    An adapter file has one rank and one scale, and changes the stored weights. So lower ranks are
+    padded with zeros, B absorbs differing scales, and PiSSA's initial product is subtracted by
+    doubling the rank: (A | A0), (B / -B0).
     """
     updates = {}
     for name, module in adapted_modules(model).items():
@@ -92,7 +92,7 @@ def adapter_writer(
 def parameters_writer(model: nn.Module, lora: LoRASummary) -> Callable[[Path], None]:
     """Return a function that writes the current trained tensors into a folder.
 
-    It writes nothing if the adapter file holds them. It raises OutputError.
+    The function writes nothing if the adapter file holds the same tensors. It raises OutputError.
     """
     if lora.trained_as_written:
         return lambda folder: None
@@ -127,16 +127,16 @@ def check_adapter(weights: Path, model: nn.Module, lora: LoRASummary) -> int:
 def optimizer_writer(
     state: Mapping[str, Any], settings: Mapping[str, int]
 ) -> Callable[[Path], None]:
-    """Return a function that writes an optimizer's current state, with settings."""
+    """Return a function that writes an optimizer's present state, and its settings, to a path."""
     tensors = dict(tree_flatten(state))
     metadata = {name: str(value) for name, value in settings.items()}
     return lambda path: write_tensors(path, tensors, metadata)
 
 
 def read_optimizer(path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return an optimizer's state, of the shapes of `state`, and its settings.
+    """Return a stored optimizer's state and settings.
 
-    Raises ModelError if it does not fit.
+    Raises ModelError unless the state has the shapes of `state`.
     """
     tensors, metadata = load_tensors(path, dict(tree_flatten(state)))
     try:

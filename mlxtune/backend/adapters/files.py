@@ -33,7 +33,8 @@ _NAMES = {
     **{"float32": "F32", "bfloat16": "BF16", "float16": "F16"},
     **{"uint64": "U64", "uint32": "U32", "int32": "I32", "uint8": "U8"},
 }
-# Far beyond any use. Products with float32 weights and ratios of scales stay finite below it.
+# Limits far beyond any real scale or alpha. Within them, products with float32 weights, and ratios
+# of scales, are finite.
 _LEAST_SCALE, _MOST_ALPHA = 1e-8, 1e30
 _UNREADABLE = (OSError, RuntimeError, TypeError, ValueError)
 
@@ -55,7 +56,7 @@ def find_adapter(path: str, option: str = "--adapter") -> Path:
     """Return the adapter file at a path: the file itself, its folder, or a run's folder.
 
     A run without an adapter next to its checkpoints has the adapter of the best checkpoint.
-    `option` named the path. Raises ModelError.
+    `option` is the option that gave the path. Raises ModelError.
     """
     given = as_path(path)
     places = ("", ADAPTER, f"{BEST}/{ADAPTER}", f"checkpoints/{BEST}/{ADAPTER}")
@@ -87,10 +88,9 @@ def check_replaceable(weights: Path) -> None:
 
 
 def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str, str]) -> None:
-    """Raise OutputError if the folder has another adapter, whose config the new one would replace.
+    """Raise OutputError if the folder has a different adapter, whose config would be replaced.
 
-    An adapter is another if an entry of `described`, or the fingerprint `base` of its model,
-    differs.
+    Adapters differ if an entry of `described`, or the fingerprint `base` of the model, differs.
     """
     try:
         config = read_json(weights.with_name(ADAPTER_CONFIG), CONFIG_LIMITS)
@@ -111,7 +111,7 @@ def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str,
 
 
 def _same(config: Mapping[str, Any], described: Mapping[str, Any]) -> bool:
-    """Return whether a config has all these entries, nested ones included."""
+    """Return whether a config has all these entries, nested entries included."""
     for name, value in described.items():
         found = config.get(name)
         if isinstance(value, Mapping):
@@ -138,7 +138,7 @@ def read_adapter_config(weights: Path) -> dict[str, Any]:
     """
     path, own = weights.with_name(ADAPTER_CONFIG), _own_config(weights)
     try:
-        # It may be a link: Hugging Face's cache consists of links.
+        # The file may be a link: Hugging Face's cache consists of links.
         return read_json(Path(os.path.realpath(path)), CONFIG_LIMITS) | own
     except (OSError, ValueError) as error:
         if own:
@@ -151,7 +151,7 @@ def read_adapter_config(weights: Path) -> dict[str, Any]:
 
 
 def _own_config(weights: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):  # The reader of its tensors reports the problem.
+    with suppress(OSError, ValueError):  # `read_tensors` reports errors.
         own = read_header(weights).metadata.get(OWN_CONFIG, "{}")
         config = parse_json(own.encode(), CONFIG_LIMITS, weights.name)
         if isinstance(config, dict):
@@ -163,7 +163,7 @@ def read_info(weights: Path) -> AdapterInfo:
     """Return the kind, rank and scale of an adapter from its config. Raises ModelError."""
     config, path = read_adapter_config(weights), weights.with_name(ADAPTER_CONFIG)
     parameters = config.get("lora_parameters")
-    # The first versions of mlx-lm did not write it, and mlx-lm defaults to this.
+    # The first versions of mlx-lm did not write fine_tune_type, and later versions default to lora.
     kind = config.get("fine_tune_type", "lora")
     if not isinstance(kind, str) or kind not in LEAVES or not isinstance(parameters, Mapping):
         raise ModelError(
@@ -192,12 +192,12 @@ def read_info(weights: Path) -> AdapterInfo:
 
 
 def is_valid_scale(scale: float, rank: int) -> bool:
-    """Return whether float32 can compute with a scale and with the alpha that it gives."""
+    """Return whether a scale and the alpha that it implies are in the range of float32."""
     return scale > _LEAST_SCALE and scale * rank < _MOST_ALPHA
 
 
 def valid_dropout(path: Path, option: str, value: Any) -> float:
-    """Return the dropout in an adapter's config. Raises ModelError."""
+    """Return the dropout in an adapter's config. Raises ModelError if it is invalid."""
     try:
         dropout = float(value or 0.0)
         if not 0 <= dropout < 1:
@@ -220,8 +220,8 @@ def load_tensors(
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
     """Return a safetensors file's tensors and its metadata.
 
-    The header, which MLX does not check, is checked before any data is read. If tensors are
-    expected, of MLX or numpy, it must have these with their shapes and dtypes. Raises ModelError.
+    The header, which MLX does not check, is checked before any data is read. It must list the
+    `expected` tensors, of MLX or numpy, with their shapes and dtypes. Raises ModelError.
     """
     header = tensor_header(path)
     if expected is not None:
@@ -243,7 +243,7 @@ def load_tensors(
 
 
 def adapter_header(weights: Path) -> Mapping[str, TensorInfo]:
-    """Return the tensors in an adapter's header. Raises ModelError for tensors no adapter has."""
+    """Return the tensors in an adapter's header. Raises ModelError for other kinds of tensors."""
     tensors = tensor_header(weights).tensors
     for name, info in tensors.items():
         if info.dtype not in _FLOATS or len(info.shape) > 3 or not all(info.shape):
@@ -263,9 +263,9 @@ def read_tensors(weights: Path) -> dict[str, mx.array]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Write arrays of MLX or numpy in the order of their names: equal tensors, equal bytes.
+    """Write arrays of MLX or numpy. Raises OutputError.
 
-    Raises OutputError.
+    Arrays are sorted by name, so that equal tensors give equal bytes.
     """
     arrays = {name: np.array(value, order="C") for name, value in sorted(tensors.items())}
     write_file(path, [_sort_metadata(safetensors.numpy.save(arrays, metadata=dict(metadata)))])
@@ -308,7 +308,7 @@ def check_shapes(
 
 
 def other_base_error(path: Path, base: str, problem: str) -> ModelError:
-    """Return the error for an adapter that was made on another model than the one at hand."""
+    """Return the error for an adapter that was made on a different model."""
     made = f"was made on another model, {base:.200}, and " if base else ""
     return ModelError(
         f"{path}: {made}does not fit the model: {problem}: name its base with --model-path"
@@ -318,8 +318,8 @@ def other_base_error(path: Path, base: str, problem: str) -> ModelError:
 def module_names(weights: Path, tensors: Mapping[str, TensorInfo], info: AdapterInfo) -> list[str]:
     """Return the modules that an adapter's tensors belong to, sorted.
 
-    Raises ModelError for a tensor too many or too few, and for a rank that is not the config's,
-    before anything of that size is allocated.
+    Raises ModelError for missing or surplus tensors and, before it allocates anything of that size,
+    for a rank that differs from the config's.
     """
     modules = sorted({name.rpartition(".")[0] for name in tensors})
     needed = {f"{module}.{leaf}" for module in modules for leaf in LEAVES[info.kind]}
@@ -343,7 +343,7 @@ def module_names(weights: Path, tensors: Mapping[str, TensorInfo], info: Adapter
 def training_options(info: AdapterInfo, rslora: bool | None = None) -> dict[str, Any]:
     """Return the rank, alpha, target_rank, rslora and dora that describe an adapter.
 
-    With `rslora` given, alpha is the one that gives the adapter's scale with it.
+    If `rslora` is given, alpha is converted so that the adapter keeps its scale.
     """
     saved = info.mlxtune
     rslora = saved.get("rslora") is True if rslora is None else rslora
@@ -363,6 +363,6 @@ def training_options(info: AdapterInfo, rslora: bool | None = None) -> dict[str,
 
 
 def split_layer(name: str) -> tuple[int, str] | None:
-    """Return the number of a module's layer, and its path there; None outside the layers."""
+    """Return the number of a module's layer and its path in the layer; None outside the layers."""
     match = _IN_LAYER.search(name)
     return (int(match[1]), match[2]) if match else None

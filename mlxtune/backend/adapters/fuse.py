@@ -39,7 +39,8 @@ from mlxtune.core.files.files import as_output_error, copy_file, make_folder, wr
 from mlxtune.core.files.sizes import check_file
 from mlxtune.errors import ModelError, OutputError, one_line
 
-# A weight file is in memory while it is written; mlx-lm's are five times as large.
+# The size of a weight file, which is in memory while it is written; mlx-lm's are five times as
+# large.
 _SHARD_GB = 1
 # The other files of a model folder.
 _COPIED = (
@@ -47,7 +48,7 @@ _COPIED = (
     *("additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 _WRITTEN_ANEW = ("config.json", "adapter_config.json", "certificate.json", "hf_quant_config.json")
-# Allowance beyond one rounding to the dtype, for roundings in float32 on the way.
+# Allowance for intermediate rounding in float32, besides one rounding to the dtype.
 _SLACK = 1.02
 _FLOAT32_SLACK = 2.0**-20
 
@@ -89,9 +90,9 @@ def fused_model(
     quantization: Mapping[str, Any] = MappingProxyType({}),
     storage: str = AS_BASE,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a base model with the adapter in its weights, which are lazy, and its config.
+    """Return a base model, whose lazy weights contain the adapter, and its config.
 
-    `quantization` has the keywords of `load_base` for a base that was quantised while loading.
+    `quantization` has the options of `load_base` for a base that was quantised while loading.
     Weights have the base's dtype and, without `dequantize`, its quantisation, which must not be
     nf4; weights with an update are stored as `storage` says. Raises ModelError if the adapter does
     not fit.
@@ -182,10 +183,10 @@ def _copied_files(base: Path) -> Iterator[Path]:
 
 
 def check_copied(base: Path) -> None:
-    """Raise ModelError if a file to be copied is too large, or a link to outside of the folder.
+    """Raise ModelError if a file to be copied is too large, or links to outside the folder.
 
-    It may be a private file of this machine, and the copy is made to be shared. Hugging Face's
-    cache keeps its files in `blobs`, and has a folder of links to them for each snapshot.
+    A link may lead to a private file, and the copy is made to be shared. Hugging Face's cache keeps
+    its files in `blobs`, and has a folder of links to them for each snapshot.
     """
     real = Path(os.path.realpath(base))
     allowed = [real]
@@ -239,8 +240,8 @@ def check_fused(
     """Compare every tensor of a fused folder with its expected value, from base and adapter.
 
     Both are read from disk again, one module at a time. Fused weights may be off by one rounding to
-    their dtype, quantised ones by as much as quantising the exact weight; all other tensors must
-    be equal.
+    their dtype, quantised weights by the error of quantising the exact weight. All other tensors
+    must be equal.
     """
     opened = _open(base, trust_remote_code, quantization)
     before = opened.model
@@ -318,7 +319,7 @@ def storages(
     trust_remote_code: bool,
     quantization: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """Return the storages to try for the weights with an update, without reading any."""
+    """Return the storages to try for the weights with an update, without reading weights."""
     model = _open(folder, trust_remote_code, quantization).model
     return storages_for(_trained(model, adapter))
 

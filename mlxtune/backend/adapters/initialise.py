@@ -41,7 +41,7 @@ Matrix = npt.NDArray[Any]
 def initialise(model: nn.Module, lora: LoRASummary) -> str | None:
     """Give LoRA its initial values; return the SHA-256 of the adapter it starts from, if any.
 
-    Raises ModelError if that does not fit the options.
+    Raises ModelError if the adapter does not fit the options.
     """
     modules, config = adapted_modules(model), lora.config
     for module in modules.values():
@@ -93,8 +93,8 @@ def _disagreements(info: AdapterInfo, lora: LoRASummary) -> list[str]:
 def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of a run with the rank, alpha, targets, layers and kind of its `init_adapter`.
 
-    Given options stay, and are an error later if they contradict the adapter. With --rslora among
-    them, the scale is expressed as alpha / √rank. Raises ModelError if training cannot continue
+    Options that the user gave stay, and are an error later if they contradict the adapter. With
+    --rslora, the scale is expressed as alpha / √rank. Raises ModelError if training cannot continue
     from the adapter.
     """
     adapter = given.get("init_adapter")
@@ -135,10 +135,10 @@ def init_pissa(modules: dict[str, nn.Module], init: str, seed: int) -> None:
             rank, key = module.lora_a.shape[1], hash_of(f"{seed}/{name}", 8)
             u, s, v = principal_svd(weight, rank, pissa_iterations(init), key)
             root = np.sqrt(s / module.scale)
-            # Row-major, as a resumed run reads them: products of another layout round differently.
+            # Row-major, as a resumed run reads them: products in another layout round differently.
             a, b = (np.ascontiguousarray(x, dtype=np.float32) for x in (v * root, (u * root).T))
             module.lora_a, module.lora_b = mx.array(a), mx.array(b)
-            # Separate arrays: a compiled step takes the trained ones as its inputs.
+            # Separate arrays: a compiled step takes the trained arrays as its inputs.
             module.principal = PrincipalFactors(mx.array(a), mx.array(b))
 
 
@@ -147,10 +147,9 @@ def principal_svd(
 ) -> tuple[Matrix, Matrix, Matrix]:
     """Return the largest part of a weight (out, in): U (out, rank), S (rank,) and V (in, rank).
 
-    Without `iterations` the result is exact: from the eigenvectors of W W^T or W^T W, whichever is
-    smaller, in float64, in an eighth of the time of a singular value decomposition. With them, it
-    comes from random directions by that many power iterations, arXiv:0909.4061, algorithms 4.4
-    and 5.1.
+    Without `iterations` the result is exact: float64 eigenvectors of W W^T or W^T W, whichever is
+    smaller, take an eighth of the time of a singular value decomposition. Otherwise, random
+    directions are refined by that many power iterations, arXiv:0909.4061, algorithms 4.4 and 5.1.
     """
     if iterations is not None:
         return _randomized_svd(weight, rank, iterations, seed)

@@ -14,9 +14,9 @@ from mlxtune.backend.adapters.certificate import Comparison, Logits
 from mlxtune.backend.lora.targets import PROJECTIONS
 
 NEW_TOKENS = 64
-# Positions compared in each sequence; each has as many logits as the vocabulary has tokens.
+# Positions compared in each sequence; each has a logit for every token of the vocabulary.
 _POSITIONS = 128
-# Differences up to this multiple of those from one rounding of each product count as rounding:
+# Differences up to this multiple of the effect of rounding each product once count as rounding:
 # products are sums of many terms, and tools split their computation differently.
 _MARGIN = 4
 # The largest relative error of one rounding.
@@ -25,7 +25,7 @@ _UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and the trained model's greedy answer, the last `generated` of `tokens`.
+    """A prompt and the trained model's greedy answer, which is the last `generated` of `tokens`.
 
     `logits` are the trained model's, float32 (T, V), at the last T positions before the last token.
     """
@@ -37,10 +37,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Reference:
-    """The trained model's outputs, to compare with.
+    """The trained model's outputs for comparison.
 
     `dtype` is the coarsest dtype involved, `tolerance` the largest logit difference that rounding
-    explains, `effect` the largest that the adapter makes.
+    explains, `effect` the largest that the adapter causes.
     """
 
     sequences: list[Sample]
@@ -70,14 +70,14 @@ class _Rounded(nn.Module):
 def reference_of(
     adapted: Adapted, prompts: Sequence[Sequence[int]], rounding: str, *, everywhere: bool
 ) -> Reference:
-    """Return the trained model's outputs for prompts, and how much rounding moves them.
+    """Return the trained model's outputs for prompts, and the effect of rounding on them.
 
     `rounding` is the dtype of the written tensors. With `everywhere`, the weights of all
-    projections are rounded, else only the ones with LoRA.
+    projections are rounded, otherwise only the weights with LoRA.
     """
     sequences = []
     for prompt in prompts:
-        # The greedy continuation, past the end of a turn.
+        # The greedy continuation does not stop at the end of a turn.
         steps = generate_step(mx.array(list(prompt)), adapted.model, max_tokens=NEW_TOKENS)
         answer = [token for token, _ in steps]
         tokens = [*prompt, *answer]
@@ -115,7 +115,7 @@ def _logits(model: nn.Module, tokens: list[int], generated: int) -> Logits:
 
 
 def _products(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost projections of a model by path: LoRA layers, not the layers within."""
+    """Return the outermost projections of a model by path, not the layers inside LoRA layers."""
     modules = dict(model.named_modules())
     inner = {f"{path}.linear" for path, module in modules.items() if hasattr(module, "lora_a")}
     return {

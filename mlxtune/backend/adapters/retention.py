@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# The largest share of the gain that may be lost without a question.
+# The largest share of the gain that may be lost before other storages are tried.
 MOST_LOST = 0.1
 
 
@@ -68,7 +68,7 @@ def try_in_order(
     storages: Sequence[str],
     value_of: Callable[[str], float],
 ) -> Retention:
-    """Measure storages in order until one loses no more than `MOST_LOST`, or none is left."""
+    """Measure storages in order until one loses at most `MOST_LOST`, or all are measured."""
     tried: list[StorageTrial] = []
     for storage in storages:
         value = value_of(storage)

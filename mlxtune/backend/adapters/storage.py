@@ -1,6 +1,6 @@
 """How the trained projections of a fused model are stored: as in the base, in more bits, or plain.
 
-All other weights stay as they are in the base. A layer whose format differs from the model's has an
+All other weights keep the base's storage. A layer whose format differs from the model's has an
 entry under its path in the config's `quantization`, as in the mixed plans of `mlx_lm.convert`.
 """
 
@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 AS_BASE, PLAIN = "as the base", "plain"
-# Bits by the name of a storage, in MLX's affine format.
+# The bits of each storage in MLX's affine format.
 _BITS = {"in 6 bits": 6, "in 8 bits": 8}
 _QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
 # The smallest group of the affine format; the 4-bit floats have smaller ones.
@@ -33,7 +33,7 @@ def storages_for(modules: Iterable[nn.Module]) -> list[str]:
 
 
 def layer_like(module: nn.Module, weight: mx.array, storage: str = AS_BASE) -> nn.Module:
-    """Return a layer like another, with this weight, in the given storage.
+    """Return a copy of a layer with this weight in the given storage.
 
     A plain layer, or one with enough bits already, keeps its format.
     """
@@ -64,9 +64,9 @@ def _format(module: nn.Module, storage: str) -> dict[str, Any]:
 def add_to_config(
     config: dict[str, Any], layers: Iterable[tuple[str, nn.Module, nn.Module]], storage: str
 ) -> None:
-    """Add layers with their own storage to a quantised model's config.
+    """Record layers whose storage differs from the model's in a quantised model's config.
 
-    Each layer is a path, the base's module and its replacement.
+    Each layer is given as its path, the base's module and its replacement.
     """
     if storage == AS_BASE:
         return

@@ -1,1 +1,1 @@
-"""Adapters in the formats of other tools, one in each file, and back."""
+"""Conversions of adapters to and from the formats of other tools, one format in each file."""

@@ -31,7 +31,7 @@ class Update:
 
     @property
     def of_experts(self) -> bool:
-        """Whether it belongs to a layer of experts."""
+        """Whether the update belongs to a layer of experts."""
         return self.a.ndim == 3
 
     @property
@@ -44,7 +44,7 @@ class Update:
         return 2 if self.of_experts else 0
 
     def padded(self, rank: int, factor: float) -> "Update":
-        """Return the update with zeros up to a rank, and B times a factor."""
+        """Return the update padded with zeros to a rank, with B multiplied by a factor."""
         b = self.b if factor == 1 else self.b * np.float32(factor)
         return Update(self._pad(self.a, 1, rank), self._pad(b, self._rank_axis, rank), self.m)
 
@@ -65,8 +65,9 @@ class Update:
 class Adapter:
     """An adapter, with its modules by their path in mlx-lm's model.
 
-    The update of a module is `scale * (x @ a) @ b`. `num_layers` is the number of last layers that
-    mlx-lm puts it on, -1 for all. `settings` are further entries of adapter_config.json.
+    The update of a module is `scale * (x @ a) @ b`. `num_layers` counts the last layers, to which
+    mlx-lm attaches it; -1 stands for all layers. `settings` are further entries of
+    adapter_config.json.
     """
 
     scale: float
@@ -78,7 +79,7 @@ class Adapter:
 
     @property
     def is_dora(self) -> bool:
-        """Whether its modules have magnitudes."""
+        """Whether the modules have DoRA's magnitudes."""
         return any(update.m is not None for update in self.modules.values())
 
     @property
@@ -101,7 +102,7 @@ class Adapter:
 
 
 def path_in_layer(name: str) -> tuple[int, str]:
-    """Return the number of a module's layer, and its path there.
+    """Return the number of a module's layer, and the module's path in it.
 
     Raises ModelError for a module outside the layers, such as a head.
     """
@@ -113,12 +114,11 @@ def path_in_layer(name: str) -> tuple[int, str]:
 def updates_in(
     path: Path, tensors: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[str, Update]:
-    """Return updates by module from a file of `{name}.lora_a` (rank, in) and `.lora_b` (out, rank).
+    """Return the updates of modules from a file's tensors.
 
-    For experts, both have a first axis, the expert.
-
-    `names` gives the name in the file of each module of the base model. Raises ModelError for
-    tensors of other modules and for incomplete pairs.
+    The tensors of a module are `{name}.lora_a` (rank, in) and `{name}.lora_b` (out, rank), where
+    `names` gives the name of each module of the base model. For experts, both have a first axis,
+    the expert. Raises ModelError for tensors of other modules and for incomplete pairs.
     """
     rest, updates = dict(tensors), {}
     for module, name in names.items():
@@ -183,9 +183,9 @@ def check_shapes_fit(
 
 
 def check_fits(module: nn.Module | None, update: Update, name: str) -> None:
-    """Raise ModelError if an update's shapes are not its projection's, if they are known.
+    """Raise ModelError if an update's shapes do not fit its projection, if its shape is known.
 
-    There is one magnitude for each row, or none.
+    DoRA has one magnitude for each row.
     """
     check_shapes_fit(module, update.a.shape, update.b.shape, name)
     rows = update.b.shape[-1:]

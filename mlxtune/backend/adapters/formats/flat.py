@@ -1,7 +1,7 @@
 """The flat file: `lora.{layer}.{projection}.lora_a` (rank, in) and `.lora_b` (out, rank), float32.
 
 The file's metadata holds `rank`, `alpha` and `scale`, and `epoch` and `val_loss` if they are known.
-A projection is named by the last part of its name alone.
+A projection goes by the last part of its name, such as `q_proj`.
 """
 
 import json
@@ -41,7 +41,7 @@ def read_flat(folder: Path, modules: Iterable[str]) -> Adapter:
 
 
 def _flat_names(modules: Iterable[str]) -> dict[str, str]:
-    """Return the name of each module in the file. Raises ModelError if two have the same."""
+    """Return the name of each module in the file. Raises ModelError if two modules share a name."""
     names: dict[str, str] = {}
     for module in modules:
         if (name := _flat_name(module)) in names.values():

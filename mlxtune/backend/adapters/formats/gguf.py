@@ -24,7 +24,7 @@ from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError
 
 WEIGHTS = "adapter.gguf"
-# llama.cpp's names of the model types of mlx-lm.
+# llama.cpp's names for the model types of mlx-lm.
 ARCHITECTURES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "gemma4")},
     "gemma3_text": "gemma3",
@@ -37,7 +37,7 @@ ARCHITECTURES = {
     "qwen3_5": "qwen35",
     "qwen3_5_moe": "qwen35moe",
 }
-# mlx-lm's names of a stack of experts, and the gguf package's name.
+# mlx-lm's names for a stack of experts, and the gguf package's name.
 _STACK = re.compile(r"(?:mlp|block_sparse_moe)\.(?:switch_mlp|experts)\.")
 _KNOWN_STACK = "mlp.experts."
 Order = npt.NDArray[np.intp]
@@ -78,7 +78,7 @@ def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
 
 
 def check_supported(model_type: str, option: str, otherwise: str) -> None:
-    """Raise ModelError if a model has no names in GGUF here, or its package is missing."""
+    """Raise ModelError if this module knows no GGUF names for a model, or gguf is not installed."""
     if model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ModelError(f"{option} supports {known}, not {model_type}: {otherwise}")
@@ -104,11 +104,11 @@ def read_gguf(folder: Path, modules: Iterable[str], base: BaseModel) -> Adapter:
 
 
 def orders(module: str, update: Update, base: BaseModel) -> tuple[Order, Order]:
-    """Return the order in which llama.cpp has the columns and the rows of a module's weight.
+    """Return llama.cpp's order of the columns and of the rows of a module's weight.
 
-    The halves of each head of Llama are interleaved, as rotary embeddings pair neighbours there.
-    Value heads of the gated delta rule, which mlx-lm groups by their key head (k0 k0 k1 k1), are
-    tiled (k0 k1 k0 k1).
+    The halves of each Llama head are interleaved, as rotary embeddings pair neighbours there. Value
+    heads of the gated delta rule, which mlx-lm groups by their key head (k0 k0 k1 k1), are tiled
+    (k0 k1 k0 k1).
 
     Source: LlamaModel.permute and _LinearAttentionVReorderBase in llama.cpp's conversion/.
     """
@@ -138,9 +138,9 @@ def _parent(module: str, base: BaseModel) -> Any:
 
 
 def _heads(module: str, rows: int, base: BaseModel) -> int:
-    """Return the number of heads of a projection, by the attention that mlx-lm has made.
+    """Return a projection's number of heads, as mlx-lm's attention has it.
 
-    The config may give another number in a part that mlx-lm does not read.
+    The config may give a different number in a part that mlx-lm does not read.
     """
     head_dim = getattr(_parent(module, base), "head_dim", 0)
     if not isinstance(head_dim, int) or head_dim <= 0 or head_dim % 2 or rows % head_dim:
@@ -149,7 +149,7 @@ def _heads(module: str, rows: int, base: BaseModel) -> int:
 
 
 def gguf_names(modules: Iterable[str], base: BaseModel) -> dict[str, str]:
-    """Return llama.cpp's name for the weight of each module that has one there."""
+    """Return llama.cpp's names for the weights of those modules that llama.cpp has."""
     import gguf
 
     by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}

@@ -29,12 +29,12 @@ _GET_CONVERTER = (
     "git clone https://github.com/ggml-org/llama.cpp, put the clone on the PATH, pip install torch"
 )
 _GET_QUANTIZER = "brew install llama.cpp"
-# The converter's names of the dtypes that a folder is stored in.
+# The converter's names for the dtypes of a folder's weights.
 _OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 def check_convertible(model_type: str, option: str) -> None:
-    """Raise ModelError if the check could not read the converter's files."""
+    """Raise ModelError if `check_merged` could not read a GGUF of this type of model."""
     check_supported(model_type, option, "run llama.cpp's convert_hf_to_gguf.py yourself")
 
 
@@ -49,13 +49,13 @@ def quantizer() -> str | None:
 
 
 def conversion(program: str, folder: Path, dtype: str) -> list[str]:
-    """Return the command that writes a folder stored in a dtype as GGUF."""
+    """Return the command that converts a folder, whose weights have the dtype, to GGUF."""
     target = ["--outfile", str(folder / MERGED), "--outtype", _OUTTYPES[dtype]]
     return [program, str(folder), *target]
 
 
 def advice(folder: Path, dtype: str) -> str:
-    """Return how to convert a folder where the converter is not installed."""
+    """Return how to convert a folder if the converter is not installed."""
     command = shlex.join(conversion(_CONVERTERS[0], folder, dtype))
     return f"llama.cpp's converter is not on the PATH: {_GET_CONVERTER}, then run {command}"
 
@@ -78,7 +78,7 @@ def ollama_advice(folder: Path, quantize: str | None, *, converted: bool) -> str
 
 
 def convert(program: str, folder: Path, dtype: str, remedy: str) -> None:
-    """Run llama.cpp's converter on a folder stored in a dtype. Raises OutputError."""
+    """Run llama.cpp's converter on a folder whose weights have the dtype. Raises OutputError."""
     _run(conversion(program, folder, dtype), folder / MERGED, remedy)
 
 
@@ -98,7 +98,7 @@ def _tensors(path: Path) -> dict[str, Any]:
     """Return the tensors of a GGUF by name; none if it cannot be read."""
     import gguf
 
-    # The package raises all kinds of errors for files that are cut off or damaged.
+    # The package raises all kinds of errors for files that are truncated or damaged.
     with suppress(Exception):
         return {each.name: each for each in gguf.GGUFReader(path).tensors}
     return {}

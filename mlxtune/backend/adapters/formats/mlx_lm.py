@@ -77,7 +77,7 @@ def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
     """Write an adapter's file, and adapter_config.json next to it, each whole or not at all.
 
     The file's metadata holds the config too, as another adapter may replace adapter_config.json.
-    Tensors are sorted by name, so that equal adapters are equal bytes. Raises OutputError.
+    Tensors are sorted by name, so that equal adapters give equal bytes. Raises OutputError.
     """
     config = {
         "fine_tune_type": "dora" if adapter.is_dora else "lora",
@@ -110,7 +110,7 @@ def copy_mlx_lm(weights: Path, folder: Path) -> None:
 
 
 def load_with_mlx_lm(model: nn.Module, folder: Path) -> nn.Module:
-    """Put an adapter on a base model by mlx-lm's own code. Raises ModelError."""
+    """Attach an adapter to a base model with mlx-lm's own code. Raises ModelError."""
     try:
         adapted = load_adapters(model, str(folder))
     except Exception as error:

@@ -52,7 +52,7 @@ _REFUSED = (
 
 
 def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
-    """Write an adapter as PEFT's folder, with the module names of the base model's folder.
+    """Write a PEFT folder, with the module names that the base model's folder uses.
 
     Raises ModelError for parts that PEFT cannot hold, and OutputError.
     """
@@ -108,7 +108,7 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
 def _expert_tensors(
     experts: Mapping[str, Update], model_type: str, present: Iterable[str]
 ) -> tuple[dict[str, Matrix], dict[str, int]]:
-    """Return the tensors of experts, and the rank of each parameter of transformers."""
+    """Return the experts' tensors, and the rank of each of transformers' parameters for them."""
     tensors: dict[str, Matrix] = {}
     ranks: dict[str, int] = {}
     if not experts:
@@ -138,7 +138,7 @@ def _rank_in_use(update: Update) -> int:
 def read_peft(folder: Path, modules: Mapping[str, nn.Module], model_type: str) -> Adapter:
     """Return the adapter of a PEFT folder for a base model of this type with these modules.
 
-    Lower ranks are padded with zeros to the largest, and `b` makes up for differing scales. Raises
+    Lower ranks are padded with zeros to the largest, and `b` absorbs differing scales. Raises
     ModelError, naming the features that mlx-lm's LoRA does not have.
     """
     config, weights = _read_config(folder / CONFIG), folder / WEIGHTS
@@ -164,7 +164,7 @@ def read_peft(folder: Path, modules: Mapping[str, nn.Module], model_type: str) -
             if (layer, projection) not in stacks:
                 raise ModelError(f"the base model has no experts for {name}.{projection}")
             found[stacks[layer, projection]] = half, scale
-    # The most common scale, so that most modules stay the same bit for bit.
+    # The most common scale, so that most modules stay bit-identical.
     scale = Counter(scale for _, scale in found.values()).most_common(1)[0][0]
     rank = max(update.rank for update, _ in found.values())
     _check_padding(weights, [update for update, _ in found.values()], rank)
@@ -183,7 +183,7 @@ def read_peft(folder: Path, modules: Mapping[str, nn.Module], model_type: str) -
 def _expert_parts(
     config: Mapping[str, Any], parts: Iterable[str], model_type: str
 ) -> dict[str, tuple[str, str]]:
-    """Return the parts that belong to experts, with their module and parameter in transformers."""
+    """Return the module and parameter, in transformers, of each part that belongs to experts."""
     targets = [f".{each}" for each in config.get("target_parameters") or ()]
     found: dict[str, tuple[str, str]] = {}
     for module in {re.sub(r"(\.base_layer)+$", "", name) for name in parts} if targets else ():
@@ -199,10 +199,11 @@ def _expert_parts(
 
 
 def _match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[str, str]:
-    """Return the names in `present` of the wanted modules, which are named by another tool.
+    """Return the name in `present` of each wanted module, which may have another prefix there.
 
-    Names that differ are matched from the layer number on. Raises ModelError for modules that are
-    missing from `present`, or in it twice, or that share one there; `where` names its source.
+    Names that differ are matched from the layer number on. Raises ModelError for modules that have
+    no name, two names, or the same name as another module; `where` describes the source of
+    `present`.
     """
     present = set(present)
     by_tail: dict[str, list[str]] = {}
@@ -231,7 +232,7 @@ def _shortest_targets(
     """Return PEFT's target_modules and layers_to_transform for exactly the chosen modules.
 
     `chosen` gives the layer of each module and the path in it; `present` are all modules. Full
-    names are returned where last names would match other modules too.
+    names are returned if last names would match other modules too.
     """
     layers = sorted({layer for layer, _ in chosen.values()})
     last_names = sorted({path.rsplit(".", 1)[-1] for _, path in chosen.values()})
@@ -300,7 +301,7 @@ def _rank_and_scale(
 ) -> tuple[int, float]:
     """Return the rank of a module or parameter, and the scale of its update as PEFT computes it.
 
-    `rows` is the length of A: the rank, or a multiple of it where experts are stacked. Raises
+    `rows` is the length of A: the rank, or a multiple of it if experts are stacked. Raises
     ModelError.
     """
     try:

@@ -1,10 +1,9 @@
 """LoRA on experts as PEFT stores it, for stacked parameters of transformers.
 
 transformers has two such parameters in the `experts` of a layer: `gate_up_proj`, with the outputs
-of gate and up one after the other, or in turns, and `down_proj`. PEFT wraps the module once for
-each of its `target_parameters`, so with both, the LoRA of the first is at `experts.base_layer`.
-`lora_A` is (experts * rank, in), by expert and rank, and `lora_B` (out, rank * experts), by rank
-and expert.
+of gate and up concatenated or interleaved, and `down_proj`. PEFT wraps the module once for each of
+its `target_parameters`, so with both, the LoRA of the first is at `experts.base_layer`. `lora_A` is
+(experts * rank, in), by expert and rank, and `lora_B` (out, rank * experts), by rank and expert.
 
 Source: ParamWrapper in PEFT's tuners/lora/layer.py.
 """
@@ -23,18 +22,18 @@ PLACES = {
     "olmoe": "mlp.experts",
     "qwen3_moe": "mlp.experts",
 }
-# Models whose outputs of gate and up take turns.
+# Models that interleave the outputs of gate and up.
 _IN_TURNS = ("gpt_oss",)
 # In the order in which PEFT wraps them.
 PARAMETERS = ("gate_up_proj", "down_proj")
-# mlx-lm's names of a stack of experts.
+# mlx-lm's names for a stack of experts.
 _STACKS = ("switch_mlp", "switch_glu", "experts")
 
 
 def joined(modules: Mapping[str, Update], model_type: str) -> dict[tuple[int, str], Update]:
-    """Return the updates of experts by layer and parameter, gate and up as one.
+    """Return the updates of experts by layer and parameter, with gate and up joined.
 
-    Its rank is the sum of theirs: A is stacked, and B block-diagonal.
+    The rank of the joined update is the sum of both ranks: A is stacked, and B is block-diagonal.
     """
     layers: dict[int, dict[str, Update]] = {}
     for path, update in modules.items():
@@ -56,7 +55,7 @@ def joined(modules: Mapping[str, Update], model_type: str) -> dict[tuple[int, st
 
 
 def split(parameter: str, update: Update, model_type: str) -> dict[str, Update]:
-    """Return the updates of a parameter by mlx-lm's name of the projection."""
+    """Return a parameter's update as updates of mlx-lm's projections, by name."""
     if parameter == "down_proj":
         return {parameter: update}
     rows = _rows(update.b.shape[1], model_type)
@@ -80,7 +79,7 @@ def _without_padding(update: Update) -> Update:
 
 
 def to_matrices(update: Update) -> tuple[Matrix, Matrix]:
-    """Return `lora_A` and `lora_B` as PEFT keeps them for experts."""
+    """Return `lora_A` and `lora_B` in PEFT's layout for experts."""
     a, b = update.a, update.b.transpose(1, 2, 0)
     return a.reshape(-1, a.shape[-1]), b.reshape(len(b), -1)
 
@@ -91,7 +90,7 @@ def from_matrices(a: Matrix, b: Matrix, rank: int) -> Update:
 
 
 def wrapped(module: str, parameters: Iterable[str]) -> dict[str, str]:
-    """Return where PEFT keeps the LoRA of each parameter that has one."""
+    """Return the module at which PEFT keeps the LoRA of each of a module's parameters."""
     chosen = [name for name in PARAMETERS if name in parameters]
     depths = range(len(chosen) - 1, -1, -1)
     return {
