@@ -1,7 +1,8 @@
-"""The CPU's operations: numpy's BLAS for products, kernels compiled by numba for all else.
+"""The CPU's operations: numpy's BLAS for products, kernels compiled by numba for everything else.
 
-Nothing outside this folder needs it: `forward.operations` takes `CPU` where the folder exists. The
-modules are imported at first use: numba takes long to import and is in Linux's extra `cpu` only.
+Nothing outside this folder needs it: `forward.operations` uses `CPU` if the folder exists. The
+modules are imported at first use: numba takes long to import, and only the extra `cpu` installs it,
+on Linux.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from mlxtune.backend.cpu.layers import KernelLayers
 from mlxtune.backend.cpu.memory import KernelMemory
 from mlxtune.backend.lora.targets import EXPERTS
 
-# The parameters from which the kernels save more time than calling them costs.
+# The number of parameters from which the kernels save more time than their calls cost.
 _LARGE_MODEL = 10_000_000
 # Modules of layers with experts or recurrences.
 _WITHOUT_KERNELS = (*EXPERTS, nn.Conv1d, Rwkv7TimeMixing)
@@ -38,23 +39,23 @@ class CpuOperations:
         kernels.widen(0, 1, np.zeros((1, 1), np.uint16), np.zeros((1, 1), np.uint32))
 
     def serves(self, dtype: mx.Dtype | None) -> bool:
-        """Return whether this is float32, all that the kernels take."""
+        """Return whether the dtype is float32, the only dtype of the kernels."""
         return dtype is not None and dtype == mx.float32
 
     def pay_off(self, parameters: int, dtype: mx.Dtype, model: nn.Module | None) -> bool:
-        """Return whether a base of this size and dtype trains faster than by MLX's operations.
+        """Return whether the kernels train a base of this size and dtype faster than MLX does.
 
-        Each layer is evaluated as it runs, so MLX's own recurrences and experts hold all their
-        values.
+        They do not if layers have recurrences or experts: each layer is evaluated as it runs, so
+        MLX's own recurrences and experts hold all their values.
         """
-        # The extra `cpu` installs it.
+        # The extra `cpu` installs these packages.
         installed = all(map(find_spec, ("numba", "threadpoolctl")))
         modules = [] if model is None else [m for layer in model.layers for m in layer.modules()]
         is_dense = not any(isinstance(module, _WITHOUT_KERNELS) for module in modules)
         return parameters >= _LARGE_MODEL and installed and self.serves(dtype) and is_dense
 
     def linear_head(self, dtype: mx.Dtype | None) -> ModuleType:
-        """Return cross-entropy by blocks of the vocabulary."""
+        """Return the module that computes cross-entropy by blocks of the vocabulary."""
         from mlxtune.backend.cpu import products
 
         return products
@@ -77,7 +78,7 @@ class CpuOperations:
         return self.linear_head(mx.float32).losses(logits, targets)
 
     def layer_passes(self, recompute: bool) -> KernelLayers:
-        """Return passes that keep the products of each layer, or its input only."""
+        """Return passes that keep each layer's products, or only its input."""
         return KernelLayers(keep_products=not recompute)
 
 

@@ -34,12 +34,12 @@ _inside = threading.local()
 
 
 def view(x: mx.array) -> Floats:
-    """Return an array's memory as numpy sees it, evaluated, not copied."""
+    """Evaluate an array, and return a numpy view of its memory."""
     return np.array(x, copy=False)
 
 
 def empty(*shape: int) -> mx.array:
-    """Return a new float32 array, in whose memory numpy can write."""
+    """Return a new float32 array, whose memory numpy can write."""
     size = math.prod(shape)
     if size <= _ZEROS.size:
         # Copying here avoids waking MLX's own thread.
@@ -50,7 +50,7 @@ def empty(*shape: int) -> mx.array:
 
 
 def copied(x: mx.array) -> mx.array:
-    """Return a contiguous copy, in whose memory numpy can write."""
+    """Return a contiguous copy, whose memory numpy can write."""
     made = empty(*x.shape)
     view(made)[...] = view(x)
     return made
@@ -62,7 +62,7 @@ def detached(x: mx.array) -> mx.array:
 
 
 def matrix(x: mx.array) -> Floats:
-    """Return an array (..., n) as contiguous rows (m, n): its own memory if that is contiguous."""
+    """Return an array (..., n) as contiguous rows (m, n): a view if it is contiguous already."""
     return np.ascontiguousarray(view(x)).reshape(-1, x.shape[-1])
 
 
@@ -72,7 +72,7 @@ def unshared_products() -> Callable[[], None]:
     OpenBLAS's own threads spin until the next product, which takes the processors from the threads
     of `in_parts`.
     """
-    # The extra `cpu` installs it, and numba too.
+    # The extra `cpu` installs threadpoolctl and numba.
     from threadpoolctl import ThreadpoolController
 
     limit = ThreadpoolController().select(internal_api="openblas").limit(limits=1)

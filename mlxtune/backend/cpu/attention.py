@@ -76,7 +76,7 @@ class _Attention:
                 yield line, slice(start, end), (slice(0, seen),)
 
     def for_each_part(self, run: Callable[[_Part], None]) -> None:
-        """Call `run` for all parts. With enough groups, each thread has its own."""
+        """Call `run` for all parts. Threads divide the groups if there are enough."""
 
         def run_those(_: int, first: int, last: int) -> None:
             for line, queries, keys in self.blocks():
@@ -168,7 +168,7 @@ def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any) ->
     q is (B, H, T, D), k (B, G, S, D) and v (B, G, S, n) with H a multiple of G; `mask` is None,
     "causal" with the queries aligned to the end of the keys, or broadcasts to (B, H, T, S).
     """
-    # Another line may be running by the time of the backward pass.
+    # The layout is kept: by the time of the backward pass, another line may be running.
     layout = packed.layout()
     if not isinstance(mask, str):
         packed.check_not_packed()

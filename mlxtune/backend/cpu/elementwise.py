@@ -13,7 +13,7 @@ from mlxtune.backend.cpu.layers import reads_gate, unread
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable
 
-# Lines of segments need tables of few lengths.
+# The lengths of packed lines are rounded to this, so that they need few tables.
 _LENGTH_MULTIPLE = 256
 
 
@@ -24,10 +24,10 @@ def _by_rows(
     *constants: Any,
     is_read: bool = True,
 ) -> mx.array:
-    """Return a function of inputs of one shape, with its gradient, by two kernels.
+    """Return a differentiable function of inputs of one shape, computed by two kernels.
 
-    They take (start, end, *inputs, out, *constants), and (start, end, *inputs, cotangent, one
-    gradient for each input, *constants).
+    The kernels take (start, end, *inputs, out, *constants), and (start, end, *inputs, cotangent,
+    one gradient for each input, *constants).
     """
 
     def run(*arrays: mx.array) -> mx.array:
@@ -96,7 +96,7 @@ def rope(
     offset: Any,
     freqs: mx.array | None = None,
 ) -> mx.array:
-    """Return mx.fast.rope of x (B, H, T, D), by a kernel where that serves."""
+    """Return mx.fast.rope of x (B, H, T, D), by a kernel if it supports x."""
     fast = not traditional and isinstance(offset, int) and x.ndim == 4
     layout = packed.layout()
     if not (fast and computes(x)):
@@ -112,7 +112,7 @@ def rope(
         whole = _table(length, dims, offset, base, scale, given)
         cosines, sines = (values[layout.positions] for values in whole)
 
-    # The projection before orders entries by token, attention after it by head.
+    # The projection before it orders entries by token, the attention after it by head.
     def run(x: mx.array) -> mx.array:
         source = np.ascontiguousarray(view(x).swapaxes(1, 2))
         made, lines = empty(*x.shape), source.shape[0] * source.shape[1]

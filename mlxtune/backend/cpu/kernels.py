@@ -1,8 +1,8 @@
 """Loops over float32 rows, compiled by numba for the processor at hand and cached on disk.
 
-MLX's CPU operations run on one thread, and `exp` and what contains it take some 12 to 25 ns an
-element on x86; here it takes below 1. Arrays are contiguous rows (m, n). A call computes the rows
-from `start` to `end`.
+MLX's CPU operations run on one thread, and `exp` and functions that use it take some 12 to 25 ns an
+element on x86; here they take less than 1 ns. Arrays are contiguous rows (m, n). A call computes
+the rows from `start` to `end`.
 """
 
 import numba
@@ -30,14 +30,14 @@ def exp(x):  # type: ignore[no-untyped-def]
     whole = np.floor(x * _LOG2_E + _HALF)
     r = x - whole * _LN2_HIGH - whole * _LN2_LOW
     p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
-    # The exponent's bits give 2 to the whole number.
+    # The bits of the exponent hold the power of two.
     power = np.int32((np.int32(whole) + 127) << 23).view(np.float32)
     return (p * r * r + r + _ONE) * power
 
 
 @inline
 def _weight(x):  # type: ignore[no-untyped-def]
-    """Return e to the x, or 0 if no sum would change: subnormal numbers slow products."""
+    """Return e to the x, or 0 if it is too small to change a sum: subnormal numbers are slow."""
     return exp(x) if x > _NOTHING else _ZERO
 
 
@@ -201,7 +201,7 @@ def online_softmax_(start, end, x, highest, total, correction):  # type: ignore[
 
 @kernel
 def turn(start, end, x, cosines, sines, out):  # type: ignore[no-untyped-def]
-    """Turn pairs of entries of x (B, T, H, D) by the angles of T; out is (B, H, T, D)."""
+    """Rotate pairs of entries of x (B, T, H, D) by the angles of T; out is (B, H, T, D)."""
     half = cosines.shape[1]
     for row in range(start, end):
         b, t = row // x.shape[1], row % x.shape[1]
@@ -216,7 +216,7 @@ def turn(start, end, x, cosines, sines, out):  # type: ignore[no-untyped-def]
 
 @kernel
 def turn_back(start, end, d, cosines, sines, out):  # type: ignore[no-untyped-def]
-    """Turn pairs of entries of d (B, H, T, D) back; out is (B, T, H, D)."""
+    """Rotate pairs of entries of d (B, H, T, D) back; out is (B, T, H, D)."""
     half = cosines.shape[1]
     for row in range(start, end):
         b, t = row // out.shape[1], row % out.shape[1]

@@ -1,4 +1,4 @@
-"""Layers run at once, with the products of their forward passes kept for their backward passes.
+"""Layers that are evaluated immediately, and keep their products for the backward pass.
 
 Selective recomputation as in arXiv:2205.05198, section 5: products take most of the time, the
 values between them most of the memory.
@@ -40,7 +40,7 @@ class FrozenProduct(nn.Module):
 
 @dataclass(frozen=True)
 class BackwardReads:
-    """Which values of a layer, beyond the products before its last, its backward pass reads."""
+    """The values that a layer's backward pass reads, besides the products before the last."""
 
     attention: bool = True
     gate: bool = True
@@ -73,7 +73,7 @@ class KeptProducts:
 
     @contextmanager
     def running(self, *, replays: bool) -> Iterator[None]:
-        """Keep the products made in here, or replay the kept ones, in their order."""
+        """Keep the products computed inside the block, or replay the kept products in order."""
         self.replays, self._taken = replays, 0
         token = _running.set(self)
         try:
@@ -101,7 +101,7 @@ _running: ContextVar[KeptProducts | None] = ContextVar("kept products", default=
 
 
 def product(make: Callable[[], mx.array]) -> mx.array:
-    """Return a product of the running layer, computed again only if it is not kept."""
+    """Return a product of the running layer, recomputed only if it is not kept."""
     kept = _running.get()
     return make() if kept is None else kept.product(make)
 
@@ -119,9 +119,9 @@ def reads_gate() -> bool:
 
 
 def unread(*shape: int) -> mx.array:
-    """Return an array that takes no memory, for a value that a layer's backward pass leaves unread.
+    """Return an array that takes no memory, in place of a value that a backward pass never reads.
 
-    A layer that did read it would end the run's first step with an error.
+    If a layer did read the value, the run's first step would end with an error.
     """
     return mx.broadcast_to(mx.array(math.nan), shape)
 
@@ -143,7 +143,7 @@ class KernelLayers:
                 return _detached(function(*_detached(given)))
 
         def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-            # MLX passes a lone array without a list, as to a layer with no trained parameters.
+            # MLX passes a single array without a list, as for a layer with no trained parameters.
             primals = _detached([primals] if isinstance(primals, mx.array) else primals)
             with kept.running(replays=True) if kept else nullcontext():
                 gradients = _detached(mx.vjp(function, primals, list(cotangents))[1])

@@ -10,17 +10,17 @@ from mlxtune.core.steps.memory_estimate import (
     held_logits,
 )
 
-# Rows of the vocabulary that the head casts at once, and how many casts exist at once.
+# Rows of the vocabulary that the head casts at once, and the number of casts in memory.
 _VOCABULARY_BLOCK, _BLOCKS = 4096, 2
 # Copies of a chunk's logits that cross-entropy and its gradient hold.
 _CPU_LOGITS = 2
-# Scores that attention holds at once, and queries of a head in each block of them. Copies of the
+# Scores that attention holds at once, and queries of a head in each block of scores. Copies of the
 # scores, and arrays as wide as the heads, that the backward pass holds in numpy.
 ATTENTION_SCORES, ATTENTION_QUERIES = 1 << 21, 128
 _NUMPY_SCORES, _NUMPY_WIDTHS = 2, 3
 # DoRA adds its scaled products, and their gradients.
 _SCALED = 2
-# Arrays as wide as a convolution, and what follows it, that its layer's backward pass holds.
+# Arrays as wide as a layer's convolution that the layer's backward pass holds.
 _MIXED = 8
 
 

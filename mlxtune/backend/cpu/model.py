@@ -79,7 +79,7 @@ class _Head(nn.Module):
 
 
 class _LoRALinear(LoRALinear):
-    """The base's product and the update's, in one."""
+    """A LoRA layer that computes the frozen product and the update together."""
 
     def __call__(self, x: mx.array) -> mx.array:
         if self.drops() or not _serves(self, x):
@@ -89,7 +89,7 @@ class _LoRALinear(LoRALinear):
 
 
 class _DoRALinear(DoRALinear):
-    """The same, without the bias, which must not be scaled."""
+    """A DoRA layer whose products leave out the bias, which must not be scaled."""
 
     def product(self, x: mx.array) -> mx.array:
         return _product(x, self.linear) if _serves(self, x) else super().product(x)
@@ -131,7 +131,7 @@ class _RoPE(nn.Module):
 
 
 class _FrequencyRoPE(nn.Module):
-    """Rotary embeddings by frequencies, which Llama 3, Gemma 4 and others scale."""
+    """Rotary embeddings with given frequencies, which Llama 3, Gemma 4 and others scale."""
 
     def __call__(self, x: mx.array, offset: Any = 0, **options: Any) -> mx.array:
         if options or getattr(self, "mscale", 1.0) != 1.0:

@@ -1,7 +1,7 @@
 """Products with frozen weights on the CPU, by numpy's BLAS, and the cross-entropy of a linear head.
 
-The weights may be stored in bfloat16 or float16, which halves them: each use casts one matrix to
-float32, which is exact and takes a few percent of the product.
+The weights may be stored in bfloat16 or float16, which halves their memory: each use casts one
+matrix to float32, which is exact and takes a few percent of the product.
 """
 
 import math
@@ -33,22 +33,22 @@ from mlxtune.backend.models.layers import PackedRows
 # A frozen matrix (out, in), plain or quantised.
 Weight = mx.array | PackedRows
 
-# Rows of the vocabulary in a block: as many for each thread as its cache holds.
+# Rows of the vocabulary in a block: as many for each thread as fit in its cache.
 _ROWS = 1024
 _VOCABULARY = _ROWS * THREADS
-# Smaller weights, in elements, one thread casts faster than two.
+# One thread casts weights with fewer elements faster than two threads.
 _SHARED = 1 << 19
 # The largest weight, in elements, that is cast whole.
 _LARGEST = 1 << 26
 
 
 class _Scratch(threading.local):
-    """A thread's place for one cast weight. Reusing it avoids page faults."""
+    """A thread's buffer for one cast weight. Reusing it avoids page faults."""
 
     weight = np.empty(0, dtype=np.uint32)
 
     def rows(self, shape: tuple[int, ...]) -> npt.NDArray[np.uint32]:
-        """Return the place for a matrix, which the next call overwrites."""
+        """Return the buffer for a matrix; the next call overwrites it."""
         size = math.prod(shape)
         if self.weight.size < size:
             self.weight = np.empty(size, dtype=np.uint32)
@@ -59,7 +59,7 @@ _scratch = _Scratch()
 
 
 def in_float32(weight: Weight) -> Floats:
-    """Return a weight (m, n) as float32, until the next call on this thread."""
+    """Return a weight (m, n) as float32, valid until the next call on this thread."""
     if isinstance(weight, PackedRows):
         return view(weight[:])
     stored = _stored(weight)
@@ -76,7 +76,7 @@ def _stored(weight: Weight) -> npt.NDArray[Any] | None:
 def widened(narrow: npt.NDArray[Any]) -> Floats:
     """Return (m, n) in float32, or bfloat16 given as uint16, as float32.
 
-    It holds until the next call on this thread.
+    The result is valid until the next call on this thread.
     """
     if narrow.dtype == np.float32:
         return narrow
@@ -158,8 +158,8 @@ def trained_head_losses(weight: Weight, hidden: mx.array, targets: mx.array) -> 
     """Return the cross-entropy of each hidden state of a head that is one product, float32 (P,).
 
     weight is (V, H), hidden float32 (P, H), targets int32 (P,). Loss and gradient with respect to
-    the hidden states are made in one pass over blocks of the vocabulary, with an online softmax
-    (arXiv:1805.02867): the logits of a block are all that is held.
+    the hidden states are computed in one pass over blocks of the vocabulary, with an online softmax
+    (arXiv:1805.02867): only one block of logits is in memory.
     """
 
     def forward(hidden: mx.array) -> tuple[mx.array, mx.array]:

@@ -22,8 +22,8 @@ GB = 10**9
 # Shares of the limit: MLX's cache of freed buffers, and the use above which it is cleared.
 _CACHE_SHARE = 1 / 8
 _PRESSURE = 0.9
-# The share of a CUDA device to use, as it recommends no working set. The rest goes to the context,
-# the libraries of each process, and fragmentation. MLX's own limit there is 0.95.
+# The share of a CUDA device to use, as CUDA recommends no working set. The rest goes to the
+# context, the libraries of each process, and fragmentation. MLX's own limit there is 0.95.
 _CUDA_SHARE = 0.9
 # The share of the GPU's memory that is wired. Wiring all of it starves the window server and other
 # programs, which then stall.
@@ -87,7 +87,7 @@ def free_now() -> int | None:
 
 
 def _recommended(info: Mapping[str, str | int]) -> int | None:
-    """Return the most bytes to use of a device that nothing else uses, None for a CPU."""
+    """Return the most bytes to use of an otherwise idle device, or None for a CPU."""
     if working_set := info.get("max_recommended_working_set_size"):
         return int(working_set)
     total = info.get("total_memory")
@@ -129,7 +129,7 @@ def release() -> None:
 
 def peak_bytes() -> int:
     """Return the most memory that MLX has held at once, in bytes."""
-    # MLX counts a peak only where it allocates.
+    # MLX updates its peak only when it allocates.
     return max(_highest[0], int(mx.get_peak_memory()), int(mx.get_active_memory()))
 
 
@@ -141,7 +141,7 @@ def peak_gb() -> float:
 def peak_rss() -> int:
     """Return the process's largest resident set, in bytes."""
     try:
-        # The kernel's other counter starts at the parent process's peak.
+        # The counter of getrusage starts at the parent process's peak.
         text = read_kernel_file(Path("/proc/self/status"))
         return int(re.findall(r"VmHWM:\s+(\d+) kB", text)[0]) * 1024
     except (OSError, IndexError):

@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) -> Result:
-    """Return the result of `work`, which must change nothing when it fails; see `tries`."""
+    """Return the result of `work`, which must leave no changes when it fails; see `tries`."""
     for attempt in tries(change):
         with attempt:
             result = work()
@@ -19,7 +19,7 @@ def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) ->
 
 
 def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
-    """Yield a context for each try of some work, until one ends without a fault of the GPU.
+    """Yield a context for each try of some work, until a try ends without a fault of the GPU.
 
     After a fault, `change` is called with MLX's text, to ask for less or to free memory; it raises
     if nothing is left to change. Then the work is tried again, once after each transient fault,
@@ -31,7 +31,7 @@ def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
     while True:
         attempt = Attempt()
         yield attempt
-        # Out here, the exception no longer holds the arrays of the work.
+        # Outside the context, the exception no longer holds the arrays of the work.
         fault, text = attempt.fault, attempt.text
         if fault is None:
             return
@@ -48,7 +48,7 @@ def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
 
 
 class Attempt:
-    """A try of some work: holds back a fault of the GPU, and nothing else, and notes its text."""
+    """A try of some work: suppresses a fault of the GPU, but no other error, and keeps its text."""
 
     fault: Fault | None = None
     text = ""
