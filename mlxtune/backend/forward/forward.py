@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, by the shortest computation that is exact for the model."""
+"""The loss of a micro-batch, by the fastest computation that is exact for the model."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,9 +31,9 @@ from mlxtune.core.steps.execution import Execution, Operations
 from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
 
-# Raises the loss where a model computes in float16: the gradients of single tokens are near
-# its smallest numbers, 6e-8 to 6e-5. A power of two changes no other bit, and one this small lets
-# entries of a gradient reach 256 before they overflow. The step takes it back in float32.
+# Scales up the loss if a model computes in float16: the gradients of single tokens are near its
+# smallest numbers, 6e-8 to 6e-5. A power of two changes no other bit, and one this small lets
+# entries of a gradient reach 256 before they overflow. The step divides by it in float32.
 _RAISED_FLOAT16 = 256.0
 
 # Computes the losses (P,) of hidden states (P, H) at the supervised positions.
@@ -73,7 +73,7 @@ class Forward:
             self.recompute(execution.recompute)
         self._linear_head = None if split.weight is None else operations.linear_head(split.dtype)
         self._vocabulary: dict[str, Any] = {}
-        # In 16 bits, MLX's function, fused on Metal and CUDA, makes no float32 logits.
+        # In 16 bits, MLX's function, fused on Metal and CUDA, allocates no float32 logits.
         dtype = split.logits_dtype
         in_16_bits = dtype is not None and dtype != mx.float32
         self._entropies: Losses = (
@@ -89,9 +89,9 @@ class Forward:
         self.preference_gradients = mx.value_and_grad(self.preference_loss)
 
     def recompute(self, value: bool) -> None:
-        """Recompute the activations of layers in their backward passes from here on, or keep them.
+        """Switch between recomputing layers' activations in their backward passes and keeping them.
 
-        What layers found out about their backward passes is forgotten.
+        Layers drop the facts that they recorded about their backward passes.
         """
         if self.layerwise is not None:
             self.layerwise.restore()
@@ -100,7 +100,7 @@ class Forward:
         self.layerwise = None if passes is None else Layerwise(self.model, self._dropout, passes)
 
     def restore_model(self) -> None:
-        """Make the model compute as it did before."""
+        """Undo all changes to the model."""
         self.mixers.restore()
         self._undo_sharing()
         self._undo_operations()
@@ -163,9 +163,9 @@ class Forward:
     ) -> mx.array:
         """Return `scale` times the summed cross-entropy of a micro-batch, in nats, float32.
 
-        Where `arrays` has `reduce`, it takes the place of the sum. `parameters` are the model's
-        LoRA matrices, which it keeps. The loss is scaled by the count of the whole step before the
-        backward pass, and by `raised`, which keeps float16 gradients in range.
+        A function `reduce` in `arrays` replaces the sum. `parameters` are LoRA matrices, which stay
+        in the model. `scale` is `raised`, which keeps float16 gradients in range, divided by the
+        number of supervised tokens of the whole step.
         """
         self.model.update(parameters)
         with self.running(), laid_out(arrays.get("layout")):
@@ -185,8 +185,8 @@ class Forward:
     ) -> tuple[mx.array, mx.array]:
         """Return `scale` times the loss of a micro-batch under an objective of preferences.
 
-        The second array, float32 (B,), has the log-probabilities of its examples. `arrays` has
-        `reduce`, which maps the losses (P,) of supervised tokens to both, in one array.
+        The second array, float32 (B,), has the log-probabilities of its examples. `reduce` in
+        `arrays` maps the losses (P,) of supervised tokens to one array with both results.
         """
         values = self.scaled_loss(parameters, arrays, mx.array(1.0))
         return values[0] * scale, mx.stop_gradient(values[1:])
@@ -194,12 +194,12 @@ class Forward:
     def losses(self, batch: MicroBatch | Pack, keys: mx.array | None = None) -> mx.array:
         """Return the cross-entropy of each supervised token, in nats, float32 (P,), not evaluated.
 
-        They are in the order of the batch, without a gradient, and without dropout unless `keys`
-        are given.
+        The losses are in the order of the batch. They have no gradient, and no dropout unless
+        `keys` are given.
         """
         arrays = self.arrays(batch, keys)
         targets = arrays["targets"]
-        # A loss that is not finite is reported as such.
+        # Losses that are not finite are reported elsewhere.
         with laid_out(arrays.get("layout")), np.errstate(all="ignore"):
             caches = self._caches(arrays)
             if isinstance(batch, MicroBatch) and not self.execution.split_head:
@@ -215,7 +215,7 @@ class Forward:
         return losses
 
     def running(self) -> AbstractContextManager[None]:
-        """Make the layers that run in here prepare for their backward passes."""
+        """Make layers prepare for their backward passes when they run inside the block."""
         return nullcontext() if self.layerwise is None else self.layerwise.running()
 
     @contextmanager
@@ -248,7 +248,7 @@ class Forward:
         )
 
     def _caches(self, arrays: Mapping[str, Any]) -> list[Any] | None:
-        """Return the cache of each layer; set the keys of dropout."""
+        """Set the keys of dropout, and return the cache of each layer."""
         keys, layout = arrays.get("keys"), arrays.get("layout")
         if layout is None:
             self._dropout.set(keys, None)

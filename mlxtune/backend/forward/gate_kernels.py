@@ -15,7 +15,7 @@ from mlxtune.errors import one_line
 
 # Elements that each thread computes, and threads of a group.
 PER_THREAD, GROUP = 4, 256
-# Elements are counted by numbers of 32 bits.
+# Kernels index elements with 32-bit integers.
 _MOST = 2**31 - GROUP * PER_THREAD
 # The largest difference from MLX's operations in float32, as a share of the largest value: the last
 # bit.
@@ -107,7 +107,7 @@ def gate_kernels_problem() -> str:
 
 
 def device_kernels() -> GateKernels:
-    """Return the device's kernels, untried. Raises MLX's error where it cannot make them."""
+    """Return the device's kernels, not checked yet. Raises MLX's error if it cannot make them."""
     metal = has_metal()
     return GateKernels(mx.fast.metal_kernel if metal else mx.fast.cuda_kernel, metal=metal)
 
@@ -117,7 +117,7 @@ def _tried() -> tuple[GateKernels | None, str]:
     try:
         kernels = device_kernels()
         problem = _problem(kernels)
-    # Errors of any kind: a compiler may be missing, or refuse the source.
+    # Any error may occur: a compiler may be missing, or reject the source.
     except Exception as error:  # noqa: BLE001
         return None, one_line(error)
     return (None, problem) if problem else (kernels, "")
@@ -125,7 +125,7 @@ def _tried() -> tuple[GateKernels | None, str]:
 
 def _problem(kernels: GateKernels) -> str:
     """Return how values or gradients differ from plain operations; empty if only by rounding."""
-    # Neither a whole group nor a whole thread's share.
+    # The size leaves a group of threads, and the last thread, only partly used.
     size = GROUP * PER_THREAD + PER_THREAD + 1
     key = mx.random.key(0)
     arrays = [4 * mx.random.normal((1, size), key=each) for each in mx.random.split(key, 3)]

@@ -28,7 +28,7 @@ def replace_gates(model: nn.Module) -> Callable[[], None]:
 
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """Return silu(gate) * up, arXiv:2002.05202, section 2."""
-    # Exported graphs contain no kernels of ours.
+    # Exported graphs must not contain custom kernels.
     kernels = None if exporting() else gate_kernels()
     if kernels is not None and serves(gate, up):
         return kernels.swiglu(gate, up)
@@ -70,7 +70,7 @@ def _computes_swiglu(mlp: nn.Module) -> bool:
     try:
         dict.update(mlp, _TRIAL)
         return bool(mx.allclose(mlp(x), _run(mlp, x), rtol=_TOLERANCE, atol=_TOLERANCE))
-    # Any error may occur: experts, for example, take more than hidden states.
+    # Any error may occur: experts, for example, take more arguments than hidden states.
     except Exception:  # noqa: BLE001
         return False
     finally:

@@ -28,7 +28,7 @@ class _TrunkSlot:
     """Replaces the trunk, or its last norm, for one call of the model.
 
     Without `given`, it runs the trunk, keeps its `hidden` states and returns the states at the
-    positions that the head runs on; with it, it returns the given states.
+    positions that the head runs on. With `given`, it returns the given states.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class _TrunkSlot:
 
 
 class SplitModel:
-    """An mlx-lm model whose head can run on chosen positions alone, soft-capping and all.
+    """An mlx-lm model whose head can run on chosen positions alone, including any soft-capping.
 
-    `splits`: its trunk was found; otherwise the model can only run whole. `weight` (V, H) is the
-    weight of a head that is a single product, else None; `dtype` belongs to the hidden states, and
-    `logits_dtype` to the logits. `vocabulary` gives the tokens of this worker's logits, None for
-    all. `packing_problem` says why examples do not run in one line, once `packs` found that they do
-    not.
+    `splits` tells whether its trunk was found; otherwise the model can only run whole. `weight` (V,
+    H) is the weight of a head that is a single product, else None; `dtype` belongs to the hidden
+    states, and `logits_dtype` to the logits. `vocabulary` gives the tokens of this worker's logits,
+    None for all. `packing_problem` says why examples do not run in one line, once `packs` found
+    that they do not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -70,7 +70,7 @@ class SplitModel:
         self.packing_problem = ""
         self.dtype: mx.Dtype | None = None
         self.logits_dtype: mx.Dtype | None = None
-        # The hidden states of a few texts, each alone: before the layers, and after all of them.
+        # The hidden states of a few texts, run separately: before the layers, and after them.
         self._inputs = LayerInputs(model, trial_texts())
         self._alone = mx.array(0.0)
         if isinstance(self._trunk, nn.Module):
@@ -86,7 +86,7 @@ class SplitModel:
 
         `cache` has a LineCache for each layer.
         """
-        # A head of no positions costs nothing, and the call is the model's own.
+        # The model's own call runs, with a head on no positions, which costs nothing.
         slot = _TrunkSlot(self._trunk, positions=0)
         self._call(slot, inputs, cache)
         return slot.hidden
@@ -101,7 +101,7 @@ class SplitModel:
         return logits.squeeze(0)
 
     def packs(self, mixers: Mixers) -> bool:
-        """Try whether examples in one line give the same results as each alone."""
+        """Return whether packed examples give the same results as separate examples, by a trial."""
         if self._runs_in_line():
             return True
         if not mixers.by_segments:
@@ -116,20 +116,19 @@ class SplitModel:
                 line = self.hidden(mx.array([texts.line]), self.line_caches())
             inputs.compare(self._alone, line)
             self.packing_problem = inputs.problem()
-        # Any error may occur: architectures that add positions to tokens do not pack, or have other
-        # caches.
+        # Any error may occur: some architectures add positions to tokens, or use other caches.
         except Exception as error:  # noqa: BLE001
             self.packing_problem = one_line(f"{type(error).__name__}: {error}")
         return not self.packing_problem
 
     def line_caches(self) -> list[LineCache]:
-        """Return the caches of the layers while a line runs."""
+        """Return the layers' caches for a packed line."""
         return [LineCache() for _ in self.model.layers]
 
     def _call(
         self, slot: _TrunkSlot, inputs: mx.array, cache: Sequence[Any] | None = None
     ) -> mx.array:
-        # An entry of the dict keeps the order of the parameters.
+        # Replacing an entry of the dict keeps the order of the parameters.
         self._owner[self._name] = slot
         try:
             return self._text(inputs, cache=cache) if cache else self._text(inputs)
@@ -149,7 +148,7 @@ class SplitModel:
                 self._owner["layers"] = layers
 
     def _compare(self) -> None:
-        """Check on a few tokens that the head after the trunk is the model; find its weight."""
+        """Check on a few tokens that trunk and head equal the model, and find the head's weight."""
         try:
             slot = _TrunkSlot(self._trunk, positions=_HEAD_POSITIONS)
             with self._inputs.kept():
@@ -166,7 +165,7 @@ class SplitModel:
             self.splits = False
 
     def _is_head(self, weight: mx.array | PackedRows, logits: mx.array, hidden: mx.array) -> bool:
-        """Return whether the head is the product with a weight, by a part of the vocabulary."""
+        """Return whether the head is a product with this weight, by part of the vocabulary."""
         if weight.shape != (logits.shape[-1], hidden.shape[-1]):
             return False
         part, large = weight[:_PART], hidden[:1] * _LARGE
@@ -185,7 +184,7 @@ class SplitModel:
 
 
 def find_trunk(text: nn.Module) -> tuple[str, nn.Module | None]:
-    """Return the part of a text model that has its layers, with its name."""
+    """Return the name of a text model's part that contains the layers, and the part."""
     for name, part in text.children().items():
         layers = getattr(part, "layers", None) or getattr(part, "h", None)
         if isinstance(part, nn.Module) and layers:
@@ -194,7 +193,7 @@ def find_trunk(text: nn.Module) -> tuple[str, nn.Module | None]:
 
 
 def _stack(trunk: nn.Module) -> nn.Module | None:
-    """Return the part of a trunk with the layers and the norm after them, if there is one."""
+    """Return the part of a trunk that contains the layers and the norm after them, if any."""
     parts = (m for m in trunk.modules() if m.get("layers") and isinstance(m.get("norm"), nn.Module))
     return next(parts, None)
 

@@ -1,4 +1,4 @@
-"""Modules whose calls run a function of ours."""
+"""Modules whose calls are intercepted by a function."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,10 +8,10 @@ from mlx.utils import tree_unflatten
 
 
 class Intercepted(nn.Module):
-    """Replaces a module of a model: `call(module, *args, **options)` runs instead.
+    """Replaces a module of a model, so that `call(module, *args, **options)` runs instead.
 
     It has the children, parameters and attributes of the module, so that names stay unchanged, and
-    is an instance of its class: some models choose a layer's mask by that.
+    is an instance of its class: some models choose a layer's mask by its class.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
@@ -28,7 +28,7 @@ class Intercepted(nn.Module):
         return type(object.__getattribute__(self, "_intercepted"))
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        # Children may have been replaced since, as when an adapter is taken off.
+        # Children may have been replaced since then, for example when an adapter is switched off.
         dict.update(self._intercepted, self)
         return self._call(self._intercepted, *args, **options)
 

@@ -46,9 +46,9 @@ def trained_head_losses(
 ) -> mx.array:
     """Return the cross-entropy of each hidden state of a head that is one product, float32 (P,).
 
-    `weight` is (V, H), in any dtype, or the rows that a worker has of a `vocabulary` in parts;
-    `hidden` is float32 (P, H), `targets` int32 (P,). The forward pass computes the gradient of the
-    hidden states, too.
+    `weight` is (V, H), in any dtype, or a worker's rows if the `vocabulary` is split; `hidden` is
+    float32 (P, H), `targets` int32 (P,). The forward pass computes the gradient of the hidden
+    states, too.
     """
 
     def forward(hidden: mx.array) -> tuple[mx.array, mx.array]:
@@ -101,7 +101,7 @@ def _blocks(weight: mx.array | PackedRows, positions: int) -> Iterator[mx.array]
 def _rows(
     weight: mx.array | PackedRows, tokens: mx.array, vocabulary: Vocabulary | None
 ) -> mx.array:
-    """Return the weight's rows of tokens, float32 (P, H); zeros for other workers' tokens."""
+    """Return the weight's rows for tokens, float32 (P, H); zeros for other workers' tokens."""
     if vocabulary is None:
         return weight[tokens].astype(mx.float32)
     places, here = vocabulary.find(tokens)

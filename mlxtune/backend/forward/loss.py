@@ -32,7 +32,7 @@ def softmax_cross_entropies(logits: mx.array, targets: mx.array) -> mx.array:
     def forward(logits: mx.array) -> list[mx.array]:
         shares = mx.softmax(logits, axis=-1)
         largest = mx.argmax(logits, axis=-1, keepdims=True)
-        # The largest share is never 0: log-sum-exp is the largest logit less the log of its share.
+        # The largest probability is never 0: log-sum-exp is the largest logit minus its logarithm.
         total = _at(logits, largest) - mx.log(_at(shares, largest))
         return [(total - _at(logits, targets))[:, 0], shares]
 
@@ -45,9 +45,9 @@ def softmax_cross_entropies(logits: mx.array, targets: mx.array) -> mx.array:
 
 
 def split_cross_entropies(vocabulary: Vocabulary, logits: mx.array, targets: mx.array) -> mx.array:
-    """Return the losses, float32 (P,), in nats, if a worker has only the logits (P, v) of a part.
+    """Return the losses, float32 (P,), in nats, from a worker's part (P, v) of the logits.
 
-    The gradient reaches the worker's logits.
+    The gradient is with respect to the worker's logits.
     """
     places, here = vocabulary.find(targets[:, None])
 
@@ -103,8 +103,8 @@ def trained_head_losses(
 ) -> mx.array:
     """Return the cross-entropy of each hidden state, in nats, float32 (P,).
 
-    `hidden` is (P, H), `targets` int32 (P,); `logits` maps (p, H) to (p, V), `losses` these and
-    targets (p,) to (p,). At most `chunk` positions have logits at once: the forward pass also
+    `hidden` is (P, H), `targets` int32 (P,); `logits` maps (p, H) to (p, V), `losses` maps logits
+    and targets (p,) to (p,). At most `chunk` positions have logits at once: the forward pass also
     computes the gradient of the hidden states, as each belongs to one loss.
     """
 

@@ -60,7 +60,7 @@ class Recompute:
         """Return the outputs of a layer."""
 
         def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-            # MLX passes a lone array without a list, as to a layer with no trained parameters.
+            # MLX passes a single array without a list, as for a layer with no trained parameters.
             primals = [primals] if isinstance(primals, mx.array) else list(primals)
             return run_again(function, primals, list(cotangents))
 
@@ -72,7 +72,7 @@ class Recompute:
 
 
 class MlxOperations:
-    """MLX's own, for any device; see `Operations`. `plain` leaves models as mlx-lm made them."""
+    """MLX's own operations, for any device; see `Operations`. `plain` leaves models unchanged."""
 
     by_segments = False
     lazy = True
@@ -91,7 +91,7 @@ class MlxOperations:
         return True
 
     def linear_head(self, dtype: mx.Dtype | None) -> ModuleType | None:
-        """Return cross-entropy by blocks of the vocabulary; in 16 bits, MLX's own is fused."""
+        """Return the module of a linear head in float32; in 16 bits, MLX's own loss is fused."""
         return linear_head if dtype == mx.float32 else None
 
     def prepare(self, model: nn.Module) -> Callable[[], None]:
@@ -129,9 +129,9 @@ KERNELS = _cpu_operations()
 def best_execution(
     parameters: int, dtype: str = "float32", kind: str = "auto", model: nn.Module | None = None
 ) -> Execution:
-    """Return the fastest execution for the device, as measured, by size, dtype and model.
+    """Return the execution that was measured as fastest for a device, model size and dtype.
 
-    `bench --execution` has the others: a GPU's, the CPU's and the plain reference, on any device.
+    `bench --execution` runs the others: a GPU's, the CPU's and the plain reference, on any device.
     """
     if kind == "plain":
         return Execution(PLAIN, split_head=False, packs=False)

@@ -1,4 +1,4 @@
-"""A trial of a model: whether examples in one line give the same results as each alone."""
+"""Tries whether a model gives packed examples the same results as separate examples."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,11 +13,11 @@ from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.models.packed import Layout
 from mlxtune.core.steps.pack import Segment
 
-# The largest difference in a layer between a token's hidden states in the line and alone, in root
-# mean square relative to the latter. A random last bit of attention's output, in both forms, gives
-# up to 0.02 in bfloat16 and 0.0025 in float16, at any depth.
+# The largest difference in a layer between a token's hidden states in the line and alone, as the
+# root mean square relative to the states alone. A random last bit of attention's output, in both
+# forms, gives up to 0.02 in bfloat16 and 0.0025 in float16, at any depth.
 _TOLERANCES = {mx.bfloat16: 3e-2, mx.float16: 4e-3, mx.float32: 1e-4}
-# Embeddings are exact, as they are looked up: added positions are seen from 2% on.
+# Embeddings are looked up, so they are exact: added positions of 2% or more are detected.
 _SHARE_OF_EMBEDDINGS = 0.25
 
 
@@ -67,8 +67,8 @@ def trial_texts() -> Texts:
 class LayerInputs:
     """The hidden states that enter each layer of a model, in the order of the calls.
 
-    `alone` (B, T, ...) are kept while the texts run side by side. While their line runs, each layer
-    starts from these again, and `differences` collects how far it was given others.
+    `alone` (B, T, ...) are kept while the texts run side by side. While the packed line runs, each
+    layer gets these states again, and `differences` collects how far its actual inputs deviate.
     """
 
     def __init__(self, model: nn.Module, texts: Texts) -> None:
@@ -79,7 +79,7 @@ class LayerInputs:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the inputs of the layers."""
+        """Record the inputs of the layers."""
         self.alone = []
 
         def keep(layer: nn.Module, *args: Any, **options: Any) -> Any:
@@ -91,7 +91,7 @@ class LayerInputs:
 
     @contextmanager
     def compared(self) -> Iterator[None]:
-        """Compare the inputs of the layers with the kept ones, and replace them by these."""
+        """Compare the layers' inputs with the kept inputs, and replace them by the kept inputs."""
         self.differences, self._dtypes, kept = [], set(), iter(self.alone)
 
         def compare(layer: nn.Module, *args: Any, **options: Any) -> Any:
@@ -104,7 +104,7 @@ class LayerInputs:
             yield
 
     def compare(self, alone: mx.array, line: mx.array) -> mx.array:
-        """Record how far a line (1, N, ...) is from the texts (B, T, ...); return these in line."""
+        """Record how far a line (1, N, ...) is from the texts (B, T, ...); return those in line."""
         expected = alone.flatten(0, 1)[mx.array(self.texts.places)][None]
         self.differences.append(_difference(expected, line))
         self._dtypes.add(line.dtype)
@@ -144,7 +144,7 @@ def _tolerance(dtype: mx.Dtype) -> float:
 
 
 def _difference(one: mx.array, other: mx.array) -> mx.array:
-    """Return the largest difference of a token's states (1, N, ...), relative to these."""
+    """Return the largest difference of a token's states (1, N, ...), relative to `one`."""
     one, other = (each.astype(mx.float32).flatten(2).flatten(0, 1) for each in (one, other))
     squares = (one - other).square().mean(axis=1) / mx.maximum(one.square().mean(axis=1), 1e-12)
     return mx.sqrt(squares.max())

@@ -26,12 +26,12 @@ class Layerwise:
         # Layers below the first that is trained have no backward pass, and keep nothing.
         first = first_trained(layers)
         calls = [self._run_frozen if i < first else self._run for i in range(len(layers))]
-        # Makes the layers run as before.
+        # Calling this undoes the replacement of the layers.
         self.restore = intercept(model, layers, calls)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make the layers that run in here prepare for their backward passes."""
+        """Make layers prepare for their backward passes when they run inside the block."""
         self._running = True
         try:
             yield
@@ -68,13 +68,13 @@ class LayerCall:
 
     def run(self, *inputs: mx.array) -> list[mx.array]:
         """Run the layer on its arrays; return the arrays of its output."""
-        # Another forward pass may have set its own keys since.
+        # Another forward pass may have set its own dropout keys since then.
         self._dropout.set(self._keys.rows, self._keys.positions)
         self._update(inputs[len(self.given) :])
         args, options = _filled((self._args, self._options), inputs)
         with packed.laid_out(self._layout):
             output = self._layer(*args, **options)
-            # The arrays are returned, so the structure keeps placeholders of them.
+            # The arrays are returned, and the structure keeps placeholders in their places.
             self._output = tree_map(lambda leaf: _ARRAY if _is_floating(leaf) else leaf, output)
             return _floating(output)
 
@@ -92,7 +92,7 @@ def first_trained(layers: Sequence[nn.Module]) -> int:
     return [bool(tree_flatten(layer.trainable_parameters())) for layer in layers].index(True)
 
 
-# A placeholder of an array in the inputs or the output of a layer.
+# A placeholder for an array in the inputs or the output of a layer.
 _ARRAY = mx.array(0.0)
 
 

@@ -21,12 +21,12 @@ _Calls = dict[str, list[tuple[nn.Module, mx.array]]]
 def share_inputs(model: nn.Module) -> Callable[[], None]:
     """Make projections of the same input run together; return a function that undoes it.
 
-    Projections with LoRA learn the dtype of their inputs, too. A model that cannot be tried stays
-    as it is.
+    It also records the dtype of the inputs of projections with LoRA. A model that cannot be tried
+    stays unchanged.
     """
     try:
         calls = _tried(model)
-    # Any error may occur: some models take more than tokens.
+    # Any error may occur: some models take more inputs than tokens.
     except Exception:  # noqa: BLE001
         return lambda: None
     sharing: list[LoRALinear] = []

@@ -1,6 +1,6 @@
-"""Keeps the examples of a line apart, whatever the operations and nearly whatever the model.
+"""Keeps packed examples separate, with any operations and nearly any model.
 
-Norms, projections, MLPs and experts compute each token alone, so they run on the line and on no
+Norms, projections, MLPs and experts compute each token alone, so they run on the line, without
 padding. A layer's mixers (attention, convolutions, recurrences), which look across tokens, see the
 examples side by side:
 
@@ -29,9 +29,9 @@ from mlxtune.backend.models.autograd import differentiable
 class Mixers:
     """The mixers of one model, which see the examples of a line side by side.
 
-    `by_segments`: purely causal attention runs on the line itself, whose segments the operations
-    keep apart. `restore` makes the model run as it did before. There are `count`; between `note`
-    and `stop_noting`, `outputs` collects their results, in order.
+    With `by_segments`, purely causal attention runs on the line itself, and the operations keep its
+    segments separate. `restore` undoes the changes to the model. `count` is the number of mixers;
+    between `note` and `stop_noting`, `outputs` collects their results in order.
     """
 
     def __init__(self, model: nn.Module, *, by_segments: bool) -> None:
@@ -47,7 +47,7 @@ class Mixers:
         self.outputs, self._notes = [], True
 
     def stop_noting(self) -> None:
-        """Stop collecting, as recomputed layers run their mixers again."""
+        """Stop collecting: recomputed layers run their mixers again."""
         self._notes = False
 
     def _call(self, mixer: nn.Module, *args: Any, **options: Any) -> Any:
@@ -100,7 +100,7 @@ class _OnLine(nn.Module):
 
     def __init__(self, projection: nn.Module, sides: _Sides) -> None:
         super().__init__()
-        # As a child, it would change the names of the model's parameters.
+        # As a child, the projection would change the names of the model's parameters.
         object.__setattr__(self, "_projection", projection)
         object.__setattr__(self, "_sides", sides)
 
@@ -130,7 +130,7 @@ class _Sides:
     def _gather(self, line: mx.array) -> mx.array:
         """Return a line (1, N, C) side by side (B, T, C).
 
-        Its gradient gathers, too: MLX's own adds into zeros, in any order on a GPU.
+        The gradient gathers, too: MLX's own adds into zeros, in any order on a GPU.
         """
         layout = self._layout
 
