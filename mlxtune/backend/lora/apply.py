@@ -31,7 +31,7 @@ from mlxtune.config import InstructConfig
 from mlxtune.config.ranks import scale_of, target_ranks
 from mlxtune.core.text import count, join_few
 
-# The share of an adapter's parameters from which its experts are worth a warning.
+# Experts with at least this share of an adapter's parameters are worth a warning.
 _MOSTLY = 0.5
 
 
@@ -39,8 +39,8 @@ _MOSTLY = 0.5
 class Match:
     """The projections at one path of the searched layers.
 
-    `layers` of them have one; `experts` counts one stack, 0 for a plain projection; `parameters`
-    are LoRA's, 0 if they do not train.
+    `layers` counts the layers that have one; `experts` counts the experts of one stack, 0 for a
+    plain projection; `parameters` counts LoRA's parameters, 0 if they do not train.
     """
 
     path: str
@@ -53,9 +53,9 @@ class Match:
 class LoRASummary:
     """The LoRA on a model: its options, and the modules that they matched.
 
-    `matches` are in the last `num_layers` layers, of which `layers` train. An
-    adapter file has one rank, the largest, and its scale. `trained_as_written`: its tensors are the
-    trained ones, unpadded.
+    `matches` are in the last `num_layers` layers, of which `layers` train. An adapter file has one
+    rank, the largest, and its scale. With `trained_as_written`, its tensors are the trained
+    tensors, unpadded.
     """
 
     config: InstructConfig
@@ -131,7 +131,7 @@ class LoRASummary:
                 yield f"{target} is {', '.join(places)}"
 
     def warnings(self) -> Iterator[str]:
-        """Yield surprises about the experts, with their remedies."""
+        """Yield warnings about LoRA on experts, with remedies."""
         trained = [match for match in self.matches if match.parameters]
         names = {match.path.rsplit(".", 1)[-1] for match in trained}
         left = [match for match in self.matches if match.experts and not match.parameters]
@@ -158,7 +158,7 @@ def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
 
     No weight is read. PiSSA and a first adapter are applied by `initialise`.
 
-    Raises ModelError if that is not possible.
+    Raises ModelError if LoRA cannot be applied.
     """
     chosen = choose_targets(model, config)
     names = {id(module): name for name, module in model.named_modules()}
@@ -176,7 +176,7 @@ def add_lora(
     config: InstructConfig,
     dropout_keys: DropoutKeys,
 ) -> None:
-    """Put LoRA on the projections of a layer that have these paths in it."""
+    """Put LoRA on the projections at these paths in a layer."""
     adapted = []
     for key, module in projections(layer).items():
         if key in keys:
@@ -244,9 +244,9 @@ def lora_layer(
     config: InstructConfig,
     dropout_keys: DropoutKeys,
 ) -> nn.Module:
-    """Return a projection with LoRA on it, of this rank and scale, whatever the config says.
+    """Return a projection with LoRA of this rank and scale, regardless of the config.
 
-    Raises ModelError if that is not possible.
+    Raises ModelError if LoRA cannot be applied.
     """
     check_trainable(name, module, config)
     key = mx.random.key(hash_of(f"{config.seed}/lora/{name}", 8))

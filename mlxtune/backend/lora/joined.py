@@ -17,9 +17,9 @@ MOST_COLUMNS = 64
 class SharedInput:
     """Projections that a layer gives the same input, one after the other.
 
-    The first call computes all outputs and keeps the others. Of `members`, the projections
-    with LoRA, a step holds the A matrices side by side, as the first one's `lora_a` (in, R), and
-    each `lora_b` with zeros in the rows of the others, (R, out):
+    The first call computes all outputs and keeps the others. For the `members`, the projections
+    with LoRA, a step holds the A matrices side by side, as the first member's `lora_a` (in, R), and
+    each `lora_b` with zeros in the other members' rows, (R, out):
 
         A  = (A1 | A2)      B1' = (B1 / 0)      B2' = (0 / B2)      y1 = W1 x + scale * (x A) B1'
     """
@@ -37,7 +37,7 @@ class SharedInput:
         return len(self.members) < 2 or self.members[0].lora_a.shape[1] == self._columns
 
     def output(self, number: int, x: mx.array) -> mx.array:
-        """Return the output of the projection of this number for x (..., in)."""
+        """Return the output of the projection with this number for x (..., in)."""
         if self._x is not x or number not in self._kept:
             self._x, self._kept = x, dict(enumerate(self._outputs(x)))
         output = self._kept.pop(number)
@@ -66,7 +66,7 @@ class SharedInput:
         return [*outputs, narrow]
 
     def _backward(self, primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-        # MLX passes a lone array without a list.
+        # MLX passes a single array without a list.
         x, *trained = [primals] if isinstance(primals, mx.array) else primals
         # The last cotangent is of the narrow output, which nothing reads.
         pairs = list(zip(self.projections, cotangents, strict=False))

@@ -81,8 +81,7 @@ class LoRALinear(nn.Module):
         self.lora_a = mx.random.uniform(-bound, bound, (input_dims, rank), key=key)
         self.lora_b = mx.zeros((rank, output_dims))
         self.principal: PrincipalFactors | None = None
-        # The dtype of its inputs, if known; the projections that run with it, and its place among
-        # them.
+        # The dtype of its inputs, if known; its `SharedInput`, if any, and its number there.
         self.input_dtype: mx.Dtype | None = None
         self.shared: Any = None
         self.number = 0
@@ -175,7 +174,7 @@ def _updated(
 ) -> mx.array:
     """Return product(x) + scale * (x A) B for x (..., in), A (in, k) and B (k, out).
 
-    With its gradient, it takes 8 operations, where MLX's own takes 12.
+    With its gradient, it takes 8 operations; with MLX's own gradient, it would take 12.
     """
 
     def forward(x: mx.array, a: mx.array, b: mx.array) -> list[mx.array]:
@@ -205,14 +204,14 @@ class DoRALinear(LoRALinear):
         y = m / ‖W + ΔW‖ * (W + ΔW) x + bias,   ΔW = scale * (A B)^T
 
     `m` is initialised to ‖W‖, the norms of the rows of W, which leaves the output unchanged. The
-    norm in the denominator is a constant for the gradient. Dropout, on the input, affects all that
-    is learned:
+    norm in the denominator is a constant for the gradient. Dropout, on the input, affects every
+    trained term:
 
         y = W x + (m / ‖W + ΔW‖ - 1) * W dropout(x) + m / ‖W + ΔW‖ * ΔW dropout(x) + bias
 
-    Neither W + ΔW nor a dequantised W is materialised for the norm. For each row w,
-    ‖w + Δw‖² = ‖w‖² + 2 w·Δw + ‖Δw‖², where the first term is constant and the others are
-    products of the rank's width.
+    Neither W + ΔW nor a dequantised W is materialised for the norm. For each row w, ‖w + Δw‖² =
+    ‖w‖² + 2 w·Δw + ‖Δw‖², where the first term is constant and the others are products of the
+    rank's width.
 
     Source: DoRA, arXiv:2402.09353, equation 5 and section 4.3; dropout as in PEFT's
     DoraLinearVariant; names and shapes as in mlx-lm's DoRALinear.
@@ -243,7 +242,7 @@ class DoRALinear(LoRALinear):
         return mx.stop_gradient(mx.sqrt(mx.maximum(squares, _SMALLEST_SQUARE)))
 
     def compute_magnitudes(self) -> None:
-        """Compute `m` now, so that one dequantised weight at a time is in memory."""
+        """Compute `m` now, so that only one dequantised weight at a time is in memory."""
         mx.eval(self.m, self._squares)
 
     def product(self, x: mx.array) -> mx.array:
@@ -256,7 +255,7 @@ class DoRALinear(LoRALinear):
 
 
 def step_keys(seed: int, step: int, rows: tuple[int, ...]) -> mx.array:
-    """Return uint32 (B,): the dropout key of each row at a step, whatever ran before."""
+    """Return uint32 (B,): the dropout key of each row at a step, independent of earlier steps."""
     return mx.array([hash_of(f"{seed}/{step}/{row}", 4) for row in rows], dtype=mx.uint32)
 
 

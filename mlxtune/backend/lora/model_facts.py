@@ -9,7 +9,7 @@ from mlxtune.backend.lora.targets import dimensions, experts_per_token, projecti
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import predicted_tokens, run_length
 
-# Heads of attention, and experts of a token, if a model gives no number.
+# Numbers of attention heads, and of experts of a token, for models that give none.
 _HEADS, _EXPERTS = 64, 8
 
 
@@ -55,11 +55,11 @@ class ModelFacts:
 
     @property
     def widest_layer(self) -> int:
-        """The width of the outputs of one layer's products together."""
+        """The largest total width of the outputs of one layer's products."""
         return max(sum(m.width for m in layer.values()) for layer in self.layers)
 
     def costs(self, examples: Sequence[Example]) -> list[float]:
-        """Return the cost of examples in multiplications with weights, for sharing them out."""
+        """Return each example's cost in multiplications with weights, to divide examples fairly."""
         trunk = float(sum(m.inputs * m.width for layer in self.layers for m in layer.values()))
         head = float(self.vocab * self._hidden)
         return [trunk * run_length(each) + head * predicted_tokens(each) for each in examples]

@@ -20,7 +20,7 @@ _SMALLEST_NORM = 1e-6
 class Update(NamedTuple):
     """The result of an update, not yet computed.
 
-    `norm` is the gradient's before clipping. Unless `finite`, the `parameters`, the `vectors`
+    `norm` is the gradient's norm before clipping. Unless `finite`, the `parameters`, the `vectors`
     that they are parts of, and the optimizer's `state` are unchanged.
     """
 
@@ -38,7 +38,7 @@ class LoRAOptimizer:
     matrices are joined into one vector, so that an update takes a few operations, however many
     matrices there are. With an `lr_ratio`, there are two vectors, all A and the rest (B and DoRA's
     `m`), which learns at that multiple of A's rate (LoRA+, arXiv:2402.12354, section 4; `m` as in
-    PEFT); weight decay is scaled by each one's rate, as in PEFT's create_loraplus_optimizer with
+    PEFT); weight decay is scaled by each vector's rate, as in PEFT's create_loraplus_optimizer with
     `loraplus_weight_decay`.
     """
 
@@ -119,7 +119,7 @@ class LoRAOptimizer:
         }
 
     def _are_parts(self, parameters: Any) -> bool:
-        """Return whether the parameters are still those of the last update."""
+        """Return whether the parameters are still the result of the last update."""
         return all(self._parts.get(name) is value for name, value in tree_flatten(parameters))
 
     def _take(

@@ -56,7 +56,7 @@ def projections_of(model: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class Targets:
-    """The layers that get LoRA, the last of the model, and the paths of projections in them."""
+    """The last layers of the model, which get LoRA, and the paths of projections in them."""
 
     layers: list[nn.Module]
     keys: set[str]
@@ -160,7 +160,7 @@ def _match(layers: list[nn.Module], targets: tuple[str, ...]) -> set[str]:
 
 
 def is_named(path: str, target: str) -> bool:
-    """Return whether a target names a path in a layer, by its last parts."""
+    """Return whether a target equals the last parts of a path in a layer."""
     return f".{path}".endswith(f".{target}")
 
 

@@ -145,7 +145,7 @@ class LoRAVectors:
 
 
 def _parts(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, _Part]:
-    """Return the parts of a model's vectors, by their first matrices."""
+    """Return the parts of a model's vectors, by the name of the first matrix in each part."""
     parts = {name: _Part((name,), (shape,)) for name, shape in shapes.items()}
     modules = adapted_modules(model)
     paths = {id(module): path for path, module in modules.items()}

@@ -1,1 +1,1 @@
-"""How much memory training takes."""
+"""Predicts how much memory training takes."""

@@ -31,7 +31,7 @@ from mlxtune.core.steps.pack import Pack
 # ones; kernels that run immediately do not.
 _LAZY, _EAGER = (64, 192, 512), (32, 96, 256)
 # Layers of each kind in the passes, as a lazy graph holds arrays of two neighbours together, and
-# the most layers. A pass with twice as many shows the memory that layers keep.
+# the most layers. A pass with twice as many layers shows the memory that they keep.
 _LAZY_LAYERS, _EAGER_LAYERS, _MOST_LAYERS = 2, 1, 4
 # The weight of the estimated shares against a pass, and against the difference of two passes.
 _PRIOR, _PRIOR_OF_DIFFERENCE = 0.15, 0.5
@@ -47,15 +47,15 @@ def measure(
 ) -> Measured | None:
     """Measure passes with activations kept or recomputed, for each of the `modes` of `recompute`.
 
-    None if the architecture cannot run some of its layers alone. The pipeline returns to the mode
-    in which it began.
+    Returns None if the architecture cannot run some of its layers alone. The pipeline returns to
+    the mode in which it began.
     """
     began, found = pipeline.forward.execution.recompute, Measured()
     try:
         for recompute in modes:
             pipeline.forward.recompute(recompute)
             found = _measured(pipeline, replace(shapes, measured=None), found)
-    # Any error may occur: layers may take unusual arguments, or memory be too small for a few
+    # Any error may occur: layers may take unusual arguments, or memory may be too small for a few
     # layers.
     except Exception:  # noqa: BLE001
         return None
@@ -190,7 +190,7 @@ def _fitted(
     ratio = max(peaks[-1], 1.0) / max(float(grown[-1].sum()), 1.0)
     weights = 1 / np.maximum(peaks, peaks.max() / 10)
     terms = np.column_stack([grown, np.ones(len(peaks))]) * weights[:, None]
-    # The estimated shares of tokens and scores hold as far as the passes leave them open.
+    # The estimated shares of tokens and scores decide what the passes leave undetermined.
     rows = np.vstack([terms, prior / ratio * np.eye(2, 3)])
     wanted = np.concatenate([peaks * weights, [prior, prior]])
     free, found = np.ones(3, dtype=bool), np.full(3, -1.0)

@@ -23,8 +23,7 @@ from mlxtune.core.steps.memory_estimate import MemoryUse, ModelShapes
 
 # Copies of the scores of a layer that its backward pass holds, where MLX computes attention.
 _COPIES = 10
-# Arrays of the size of its state: that Mamba's loop keeps of each token, and that RWKV 7's loop
-# holds.
+# Arrays as large as the state: kept by Mamba's loop for each token, and held by RWKV 7's loop.
 _KEPT_STATES, _HELD_STATES = 4, 3
 _MAMBA = (MambaBlock, JambaMambaMixer)
 
@@ -44,10 +43,7 @@ class _StoredMatrix(Matrix):
 
 
 def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> ModelShapes:
-    """Return the shapes of an opened model that operations of this memory will run.
-
-    Raises ModelError if LoRA cannot be applied.
-    """
+    """Return the shapes of an opened model that will run with operations of this memory."""
     dtype = getattr(mx, base.dtype)
     sizes = _matrices(base, config, memory)
     every = [matrix for layer in sizes for matrix in layer]
@@ -97,7 +93,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
 def _matrices(
     base: BaseModel, config: InstructConfig, memory: MemoryUse
 ) -> list[list[_StoredMatrix]]:
-    """Return the matrices of each layer from the first with LoRA on.
+    """Return the matrices of each layer from the first layer with LoRA on.
 
     Raises ModelError if LoRA cannot be applied.
     """
@@ -153,19 +149,19 @@ def _mixed(layer: nn.Module) -> int:
 
 
 def _looped(layer: nn.Module) -> int:
-    """Return the entries that Mamba's loop keeps of a token."""
+    """Return the entries that Mamba's loop keeps for a token."""
     mixers = [m for m in layer.modules() if isinstance(m, _MAMBA)]
     return sum(_KEPT_STATES * m.intermediate_size * m.ssm_state_size for m in mixers)
 
 
 def _looped_block(layer: nn.Module) -> int:
-    """Return the entries that RWKV 7's loop holds of a block of tokens."""
+    """Return the entries that RWKV 7's loop holds for a block of tokens."""
     mixers = [m for m in layer.modules() if isinstance(m, Rwkv7TimeMixing)]
     return sum(_HELD_STATES * BLOCK * m.hidden_size * m.head_dim for m in mixers)
 
 
 def _attention(base: BaseModel, layers: int) -> dict[str, Any]:
-    """Return the heads, and which scores MLX's graph holds, by names of `ModelShapes`."""
+    """Return the heads, and which scores MLX's graph holds, as fields of `ModelShapes`."""
     text = base.text_config
     heads = int(text.get("num_attention_heads") or 1)
     size = text.get("head_dim") or base.hidden_size // heads
@@ -173,7 +169,7 @@ def _attention(base: BaseModel, layers: int) -> dict[str, Any]:
     scored = sum(not any(isinstance(m, nn.Conv1d) for m in layer.modules()) for layer in last)
     added, window = bool(_held_scores(base)), 0
     if _is_fused(base, size) and not added:
-        # A mask of a window keeps the kernel from serving.
+        # The fused kernel does not take masks of a window.
         window = text.get("sliding_window") or 1 << 40
     kept, held = (2, 5) if added else (1, 3)
     heads //= base.parts

@@ -11,7 +11,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.models.autograd import differentiable
 
-# The values of --quantized-compute, except auto.
+# The values of --quantized-compute except auto.
 QUANTIZED, DEQUANTIZED = "quantized", "dequantized"
 
 
@@ -87,8 +87,8 @@ class DequantizedLinear(_Dequantized, nn.QuantizedLinear):
 class QuantizedEmbedding(nn.QuantizedEmbedding):
     """Quantised embeddings that are returned in the compute dtype.
 
-    MLX's own return bfloat16 in modes whose scales are no floating-point numbers, and the model
-    would compute in it.
+    MLX's own return bfloat16 in modes whose scales are not floating-point numbers, and the model
+    would then compute in bfloat16.
     """
 
     def __init__(self, embedding: nn.QuantizedEmbedding, compute_dtype: mx.Dtype) -> None:
@@ -201,8 +201,9 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | N
     """Make a model multiply by its quantised matrices as --quantized-compute says.
 
     `auto` takes dequantised matrices on the CPU and MLX's quantised products on a GPU; training
-    asks `time_products` then. Experts are left to the operations; nf4, for which MLX has no
-    products, is always dequantised. Returns the choice, or None if nothing is quantised.
+    asks `time_products` then. Experts stay unchanged, as the operations replace them; nf4, for
+    which MLX has no products, is always dequantised. Returns the choice, or None if nothing is
+    quantised.
     """
     quantised = [module for _, module in model.named_modules() if "scales" in module]
     if not quantised:

@@ -119,7 +119,7 @@ def open_base(
     Its shapes and dtypes are known, but no weights are read. Quantised weights stay as they are;
     the other weights and the activations have the dtype. `quantize`, a format of --quantize,
     quantises the weights of a full-precision model one by one as they are read; `double_quant` is
-    for nf4. `quantized_compute` is explained at `compute_quantized`.
+    for nf4. For `quantized_compute`, see `compute_quantized`.
 
     Raises ModelError if the folder is incomplete or broken, or cannot be quantised.
     """
@@ -151,7 +151,7 @@ def prepare(
     double_quant: bool = False,
     quantized_compute: str = "auto",
 ) -> BaseModel:
-    """Prepare a model of mlx-lm's, whose weights are not read yet, as `open_base` does.
+    """Prepare an mlx-lm model, whose weights are not read yet, as `open_base` does.
 
     Raises ModelError.
     """
@@ -246,9 +246,9 @@ def timed_products(base: BaseModel, tokens: int) -> TimedProducts | None:
 
 
 def with_products(base: BaseModel, form: str) -> BaseModel:
-    """Return a model that computes quantised products in a form, if the device allows it.
+    """Return a model that computes quantised products in the given form, if the device allows it.
 
-    On the CPU, and once dequantised, a model stays the same.
+    A model on the CPU, or already dequantised, stays the same.
     """
     if on_cpu() or form == base.quantized_compute or form != DEQUANTIZED:
         return base
@@ -263,7 +263,7 @@ def read_weights(base: BaseModel) -> None:
             read_one_by_one(base.model)
         arrays = [value for _, value in tree_flatten(base.model.parameters())]
         if base.parts > 1:
-            # Arrays are read whole to keep a part: the largest first, while little else is held.
+            # A worker reads whole arrays to keep a part: the largest first, while memory is free.
             for array in sorted(arrays, key=lambda array: array.nbytes, reverse=True):
                 mx.eval(array)
                 mx.clear_cache()
@@ -300,9 +300,9 @@ _STORED: dict[type, Any] = {
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     """Make a model compute in the dtype.
 
-    The scales of nf4 stay float32. On the CPU, big matrices that are stored in 16 bits stay so
-    where float32 is computed: each use casts them, which is exact, takes a few percent of its work,
-    and halves their memory.
+    The scales of nf4 stay float32. If the CPU computes in float32, big matrices stay stored in 16
+    bits: each use casts them, which is exact, takes a few percent of the time, and halves their
+    memory.
     """
     kept, casts_stored = set(), on_cpu() and dtype == mx.float32
     for path, module in model.named_modules():

@@ -1,15 +1,15 @@
-"""Contradictions of a config.json: in itself, with known bounds, and with the model's weights."""
+"""Contradictions in a config.json, and its conflicts with known bounds and the model's weights."""
 
 import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Libraries make lists of these lengths, some even to load the tokenizer.
+# Libraries make lists of these lengths, some of them even to load the tokenizer.
 _MOST = 10_000
 # The widest matrix, or largest vocabulary: forty times the largest known.
 _WIDEST = 10_000_000
-# Gemma 3n's vocab_size_per_layer_input is no count of layers.
+# Gemma 3n's vocab_size_per_layer_input is not a number of layers.
 LAYERS = re.compile(r"(?!.*per_layer).*layer.*|.*pattern")
 _LISTED = re.compile(
     rf"{LAYERS.pattern}|.*(?:experts|_(?:inputs|blocks|stages|modules|groups|depths?))"
@@ -31,7 +31,7 @@ _NUMBER = re.compile(rf"{_ABOVE_ZERO.pattern}|.*(?:eps|epsilon)")
 _FINITE = re.compile(r".*(?:eps|epsilon|theta|base_freq|factor|scale|scaling|multiplier)")
 # Limits of factors and bases; an epsilon is at most 1.
 _LARGEST = 1e15
-# Digits of a number that is text.
+# The most digits of a number given as text.
 _LONGEST_NUMBER = 20
 # The parameters of MLX's formats for quantised weights.
 FORMATS: dict[str, tuple[Any, ...]] = {
@@ -51,7 +51,7 @@ _USED = (
     *("num_experts_per_tok", "num_experts_per_token", "top_k_experts"),
     *("moe_k", "moe_topk", "moe_top_k"),
 )
-# MLX's error for a weight of another shape.
+# MLX's error for a weight of the wrong shape.
 _OTHER_SHAPE = re.compile(
     r"Expected shape \((.*?)\) but received shape \((.*?)\) for parameter (\S+)"
 )
@@ -195,7 +195,7 @@ def _layer_kinds(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def misfit(error: Exception, config: Mapping[str, Any]) -> str | None:
-    """Explain MLX's error for a weight of another shape, with the keys to look at."""
+    """Explain MLX's error for a weight of the wrong shape, and name the keys to check."""
     if (found := _OTHER_SHAPE.search(str(error))) is None:
         return None
     made, stored, name = found.groups()

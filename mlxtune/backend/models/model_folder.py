@@ -30,7 +30,7 @@ _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def is_local(model_path: str) -> bool:
-    """Return whether `find_folder` would download nothing."""
+    """Return whether `find_folder` would find a folder on this machine, without a download."""
     folder = Path(os.path.expanduser(model_path))  # noqa: PTH111
     try:
         return folder.exists() or not _REPOSITORY.fullmatch(model_path)
@@ -70,7 +70,7 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
 
 
 def _meant(folder: Path) -> str:
-    """Return a suggestion if a neighbouring folder has nearly this name."""
+    """Return a suggestion if a neighbouring folder has a similar name."""
     try:
         names = [each.name for each in folder.parent.iterdir() if each.is_dir()]
     except OSError:
@@ -108,7 +108,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
 
 
 def _check_model_type(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError unless mlx-lm has the model's type, by its own tables of other names."""
+    """Raise ModelError unless mlx-lm has the model's type, if need be under another name."""
     kind = config["model_type"]
     try:
         special = mlx_lm_utils.MODEL_ARCHITECTURE_REMAPPING
@@ -152,7 +152,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
-    """Raise ModelError unless a file may run as the model's code: trusted, and in its folder."""
+    """Raise ModelError unless a file of model code is trusted, and in the model's folder."""
     if not trusted:
         raise ModelError(
             f"{path}: asks to run {file!r:.100} of its folder: read that file, then add "
@@ -181,7 +181,7 @@ def check_files(folder: Path) -> None:
 
 
 def _check_size(path: Path) -> None:
-    """Raise ModelError if a file, or a value in its JSON, is larger than its kind may be."""
+    """Raise ModelError if a file, or a value in its JSON, exceeds the limit for its kind."""
     limits = limits_of(path.name)
     try:
         if path.suffix != ".json" or limits is TOKENIZER:
@@ -202,7 +202,7 @@ def _check_size(path: Path) -> None:
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise ModelError unless there are weights with valid headers, and tensors for every layer.
 
-    mlx-lm would crash, or make layers until memory runs out.
+    Otherwise mlx-lm would crash, or make layers until memory runs out.
     """
     found = _tensors(folder)
     if not (tensors := len(found)):

@@ -70,8 +70,8 @@ class NF4Linear(DequantizedLinear):
 def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
     """Return the codes uint32 (out, in / 8) and scales float32 (out, in / 64) of a weight.
 
-    Each block of 64 is divided by its largest magnitude, and each entry becomes the nearest level,
-    the lower of two. `in` is a multiple of 64.
+    Each block of 64 is divided by its largest magnitude, and each entry becomes the nearest level
+    (the lower level in a tie). `in` is a multiple of 64.
     """
 
     def codes_and_scales(rows: mx.array) -> tuple[mx.array, mx.array]:

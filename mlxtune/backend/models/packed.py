@@ -26,7 +26,7 @@ class CannotPackError(Exception):
 class Layout:
     """The segments of a line; `positions` int32 (T,) is each token's position in its example.
 
-    Side by side, the width is rounded.
+    The width of the examples side by side is rounded.
     """
 
     def __init__(self, segments: Sequence[Segment], rounding: Rounding = NOT_ROUNDED) -> None:
@@ -49,9 +49,9 @@ class Layout:
 
     @cached_property
     def rows(self) -> mx.array:
-        """The examples side by side, int32 (B, T): the place in the line of each of their tokens.
+        """The examples side by side, int32 (B, T).
 
-        Shorter ones are padded with place 0.
+        Each entry is a token's place in the line. Shorter examples are padded with place 0.
         """
         return mx.array(np.maximum(self._side_by_side[0], 0))
 
@@ -62,7 +62,7 @@ class Layout:
 
     @cached_property
     def chosen(self) -> ChosenRows:
-        """The rows of `rows`, flattened, in the order of the line."""
+        """The choice of the line's tokens from the flattened `rows`, in the order of the line."""
         rows, places = self._side_by_side
         return ChosenRows(places, rows.size)
 
@@ -99,7 +99,7 @@ class Layout:
             own = slice(segment.start, segment.end)
             lines.append(np.concatenate([np.r_[each] for each in (*self.before(segment), own)]))
         lengths = [len(line) for line in lines]
-        # Tokens that only some rows share need a place of padding: see `shared`.
+        # Tokens that only some rows share need a padding place: see `shared`.
         may_share = len(ends) > 1 and len(continued) > 1
         width = max(lengths) + (min(lengths) == max(lengths) and may_share)
         width = self.rounding.rounded_width(width)
@@ -152,7 +152,7 @@ class LineCache:
     def make_mask(self, length: int, **options: Any) -> Any:
         """Return the mask of the examples side by side, as mlx-lm makes it.
 
-        The model passes options for attention, and none where no mask is needed.
+        The model passes options for attention, and no options if it needs no mask.
         """
         if not options:
             return None

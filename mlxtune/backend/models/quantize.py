@@ -35,9 +35,9 @@ def quantize_lazily(
 ) -> str:
     """Quantise a model whose weights are not read yet; return a description of the format.
 
-    In MLX's formats the result equals `mlx_lm.convert`: embeddings and head are quantised too,
-    the architecture's own predicate is respected, and matrices whose rows no group divides stay
-    unquantised. In nf4, as in QLoRA, only linear layers are quantised, except the head.
+    In MLX's formats the result equals `mlx_lm.convert`: embeddings and head are quantised too, the
+    architecture's own predicate is respected, and matrices whose rows are not divisible into groups
+    stay unquantised. In nf4, as in QLoRA, only linear layers are quantised, except the head.
 
     Raises ModelError for a model that cannot be quantised.
     """

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-# Activations of experts that all models share: none can be changed for one model.
+# Activations of experts that all models share, so they cannot be changed for one model.
 _SHARED = {id(each) for kind in (SwitchGLU, SwitchMLP) for each in kind.__init__.__defaults__}
 
 
@@ -23,7 +23,7 @@ class Replacements:
         self._known: dict[type, type | None] = {}
 
     def apply(self, model: nn.Module) -> Callable[[], None]:
-        """Make a module and its children use these; return a function that undoes it."""
+        """Make a module and its children use the replacements; return a function that undoes it."""
         changed: list[tuple[Any, type]] = []
         for _, part in model.named_modules():
             kind = type(part)

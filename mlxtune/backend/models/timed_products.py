@@ -50,7 +50,7 @@ class TimedProducts:
 def time_products(
     model: nn.Module, dtype: mx.Dtype, tokens: int, clock: Callable[[], float] = time.perf_counter
 ) -> TimedProducts | None:
-    """Time both forms on the model's largest quantised matrix, None if there is no choice.
+    """Time both forms on the model's largest quantised matrix; return None if there is no choice.
 
     No weights are read: random weights of the same shape and format replace them. Embeddings and
     heads, which run on few tokens, and experts, which have other kernels, do not count.
@@ -80,7 +80,7 @@ def time_products(
 
 
 def _stand_ins(linear: nn.QuantizedLinear) -> tuple[nn.Module, nn.Module]:
-    """Return random layers like a quantised one in both forms, without a bias."""
+    """Return random layers like a quantised layer in both forms, without a bias."""
     native = nn.QuantizedLinear.__new__(nn.QuantizedLinear)
     nn.Module.__init__(native)
     copy_quantized(linear, native)

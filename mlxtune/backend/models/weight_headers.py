@@ -11,7 +11,7 @@ from mlxtune.core.files.tensor_files import TensorInfo
 # Parts of the names of image and sound encoders in multimodal models.
 NOT_TEXT = re.compile(r"vision|visual|audio|speech|image|multi_modal")
 _FLOATS = ("F16", "BF16", "F32")
-# Causal masks, which mlx-lm drops, have the second kind of name.
+# mlx-lm loads tensors with these names; the excluded names are causal masks, which it drops.
 _LOADED = re.compile(r"(?!.*(?:attn|attention)\.bias$).*\.(?:weight|scales|biases|bias)")
 # Dtypes of weights with a separate scale, by the scale's names; mlx-lm converts these.
 _SCALED = ("F8_E4M3", "F8_E5M2", "I8")

@@ -17,7 +17,7 @@ from mlxtune.backend.models.windows import window_of
 
 # Up to this many queries, Metal's fused attention has no gradient.
 _FEW = 8
-# The least queries of a block of attention in windows.
+# The smallest number of queries in a block of windowed attention.
 _BLOCK = 512
 # The head sizes that Metal's fused attention has a gradient for.
 _HEAD_SIZES = (64, 72, 80, 96, 128, 192, 256)
@@ -63,10 +63,10 @@ def _attention(
 def _with_sink_key(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, sinks: mx.array, size: int
 ) -> mx.array:
-    """Return causal attention with sinks as one more key, so that no scores are kept.
+    """Return causal attention with sinks as an extra key, so that no scores are kept.
 
-    Heads are widened to `size`. A query has its head's sink in the first added place, and the
-    added key, whose value is zero, has 1 there:
+    Heads are widened to `size`. The first added entry of a query is its head's sink; the extra key
+    has 1 there, and its value is zero:
 
         q' = (q, sink / scale, 0…)    k' = (k, 0, 0…)    k'_sink = (0, 1, 0…)    v'_sink = 0
     """
@@ -158,5 +158,5 @@ def composed_attention(
 
 
 def _split(heads: int, groups: int) -> tuple[int, int]:
-    """Return the axes of a mask's heads, of length 1 if all heads share the mask."""
+    """Return the lengths of a mask's two head axes, which are 1 if all heads share the mask."""
     return (1, 1) if heads == 1 else (groups, heads // groups)

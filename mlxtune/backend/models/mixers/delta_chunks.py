@@ -1,6 +1,6 @@
 """The gated delta rule by chunks of tokens, with one gate for a head and token.
 
-Of each head, with a state S (Dv, Dk), gates g, and betas b (Yang et al., arXiv:2412.06464):
+For each head, with a state S (Dv, Dk), gates g and betas b (Yang et al., arXiv:2412.06464):
 
     S_t = g_t S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T,   y_t = S_t q_t
 
@@ -94,8 +94,8 @@ def _unit_inverse(a: mx.array) -> mx.array:
 def _inverted(a: mx.array) -> mx.array:
     """Return the inverse of a unit triangular matrix, by blocks.
 
-    The lower left block of the inverse of [[T, 0], [X, U]] is -U A_21 T. A power series of a matrix
-    this large would cancel binomial coefficients.
+    The lower left block of the inverse of [[T, 0], [X, U]] is -U A_21 T. For larger blocks, a power
+    series would lose digits to cancelling binomial coefficients.
     """
     size = a.shape[-1]
     if size <= _SMALLEST:

@@ -1,4 +1,4 @@
-"""Experts with sorted tokens, whose gradients are gathered as their inputs are.
+"""Experts on sorted tokens, with gradients that are gathered like the inputs.
 
 mlx-lm sorts too, but MLX's gradient of a gather adds into zeros, in any order on a GPU.
 """

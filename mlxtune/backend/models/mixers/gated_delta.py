@@ -55,7 +55,7 @@ def gated_delta_update(
     if state is None:
         state = mx.zeros((q.shape[0], *v.shape[2:], q.shape[-1]))
     if log_gates.ndim > 3:
-        # Kimi Linear has a gate for each channel, and takes mlx-lm's loop over tokens.
+        # Kimi Linear has a gate for each channel, and uses mlx-lm's loop over tokens.
         loop, gates = mlx_lm_gated_delta.gated_delta_ops, mx.exp(log_gates)
         return by_blocks(loop, (q, k, v, gates, beta), state, SIZE)
     if _has_kernel(k, v):
@@ -65,7 +65,7 @@ def gated_delta_update(
 
 
 def by_chunks(*arrays: Any) -> tuple[mx.array, mx.array]:
-    """Return the result of `delta_rule`, in groups of chunks that the backward pass runs again."""
+    """Return the result of `delta_rule`; the backward pass recomputes the chunks by groups."""
     *inputs, state = arrays
     tokens = max(_TOKENS // (len(state) * SIZE), 1) * SIZE
     return by_blocks(delta_rule, inputs, state, tokens)

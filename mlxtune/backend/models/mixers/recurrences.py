@@ -1,6 +1,6 @@
 """Recurrences by blocks of tokens, and the convolutions before them.
 
-The backward pass runs one block again at a time.
+The backward pass recomputes one block at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.replaced import subclasses
 
 # The tokens of a block. RWKV 7 counts them over all rows, as its backward pass holds their states.
-# Mamba 2 takes as many as mlx-lm does, which computes weights for all pairs in a block.
+# Mamba 2 has mlx-lm's block size, as it computes weights for all pairs of tokens in a block.
 BLOCK, _PAIRED = 64, 256
 # Longer kernels would take too many products.
 _LONGEST = 8
@@ -55,7 +55,7 @@ def by_blocks(
             given = [*block(whole, start), state]
             (d_y,) = block([d_outputs], start)
             found = mx.vjp(lambda *x: list(run(*x)), given, [d_y, d_state])[1]
-            # Evaluated together, or the results of one block would wait for the others.
+            # Results are evaluated together, or those of one block would wait for the other blocks.
             *made, d_state = mx.depends(found, found)
             gradients.append(made)
         parts = zip(*gradients[::-1], strict=True)
@@ -78,9 +78,10 @@ def ssm_update(
     mask: mx.array | None = None,
     lengths: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Return mlx-lm's result of this name: y (B, T, H, P) and the state (B, H, P, n).
+    """Return the result of mlx-lm's function of this name.
 
-    A_log, D and dt_bias are frozen. Only generation passes masks and lengths.
+    It is y (B, T, H, P) and the state (B, H, P, n). A_log, D and dt_bias are frozen. Only
+    generation passes masks and lengths.
     """
     x = hidden_states
     if mask is not None or lengths is not None or x.shape[1] == 1:
@@ -129,7 +130,7 @@ class DepthwiseConv1d(nn.Module):
 
 
 def _is_depthwise(layer: Any, x: mx.array) -> bool:
-    """Return whether `convolve` computes what this nn.Conv1d computes, but for its bias."""
+    """Return whether `convolve` computes the same as this nn.Conv1d except for the bias."""
     channels, length, each = layer["weight"].shape
     return (
         layer.groups == channels == x.shape[-1]
@@ -152,7 +153,7 @@ def convolve(x: mx.array, weight: mx.array) -> mx.array:
 def _convolve(x: mx.array, weight: mx.array) -> mx.array:
     if not on_cpu():
         return mx.conv1d(x, weight, groups=weight.shape[0])
-    # MLX's own gradient takes many times as long there.
+    # MLX's own gradient takes many times as long on the CPU.
     last = weight.shape[1] - 1
     taps = weight.squeeze(-1).T.astype(mx.float32)
     terms = (x[:, k : x.shape[1] - last + k] * taps[k] for k in range(last + 1))
