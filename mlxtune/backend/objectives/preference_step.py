@@ -22,8 +22,8 @@ from mlxtune.core.steps.batch import MicroBatch
 from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
 
-# The largest difference of the first loss from the reference's own, and the rounding of a
-# log-probability.
+# The largest differences by rounding: of the first loss from the reference's loss, and of a
+# log-probability in 32 and 16 bits.
 _FIRST_LOSS, _ROUNDING, _ROUNDING_16_BITS = 1e-6, 1e-6, 1e-2
 _Floats = npt.NDArray[np.float64]
 Batch = MicroBatch | Pack
@@ -81,7 +81,7 @@ class PreferenceStep:
         """Raise ModelError if the first step's log-probabilities are not the reference's.
 
         At the first step, policy and reference are the same model, so dpo's first loss is ln 2, up
-        to rounding in other micro-batches.
+        to the rounding of other micro-batches.
         """
         expected = self.objective.expected_first_loss(self.layout)
         if expected is None:

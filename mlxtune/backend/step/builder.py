@@ -75,9 +75,9 @@ class StepBuilder:
         rate: float | None = None,
         after: Update | None = None,
     ) -> StepGradients:
-        """Return loss and gradients of a step and, at a learning `rate`, its update.
+        """Return loss and gradients of a step and, given a learning `rate`, its update.
 
-        The step starts from the update `after`, which may still be running, if given. `step` keys
+        If given, the step starts from the update `after`, which may still be running. `step` keys
         the dropout.
         """
         model, forward, runner = self._forward.model, self._forward, self._runner
@@ -104,7 +104,7 @@ class StepBuilder:
         try:
             for group, batch in runner.batches.of(own_examples):
                 if total.micro_batches:
-                    # The device computes the micro-batch before, while this one is prepared.
+                    # The device computes the previous micro-batch, while this one is prepared.
                     runner.start(total.graph)
                 arrays, scale = self.arrays(batch, step), mx.array(forward.raised / tokens)
                 if preference is not None:
@@ -246,7 +246,7 @@ class StepBuilder:
         counts = [total.micro_batches, total.run_tokens, total.padding]
         if not self._workers.split_model:
             return self._workers.sum_step(total.loss, total.gradients, counts, ())
-        # Gradients by name: the `alike` ones count once.
+        # Gradients by name: `alike` gradients count once.
         named = self._vectors.split(total.gradients)
         alike = self._lora.alike
         loss, named, counts = self._workers.sum_step(total.loss, named, counts, alike)

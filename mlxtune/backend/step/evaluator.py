@@ -61,7 +61,7 @@ class ExampleLosses:
         self._memory = BatchMemory(forward, held)
 
     def limit_memory(self, most: int) -> None:
-        """Keep the peak of each batch below this many bytes, unless training's is above."""
+        """Keep the peak of each batch below this many bytes, unless training's peak is higher."""
         self._memory.limit(most)
 
     def of(
@@ -74,7 +74,7 @@ class ExampleLosses:
 
         `on_progress` gets the number of examples done after each batch; an error in it ends the
         evaluation. `keys` returns the dropout keys of a batch, if there is dropout. Raises
-        MemoryLimitError where even one example takes too much memory.
+        MemoryLimitError if even one example takes too much memory.
         """
         workers, losses = self._workers, np.zeros(len(examples))
         # A row's examples may share a prompt, and examples of similar length a micro-batch.
@@ -114,7 +114,7 @@ class ExampleLosses:
             batches.max_tokens = min(trained, batches.max_tokens)
 
     def _bound(self, examples: Sequence[Example]) -> int:
-        """Return the largest bound whose micro-batches fit: a function of the arguments alone."""
+        """Return the largest bound whose micro-batches fit; it depends on the arguments alone."""
         tokens = self._most
         while tokens > self._batches.max_tokens:
             groups = self._batches.plan(examples, tokens)
@@ -167,9 +167,9 @@ def _sums(batch: MicroBatch | Pack, each: npt.NDArray[np.float64]) -> npt.NDArra
 
 
 class BatchMemory:
-    """The memory of an evaluation's batch, and whether it fits beside the model and `held` bytes.
+    """The memory of an evaluation's batch, and whether it fits next to the model and `held` bytes.
 
-    A function of sizes alone, so that the batches are the same whenever they are made.
+    It depends on sizes alone, so that the batches are always the same.
     """
 
     def __init__(self, forward: Forward, held: int) -> None:
@@ -183,7 +183,7 @@ class BatchMemory:
         self._splits_head = execution.split_head
 
     def limit(self, most: int) -> None:
-        """Reduce the free memory to the rest of `most` bytes."""
+        """Reduce the free memory to the part of `most` bytes that is not held."""
         self._free = min(self._free, most - self._held)
 
     def fits(self, load: BatchLoad) -> bool:
@@ -205,11 +205,11 @@ class BatchMemory:
 
 
 class Evaluator:
-    """Computes the losses of one model by the same fast computations as training.
+    """Computes the losses of one model with the same fast computations as training.
 
     `parameters` counts the base's, by which the execution is chosen unless one is given. An adapter
-    that will be switched off and on must be on the model at construction; evaluations then take the
-    model as it is.
+    that will be switched off and on must be on the model at construction; evaluations then use its
+    current state.
     """
 
     def __init__(

@@ -14,9 +14,9 @@ from mlxtune.core.steps.pack import Pack, pack
 class MicroBatches:
     """Splits examples into micro-batches of at most `max_tokens`, by the execution of a `Forward`.
 
-    With `keyed`, only examples of equal key share tokens. With `whole_rows`, a row's examples run
-    together, unless one of the rows is too long. If workers `run_alike`, the bound is never halved,
-    as all of them would have to halve it together.
+    With `keyed`, only examples with equal keys share tokens. With `whole_rows`, a row's examples
+    run together, unless one of the rows is too long. If workers `run_alike`, the bound is never
+    halved, as all workers must use the same bound.
     """
 
     def __init__(
@@ -56,7 +56,10 @@ class MicroBatches:
         return plan(examples) if whole is None else whole
 
     def halve(self, examples: Sequence[Example]) -> bool:
-        """Halve the bound from the largest micro-batch of several; return whether there is one."""
+        """Set the bound to half the largest micro-batch of several examples, and return True.
+
+        Without such a micro-batch, or if the workers run alike, change nothing and return False.
+        """
         if self.run_alike:
             return False
         groups = [group for group, _ in self.of(examples)]

@@ -14,7 +14,7 @@ Gradients = tuple[Any, dict[str, Any]]
 
 
 class Phases:
-    """The borders between the phases of a step.
+    """The boundaries between the phases of a step.
 
     With a `timer`, each phase is evaluated at its end, and ends a lap. Without one, nothing is
     measured.
@@ -38,7 +38,7 @@ class Phases:
     def gradients(self, *args: Any) -> Gradients:
         """Return the result of `Forward.gradients` or `preference_gradients`, and end their phases.
 
-        These are forward, loss (the head) and backward.
+        The phases are forward, loss (the head) and backward.
         """
         rows_seen: list[mx.array] = []
 

@@ -37,7 +37,7 @@ from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult, pe
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
 
-# The advice of the error when memory runs out with one example.
+# The advice of the error raised when memory runs out with one example.
 _LESS_MEMORY = (
     "lower --max-seq-len, set --grad-checkpoint on, or use --quantize 4 or fewer --num-layers"
 )
@@ -48,9 +48,9 @@ class InstructPipeline:
 
     Applies LoRA to `model`, an mlx-lm model, which stays frozen otherwise. `execution` changes
     neither loss nor gradient; its micro-batches are halved, and `warn` called, when memory runs
-    out. Written adapters record `base_model`, and in `base_record` how it was quantised while
-    loading. Unless `fresh`, LoRA gets its values from `restore`, and `initial_hash` is the SHA-256
-    of the adapter that it once started from, if it did. `provenance` returns further entries of a
+    out. Written adapters record `base_model`, and its quantisation while loading (`base_record`).
+    Unless `fresh`, LoRA gets its values from `restore`, and `initial_hash` is the SHA-256 of the
+    adapter that the run started from, if any. `provenance` returns further entries of a
     checkpoint's metadata. A step minimises `objective`. With several `workers`, each has a pipeline
     that is given the same steps, and computes its share of their examples.
 
@@ -135,8 +135,8 @@ class InstructPipeline:
     ) -> InstructBatchResult:
         """Take one optimizer step on all examples together.
 
-        The loss is the sum over their supervised tokens divided by the count of these, however
-        the examples are split into micro-batches. `step` counts from 1 and keys the randomness;
+        The loss is the sum over their supervised tokens divided by their number, however the
+        examples are split into micro-batches. `step` counts from 1 and keys the randomness;
         `learning_rate` defaults to the config's.
 
         Raises NonFiniteLossError, and changes nothing, when loss or gradient is not finite.
@@ -160,7 +160,7 @@ class InstructPipeline:
         rate = self.learning_rate if learning_rate is None else learning_rate
         build = partial(self.builder.build, examples, step, rate)
         if before is not None:
-            # With several micro-batches, the host's work on one hides behind another.
+            # With several micro-batches, the device is busy while the host prepares the next one.
             ahead = self.forward.execution.operations.lazy and not self.phases.timer
             ahead = ahead and self.builder.can_build_ahead()
             if ahead and before.step and self.batches.is_one(share):
@@ -196,9 +196,9 @@ class InstructPipeline:
     def measure(
         self, examples: Sequence[Example], logps: npt.NDArray[np.float64]
     ) -> InstructBatchResult:
-        """Return the loss over all supervised tokens of the examples, or of the objective.
+        """Return the cross-entropy over the examples' supervised tokens, or the objective's loss.
 
-        `logps` are the examples' (E,).
+        `logps` (E,) are the log-probabilities of the examples.
         """
         counted = training_examples(examples)
         tokens, total = count_tokens(counted), sum(map(len, counted))
@@ -219,24 +219,24 @@ class InstructPipeline:
         return -self.losses.of(examples, on_progress)
 
     def reference(self) -> Mapping[str, Any]:
-        """Return all that decides the starting model's log-probabilities, as JSON values."""
+        """Return all JSON values that determine the log-probabilities of the initial model."""
         provenance, (_, record) = self._provenance(), self._base
         named, used = ("base_hash", "dtype", "quantized_compute"), ("prompt", "objective")
         lora: dict[str, Any] = {}
         if self.config.init != "lora":
-            # PiSSA's start equals the base up to rounding, by rank and targets. Epochs may be
-            # added.
+            # PiSSA's initial model equals the base up to rounding, which depends on rank and
+            # targets. Epochs may be added.
             lora = dataclasses.asdict(self.config) | {"epochs": None}
         return {
             **{name: provenance.get(name) for name in named},
-            # Options by which the adapter is used later are left out.
+            # Options that only matter when the adapter is used later are left out.
             "base": {name: value for name, value in (record or {}).items() if name not in used},
             "adapter": self.initial_hash,
             "lora": lora,
         }
 
     def relieve_memory(self, halve_for: Sequence[Example] | None = None) -> int | None:
-        """Give back memory that MLX keeps for later arrays.
+        """Free the memory that MLX keeps for later arrays.
 
         With the examples of a step, also halve the bound of a micro-batch, from the largest of that
         step, and return it. If each micro-batch is one example, or workers share the model, halve
@@ -248,14 +248,15 @@ class InstructPipeline:
         return self.batches.max_tokens
 
     def write(self, weights: Path) -> None:
-        """Write the adapter file, and adapter_config.json beside it. Raises OutputError."""
+        """Write the adapter file, and adapter_config.json next to it. Raises OutputError."""
         make_folder(weights.parent)
         checkpoints.adapter_writer(self.model, self.lora, *self._base)(weights)
 
     def snapshot(self) -> Callable[[Path], None]:
-        """Return a writer of the adapter, as mlx-lm loads it, and the optimizer into a folder.
+        """Return a function that writes the adapter and the optimizer into a folder.
 
-        It writes the present state, whenever it is called, and raises OutputError.
+        It writes the state at the time of this call, with the adapter as mlx-lm loads it. It raises
+        OutputError.
         """
         self.runner.settle()
         self._workers.check_same(self.model.trainable_parameters(), self.builder.steps)
@@ -296,7 +297,7 @@ class InstructPipeline:
         checkpoints.read_parameters(folder, self.model, self.lora)
         self._optimizer.adopt(self.model)
         self._optimizer.take_from_file(state)
-        # A halved bound stays halved. A plan with a lower bound is for less memory.
+        # A halved bound stays halved. A lower bound than the snapshot's is for a smaller memory.
         self.batches.max_tokens, self.builder.steps = min(tokens, self.batches.max_tokens), steps
 
     def describe(self) -> Mapping[str, Any]:

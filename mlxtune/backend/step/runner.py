@@ -1,4 +1,4 @@
-"""The runner of a step: evaluation in stages, and further tries after a fault of the GPU.
+"""The runner of a step: evaluation in stages, and retries after a fault of the GPU.
 
 macOS ends commands that keep the GPU from drawing the display for some seconds (mlx#3267), so on a
 Mac, no command takes much longer than a second.
@@ -96,7 +96,7 @@ class StepGradients:
 
 
 class PendingStep:
-    """An optimizer step that was started. It was computed at `ended` by `time.perf_counter`."""
+    """An optimizer step that was started. It ended at `ended` by `time.perf_counter`."""
 
     def __init__(self, step: StepGradients, finish: Callable[["PendingStep"], Any]) -> None:
         # None once the step is finished, or has failed and must be built again.
@@ -106,7 +106,7 @@ class PendingStep:
         self._outcome: InstructBatchResult | NonFiniteLossError | None = None
 
     def finish(self) -> bool:
-        """Wait for the step; return whether the first try computed it.
+        """Wait for the step; return whether the first try succeeded.
 
         Raises MemoryLimitError or GpuError, and changes nothing.
         """
@@ -132,13 +132,13 @@ class StepRunner:
     """Runs steps and evaluations, in stages if they take long, and again after a fault of the GPU.
 
     A stage ends at the output of a layer's mixer or at the gradients of a layer. That changes no
-    arithmetic, so that the number of stages may follow the clock. `parameters` counts the
+    arithmetic, so the number of stages may depend on measured times. `parameters` counts the
     parameters of the model.
 
     After a fault, `max_tokens` of the micro-batches is halved where memory ran out, or where the
     GPU stopped a command that took too long and stages cannot be shorter. `warn` is called each
     time; `remedy` is an error's advice where not even one example fits. Where the workers run
-    alike, nothing is tried again: the others wait for this one within the pass.
+    alike, nothing is tried again: the other workers wait for this worker within the pass.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class StepRunner:
         # Nothing limits commands on the CPU.
         self.seconds_per_token = 0.0 if on_cpu() else _OPERATIONS * parameters / _METAL_SPEED
         self._shortened = 1
-        # Kinds of passes, with or without a gradient, of which one was timed: the first compiles
+        # Kinds of passes, with or without a gradient, that were timed; the first pass compiles
         # kernels.
         self._compiled: set[bool] = set()
         # The step started last, until it is finished.

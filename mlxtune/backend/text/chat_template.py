@@ -19,7 +19,7 @@ from mlxtune.core.files.sizes import read_text, read_value
 from mlxtune.errors import ModelError, one_line
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
-# Characters of JSON above which an exchange for each rendering costs little next to the rendering.
+# Above this many characters of JSON, a round trip for each rendering costs little in comparison.
 _MAX_PREFETCHED = 2**22
 _ADDRESS = re.compile(r"<[^\n]{1,80}? at 0x[0-9a-f]{6,16}>")
 
@@ -56,7 +56,7 @@ class ChatTemplate:
         return text
 
     def prefetch(self, calls: Iterable[RenderCall]) -> None:
-        """Make the process render later calls, without waiting for it.
+        """Make the process render the messages of later calls, without waiting for it.
 
         The replies are kept until the prefetch after the next. Raises ModelError if the template of
         the last prefetch is harmful.

@@ -29,7 +29,7 @@ _AT_ONCE = 32
 
 
 def seed(number: int) -> None:
-    """Seed later sampling."""
+    """Seed MLX's random numbers for later sampling."""
     mx.random.seed(number)
 
 
@@ -57,7 +57,7 @@ class Sampling:
             try:
                 return sampler(logprobs)
             finally:
-                # MLX's state at the start: MLX cannot be asked for it.
+                # This restores MLX's initial state, which cannot be queried.
                 if not os.environ.get("MLX_DISABLE_COMPILE"):
                     mx.enable_compile()
 
@@ -91,7 +91,7 @@ class _Stopped(Exception):
 
 
 class Generator:
-    """Answers prompts one after the other, and keeps the cache of the last prompt.
+    """Answers prompts one after another, and keeps the cache of the last prompt.
 
     If a prompt starts with the last prompt and its answer, only the rest runs. Call `forget` when
     the model has changed.
@@ -132,10 +132,10 @@ class Generator:
     ) -> Stream:
         """Yield an answer's text token by token, in whole characters, perhaps empty.
 
-        The value at the end is the Answer. `should_stop` is called after each token, and while a
-        long prompt is read; the answer then ends there. Between two tokens, the caller may change
-        the model, if it is restored for the next. Raises MemoryLimitError, GpuError, or ModelError
-        for logits that are no numbers.
+        The generator returns the Answer. `should_stop` is called after each token, and while a long
+        prompt is read; the answer then ends there. Between two tokens, the caller may change the
+        model, if it is restored for the next. Raises MemoryLimitError, GpuError, or ModelError for
+        NaN among the logits.
         """
         started = time.perf_counter()
         cache, reused = self._prepared(prompt.ids)
@@ -275,10 +275,11 @@ def answers(
 ) -> list[str]:
     """Return the answer to each prompt.
 
-    `on_progress` is called after each batch, with the number of answers done and of all. A batch is
-    tried again after a fault of the GPU, smaller where that helps. Stop texts are ignored.
+    `on_progress` is called after each batch, with the number of finished answers and of all
+    answers. After a fault of the GPU, a batch is retried, or a smaller one if that helps. Stop
+    texts are ignored.
 
-    Raises MemoryLimitError, GpuError, or ModelError for logits that are no numbers.
+    Raises MemoryLimitError, GpuError, or ModelError for NaN among the logits.
     """
     model.eval()
     answered: dict[int, str] = {}

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-# Kinds of replies: the text, a template's refusal of the messages, an invalid template, and a
-# template that uses random numbers or the time of day, with its offence.
+# Kinds of replies: the text, a template's refusal of the messages, an invalid template, and the
+# reason why a template is unsteady: it uses random numbers or the time of day.
 TEXT, REFUSED, INVALID, UNSTEADY = "text", "refused", "invalid", "unsteady"
 
 Reply = tuple[str, str]
@@ -24,7 +24,7 @@ _TIMES = datetime.time(), datetime.time(13, 37, 11, 123_457)
 
 
 class _Unsteady(Exception):
-    """A template asked for a value that changes each time."""
+    """A template asked for a value that changes between renderings."""
 
 
 def _refuse(*_arguments: Any, **_options: Any) -> NoReturn:
@@ -62,7 +62,7 @@ def _replies(
     render: Callable[..., Any], source: str, requests: Sequence[bytes], seconds: float
 ) -> Iterator[Reply]:
     for request in requests:
-        # After that much CPU time, the system ends this process by SIGPROF.
+        # After this much CPU time, the system ends this process by SIGPROF.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         kind = INVALID
         try:

@@ -1,7 +1,7 @@
 """Chat templates rendered by transformers, in a process that the system ends at its limits.
 
-A chat template is a program by a stranger. transformers' sandbox keeps it from files and code, but
-not from running forever or filling the memory, so it runs in a limited process.
+A chat template is an untrusted program. transformers' sandbox keeps it from files and code, but not
+from running forever or filling the memory, so it runs in a limited process.
 
 Parent and child exchange lines of JSON: a header, a line for each rendering, and one line with all
 replies.

@@ -28,7 +28,7 @@ class FastTokenizer:
     """A tokenizer of the `tokenizers` library, as transformers and mlx-lm load it.
 
     A chat template may use the `special_tokens`; the control tokens `end_tokens` may end a turn,
-    and `eos_ids` end generation whatever the template.
+    and `eos_ids` end generation with any template.
     """
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
@@ -53,7 +53,7 @@ class FastTokenizer:
         )
 
     def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoding]:
-        """Encode texts, control tokens parsed and none added."""
+        """Encode texts; control tokens in them are parsed, and none are added."""
         with _panics_as_errors(self._folder):
             encodings = self._backend.encode_batch(list(texts), add_special_tokens=False)
         return [OffsetEncoding(encoding.ids, encoding.offsets) for encoding in encodings]
@@ -106,7 +106,7 @@ class SentencePieceTokenizer:
         return token in self._processor.encode(piece)
 
     def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoding]:
-        """Encode texts, control tokens parsed and none added."""
+        """Encode texts; control tokens in them are parsed, and none are added."""
         # sentencepiece would encode the text of a control token as plain text.
         parts = [list(filter(None, self._control.split(text))) for text in texts]
         plain = [part for several in parts for part in several if part not in self._ids_of_control]
@@ -144,7 +144,7 @@ def _spell_piece(piece: str) -> bytes:
 def load_tokenizer(
     folder: Path, *, trust_remote_code: bool = False, cache: Path | None = None
 ) -> ModelTokenizer:
-    """Load a model folder's tokenizer, after a trial; `cache` remembers a good one.
+    """Load a model folder's tokenizer, after a trial; `cache` records tokenizers that passed.
 
     Raises ModelError if there is none, it is broken, or its code is not trusted.
     """
@@ -191,7 +191,7 @@ def load_tokenizer(
 def _panics_as_errors(folder: str) -> Iterator[None]:
     """Raise ModelError for a panic of `tokenizers`, and drop the lines that Rust writes for it.
 
-    Other text for stderr is held back and shown afterwards.
+    Other output to stderr is held back and shown afterwards.
     """
     with _stderr_lock, scratch_file() as held:
         _flush_stderr()
@@ -204,7 +204,7 @@ def _panics_as_errors(folder: str) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            # The panic is no Exception, and each library has its own class.
+            # The panic is not an Exception, and each library has its own class.
             panicked = type(error).__name__ == "PanicException"
             if not panicked:
                 raise

@@ -16,7 +16,7 @@ from typing import Any
 _SECONDS = 10.0
 # Limits of config/limits.py. Each of these takes time whenever the tokenizer is loaded.
 _CONTROL_TOKENS = 50_000
-# The most characters into which a tokenizer's normalizers may turn one.
+# The most characters that a tokenizer's normalizers may make of one character.
 _MAX_GROWTH = 256
 _TRIED = [
     "a",
@@ -57,7 +57,7 @@ def serve(libraries: Any, path: str) -> None:
     except MemoryError:
         raise
     except BaseException as error:  # noqa: BLE001
-        # A panic of the library, in Rust, writes to stderr; all else surfaces on loading.
+        # A panic of the library, in Rust, writes to stderr; other problems surface on loading.
         panicked = type(error).__name__ == "PanicException"
         problem = f"is damaged ({error!s:.200})" if panicked else None
     print(json.dumps(problem), flush=True)
@@ -73,7 +73,7 @@ def _problem(content: Any) -> str | None:
 
 
 def _growth(normalizer: Any) -> Iterator[float]:
-    """Yield the most characters into which each step of a normalizer turns one."""
+    """Yield the most characters that each step of a normalizer makes of one character."""
     if not isinstance(normalizer, dict):
         return
     for step in normalizer.get("normalizers") or ():

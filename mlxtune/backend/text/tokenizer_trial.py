@@ -1,4 +1,4 @@
-"""Tries a stranger's tokenizer in a process that the system ends at its limits."""
+"""Tries an untrusted tokenizer in a process that the system ends at its limits."""
 
 import hashlib
 import importlib.metadata
@@ -58,7 +58,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _key(path: Path) -> str:
-    """Return a hash of all that decides a trial: the file, the libraries and the script."""
+    """Return a hash of everything that decides a trial: the file, the libraries and the script."""
     versions = map(importlib.metadata.version, ("tokenizers", "sentencepiece"))
     parts = (file_hash(path), file_hash(Path(tokenizer_child.__file__)), *versions)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]

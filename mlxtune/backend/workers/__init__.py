@@ -1,1 +1,1 @@
-"""Several processes that share a run: joining, agreeing, splitting a model, losing one."""
+"""Several processes that share a run: they join, agree, split a model, and notice losses."""

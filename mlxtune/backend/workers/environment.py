@@ -30,7 +30,7 @@ def launched_several() -> bool:
 def launched_worker() -> int:
     """Return this process's worker, before it has joined the others; 0 if it is alone.
 
-    Raises ConfigError if it is no number: MLX takes any text for 0.
+    Raises ConfigError if the rank is not a number: MLX reads any text as 0.
     """
     text = os.environ.get("MLX_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
     if not re.fullmatch("[0-9]{1,6}", text):
@@ -65,7 +65,7 @@ class Link:
     size: int
 
     def gbps(self, workers: int) -> float:
-        """Return Gbit/s: each worker sends (n - 1) / n of the bytes twice."""
+        """Return the speed in Gbit/s: each worker sends (n - 1) / n of the bytes twice."""
         return (
             2 * (workers - 1) / workers * 8 * self.size / max(self.many_s - self.one_s, 1e-9) / 1e9
         )

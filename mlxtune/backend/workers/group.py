@@ -21,7 +21,7 @@ class Workers:
     """A group of workers; without one, this process alone.
 
     They share the examples of a step or, with `tensor`, the model: each then computes its part of
-    it for all examples. All have to call the methods that communicate, in the same order.
+    it for all examples. All workers must call the methods that communicate in the same order.
     """
 
     def __init__(self, group: Any = None, *, tensor: bool = False) -> None:
@@ -43,7 +43,7 @@ class Workers:
         return cls(group if group.size() > 1 else None, tensor=tensor)
 
     def describe(self) -> int | str:
-        """Return how many workers share rows or a model, as the bytes of a result depend on it."""
+        """Return how many workers share rows or a model, as the number changes a result's bytes."""
         return f"{self.size} workers that share the model" if self.split_model else self.size
 
     def share(self, costs: Sequence[float]) -> list[int]:
@@ -102,7 +102,7 @@ class Workers:
         return np.array(summed).view(np.float64)
 
     def texts(self, own: str) -> list[str]:
-        """Return the texts of all workers, by worker. Raises WorkerError where one is gone."""
+        """Return the texts of all workers, by worker. Raises WorkerError if a worker is gone."""
         if self.size == 1:
             return [own]
         data = own.encode()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 INTERVAL, PATIENCE = 2.0, 16.0
 # The bytes of the token that workers show each other, and of the worker's number after it.
 TOKEN_SIZE, _WORKER_SIZE = 32, 4
-# The most connections that have not yet shown the token: a stranger may open many.
+# The most connections that have not yet shown the token: an attacker may open many.
 _MOST_WAITING = 256
 _ALIVE, _BYE, _FAILED = b".", b"q", b"x"
 
@@ -33,8 +33,8 @@ class Heartbeat:
     """A thread that sends signs of life, and calls `on_lost(worker)` when one is missing.
 
     Worker 0 listens and hears all others; they hear worker 0, whose end is theirs. A worker whose
-    connection ends, or from which nothing comes for PATIENCE seconds, is lost. Whoever connects
-    shows the `token`, which the workers share in another way.
+    connection ends, or from which nothing comes for PATIENCE seconds, is lost. A connecting worker
+    shows the `token`, which the workers exchange by other means.
     """
 
     def __init__(self, on_lost: Callable[[int], None], token: bytes) -> None:
@@ -60,7 +60,7 @@ class Heartbeat:
     def accept(self, server: socket.socket, others: int) -> None:
         """Accept the connections of `others` workers, and start. Raises OSError.
 
-        A connection that is silent, or lacks the token, keeps nobody waiting.
+        A connection that is silent, or lacks the token, delays no worker.
         """
         deadline = time.monotonic() + PATIENCE
         with server, selectors.DefaultSelector() as selector:
@@ -202,7 +202,7 @@ def _let_in(
     except BlockingIOError:
         return
     if len(waiting) == _MOST_WAITING:
-        # A worker shows its token at once, so the longest waiting connection is a stranger's.
+        # A worker shows its token immediately, so the longest waiting connection is not a worker's.
         longest = next(iter(waiting))
         selector.unregister(longest)
         del waiting[longest]

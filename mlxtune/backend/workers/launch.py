@@ -60,10 +60,10 @@ def join(say: Callable[[str], None] = lambda text: None, *, tensor: bool = False
 
 
 def from_worker_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, ResumePoint]:
-    """Return the run's folder and checkpoint that worker 0 finds: a copy of it on the other
-    workers.
+    """Return the run's folder and checkpoint that `find` returns on worker 0.
 
-    The copy goes with the process. Raises what `find` raises.
+    The other workers get a copy, which is deleted when the process ends. Raises the errors of
+    `find`.
     """
     workers = join()
     if workers.size == 1:

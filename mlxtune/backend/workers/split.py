@@ -42,7 +42,7 @@ _BY_INPUTS = (ShardedToAllLinear, QuantizedShardedToAllLinear)
 
 
 class PlannedGroup:
-    """Stands for a group of workers in planning, when nothing is computed."""
+    """A placeholder for a group of workers in planning, when nothing is computed."""
 
     def __init__(self, size: int) -> None:
         self._size = size

@@ -32,9 +32,9 @@ _MOMENT = 0.5
 class Watch:
     """Ends this process when another worker is gone, for which a collective would wait forever.
 
-    `began` says how the command began, the same on all workers; `describe` continues the line that
-    begins with "worker 1 is gone". `machines` identifies the machine of each worker. Raises
-    WorkerError if the workers do not find each other, or began otherwise.
+    `began` describes how the command began, and must be the same on all workers; `describe`
+    continues the line that begins with "worker 1 is gone". `machines` identifies the machine of
+    each worker. Raises WorkerError if the workers do not find each other, or if `began` differs.
     """
 
     def __init__(self, workers: Workers, began: str, describe: Callable[[int | None], str]) -> None:
@@ -118,7 +118,7 @@ def watched(
 ) -> Iterator[tuple[str, ...]]:
     """Watch over the other workers, and yield the machines of all; see `Watch`.
 
-    Raises WorkerError in place of an error that comes of the loss of another worker.
+    Raises WorkerError in place of an error caused by the loss of another worker.
     """
     watch = Watch(workers, began, describe)
     failed = True

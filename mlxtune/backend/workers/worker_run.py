@@ -107,7 +107,7 @@ class WorkerRun(Generic[ConsoleT]):
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Let the first worker of each machine go before the others."""
+        """Let the first worker of each machine run the block before the others."""
         if self.workers.size > 1 and not self.first_on_machine:
             self.workers.wait()
         yield
