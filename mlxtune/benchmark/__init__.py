@@ -1,1 +1,1 @@
-"""Timing training against a peer: the command, its worker process, its result and its view."""
+"""Times training against a peer: the command, its worker process, its result and its view."""

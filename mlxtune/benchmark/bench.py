@@ -1,4 +1,4 @@
-"""`mlxtune bench`: the same steps by each side, every run in its own process."""
+"""`mlxtune bench`: each side takes the same steps, and every run has its own process."""
 
 import json
 import pickle
@@ -38,17 +38,17 @@ from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json
 from mlxtune.views.tables import result_console
 
-# The command of a process that does the job described in a file.
+# The command that runs the job in a file in a new process.
 Command = Callable[[Path], list[str]]
 
 
 @takes_options(BenchConfig)
 def bench(config: BenchConfig) -> Benchmark:
-    """Time the first steps that `train` with the same options would take, by us and by a peer.
+    """Time the first steps of `train` with the same options, by us and by a peer.
 
     Writes the file that --json names.
 
-    Raises a child of MlxTuneError for faults of options, files or the model, and MlxTuneError
+    Raises a subclass of MlxTuneError for faults of options, files or the model, and MlxTuneError
     when our own process is killed.
     """
     with closing(RunConsole(quiet=config.quiet)) as console, prepared(config, console) as job:
@@ -64,7 +64,7 @@ def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
     """Read the data, write the adapter that all sides start from, and yield our job.
 
     A peer's job differs only in its name. No weights are read. Raises ModelError, and
-    MemoryLimitError when even one example does not fit.
+    MemoryLimitError if not even one example fits.
     """
     folder = model_folder.find_folder(config.model_path)
     config = with_hub_data(config, console)
@@ -90,7 +90,7 @@ def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
 def measured(
     config: BenchConfig, job: Job, console: RunConsole, peer: tuple[str, Command] | None = None
 ) -> Benchmark:
-    """Time the steps by us, and by the peer of the options or another peer.
+    """Time the steps by us, and by the given peer or the options' peer.
 
     Raises MlxTuneError when our own process is killed.
     """
@@ -130,7 +130,7 @@ def first_steps(config: BenchConfig, dataset: Dataset) -> list[list[Sequence[Exa
 def _report_work(
     config: BenchConfig, steps: Sequence[Sequence[Example]], rows: int, console: RunConsole
 ) -> None:
-    """Report the steps; warn if the data has fewer than the options request."""
+    """Report the steps; warn if the data has fewer steps than the options request."""
     each = [example for step in steps for example in step]
     tokens, supervised = sum(map(len, each)), sum(example.supervised for example in each)
     console.say(
@@ -210,7 +210,7 @@ def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> 
 
 
 def worker_command(job: Path) -> list[str]:
-    """Return the command of our process for the job in a file."""
+    """Return the command that runs our process for the job in a file."""
     run = "from mlxtune.benchmark.worker import main; main()"
     return [sys.executable, "-c", run, str(job)]
 

@@ -48,7 +48,7 @@ def table(benchmark: Benchmark) -> list[tuple[str, ...]]:
 
 
 def remarks(benchmark: Benchmark) -> list[str]:
-    """Return remarks on the comparison: whether losses agree, another loss function, a failure."""
+    """Return remarks on agreement of the losses, on another loss function, and on a failure."""
     lines = []
     theirs = benchmark.theirs
     if (agreed := benchmark.agreement()) is not None:

@@ -1,4 +1,4 @@
-"""mlx-lm as the other side of `mlxtune bench`: its steps, on the same examples."""
+"""mlx-lm as the peer of `mlxtune bench`: it takes its own steps on the same examples."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,14 +30,14 @@ from mlxtune.core.steps.batch import run_length
 class MlxLm:
     """mlx-lm's trainer: its batches, its loss, its LoRA and its step, with our optimizer's numbers.
 
-    Its spans of supervised tokens run one beyond the end of a row, onto a token of padding. Here
+    mlx-lm's spans of supervised tokens end one token after the row, on a token of padding. Here
     they end at the last supervised token, so that both sides have equal targets. If rows make more
     examples than a batch holds, the examples are taken batch by batch, sorted by length, and their
     gradients added up before the update.
     """
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
-        # mlx-lm's train() does so.
+        # mlx-lm's train() sets this limit, too.
         recommended = mx.device_info().get("max_recommended_working_set_size")
         if recommended is not None:
             mx.set_wired_limit(int(recommended))
@@ -55,7 +55,7 @@ class MlxLm:
         mx.eval(self._model.parameters())
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
-        """Put mlx-lm's LoRA on the model and make its step, compiled where that pays."""
+        """Put mlx-lm's LoRA on the model and make its step, compiled if that is faster."""
         if not all(one_span(example) for step in steps for example in step):
             self.loss_function = "masked"
         model = self._model
@@ -91,7 +91,7 @@ class MlxLm:
         for part, gradients in self.parts(self._step, examples):
             loss = loss + part
             mx.eval(self.state, loss, gradients)
-            # mlx-lm's train() does so after each step by default.
+            # mlx-lm's train() clears the cache after each step by default.
             if mx.get_cache_memory() > TrainingArgs().clear_cache_threshold:
                 mx.clear_cache()
         return float(loss)
@@ -163,9 +163,10 @@ class MlxLm:
     def batch(
         self, examples: Sequence[Example], *, own: bool = False
     ) -> tuple[mx.array, mx.array, int]:
-        """Return tokens (B, L), padded by mlx-lm, their supervised spans or mask, and its count.
+        """Return padded tokens (B, L), their supervised spans or mask, and the number of targets.
 
-        A span is the first and the last supervised place. mlx-lm's `own` end one beyond the row.
+        A span holds the first and the last supervised place. With `own`, it ends one place after
+        the row, as in mlx-lm.
         """
         rows = [(each.tokens.tolist(), int(each.assistant_mask.argmax())) for each in examples]
         tokens, own_spans = next(iterate_batches(rows, len(rows), self._lora.max_seq_len))

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SCHEMA_VERSION = 2
-# How far losses may differ, relative to the greater of 1 and the loss, at the first step and after.
-# Before the first update both sides compute the same function of the same numbers; AdamW then turns
-# rounding of a gradient near 0 into an update of full size.
+# The largest difference of losses, relative to the greater of 1 and the loss, at the first step and
+# later. Before the first update both sides compute the same function of the same numbers; AdamW
+# then turns rounding of a gradient near 0 into an update of full size.
 _TOLERANCES = {"float32": (1e-4, 1e-3)}
 # The same in 16 bits: bfloat16 rounds a log-sum-exp of 10 to within 0.03.
 _TOLERANCES_16_BIT = (2e-2, 2e-2)
@@ -47,9 +47,9 @@ class BenchmarkRun:
 
     `process_s` is the time from the start of the process to the first step, and `startup_s` the
     part of it after the weights are read. `peak_rss` is the largest memory of the process.
-    `loss_function` names the loss of a peer, `loss_with_pad_targets` is its first loss with its own
-    targets. `execution` names how the side computes, and `reference_s` is the time for the
-    reference's log-probabilities, where an objective needs them.
+    `loss_function` names the loss of a peer, and `loss_with_pad_targets` is the peer's first loss
+    with its own targets. `execution` names how the side computes, and `reference_s` is the time for
+    the reference's log-probabilities, where an objective needs them.
     """
 
     steps: list[TimedStep]
@@ -92,7 +92,7 @@ class BenchmarkRun:
     def as_dict(self) -> dict[str, Any]:
         """Return the run for JSON."""
         entries = asdict(self)
-        # The report names it once for each side.
+        # The report names the loss function once for each side.
         del entries["execution"]
         return entries | {
             "steps": [asdict(step) | {"loss": _finite(step.loss)} for step in self.steps],
@@ -129,7 +129,7 @@ class Side:
     failed: str | None = None
 
     def spread(self, quantity: str) -> Spread:
-        """Return the spread over the runs; of `seconds_per_step`, over every step of every run."""
+        """Return the spread over the runs, or over all their steps for `seconds_per_step`."""
         if quantity == "seconds_per_step":
             return Spread.of(step.seconds for run in self.runs for step in run.steps)
         return Spread.of(getattr(run, quantity) for run in self.runs)
@@ -149,7 +149,7 @@ _SPREADS = (*_COMPARED, "seconds_per_step", "padding_share", "startup_s")
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far the losses of two sides differ, relative to the greater of 1 and the loss.
+    """The difference of two sides' losses, relative to the greater of 1 and the loss.
 
     `largest` is the difference after the `first` step; both are None if a loss is not finite.
     """

@@ -104,7 +104,7 @@ class OurSide:
         self.pipeline.load(adapter)
 
     def refer(self, steps: Sequence[Sequence[Example]]) -> list[Sequence[Example]]:
-        """Return the steps with the reference's log-probabilities, if the objective needs them."""
+        """Return the steps, with the reference's log-probabilities if the objective needs them."""
         from mlxtune.core.objectives.objective import with_references
 
         if not self.pipeline.objective.needs_reference:
@@ -247,15 +247,15 @@ def main(opened: Callable[[Job], BenchSide] = open_side) -> None:
 
 
 def _claim_stdout() -> TextIO:
-    """Return a stdout reserved for records; other output of the process goes to stderr."""
+    """Return a stdout for records only; other output of the process goes to stderr."""
     records = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return records
 
 
 def _end_with_parent() -> None:
-    # The pipe closes when the parent ends, even if it is killed.
-    # Not by `sys.stdin`, whose lock an exit by an error would wait for, and abort.
+    # The pipe closes when the parent ends, even if it is killed. `sys.stdin` is not used: an exit
+    # by an error would wait for its lock, and abort.
     while os.read(0, 1):
         pass
     os._exit(1)

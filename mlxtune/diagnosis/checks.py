@@ -13,11 +13,11 @@ import numpy.typing as npt
 from mlxtune.core.text import byte_size
 
 SCHEMA_VERSION = 1
-# The largest differences of float32 from the plain path: the loss difference is relative to the
-# loss, the gradient difference to the largest entry.
+# The largest differences from the plain path in float32, relative to the loss for losses and to the
+# largest entry for gradients.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
-# In 16 bits, the least cosine of a matrix's gradient with float32's, and the largest deviation of
-# the ratio of their norms from 1.
+# In 16 bits, the lowest cosine of a matrix's gradient with float32's gradient, and the largest
+# deviation from 1 of the ratio of their norms.
 COSINE_TOLERANCE, NORM_TOLERANCE = 0.999, 0.03
 # The largest excess of a measured peak over its prediction, as a share; on a GPU, none has been
 # measured.
@@ -25,9 +25,9 @@ MEMORY_MARGIN, GPU_MEMORY_MARGIN = 0.15, 0.5
 # Kinds of checks.
 GRADIENTS, DTYPE, BYTES, MEMORY = "gradients", "16 bits", "bytes", "memory"
 SPEED, PEER = "speed", "mlx-lm"
-# The expectation of every check that runs out of time.
+# The expectation that is reported for every check that runs out of time.
 _END = "an end"
-# The consequence of a kind's failed check, and the remedy.
+# The consequence of a failed check of each kind, and the remedy.
 _ADVICE = {
     GRADIENTS: "a step would learn something else here: train on nothing that matters, update MLX "
     "and the system, and report it",
@@ -119,7 +119,7 @@ def _largest_difference(found: Gradients, expected: Gradients) -> float:
 
 
 def _cosine_and_ratio(found: Gradients, expected: Gradients) -> tuple[float, float]:
-    """Return the least cosine of a matrix's gradient, and the ratio of norms farthest from 1."""
+    """Return the lowest cosine of a matrix's gradient, and the ratio of norms farthest from 1."""
     cosines, ratios = [], []
     for name, value in expected.items():
         other = found[name]
@@ -127,7 +127,7 @@ def _cosine_and_ratio(found: Gradients, expected: Gradients) -> tuple[float, flo
         with np.errstate(invalid="ignore"):
             cosines.append(np.divide((other * value).sum(dtype=np.float64), norm * wanted))
         ratios.append(norm / wanted)
-    # A NaN counts as farthest in both.
+    # A NaN counts as the worst value of both.
     farthest = ratios[int(np.argmax(np.abs(np.array(ratios) - 1)))]
     return float(np.min(cosines)), farthest
 
@@ -146,7 +146,7 @@ def check_gradients(name: str, loss: float, gradient: float) -> ProofCheck:
 
 
 def check_dtype(name: str, cosine: float, norm: float, packing_problem: str = "") -> ProofCheck:
-    """Judge gradients in 16 bits: lowest cosine similarity to float32, and worst ratio of norms.
+    """Judge gradients in 16 bits by their lowest cosine to float32 and the worst ratio of norms.
 
     An unpacked step fails too: the models of the proof allow packing.
     """
@@ -185,7 +185,7 @@ def check_bytes(
 
 
 def check_memory(name: str, predicted: int, measured: int, margin: float) -> ProofCheck:
-    """Judge a measured peak in bytes: at most a share `margin` above the predicted one."""
+    """Judge a measured peak in bytes, which may exceed the prediction by the share `margin`."""
     return ProofCheck(
         kind=MEMORY,
         name=name,

@@ -1,4 +1,4 @@
-"""Kernels of a device against the CPU's plain operations, for `mlxtune doctor --prove`.
+"""Compares a device's kernels with the CPU's plain operations, for `mlxtune doctor --prove`.
 
 Each kernel runs separately, so that an error in one does not affect the others.
 """
@@ -51,7 +51,7 @@ def on_the_cpu() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel: `compute` takes a dtype, and `gpu` for the kernel or `plain` for its reference."""
+    """A kernel. `compute` takes a dtype, and `gpu` for the kernel or `plain` for its reference."""
 
     name: str
     compute: Callable[[mx.Dtype, str], Step]
@@ -74,7 +74,7 @@ class Kernel:
 
 def step_of(pipeline: InstructPipeline, examples: Sequence[Example]) -> Step:
     """Return loss and gradients of a step with LoRA matrices of seeded random values."""
-    # At zero, where B starts, the gradient of A would be zero too.
+    # If B were zero, as at the start of training, the gradient of A would be zero too.
     _fill(pipeline.model.trainable_parameters(), pipeline.model, mx.float32)
     result = pipeline.loss_and_gradients(examples, step=1)
     gradients = {name: np.array(value) for name, value in tree_flatten(result.gradients)}
@@ -147,7 +147,7 @@ def _gated_delta_inputs(rng: np.random.Generator) -> Arrays:
 
 
 def _gate_inputs(rng: np.random.Generator) -> Arrays:
-    """Draw gate and up for some groups of threads and part of another."""
+    """Draw gate and up for some whole groups of threads and a partial group."""
     return [2 * rng.standard_normal((3, 1031)) for _ in range(2)]
 
 

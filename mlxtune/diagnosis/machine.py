@@ -17,7 +17,7 @@ from mlxtune.core.machine.facts import MLX_LIBRARIES, Package, probe_device
 from mlxtune.core.machine.reservation import reservations
 
 _OURS = "mlxtune"
-# Check their requirements too: wrong versions fail with obscure errors.
+# The requirements of these packages are checked too: wrong versions fail with obscure errors.
 _FOLLOWED = (_OURS, "mlx", "mlx-lm", "transformers")
 _FOR_DEVELOPERS = ("test", "interop", "dev")
 

@@ -1,4 +1,4 @@
-"""`mlxtune doctor --prove`: the promises of mlxtune, checked on the device at hand.
+"""`mlxtune doctor --prove`: checks the promises of mlxtune on this device.
 
 The checks run in separate processes, so that a crash fails only one check.
 """
@@ -74,7 +74,7 @@ def prove(
 
 
 def show(*, as_json: bool, share: Path | None = None) -> bool:
-    """Print the table, and JSON if asked for; return whether all checks passed.
+    """Print the table, and JSON on request; return whether all checks passed.
 
     Without a live line, print each check as it ends. `share` is a file for the result without names
     and paths. Raises OutputError.

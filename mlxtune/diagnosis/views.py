@@ -1,4 +1,4 @@
-"""A proof of `mlxtune doctor --prove`: its table on a terminal, and its JSON without names."""
+"""Shows a proof of `mlxtune doctor --prove` as a table on a terminal, or as JSON without names."""
 
 import re
 from collections.abc import Sequence
@@ -95,7 +95,7 @@ def _anonymous(value: Any, names: Sequence[str]) -> Any:
 
 def _without(text: str, names: Sequence[str]) -> str:
     """Return a text without `names`, matched as whole words in any case."""
-    # A host is also known by the first part of its name.
+    # The first part of its name also identifies a host.
     every = {part for name in names for part in (name, name.partition(".")[0])}
     for name in sorted(every, key=len, reverse=True):
         if len(name) >= _SHORTEST_NAME:

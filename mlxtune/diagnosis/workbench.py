@@ -16,13 +16,14 @@ from mlxtune.core.files.sizes import read_bytes, read_text
 from mlxtune.diagnosis.checks import ProofCheck
 
 QWEN, GEMMA = "demo-qwen3", "demo-gemma3"
-# The bases, each made here by a job of the worker.
+# The base models; a job of the worker makes each of them.
 BASE, DENSE = "4-bit base", "16-bit base"
 _MADE = {BASE: "base", DENSE: "dense"}
 # Threads slow down such small products.
 _QUICK = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# By default the newest GPUs round the factors of float32 products to 19 bits; these jobs keep it.
+# The newest GPUs round the factors of float32 products to 19 bits, except with this variable.
 _EXACT = {"MLX_ENABLE_TF32": "0"}
+# Jobs that run without it, as training does.
 _AS_TRAINED = ("kernels16", "dtype", "steps")
 _ROWS = 32
 # With dropout, at most two turns of a row share a beginning, which keeps bytes equal on Metal.
@@ -42,7 +43,7 @@ class Workbench:
     scratch: Path
 
     def model(self, name: str) -> Path:
-        """Return a model's folder; the bases are made when first asked for."""
+        """Return a model's folder; a base is made when it is first requested."""
         if name not in _MADE:
             return demo_file(name)
         folder = self.scratch / _MADE[name]
@@ -58,7 +59,7 @@ class Workbench:
 
     @cached_property
     def step(self) -> Path:
-        """Rows whose examples share beginnings: one with each set of roles, and one twice."""
+        """Rows whose examples share beginnings: one row for each set of roles, and one twice."""
         kinds: dict[tuple[str, ...], str] = {}
         for line in read_text(self.rows).splitlines():
             kinds.setdefault(tuple(each["role"] for each in json.loads(line)["messages"]), line)
@@ -104,7 +105,7 @@ class Workbench:
         metrics = run / "metrics.jsonl"
 
         def has_begun() -> bool:
-            # A killed run resumes from its last checkpoint, an interrupted one saves another.
+            # A killed run resumes from its last checkpoint; an interrupted run saves a new one.
             return any(run.glob("step-*")) if stop == signal.SIGKILL else metrics.exists()
 
         status = self._train(name, folder, until=has_begun, stop=stop)

@@ -44,15 +44,15 @@ from mlxtune.diagnosis.kernels import kernel_checks, on_the_cpu, step_of
 _LARGE = 10**9
 _ONE_STEP, _SMALL_CHUNK = 10**6, 16
 _DROPOUT = 0.3
-# Tokens of a micro-batch, and the number of rows that fill the largest.
+# The tokens of a micro-batch, and the number of rows that fill the largest micro-batch.
 SIZES, _ROWS = (128, 512, 2048), 24
 # The number of timed rows, and the rows of a step.
 _TIMED_ROWS, _ROWS_PER_STEP = 12, 4
 # The base: the width of its heads, and its quantisation.
 _HEAD, _GROUP, _BITS = 64, 64, 4
-# Quantised products are some 20 times slower than float32 on the CPU; a GPU needs work to do.
+# Quantised products are some 20 times slower than float32 on the CPU; a GPU needs enough work.
 _CPU_WIDTH, _GPU_WIDTH = 256, 1024
-# The shapes in which steps are timed; another rounding is another entry.
+# The shapes in which steps are timed; another rounding needs another entry.
 SHAPES: Mapping[str, Callable[[Execution], Execution]] = {
     "shapes as they are": lambda execution: replace(execution, rounding=NOT_ROUNDED),
     "shapes rounded": lambda execution: execution,
@@ -69,7 +69,7 @@ class Way:
 
 
 def _way(kind: str, parameters: int = 0) -> Way:
-    """Return the way of a kind, in one micro-batch; parameters decide about the CPU's kernels."""
+    """Return the way of a kind, in one micro-batch; the parameters decide on the CPU's kernels."""
     execution = best_execution(parameters, kind=kind)
     return Way(kind, replace(execution, micro_batch_tokens=_ONE_STEP))
 
