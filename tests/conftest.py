@@ -133,7 +133,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 @pytest.fixture
-def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
+def cli(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, short_checks: None
+) -> Cli:
     """Run a command in this process, which has paid for the start of mlx already."""
     # The command puts its own in place, for good.
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
@@ -230,8 +232,16 @@ def own_run(run_to_copy: Path, output: Path) -> Path:
 
 
 @pytest.fixture
-def short_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the proofs on the way out look at fewer tokens; what they prove is tested otherwise."""
+def short_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the proofs of exports and the passes that measure memory.
+
+    tests/backend/adapters and tests/backend/memory test them at full length.
+    """
     from mlxtune.backend.adapters import proof
+    from mlxtune.backend.memory import measure
+    from mlxtune.commands import proof as exports
 
     monkeypatch.setattr(proof, "NEW_TOKENS", 8)
+    monkeypatch.setattr(exports, "_PROMPTS", exports._PROMPTS[:2])
+    for lengths in ("_LAZY", "_EAGER"):
+        monkeypatch.setattr(measure, lengths, (8, 16, 32))

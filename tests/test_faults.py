@@ -11,11 +11,11 @@ import pytest
 
 from tests.faults import KINDS
 from tests.long.check_faults import check
-from tests.slow import long
+from tests.slow import long, slow
 
 
 @pytest.mark.parametrize(
-    ("kinds", "every", "runs"), [(["crash"], 700, 2), long(list(KINDS), 300, 8)], ids=str
+    ("kinds", "every", "runs"), [slow(["crash"], 700, 2), long(list(KINDS), 300, 8)], ids=str
 )
 def test_run_that_fails_at_some_operations_is_resumed_to_the_same_result(
     tmp_path: Path, kinds: list[str], every: int, runs: int

@@ -40,6 +40,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(source, "wheel", folder / "wheel")
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_package_and_what_the_demo_needs_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}

@@ -209,7 +209,7 @@ def test_command_ends_within_its_limits(tmp_path: Path, model: Path, name: str) 
 QUICK = [
     *("gzip of an array of {}", "gzip for validation", "gzip of 15 MB of blank lines"),
     *("gzip of 50,000 empty ones", "parquet of lists in lists"),
-    *("60 million blank lines", "array of 20 million {}", "line of 60 MB of values"),
+    *("60 million blank lines", "array of 20 million {}"),
     "file of holes",
 ]
 
@@ -233,7 +233,7 @@ def _assert_said(error: str, said: str) -> None:
 def test_files_that_people_have_unpack_as_they_are(tmp_path: Path) -> None:
     """The most repetitive: a system prompt of 4 kB before each short question."""
     system = os.urandom(2048).hex()
-    rows = [{"system": system, "prompt": str(i), "completion": str(i * i)} for i in range(30_000)]
+    rows = [{"system": system, "prompt": str(i), "completion": str(i * i)} for i in range(6_000)]
     lines = [json.dumps(row).encode() + b"\n" for row in rows]
     path = _zipped(lines)(tmp_path)
     assert 60 < sum(map(len, lines)) / path.stat().st_size < 200

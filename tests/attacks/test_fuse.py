@@ -85,7 +85,7 @@ def test_link_that_leaves_the_base_is_refused_before_anything_is_written(
 
 
 def test_links_within_the_folder_and_within_the_hubs_cache_are_copied(
-    cli: Cli, adapter: Path, model: Path, tmp_path: Path, short_proofs: None
+    cli: Cli, adapter: Path, model: Path, tmp_path: Path
 ) -> None:
     blobs = tmp_path / "hub" / "models--a--b" / "blobs"
     snapshots = tmp_path / "hub" / "models--a--b" / "snapshots" / "abc"

@@ -154,7 +154,7 @@ def test_hub_that_never_answers_does_not_hang_a_model(
 
 
 def test_hub_that_trickles_does_not_hang_a_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "SILENCE", 0.3)
+    monkeypatch.setattr(answers, "SILENCE", 0.15)
     ended: list[float] = []
 
     def fault(handler: Handler, method: str, path: str) -> bool:

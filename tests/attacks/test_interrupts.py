@@ -173,7 +173,7 @@ def test_signal_during_fuse_leaves_nothing(
 
 @pytest.mark.slow
 def test_what_a_kill_left_of_fuse_is_removed_by_the_next(
-    cli: Cli, model: Path, adapter: Path, tmp_path: Path, short_proofs: None
+    cli: Cli, model: Path, adapter: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "fused"
     code = (

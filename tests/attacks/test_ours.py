@@ -163,7 +163,6 @@ def _changed(out: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("short_proofs")
 @pytest.mark.parametrize("change", [_more, _below, _forged, _listed, _changed])
 @pytest.mark.parametrize("command", ["fuse", "export", "import"])
 def test_overwriting_removes_no_file_of_the_user(

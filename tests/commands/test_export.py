@@ -30,9 +30,6 @@ from tests.models import sums, write_chat, write_model
 TOKENS = [[5, 17, 80, 3, 44, 12]]
 
 
-pytestmark = pytest.mark.usefixtures("short_proofs")
-
-
 def trained_on(model: Path, output: Path, **options: object) -> Path:
     rows = write_chat(output / "chat.jsonl", sums(20))
     adapter = output / "adapters.safetensors"
@@ -214,7 +211,7 @@ def test_export_is_proved_by_loading_what_was_written(
     certificate = json.loads((tmp_path / "o" / "certificate.json").read_text())
     assert certificate["passed"]
     assert certificate["largest_difference"] < 1e-5 < certificate["adapter_effect"]
-    assert certificate["greedy_match"] == {"same": 32, "of": 32}
+    assert certificate["greedy_match"] == {"same": 16, "of": 16}
 
 
 def test_flat_file_has_the_names_and_shapes_of_the_original(

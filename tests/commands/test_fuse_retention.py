@@ -23,8 +23,6 @@ from tests.models import sums, write_chat, write_model
 from tests.paths import SHARED
 from tests.slow import slow
 
-pytestmark = pytest.mark.usefixtures("short_proofs")
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -139,7 +137,7 @@ def test_without_rows_of_an_own_run_the_divergence_on_prompts_decides(
         if missing == "data":
             (tmp_path / "elsewhere.jsonl").rename(run / "chat.jsonl")
     assert found is not None
-    assert found.measure == "KL on 4 prompts"
+    assert found.measure == "KL on 2 prompts"
     assert found.trained == 0
     assert found.base > 0
 

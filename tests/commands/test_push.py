@@ -80,7 +80,7 @@ def test_adapter_arrives_in_both_layouts_with_its_card(
 
 
 def test_peft_layout_is_that_of_export(
-    hub: Hub, push: Callable[..., str], run: Path, tmp_path: Path, short_proofs: None
+    hub: Hub, push: Callable[..., str], run: Path, tmp_path: Path
 ) -> None:
     push()
     config = mlxtune.ExportConfig(str(run), str(tmp_path / "peft"), format="peft", quiet=True)

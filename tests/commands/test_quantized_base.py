@@ -37,9 +37,6 @@ CONVERTED = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("short_proofs")
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, whose weights are stored in bfloat16, and data."""

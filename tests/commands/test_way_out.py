@@ -49,9 +49,6 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("short_proofs")
-
-
 # Each member, each base; the member that is unlike the others on those that are.
 PAIRS = [
     ("lora", "float32"),

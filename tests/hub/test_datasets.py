@@ -287,7 +287,7 @@ def test_hub_that_never_answers_is_given_up(
     monkeypatch.setattr("mlxtune.hub.datasets._TIMEOUT", 0.2)
     monkeypatch.setattr("huggingface_hub.file_download._ETAG_RETRY_TIMEOUT", 0.2)
     for name in ("HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"):
-        monkeypatch.setattr(constants, name, 1)
+        monkeypatch.setattr(constants, name, 0.15)
 
     def fault(handler: Handler, method: str, path: str) -> bool:
         if part in path:

@@ -22,7 +22,7 @@ from tests.long.architectures import ARCHITECTURES  # noqa: E402
 from tests.models import sums, write_chat, write_model  # noqa: E402
 from tests.slow import slow  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("short_proofs")
+pytestmark = pytest.mark.usefixtures("short_checks")
 
 HEADS = {"q_proj": 4, "k_proj": 2}
 # The projections' names in llama.cpp's convert_lora_to_gguf.py.

@@ -16,8 +16,9 @@ from mlxtune import TrainConfig, train  # noqa: E402
 from tests.command import Cli, files_in  # noqa: E402
 from tests.models import sums, write_chat, write_model  # noqa: E402
 from tests.paths import DATA, ROOT  # noqa: E402
+from tests.slow import slow  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("short_proofs")
+pytestmark = pytest.mark.usefixtures("short_checks")
 # Writes a folder as the real converter does, or fails as named.
 CONVERTER = """#!{python}
 import sys
@@ -197,8 +198,8 @@ def test_merged_export_is_one_rounded_file_whose_plain_weights_were_proved(
     "fault",
     [
         "shutil.copyfile(plain, target)",
-        "open(target, 'w').write('no GGUF')",
-        "import os; os.remove(target); os.symlink(plain, target)",
+        slow("open(target, 'w').write('no GGUF')"),
+        slow("import os; os.remove(target); os.symlink(plain, target)"),
     ],
 )
 def test_quantised_file_that_is_none_is_refused(

@@ -28,7 +28,7 @@ from tests.interop.hf import (  # noqa: E402
 KINDS = ("qwen3", "llama", "gemma3", "qwen2", "gemma2")
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
-    pytest.mark.usefixtures("short_proofs"),
+    pytest.mark.usefixtures("short_checks"),
 ]
 Trained = tuple[Path, Path]
 

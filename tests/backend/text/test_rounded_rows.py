@@ -15,12 +15,12 @@ from mlxtune.config import InspectConfig
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.order import shuffled_steps
 from tests.core.steps.shapes import GRAPH_OPERATIONS
-from tests.slow import slow
 
 ROWS = {"wikisql_train": 128, "lf_alpaca_en_demo": 512}
 
 
-@pytest.mark.parametrize("rows", ["wikisql_train", slow("lf_alpaca_en_demo")])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", ROWS)
 def test_rounded_lines_of_real_rows_have_at_most_3_percent_more_tokens(
     rows: str, shared: Path, tmp_path: Path
 ) -> None:

@@ -190,7 +190,7 @@ def test_a_worker_that_never_comes_is_not_waited_for() -> None:
     silent = socket.create_connection(server.getsockname())
     started = time.monotonic()
     with pytest.raises(OSError, match="not all workers came"):
-        Heartbeat([].append, TOKEN).accept(server, 1)
+        Heartbeat([].append, TOKEN).accept(server, 0.2)
     assert time.monotonic() - started < 3
     silent.close()
 
