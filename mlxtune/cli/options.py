@@ -229,6 +229,6 @@ def load_config_file(
         + suggestion(key, value, own, as_entry, flags_of(config))
         for key, value in unknown[:_MAX_NAMED]
     ]
-    if more := len(unknown) - len(problems):
+    if (more := len(unknown) - _MAX_NAMED) > 0:
         problems.append(f"--config {path} has {more:,} more that are no options")
     return options, problems

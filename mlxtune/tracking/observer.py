@@ -50,6 +50,7 @@ class TrackingObserver(TrainingObserver):
         self._complete = False
 
     def on_start(self, run: RunStart, previous: Path | None) -> None:
+        self._step = run.progress.step
         with self._until_failure():
             self._tracker = TRACKERS[self._name](self._tracked(run))
 
@@ -111,7 +112,7 @@ class TrackingObserver(TrainingObserver):
             "best_epoch": result.best_epoch,
             "best_step": result.best_step,
             "stopped_early": result.stopped_early,
-            "steps": len(result.steps),
+            "steps": result.steps[-1].step if result.steps else 0,
         }
         self._result = {name: value for name, value in values.items() if value is not None}
         self._complete = True

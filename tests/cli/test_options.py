@@ -194,6 +194,14 @@ def test_file_of_mlx_lm_is_read_and_each_entry_said(tmp_path: Path) -> None:
     assert lines[0] == "model: m → --model-path m"
 
 
+def test_problems_of_an_mlx_lm_file_are_no_unknown_options(tmp_path: Path) -> None:
+    path = write(tmp_path, "lora.yaml", "model: m\niters: 60\noptimizer: sgd\n")
+
+    (problem,) = load_config_file(path, TrainConfig)[1]
+
+    assert "sgd" in problem
+
+
 def test_entries_of_other_tools_are_answered(tmp_path: Path) -> None:
     path = write(tmp_path, "run.yaml", "base_model: m\nmicro_batch_size: 2\nrank: 8\nbf16: true\n")
 

@@ -128,6 +128,14 @@ def test_resumed_run_is_the_same_run_for_the_tracker(tmp_path: Path) -> None:
     assert second.ends[0][1]
 
 
+def test_epoch_that_ends_as_a_run_resumes_has_its_last_step(tmp_path: Path) -> None:
+    with pytest.raises(TrainingInterrupted):
+        tracked(tmp_path, FakeTracker(), stop_at=3)
+    tracker = FakeTracker()
+    tracked(tmp_path, tracker, resume=True)
+    assert [step for step, values in tracker.logs if "epoch/train_loss" in values] == [3, 6]
+
+
 def test_run_that_is_tracked_from_its_resume_on_is_a_new_one_there(tmp_path: Path) -> None:
     with pytest.raises(TrainingInterrupted):
         tracked(tmp_path, FakeTracker(), stop_at=4)

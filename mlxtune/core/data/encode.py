@@ -283,13 +283,12 @@ class Encoder:
             if bos is not None and any(one.tokens[:2].tolist() == [bos, bos] for one in examples):
                 notes.count(row, DOUBLE_BOS)
             supervised = [bool(one.assistant_mask.any()) for one in examples]
-            if all(supervised) or (examples[0].role == ANSWER and any(supervised)):
+            if not all(map(len, examples)):
+                skipped.add(row, BadRow("its turns are too many to encode"))
+            elif all(supervised) or (examples[0].role == ANSWER and any(supervised)):
                 yield examples
             else:
-                problem = "the tokenizer gives no token for the answer"
-                if not len(examples[0]):
-                    problem = "its turns are too many to encode"
-                skipped.add(row, BadRow(problem))
+                skipped.add(row, BadRow("the tokenizer gives no token for the answer"))
 
     def _tokenize(self, rendered: Sequence[tuple[int, Rendering]]) -> EncodedRows:
         texts = [text.text for _, rendering in rendered for text in rendering.texts]

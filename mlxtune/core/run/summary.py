@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import operator
 import os
 import shlex
 import statistics
@@ -20,6 +19,7 @@ from mlxtune.config.objective import default_rate
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
 from mlxtune.core.run.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation
 from mlxtune.core.run.evaluation_text import verdict_lines
+from mlxtune.core.run.metrics import TrainingMetrics
 from mlxtune.core.run.run import CHECKPOINTS, Run, mapping, number, text, whole
 from mlxtune.core.run.run_folder import previous_number
 from mlxtune.core.text import byte_size, count, duration, loss_text, sentence
@@ -276,9 +276,8 @@ def _status(run: Run) -> str:
 def _train_loss(run: Run) -> float | None:
     if run.progress.epochs:
         return run.progress.epochs[-1].train_loss
-    tokens = run.column("supervised_tokens")
-    losses = math.fsum(map(operator.mul, run.column("loss"), tokens))
-    return losses / sum(tokens) if any(tokens) else None
+    steps = run.progress.steps
+    return TrainingMetrics(len(steps), steps).average_loss()
 
 
 def _seconds(run: Run) -> float | None:

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 
 from mlxtune.core.data import encode as encode_module
 from mlxtune.core.data import problems
-from mlxtune.core.data.conversation import Conversation, Document, Message, parse_conversation
+from mlxtune.core.data.conversation import (
+    CHOSEN,
+    REJECTED,
+    Conversation,
+    Document,
+    Message,
+    Pair,
+    parse_conversation,
+)
 from mlxtune.core.data.encode import Encoder, OffsetEncoding
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
 from mlxtune.core.data.template import Rendered, Rendering, Template, render_qwen3
@@ -209,6 +217,12 @@ def test_row_whose_prompts_take_minutes_to_encode_is_skipped(
     assert len(few) in (1, 2)
     assert skipped.counts == {"its turns are too many to encode": 1}
     assert sum(map(len, texts)) < 30_000
+
+    # Of a pair, the other side is not kept alone.
+    chosen, rejected = converse(*turns), converse(*turns[:4])
+    pair = Pair(replace(chosen, role=CHOSEN), replace(rejected, role=REJECTED))
+    examples, _, skipped = encode(tokenizer, pair)
+    assert (examples, skipped.counts) == ([], {"its turns are too many to encode": 1})
 
 
 def test_prompt_has_its_own_tokens_also_where_the_answer_would_change_them() -> None:

@@ -123,6 +123,17 @@ def test_training_loss_before_an_epoch_ends_is_that_over_all_supervised_tokens(
     assert RunView.of(read_run(folder)).train_loss == pytest.approx((4 * 30 + 1 * 10) / 40)
 
 
+def test_training_loss_of_preferences_before_an_epoch_ends_is_over_all_rows(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "out", finished=False)
+    metrics = {"rewards/accuracies": 0.5}
+    lines = [
+        step_line(1, 9, loss=0.6, supervised_tokens=30, rows=2, metrics=metrics),
+        step_line(2, 9, loss=0.1, supervised_tokens=10, rows=6, metrics=metrics),
+    ]
+    (folder / "metrics.jsonl").write_bytes(as_lines(lines))
+    assert RunView.of(read_run(folder)).train_loss == pytest.approx((2 * 0.6 + 6 * 0.1) / 8)
+
+
 def test_what_came_of_the_plan_is_measured_over_all_steps(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "out")
     lines = [
