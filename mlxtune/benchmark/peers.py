@@ -157,7 +157,7 @@ class MlxLm:
             yield
         finally:
             self._model.update(before)
-            # Also in the list from which a compiled step reads its state.
+            # A compiled step reads its state from the list.
             self._optimizer.state = self.state[1] = state
 
     def batch(

@@ -56,7 +56,7 @@ class BenchSide(Protocol):
 class Job:
     """The steps of a side with `rows` rows in total, and the start time of its process.
 
-    `adapter` is the folder of the adapter that all sides start from, `execution` the option.
+    `adapter` is the folder of the adapter that all sides start from, `execution` is --execution.
     """
 
     side: str

@@ -1,4 +1,4 @@
-"""The checks of `mlxtune doctor --prove`, their tolerances and verdicts. Pure.
+"""The checks of `mlxtune doctor --prove`, their tolerances and verdicts, as pure functions.
 
 A check passes or fails; a check whose `passed` is None only reports.
 """

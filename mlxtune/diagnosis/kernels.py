@@ -194,7 +194,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "gated delta rule",
         partial(_function_step, _DELTA, _gated_delta_inputs),
-        # CUDA's library says "has no CUDA implementation"; on the CPU it is mlx-lm's loop.
+        # CUDA's library says "has no CUDA implementation"; the CPU's version is mlx-lm's loop.
         lambda dtype: on_cpu() or has_metal(),
     ),
     Kernel(

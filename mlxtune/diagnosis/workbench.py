@@ -53,7 +53,7 @@ class Workbench:
 
     @cached_property
     def rows(self) -> Path:
-        """Rows to train on: the first of the demo's."""
+        """The rows to train on: the first rows of the demo."""
         lines = read_text(demo_file(DATA)).splitlines()
         return self._write("rows.jsonl", lines[:_ROWS])
 

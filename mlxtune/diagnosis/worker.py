@@ -91,7 +91,7 @@ def ways() -> list[Way]:
 
 
 def gradients(model: Path, data: Path) -> Iterator[ProofCheck]:
-    """Compare each way to compute a step with the plain one in float32.
+    """Compare each way to compute a step with the plain step in float32.
 
     The plain path runs mlx-lm's unmodified model on dequantised weights, one example at a time.
     """

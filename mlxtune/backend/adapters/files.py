@@ -151,7 +151,7 @@ def read_adapter_config(weights: Path) -> dict[str, Any]:
 
 
 def _own_config(weights: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):  # `read_tensors` reports errors.
+    with suppress(OSError, ValueError):  # Errors surface when the tensors are read.
         own = read_header(weights).metadata.get(OWN_CONFIG, "{}")
         config = parse_json(own.encode(), CONFIG_LIMITS, weights.name)
         if isinstance(config, dict):
@@ -282,7 +282,7 @@ def _sort_metadata(content: bytes) -> bytes:
     if "__metadata__" in header:
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    # Padded as the library does, so that the tensors start at a multiple of 8.
+    # Padded like the library's headers, so that the tensors start at a multiple of 8.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
@@ -330,7 +330,7 @@ def module_names(weights: Path, tensors: Mapping[str, TensorInfo], info: Adapter
     if not tensors or needed != tensors.keys():
         raise ModelError(f"{weights}: is not a {info.kind} adapter: it {problem:.200}")
     for module in modules:
-        # (in, rank), or (experts, rank, in).
+        # A is (in, rank), or (experts, rank, in).
         shape = tensors[f"{module}.lora_a"].shape
         if len(shape) not in (2, 3) or shape[1] != info.rank:
             raise ModelError(

@@ -15,7 +15,7 @@ AS_BASE, PLAIN = "as the base", "plain"
 # The bits of each storage in MLX's affine format.
 _BITS = {"in 6 bits": 6, "in 8 bits": 8}
 _QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
-# The smallest group of the affine format; the 4-bit floats have smaller ones.
+# The smallest group of the affine format; the 4-bit floats have smaller groups.
 _SMALLEST_GROUP = 32
 
 
@@ -35,7 +35,7 @@ def storages_for(modules: Iterable[nn.Module]) -> list[str]:
 def layer_like(module: nn.Module, weight: mx.array, storage: str = AS_BASE) -> nn.Module:
     """Return a copy of a layer with this weight in the given storage.
 
-    A plain layer, or one with enough bits already, keeps its format.
+    A plain layer, or a layer with enough bits, keeps its format.
     """
     made: Any
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):

@@ -39,7 +39,7 @@ def view(x: mx.array) -> Floats:
 
 
 def empty(*shape: int) -> mx.array:
-    """Return a new float32 array, whose memory numpy can write."""
+    """Return a new float32 array whose memory numpy can write."""
     size = math.prod(shape)
     if size <= _ZEROS.size:
         # Copying here avoids waking MLX's own thread.
@@ -50,7 +50,7 @@ def empty(*shape: int) -> mx.array:
 
 
 def copied(x: mx.array) -> mx.array:
-    """Return a contiguous copy, whose memory numpy can write."""
+    """Return a contiguous copy whose memory numpy can write."""
     made = empty(*x.shape)
     view(made)[...] = view(x)
     return made
@@ -100,7 +100,7 @@ def multiplied(a: Floats, b: Floats) -> Floats:
 
 
 def computes(*arrays: Any) -> bool:
-    """Return whether the kernels can take these: float32 arrays that are not empty."""
+    """Return whether the kernels support these arrays: float32 arrays that are not empty."""
     return all(isinstance(x, mx.array) and x.dtype == mx.float32 and x.size for x in arrays)
 
 

@@ -110,7 +110,7 @@ class _Attention:
     def scores(self, q: Floats, part: _Part) -> Floats:
         """Return the scores (groups, H / G * queries, keys) of scaled queries.
 
-        An array mask is applied; the softmax applies a causal one.
+        An array mask is applied; the softmax applies a causal mask.
         """
         scores = multiplied(q, self.seen(self.k, part).swapaxes(1, 2))
         if self.mask is not None:
@@ -119,7 +119,7 @@ class _Attention:
         return scores
 
     def forward(self) -> mx.array:
-        # The next projection reads the output by tokens.
+        # The next projection reads the output token by token.
         made = empty(self.batch, self.length, self.heads, self.v.shape[-1])
         whole = self.by_group(view(made).swapaxes(1, 2))
 

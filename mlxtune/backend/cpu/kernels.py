@@ -201,7 +201,7 @@ def online_softmax_(start, end, x, highest, total, correction):  # type: ignore[
 
 @kernel
 def turn(start, end, x, cosines, sines, out):  # type: ignore[no-untyped-def]
-    """Rotate pairs of entries of x (B, T, H, D) by the angles of T; out is (B, H, T, D)."""
+    """Rotate pairs of entries of x (B, T, H, D) by their token's angles; out is (B, H, T, D)."""
     half = cosines.shape[1]
     for row in range(start, end):
         b, t = row // x.shape[1], row % x.shape[1]

@@ -48,7 +48,7 @@ class BackwardReads:
 
     @classmethod
     def of(cls, layer: nn.Module) -> BackwardReads:
-        """Return the reads of a layer, by its class in mlx-lm and the projections with LoRA."""
+        """Return the values that a layer reads, by its class in mlx-lm and the place of LoRA."""
         if not isinstance(layer, _ONE_READER):
             return cls()
         output, down = layer.self_attn.o_proj, layer.mlp.down_proj
@@ -107,13 +107,13 @@ def product(make: Callable[[], mx.array]) -> mx.array:
 
 
 def reads_attention() -> bool:
-    """Return whether the output of attention is read, not only its gradient."""
+    """Return whether a backward pass reads the output of attention, not only its gradient."""
     kept = _running.get()
     return kept is None or not kept.replays or kept.reads.attention
 
 
 def reads_gate() -> bool:
-    """Return whether the output of a gate is read, not only its gradient."""
+    """Return whether a backward pass reads the output of a gate, not only its gradient."""
     kept = _running.get()
     return kept is None or not kept.replays or kept.reads.gate
 
@@ -154,7 +154,7 @@ class KernelLayers:
         return list(differentiable(forward, backward)(*inputs))
 
     def run_frozen(self, output: Any) -> Any:
-        """Return the output of a layer below the first that is trained, with no gradient."""
+        """Return the output, without a gradient, of a layer below the first trained layer."""
         return tree_map(lambda leaf: detached(leaf) if _is_floating(leaf) else leaf, output)
 
 

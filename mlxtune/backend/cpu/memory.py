@@ -37,7 +37,7 @@ class KernelMemory:
         return Entries(0, load.tokens * shapes.products + load.repeated * shapes.mixed, 0)
 
     def in_layer(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
-        """Return the entries of one layer's backward pass, in addition to the kept ones."""
+        """Return the entries of one layer's backward pass, in addition to the kept entries."""
         # The recomputed values between the products take about as much as the products.
         widths = shapes.layer_products * (2 if settings.recompute else 1) + shapes.hidden
         widths += GRADIENTS * (shapes.widest_product + shapes.hidden)
@@ -61,5 +61,5 @@ class KernelMemory:
         return hidden + shapes.head_cast + copies * held_logits(settings, positions, shapes)
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
-        """Return whether the head is more than one product."""
+        """Return whether the head holds logits, which a head of one product does not."""
         return not shapes.plain_head

@@ -222,6 +222,6 @@ _FAST = Replacements({**FUNCTIONS, **_FUNCTIONS}, {**KINDS, **_KINDS})
 def make_fast(module: nn.Module) -> Callable[[], None]:
     """Make a module and its children compute with the functions of this folder.
 
-    Returns a function that undoes it, so that one model can be evaluated and then generate.
+    Returns a function that undoes it, so that a model can generate text after an evaluation.
     """
     return _FAST.apply(module)

@@ -22,8 +22,8 @@ GB = 10**9
 # Shares of the limit: MLX's cache of freed buffers, and the use above which it is cleared.
 _CACHE_SHARE = 1 / 8
 _PRESSURE = 0.9
-# The share of a CUDA device to use, as CUDA recommends no working set. The rest goes to the
-# context, the libraries of each process, and fragmentation. MLX's own limit there is 0.95.
+# The share of a CUDA device to use, as CUDA recommends no size. The rest goes to the context, the
+# libraries of each process, and fragmentation. MLX's own limit there is 0.95.
 _CUDA_SHARE = 0.9
 # The share of the GPU's memory that is wired. Wiring all of it starves the window server and other
 # programs, which then stall.
@@ -66,7 +66,7 @@ def find_limits(memory_limit_gb: float) -> MemoryLimits:
         memory = min(memory, recommended)
     device = str(info.get("device_name", "unknown device"))
     # On the CPU, malloc reuses freed memory for arrays of any size. MLX's cache reuses it for
-    # similar sizes only, which doubles the memory in use where sizes differ from step to step.
+    # similar sizes only, which doubles the memory in use if sizes differ from step to step.
     cache = 0 if on_cpu() else int(memory * _CACHE_SHARE)
     return MemoryLimits(memory, cache, recommended, device)
 
@@ -87,7 +87,7 @@ def free_now() -> int | None:
 
 
 def _recommended(info: Mapping[str, str | int]) -> int | None:
-    """Return the most bytes to use of an otherwise idle device, or None for a CPU."""
+    """Return the most bytes to use on an otherwise idle device, or None for a CPU."""
     if working_set := info.get("max_recommended_working_set_size"):
         return int(working_set)
     total = info.get("total_memory")
@@ -155,14 +155,14 @@ def last_peak_bytes() -> int:
 
 
 def start_peak() -> None:
-    """Reset `last_peak_bytes`; `peak_bytes` stays."""
+    """Reset `last_peak_bytes`; `peak_bytes` does not change."""
     _highest[0] = peak_bytes()
     _since_start[0] = 0
     mx.reset_peak_memory()
 
 
 def lap_peak() -> int:
-    """Return the most bytes that MLX has held at once since the last call; other peaks stay."""
+    """Return the most bytes that MLX has held at once since the last call; other peaks persist."""
     peak = int(mx.get_peak_memory())
     _highest[0], _since_start[0] = peak_bytes(), last_peak_bytes()
     mx.reset_peak_memory()

@@ -112,7 +112,7 @@ class Forward:
 
     @property
     def raised(self) -> float:
-        """The power of two by which `scaled_loss` raises gradients."""
+        """The power of two by which `scaled_loss` scales up gradients."""
         is_float16 = self.dtype is not None and self.dtype == mx.float16
         return _RAISED_FLOAT16 if is_float16 else 1.0
 

@@ -66,7 +66,7 @@ class GateKernels:
         )
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
-        """Return silu(gate) * up, arXiv:2002.05202, section 2, in their dtype."""
+        """Return silu(gate) * up, arXiv:2002.05202, section 2, in the dtype of the inputs."""
 
         def forward(gate: mx.array, up: mx.array) -> mx.array:
             return self._run(self._forward, [gate, up], 1)[0]
@@ -97,7 +97,7 @@ def serves(gate: mx.array, up: mx.array) -> bool:
 
 
 def gate_kernels() -> GateKernels | None:
-    """Return the device's kernels if they equal MLX's operations, as tried once."""
+    """Return the device's kernels if they equal MLX's operations in a trial."""
     return None if on_cpu() else _tried()[0]
 
 

@@ -10,7 +10,7 @@ from mlxtune.backend.forward.gate_kernels import gate_kernels, serves
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.models.autograd import differentiable, exporting
 
-# How far a trial may differ from the formula.
+# The largest difference of a trial from the formula.
 _TOLERANCE = 1e-5
 
 

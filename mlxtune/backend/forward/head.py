@@ -14,7 +14,7 @@ from mlxtune.backend.models.packed import LineCache, laid_out
 from mlxtune.backend.workers.split import SplitRows, Vocabulary
 from mlxtune.errors import one_line
 
-# How far logits that should be equal may differ, as a share of the largest.
+# The largest difference of logits that should be equal, as a share of the largest logit.
 _TOLERANCE = 2e-2
 # Hidden states scaled up this much reveal any soft-capping of the logits.
 _LARGE = 1000.0
@@ -86,7 +86,7 @@ class SplitModel:
 
         `cache` has a LineCache for each layer.
         """
-        # The model's own call runs, with a head on no positions, which costs nothing.
+        # The model's own call runs the head on no positions, which costs nothing.
         slot = _TrunkSlot(self._trunk, positions=0)
         self._call(slot, inputs, cache)
         return slot.hidden

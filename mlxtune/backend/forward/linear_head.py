@@ -27,7 +27,7 @@ class _OnlineSoftmax:
         return shares, correction
 
     def merge(self, vocabulary: Vocabulary) -> mx.array:
-        """Merge the other workers' sums; return the factor that rescales this worker's."""
+        """Merge the other workers' sums; return the factor that rescales this worker's sums."""
         highest = vocabulary.highest(self._highest)
         correction = mx.exp(self._highest - highest)
         self._highest, self.total = highest, vocabulary.sum(self.total * correction)

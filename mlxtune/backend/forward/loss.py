@@ -1,4 +1,4 @@
-"""Masked cross-entropy: the plain reference, and one that holds few logits at once."""
+"""Masked cross-entropy: a plain reference, and a version that holds few logits at once."""
 
 from collections.abc import Callable
 from typing import Any

@@ -48,7 +48,7 @@ class LayerPasses(Protocol):
         """Return the outputs of a layer, as a function of arrays."""
 
     def run_frozen(self, output: Any) -> Any:
-        """Return the output of a layer below the first that is trained."""
+        """Return the output of a layer below the first trained layer."""
 
 
 class Recompute:
@@ -67,7 +67,7 @@ class Recompute:
         return list(differentiable(function, backward)(*inputs))
 
     def run_frozen(self, output: Any) -> Any:
-        """Return the output of a layer below the first that is trained, unchanged."""
+        """Return the output, unchanged, of a layer below the first trained layer."""
         return output
 
 
@@ -145,7 +145,7 @@ def best_execution(
 def load_ahead(folder: Path) -> None:
     """Start loading libraries for computing with a model, while the caller does something else.
 
-    The choice is guessed from the size of its files.
+    The size of the model's files decides which libraries.
     """
     size = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
     execution = best_execution(size)

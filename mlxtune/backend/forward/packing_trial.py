@@ -55,7 +55,7 @@ class Texts:
 
 
 # For up to 32 queries, times the query heads of a key head, Metal runs other kernels
-# (`sdpa_vector`). There, both forms are long enough for the kernels of training.
+# (`sdpa_vector`). In that case, both forms are long enough for the kernels of training.
 _SHORT, _LONG = Texts(4, 2), Texts(36, 16)
 
 
@@ -104,7 +104,7 @@ class LayerInputs:
             yield
 
     def compare(self, alone: mx.array, line: mx.array) -> mx.array:
-        """Record how far a line (1, N, ...) is from the texts (B, T, ...); return those in line."""
+        """Record how far a line (1, N, ...) is off; return the texts (B, T, ...) in line."""
         expected = alone.flatten(0, 1)[mx.array(self.texts.places)][None]
         self.differences.append(_difference(expected, line))
         self._dtypes.add(line.dtype)

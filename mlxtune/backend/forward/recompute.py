@@ -23,7 +23,7 @@ class Layerwise:
         self._dropout = dropout
         self._running = False
         layers = list(model.layers)
-        # Layers below the first that is trained have no backward pass, and keep nothing.
+        # Layers below the first trained layer have no backward pass, and keep nothing.
         first = first_trained(layers)
         calls = [self._run_frozen if i < first else self._run for i in range(len(layers))]
         # Calling this undoes the replacement of the layers.

@@ -61,7 +61,7 @@ def _tried(model: nn.Module) -> _Calls:
     """Return the calls of projections in a model's layers, by the module that they belong to."""
     names = {id(module): name for name, module in model.named_modules()}
     inner = {id(m.linear) for m in model.modules() if isinstance(m, LoRALinear)}
-    # Layers below the first that is trained have no gradient.
+    # Layers below the first trained layer have no gradient.
     layers = list(model.layers)[first_trained(model.layers) :]
     every = [module for layer in layers for module in layer.modules()]
     chosen = [m for m in every if type(m) in (LoRALinear, nn.Linear) and id(m) not in inner]
@@ -81,7 +81,7 @@ def _tried(model: nn.Module) -> _Calls:
 
 
 def _runs_alone(module: nn.Module) -> bool:
-    """Return whether a projection has dropout, PiSSA's factors, or parts on workers."""
+    """Return whether a projection has dropout, PiSSA's factors, or parts on several workers."""
     return isinstance(module, LoRALinear) and (
         module.has_dropout or module.principal is not None or isinstance(module.linear, Split)
     )

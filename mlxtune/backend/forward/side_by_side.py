@@ -150,7 +150,7 @@ class _Sides:
         return differentiable(gather, gradient)(line)
 
     def line(self, beside: Any) -> Any:
-        """Return an array that is side by side on the line; anything else unchanged.
+        """Return an array of examples side by side as a line; anything else unchanged.
 
         An array that was gathered from the line maps back to its source: MLX never computes the
         other form if nothing else needs it.

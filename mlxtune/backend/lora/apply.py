@@ -156,7 +156,7 @@ class LoRASummary:
 def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
     """Freeze a model and put LoRA on the targets of its last `num_layers` layers (None: all).
 
-    No weight is read. PiSSA and a first adapter are applied by `initialise`.
+    No weight is read. `initialise` applies PiSSA, or an adapter to start from.
 
     Raises ModelError if LoRA cannot be applied.
     """

@@ -44,7 +44,7 @@ class LoRAVectors:
     """The layout of a model's trained matrices in float32 vectors.
 
     There is one vector or, if `apart`, one with all A matrices and one with the rest. The A
-    matrices of a `SharedInput` are side by side, and B matrices that a step pads alike are
+    matrices of a `SharedInput` are side by side, and B matrices that a step pads equally are
     adjacent, so that few operations make the matrices of a step. In a file, matrices follow each
     other in the order of the model.
     """

@@ -43,7 +43,10 @@ class _StoredMatrix(Matrix):
 
 
 def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> ModelShapes:
-    """Return the shapes of an opened model that will run with operations of this memory."""
+    """Return the shapes of an opened model, as the operations that `memory` describes run it.
+
+    Raises ModelError if LoRA cannot be applied.
+    """
     dtype = getattr(mx, base.dtype)
     sizes = _matrices(base, config, memory)
     every = [matrix for layer in sizes for matrix in layer]

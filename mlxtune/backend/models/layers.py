@@ -166,8 +166,8 @@ def _product(x: mx.array, unpack: Callable[[mx.Dtype, mx.array], mx.array]) -> m
     """Return x (..., in) times the transpose of a frozen matrix, in the dtype of x.
 
     `unpack(dtype, after)` makes the matrix for the product, and again for the gradient of x; on the
-    CPU in float32, whose products of other dtypes are slow. It waits for the other factor, so that
-    a graph of many layers does not unpack all of them first.
+    CPU in float32, as products in other dtypes are slow there. Unpacking waits for the other
+    factor, so that a graph of many layers does not unpack all of them first.
     """
     dtype = mx.float32 if on_cpu() else x.dtype
 

@@ -108,7 +108,7 @@ def _senseless_number(name: str, value: Any) -> str | None:
 def counts(config: Mapping[str, Any], names: re.Pattern[str]) -> Iterator[tuple[str, int]]:
     """Yield the numbers with these names at any depth, and the lengths of lists.
 
-    Some models have a character for each layer; a number may be text.
+    A pattern may be text, with a character for each layer; a number may be text, too.
     """
     for name, value in config.items():
         if isinstance(value, Mapping) and name.endswith("config"):

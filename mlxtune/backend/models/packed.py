@@ -62,7 +62,7 @@ class Layout:
 
     @cached_property
     def chosen(self) -> ChosenRows:
-        """The choice of the line's tokens from the flattened `rows`, in the order of the line."""
+        """Selects the line's tokens from the flattened `rows`, in the order of the line."""
         rows, places = self._side_by_side
         return ChosenRows(places, rows.size)
 

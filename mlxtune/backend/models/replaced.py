@@ -31,7 +31,7 @@ class Replacements:
             if replaced is not None and id(part) not in _SHARED:
                 changed.append((part, kind))
                 # In place, unlike `Intercepted`: the model has no parent to hold a replacement, and
-                # adapters hold their modules to take them off and put them back.
+                # adapters hold their modules to be switched off and on.
                 part.__class__ = replaced
 
         def undo() -> None:

@@ -53,7 +53,7 @@ def time_products(
     """Time both forms on the model's largest quantised matrix; return None if there is no choice.
 
     No weights are read: random weights of the same shape and format replace them. Embeddings and
-    heads, which run on few tokens, and experts, which have other kernels, do not count.
+    heads, which run on few tokens, and experts, which have other kernels, are not timed.
     """
     layers = [
         (name, module)

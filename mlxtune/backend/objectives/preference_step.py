@@ -2,7 +2,7 @@
 
 If each row is whole in a micro-batch and its loss depends on no other row, one forward pass gives
 loss and gradient. Otherwise the log-probabilities of all examples come first, and then the gradient
-of `sum(w * logp)`, with `w` the derivative of the loss by each of them.
+of `sum(w * logp)`, where `w` holds the derivatives of the loss with respect to them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Reduce = Callable[[mx.array], mx.array]
 class PreferenceStep:
     """The loss of a step on the `examples` that get a gradient.
 
-    `weights` (E,), if not None, are the derivatives of the loss by the log-probabilities of the
-    examples, `logps` (E,).
+    `weights` (E,), if not None, are the derivatives of the loss with respect to `logps` (E,), the
+    log-probabilities of the examples.
     """
 
     objective: Objective
@@ -147,7 +147,7 @@ def splits_rows(examples: Sequence[Example], groups: Iterable[Sequence[int]]) ->
 
 
 def _weights(objective: Objective, layout: Layout, totals: Totals, logps: _Floats) -> _Floats:
-    """Return the derivative of the loss by each example's log-probability, float64 (E,)."""
+    """Return the derivatives of the loss with respect to the log-probabilities, float64 (E,)."""
 
     def loss(sums: mx.array) -> Any:
         return objective.loss(sums, layout, totals, mx)

@@ -116,7 +116,7 @@ class InstructPipeline:
         )
 
     def run_as(self, execution: Execution) -> None:
-        """Compute steps from here on with the micro-batches and the memory of an execution."""
+        """Compute steps from now on with the micro-batches and the memory of an execution."""
         self.forward.execution = replace(self.forward.execution, loss_chunk=execution.loss_chunk)
         self.forward.recompute(execution.recompute)
         self.batches.max_tokens = execution.micro_batch_tokens

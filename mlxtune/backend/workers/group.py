@@ -21,7 +21,7 @@ class Workers:
     """A group of workers; without one, this process alone.
 
     They share the examples of a step or, with `tensor`, the model: each then computes its part of
-    it for all examples. All workers must call the methods that communicate in the same order.
+    the model for all examples. All workers must call communicating methods in the same order.
     """
 
     def __init__(self, group: Any = None, *, tensor: bool = False) -> None:
@@ -90,11 +90,11 @@ class Workers:
         return self.sum([loss * share, gradients, numbers])
 
     def sum_own(self, values: mx.array) -> mx.array:
-        """Return float32 values of which each worker passes its own, and zeros elsewhere."""
+        """Merge float32 values; each worker passes its own values, and zeros for the others."""
         return values if self.split_model else mx.distributed.all_sum(values, group=self.group)
 
     def merge(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return values (n,) of which each worker passes its own, and zeros elsewhere, exactly."""
+        """Merge values (n,) exactly; each worker passes its own, and zeros for the others."""
         if self.size == 1 or self.split_model or not len(values):
             return values
         bits = mx.array(np.ascontiguousarray(values).view(np.uint32))

@@ -32,9 +32,9 @@ class _Peer:
 class Heartbeat:
     """A thread that sends signs of life, and calls `on_lost(worker)` when one is missing.
 
-    Worker 0 listens and hears all others; they hear worker 0, whose end is theirs. A worker whose
-    connection ends, or from which nothing comes for PATIENCE seconds, is lost. A connecting worker
-    shows the `token`, which the workers exchange by other means.
+    Worker 0 listens and hears all others; the others hear worker 0 alone, and end with it. A worker
+    whose connection ends, or from which nothing comes for PATIENCE seconds, is lost. A connecting
+    worker shows the `token`, which the workers exchange by other means.
     """
 
     def __init__(self, on_lost: Callable[[int], None], token: bytes) -> None:

@@ -42,7 +42,7 @@ def join(say: Callable[[str], None] = lambda text: None, *, tensor: bool = False
     With `tensor`, they share a model.
 
     Ends the process if they do not arrive. Raises WorkerError when they cannot be reached, and
-    ConfigError for a rank that is no number.
+    ConfigError for a rank that is not a number.
     """
     if not launched_several():
         return Workers()

@@ -2,7 +2,7 @@
 
 Tensor parallelism, as in Megatron-LM, arXiv:1909.08053, section 3: of two projections in a row, the
 first is split by its outputs and the second by its inputs, and one sum over workers follows them.
-How an architecture is split is mlx-lm's own `shard`.
+mlx-lm's own `shard` decides how an architecture is split.
 """
 
 from collections.abc import Mapping
@@ -104,7 +104,7 @@ class Part:
 
 
 class Split(nn.Module):
-    """A worker's part of a linear layer, as an instance of the layer's class too."""
+    """A worker's part of a linear layer, which is also an instance of the layer's class."""
 
     part: Part
 
@@ -135,7 +135,7 @@ class Vocabulary:
     size: int
 
     def find(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the rows of tokens here, any row for other workers' tokens, and which are here."""
+        """Return each token's row on this worker, and whether it has one; row 0 if not."""
         places = tokens - self.start
         here = (places >= 0) & (places < self.size)
         return mx.where(here, places, 0), here
@@ -156,7 +156,7 @@ class Vocabulary:
 
 
 class SplitRows(nn.Module):
-    """A worker's rows of a head or of embeddings, as an instance of their class too."""
+    """A worker's rows of a head or of embeddings, which are also an instance of that class."""
 
     vocabulary: Vocabulary
 

@@ -115,7 +115,7 @@ class WorkerRun(Generic[ConsoleT]):
             self.workers.wait()
 
     def check_same(self, options: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-        """Raise WorkerError if another worker would not do the same as worker 0."""
+        """Raise WorkerError if another worker would not run the same as worker 0."""
         if self.workers.size == 1:
             return
         kinds = (Affects.RESULT, Affects.LENGTH)

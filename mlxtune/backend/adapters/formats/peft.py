@@ -38,8 +38,8 @@ _TAIL = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
 _PREFIX = "base_model.model."
 _MAGNITUDE = "lora_magnitude_vector"
 _PART = re.compile(rf"(.+?)\.(lora_A|lora_B|{_MAGNITUDE})(?:\.default)?(?:\.weight)?")
-# rank_pattern and alpha_pattern hold regular expressions by strangers, some of which never finish
-# matching: only names, without repetitions or groups.
+# rank_pattern and alpha_pattern hold untrusted regular expressions, some of which never finish
+# matching: only names are accepted, without repetitions or groups.
 _NAMES = re.compile(r"(?:[\w.^|-]|\\[.-])+")
 # Limits of padding unequal ranks: in bytes, and as a multiple of the file's size.
 _PADDED_BYTES, _PADDED_TIMES = 256 * 2**20, 16
@@ -108,7 +108,7 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
 def _expert_tensors(
     experts: Mapping[str, Update], model_type: str, present: Iterable[str]
 ) -> tuple[dict[str, Matrix], dict[str, int]]:
-    """Return the experts' tensors, and the rank of each of transformers' parameters for them."""
+    """Return the experts' tensors, and the rank of each stacked parameter of transformers."""
     tensors: dict[str, Matrix] = {}
     ranks: dict[str, int] = {}
     if not experts:
@@ -325,7 +325,7 @@ def _rank_and_scale(
 def _by_pattern(patterns: Any, name: str, default: Any) -> Any:
     """Return the value of the first pattern that matches a module, as PEFT's get_pattern_key does.
 
-    Raises ValueError for patterns that are more than names.
+    Raises ValueError for patterns other than plain names.
     """
     if patterns and not isinstance(patterns, Mapping):
         raise ValueError("its patterns are not an object")

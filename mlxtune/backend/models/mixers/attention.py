@@ -105,7 +105,7 @@ def attention_in_blocks(
     count = -(-length // size)
 
     def blocks(x: mx.array) -> mx.array:
-        """Return (B * N, H, size, ·)."""
+        """Return blocks (B * N, H, size, ·) of x (B, H, T, ·)."""
         x = mx.pad(x, [(0, 0), (0, 0), (0, count * size - length), (0, 0)])
         x = x.reshape(rows, x.shape[1], count, size, x.shape[3]).swapaxes(1, 2)
         return x.reshape(rows * count, *x.shape[2:])

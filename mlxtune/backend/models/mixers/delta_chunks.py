@@ -4,8 +4,8 @@ For each head, with a state S (Dv, Dk), gates g and betas b (Yang et al., arXiv:
 
     S_t = g_t S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T,   y_t = S_t q_t
 
-or, for the C tokens of a chunk that starts with the state S, with decay from one token to another
-in `from`, `to` and between:
+or, for the C tokens of a chunk that starts with the state S, with the decay from its start in
+`from`, to its end in `to`, and between two tokens in `.`:
 
     (I + A) D = diag(b) (V - K_from S^T),    A = strictly lower part of diag(b) (K . K^T)
     Y = Q_from S^T + (Q . K^T) D,            S' = S decay + D^T K_to

@@ -55,7 +55,7 @@ def by_blocks(
             given = [*block(whole, start), state]
             (d_y,) = block([d_outputs], start)
             found = mx.vjp(lambda *x: list(run(*x)), given, [d_y, d_state])[1]
-            # Results are evaluated together, or those of one block would wait for the other blocks.
+            # Results are evaluated together, or the results of a block would wait for other blocks.
             *made, d_state = mx.depends(found, found)
             gradients.append(made)
         parts = zip(*gradients[::-1], strict=True)
