@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from typing import Any
 
-from mlxtune.core.data.sources.datafiles import ENDINGS
+from mlxtune.core.data.sources.datafiles import ENDINGS, VALIDATION
 from mlxtune.core.text import join_few
 from mlxtune.errors import DataError, shorten
 from mlxtune.hub.names import DatasetName
@@ -18,7 +18,6 @@ from mlxtune.hub.names import DatasetName
 # Files by split, by configuration.
 Splits = Mapping[str, Mapping[str, Sequence[str]]]
 DEFAULT, TRAIN, TEST = "default", "train", "test"
-VALIDATION = ("validation", "valid", "val", "dev")
 # The branch with the hub's own conversion to parquet. Very large data sets are only partly in it.
 _CONVERTED = re.compile(r"([^/]+)/([^/]+)/\d+\.parquet")
 _PARTIAL = "partial-"

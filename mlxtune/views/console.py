@@ -140,7 +140,9 @@ class RunConsole(TrainingObserver):
 
     def on_start(self, run: RunStart, previous: Path | None) -> None:
         if previous is not None:
-            self.say("Checkpoints", f"an earlier run's files were moved to {previous}")
+            self.say(
+                "Checkpoints", f"an earlier run was moved to {previous}, for --adapter {previous}"
+            )
         self._run = run
         self._best = best.val_loss if (best := run.progress.best) else math.inf
         self._losses.extend(run.progress.steps.column("loss"))

@@ -59,7 +59,7 @@ def few_steps_line(
         )
     remedy = f"--epochs {math.ceil(_ENOUGH_STEPS / per_epoch)} gives {_ENOUGH_STEPS}"
     if max_steps == steps:
-        remedy = f"leave out --max-steps; {remedy}"
+        remedy = f"raise --max-steps; {remedy}"
     are = "is" if steps == 1 else "are"
     return f"{count(steps, 'step')} {are} too few to learn from: {remedy}"
 

@@ -107,6 +107,9 @@ def test_resumed_run_says_where_it_goes_on(cli: Cli, train: Cli, output: Path) -
     (line,) = [line for line in outcome.err.splitlines() if line.startswith("Resume")]
     assert line.endswith(f"step 6 of 12, from {checkpoints / 'step-6'}")
     assert "before training" not in outcome.err
+    assert "no step is left" not in outcome.err
+    ended = cli("train", "--resume", output.parent, "--dry-run")
+    assert "no step is left: raise --epochs to train further" in ended.err
 
 
 def test_without_a_folder_the_run_is_where_the_checkpoints_would_be(

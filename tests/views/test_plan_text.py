@@ -114,7 +114,7 @@ def test_few_steps_are_said_to_be_too_few_with_the_epochs_that_are_enough() -> N
     assert few_steps_line(29, 29, None) == line
     assert few_steps_line(29, 29, 30) == line
     assert few_steps_line(29, 40, 29).endswith(
-        "learn from: leave out --max-steps; --epochs 3 gives 100"
+        "learn from: raise --max-steps; --epochs 3 gives 100"
     )
     assert few_steps_line(30, 30, None) == ""
     assert line in text(replace(RUN, few_steps=line))
@@ -125,7 +125,7 @@ def test_few_steps_by_auto_name_the_rows_that_are_enough() -> None:
     assert few_steps_line(2, 1, None, auto) == (
         "2 steps, as there is too little data to learn from: 100 in 3 epochs take 136 training rows"
     )
-    assert few_steps_line(2, 1, 2, auto).startswith("2 steps are too few to learn from: leave out")
+    assert few_steps_line(2, 1, 2, auto).startswith("2 steps are too few to learn from: raise")
 
 
 def test_lines_give_memory_parts_steps_and_shares() -> None:

@@ -250,6 +250,10 @@ def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunCon
         console.warn(f"other versions than the run began with: {', '.join(changed)}")
     step = f"step {resume.progress.step} of {trainer.total_steps}"
     console.say("Resume", f"{step}, from {resume.checkpoint.folder}")
+    if resume.progress.step >= trainer.total_steps:
+        limit = trainer.config.max_steps
+        also = f", and with it --max-steps, now {limit}" if limit == trainer.total_steps else ""
+        console.say("", f"no step is left: raise --epochs to train further{also}")
 
 
 def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:

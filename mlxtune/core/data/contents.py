@@ -19,6 +19,7 @@ from mlxtune.core.data.problems import (
     MOJIBAKE,
     REFUSAL,
     REPLACED,
+    UNCLOSED_THINKING,
     UNDECLARED_TOOL,
 )
 from mlxtune.errors import shorten
@@ -67,6 +68,8 @@ def _on_answer(row: Conversation, message: Message, where: str) -> Iterator[tupl
     good = message.trained and row.role != UNDESIRABLE
     if good and (found := _REFUSES.search(beginning)):
         yield REFUSAL, f"{where}: {_around(message.content, found.start())}"
+    if good and (opened := message.content.rfind("<think>")) > message.content.rfind("</think>"):
+        yield UNCLOSED_THINKING, f"{where}: {_around(message.content, opened)}"
     for call in message.tool_calls:
         name = function_name(call)
         if name is not None and not _is_declared(row, name):

@@ -30,6 +30,7 @@ OPPOSITE = "pair that another row has the other way round"
 REPLACED = "replacement character, where text was lost"
 TRUNCATED_ANSWER = "answer cut at --max-seq-len"
 TWO_PROMPTS = "sides whose prompts the template renders differently"
+UNCLOSED_THINKING = "thinking that is never closed"
 UNDECLARED_TOOL = "call of a tool that is not declared"
 
 ADVICE = {
@@ -53,6 +54,7 @@ ADVICE = {
     REPLACED: "the model learns to write it: export the text again, in UTF-8",
     TRUNCATED_ANSWER: "the model learns neither its end nor when to stop: raise --max-seq-len",
     TWO_PROMPTS: "each side keeps the prompt of inference, so they share fewer tokens",
+    UNCLOSED_THINKING: "the model learns to answer within its thinking: write </think> after it",
     UNDECLARED_TOOL: "the model learns to invent tools: add it to the row's tools",
 }
 # The most values of a row. They take some 20 times their text in memory.

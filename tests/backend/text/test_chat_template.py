@@ -23,7 +23,7 @@ from tests.backend.text.turns import (
     turns_of,
     write_folders,
 )
-from tests.slow import slow
+from tests.slow import long
 
 every_template = pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
 
@@ -211,7 +211,7 @@ def test_template_for_tools_is_used_for_conversations_with_tools() -> None:
 # Turns
 
 
-@pytest.fixture(scope="module", params=[(500, 1), slow((50, 2))], ids=str)
+@pytest.fixture(scope="module", params=[(500, 1), long((50, 2))], ids=str)
 def some_chat(
     shared: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Path:

@@ -65,6 +65,7 @@ def answering(text: str) -> dict[str, Any]:
         (answering("As an AI language model, I have no taste."), problems.REFUSAL),
         (answering("I’m sorry, but I can’t help with that."), problems.REFUSAL),
         (answering("I cannot assist with that request."), problems.REFUSAL),
+        (answering("<think>3 + 3 Six."), problems.UNCLOSED_THINKING),
         (answering("caf\ufffd"), problems.REPLACED),
         (answering("cafÃ© au lait"), problems.MOJIBAKE),
         (answering("it isnâ€™t"), problems.MOJIBAKE),

@@ -78,11 +78,11 @@ def test_file_stands_for_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("train", ["train.jsonl", "train.json", "train.jsonl.gz", "train.parquet"])
-@pytest.mark.parametrize("valid", ["valid.jsonl", "valid.json", "valid.parquet", None])
+@pytest.mark.parametrize("valid", ["valid.jsonl", "valid.json", "validation.parquet", None])
 def test_folder_stands_for_the_files_of_mlx_lm_in_it(
     tmp_path: Path, train: str, valid: str | None
 ) -> None:
-    for name in (train, valid, "test.jsonl", "validation.jsonl", "notes.txt"):
+    for name in (train, valid, "test.jsonl", "notes.txt"):
         if name is not None:
             write(tmp_path, GOOD, name)
     other = write(tmp_path, GOOD, "other.jsonl")
@@ -109,6 +109,12 @@ def test_two_train_files_in_a_folder_are_an_error_rather_than_a_choice(tmp_path:
     write(tmp_path, packed(GOOD), "train.jsonl.gz")
 
     with pytest.raises(DataError, match=r"holds train\.jsonl and train\.jsonl\.gz: "):
+        find_data_files([tmp_path])
+
+    (tmp_path / "train.jsonl.gz").unlink()
+    for name in ("valid.jsonl", "validation.jsonl"):
+        write(tmp_path, GOOD, name)
+    with pytest.raises(DataError, match=r"holds validation\.jsonl and valid\.jsonl: "):
         find_data_files([tmp_path])
 
 

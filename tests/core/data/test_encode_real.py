@@ -15,7 +15,7 @@ import pytest
 from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.encode import OffsetEncoding
 from tests.core.data.encoding import converse, encode, supervised_runs
-from tests.slow import slow
+from tests.slow import long
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def chat_rows(path: Path, every: int) -> list[dict[str, Any]]:
 # Of the rows of each file, all or one in so many; how many that makes, and how many of them use
 # tools.
 ROWS = pytest.mark.parametrize(
-    ("every", "count", "uses_tools"), [(20, 524, 8), slow(1, 10_463, 191)]
+    ("every", "count", "uses_tools"), [(20, 524, 8), long(1, 10_463, 191)]
 )
 
 

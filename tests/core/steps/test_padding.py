@@ -16,7 +16,7 @@ from mlxtune.core.steps.order import shuffled_steps
 from mlxtune.core.steps.pack import pack, plan_packs
 from tests.core.steps.epochs import LENGTHS, epoch_of
 from tests.core.steps.shapes import GRAPH_OPERATIONS
-from tests.slow import slow_except
+from tests.slow import long_except
 
 BATCH_SIZE, LONGEST, MAX_TOKENS, STEPS = 4, 512, 512, 300
 NAMES = [
@@ -35,7 +35,7 @@ def corpus_of(shared: Path, name: str) -> Corpus:
     return load_dataset(config, Reader(config, folder)).corpus
 
 
-@pytest.mark.parametrize("name", slow_except(NAMES, "lf_identity"))
+@pytest.mark.parametrize("name", long_except(NAMES, "lf_identity"))
 def test_nothing_in_a_line_is_padding(shared: Path, name: str) -> None:
     corpus = corpus_of(shared, name)
     for step in shuffled_steps(corpus.num_rows, BATCH_SIZE, 42, 1)[:STEPS]:

@@ -89,6 +89,12 @@ def test_rows_and_tokens_of_each_file_are_sums_that_can_be_seen() -> None:
     assert len(shown.of("file")) == 2
 
 
+def test_total_of_supervised_tokens_says_if_they_are_cut_later() -> None:
+    cut, whole = (page(files=(LEDGER | {"tokens_truncated": n},)) for n in (1000, 0))
+    assert "of all, before --max-seq-len cuts" in " ".join(cut.of("body"))
+    assert "--max-seq-len cuts" not in " ".join(whole.of("body"))
+
+
 def test_sum_that_does_not_add_up_is_not_called_equal() -> None:
     assert page(files=(LEDGER | {"rows_train": 799},)).of("sum") == [
         "1,010 rows read ≠ 799 train + 200 validation + 10 skipped",

@@ -25,6 +25,8 @@ from mlxtune.errors import DataError, one_line
 
 # File names in a data folder: mlx-lm's, with the endings of the other kinds too.
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *TABLES)
+# The names of validation files, and of the hub's splits.
+VALIDATION = ("validation", "valid", "val", "dev")
 _MAX_LINE_BYTES = 1 << 26
 # The most bytes of a JSON array, which is read whole: one character beyond 16 bits makes each take
 # 32.
@@ -50,9 +52,9 @@ class DataFiles:
 def find_data_files(
     paths: Sequence[Path], option: str = "--data", *, validation_files: Sequence[Path] = ()
 ) -> DataFiles:
-    """Return the files that `option` names: a folder stands for its `train` and `valid` files.
+    """Return the files that `option` names: a folder stands for its train and validation files.
 
-    `validation_files` are the `valid` files.
+    `validation_files` are further validation files.
 
     Raises DataError when a path is missing, when a folder has no `train` file or `option` takes no
     folder, and when a file is named twice.
@@ -64,7 +66,7 @@ def find_data_files(
             train.append(path)
         elif option != "--data":
             raise DataError(f"{path}: is a folder: name a file in it")
-        elif not (files := _file_named("train", path)):
+        elif not (files := _file_named(("train",), path)):
             names = ", ".join(f"train{ending}" for ending in ENDINGS)
             raise DataError(
                 f"{path}: has no file to train on: name a file in it, or rename one to any of "
@@ -72,7 +74,7 @@ def find_data_files(
             )
         else:
             train += files
-            validation += _file_named("valid", path)
+            validation += _file_named(VALIDATION, path)
     seen: dict[tuple[int, int], Path] = {}
     for path in (*train, *validation):
         info = _stat(path, option)
@@ -86,11 +88,11 @@ def find_data_files(
 
 
 def held_out_file(folder: Path) -> Path:
-    """Return the folder's `test` file, or else its `valid` file. Raises DataError."""
-    files = _file_named("test", folder) or _file_named("valid", folder)
+    """Return the folder's `test` file, or else its validation file. Raises DataError."""
+    files = _file_named(("test",), folder) or _file_named(VALIDATION, folder)
     if not files:
         raise DataError(
-            f"{folder}: has neither test.jsonl nor valid.jsonl: name the file to evaluate"
+            f"{folder}: has neither test.jsonl nor validation.jsonl: name the file to evaluate"
         )
     return files[0]
 
@@ -148,10 +150,11 @@ def _stat(path: Path, option: str) -> os.stat_result:
     return info
 
 
-def _file_named(stem: str, folder: Path) -> list[Path]:
+def _file_named(stems: Sequence[str], folder: Path) -> list[Path]:
     with _reading(folder):
         present = {path.name for path in folder.iterdir()}
-    matches = [name for ending in ENDINGS if (name := stem + ending) in present]
+    names = [stem + ending for stem in stems for ending in ENDINGS]
+    matches = [name for name in names if name in present]
     if len(matches) > 1:
         raise DataError(
             f"{folder}: holds {' and '.join(matches)}: keep one, or name the files to train on"
