@@ -80,18 +80,33 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments. Report options of other tools together, each with our option."""
-        if problems := list(self._unknown(args)):
+        problems = [] if ctx.resilient_parsing else list(self._unknown(args))
+        if problems:
             raise click.UsageError("; ".join(problems), ctx)
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
             if not error.message.startswith("Got unexpected extra argument"):
                 raise
-            remedy = "write an option before each value; --help lists them"
-            raise click.UsageError(f"{error.message}: {remedy}", ctx) from error
+            remedy = f"write an option before each value{self._such_as(error.message)}"
+            raise click.UsageError(f"{error.message}: {remedy}; --help lists them", ctx) from error
+
+    def _such_as(self, message: str) -> str:
+        """Return the option that the first extra argument in click's message may need."""
+        kind, _, given = message.partition(" (")
+        value = given.removesuffix(")")
+        value = value.split(" ")[0] if kind.endswith("arguments") else value
+        folder = as_path(value).is_dir()
+        names = ("--adapter", "--data") if folder else ("--prompt", "--data", "--adapter")
+        own = {name for each in self.params for name in each.opts}
+        found = next((name for name in names if name in own), "")
+        return f", such as {as_flag(_plain(found), value)}" if found else ""
 
     def _unknown(self, args: list[str]) -> Iterator[str]:
-        """Yield a suggestion for each unknown option, if we know an equivalent of any."""
+        """Yield a suggestion for each unknown option, if we know an equivalent of any.
+
+        An option of several choices without a value, as other tools have it, counts as unknown.
+        """
         own = {name: each for each in self.params for name in each.opts}
         options = {_plain(name): each for name, each in own.items() if name.startswith("--")}
         flags = {name for name, each in options.items() if getattr(each, "is_flag", False)}
@@ -104,7 +119,12 @@ class Command(click.Command):
             param = own.get(name)
             if not equals and left and _takes(param, left[0]):
                 value = left.pop(0)
-            if param is None:
+            choices = str(param.metavar) if param else ""
+            if "|" in choices and not equals and (not value or value.startswith("--")):
+                left, answered = [value, *left] if value else left, True
+                shown = "on" if "|on" in choices else choices
+                unknown.append(f"{name} needs a value: {name} {shown}")
+            elif param is None:
                 plain = _plain(name)
                 elsewhere = ELSEWHERE.get((str(self.name), plain))
                 answered |= plain in KNOWN or plain in options or elsewhere is not None

@@ -14,6 +14,7 @@ _ONE_LINE = "examples are always laid end to end, which changes nothing else"
 _NEW_TOKENS = "new tokens are out of scope: LoRA trains no embeddings"
 _FULL = "full fine-tuning is out of scope: mlxtune trains LoRA, and DoRA with --dora"
 _IMAGES = "images are out of scope: only a model's text part is trained"
+_REFERENCE = "the reference is the model without the adapter, so no option is needed"
 _OWN_CHOICE = "mlxtune decides that from the machine"
 
 
@@ -88,6 +89,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("random_state", "seed", ""),
     ("training_mode train_mode rl", "objective", ""),
     ("loss_type", "dpo_loss", ""),
+    ("ref_model ref_model_path reference_model reference_model_path", "", _REFERENCE),
+    ("limit max_samples num_samples", "", "all rows are used: head -n 20 FILE writes fewer"),
     ("neftune_noise_alpha", "", "mlxtune adds no noise to embeddings"),
     # Validation, checkpoints and records
     ("steps_per_eval eval_steps", "val_steps", "every epoch ends with a validation anyway"),
@@ -237,7 +240,11 @@ def suggestion(
     if plain in KNOWN:
         return answer(plain, value, own, write, flags) or ""
     close = difflib.get_close_matches(plain, own, n=1)
-    hint = as_flag(close[0], None) if close and write is as_flag else "".join(close)
+    hint = "".join(close)
+    if close and write is as_flag:
+        # The value may be of another kind if the name is another one.
+        shown = _shown(value) if hint == plain and hint not in flags and value else None
+        hint = as_flag(hint, shown)
     return f" (did you mean {hint}?)" if hint else ""
 
 

@@ -215,9 +215,21 @@ def test_entries_of_other_tools_are_answered(tmp_path: Path) -> None:
 
 def test_underscores_and_values_without_options_are_answered(cli: Cli) -> None:
     spelt = cli("train", "--batch_size", 4, "--wandb").error
-    assert "no option --batch_size (did you mean --batch-size?)" in spelt
+    assert "no option --batch_size (did you mean --batch-size 4?)" in spelt
     assert "no option --wandb, here: --track wandb" in spelt
-    assert "a.jsonl): write an option before each value" in cli("train", "a.jsonl").error
+    assert "a.jsonl): write an option before each value, such as --data a.jsonl;" in (
+        cli("train", "a.jsonl").error
+    )
+    assert "such as --adapter tests;" in cli("eval", "tests", "more").error
+
+
+def test_option_without_its_choice_is_named_with_one(cli: Cli) -> None:
+    named = "--grad-checkpoint needs a value: --grad-checkpoint on"
+    assert cli("train", "--grad-checkpoint").error == named
+    assert cli("train", "--grad-checkpoint", "--output", "q").error == named
+    assert cli("train", "--dtype", "--lr", 1).error.endswith(
+        ": --dtype auto|float32|bfloat16|float16"
+    )
 
 
 def test_numbers_are_not_shown_as_paths(cli: Cli) -> None:

@@ -59,6 +59,9 @@ def test_every_option_of_mlx_lm_is_ours_or_known() -> None:
         ("modules_to_save", None, ": new tokens are out of scope: LoRA trains no embeddings"),
         ("image_folder", None, ": images are out of scope: only a model's text part is trained"),
         ("ranck", "3", " (did you mean --rank?)"),
+        ("batch-size", "3", " (did you mean --batch-size 3?)"),
+        ("ref_model", "m", ": the reference is the model without the adapter"),
+        ("limit", "20", ": all rows are used: head -n 20 FILE writes fewer"),
         ("zzz", "3", ""),
     ],
 )

@@ -149,6 +149,7 @@ def _match(layers: list[nn.Module], targets: tuple[str, ...]) -> set[str]:
         if not matching:
             last_names = [name.rsplit(".", 1)[-1] for name in available]
             close = difflib.get_close_matches(target, available + last_names, n=1)
+            close = ["all"] if target.startswith("all") else close  # PEFT's all-linear
             unmatched.append(target + (f" (did you mean {close[0]}?)" if close else ""))
         matches |= matching
     if unmatched:

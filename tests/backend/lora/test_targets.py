@@ -63,6 +63,7 @@ def test_router_trains_if_it_is_named(tmp_path: Path) -> None:
         (("all",), {"init": "pissa_niter_4"}, "--init pissa_niter_4 does not work on the experts"),
         (("q_proj",), {"init": "pissa", "lora_rank": 65}, "has only 64 singular vectors"),
         (("q_proj",), {"target_rank": ("v_proj=4",)}, "v_proj is not a target"),
+        (("all-linear",), {}, r"all-linear \(did you mean all\?\)"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before_weights_are_read(
