@@ -101,8 +101,7 @@ def _train(
         from mlxtune.watch.watch import PageOpener
 
         observers = [PageOpener(checked.checkpoint_path)]
-    # A demo's options already form a config.
-    run = unwrap(train)
+    run = unwrap(train)  # the options already form a config
     run(checked, dry_run=dry_run, resume=point, observers=observers, live=open_page)
 
 

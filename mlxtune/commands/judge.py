@@ -167,6 +167,7 @@ class ValidationAnswers(TrainingObserver):
     ) -> None:
         self._config, self._rows = config, rows
         self._loaded = LoadedModel(base, None)
+        self._reader = Reader(config, base.folder)
         self._works = True
 
     def on_validation(self, step: int, loss: float) -> None:
@@ -179,7 +180,7 @@ class ValidationAnswers(TrainingObserver):
             self._works = False
 
     def _answer(self, step: int) -> None:
-        config, tokenizer = self._config, Reader(self._config, self._loaded.base.folder).tokenizer
+        config, tokenizer = self._config, self._reader.tokenizer
         if drawn := _draw(self._rows(), config.samples, config.seed, tokenizer):
             quiet = RunConsole(quiet=True)
             generated = answer_rows(self._loaded, tokenizer, drawn, _LONGEST_LIVE, quiet)

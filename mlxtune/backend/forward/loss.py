@@ -1,4 +1,4 @@
-"""Masked cross-entropy: a plain reference, and a version that holds few logits at once."""
+"""Cross-entropy: plain, of a vocabulary in parts, and of a head in chunks of few logits."""
 
 from collections.abc import Callable
 from typing import Any

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxtune.backend.models.autograd import differentiable
-from mlxtune.backend.models.layers import dequantized_weight, frozen_product
+from mlxtune.backend.models.layers import dequantized_weight, dimensions, frozen_product
 from mlxtune.backend.workers.split import Split
 from mlxtune.errors import ModelError
 
@@ -70,9 +70,7 @@ class LoRALinear(nn.Module):
         salt: int,
     ) -> None:
         super().__init__()
-        output_dims, input_dims = linear.weight.shape
-        if "scales" in linear:
-            input_dims = input_dims * 32 // linear.bits
+        input_dims, output_dims = dimensions(linear)
         if isinstance(linear, Split):
             output_dims, input_dims = linear.part.whole(output_dims, input_dims)
         bound = 1 / math.sqrt(input_dims)

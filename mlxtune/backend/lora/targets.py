@@ -8,6 +8,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from mlxtune.backend.models.layers import dimensions
 from mlxtune.backend.workers.split import Split
 from mlxtune.config import InstructConfig
 from mlxtune.config.ranks import pattern_of, target_ranks
@@ -96,12 +97,6 @@ def rank_of(name: str, config: InstructConfig) -> int:
     ranks = target_ranks(config.target_rank)
     pattern = pattern_of(name, ranks)
     return config.lora_rank if pattern is None else ranks[pattern]
-
-
-def dimensions(module: nn.Module) -> tuple[int, int]:
-    """Return the input and output dimensions of a projection, or of one expert of a stack."""
-    outputs, inputs = module.weight.shape[-2:]
-    return (inputs * 32 // module.bits if "scales" in module else inputs), outputs
 
 
 def check_trainable(name: str, module: nn.Module, config: InstructConfig) -> None:

@@ -118,6 +118,12 @@ def copy_quantized(source: nn.Module, target: nn.Module) -> None:
     target.freeze()
 
 
+def dimensions(module: nn.Module) -> tuple[int, int]:
+    """Return the input and output dimensions of a projection, or of one expert of a stack."""
+    outputs, inputs = module.weight.shape[-2:]
+    return (inputs * 32 // module.bits if "scales" in module else inputs), outputs
+
+
 class PackedRows:
     """A quantised matrix whose rows are dequantised to float32 when indexed."""
 
@@ -125,9 +131,9 @@ class PackedRows:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        inputs = module.weight.shape[-1] * 32 // module.bits
-        self.shape = (module.weight.shape[0], inputs)
-        self.size = self.shape[0] * inputs
+        inputs, rows = dimensions(module)
+        self.shape = (rows, inputs)
+        self.size = rows * inputs
 
     def __getitem__(self, rows: Any) -> mx.array:
         return self._module.unpacked(mx.float32, rows=rows)

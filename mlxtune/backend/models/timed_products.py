@@ -10,7 +10,13 @@ from statistics import median
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxtune.backend.models.layers import DEQUANTIZED, QUANTIZED, DequantizedLinear, copy_quantized
+from mlxtune.backend.models.layers import (
+    DEQUANTIZED,
+    QUANTIZED,
+    DequantizedLinear,
+    copy_quantized,
+    dimensions,
+)
 from mlxtune.core.text import short_duration
 
 # Untimed runs of each form, and timed runs, an odd number.
@@ -64,9 +70,9 @@ def time_products(
         return None
     name, largest = max(layers, key=lambda each: (each[1].weight.size, each[0]))
     quantized, dequantized = _stand_ins(largest)
-    inputs = largest.weight.shape[-1] * 32 // largest.bits
+    inputs, outputs = dimensions(largest)
     x = mx.random.normal((1, tokens, inputs), dtype, key=mx.random.key(0))
-    cotangent = mx.random.normal((1, tokens, largest.weight.shape[0]), dtype, key=mx.random.key(1))
+    cotangent = mx.random.normal((1, tokens, outputs), dtype, key=mx.random.key(1))
     mx.eval(quantized.parameters(), x, cotangent)
 
     def seconds(layer: nn.Module) -> float:

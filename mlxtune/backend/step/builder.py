@@ -112,7 +112,7 @@ class StepBuilder:
                     arrays["reduce"] = preference.reduce(members, batch)
                     scale = mx.array(forward.raised)
                 self._phases.end("data", arrays)
-                runner.record(group.tokens)
+                runner.note_outputs(group.tokens)
                 # A loss that is not finite is reported as such.
                 with np.errstate(all="ignore"):
                     part, part_gradients = compute(parameters, arrays, scale)

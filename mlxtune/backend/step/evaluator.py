@@ -140,7 +140,7 @@ class ExampleLosses:
             on_progress(done)
 
         for group, batch in self._batches.of(examples):
-            self._runner.record(group.tokens)
+            self._runner.note_outputs(group.tokens)
             each = self._forward.losses(batch, keys(batch))
             graph = self._runner.graph(group.tokens, {}, each)
             # Waits for the previous batch.

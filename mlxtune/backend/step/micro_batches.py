@@ -62,7 +62,7 @@ class MicroBatches:
         """
         if self.run_alike:
             return False
-        groups = [group for group, _ in self.of(examples)]
+        groups = self.plan(examples, self.max_tokens)
         several = [group.tokens for group in groups if len(group.examples) > 1]
         if several:
             self.max_tokens = max(several) // 2

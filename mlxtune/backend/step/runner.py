@@ -221,21 +221,21 @@ class StepRunner:
         self._shortened *= 2 if can else 1
         return can
 
-    def count(self, tokens: int) -> int:
+    def stages_for(self, tokens: int) -> int:
         """Return the number of stages of a micro-batch with this many tokens."""
         needed = max(math.ceil(self.seconds_per_token * tokens / _SECONDS), 1)
         return min(needed * self._shortened, self._most)
 
-    def record(self, tokens: int) -> None:
+    def note_outputs(self, tokens: int) -> None:
         """Collect the outputs of the micro-batch whose graph is built next."""
-        if self.count(tokens) > 1:
+        if self.stages_for(tokens) > 1:
             self._mixers.note()
 
     def graph(self, tokens: int, gradients: Any, *arrays: Any) -> Graph:
-        """Return the graph of the micro-batch built since `record`."""
+        """Return the graph of the micro-batch built since `note_outputs`."""
         outputs, self._mixers.outputs = self._mixers.outputs, []
         self._mixers.stop_noting()
-        return Graph(tokens, self.count(tokens) if outputs else 1, outputs, gradients, arrays)
+        return Graph(tokens, self.stages_for(tokens) if outputs else 1, outputs, gradients, arrays)
 
     def start(self, graph: Graph) -> None:
         """Start computing a graph once the previous graph is done: the device never holds two."""

@@ -20,6 +20,7 @@ from mlx.nn.layers.distributed import (
 )
 from mlx.utils import tree_unflatten
 
+from mlxtune.backend.models.layers import dimensions
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.core.text import count
 from mlxtune.errors import ModelError, one_line
@@ -233,9 +234,8 @@ def _split_linear(
     linear: nn.Module, sharded: nn.Module, group: Any, entrance: Entrance
 ) -> nn.Module:
     by_outputs = isinstance(sharded, _BY_OUTPUTS)
-    size = sharded.weight.shape[0] if by_outputs else sharded.weight.shape[1]
-    if not by_outputs and "scales" in sharded:
-        size = size * 32 // sharded.bits
+    inputs, outputs = dimensions(sharded)
+    size = outputs if by_outputs else inputs
     start = group.rank() * size
     arrays = {name: value for name, value in sharded.items() if isinstance(value, mx.array)}
     if not by_outputs and group.rank() and "bias" in arrays:

@@ -140,7 +140,7 @@ class Reader:
 
     @cached_property
     def _built_in(self) -> str | None:
-        """Return the built-in template that the options name, or that fits this model type.
+        """Return the template that the options name, or the built-in one that fits this model type.
 
         None if there is neither.
         """

@@ -337,7 +337,7 @@ class Corpus(Sequence[Example]):
         first = self._first_of_row[index]
         return int(self._file[first]), int(self.row_numbers[first])
 
-    def part_of_row(self, index: int) -> tuple[int, int, int]:
+    def part_of_example(self, index: int) -> tuple[int, int, int]:
         """Return an example's part number, from 1, the parts of its row, and its full length.
 
         Parts in its role count, also those lost to truncation.
@@ -359,7 +359,7 @@ class Corpus(Sequence[Example]):
     def data_hash(self) -> str:
         """Return `sha256:` over examples per row, lengths, tokens and masks, each little-endian.
 
-        Weights of files are part of it, unless all are 1.
+        Roles are part of it unless all are answers, and weights of files unless all are 1.
 
         Row numbers are left out, as an added comment does not change the data.
         """

@@ -195,7 +195,7 @@ class Encoder:
     # Whether to add an example in which a pair's chosen text carries loss from its first token on.
     trains_prompts: bool = False
     _tails: dict[str, Sequence[int]] = field(default_factory=dict)
-    _left: int = _MOST_PROMPTS
+    _prompt_budget: int = _MOST_PROMPTS
 
     def encode(
         self, rows: Iterable[Row], skipped: SkippedRows, notes: RowTally
@@ -312,7 +312,7 @@ class Encoder:
         prompt as inference will give them. If not, because a token crosses an edge of an answer,
         each turn is an example: the tokens of its prompt, then those of its answer.
         """
-        self._left = _MOST_PROMPTS
+        self._prompt_budget = _MOST_PROMPTS
         ranges = [self._token_span(text.text, whole, span) for span in text.spans]
         spans = [span for span in ranges if span is not None]
         if len(spans) == len(ranges):
@@ -335,7 +335,7 @@ class Encoder:
         control token can differ and is compared.
         """
         start, end = whole.boundary(span[0]), whole.boundary(span[1])
-        if start is None or end is None or self._left < 0:
+        if start is None or end is None or self._prompt_budget < 0:
             return None
         control_ids, first = self.tokenizer.control_ids, start
         while first > 0:
@@ -347,7 +347,7 @@ class Encoder:
 
     def _ids(self, tail: str) -> Sequence[int]:
         if (found := self._tails.get(tail)) is None:
-            self._left -= len(tail)
+            self._prompt_budget -= len(tail)
             found = list(self.tokenizer.encode_batch([tail])[0].ids) if tail else []
             if len(self._tails) >= _CACHED_TAILS:
                 self._tails.clear()

@@ -245,7 +245,7 @@ class InspectedExamples:
 
     def _show(self, index: int, tokenizer: Tokenizer, findings: Sequence[Finding]) -> ShownExample:
         example, path = self._corpus[index], self._path_of(index)
-        part, parts, full_length = self._corpus.part_of_row(index)
+        part, parts, full_length = self._corpus.part_of_example(index)
         return ShownExample(
             path=path,
             row=example.row,

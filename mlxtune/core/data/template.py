@@ -89,8 +89,8 @@ def _join(parts: Iterable[tuple[str, bool]]) -> Rendered:
 def render_qwen3(conversation: Conversation, turns: str = "all") -> Rendering:
     r"""Render as `<|im_start|>role\ncontent<|im_end|>\n`.
 
-    This is ChatML. Thinking, tools, tool calls and tool results are written as Qwen3's own template
-    writes them.
+    This is ChatML. Tools, tool calls, tool results and thinking are written as Qwen3's own template
+    writes them, except that earlier turns keep their thinking and no empty thinking is added.
 
     Source: the chat template of Qwen3's tokenizer_config.json.
     """

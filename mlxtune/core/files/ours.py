@@ -1,7 +1,7 @@
 """Checks that a file is ours to change: regular, the user's, with one name, and no link.
 
-Every file that the package writes, truncates, locks, appends to, moves or removes is checked here:
-an open file by its descriptor, any other file just before it is renamed or removed.
+Every file that the package writes, truncates, locks, appends to, replaces or removes is checked
+here: an open file by its descriptor, any other file just before it is replaced or removed.
 """
 
 import errno

@@ -13,6 +13,20 @@ from mlxtune.core.steps.pack import plan_packs
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 
+class LinearHead(Protocol):
+    """The cross-entropy of a head that is one product, in blocks: few logits are in memory.
+
+    `weight` is (V, H), `hidden` float32 (P, H) and `targets` int32 (P,); the losses are float32
+    (P,). The model of several workers also passes its `vocabulary`.
+    """
+
+    def trained_head_losses(self, weight: Any, hidden: Any, targets: Any) -> Any:
+        """Return the losses; their gradient reaches `hidden`."""
+
+    def head_losses(self, weight: Any, hidden: Any, targets: Any) -> Any:
+        """Return the losses, without a gradient."""
+
+
 class Operations(Protocol):
     """The operations that compute a step on a device; arrays and modules are the backend's.
 
@@ -31,11 +45,8 @@ class Operations(Protocol):
     def serves(self, dtype: Any) -> bool:
         """Return whether models whose hidden states have this dtype (None: unknown) can be run."""
 
-    def linear_head(self, dtype: Any) -> Any:
-        """Return a function for the losses of a head of one product, without its logits.
-
-        None if it is computed like any other.
-        """
+    def linear_head(self, dtype: Any) -> LinearHead | None:
+        """Return the losses of a head that is one product; None to compute it like any other."""
 
     def prepare(self, model: Any) -> Callable[[], None]:
         """Make a model compute with these operations; return a function that undoes it."""

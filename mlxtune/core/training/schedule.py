@@ -40,6 +40,9 @@ def make_schedule(
         progress = min((step - peak_step) / (total_steps - peak_step), 1.0)
         return lr_min + (peak - lr_min) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
-    if name == "constant":
-        return lambda step: peak
-    return warmup if name == "linear-warmup" else warmup_cosine
+    schedules = {
+        "constant": lambda step: peak,
+        "linear-warmup": warmup,
+        "warmup-cosine": warmup_cosine,
+    }
+    return schedules[name]

@@ -48,12 +48,12 @@ class InstructTrainer:
     """Trains a pipeline on a corpus.
 
     With `validation`, no rows are held out: its examples are evaluated and the whole corpus trains;
-    if it is empty, there is no validation. `run_config` is saved in each checkpoint. `should_stop`
-    is called after each step and during validation, not after step `stop_after`. With several
-    workers, `decide` takes whether this worker would save, and returns whether all stop, and
-    whether all save. The pipeline minimises `objective`; its reference is kept in the run's folder,
-    and in `cache`. `progress` has the records of the run so far, `best_folder` the checkpoint of
-    the best validation.
+    if it is empty, there is no validation. `run_config` is saved in each checkpoint. The run stops
+    once `should_stop`, called after each step and during validation, returns true, and after step
+    `stop_after`. With several workers, `decide` takes whether this worker would save, and returns
+    whether all stop, and whether all save. The pipeline minimises `objective`; its reference is
+    kept in the run's folder, and in `cache`. `progress` has the records of the run so far,
+    `best_folder` the checkpoint of the best validation.
 
     Raises ValueError when the corpus is empty or too small to hold rows out.
     """
@@ -258,15 +258,15 @@ class InstructTrainer:
         Between steps, validate, save, stop, and respond to the machine.
         """
         config, recorder, saver = self.config, self._recorder, self._recorder.saver
-        place_rows = partial(order.steps_of, self.train_rows, config.batch_size, config.order)
-        rows_of_epoch = lru_cache(1)(partial(place_rows, config.seed))
+        in_order = partial(order.steps_of, self.train_rows, config.batch_size, config.order)
+        steps_of_epoch = lru_cache(1)(partial(in_order, config.seed))
         for number in range(self.progress.step, self.total_steps + 1):
             epoch, place = divmod(number, self.steps_per_epoch)
             if place == 0 or number == self.total_steps or self._validates_within(number):
                 self._finish()
                 if self._ends_after(number):
                     return
-            rows = rows_of_epoch(epoch + 1)[place]
+            rows = steps_of_epoch(epoch + 1)[place]
             examples = [example for i in rows for example in self.train_rows[i]]
             halved = False
             if (demand := self._surroundings.look(number)) is not None:

@@ -36,7 +36,7 @@ def trained(pipeline: InstructPipeline) -> list[bytes]:
 def test_stages_change_no_byte(name: str, seconds: float) -> None:
     whole, staged = (fresh(model_folder("qwen3"), WAYS[name], 10_000) for _ in range(2))
     staged.runner.seconds_per_token = seconds
-    assert staged.runner.count(1000) > 1
+    assert staged.runner.stages_for(1000) > 1
     assert trained(staged) == trained(whole)
 
 
@@ -44,7 +44,7 @@ def test_stage_takes_about_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = fresh(model_folder("qwen3"), IN_LINE, 10_000)
     stages, evaluations = pipeline.runner, [0]
     stages.seconds_per_token = 0.0625
-    assert [stages.count(tokens) for tokens in (1, 16, 17, 40)] == [1, 1, 2, 3]
+    assert [stages.stages_for(tokens) for tokens in (1, 16, 17, 40)] == [1, 1, 2, 3]
     evaluate = mx.eval
 
     def counted(*arrays: Any) -> None:
@@ -54,7 +54,7 @@ def test_stage_takes_about_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx, "eval", counted)
     pipeline.train_batch(fixed_step())
     tokens = sum(group.tokens for group, _ in pipeline.batches.of(fixed_step()))
-    assert 2 <= stages.count(tokens) <= evaluations[0] <= stages.count(tokens) + 2
+    assert 2 <= stages.stages_for(tokens) <= evaluations[0] <= stages.stages_for(tokens) + 2
 
 
 def staged_and_whole(layers: int) -> tuple[InstructPipeline, InstructPipeline]:
@@ -69,7 +69,7 @@ def staged_and_whole(layers: int) -> tuple[InstructPipeline, InstructPipeline]:
 
 def test_recomputed_layer_ends_one_stage() -> None:
     staged, _ = staged_and_whole(12)
-    assert staged.runner.count(1000) == 24
+    assert staged.runner.stages_for(1000) == 24
     noted: list[int] = []
     graph_of = staged.runner.graph
 
@@ -137,7 +137,7 @@ def test_card_computes_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: False)
     stages = fresh(model_folder("qwen3"), IN_LINE, 10_000).runner
     stages.seconds_per_token = 1.0
-    assert stages.count(1000) == 1
+    assert stages.stages_for(1000) == 1
     assert not stages.shorten()
 
 
@@ -145,6 +145,6 @@ def test_shorter_stages_are_refused_once_each_layer_has_its_own() -> None:
     stages = fresh(model_folder("qwen3"), IN_LINE, 10_000).runner
     counts = []
     while stages.shorten():
-        counts.append(stages.count(1))
+        counts.append(stages.stages_for(1))
     assert counts == sorted(counts)
     assert 1 < len(counts) < 10

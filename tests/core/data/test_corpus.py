@@ -103,7 +103,7 @@ def check_corpus(files: list[list[PlainRow]], limit: int | None, mapped: bool) -
         (np.dtype("i4"), np.dtype("u1"))
     ] * len(flat)
     assert corpus.lengths.tolist() == [len(pairs) for _, _, pairs, _ in flat]
-    parts = [corpus.part_of_row(i) for i in range(len(corpus))]
+    parts = [corpus.part_of_example(i) for i in range(len(corpus))]
     assert [uncut for _, _, uncut in parts] == [length for *_, length in flat]
     assert [(part, of) for part, of, _ in parts] == [
         (part, len(several))
@@ -328,7 +328,7 @@ def test_cut_at_the_start_keeps_the_last_answer(mask: str, limit: int, kept: sli
     corpus = Corpus([cut])
     assert plain(corpus[1]) == pairs[kept]
     assert cut.supervised.tolist() == [1, sum(mask for _, mask in pairs[kept])]
-    assert corpus.part_of_row(1) == (1, 1, len(pairs))
+    assert corpus.part_of_example(1) == (1, 1, len(pairs))
     digest = in_memory([*first, (2, [pairs[kept]])])
     assert corpus.data_hash() == Corpus([digest.cut()]).data_hash()
 
