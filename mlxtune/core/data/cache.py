@@ -27,7 +27,7 @@ from mlxtune.core.files.scratch import PREFIX, scratch_folder
 from mlxtune.core.files.sizes import read_value
 
 ACCOUNT, CHECKSUMS = "account.json", "mlxtune-checksums.json"
-# The size of all entries together; the least recently used are removed first.
+# The largest total size of all entries; the least recently used entries are removed first.
 MAX_BYTES = 10 * 10**9
 _ABANDONED_SECONDS = 86_400.0
 
@@ -76,7 +76,7 @@ def _writable(cache: Path | None) -> Path | None:
 
 
 def _prune(cache: Path, keep: Path) -> None:
-    """Remove the least recently used entries beyond MAX_BYTES, and leftovers of killed runs."""
+    """Yield the least recently used entries beyond MAX_BYTES, given (last use, path, size)."""
     for left in cache.glob(f"{PREFIX}*"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
@@ -91,7 +91,10 @@ def _prune(cache: Path, keep: Path) -> None:
 
 
 def least_used(entries: Iterable[tuple[float, Path, int]], keep: Path) -> Iterator[Path]:
-    """Yield the entries of a cache beyond MAX_BYTES: (time of their last use, path, size)."""
+    """Yield the least recently used entries beyond MAX_BYTES.
+
+    `entries` are (last use, path, size).
+    """
     oldest = sorted(entries)
     total = sum(size for _, _, size in oldest)
     for _, entry, size in oldest:

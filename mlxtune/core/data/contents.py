@@ -1,4 +1,4 @@
-"""Faults in the text of rows that can be trained on, as notes by kind.
+"""Notes on faults in the text of trainable rows, by kind.
 
 Only faults that are hardly ever intended are noted, so that every note deserves a look.
 """

@@ -1,4 +1,4 @@
-"""From rows to conversations: a row is kept whole, or raises BadRow."""
+"""Converts rows to conversations: a row is kept whole, or raises BadRow."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from mlxtune.errors import shorten
 
 ROLES = ("system", "user", "assistant", "tool")
 _NO_TEXT = ("image", "input_image", "audio", "input_audio", "video")
-# The fields in which files keep thinking and from which templates read it.
+# The fields that hold thinking in data files and in templates.
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -54,7 +54,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A conversation with two continuations, of which one is preferred."""
+    """A conversation with two continuations: a preferred one and a rejected one."""
 
     chosen: Conversation
     rejected: Conversation
@@ -70,7 +70,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A row of plain text: every token of it carries loss."""
+    """A row of plain text, in which every token carries loss."""
 
     row: int
     text: str
@@ -79,8 +79,8 @@ class Document:
 def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
     """Check and convert `{"messages": [...], "tools": [...], "system": "..."}`.
 
-    `tools` may also be the JSON text of a list, as in LLaMA-Factory's files, and `system` a text
-    that goes before the messages, as in Anthropic's. Raises BadRow.
+    `tools` may also be the JSON text of a list, as in LLaMA-Factory's files, and `system` a text to
+    put before the messages, as in Anthropic's files. Raises BadRow.
     """
     messages = parse_messages(content.get("messages"))
     if content.get("system") is not None:

@@ -32,7 +32,7 @@ RowExamples = tuple[Example, ...]
 
 # Roles of examples that repeat an answer of the row, or have another row's answer.
 _COPIES = (WHOLE, MISMATCHED)
-# Tokens in a block of a pass over a whole file.
+# The number of tokens in each block of a pass over a whole file.
 _AT_ONCE = 1 << 20
 # The columns of a file's examples, each in its own little-endian file.
 COLUMNS = {
@@ -104,7 +104,7 @@ class ExampleArrays:
             lengths = np.minimum(lengths, self.lengths - skipped)
             self.release()
         supervised = self._supervised_within(lengths, skipped)
-        # Rows of preferences are used whole or not at all.
+        # Rows of preferences are kept whole or dropped.
         incomplete = (self.roles != ANSWER) & (lengths < self.lengths)
         lost = np.repeat(self.per_row(incomplete) > 0, np.diff(self.first_of_row))
         supervised = np.where(lost, 0, supervised)
@@ -116,7 +116,7 @@ class ExampleArrays:
     ) -> npt.NDArray[np.int32]:
         """Return int32 (E,): supervised tokens among `lengths` (E,) after `skipped` (E,)."""
         counts = np.zeros(len(lengths), dtype=np.int32)
-        # Sums are taken by blocks, as numpy would convert a whole array first.
+        # Sum block by block: numpy would convert the whole array first.
         blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
         for first, last in pairwise([*np.unique(blocks).tolist(), len(lengths)]):
             start = int(self.ends[first - 1]) if first else 0
@@ -173,8 +173,8 @@ class CutExamples:
 def _tokens_to_skip(mask: npt.NDArray[np.uint8], max_seq_len: int) -> int:
     """Return how many tokens to skip at the start of an example, so that `max_seq_len` follow.
 
-    A skipped answer is skipped whole. The last answer is kept from its start, after a token to
-    predict it from, even if its end is cut.
+    Answers are skipped whole. The last answer is kept from its start, after a token to predict it
+    from, even if its end is cut.
 
     mask 0 0 1 1 0 0 0 1 1 max_seq_len 6: skip 4, as the first answer does not fit whole
     """
@@ -239,7 +239,7 @@ def write_arrays(folder: Path, chunks: Iterable[Sequence[Sequence[Example]]]) ->
 
 
 def rows_used(rows: int, weight: float) -> tuple[int, int]:
-    """Return how many times an epoch uses each row of a file, and how many rows once more."""
+    """Return how often an epoch uses every row of a file, and how many rows it uses once more."""
     whole, part = int(weight), round(weight % 1 * rows)
     return whole, part if whole or not rows else max(part, 1)
 
@@ -275,7 +275,7 @@ class Corpus(Sequence[Example]):
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> Corpus:
-        """Return the examples as a corpus, or the corpus that they already are."""
+        """Return the examples as a corpus; return a corpus unchanged."""
         if isinstance(examples, Corpus):
             return examples
         files = (list(group) for _, group in groupby(examples, key=lambda example: example.file))
@@ -434,7 +434,7 @@ class CorpusRows:
         return np.array(places, dtype=np.int64), np.array(hashes, dtype=np.uint64)
 
     def without(self, identities: npt.NDArray[np.uint64]) -> CorpusRows:
-        """Return the rows that are not given and share no answer with the given rows."""
+        """Return all rows but the given rows and rows that share an answer with them."""
         known = np.isin(self.identities, identities)
         if len(identities):
             places, hashes = self.answers
@@ -442,7 +442,7 @@ class CorpusRows:
         return self.only(np.flatnonzero(~known))
 
     def only(self, places: npt.NDArray[np.int64]) -> CorpusRows:
-        """Return the rows at some places of this selection."""
+        """Return the rows at the given places of this selection."""
         return CorpusRows(self.corpus, [self.indices[i] for i in places.tolist()])
 
     @cached_property

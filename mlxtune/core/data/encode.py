@@ -30,12 +30,12 @@ from mlxtune.core.data.template import Rendered, Rendering, Template
 _CHUNK_ROWS = 512
 # Tokenizers take some 200 bytes for each character of a batch.
 _CHUNK_CHARACTERS, _MOST_CHARACTERS = 2**21, 2**22
-# The most characters of prompts, or of their ends, that are encoded one by one: half a minute.
+# The most characters of prompts, or of prompt tails, to encode one by one: half a minute of work.
 _MOST_PROMPTS = 2**24
 _PREFETCHED_ROWS = 32
 # Texts before answers are short and recur, so their tokens are cached.
 _CACHED_TAILS, _LONGEST_TAIL = 4096, 1000
-# No file spells out longer control tokens.
+# Longer control tokens do not occur in files.
 _LONGEST_WRITTEN = 1000
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Example:
 
     @property
     def key(self) -> int:
-        """A number that identifies its row across all files."""
+        """A number that identifies the example's row across all files."""
         return self.file << 40 | self.row
 
 
@@ -146,7 +146,7 @@ def _texts(row: Row) -> Iterator[str]:
 
 
 Rows = list[Row]
-# Some rows, each as its examples.
+# A few rows, each as a list of its examples.
 EncodedRows = list[list[Example]]
 
 
@@ -157,8 +157,8 @@ class ControlTokens:
     """
 
     def __init__(self, tokens: Sequence[str]) -> None:
-        # If one token starts with another, the shorter is found. So each remaining token is the
-        # only one that a text can start with, and comes right before the text in sorted order.
+        # If one token starts with another, only the shorter is kept. So a text can start with only
+        # one of the remaining tokens, which comes right before the text in sorted order.
         self._tokens: list[str] = []
         for token in sorted({token for token in tokens if 0 < len(token) <= _LONGEST_WRITTEN}):
             if not self._tokens or not token.startswith(self._tokens[-1]):
@@ -308,9 +308,9 @@ class Encoder:
     def _examples(self, row: int, text: Rendered, whole: Encoding) -> Iterator[Example]:
         """Yield the examples of a text: one, or one for each of its turns.
 
-        A text is tokenised as a whole. It is one example if it shows the tokens of every turn's
-        prompt as inference will give them. If not, because a token crosses an edge of an answer,
-        each turn is an example: the tokens of its prompt, then those of its answer.
+        A text is tokenised as a whole. It becomes one example if it contains every turn's prompt as
+        inference tokenises it. If not, because a token crosses an edge of an answer, each turn is
+        an example: the tokens of its prompt, then those of its answer.
         """
         self._prompt_budget = _MOST_PROMPTS
         ranges = [self._token_span(text.text, whole, span) for span in text.spans]
@@ -329,7 +329,7 @@ class Encoder:
     def _token_span(
         self, text: str, whole: Encoding, span: tuple[int, int]
     ) -> tuple[int, int] | None:
-        """Return the token range of a span, or None if the whole differs from the prompt's tokens.
+        """Return the token range of a span, or None if the prompt alone has other tokens.
 
         Tokenizers split a text at control tokens first, so only the prompt's tail after the last
         control token can differ and is compared.

@@ -52,8 +52,8 @@ class Place:
 class Finding:
     """A problem in the data. `train` warns about it, or refuses the data if it is an `error`.
 
-    `rows` counts the rows that have it, `places` holds the first few of them. `tokens` are the
-    supervised tokens that it costs; a skipped row counts as many as the other rows have on average.
+    `rows` counts the rows that have it, `places` holds the first few of them. `tokens` counts the
+    lost supervised tokens; a skipped row counts as the mean of the other rows.
     """
 
     level: str  # "warning" or "error"

@@ -29,7 +29,7 @@ from mlxtune.errors import DataError, shorten
 JsonObject = Mapping[str, Any]
 # From this many bad rows on, this share of all rows means a wrong file or format.
 _MANY, _MOST_BAD = 100_000, 0.99
-# Names in other tools' files: of a prompt, of an answer, and of texts that belong to a prompt.
+# Other tools' keys for a prompt, for an answer, and for texts that belong to a prompt.
 _ASKS = ("instruction", "question", "query", "prompt", "input")
 _ANSWERS = ("output", "response", "answer", "completion")
 _BESIDE = ("context", "passage", "document", "choices")
@@ -61,9 +61,9 @@ def read_rows(
     """Yield the conversation of each good row, and add bad rows to `skipped`.
 
     With `auto`, the first row whose format is recognised decides for the file. `fields` maps field
-    names to the keys that the file uses for them. An `objective` of preferences takes their rows
-    alone, and others none of them. Raises DataError when the file cannot be read, has rows of two
-    formats under `auto`, or many rows of which nearly all are bad.
+    names to the keys that the file uses for them. An `objective` of preferences accepts only rows
+    of preferences; other objectives reject them. Raises DataError when the file cannot be read, has
+    rows of two formats under `auto`, or many rows of which nearly all are bad.
     """
     fields, formats = fields or {}, formats_of(objective)
     file_format = None if format == "auto" else formats[format]
@@ -149,9 +149,9 @@ _PAIR = "'chosen' and 'rejected'"
 
 
 def _with_our_keys(content: JsonObject, formats: Mapping[str, Format]) -> JsonObject:
-    """Return a row of no format with our keys, if the keys of other tools have one reading.
+    """Return a row of unknown format with our keys, if other tools' keys have one reading.
 
-    Raises BadRow for several readings, of which --field chooses one.
+    Raises BadRow for several readings; --field chooses one of them.
     """
     if formats is PAIRS:
         return _with_prompt(content)
@@ -199,7 +199,7 @@ def _missing_keys(
 
 
 def _with_prompt(content: JsonObject) -> JsonObject:
-    """Return a pair of texts with its prompt under that key, and its `input` after it.
+    """Return a pair of texts with its prompt, and any `input` after it, under the key `prompt`.
 
     Raises BadRow for further text whose place is unknown.
     """
@@ -215,7 +215,7 @@ def _with_prompt(content: JsonObject) -> JsonObject:
 
 
 def _empty_key(content: JsonObject, formats: Mapping[str, Format]) -> str | None:
-    """Return the empty key that alone keeps a row from having a format, if there is one."""
+    """Return the key whose empty value alone makes a row's format unknown, if there is one."""
     for key in (name for name, value in content.items() if value is None):
         with suppress(BadRow):
             if recognise(_with_our_keys({**content, key: ""}, formats), formats):

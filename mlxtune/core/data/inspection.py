@@ -237,7 +237,7 @@ class InspectedExamples:
     def show(
         self, indices: Sequence[int], tokenizer: Tokenizer, findings: Sequence[Finding]
     ) -> tuple[ShownExample, ...]:
-        """Return examples as the model sees them; in pairs, what differs is marked."""
+        """Return examples as the model sees them; in pairs, differences are marked."""
         shown: list[ShownExample] = []
         for each in together([self._show(index, tokenizer, findings) for index in indices]):
             shown += _marked(each) if isinstance(each, ShownPair) else [each]
@@ -291,7 +291,7 @@ def _common(one: Sequence[Piece], other: Sequence[Piece]) -> int:
 
 
 def _marked(pair: ShownPair) -> tuple[ShownExample, ShownExample]:
-    """Return the sides of a pair, with pieces marked that the other side lacks."""
+    """Return the sides of a pair; pieces that the other side lacks are marked."""
     start = pair.common
     one, other = (
         [(piece.text, piece.control) for piece in side.pieces[start:]] for side in pair.sides

@@ -35,8 +35,8 @@ _END_THINK = "</think>"
 # The tags that open thinking in a generation prompt, and close it before the answer.
 _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"))
 _PROBE = "mlxtune asks whether this is shown"
-# Each turn is rendered with all messages before it. The most characters in all, and the cost of a
-# message beyond its own characters: many short turns would take minutes.
+# Each turn is rendered with all messages before it, so many short turns would take minutes. The
+# most characters to render in all, and the cost of a message on top of its characters.
 _MOST_RENDERED, _PER_MESSAGE = 2**27, 64
 
 
@@ -107,7 +107,7 @@ class ModelTemplate:
 
     @cached_property
     def _header(self) -> str:
-        """What the generation prompt adds; Gemma 4 leaves it out after a tool's result."""
+        """The text that the generation prompt adds; Gemma 4 leaves it out after a tool's result."""
         question = [{"role": "user", "content": _PROBE}]
         try:
             before, prompt = (self.render(**_call(question, asks=asks)) for asks in (False, True))
@@ -116,7 +116,7 @@ class ModelTemplate:
         return prompt[len(before) :] if prompt.startswith(before) else ""
 
     def __call__(self, conversation: Conversation) -> Rendering:
-        """Return one text with every supervised turn, or one for each of them.
+        """Return one text with every supervised turn, or one text for each turn.
 
         Raises BadRow if the template refuses the conversation or an answer cannot be located.
         """
@@ -231,8 +231,8 @@ class ModelTemplate:
         """Return where the answer at the start of `rest` ends, after its end-of-turn token."""
         ends = [match.span() for match in self._ends.finditer(rest)]
         last = ends[-1][1] if ends else 0
-        # It is the first control token after the content, which follows the thinking; or after tool
-        # calls, which follow the content, the last one of the rendering.
+        # The thinking, the content and the tool calls follow each other. The end is the first
+        # control token after the content or, with tool calls, the last one of the rendering.
         content = _content_after_thinking(message)
         if content and not message.tool_calls:
             at = rest.rfind(content)

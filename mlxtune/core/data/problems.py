@@ -132,7 +132,7 @@ def check_values(text: bytes) -> None:
 
 
 def parse_json(text: str | bytes, kind: str = "not valid JSON") -> Any:
-    """Return the value of JSON text, in UTF-8 if it is bytes. Raises BadRow, of this kind."""
+    """Return the value of JSON text, in UTF-8 if it is bytes. Raises BadRow, of the given kind."""
     try:
         if isinstance(text, bytes):
             check_values(text)

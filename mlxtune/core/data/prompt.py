@@ -37,7 +37,7 @@ MAX_BYTES = 2 * 2**20
 class Prompt:
     """The tokens before an answer, and how the template ends the answer.
 
-    That is the token `end`, or the text `end_text` if it is not a single token.
+    The end is the token `end`, or the text `end_text` if it is not a single token.
     """
 
     ids: tuple[int, ...]
@@ -98,14 +98,14 @@ def last_answer(example: Example) -> tuple[int, int]:
     return start, end
 
 
-# The roles of answers that a model is asked for: in a pair, the chosen one.
+# The roles of answers that a model is asked to give: in a pair, the chosen answer.
 _TO_GIVE = (ANSWER, CHOSEN, DESIRABLE, UNDESIRABLE)
 
 
 def last_turn(row: Sequence[Example], ends: frozenset[int]) -> LastTurn | None:
     """Return the last supervised turn of a row; `ends` are the tokens that may end one.
 
-    None if it has no prompt, as plain text has none, or its end was truncated.
+    None if the turn has no prompt, as in plain text, or its end was truncated.
     """
     example = [each for each in row if each.role in _TO_GIVE][-1]
     tokens = example.tokens

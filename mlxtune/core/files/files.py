@@ -58,7 +58,7 @@ def beside(target: Path) -> Path:
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether `beside` made a name, which a killed process has left."""
+    """Return whether `beside` made this name, for a file that a killed process left."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 

@@ -15,7 +15,7 @@ from mlxtune.core.files.reading import open_regular
 
 # The most bytes that other processes read of a holder's note.
 _MAX_NOTE_BYTES = 64 * 1024
-# Readers hold a lock for an instant to see whether it is free, and several may do so together.
+# Readers hold a lock for an instant to see whether it is free; several may do so together.
 _INSTANT, _TRY_SECONDS = 0.1, 0.01
 # Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)

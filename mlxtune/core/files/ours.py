@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-# Files that systems leave in a folder after showing it, of no value to a user.
+# Files without value to a user that desktops leave in the folders they show.
 _LITTER = {".DS_Store"}
 # No run nests folders nearly as deeply, and Python removes trees recursively.
 _MOST_LEVELS = 100
@@ -123,7 +123,7 @@ def contents(folder: Path) -> dict[str, Path]:
 
 
 def is_shallow(folder: Path) -> bool:
-    """Return whether the folders in a folder are not nested too deeply to be removed."""
+    """Return whether a folder's subfolders are nested shallowly enough to be removed."""
     try:
         contents(folder)
     except NotOurs:

@@ -31,9 +31,9 @@ def new_folder(
     """Yield a folder to fill, which becomes the target if all goes well.
 
     The caller writes the file `manifest` there, JSON with the SHA-256 of all others in `files`. An
-    existing folder is replaced only with `overwrite`, and only if it holds the files of its
-    manifest alone, unchanged, and the manifest is remembered as this user's. `sources` are the
-    files and folders that are read, which the target must not hold.
+    existing folder is replaced only with `overwrite`, and only if it holds exactly the unchanged
+    files of its manifest, which must be remembered as this user's. `sources` are the files and
+    folders that are read, which the target must not hold.
 
     Raises OutputError.
     """
@@ -44,7 +44,7 @@ def new_folder(
     def is_known(folder: Path) -> bool:
         return is_folder(folder) and _fingerprints(folder) == known
 
-    # Two processes may write to one target; each has its own folder beside it.
+    # Two processes may write to one target, so each fills a separate folder next to it.
     with replaced_folder(target, "--output", beside(target), is_known) as folder:
         yield folder
         for path in folder.rglob("*"):

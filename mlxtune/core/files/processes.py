@@ -1,4 +1,4 @@
-"""Child processes: started in sessions of their own, fed, limited, and ended with all children."""
+"""Child processes: started in separate sessions, limited, and ended with all their children."""
 
 import importlib.metadata
 import os
@@ -195,7 +195,7 @@ class LimitedProcess:
     def __init__(self, script: Path, memory: int, *arguments: str) -> None:
         self._memory = memory
         self._unread = bytearray()
-        # -P: the modules beside a script have common names, and must not be found by them.
+        # -P: modules next to a script have common names, and must not shadow others.
         command = [sys.executable, "-P", limited_child.__file__, str(memory), str(script)]
         self._process = start([*command, *arguments], stdin=PIPE, stdout=PIPE, stderr=None)
         self.pid = self._process.pid

@@ -17,7 +17,7 @@ class NotRegular(OSError, ValueError):
 
 
 def open_regular(path: Path, *, links: bool = True) -> io.BufferedReader:
-    """Open a regular file to read it. Raises OSError: NotRegular if it is none."""
+    """Open a regular file to read it. Raises OSError; NotRegular for other files."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)
@@ -35,7 +35,7 @@ def open_regular(path: Path, *, links: bool = True) -> io.BufferedReader:
 
 
 class _Zipped(gzip.GzipFile):
-    """A gzip file that also closes the file beneath it."""
+    """A gzip file that also closes the underlying file."""
 
     def __init__(self, file: io.BufferedReader) -> None:
         super().__init__(fileobj=file, mode="rb")

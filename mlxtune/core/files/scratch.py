@@ -1,4 +1,4 @@
-"""Folders and files for the time of a task, with unpredictable names."""
+"""Temporary folders and files, with unpredictable names."""
 
 import atexit
 import os
@@ -43,7 +43,7 @@ def lasting_folder(purpose: str = "", parent: Path | None = None) -> Path:
 
 
 def scratch_file() -> IO[bytes]:
-    """Return a new file without a name, to be written and read. Raises OSError."""
+    """Return a new unnamed file, open for reading and writing. Raises OSError."""
     return tempfile.TemporaryFile()
 
 

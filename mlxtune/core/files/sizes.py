@@ -1,7 +1,4 @@
-"""Files read within limits.
-
-Their size is compared with their kind's and with the blocks on disk.
-"""
+"""Files read within limits: a file's size is checked against its kind and its blocks on disk."""
 
 import io
 import os
@@ -20,7 +17,7 @@ _LEAST_STORED = 64
 _SMALL = 2**20
 # Larger than any file that is read whole without a limit for its kind.
 _ANY = Limits(2**30)
-# The most pieces of a file to check; a file with more pieces has blocks.
+# The most pieces of a file to check; a file with more pieces is not made of holes.
 _MOST_PIECES = 10_000
 
 
@@ -34,7 +31,7 @@ def check_stored(path: Path) -> None:
 
 
 def check_open(name: str, file: io.BufferedReader) -> None:
-    """Check like `check_stored` a file that is open at its start."""
+    """Check a file that is open at its start, as `check_stored` does."""
     status = os.fstat(file.fileno())
     size = status.st_size
     if size < _SMALL or status.st_blocks * 512 * _LEAST_STORED >= size:
@@ -46,7 +43,7 @@ def check_open(name: str, file: io.BufferedReader) -> None:
 
 
 def stored_bytes(file: io.BufferedReader, size: int) -> int:
-    """Return the bytes of an open file outside holes, or enough of them for a whole file."""
+    """Return the bytes of an open file outside holes, or enough of them to accept the file."""
     if not hasattr(os, "SEEK_DATA"):
         return size
     stored = end = 0
@@ -76,8 +73,8 @@ def check_values(path: Path, limits: Limits) -> None:
 def read_bytes(path: Path, limits: Limits = _ANY, *, links: bool = True) -> bytes:
     """Return the content of a regular file within limits.
 
-    Raises ValueError, which names the file, if it is no regular file, is beyond the limits, or,
-    without `links`, is a link; OSError.
+    Raises ValueError, which names the file, if it is not a regular file, exceeds the limits, or is
+    a link without `links`; OSError.
     """
     with open_regular(path, links=links) as file:
         check_bytes(path.name, os.fstat(file.fileno()).st_size, limits)

@@ -14,7 +14,7 @@ from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.sizes import check_open
 from mlxtune.errors import one_line
 
-# MLX's shapes are numbers of 32 bits.
+# MLX stores dimensions as 32-bit integers.
 _LARGEST, _MOST_DIMENSIONS = 2**31 - 1, 16
 
 

@@ -23,7 +23,7 @@ _LARGEST_INT = 2**31 - 1
 
 @dataclass(frozen=True)
 class Blas:
-    """The name of the library that was loaded, if any, and why there is none."""
+    """The name of the library that was loaded, or the reason why none was."""
 
     name: str | None = None
     problem: str = ""

@@ -46,7 +46,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The facts of a machine, the checks of them, and which worker of a launch it is."""
+    """The facts of a machine, their checks, and the number of its worker in a launch."""
 
     machine: Machine
     checks: tuple[Check, ...]

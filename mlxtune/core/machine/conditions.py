@@ -1,6 +1,6 @@
 """Conditions of a machine while it trains: memory pressure, battery, heat, and sleep.
 
-psutil reads the battery and temperatures, the system's own commands and files the rest.
+psutil reads the battery and temperatures; system commands and files give the rest.
 """
 
 import os
@@ -165,7 +165,7 @@ class ConditionsWatch:
 def kept_awake(system: str = platform.system()) -> Iterator[None]:
     """Keep the machine, but not its display, from sleeping while idle, until this process ends.
 
-    Does nothing where the system has no command for that, or refuses.
+    Does nothing if the system has no such command, or refuses.
     """
     command = ("caffeinate", "-i", "-w", str(os.getpid())) if system == "Darwin" else _INHIBIT
     process = None

@@ -12,7 +12,7 @@ from enum import Enum
 from mlxtune.errors import GpuError, MemoryLimitError, MlxTuneError, one_line
 
 # macOS ends commands that keep the GPU from drawing. Its driver reads the variable when MLX opens
-# the device; MLX's maintainers name it, and smaller command buffers were reported not to help.
+# the device. MLX's maintainers mention it; users report that smaller command buffers do not help.
 _NO_WATCHDOG = (
     "let the display sleep while it trains, or start it with AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 in "
     "the environment, a switch of Apple's driver for this process"
@@ -24,7 +24,7 @@ class Fault(Enum):
     """A fault of the GPU: the texts that report it, its meaning, and its remedy."""
 
     OUT_OF_MEMORY = (
-        # The CPU's and numpy's texts too.
+        # Includes the texts of the CPU and of numpy.
         r"unable to allocate|attempting to allocate|out of memory|insufficient memory"
         r"|memory allocation|ALLOC_FAILED",
         "memory ran out",
@@ -66,7 +66,7 @@ class Fault(Enum):
     def asks_for_less(self) -> bool:
         """Whether less work may succeed.
 
-        Other faults may pass, and their work is tried once more.
+        Other faults may be transient, so their work is retried once.
         """
         return self in (Fault.OUT_OF_MEMORY, Fault.TIMEOUT, Fault.INTERACTIVITY)
 

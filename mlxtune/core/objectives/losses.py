@@ -3,8 +3,8 @@
 Each takes the sides of a step's rows and the options, and returns the loss of each row. `xp` is the
 module that computes: numpy, or mlx.core for a gradient.
 
-Sources: TRL 1.16 (`DPOTrainer`, `KTOTrainer`, `CPOTrainer` and `ORPOTrainer`), whose names the
-losses have, and the papers that it cites.
+Sources: TRL 1.16 (`DPOTrainer`, `KTOTrainer`, `CPOTrainer` and `ORPOTrainer`) and the papers that
+it cites; the losses have TRL's names.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The function that a step minimises, of its examples' log-probabilities, defined over the step.
+"""The loss that a step minimises, as a function of the log-probabilities of all its examples.
 
 A pair has examples of its chosen and of its rejected answer, a row with a label has examples of one
 answer. The log-probability of an answer is the sum over its supervised tokens, in nats. How a step
@@ -92,7 +92,10 @@ class Objective:
 
     @property
     def is_sft(self) -> bool:
-        """Whether the objective is the loss of answers, whose weights need no forward pass."""
+        """Whether the objective is supervised fine-tuning.
+
+        Its loss weights need no forward pass.
+        """
         return self.name == "sft"
 
     @property

@@ -63,7 +63,7 @@ class Difference:
 
     @property
     def is_alike(self) -> bool:
-        """Whether all rows changed alike: resamples then show nothing about other rows."""
+        """Whether all rows changed equally, so that resampling says nothing about other rows."""
         return math.isclose(self.low, self.high, rel_tol=1e-9, abs_tol=1e-12)
 
 
@@ -96,7 +96,7 @@ class FileVerdict:
 
     @property
     def words(self) -> str:
-        """The verdict, with its size."""
+        """The verdict, with `hardly` before it if the change is small."""
         return "hardly " * self.hardly + self.verdict
 
 
@@ -190,7 +190,7 @@ class Evaluation:
     `lost` are the rows that contribute most to the difference from the base model, in nats, for the
     better and for the worse.
 
-    Under an objective of preferences, the losses are of the good answers, the verdict is that on
+    Under an objective of preferences, the losses are of the good answers, the verdict is about
     `preference`, and without an adapter `preferred` is the share of pairs that the base prefers.
 
     `left_out` counts rows that are left out because they were trained on too; with `only_trained`,
@@ -383,7 +383,7 @@ def verdict_of(difference: Difference, rows: int) -> str:
 
 
 def is_hardly(verdict: str, share: float) -> bool:
-    """Return whether a verdict rests on a difference, as a share, that hardly matters."""
+    """Return whether a verdict rests on a negligible relative difference."""
     return verdict != CANNOT_TELL and abs(share) < _HARDLY
 
 

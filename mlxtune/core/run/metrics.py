@@ -29,12 +29,12 @@ class InstructBatchResult:
     """One step, or one evaluation.
 
     `avg_loss` is the sum over all supervised tokens divided by their count, in nats; `grad_norm`
-    the L2 norm before clipping, None for an evaluation; `total_tokens` counts context too.
-    The other fields describe the execution, 0 if not measured: peak `memory` in bytes,
-    `micro_batches`, and `run_tokens`, all that the model processed, `padding` included.
+    the L2 norm before clipping, None for an evaluation; `total_tokens` counts context too. The
+    other fields describe the execution, 0 if not measured: peak `memory` in bytes, `micro_batches`,
+    and `run_tokens`, all that the model processed, `padding` included.
 
-    Under an objective of preferences, `avg_loss` is that objective's, and `metrics` has rewards and
-    log-probabilities under TRL's names.
+    Under an objective of preferences, `avg_loss` is the objective's loss, and `metrics` has rewards
+    and log-probabilities under TRL's names.
     """
 
     avg_loss: float
@@ -190,7 +190,7 @@ class TrainingMetrics:
     def average_loss(self) -> float | None:
         """Return the loss over all supervised tokens so far, or None before the first step.
 
-        Under an objective of preferences, over all rows.
+        Under an objective of preferences, the mean is over all rows.
         """
         weight = sum(record.weight for record in self.history)
         if not weight:
@@ -217,7 +217,7 @@ class InstructTrainResult:
 
     `best_val_loss` is the lowest validation loss, after `best_step` in `best_epoch`;
     `initial_val_loss` is the loss before the first step. All four are None without validation.
-    `validations` are all validations, also the one before the first step.
+    `validations` includes the validation before the first step.
     """
 
     epoch_metrics: list[InstructEpochMetrics]

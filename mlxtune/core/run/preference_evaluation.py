@@ -42,7 +42,7 @@ _SHOWN = 5
 class AnswerSums:
     """Losses of rows' answers under a model: of the good answers and, in pairs, the bad ones.
 
-    Where a row has a label, its one answer is in `good`, and `labels` (R,) has 1 or 0.
+    The only answer of a row with a label is in `good`; `labels` (R,) has 1 or 0.
     """
 
     good: Sums
@@ -55,7 +55,7 @@ class AnswerSums:
 
     @property
     def margins(self) -> _Floats:
-        """How much likelier the good answer is, (R,), in nats per token."""
+        """The log-probability of good minus bad answers, (R,), in nats per token."""
         good, bad = self.good.losses / self.good.tokens, self.bad.losses
         return bad / np.maximum(self.bad.tokens, 1) - good
 
@@ -185,7 +185,7 @@ def _rank_interval(area: float, good: int, bad: int) -> tuple[float, float]:
         return (area - share) ** 2 > z**2 * share * (1 - share) * spread / (good * bad)
 
     def bound(outside: float) -> float:
-        """Return where shares between an end of the range and the area cease to be outside."""
+        """Return the bound of the interval between the area and an outer share, by bisection."""
         inside = area
         for _ in range(50):
             middle = (inside + outside) / 2

@@ -83,7 +83,7 @@ class PhaseTimer:
 
 
 class ProfilerBackend(Protocol):
-    """The backend as the profiler needs it.
+    """The interface of the backend to the profiler.
 
     It reports the phases of a step to its `timer`, if it has one.
     """

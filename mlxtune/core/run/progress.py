@@ -83,7 +83,7 @@ class Progress:
 
     @property
     def best(self) -> ValidationRecord | None:
-        """The first validation with the lowest loss, apart from that before the first step."""
+        """The first validation with the lowest loss; the validation at step 0 does not count."""
         after = (each for each in self.validations if each.step)
         return min(after, key=attrgetter("val_loss"), default=None)
 
@@ -95,7 +95,7 @@ class Progress:
 
     @property
     def best_place(self) -> str:
-        """The best validation's `epoch 2`, or `step 40 (epoch 2)` within it; empty without one."""
+        """The best validation's place: `epoch 2` or `step 40 (epoch 2)`; empty without one."""
         best, epoch = self.best, self.best_epoch
         if best is None or epoch is None:
             return ""

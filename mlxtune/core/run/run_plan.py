@@ -26,8 +26,8 @@ class RunPlan:
 
     `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` is the gain of a
     larger --memory-limit here, if any. `tokens` and `supervised` count the training rows' tokens,
-    `all_tokens` all steps'. With `scaling`, memory is one worker's. `few_steps` is the advice if
-    the run is too short; `free_memory` counts bytes that are free now, None if unknown.
+    `all_tokens` the tokens of all steps. With `scaling`, memory is one worker's. `few_steps` is the
+    advice if the run is too short; `free_memory` counts bytes that are free now, None if unknown.
     """
 
     model: str

@@ -12,7 +12,7 @@ from mlxtune.errors import OutputError
 # After a failed save, the next attempt is at the next regular save or after this many seconds.
 _RETRY_SECONDS = 60.0
 
-# The state of a pipeline at one moment, which writes itself into a folder, then or later.
+# A captured state of a pipeline; calling it with a folder writes the state there, then or later.
 Snapshot = Callable[[Path], None]
 
 

@@ -52,9 +52,9 @@ class RunView:
 
     `status` is finished, stopped early, running or unfinished; `started` is in ISO 8601. Losses are
     in nats per supervised token, memory in bytes; `tokens_per_second` counts tokens of examples.
-    `train_loss` is the mean of the last epoch, or of the steps before a first one ends. `curve` is
-    the validation loss or, with fewer than three, the training loss in a few means. `judged` is the
-    verdict of the evaluation, `best_place` the epoch or step of the best validation.
+    `train_loss` is the mean of the last epoch, or of the steps so far in the first epoch. `curve`
+    is the validation loss or, with fewer than three, the training loss in a few means. `judged` is
+    the verdict of the evaluation, `best_place` the epoch or step of the best validation.
     """
 
     name: str
@@ -288,7 +288,7 @@ def _seconds(run: Run) -> float | None:
 
 
 def _speed(run: Run, name: str, seconds: float) -> float | None:
-    # Within the smallest float's time, even one token has an infinite speed.
+    # In the shortest time that a float holds, even one token gives an infinite speed.
     speed = sum(run.column(name)) / seconds if seconds > 0 else math.inf
     return speed if math.isfinite(speed) else None
 

@@ -58,8 +58,8 @@ def read_trained_rows(run: Path, warn: Callable[[str], None]) -> npt.NDArray[np.
 def rows_behind(adapter: Path, warn: Callable[[str], None]) -> npt.NDArray[np.uint64]:
     """Return the identities of the rows that an adapter was trained on, as far as is known.
 
-    The run of an adapter's file is in the folder with its checkpoint, or beside it if its result
-    names this very file.
+    The run is in the folder of the adapter's checkpoint, or next to the adapter if the run's result
+    has this file's hash.
     """
     with suppress(OSError, ValueError, OutputError):
         run = run_folder_at(adapter)

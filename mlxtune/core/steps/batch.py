@@ -14,8 +14,8 @@ class MicroBatch:
     """Examples padded on the right to one width, after the shift.
 
     `inputs` and `targets` are int32 of shape (B, T), `mask` is float32 of shape (B, T) and 1 where
-    the target carries loss. `rows` identifies the example in each line, for its randomness, and
-    `lengths` are its real tokens.
+    the target carries loss. `rows` identifies each line's example to seed its random numbers;
+    `lengths` counts its real tokens.
     """
 
     inputs: npt.NDArray[np.int32]
@@ -67,8 +67,8 @@ def collate(examples: Sequence[Example], width: int | None = None) -> MicroBatch
         assistant_mask   0 0 1 1 0      targets  b c d
                                         mask     0 1 1
 
-    `pack` does the same in one line. Each is padded to `width`, by default that of the widest, with
-    token 0 and mask 0. Under causal attention no token before the padding can see it.
+    `pack` does the same in one line. Each is padded to `width`, by default the widest example's,
+    with token 0 and mask 0. Under causal attention no token before the padding can see it.
 
     Raises ValueError when an example is wider than `width`.
     """

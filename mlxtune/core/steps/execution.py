@@ -30,8 +30,8 @@ class LinearHead(Protocol):
 class Operations(Protocol):
     """The operations that compute a step on a device; arrays and modules are the backend's.
 
-    `by_segments`: causal attention itself keeps apart the examples of a line. `lazy`: building a
-    graph computes none of it. `joins`: projections of the same input run together in training.
+    `by_segments`: causal attention keeps a line's examples separate. `lazy`: building a graph
+    computes none of it. `joins`: projections of the same input run together in training.
     """
 
     by_segments: bool
@@ -46,7 +46,7 @@ class Operations(Protocol):
         """Return whether models whose hidden states have this dtype (None: unknown) can be run."""
 
     def linear_head(self, dtype: Any) -> LinearHead | None:
-        """Return the losses of a head that is one product; None to compute it like any other."""
+        """Return the losses of a single-product head; None if it is computed like any other."""
 
     def prepare(self, model: Any) -> Callable[[], None]:
         """Make a model compute with these operations; return a function that undoes it."""
@@ -55,7 +55,7 @@ class Operations(Protocol):
         """Return the losses, float32 (P,), in nats, for logits (P, V) and targets int32 (P,)."""
 
     def layer_passes(self, recompute: bool) -> Any:
-        """Return a runner of layers that saves memory backward; None leaves them to MLX."""
+        """Return a memory-saving runner of layers; None if MLX runs them as usual."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Execution:
         return plan_step(examples, self.micro_batch_tokens, self.fixed_cost)
 
     def rounded(self, load: BatchLoad) -> BatchLoad:
-        """Return the load of one example with the padding it runs with."""
+        """Return the load of one example, with the padding of its line."""
         if not self.packs:
             return load
         added = self.rounding.padding(load.tokens, self.micro_batch_tokens)

@@ -1,4 +1,4 @@
-"""The memory of a step in MLX's own graph, in entries of arrays; see `MemoryUse`."""
+"""The memory of a step in MLX's own graph, counted in array entries; see `MemoryUse`."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from mlxtune.core.steps.memory_estimate import (
 # logits.
 _VOCABULARY_BLOCK, _FEWEST, _BLOCK_LOGITS = 4096, 512, 1 << 21
 _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 5, 9, 2
-# Copies of a chunk's logits that cross-entropy and its gradient hold, and those that are not freed
+# Copies of a chunk's logits that cross-entropy and its gradient hold, and copies that are not freed
 # yet when the backward passes of layers begin.
 LOGITS, _IN_FLIGHT = 5, 2
 # Gradients that the backward pass of a layer holds at once: three as wide as its widest product,
@@ -26,10 +26,10 @@ GRADIENTS = 3
 _UNPACKED = 2
 # Copies of products, and arrays as wide as its input, that a layer keeps in MLX's own graph.
 _COPIES, _WIDTHS = 2, 4
-# Copies of the inputs and outputs of experts that the backward pass of their layer holds there.
+# Copies of the experts' inputs and outputs that a layer's backward pass holds in MLX's own graph.
 _GATHERED = 2
-# Arrays as wide as a convolution and its successors that the layer's backward pass holds, and those
-# that the layer keeps.
+# Arrays, as wide as a convolution and its successors, that a layer's backward pass holds; and such
+# arrays that the layer keeps.
 _MIXED, _MIXED_COPIES = 4, 5
 
 
@@ -75,7 +75,7 @@ class GraphMemory:
         return Entries(fixed, tokens, scores)
 
     def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
-        """Return the head's entries in flight, which passes without a head do not show."""
+        """Return the head's entries in flight, which measured passes without a head miss."""
         positions, _ = head_states(shapes, settings, load)
         logits = held_logits(settings, positions, shapes)
         if settings.split_head and not self.holds_logits(shapes):
@@ -93,5 +93,5 @@ class GraphMemory:
         return hidden + shapes.head_cast + LOGITS * held_logits(settings, positions, shapes)
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
-        """Return whether the head holds logits: in 16 bits, or unless it is one product."""
+        """Return whether the head holds logits: in 16 bits, or if it is not a single product."""
         return shapes.itemsize != 4 or not shapes.plain_head

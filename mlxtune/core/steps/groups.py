@@ -22,8 +22,8 @@ class Group:
     """The examples of a micro-batch, as indices into the step's examples.
 
     `tokens` run through the model, padding included. `width` is the number of the longest example's
-    tokens: side by side, each takes as many. `added` of the tokens are padding at the end of a
-    line.
+    tokens: side by side, each example takes `width` tokens. `added` of the tokens are padding at
+    the end of a line.
     """
 
     examples: tuple[int, ...]
@@ -41,9 +41,9 @@ class Group:
 def plan_step(examples: Sequence[Example], max_tokens: int, fixed: int) -> list[Group]:
     """Group the examples of a step at the least cost; the largest group comes first.
 
-    A group costs its tokens and `fixed`, in units of one token's time. Each example stands in
-    exactly one group, which runs at most `max_tokens` tokens, except for a single longer example.
-    The plan is a function of the arguments.
+    A group costs its tokens and `fixed`, in units of one token's time. Each example is in exactly
+    one group, which runs at most `max_tokens` tokens, except for a single longer example. The plan
+    is a function of the arguments.
     """
     runs = [run_length(example) for example in examples]
     order = sorted(range(len(examples)), key=lambda i: (-runs[i], i))

@@ -24,7 +24,7 @@ from mlxtune.core.steps.groups import Group
 class Factors:
     """Measured bytes over estimated bytes, by tokens and by scores; and the fixed bytes.
 
-    Without `fixed`, the estimate's fixed bytes hold.
+    Without `fixed`, the estimate's fixed bytes apply.
     """
 
     tokens: float = 1.0
@@ -43,7 +43,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Measured:
-    """How short passes on the device differ from the estimate.
+    """The factors by which short passes on the device differ from the estimate.
 
     `kept` is for the values that layers keep, `working` for one layer's backward pass, and `again`
     for a layer that runs again in it.
@@ -72,18 +72,19 @@ class ModelShapes:
     LoRA; the outputs of all their linear layers are `products` wide together, the outputs of one
     layer `layer_products`, with the inputs that its experts gather, and the output of a single
     linear layer at most `widest_product`. `updated` is the width of one layer's outputs with LoRA,
-    `scaled` of all outputs that DoRA scales. `largest_cast` and `unpacked` are the entries of the
-    largest matrix that is cast, and of the largest quantised one that is unpacked, for each
-    product; `head_cast` the head's. `plain_head`: the head is one product. `heads` of `head_size`
-    attend.
-    `scores` are the copies of one head's scores that MLX's graph keeps in all layers,
-    `layer_scores` those that one layer's backward pass holds besides, if examples are wider
-    than `window`; `held_scores` those by the CPU's functions. `gathered` is the width of the
-    inputs that the experts of all layers gather, `layer_gathered` of these and of the outputs
-    in one layer. `mixed` are the channels of the convolutions of all layers, `layer_mixed` the
-    most of one. `looped` are the entries that loops over tokens keep of one, in all layers, and
-    `layer_looped` the most that a layer's loop holds of a block of tokens. `measured` corrects the
-    estimate by passes that ran.
+    `scaled` the width of all outputs that DoRA scales. `largest_cast` and `unpacked` are the
+    entries of the largest matrix that is cast, and of the largest quantised one that is unpacked,
+    for each product; `head_cast` the head's. `plain_head`: the head is one product. `heads` of
+    `head_size` attend.
+
+    `scores` counts the copies of one head's scores that MLX's graph keeps in all layers,
+    `layer_scores` the copies that one layer's backward pass adds, if examples are wider than
+    `window`; `held_scores` the copies in the CPU's functions. `gathered` is the width of the inputs
+    that the experts of all layers gather, `layer_gathered` the width of one layer's gathered inputs
+    and outputs. `mixed` counts the channels of the convolutions of all layers, `layer_mixed` the
+    most in one layer. `looped` counts the entries per token that the loops over tokens keep in all
+    layers, `layer_looped` the most that one layer's loop holds for a block of tokens. `measured`
+    corrects the estimate by passes that ran.
     """
 
     weights: int
@@ -137,7 +138,7 @@ class ModelShapes:
 class BatchLoad:
     """The load of a micro-batch: `tokens` run through the model, `positions` through its head.
 
-    Where tokens meet, there are `lines` of `width` tokens, padding included.
+    Operations that mix tokens run `lines` of `width` tokens, padding included.
     """
 
     lines: int
@@ -160,7 +161,7 @@ class BatchLoad:
 
     @property
     def repeated(self) -> int:
-        """Tokens that run once for each example where tokens meet, and once for all elsewhere."""
+        """Tokens that run once per example to mix tokens, and once for all examples elsewhere."""
         return max(self.lines * self.width - self.tokens, 0)
 
 
@@ -219,7 +220,7 @@ class MemoryUse(Protocol):
         """Return the entries of one layer's backward pass, in addition to the kept ones."""
 
     def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
-        """Return the entries that passes without a head do not show."""
+        """Return the entries that measured passes without a head miss."""
 
     def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
         """Return the working entries of the head, in addition to the kept ones."""

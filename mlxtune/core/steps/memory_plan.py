@@ -40,9 +40,9 @@ _PLANNED = 256
 class MemoryPlan:
     """How to run a step, and its cost.
 
-    `limit` is in bytes, as `estimate`, the peak by sizes alone; `time` is in times of a token. The
-    rest is of the steps that were planned: `padding_share` of the tokens that are run; `run_share`:
-    tokens run over tokens of the data, below 1 where prefixes are shared.
+    `limit` is in bytes, as `estimate`, the peak by sizes alone; `time` is in units of one token's
+    time. The other fields describe the planned steps: `padding_share` of the tokens that are run;
+    `run_share`: tokens run over tokens of the data, below 1 where prefixes are shared.
     """
 
     shapes: ModelShapes

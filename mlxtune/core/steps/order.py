@@ -16,7 +16,7 @@ _LENGTH_NOISE = 0.1
 def split_rows(
     corpus: Corpus, val_split: float, seed: int, val_rows: int
 ) -> tuple[list[int], list[int]]:
-    """Return the training and held-out rows of a corpus, a share of each of its files."""
+    """Return the training and held-out rows of a corpus; a share of each file is held out."""
     return hold_out_rows(corpus.groups, val_split, seed, val_rows, corpus.file_of_row)
 
 

@@ -148,8 +148,8 @@ class _Lines:
     def least(self, fixed: int) -> list[list[int]]:
         """Return the cheapest lines of places, each in order.
 
-        A line costs `fixed` and its tokens. Compares the best cut of the order with fillings of as
-        few lines as possible, or more.
+        A line costs `fixed` and its tokens. Compares the best cut of the order with fillings of the
+        fewest possible lines, or more.
         """
         options = [self._cut(fixed)]
         beyond = sum(max(run - self._max_tokens, 0) for run in self._runs)

@@ -1,4 +1,4 @@
-"""Lengths rounded up, so that a GPU meets fewer shapes, which its kernels serve.
+"""Lengths rounded up, so that a GPU runs fewer shapes, which its kernels support.
 
 A line and its examples side by side, where each `.` is padding that nothing sees:
 
@@ -23,8 +23,9 @@ class Rounding:
     def padding(self, tokens: int, max_tokens: int) -> int:
         """Return the number of padding tokens at a line's end.
 
-        They make its length a multiple of `line`, or of a half or a quarter of it and so on, the
-        first that adds at most 3%: every layer runs them. A line never grows beyond `max_tokens`.
+        They make its length a multiple of `line`, or of a half, a quarter and so on: of the first
+        that adds at most 3%, as every layer runs the padding. A line never grows beyond
+        `max_tokens`.
         """
         multiple = self.line
         while multiple >= _LEAST_MULTIPLE:

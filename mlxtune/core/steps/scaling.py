@@ -53,7 +53,7 @@ class Scaling:
 
 
 def dearest_share(steps: Iterable[Sequence[float]], workers: int) -> float:
-    """Return the share of all costs that falls on each step's dearest worker; costs by example."""
+    """Return the dearest workers' share of all costs; `steps` hold the costs of their examples."""
     dearest = total = 0.0
     for costs in steps:
         dearest += max(sum(costs[i] for i in items) for items in deal(costs, workers))

@@ -13,7 +13,7 @@ from mlxtune.config.objective import DEFAULT_RATE
 # One or two passes hardly overfit; from the third on, small data does.
 _MOST_EPOCHS, _FEWEST_STEPS = 3, 100
 _VALIDATIONS = 10
-# Half of the validations, as many runs improve again at the end, where the rate falls.
+# Half of the validations: many runs improve again at the end, when the rate falls.
 _PATIENCE = 5
 _RANK, _ALPHA = 16, 32.0
 # The rate for a model of 4 billion parameters, the power by which smaller models take more, and its

@@ -1,4 +1,4 @@
-"""The backend as the trainer needs it."""
+"""The interface of the backend to the trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -31,8 +31,8 @@ from mlxtune.errors import (
 class RunRecorder:
     """Adds records to the `progress` of a run, and writes metrics.jsonl and checkpoints.
 
-    `rate` returns the learning rate of a step. `about` are entries of a checkpoint's metadata that
-    no step changes.
+    `rate` returns the learning rate of a step. `about` holds the entries of a checkpoint's metadata
+    that no step changes.
     """
 
     pipeline: Pipeline
@@ -134,7 +134,7 @@ class RunRecorder:
         return self.progress.epoch_metrics(epoch, val_loss, self.rate(step), time_ms)
 
     def _save(self, metrics: InstructEpochMetrics, name: str | None) -> None:
-        """Write `best/` if the last validation is the best, and the checkpoint of a name."""
+        """Write `best/` if the last validation is the best, and the named checkpoint."""
         content = self._checkpoint(metrics)
         if self._is_best():
             self.saver.save_best(content)

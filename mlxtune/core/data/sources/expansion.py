@@ -12,7 +12,7 @@ from mlxtune.errors import DataError
 # The most bytes to which a file may unpack, in all and for each packed byte. Rows with one long
 # system prompt, the most repetitive that people train on, unpack to some 100 times their size.
 _ALWAYS, _PER_BYTE = 2**24, 200
-# No byte of gzip unpacks to more.
+# The most bytes that one byte of gzip can unpack to.
 _MOST_OF_GZIP = 1032
 _PIECE = 2**20
 

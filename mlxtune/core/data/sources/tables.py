@@ -34,7 +34,7 @@ def is_table(path: Path, head: bytes) -> bool:
 
 
 def check_no_spreadsheet(path: Path, head: bytes) -> None:
-    """Raise DataError for a spreadsheet, and for a table in the encoding of one."""
+    """Raise DataError for a spreadsheet, and for a table in UTF-16, as Excel writes it."""
     for start, kind in _SPREADSHEETS.items():
         if head.startswith(start):
             raise DataError(f"{path}: is {kind}: {_EXPORT}")
@@ -43,7 +43,7 @@ def check_no_spreadsheet(path: Path, head: bytes) -> None:
 
 
 def table_rows(path: Path, file: IO[bytes], longest: int) -> Iterator[tuple[int, Any]]:
-    """Yield each row's number and its object, None for empty cells, or the reason for none.
+    """Yield each row's number and its object, None for empty cells, or why it has none.
 
     `longest` is the most bytes of a line, and of a value. Raises DataError.
     """
