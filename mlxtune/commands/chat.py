@@ -169,7 +169,7 @@ class _Conversation:
         if self.loaded.adapted is None:
             _note("there is no adapter: start chat with --adapter")
             return
-        # The model that answers now continues its own messages or, if new, the other's.
+        # A model continues its own messages or, if it has none, the other model's.
         latest = self.messages[max(self.messages)]
         chosen = {"base": (False,), "adapter": (True,), "both": (False, True)}[name]
         self.messages = {on: self.messages.get(on, latest) for on in chosen}

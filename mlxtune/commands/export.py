@@ -57,8 +57,7 @@ def show(config: ExportConfig) -> None:
 def _merge(config: ExportConfig, source: Source, folder: Path) -> Certificate:
     """Write base and adapter as one GGUF, or without llama.cpp's converter as a model folder.
 
-    The folder also gets a Modelfile for Ollama. The proof is of the weights before they are
-    quantised.
+    The folder also gets a Modelfile for Ollama. The proof covers the weights before quantisation.
     """
     console, trust = source.console, config.trust_remote_code
     check_copied(source.folder)

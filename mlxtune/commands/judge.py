@@ -197,7 +197,7 @@ def judge(
 ) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
-    It is compared with the adapter from which training started, if it did, or the base model.
+    It is compared with the adapter from which training started, or else with the base model.
 
     The run has ended and its adapter is written, so problems are warnings. The losses come first,
     because people wait for the verdict; the samples only serve the run's page.
@@ -276,9 +276,9 @@ def matcher(
     """Return a function of an answer and the expected one that says whether they match.
 
     With `json` both are JSON of equal values, with `contains` the expected one is part of the
-    answer, and with `regex=PATTERN` the pattern finds the same in both: its first group, if it has
-    one. A search that takes too long finds nothing, and after several of them there are no more.
-    `warn` is called at the first and at the last. Raises regex.error.
+    answer, and with `regex=PATTERN` the pattern finds the same text in both: its first group, if it
+    has one. A search that takes too long finds nothing, and after several of them there are no
+    more. `warn` is called at the first and at the last. Raises regex.error.
     """
     if by == "json":
         return _same_json

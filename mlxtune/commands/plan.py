@@ -139,7 +139,7 @@ def _on_workers(planned: RunPlan, config: PlanConfig, costs: Sequence[Sequence[f
     gradients = 4 * planned.trainable_parameters
     scaling = Scaling(config.workers, config.link, dearest_share(costs, config.workers), gradients)
     if config.parallel == "tensor":
-        # Two sums in the forward pass of a layer, as many in the backward pass; again to recompute.
+        # Each layer sums twice in its forward and in its backward pass, and again to recompute.
         shapes, execution = planned.memory.shapes, planned.memory.execution
         sums = shapes.layers * (6 if execution.recompute else 4)
         hidden = planned.tokens / planned.steps_per_epoch * shapes.hidden * shapes.itemsize

@@ -45,7 +45,7 @@ _PROMPTS = (
 class Source:
     """A trained adapter and its base model on disk, named by the options of `config`.
 
-    `metadata` is the checkpoint's that holds the same adapter, or empty; `run` is the folder of
+    `metadata` comes from the checkpoint with the same adapter, or is empty; `run` is the folder of
     that checkpoint's run. `quantization` has the keywords with which `load_base` makes the base
     that the adapter was trained on.
     """

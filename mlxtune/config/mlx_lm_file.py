@@ -11,7 +11,7 @@ from typing import Any
 from mlxtune.config.known_names import as_flag
 from mlxtune.errors import shorten
 
-# Keys that only mlx-lm's files have; their other keys are ours or other tools' too.
+# Keys found only in mlx-lm's files; their other keys are also ours or other tools'.
 _SIGNS = frozenset(
     (
         *("model", "iters", "lora_parameters", "lora_layers", "fine_tune_type", "adapter_path"),
@@ -253,7 +253,7 @@ _ENTRIES: Mapping[str, _Converter] = {
     "trust_remote_code": _same("trust_remote_code"),
     "config": _nothing("this file"),
 }
-# Our options for mlx-lm's defaults that differ, for missing entries.
+# Our options that replace a missing entry, if mlx-lm's default differs from ours.
 _DEFAULTS = {
     "iters": "--epochs 1, mlx-lm 1000",
     "learning_rate": "--lr 1e-4, mlx-lm 1e-5",

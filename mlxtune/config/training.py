@@ -74,7 +74,7 @@ class _StepConfig(ModelConfig, ObjectiveConfig, DataConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The objective's rate or the given one, recorded as a number.
+        # The given rate or the objective's default, recorded as a number.
         object.__setattr__(self, "lr", self.rate)
 
     @property
@@ -478,7 +478,7 @@ class BenchConfig(_StepConfig):
         return None if self.json in (None, "-") else as_path(str(self.json))
 
     def training(self, dtype: str) -> TrainConfig:
-        """Return the options of the timed run: without clipping, as other trainers default.
+        """Return the options of the timed run: without clipping, the default of other trainers.
 
         Its memory is estimated, not taken from a cache.
         """

@@ -121,8 +121,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
                 if _REPEATED.search(pattern):
                     raise ValueError("it repeats more than 9,999 times")
                 regex.compile(pattern)
-                # The time of a search is limited, but some steps of it only by the pattern's
-                # length.
+                # A search has a time limit, but only the pattern's length bounds some steps of it.
                 if not 0 < len(pattern) <= _LONGEST_PATTERN:
                     problems += [f"--match regex= takes 1 to {_LONGEST_PATTERN:,} characters"]
             except (regex.error, ValueError, RecursionError, MemoryError) as error:

@@ -77,7 +77,7 @@ class HubData:
 
 
 def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> HubData:
-    """Return a data set's files, downloaded unless they are here.
+    """Return a data set's files, downloaded unless they are cached.
 
     Without a split, these are the training data and, if there is some, the validation data; with
     `held_out` the data to evaluate on. The files of a pinned name that are here need no network.

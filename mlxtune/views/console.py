@@ -169,7 +169,7 @@ class RunConsole(TrainingObserver):
     def on_validation(self, step: int, loss: float) -> None:
         """Print the loss before the first step or within an epoch.
 
-        An epoch's last loss is in its line.
+        The line of an epoch has its last loss.
         """
         assert self._run is not None
         if step == 0:

@@ -36,7 +36,7 @@ def print_answer(text: str) -> None:
 
 
 class AnswerConsole:
-    """Prints an answer as it arrives; several side by side on a terminal, elsewhere at the end."""
+    """Prints an answer as it arrives; several are side by side or, in a pipe, at the end."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._texts = dict.fromkeys(names, "")
@@ -54,7 +54,7 @@ class AnswerConsole:
                 self._live.start()
 
     def add(self, name: str, text: str) -> None:
-        """Add text to the answer of a name."""
+        """Add text to the named answer."""
         self._texts[name] += text
         if len(self._texts) == 1:
             print_answer(text)
@@ -101,7 +101,7 @@ def render_lines(template: str, show: Callable[[Any], str], **values: Any) -> li
 
 
 def ask(question: str) -> bool:
-    """Ask on a terminal for yes or no, which is the default. Raises ConfigError without one."""
+    """Ask a yes-or-no question, by default no. Raises ConfigError without a terminal."""
     if not sys.stdin.isatty():
         raise ConfigError([f"{question} There is no terminal to ask on: add --yes"])
     print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)

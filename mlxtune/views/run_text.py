@@ -33,7 +33,7 @@ _LONGEST = 400
 _PHASE_WIDTH = 16
 # Fewer losses than these say nothing about a trend.
 _FEWEST_LOSSES = 5
-# Training never passes through a loss this many times the untrained model's.
+# A loss this many times the untrained model's does not occur in normal training.
 _JUMP = 1.5
 # Nats per token by which chosen answers may become less likely without a warning.
 _LESS_LIKELY = 0.1

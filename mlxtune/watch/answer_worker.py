@@ -33,7 +33,7 @@ _NAMES = {False: "base", True: "adapter"}
 
 
 def answers(options: dict[str, Any], questions: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """Yield the page's lines for each question. Raises MlxTuneError if nothing loads."""
+    """Yield the lines for the page, question by question. Raises MlxTuneError if nothing loads."""
     config = with_base_model(prompted_as_trained(AnswerConfig(**options)))
     folder = find_model(config)
     reader = Reader(config.reading(turns="last"), folder)

@@ -1,8 +1,8 @@
 """A server of one page for one user of this machine, with the events that the page follows.
 
-It listens on the loopback alone. A request must know the token in the address and name this machine
-in `Host`, so that no other site can reach it by a domain that resolves here. A request that changes
-something must come from the page itself, by its `Origin`. No file is served.
+It listens on the loopback interface only. A request must know the token in the address and name
+this machine in `Host`, so that no other site can reach it by a domain that resolves here. A request
+that changes something must come from the page itself, by its `Origin`. No file is served.
 """
 
 import hmac
@@ -58,7 +58,7 @@ class Site(Protocol):
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves a site under a token. Port 0 is any free one. Raises OSError for a port in use."""
+    """Serves a site under a token. Port 0 takes any free port. Raises OSError for a port in use."""
 
     daemon_threads = True
     request_queue_size = _CONNECTIONS
@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile = io.BufferedReader(_Request(self.connection))
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing: the address has the token."""
+        """Print nothing: the address contains the token."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         del explain  # of a page of HTML

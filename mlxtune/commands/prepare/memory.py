@@ -235,7 +235,7 @@ def settle_products(
     resume: ResumePoint | None = None,
     workers: Workers = ALONE,
 ) -> tuple[BaseModel, str]:
-    """Return the model with its products as --quantized-compute auto chooses them, and a line.
+    """Return the model with the products that --quantized-compute auto chooses, and a line on it.
 
     The choice is measured on a GPU, for the tokens of a micro-batch; a resumed run keeps its own,
     and worker 0 decides for all. The line is empty where the device alone decides.

@@ -46,7 +46,7 @@ class Operations(Protocol):
         """Return whether models whose hidden states have this dtype (None: unknown) can be run."""
 
     def linear_head(self, dtype: Any) -> LinearHead | None:
-        """Return the losses of a single-product head; None if it is computed like any other."""
+        """Return the loss of a single-product head; None if the head is computed like any other."""
 
     def prepare(self, model: Any) -> Callable[[], None]:
         """Make a model compute with these operations; return a function that undoes it."""

@@ -179,7 +179,7 @@ def _lengths(run: Run) -> dict[str, Any] | None:
 
 
 def _origin(run: Run, view: RunView) -> list[tuple[str, str]]:
-    """Return the result's origins other than its options, and its files."""
+    """Return the names and values of a run's inputs, versions and files, other than its options."""
     pairs = [
         ("run", str(run.folder)),
         ("adapter", view.adapter),
