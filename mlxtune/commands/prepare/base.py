@@ -55,7 +55,9 @@ def find_base(
     except ModelError as error:
         if config.model_path:
             raise
-        raise ModelError(f"{adapter}: its base model: {error}: give --model-path") from error
+        why = str(error).removeprefix(f"{path}: ").removesuffix(": check --model-path")
+        why = "is not there" if why == "no such folder" else f"cannot be used: {why}"
+        raise ModelError(f"{adapter}: its base model {path} {why}: give --model-path") from error
     read_config(folder, trust_remote_code=config.trust_remote_code)
     return folder
 
