@@ -102,10 +102,8 @@ class Reader:
             if (built_in := self._built_in) is None:
                 return Encoder(self._refuse, tokenizer)
             render, end = TEMPLATES[built_in], END_OF_TURN[built_in]
-            known = [name for name, each in END_OF_TURN.items() if _is_token(tokenizer, each)]
-            fitting = [f"--template {name}" for name in known] or ["a --template FILE.jinja"]
-            always = {NO_END_OF_TURN: f"{end}: use {' or '.join(fitting)}"}
-            always = {} if built_in in known else always
+            known = _is_token(tokenizer, end)
+            always = {} if known else {NO_END_OF_TURN: f"{end}: use {self._fitting()}"}
             return Encoder(
                 lambda row: render(row, config.turns),
                 tokenizer,
@@ -159,9 +157,16 @@ class Reader:
     def _refuse(self, row: Conversation) -> NoReturn:
         raise ModelError(
             f"{self._folder}: has no chat template, as base models do not: use the Instruct model "
-            "of its kind, name one by --template FILE.jinja or --template chatml, or train on "
-            "plain text with --format text"
+            f"of its kind, {self._fitting()}, or train on plain text with --format text"
         )
+
+    def _fitting(self) -> str:
+        """Return the options for templates that end turns with a token of this tokenizer."""
+        tokenizer = self.tokenizer
+        first = {end: name for name, end in reversed(END_OF_TURN.items())}
+        known = [name for end, name in reversed(first.items()) if _is_token(tokenizer, end)]
+        ends = f" that ends answers with {tokenizer.end_tokens[0]}" if tokenizer.end_tokens else ""
+        return " or ".join(f"--template {name}" for name in [*known, f"FILE.jinja{ends}"])
 
     def describe(self) -> str:
         named = self._config.template != "auto"

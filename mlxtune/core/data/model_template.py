@@ -26,6 +26,7 @@ from mlxtune.core.data.problems import (
     DROPPED_THINKING,
     DROPPED_TOOLS,
     MERGED_SYSTEM,
+    NO_END_OF_TURN,
     NO_PROMPT,
     BadRow,
 )
@@ -60,11 +61,15 @@ class RenderChat(Protocol):
 
 @dataclass(frozen=True)
 class _Turn:
-    """One assistant turn; `text` starts with prompt and answer, and may add a newline."""
+    """One assistant turn; `text` starts with prompt and answer, and may add a newline.
+
+    `unknown_end` is the end of the answer if no token ends it, with a remedy.
+    """
 
     prompt: str
     answer: str
     text: str
+    unknown_end: str
 
     @property
     def rendered(self) -> Rendered:
@@ -190,6 +195,8 @@ class ModelTemplate:
                     raise
                 notes[NO_PROMPT] = ""
                 continue
+            if turn.unknown_end:
+                notes[NO_END_OF_TURN] = turn.unknown_end
             content = _content_after_thinking(message)
             # The content comes last; look for the thinking outside it, as it may be quoted there.
             parts = turn.answer.rpartition(content) if content else (turn.answer, "", "")
@@ -214,7 +221,8 @@ class ModelTemplate:
         rest = text[len(prompt) :]
         if not prompt.endswith(header):
             rest = rest.removeprefix(header)
-        answer = rest[: self._end(rest, message)]
+        end, unknown_end = self._end(rest, message)
+        answer = rest[:end]
         # The thinking and the content may mention a call's name, too.
         shown = self._ends.sub("", answer)
         for text in (message.thinking, _content_after_thinking(message)):
@@ -225,10 +233,14 @@ class ModelTemplate:
                 raise BadRow("a tool call has no function name", where)
             if name not in shown:
                 raise BadRow("the model's template leaves out a tool call", where)
-        return _Turn(prompt, answer, prompt + rest)
+        return _Turn(prompt, answer, prompt + rest, unknown_end)
 
-    def _end(self, rest: str, message: Message) -> int:
-        """Return where the answer at the start of `rest` ends, after its end-of-turn token."""
+    def _end(self, rest: str, message: Message) -> tuple[int, str]:
+        """Return where the answer at the start of `rest` ends, after its end-of-turn token.
+
+        If no token ends it, it ends after the text behind its content, which is returned too, with
+        a remedy.
+        """
         ends = [match.span() for match in self._ends.finditer(rest)]
         last = ends[-1][1] if ends else 0
         # The thinking, the content and the tool calls follow each other. The end is the first
@@ -246,14 +258,18 @@ class ModelTemplate:
                     for start, end in ends
                 )
                 if after and not cuts:
-                    return after[0]
+                    return after[0], ""
                 # An end token within the content does not end the turn.
                 last = last if cuts else 0
                 at = rest.rfind(content, 0, stop - 1)
-        if not last:
-            looked_for = ", ".join(self.end_tokens[:4]) or "none"
-            raise BadRow("no end-of-turn token", f"looked for {looked_for}")
-        return last
+        if last:
+            return last, ""
+        head, found, tail = rest.rstrip().rpartition(content or _PROBE)
+        known = list(filter(None, self.end_tokens))[:4]
+        remedy = f": let the template end each answer with {known[0]}" if known else ""
+        if found and tail and not message.tool_calls:
+            return len(head + found + tail), f"{tail.lstrip()}{remedy}"
+        raise BadRow("no end-of-turn token", f"looked for {', '.join(known) or 'none'}{remedy}")
 
     def _calls_of_turn(
         self, conversation: Conversation, position: int

@@ -47,7 +47,7 @@ ADVICE = {
     LEAKED_PROMPT: "the validation looks better than it is: keep a prompt on one of the two sides",
     MERGED_SYSTEM: "--merge-system did this: merge it likewise at inference",
     MOJIBAKE: "the model learns to write it: read the source as UTF-8, and export it again",
-    NO_END_OF_TURN: "the model does not know it and will not stop there",
+    NO_END_OF_TURN: "it is trained as ordinary text, where mlxtune stops but other tools do not",
     NO_PROMPT: "there is nothing to answer, so it is context and not trained on",
     OPPOSITE: "the two cancel out: remove the one whose answers are swapped",
     REFUSAL: "the model learns to refuse: remove the row, unless that is intended",

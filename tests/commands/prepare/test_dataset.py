@@ -432,7 +432,8 @@ def test_base_model_without_a_template_stops_with_what_there_is_to_choose(
     file = str(write_chat(tmp_path / "a.jsonl", [{"messages": MESSAGES}]))
     with pytest.raises(ModelError) as raised:
         both(folder, file, tmp_path)
-    for choice in ("Instruct", "--template FILE.jinja", "--template chatml", "--format text"):
+    named = "--template chatml or --template gemma or --template FILE.jinja that ends answers with"
+    for choice in ("Instruct", named, "--format text"):
         assert choice in str(raised.value)
 
     assert texts(both(folder, file, tmp_path, template="chatml")) == [chatml("q", "a")]
@@ -441,7 +442,11 @@ def test_base_model_without_a_template_stops_with_what_there_is_to_choose(
 
 
 @pytest.mark.parametrize(
-    ("known", "remedy"), [("<|im_end|>", "--template chatml or"), ("", "a --template FILE.jinja")]
+    ("known", "remedy"),
+    [
+        ("<|im_end|>", "--template chatml or"),
+        ("", "--template FILE.jinja that ends answers with <"),
+    ],
 )
 def test_template_of_another_model_is_answered_with_one_remedy(
     model: Path, chat: Path, monkeypatch: pytest.MonkeyPatch, known: str, remedy: str
@@ -453,7 +458,9 @@ def test_template_of_another_model_is_answered_with_one_remedy(
 
     (line,) = (finding_line(each) for each in found if each.kind == NO_END_OF_TURN)
     assert f"(<end_of_turn>: use {remedy}" in line
-    assert line.endswith(": the model does not know it and will not stop there")
+    assert line.endswith(
+        "it is trained as ordinary text, where mlxtune stops but other tools do not"
+    )
 
 
 def test_template_of_a_file_is_used_and_decides_the_cache(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data.model_template import ModelTemplate, RenderChat
-from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow
 from tests.core.data.renderers import (
     END,
     END_TOKENS,
@@ -91,8 +91,13 @@ def test_answer_that_the_thinking_repeats_is_supervised_with_its_thinking() -> N
     ("template", "end_tokens", "kind", "detail"),
     [
         (bracketed, END_TOKENS, "no end-of-turn token", f"looked for {END}, <|endoftext|>"),
-        (chatml, (), "no end-of-turn token", "looked for none"),
-        (chatml, ("",), "no end-of-turn token", ""),
+        (bracketed, (), "no end-of-turn token", "looked for none"),
+        (
+            bracketed,
+            ("", END),
+            "no end-of-turn token",
+            f": let the template end each answer with {END}",
+        ),
         (
             *(prompts_otherwise, END_TOKENS),
             *("the template's generation prompt differs from the start of the turn", ""),
@@ -106,6 +111,19 @@ def test_row_whose_answer_cannot_be_found_is_a_bad_row(
         ModelTemplate(template, end_tokens)(TWO_TURNS)
     assert raised.value.kind == kind
     assert detail in raised.value.detail
+
+
+@pytest.mark.parametrize(
+    ("end_tokens", "remedy"),
+    [((), ""), (("</s>",), ": let the template end each answer with </s>")],
+)
+def test_end_of_turn_that_is_no_token_is_supervised_and_noted(
+    end_tokens: tuple[str, ...], remedy: str
+) -> None:
+    rendering = ModelTemplate(chatml, end_tokens)(TWO_TURNS)
+
+    assert answers(rendering) == answers(render(chatml, TWO_TURNS))
+    assert rendering.notes == {NO_END_OF_TURN: f"{END}{remedy}"}
 
 
 TURNS = st.lists(
