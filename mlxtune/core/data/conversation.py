@@ -34,7 +34,7 @@ class Message:
 
 
 # The role of an example in its row: an answer; the chosen and the rejected answer of a pair, and
-# the chosen one with its prompt; an answer with a label; and another row's answer to the prompt.
+# the chosen answer with its prompt; an answer with a label; and another row's answer to the prompt.
 ANSWER, CHOSEN, REJECTED, WHOLE, DESIRABLE, UNDESIRABLE, MISMATCHED = range(7)
 ROLE_NAMES = (
     *("answer", "chosen", "rejected", "prompt and chosen"),
@@ -188,9 +188,9 @@ def _thinking_and_answer(content: str) -> tuple[str, str]:
 
 
 def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call with its arguments as an object if they are the JSON text of one.
+    """Return a call with its arguments parsed from JSON text, if they are text.
 
-    OpenAI's files have the text; templates expect the object, which mlx_lm.server gives them too.
+    OpenAI's files have text; templates expect an object, which mlx_lm.server gives them too.
     """
     nested = isinstance(call.get("function"), dict)
     function = call["function"] if nested else call

@@ -34,7 +34,7 @@ RowExamples = tuple[Example, ...]
 _COPIES = (WHOLE, MISMATCHED)
 # The number of tokens in each block of a pass over a whole file.
 _AT_ONCE = 1 << 20
-# The columns of a file's examples, each in its own little-endian file.
+# The columns of a file's examples, each stored in a separate little-endian file.
 COLUMNS = {
     **{"tokens": "<i4", "mask": "<u1", "ends": "<i8", "rows": "<i8"},
     **{"roles": "<u1", "identities": "<u8"},
@@ -47,9 +47,9 @@ class ExampleArrays:
     """The examples of one data file, before truncation.
 
     `tokens` is int32 (N,), `mask` uint8 (N,), `ends` and `rows` int64 (E,): where each example ends
-    and the 1-based number of its row. `roles` is uint8 (E,), the part of each in its row.
-    `identities` is uint64 (R,), one for each row that has examples; rows with equal tokens, masks
-    and roles have equal identities.
+    and the 1-based number of its row. `roles` is uint8 (E,), the part of each example in its row.
+    `identities` is uint64 (R,), one for each row with examples; rows with equal tokens, masks and
+    roles have equal identities.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -61,7 +61,7 @@ class ExampleArrays:
 
     @classmethod
     def of(cls, examples: Iterable[Example]) -> ExampleArrays:
-        """Copy examples; adjacent ones with the same row number are one row."""
+        """Copy examples; adjacent examples with the same row number form one row."""
         rows = groupby(examples, key=lambda example: example.row)
         return cls(**_as_columns([list(row) for _, row in rows]))
 
@@ -143,9 +143,9 @@ class ExampleArrays:
 class CutExamples:
     """The examples of one data file, each cut to `max_seq_len`.
 
-    `lengths`, `supervised` and `skipped` are int32 (E,): the tokens that are kept of each example,
-    the supervised ones among them, and the tokens before them. An example with no supervised token
-    left keeps no token.
+    `lengths`, `supervised` and `skipped` are int32 (E,): the kept tokens of each example, the
+    supervised tokens among them, and the tokens skipped before them. An example with no supervised
+    token left keeps no token.
     """
 
     arrays: ExampleArrays
@@ -329,7 +329,7 @@ class Corpus(Sequence[Example]):
         return tuple(self[i] for i in range(int(first), int(end)))
 
     def select(self, rows: Sequence[int] | None = None) -> CorpusRows:
-        """Return rows by their index, all of them by default."""
+        """Return rows by their indices, by default all rows."""
         return CorpusRows(self, range(self.num_rows) if rows is None else rows)
 
     def place_of(self, index: int) -> tuple[int, int]:
@@ -467,7 +467,7 @@ class CorpusRows:
 
 
 def _starts(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return where each run of equal keys starts, and the end of the last."""
+    """Return the start of each run of equal keys, and the end of the last run."""
     changes = np.flatnonzero(np.diff(keys)) + 1
     first = [0] if len(keys) else []
     return np.concatenate([first, changes, [len(keys)]]).astype(np.int64)

@@ -1,4 +1,4 @@
-r"""From rendered text to examples: tokens and an aligned mask of those that carry loss.
+r"""From rendered text to examples: tokens and an aligned mask of the tokens that carry loss.
 
 tokens          <bos> <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assistant \n Hello ! <|im_end|> \n
 assistant_mask    0        0        0   0  0      0       0      0           0      0   1   1     1       0
@@ -44,7 +44,7 @@ Row = Conversation | Document | Pair
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """Tokens and the mask of those that carry loss.
+    """Tokens, and the mask of the tokens that carry loss.
 
     `tokens` is int32 of shape (T,), `assistant_mask` uint8 of shape (T,), 1 where supervised. `row`
     is the 1-based number of its row in its file, and `file` the index of that file. Examples of one
@@ -81,7 +81,7 @@ class Encoding(Protocol):
         """The tokens."""
 
     def boundary(self, character: int) -> int | None:
-        """Return how many tokens end before a character, or None if one crosses it."""
+        """Return how many tokens end before a character, or None if a token crosses it."""
 
     def start(self, token: int) -> int:
         """Return the character at which a token starts."""
@@ -104,7 +104,7 @@ class Tokenizer(Protocol):
     def control_ids(self) -> frozenset[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Encoding]:
-        """Encode texts, parsing control tokens and adding none."""
+        """Encode texts; parse control tokens in them, and add none."""
 
     def spell(self, ids: Sequence[int]) -> Sequence[bytes]:
         """Return the bytes of each token."""
@@ -118,7 +118,7 @@ class OffsetEncoding:
     offsets: list[tuple[int, int]]
 
     def boundary(self, character: int) -> int | None:
-        """Return how many tokens end before a character, or None if one crosses it."""
+        """Return how many tokens end before a character, or None if a token crosses it."""
         tokens = bisect_left(self.offsets, (character, -1))
         start, end = self.offsets[tokens - 1] if tokens else (-1, 0)
         # A character split into byte tokens may give a width to its last token only.
@@ -153,7 +153,7 @@ EncodedRows = list[list[Example]]
 class ControlTokens:
     """Finds control tokens in texts, in time that hardly depends on the number of tokens.
 
-    A regular expression of all of them takes quadratic time to compile.
+    A regular expression of all tokens takes quadratic time to compile.
     """
 
     def __init__(self, tokens: Sequence[str]) -> None:
@@ -200,9 +200,9 @@ class Encoder:
     def encode(
         self, rows: Iterable[Row], skipped: SkippedRows, notes: RowTally
     ) -> Iterator[EncodedRows]:
-        """Yield the examples of a few rows at a time; rows that give none are added to `skipped`.
+        """Yield the examples of a few rows at a time; rows without any are added to `skipped`.
 
-        While the tokenizer works on some rows, outside Python's lock, the next ones are rendered.
+        While the tokenizer works on some rows, outside Python's lock, the next rows are rendered.
         """
         control = ControlTokens(self.tokenizer.control_tokens)
         with ThreadPoolExecutor(max_workers=1) as tokenizing:

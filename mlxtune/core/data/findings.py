@@ -28,7 +28,7 @@ from mlxtune.core.data.problems import (
 )
 
 _PLACES = 5
-# The ratio of mean lengths from which a model could tell preferred answers by length alone.
+# The ratio of mean lengths from which length alone could tell preferred answers.
 _MUCH_LONGER = 1.5
 
 

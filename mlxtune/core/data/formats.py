@@ -112,7 +112,7 @@ def recognise(content: JsonObject, formats: Mapping[str, Format] | None = None) 
 
 
 def preference_kind(content: JsonObject) -> Literal["pair", "labelled"] | None:
-    """Return how a row states a preference: as two answers to compare, or as one with a label."""
+    """Return how a row states a preference: with two answers, or with one labelled answer."""
     if recognise(content, PAIRS):
         return "pair"
     # A number next to a text is a class.
@@ -239,7 +239,7 @@ _LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "reject
 
 
 def _rename(content: JsonObject, names: Mapping[str, str]) -> dict[str, Any]:
-    # A renamed field is read under its new key alone, as the row may have both.
+    # A renamed field is read only under its new key, as the row may have both keys.
     taken = {*names, *names.values()}
     renamed = {key: value for key, value in content.items() if key not in taken}
     return renamed | {name: content[key] for name, key in names.items() if key in content}

@@ -217,7 +217,7 @@ class InspectedExamples:
         return [int(i) for i in np.flatnonzero(self._corpus.row_numbers == row)]
 
     def choose(self, findings: Sequence[Finding], count: int) -> list[int]:
-        """Return examples to show: of the rows that findings name, and evenly spaced ones.
+        """Return examples to show: from rows that findings name, and evenly spaced examples.
 
         A row of preferences is shown whole.
         """

@@ -74,7 +74,7 @@ class EncodedFile:
     def account(self, cut: CutExamples, title: str | None = None) -> Ledger:
         """Return the ledger of the file's examples after they were cut.
 
-        Its path is the file's `title`, if it has one, as files of the hub do. Call it once: it adds
+        Its path is the file's `title`, if it has one: files of the hub do. Call it once: it adds
         notes for truncated answers, and skips rows with no supervised token left.
         """
         arrays, kept_rows = self.arrays, cut.rows_kept

@@ -1,7 +1,7 @@
 r"""A model's own chat template: the prompts of inference, and the answers that must follow.
 
-A turn's prompt is the messages before it, rendered with the generation prompt; its answer is what
-rendering the messages up to and including it adds to that prompt.
+A turn's prompt is the messages before it, rendered with the generation prompt; its answer is the
+text that the turn adds to that prompt when it is rendered too.
 
     prompt  <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
     turn    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
@@ -198,7 +198,7 @@ class ModelTemplate:
             if turn.unknown_end:
                 notes[NO_END_OF_TURN] = turn.unknown_end
             content = _content_after_thinking(message)
-            # The content comes last; look for the thinking outside it, as it may be quoted there.
+            # The content comes last and may quote the thinking, so look for thinking outside it.
             parts = turn.answer.rpartition(content) if content else (turn.answer, "", "")
             if message.tool_calls and content and not parts[1]:
                 notes[DROPPED_CONTENT] = where

@@ -53,7 +53,7 @@ def as_output_error(target: Path, option: str = "path") -> Iterator[None]:
 
 
 def beside(target: Path) -> Path:
-    """Return an unpredictable name beside the target, for an incomplete file."""
+    """Return an unpredictable name next to the target, for an incomplete file."""
     return target.with_name(ours.temporary_name(target.name))
 
 
@@ -210,7 +210,7 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
 
 
 def same_place(one: Path, other: Path) -> bool:
-    """Return whether two paths lead to one place, such as two spellings of a name on macOS."""
+    """Return whether two paths lead to the same place, such as two spellings of a name on macOS."""
     try:
         return _real(one) == _real(other) or one.samefile(other)
     except (OSError, ValueError):  # ValueError for a null character

@@ -1,7 +1,7 @@
 """Limits its own memory and runs another script: the script of processes.LimitedProcess.
 
-It imports nothing of mlxtune. The other script has two functions: `prepare()` imports what is
-needed, before memory is limited, and `serve(prepared, *arguments)` works until stdin is closed.
+It imports nothing of mlxtune. The other script has two functions: `prepare()` imports the necessary
+libraries before memory is limited, and `serve(prepared, *arguments)` works until stdin is closed.
 Both ends exchange lines. This process ends when its parent does, even in the middle of its work.
 """
 

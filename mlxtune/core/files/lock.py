@@ -30,7 +30,7 @@ class LockHeldError(Exception):
 
 
 class NoLocks(OSError):
-    """The file system has no locks, or none that can be trusted."""
+    """The file system has no locks, or no reliable locks."""
 
 
 class Lock:

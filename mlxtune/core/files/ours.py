@@ -52,7 +52,7 @@ def open_ours(path: Path, flags: int) -> int:
 
 
 def check_file(path: Path) -> None:
-    """Raise NotOurs if there is a file here that is not ours; OSError."""
+    """Raise NotOurs if the path is a file that is not ours; OSError."""
     with suppress(FileNotFoundError):
         _check(path, path.lstat())
 

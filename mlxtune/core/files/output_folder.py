@@ -30,10 +30,10 @@ def new_folder(
 ) -> Iterator[Path]:
     """Yield a folder to fill, which becomes the target if all goes well.
 
-    The caller writes the file `manifest` there, JSON with the SHA-256 of all others in `files`. An
-    existing folder is replaced only with `overwrite`, and only if it holds exactly the unchanged
-    files of its manifest, which must be remembered as this user's. `sources` are the files and
-    folders that are read, which the target must not hold.
+    The caller writes the file `manifest` there, JSON with the SHA-256 of all other files in
+    `files`. An existing folder is replaced only with `overwrite`, and only if it holds exactly the
+    unchanged files of its manifest, which must be remembered as this user's. `sources` are the
+    files and folders that are read, which the target must not hold.
 
     Raises OutputError.
     """
@@ -58,8 +58,8 @@ def replaced_folder(
 ) -> Iterator[Path]:
     """Yield an empty folder to fill, which replaces the target if all goes well.
 
-    Otherwise the target stays as it was. `option` named it; it moves `aside` until the new folder
-    is in place. Only files that `is_known` accepts are replaced or removed. Raises OutputError.
+    Otherwise the target stays as it was. `option` named the target, which moves `aside` until the
+    new folder is in place. Only files that `is_known` accepts change. Raises OutputError.
     """
     temporary = beside(target)
 

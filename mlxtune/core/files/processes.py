@@ -25,7 +25,7 @@ PIPE = subprocess.PIPE
 _NOWHERE = subprocess.DEVNULL
 _PACKAGE = Path(__file__).resolve().parents[3]
 _POLL_SECONDS = 0.005
-# Seconds between checks of a process's memory, if it cannot limit it itself.
+# Seconds between checks of a process's memory, if the process cannot limit it.
 _LOOK_EVERY = 0.2
 _PIECE = 2**16
 
@@ -168,10 +168,10 @@ class Children:
 
 
 def kernel_cache() -> str:
-    """Return where MLX keeps the CUDA kernels that it compiles.
+    """Return the folder in which MLX keeps the CUDA kernels that it compiles.
 
-    By default, they are in the temporary folder, so a process with another one would compile all of
-    them again, for seconds each.
+    By default, they are in the temporary folder, so a process with another temporary folder would
+    compile all of them again, for seconds each.
     """
     kept = Path(tempfile.gettempdir()) / "mlx" / importlib.metadata.version("mlx") / "ptx"
     return os.environ.get("MLX_PTX_CACHE_DIR") or str(kept)
@@ -208,7 +208,7 @@ class LimitedProcess:
             self._process.stdin.flush()
 
     def read_line(self, longest: int) -> bytes:
-        """Return the next line, with its end; an incomplete one if it is longer or the last.
+        """Return the next line, with its end; incomplete if it is too long or the last line.
 
         Raises TooMuchMemory.
         """
@@ -238,7 +238,7 @@ class LimitedProcess:
 
 
 def resident_memory(pid: int) -> int:
-    """Return the bytes of memory that a process has in use, without what macOS has compressed."""
+    """Return the bytes of memory that a process uses, except memory that macOS compressed."""
     import psutil
 
     with suppress(psutil.Error):  # the process has ended

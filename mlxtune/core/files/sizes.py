@@ -9,9 +9,9 @@ from typing import Any
 from mlxtune.config.limits import Limits, TooLarge, check_bytes, check_count, parse_json
 from mlxtune.core.files.reading import open_regular, read_at_most
 
-# At least one in this many of a file's bytes is on disk. File systems that compress (APFS, btrfs,
-# ZFS) store text in a tenth, and drop the zeros of an untrained matrix, half of an adapter. A file
-# with less consists almost entirely of holes.
+# The smallest share of a file's bytes on disk is 1 in this number. File systems that compress
+# (APFS, btrfs, ZFS) store text in a tenth, and drop the zeros of an untrained matrix, half of an
+# adapter. A file with less consists almost entirely of holes.
 _LEAST_STORED = 64
 # Smaller files take little memory, and some file systems store them in no block.
 _SMALL = 2**20

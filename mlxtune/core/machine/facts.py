@@ -173,7 +173,7 @@ def available_memory() -> int | None:
 
 def read_memory(limit: int = sys.maxsize) -> Memory:
     """Return the memory of the machine; `limit` is a container's, in bytes."""
-    # Loaded only where it is needed.
+    # Loaded only on use.
     import psutil
 
     try:
@@ -223,7 +223,7 @@ def folders() -> dict[str, Folder]:
 
 
 def _downloads() -> Path:
-    """Return where huggingface_hub keeps models, by its documented environment variables."""
+    """Return huggingface_hub's folder of models, by its documented environment variables."""
     if own := os.environ.get("HF_HUB_CACHE"):
         return as_path(own)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -1,4 +1,4 @@
-"""The memory reserved by runs on this machine: the amount of each run, and the rest.
+"""The memory reserved by runs on this machine: the amount of each run, and the free memory.
 
 Each run keeps a small file in one folder, locked while it runs, with the amount that it reserves.
 When its process dies the lock is released, and the next reader removes the file.

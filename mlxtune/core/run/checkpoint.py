@@ -198,13 +198,13 @@ def prune(run: Path, keep: set[Path]) -> None:
     """Remove a run's other numbered checkpoints, and leftovers of killed processes."""
     for path in run.iterdir():
         numbered = _NUMBERED.fullmatch(path.name) and path not in keep
-        # A backup is removed only if its replacement is there.
+        # A backup is removed only if its replacement exists.
         backup = path.name.endswith(".old") and (run / path.name[1:-4]).exists()
         if is_temporary(path):
             _remove_temporary(path)
         elif (numbered or backup) and is_checkpoint(path):
             with suppress(OSError):
-                # If the process is killed here, the rest is no checkpoint.
+                # If the process is killed here, the remaining folder is no checkpoint.
                 aside = beside(path)
                 move(path, aside)
                 discard(aside)

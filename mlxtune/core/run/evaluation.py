@@ -82,7 +82,7 @@ class RowLosses:
 class FileVerdict:
     """The loss of one file's rows under both models, in nats per token, and their verdict.
 
-    Under an objective of preferences, also the preferred shares before and after.
+    Under an objective of preferences, it also has the preferred shares before and after.
     """
 
     path: str
@@ -119,7 +119,7 @@ class Matches:
 
 @dataclass(frozen=True)
 class Sample:
-    """Both models' answers to one row, and the expected answer."""
+    """The answers of both models to one row, and the expected answer."""
 
     path: str
     row: int
@@ -162,7 +162,7 @@ class PreferenceDifference:
     """The share of pairs whose chosen answer a model prefers, before and after training.
 
     For answers with a label (not `pairs`), the share of all pairs of a good and a bad answer in
-    which the good one gained more, 0.5 by chance. `low` and `high` are the interval of the
+    which the good answer gained more, 0.5 by chance. `low` and `high` are the interval of the
     difference. Margins are means, in nats per token. `fewest` counts pairs, or the answers of the
     rarer label.
     """

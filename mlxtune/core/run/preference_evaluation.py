@@ -114,7 +114,7 @@ def evaluate_preferences(
         won, wins = np.full(len(after), 0.5), _ranks(gains, adapted.labels == 1)
         counts = int(adapted.labels.sum()), int(len(gains) - adapted.labels.sum())
         fewest = min(counts)
-        # Each row is compared with the mean of the other label.
+        # Each row is compared with the mean of the rows with the other label.
         margins, after = np.zeros(len(after)), _against_others(gains, adapted.labels == 1)
     if objective.has_pairs:
         change = paired_difference(won, wins, np.ones(len(won), dtype=np.int64), seed)
@@ -163,8 +163,8 @@ def evaluate_preferences(
 def _bounds(change: float, rows: int) -> tuple[float, float]:
     """Return the interval of a change that is equal in all rows, within -1 and 1.
 
-    Source: Clopper and Pearson (1934): if none of n rows differs, a share of up to 1 - (0.05 /
-    2)^(1 / n), about 3.7 / n, may.
+    Source: Clopper and Pearson (1934): if none of n rows differs, a share of at most 1 - (0.05 /
+    2)^(1 / n), about 3.7 / n, may differ.
     """
     others = 1 - ((1 - CONFIDENCE) / 2) ** (1 / rows)
     return change - (change + 1) * others, change + (1 - change) * others

@@ -37,7 +37,7 @@ _KINDS: dict[str, type] = {
     "validation": ValidationRecord,
     "epoch": InstructEpochMetrics,
 }
-# Limits of most lines, of which there may be a million, so none may take much memory.
+# Limits of most lines. There may be a million of them, so no line may take much memory.
 _SHORT_LINE = 4096
 # Limits of a skipped step, which names its rows.
 _LONG_LINE, _KIND_SKIPPED = 65_536, b'"kind": "skipped"'
@@ -182,8 +182,8 @@ class Progress:
     def reopen_epoch(self, steps_per_epoch: int, total_steps: int, validated: bool = False) -> None:
         """Drop the end of an epoch that was cut short, if more steps may follow.
 
-        Its validation stays if a continued run has it too (`validated`), or if it was better
-        than an earlier one, whose adapter in `best/` it has replaced.
+        Its validation stays if a continued run has it too (`validated`), or if its adapter has
+        replaced the adapter of a worse validation in `best/`.
         """
         if self.step < total_steps and self.step % steps_per_epoch:
             earlier = any(0 < each.step < self.step for each in self.validations)
@@ -258,7 +258,7 @@ MEASURED = (
 
 
 def same_except_measurements(some: Iterable[Record], others: Iterable[Record]) -> bool:
-    """Return whether records are equal, apart from the time and memory each took."""
+    """Return whether records are equal, except in time and memory."""
     return [_without_measurements(r) for r in some] == [_without_measurements(r) for r in others]
 
 

@@ -229,14 +229,14 @@ def _add_record(progress: Progress, record: Record | ValueError) -> bool:
 
 
 def number(values: Mapping[str, Any], *names: str) -> float | None:
-    """Return the finite number at a path of names; None if there is none."""
+    """Return the finite number at a path of names; None if there is no such number."""
     value = _at(values, names)
     # Rejects NaN and infinity too.
     return float(value) if type(value) in (int, float) and abs(value) < _LARGEST else None
 
 
 def whole(values: Mapping[str, Any], *names: str) -> int | None:
-    """Return the number at a path of names without its fraction; None if there is none."""
+    """Return the number at a path of names, without its fraction; None if there is no number."""
     value = number(values, *names)
     return None if value is None else int(value)
 

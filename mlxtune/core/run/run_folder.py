@@ -242,7 +242,7 @@ def _is_strange(folder: Path) -> bool:
 
 
 def _is_run(folder: Path) -> bool:
-    """Return whether a folder holds the files of an earlier run alone, or none."""
+    """Return whether a folder holds only files of an earlier run, or no files."""
     if not is_folder(folder):
         return False
     paths = entries(folder)
@@ -265,12 +265,10 @@ def previous_number(name: str) -> int | None:
 
 
 def archive_previous_run(run: Path) -> Path | None:
-    """Move an earlier run's files into a `previous-N/` of their own, and mark the folder.
+    """Move an earlier run's files into a new folder `previous-N/`, and mark the folder.
 
-    If interrupted, the next call completes the move.
-
-    Returns `previous-N/`, or None when the folder holds no run. Raises OutputError, also where
-    other files are in the way.
+    If interrupted, the next call completes the move. Returns `previous-N/`, or None when the folder
+    holds no run. Raises OutputError, also if other files are in the way.
     """
     check_own(run)
     moving = run / _MOVING
@@ -326,8 +324,8 @@ def discard_empty(folder: Path) -> None:
 def remove_run(run: Path) -> None:
     """Remove a run's files, apart from its adapter and the earlier runs in its folder.
 
-    Raises OutputError, and removes nothing, if a process trains there or there are other files
-    among them.
+    Raises OutputError, and removes nothing, if a process trains there, or the folder holds other
+    files.
     """
     lock = lock_run(run, new=True)
     try:

@@ -1,4 +1,4 @@
-"""When a run writes checkpoints, which ones it keeps, and how it handles a failing disk."""
+"""When a run writes checkpoints, which checkpoints it keeps, and how it handles a failing disk."""
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -152,7 +152,7 @@ class RunView:
 
     @property
     def improved(self) -> bool:
-        """Whether a validation was better than the one before training, if known."""
+        """Whether a validation was better than before training; true if unknown."""
         before, best = self.initial_val_loss, self.best_val_loss
         return before is None or best is None or best < before
 
@@ -252,7 +252,7 @@ def data_name(run: Run, path: str) -> str:
 
 
 def bucket_means(values: Sequence[float], most: int) -> list[float]:
-    """Return the means of `most` buckets of values, or the values if there are fewer."""
+    """Return the means of `most` buckets of values; return fewer values unchanged."""
     parts = min(most, len(values))
     bounds = [len(values) * i // parts for i in range(parts + 1)] if parts else [0]
     return [statistics.fmean(values[a:b]) for a, b in pairwise(bounds)]

@@ -64,7 +64,7 @@ def rows_behind(adapter: Path, warn: Callable[[str], None]) -> npt.NDArray[np.ui
     with suppress(OSError, ValueError, OutputError):
         run = run_folder_at(adapter)
         in_checkpoint = (adapter.parent / MANIFEST).exists()
-        # A run that resumes removes its result, and keeps the adapter that it had written.
+        # A run that resumes removes its result but keeps its adapter.
         if (
             in_checkpoint
             or not (run / RESULT).exists()

@@ -14,7 +14,7 @@ from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 
 class LinearHead(Protocol):
-    """The cross-entropy of a head that is one product, in blocks: few logits are in memory.
+    """The cross-entropy of a single-product head, in blocks, so that few logits are in memory.
 
     `weight` is (V, H), `hidden` float32 (P, H) and `targets` int32 (P,); the losses are float32
     (P,). The model of several workers also passes its `vocabulary`.

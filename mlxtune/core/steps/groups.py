@@ -1,7 +1,7 @@
 """The grouping of a step's examples that cannot be packed into one line.
 
-An example runs up to the prediction of its last supervised token; the others of its group are
-padded to the widest.
+An example runs up to the prediction of its last supervised token; the other examples of its group
+are padded to the widest.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from mlxtune.core.text import byte_size
 
 # The largest expected error of a prediction, as a share: plans leave this much free if they can.
 MARGIN = 0.15
-# The range of the peak around an estimate from sizes alone, as shares.
+# The range of the peak around an estimate from sizes only, as shares.
 ESTIMATE = (0.7, 1.4)
 # The values to try: tokens of a micro-batch, and supervised positions of a chunk of the head.
 _TOKENS = [1, *sorted(base << power for base in (64, 96) for power in range(14))]
@@ -41,8 +41,8 @@ class MemoryPlan:
     """How to run a step, and its cost.
 
     `limit` is in bytes, as `estimate`, the peak by sizes alone; `time` is in units of one token's
-    time. The other fields describe the planned steps: `padding_share` of the tokens that are run;
-    `run_share`: tokens run over tokens of the data, below 1 where prefixes are shared.
+    time. The other fields describe the planned steps: `padding_share` is the padding's share of the
+    tokens that run; `run_share`: tokens run over tokens of the data, below 1 with shared prefixes.
     """
 
     shapes: ModelShapes
@@ -238,7 +238,7 @@ def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Predi
     """Return the memory of a micro-batch at its peak: an estimate, unless passes were measured."""
     memory, size = execution.operations.memory, shapes.itemsize
     measured = shapes.measured or Measured()
-    # Layers that run again keep their inputs alone.
+    # Layers that run again keep only their inputs.
     in_kept = Factors() if execution.recompute else measured.kept
     in_working = measured.again if execution.recompute else measured.working
     kept = in_kept.of(memory.kept(shapes, execution, load), size)

@@ -31,8 +31,7 @@ def hold_out_rows(
 
     ceil(n * val_split) rows are held out, at most `val_rows` of them, at least one on each side.
     `files` gives the file of each row; each file then has its share. Rows of one group stay on one
-    side, so fewer may be held out. The choice depends on the seed, n and which rows are of one
-    group.
+    side, so fewer may be held out. The choice depends on the seed, n and the groups.
 
     Raises ValueError when there are no two rows that differ.
     """
@@ -102,7 +101,7 @@ def rows_of_epoch(rows: CorpusRows, seed: int, epoch: int) -> npt.NDArray[np.int
 def shuffled_steps(rows: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
     """Return the rows of each step of an epoch, in random order; the last step may be smaller.
 
-    A function of the arguments alone.
+    The order depends on the arguments only.
     """
     order = _permutation(rows, f"{seed}/epoch/{epoch}")
     return [order[start : start + batch_size] for start in range(0, rows, batch_size)]
@@ -114,7 +113,7 @@ def steps_by_length(
     """Return the rows of each step of an epoch, of similar lengths, with the steps shuffled.
 
     `lengths` are tokens by row. One step, at a random place, has the rows that do not fill a batch.
-    A function of the arguments alone.
+    The order depends on the arguments only.
     """
     draw = random.Random(f"{seed}/length/{epoch}")
     # Lengths grow a little at random, so that batches differ from epoch to epoch.

@@ -45,10 +45,10 @@ class Segment:
 class Pack:
     """Examples in one line, after the shift.
 
-    `inputs` is int32 (1, T). `places` int32 (P,) are the positions in it that predict `targets`
-    int32 (P,), one for each supervised token; `counts` gives their number for each example. `rows`
-    identifies the examples for their randomness, and `owners` int32 (T,) the example of each token.
-    With `is_rounded`, the last segment is padding, which no token sees.
+    `inputs` is int32 (1, T). `places` int32 (P,) are the positions in the line that predict
+    `targets` int32 (P,), one for each supervised token; `counts` gives their number for each
+    example. `rows` identifies the examples for their randomness, and `owners` int32 (T,) the
+    example of each token. With `is_rounded`, the last segment is padding, which no token sees.
     """
 
     inputs: _Ints
@@ -217,9 +217,9 @@ class _Lines:
 def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) -> Pack:
     """Lay examples end to end and shift them: each position predicts the token after it.
 
-    An example shares the tokens with which it and the previous one start. `padding` tokens of id 0
-    follow at the end, as a continuation of the shortest example, which has the most room side by
-    side.
+    An example shares the tokens with which it and the previous example start. `padding` tokens of
+    id 0 follow at the end, as a continuation of the shortest example, which has the most room side
+    by side.
     """
     inputs: list[_Ints] = []
     owners: list[_Ints] = []
@@ -271,7 +271,7 @@ def _behind_shortest(segments: Sequence[Segment], length: int) -> Segment:
 def _segments(links: Sequence[tuple[int, int, int]], total: int) -> Iterator[Segment]:
     """Cut a line where an example starts, and where another one branches off.
 
-    A link is where tokens start, their position, and the place of the token before, -1 for none.
+    A link has the place where tokens start, their position, and the previous token's place or -1.
     """
     begins = {start: (position, before) for start, position, before in links}
     branches = {before + 1 for _, _, before in links if before >= 0}

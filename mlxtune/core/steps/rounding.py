@@ -36,7 +36,7 @@ class Rounding:
         return 0
 
     def rounded_width(self, width: int) -> int:
-        """Return the padded width of examples side by side, where only mixers run the padding."""
+        """Return the padded width of examples side by side; only mixers run this padding."""
         return -(-width // self.width) * self.width
 
 

@@ -27,7 +27,7 @@ class TrainingObserver:
     """Receives the events of a run. Override what you need; each method does nothing by default."""
 
     def on_start(self, run: RunStart, previous: Path | None) -> None:
-        """Training is about to start; `previous` is where an earlier run's files were moved."""
+        """Training is about to start; an earlier run's files were moved to `previous`."""
 
     def on_step(self, record: StepRecord) -> None:
         """A step was taken."""

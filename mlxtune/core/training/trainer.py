@@ -288,7 +288,7 @@ class InstructTrainer:
                 recorder.save_step()
 
     def _validates_within(self, step: int) -> bool:
-        """Return whether the run validates after a step because of --val-steps alone."""
+        """Return whether the run validates after a step only because of --val-steps."""
         every, within = self.config.val_steps, step % self.steps_per_epoch and self.val_rows
         return bool(every and within and step % every == 0) and step < self.total_steps
 

@@ -23,7 +23,7 @@ from mlxtune.core.files.reading import open_regular, open_zipped
 from mlxtune.core.files.sizes import check_stored
 from mlxtune.errors import DataError, one_line
 
-# File names in a data folder: mlx-lm's, with the endings of the other kinds too.
+# File names in a data folder: mlx-lm's names, also with the suffixes of other formats.
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *TABLES)
 # The names of validation files, and of the hub's splits.
 VALIDATION = ("validation", "valid", "val", "dev")
@@ -78,7 +78,7 @@ def find_data_files(
     seen: dict[tuple[int, int], Path] = {}
     for path in (*train, *validation):
         info = _stat(path, option)
-        # By links, and on disks that ignore case, one file has several names.
+        # Links, and disks that ignore case, give one file several names.
         key = (info.st_dev, info.st_ino)
         if (other := seen.get(key)) is not None:
             same = "" if other == path else f", as {other}"

@@ -1,7 +1,7 @@
 """Reads parquet: the script of parquet.py, which imports nothing of mlxtune.
 
-core/files/limited_child.py runs it. Each row is a line, as JSON: an object, or a list of the
-reason why there is none and a detail. The last line is text: why the file cannot be read, or empty.
+core/files/limited_child.py runs it. Each row is a line, as JSON: an object, or a list of two texts:
+why there is no object, and a detail. The last line is text: why the file cannot be read, or empty.
 """
 
 import json
