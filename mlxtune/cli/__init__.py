@@ -1,4 +1,4 @@
-"""The `mlxtune` command: builds a config, calls its function, prints, and alone decides to exit."""
+"""The `mlxtune` command: builds a config, calls its function, prints, and sets the exit status."""
 
 import os
 import signal

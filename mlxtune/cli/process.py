@@ -100,7 +100,7 @@ def check_current_folder() -> None:
 def set_temporary_folder() -> None:
     """Make MLX and child processes use Python's folder for temporary files.
 
-    Unlike Python, they fail where the environment names a missing folder.
+    Unlike Python, they fail if the environment names a missing folder.
     """
     if any(name in os.environ for name in _TEMPORARY):
         # Without such a folder, the code that needs it reports the problem.

@@ -126,8 +126,8 @@ def prove_export(
     """Compare the model that `load` returns with the trained one; return the certificate.
 
     `rounding` is the dtype of the written tensors; with `everywhere`, all weights were rounded to
-    it. With `exact` false, they were quantised again, which logits cannot judge. No two models are
-    loaded at once. Raises OutputError if rounding does not explain the difference.
+    it. With `exact` false, they were quantised again, which logits cannot judge. Only one model is
+    loaded at a time. Raises OutputError if rounding does not explain the difference.
     """
     source.console.say("Proving", "running the trained model, then what was written")
     prompts = prompts_for(source)

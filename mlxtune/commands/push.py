@@ -41,7 +41,7 @@ def push(
     `base_model` is the base model's name on the hub, `model_path` its folder, if they differ from
     the run's.
 
-    Raises a child of MlxTuneError; the hub is then as it was.
+    Raises a child of MlxTuneError; the hub is then unchanged.
     """
     with end_in_order(), scratch_folder("push") as folder:
         write_package(folder, str(run), repository, base_model, model_path, RunConsole(quiet=True))
@@ -132,7 +132,7 @@ def _check_adapter(run: Run, view: RunView, source: Source) -> None:
     """Raise OutputError for an adapter to which the run's records do not apply."""
     own = file_hash(source.weights)
     if not view.sha256:
-        # An unfinished run has written checkpoints alone: an adapter beside them is an earlier
+        # An unfinished run has written only checkpoints: an adapter next to them is an earlier
         # run's.
         if own not in map(file_hash, run.folder.glob(f"*/{ADAPTER}")):
             raise OutputError(
@@ -147,7 +147,7 @@ def _check_adapter(run: Run, view: RunView, source: Source) -> None:
 
 
 def _name_of(base: Path) -> str:
-    """Return the name of a base model: on the hub if it came from there, or else its folder's."""
+    """Return a base model's name on the hub or, if it is not from there, its folder's name."""
     if base.parent.name == "snapshots" and (match := _IN_CACHE.fullmatch(base.parents[1].name)):
         return f"{match[1]}/{match[2]}"
     return base.resolve().name

@@ -32,7 +32,7 @@ def runs(*folders: str | Path, sort: str = "when") -> list[RunView]:
 def remove_runs(*folders: str | Path) -> None:
     """Remove runs by their folders, with their checkpoints; their adapters and earlier runs stay.
 
-    Raises OutputError if a folder holds no run, or one in training, or other programs' files.
+    Raises OutputError if a folder holds no run, a run in training, or other programs' files.
     """
     for name in folders:
         remove_run(run_folder_at(as_path(str(name))))

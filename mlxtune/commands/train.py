@@ -374,7 +374,7 @@ def make_trainer(
         TrackingObserver(each, config, console.warn) for each in dict.fromkeys(config.track)
     ]
     first = list(observers) if worker_run.workers.index == 0 else []
-    # One of several workers cannot answer while the others wait for it.
+    # A single worker cannot answer while the other workers wait for it.
     if live and config.samples and worker_run.workers.size == 1 and setup.pipeline.objective.is_sft:
         first.append(ValidationAnswers(config, setup.base, lambda: trainer.val_rows))
     observer = Observers([console, *trackers, *first, worker_run.last_step])

@@ -30,7 +30,7 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
     """Check the folder of a run: every file, its records, and its adapters against the base model.
 
     With `replay`, train it again from its first checkpoint (from the start if it has only one) to
-    its newest, and compare both. `model_path` is where the base model is now.
+    its newest, and compare both. `model_path` is the current folder of the base model.
 
     Raises OutputError if there is no such folder. Problems of the run itself are not raised.
     """

@@ -67,7 +67,7 @@ class Option:
     section: Section
     # Decides which examples a data file gives, so encoded files are cached by it.
     encodes: bool = False
-    # A file or folder: a relative path starts where the run was started.
+    # A file or folder: a relative path starts in the folder where the run was started.
     path: bool = False
     # False: never taken from a checkpoint, which may come from a stranger.
     inherited: bool = True
@@ -229,7 +229,7 @@ def flag(name: str) -> str:
 
 def as_path(text: str) -> Path:
     """Return the path that an option names, with `~` and `~name` expanded."""
-    # Unlike Path.expanduser, leaves unknown names alone.
+    # Unlike Path.expanduser, leave unknown names unchanged.
     return Path(os.path.expanduser(text))  # noqa: PTH111
 
 

@@ -24,7 +24,7 @@ class Known:
 
     `ours` are options of which each command has at most one, perhaps with a value (`quantize=4`)
     that replaces the given value. `differs` names further differences or, without `ours`, the
-    reason why there is no such option.
+    reason why we lack the option.
     """
 
     ours: tuple[str, ...]
@@ -177,8 +177,8 @@ COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(("upload", "share"), "mlxtune push"),
     "resume": "mlxtune train --resume",
 }
-# Writes an option and its value, None if it has none, in the caller's style: as a flag, in a file
-# or here.
+# Writes an option and its value, if it has one, in the caller's style: as a flag, a file's entry or
+# a keyword.
 Writer = Callable[[str, str | None], str]
 
 
@@ -242,7 +242,7 @@ def suggestion(
     close = difflib.get_close_matches(plain, own, n=1)
     hint = "".join(close)
     if close and write is as_flag:
-        # The value may be of another kind if the name is another one.
+        # An option with a similar name may take another kind of value.
         shown = _shown(value) if hint == plain and hint not in flags and value else None
         hint = as_flag(hint, shown)
     return f" (did you mean {hint}?)" if hint else ""

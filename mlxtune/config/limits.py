@@ -50,7 +50,7 @@ MERGES = Limits(32 * _MB)
 TEMPLATE = Limits(4 * _MB)
 OTHER_JSON = Limits(32 * _MB, values=500_000, entries=100_000, text=4 * _MB)
 OTHER = Limits(64 * _MB)
-# The header of a safetensors file, of which each tensor is an object with two lists of numbers.
+# The header of a safetensors file: each tensor in it is an object with two lists of numbers.
 HEADER = Limits(64 * _MB, values=3_000_000, entries=300_000, text=_MB, depth=4)
 TENSOR_NAME = 1000
 OWN_JSON = Limits(64 * _MB, values=500_000, entries=200_000, text=8 * _MB)
@@ -62,7 +62,7 @@ RECORDS = Limits(256 * _MB)
 # Records of validations, epochs and skipped steps in a run; other steps are kept as columns.
 OTHER_RECORDS = 200_000
 HUB_ANSWER = Limits(32 * _MB, values=1_000_000, entries=500_000, text=_MB)
-# Numbers of a config file, in which each option reports its own error.
+# Limits of a config file, in which each option reports its own errors.
 OPTIONS = Limits(64 * 1024, values=40_000, entries=20_000, digits=100_000, depth=200)
 
 _BY_NAME = {
@@ -125,7 +125,7 @@ def _finite(digits: str) -> float:
     raise ValueError(f"{digits:.40} is too large a number")
 
 
-# Matches unterminated strings too, so that none is scanned again from each quote in it.
+# Matches unterminated strings too, so that their text is not scanned again from each quote in it.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
@@ -180,7 +180,7 @@ def _walk(value: Any) -> Iterator[tuple[Any, int]]:
     while pending:
         each, depth = pending.pop()
         yield each, depth
-        # In YAML, a list may occur in many places, and in itself.
+        # In YAML, a list may occur several times, even inside itself.
         if isinstance(each, dict | list):
             if id(each) in seen:
                 continue

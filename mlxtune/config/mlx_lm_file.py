@@ -43,7 +43,7 @@ def is_mlx_lm_file(entries: Mapping[Any, Any], own: Collection[str]) -> bool:
 
 
 def translate(entries: Mapping[Any, Any]) -> Translation:
-    """Return our options for the entries of an mlx-lm file; unknown ones are problems."""
+    """Return our options for the entries of an mlx-lm file; report unknown entries as problems."""
     named = {str(key).replace("-", "_"): value for key, value in entries.items()}
     found = Translation()
     for name, value in named.items():

@@ -6,7 +6,7 @@ from mlxtune.config.fields import Affects, Checked, Section
 
 RESULT, TRAINING = Affects.RESULT, Section.TRAINING
 
-# The objectives whose rows are pairs of answers, and those whose rows have a label.
+# The objectives whose rows are pairs of answers, and the objectives whose rows have a label.
 PAIRED, LABELLED = ("dpo", "orpo", "cpo", "simpo"), ("kto",)
 OBJECTIVES = ("sft", *PAIRED, *LABELLED)
 # The default peak learning rates: of `sft`, and of all other objectives.

@@ -23,8 +23,8 @@ _ETAGS = ("ETag", "X-Linked-Etag", "X-Xet-Hash")
 _COMMIT = "X-Repo-Commit"
 # A few megabytes of gzip unpack to gigabytes in memory, so only unpacked answers are requested.
 _PLAIN = "identity"
-# In the address of a file, which goes to disk piece by piece; other answers are read whole. The
-# second is where a request notes whether it began with one, as it may be redirected.
+# Marks the address of a file, which goes to disk piece by piece; other answers are read whole. The
+# second marks a request that began at such an address, as it may be redirected.
 _FILE, _IS_FILE = "/resolve/", "mlxtune.is_file"
 _RETRY, _LIMITS = "Retry-After", ("ratelimit", "ratelimit-policy")
 
@@ -80,7 +80,7 @@ def _check(response: Any) -> None:
 
 
 def _check_file_headers(headers: Mapping[str, str]) -> None:
-    """Raise BadAnswerError for a file whose ETag or commit leads elsewhere."""
+    """Raise BadAnswerError for a file whose ETag or commit is not a safe file name."""
     for name in _ETAGS:
         # The client cuts the header in the same way.
         if not is_file_name(headers.get(name, "none").removeprefix("W/").strip('"')):

@@ -32,7 +32,7 @@ _LONGEST_LICENSE = 100
 class HubData:
     """A data set of the hub: its name, with configuration and commit, and its files by split.
 
-    `license` is empty if its card names none; `public` is whether anybody may read it.
+    `license` is empty if its card names none; `public` says whether anybody may read it.
     """
 
     name: DatasetName
@@ -80,7 +80,7 @@ def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> 
     """Return a data set's files, downloaded unless they are cached.
 
     Without a split, these are the training data and, if there is some, the validation data; with
-    `held_out` the data to evaluate on. The files of a pinned name that are here need no network.
+    `held_out` the data to evaluate on. The cached files of a pinned name need no network.
 
     Raises DataError.
     """

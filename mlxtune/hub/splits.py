@@ -21,7 +21,7 @@ DEFAULT, TRAIN, TEST = "default", "train", "test"
 # The branch with the hub's own conversion to parquet. Very large data sets are only partly in it.
 _CONVERTED = re.compile(r"([^/]+)/([^/]+)/\d+\.parquet")
 _PARTIAL = "partial-"
-# The file names that the `datasets` library reads, and those that it ignores.
+# The file names that the `datasets` library reads, and the file names that it ignores.
 _NOT_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 _SHARD = re.compile(r"(?:^|/)([\w.]+)-\d{5}-of-\d{5}\.")
 _WORDS = {

@@ -1,1 +1,1 @@
-"""Trackers: where runs are recorded in addition to their folders, for comparison."""
+"""Trackers, which record runs in addition to their folders, for comparison."""

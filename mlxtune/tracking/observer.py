@@ -132,7 +132,7 @@ class TrackingObserver(TrainingObserver):
     def _until_failure(self) -> Iterator[None]:
         try:
             yield
-        # Each library has its own exceptions, and a run is worth more than its tracking.
+        # Each library raises different exceptions, and a run is worth more than its tracking.
         except Exception as error:  # noqa: BLE001
             self._tracker = None
             self._warn(f"--track {self._name}: {one_line(error)}; training continues without it")

@@ -55,7 +55,7 @@ def _choose(shown: Sequence[ShownExample]) -> Sequence[ShownExample]:
     """
     items = [each.sides if isinstance(each, ShownPair) else (each,) for each in together(shown)]
     first = {item[0].kinds: item for item in reversed(items)}
-    # Examples with findings come first, then the rest, in the order of the file.
+    # Examples with findings come first, then all others, in the order of the file.
     ranked = sorted(items, key=lambda item: (first[item[0].kinds] is not item, not item[0].kinds))
     return [each for item in sorted(ranked[:_EXAMPLES], key=items.index) for each in item]
 

@@ -74,7 +74,7 @@ def cut_line(loss: CutLoss, max_seq_len: int, peak: int | None) -> str:
 
 
 def larger_limit_line(plan: MemoryPlan, larger: MemoryPlan, most: int) -> str:
-    """Return the gain of a plan with a larger limit; empty without one. `most` GB are available."""
+    """Return the gain of a larger limit, empty if there is none. `most` GB are available."""
     now, then, gains = plan.execution, larger.execution, ""
     if then.micro_batch_tokens > now.micro_batch_tokens:
         gains += f" run micro-batches of up to {then.micro_batch_tokens:,} tokens"
@@ -87,7 +87,7 @@ def larger_limit_line(plan: MemoryPlan, larger: MemoryPlan, most: int) -> str:
 
 
 def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a plan, each with its heading; a line without one continues the last."""
+    """Yield the lines of a plan with their headings; a line without a heading continues one."""
     plan, peak = run.memory, run.memory.peak
     yield "Model", run.model
     yield "LoRA", run.lora

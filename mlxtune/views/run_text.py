@@ -183,7 +183,7 @@ def risen_loss_line(
     """Return a warning if the loss rose or jumped, as it does at too high a learning rate.
 
     It rose if the last tenth of the steps had a higher loss than the first tenth. It jumped if five
-    steps in a row had a far higher one than the untrained model, whose validation loss is `before`.
+    steps in a row had a far higher loss than the untrained model, whose loss is `before`.
     """
     some, lower = max(len(steps) // 10, _FEWEST_LOSSES), f"lower --lr {config.lr:g}"
     if len(steps) < 2 * some:

@@ -180,7 +180,7 @@ def _options_of(run: Run) -> dict[str, Any]:
     view = RunView.of(run)
     if not view.finished or not view.adapter or not Path(view.adapter).is_file():
         raise OutputError("the model can be asked once the run has ended with an adapter")
-    # Another user's run could name a model to download, or a harmful one.
+    # Another user's run could name a model to download, or a harmful model.
     if not is_own(run.folder):
         raise OutputError(
             "this run was not made by you on this machine: ask its model with mlxtune chat "

@@ -80,7 +80,7 @@ class Live:
         return render_page(self.folder)
 
     def follow(self, view: str, last: str) -> Iterator[tuple[str, str] | None]:
-        """Yield the parts that have changed, all of them at first, with a hash of all."""
+        """Yield the parts that changed, at first all parts, each time with a hash of all parts."""
         sent: Parts = {}
         with self._followed():
             quiet_since = time.monotonic()

@@ -23,8 +23,8 @@ PAGE = PageType(
     package=__package__,
     connects="'self'",
 )
-# The markup of each part by its name, empty for one that is not shown; `chart_data` are the values
-# of the charts, `can_ask` is a truth value, and `title` the page's title.
+# The markup of each part by its name, empty for a hidden part; `chart_data` are the values of the
+# charts, `can_ask` is a truth value, and `title` the page's title.
 Parts = dict[str, Any]
 _PARTS = ("problem", "back", "head", "charts", "why_not", "latest", "samples", "data")
 # The time left is estimated from this many recent steps.
@@ -90,7 +90,7 @@ def run_state(key: str, run: Run, view: RunView, *, stopping: bool) -> dict[str,
 
 
 def seconds_left(run: Run, view: RunView) -> float | None:
-    """Return the time of the remaining steps; None before the first one is measured."""
+    """Return the time of the remaining steps; None before the first step is measured."""
     seconds = [each for each in run.column("seconds")[-_RECENT_STEPS:] if math.isfinite(each)]
     if view.total_steps is None or not seconds:
         return None

@@ -28,7 +28,7 @@ _HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?")
 # The most seconds and bytes of a request, including its head.
 _SECONDS, _LONGEST = 10.0, 128 * 1024
 _BODY = Limits(64 * 1024, values=100, entries=20, text=32 * 1024)
-# The most connections, of which each page keeps one for events.
+# The most connections; each page keeps one connection for events.
 _CONNECTIONS = 32
 _HEADERS = {
     "Cache-Control": "no-store",

@@ -51,8 +51,8 @@ class Dataset:
     """The data that a run trains on and validates with, and the place of every row of its files.
 
     `validation` is None if rows of `corpus` are to be held out, and empty if there is none. `files`
-    and `ledgers` are the training data's, then the validation data's. `hub` is the run's record of
-    the hub's data sets among them.
+    and `ledgers` list the training data, then the validation data. `hub` is the run's record of the
+    hub's data sets among them.
     """
 
     template: str
@@ -130,7 +130,7 @@ class Reader:
 
     @cached_property
     def template_source(self) -> dict[str, str]:
-        """The templates by name, the model's own or from a file; none for a built-in one."""
+        """The templates by name, from the model or from a file; empty for a built-in template."""
         template = self._config.template
         if template == "auto":
             return read_chat_template(self._folder)
@@ -203,7 +203,7 @@ class Reader:
         return (unread.problems | file.skipped.problems).get(row)
 
     def rows(self, path: Path, skipped: SkippedRows) -> Iterator[Row]:
-        """Yield the conversations of a file, and count the rows that hold none."""
+        """Yield the conversations of a file, and count the rows without one."""
         config = self._config
         fields = parse_fields(config.field)
         return read_rows(
@@ -332,7 +332,7 @@ def _find_data(config: DataConfig) -> tuple[DataFiles, list[HubData], list[float
     if config.val_data is not None:
         given = find_data_files(files_of(config.val_data), "--val-data").train
         files = DataFiles(files.train, given)
-    # A folder stands for its file.
+    # The file of a folder has the folder's weight.
     own = [weights[path if path in weights else path.parent] for path in files.train]
     return files, found, own
 

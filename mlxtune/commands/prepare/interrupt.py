@@ -67,7 +67,7 @@ def end_in_order() -> Iterator[None]:
         interrupt.signal = number
         raise interrupt
 
-    # Others have their own handlers, or ignore the signal as under nohup.
+    # Other signals already have handlers, or are ignored as under nohup.
     with _handled([each for each in _SIGNALS if signal.getsignal(each) is signal.SIG_DFL], handle):
         yield
 

@@ -42,7 +42,7 @@ from mlxtune.views.console import RunConsole
 _CPU_TOLERANCE = 0.05
 # The values of `recompute` that --grad-checkpoint allows.
 _CHECKPOINTING = {"on": (True,), "off": (False,), "auto": (False, True)}
-# The context of a model that does not name its own.
+# The context of a model whose config does not give one.
 _LONGEST = 1 << 20
 
 
@@ -187,7 +187,7 @@ def _choose(
 
 
 def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str:
-    """Return a line on the gain of a larger --memory-limit on this device; empty without one."""
+    """Return a line on the gain of a larger --memory-limit here; empty if there is none."""
     recommended = memory.find_limits(config.memory_limit).recommended or 0
     most = recommended // memory.GB
     if most * memory.GB <= plan.limit:
@@ -223,7 +223,7 @@ def memory_key(shapes: ModelShapes, execution: Execution, dropout: float, dtype:
 
 
 def _sizes(shapes: ModelShapes) -> dict[str, Any]:
-    """Return the shapes without the measured memory and the head as it was loaded."""
+    """Return the shapes without the measured memory and the layout of the loaded head."""
     return asdict(replace(shapes, measured=None, plain_head=False))
 
 
@@ -237,8 +237,8 @@ def settle_products(
 ) -> tuple[BaseModel, str]:
     """Return the model with the products that --quantized-compute auto chooses, and a line on it.
 
-    The choice is measured on a GPU, for the tokens of a micro-batch; a resumed run keeps its own,
-    and worker 0 decides for all. The line is empty where the device alone decides.
+    The choice is measured on a GPU, for the tokens of a micro-batch; a resumed run keeps its
+    choice, and worker 0 decides for all. The line is empty if only the device decides.
     """
     if config.quantized_compute != "auto" or base.quantized_compute is None or workers.split_model:
         return base, ""

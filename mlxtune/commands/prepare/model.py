@@ -237,7 +237,7 @@ def start_generator(config: AnswerConfig, loaded: LoadedModel, reader: Reader) -
 
 
 class Answerers:
-    """The base model and the adapter. Either answers alone, or both alternate token by token.
+    """The base model and the adapter. One of them answers, or both alternate token by token.
 
     Each keeps the cache of its conversation. False is the base model, True the adapter.
     """

@@ -37,7 +37,7 @@ def noted(folder: Path) -> Iterator[None]:
 
 
 def remove_unfinished() -> list[Path]:
-    """Remove the folders that killed processes of this user left; return the removed ones."""
+    """Remove the folders that killed processes of this user left; return the removed folders."""
     removed = []
     with suppress(OSError):
         for path in sorted((user_cache() / _NOTES).iterdir()):

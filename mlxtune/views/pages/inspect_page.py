@@ -84,7 +84,7 @@ def _findings(inspection: Inspection) -> Iterator[dict[str, Any]]:
     shown_kinds = {kind for example in inspection.shown for kind in example.kinds}
     for finding in sorted(inspection.findings, key=lambda finding: finding.level != "error"):
         before = ("", *(place.path for place in finding.places))
-        # Several rows share one mention of their path.
+        # Show the path once for several rows of a file.
         places = [
             (
                 place,
@@ -104,7 +104,7 @@ def _findings(inspection: Inspection) -> Iterator[dict[str, Any]]:
 
 
 def _examples(inspection: Inspection) -> Iterator[dict[str, Any]]:
-    """Yield the examples with their text as markup; a pair is the text of its prompt and sides."""
+    """Yield the examples with their text as markup; a pair has the text of its prompt and sides."""
     errors = {finding.kind for finding in inspection.findings if finding.level == "error"}
     for shown in together(inspection.shown):
         if isinstance(shown, ShownPair):

@@ -29,7 +29,7 @@ class PageType:
     """The pages of one command.
 
     `styles` and `scripts` are files of `templates/`, added to the files of all pages. `package` is
-    the package of the page's own templates, `connects` the addresses that its script may fetch.
+    the package of the page's own templates, `connects` has the addresses that its script fetches.
     """
 
     command: str
@@ -41,7 +41,7 @@ class PageType:
     def render(self, template: str, **context: Any) -> str:
         """Return a page made from a template that extends page.html.
 
-        Its content security policy allows its own script and style alone, by their hashes.
+        Its content security policy allows only the page's script and style, by their hashes.
         """
         style = "".join(asset(name, self.package) for name in ("page.css", *self.styles))
         script = "".join(asset(name, self.package) for name in ("page.js", *self.scripts))

@@ -1,4 +1,4 @@
-"""The charts of one run, and of several overlaid."""
+"""The charts of one run, and of several runs overlaid."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -203,7 +203,7 @@ def span_for(steps: int) -> int:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Return the moving average of the finite values, NaN in place of the others.
+    """Return the moving average of the finite values, with NaN in place of other values.
 
     It is exponential, with the centre of mass of a window of `span_for` values, and corrects the
     bias of its start as Adam does (arXiv:1412.6980, section 3).
