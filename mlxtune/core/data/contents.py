@@ -18,6 +18,7 @@ from mlxtune.core.data.problems import (
     EMPTY_PROMPT,
     MOJIBAKE,
     REFUSAL,
+    RENDERED_CHAT,
     REPLACED,
     UNCLOSED_THINKING,
     UNDECLARED_TOOL,
@@ -44,6 +45,11 @@ _MOJIBAKE = re.compile(
     "Ã[\u0080-\u00bf\u0192\u02c6\u02dc\u2013-\u2026\u2030\u2039\u203a\u20ac\u2122]"
     "|â€[\u0080-\u00ff\u0152-\u2122]|ðŸ|Â[\u00a0-\u00bf]"
 )
+# How turns begin in the templates of Qwen, Gemma, Llama, Mistral, Phi and gpt-oss.
+_TURN = re.compile(
+    r"<\|im_start\|>|<start_of_turn>|<\|turn>|<\|start_header_id\|>|\[INST\]|<\|user\|>"
+    r"|<\|start\|>user"
+)
 _REPLACEMENT = "\ufffd"
 _AROUND = 12
 
@@ -55,6 +61,8 @@ def notes_on(row: Conversation | Document, text: str) -> Iterator[tuple[str, str
     if found := _MOJIBAKE.search(text):
         yield MOJIBAKE, _around(text, found.start())
     if isinstance(row, Document):
+        if found := _TURN.search(text):
+            yield RENDERED_CHAT, found[0]
         return
     for position, message in enumerate(row.messages, start=1):
         if message.role == "user" and not message.content.strip():

@@ -20,6 +20,7 @@ from mlxtune.core.data.conversation import ANSWER, Conversation, Document, Pair,
 from mlxtune.core.data.problems import (
     CONTROL_TOKEN,
     DOUBLE_BOS,
+    RENDERED_CHAT,
     TWO_PROMPTS,
     BadRow,
     RowTally,
@@ -235,7 +236,7 @@ class Encoder:
                     continue
                 said = row.chosen if isinstance(row, Pair) else row
                 found = dict(rendering.notes) | dict(notes_on(said, text))
-                if written := control.search(text):
+                if RENDERED_CHAT not in found and (written := control.search(text)):
                     found[CONTROL_TOKEN] = written
                 if not isinstance(row, Document):
                     found |= self.notes

@@ -25,6 +25,7 @@ MERGED_SYSTEM = "system message merged into the first user turn"
 MOJIBAKE = "text decoded wrongly, such as Ã© for é"
 NO_END_OF_TURN = "end-of-turn token unknown to the tokenizer"
 NO_PROMPT = "assistant turn with no prompt before it"
+RENDERED_CHAT = "text that is a rendered chat"
 REFUSAL = "answer that refuses"
 OPPOSITE = "pair that another row has the other way round"
 REPLACED = "replacement character, where text was lost"
@@ -50,6 +51,8 @@ ADVICE = {
     NO_END_OF_TURN: "it is trained as ordinary text, where mlxtune stops but other tools do not",
     NO_PROMPT: "there is nothing to answer, so it is context and not trained on",
     OPPOSITE: "the two cancel out: remove the one whose answers are swapped",
+    RENDERED_CHAT: "its markup and questions are trained on too: give 'messages', or 'prompt' and "
+    "'completion', and the model's own template writes the markup",
     REFUSAL: "the model learns to refuse: remove the row, unless that is intended",
     REPLACED: "the model learns to write it: export the text again, in UTF-8",
     TRUNCATED_ANSWER: "the model learns neither its end nor when to stop: raise --max-seq-len",

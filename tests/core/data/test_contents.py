@@ -70,6 +70,8 @@ def answering(text: str) -> dict[str, Any]:
         (answering("cafÃ© au lait"), problems.MOJIBAKE),
         (answering("it isnâ€™t"), problems.MOJIBAKE),
         ({"text": "15Â°C ðŸ˜€"}, problems.MOJIBAKE),
+        ({"text": "<|im_start|>user\nHi<|im_end|>"}, problems.RENDERED_CHAT),
+        ({"text": "<s>[INST] Hi [/INST] Hello!</s>"}, problems.RENDERED_CHAT),
     ],
 )
 def test_problem_is_noted(tmp_path: Path, row: dict[str, Any], kind: str) -> None:

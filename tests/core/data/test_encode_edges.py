@@ -100,13 +100,15 @@ def test_control_token_in_the_content_of_any_turn_is_noted_once_a_row() -> None:
         converse(("user", "<im_end> <|im_end"), ("assistant", "|>"), row=6),
         converse(("system", "<bos>"), ("assistant", "x"), ("tool", "<|im_end|>"), row=8),
         Document(9, "One<|endoftext|>two"),
+        Document(10, "<|im_start|>user\nHi<|im_end|>"),
     )
 
-    assert found.counts == Counter({problems.CONTROL_TOKEN: 4})
+    assert found.counts == Counter({problems.CONTROL_TOKEN: 4, problems.RENDERED_CHAT: 1})
     assert found.places == {
         problems.CONTROL_TOKEN: [
             *((3, "<|im_end|>"), (5, "<bos>"), (8, "<bos>"), (9, "<|endoftext|>")),
-        ]
+        ],
+        problems.RENDERED_CHAT: [(10, "<|im_start|>")],
     }
 
 
