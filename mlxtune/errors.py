@@ -78,24 +78,33 @@ class TrainingInterrupted(KeyboardInterrupt):
     by_signal = False
 
     def __init__(self, checkpoint: Path | None, step: int) -> None:
-        super().__init__(f"interrupted after step {step}")
         self.checkpoint = checkpoint
         self.step = step
+        here = ""
+        if checkpoint is not None:
+            here = f", or in Python with mlxtune.resume({str(_short(checkpoint.parent))!r})"
+        super().__init__(f"interrupted after step {step}; {self.saved}{here}")
 
     @property
     def saved(self) -> str:
         """The folder with the saved state, and the command that resumes the run."""
         if self.checkpoint is None:
             return "nothing to save"
-        run = shlex.quote(str(self.checkpoint.parent))
-        return f"saved to {self.checkpoint}; resume with mlxtune train --resume {run}"
+        return f"saved to {self.checkpoint}; resume with {resume_command(self.checkpoint.parent)}"
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that a notebook shows instead of a traceback."""
-        line = f"{self}; {self.saved}"
-        if self.checkpoint is not None:
-            line += f", or here with mlxtune.resume({str(self.checkpoint.parent)!r})"
-        return [line]
+        return [str(self)]
+
+
+def resume_command(run: Path) -> str:
+    """Return the command that resumes the run in a folder."""
+    return f"mlxtune train --resume {shlex.quote(str(_short(run)))}"
+
+
+def _short(run: Path) -> Path:
+    """Return the folder that holds the run's checkpoint folder, if that has its usual name."""
+    return run.parent if run.name == "checkpoints" and run.parent.name else run
 
 
 def printable(text: str) -> str:

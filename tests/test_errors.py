@@ -66,8 +66,13 @@ def test_interrupt_is_no_mistake_and_no_plain_exception() -> None:
     assert isinstance(interrupt, KeyboardInterrupt)
     assert not isinstance(interrupt, Exception)
     assert (interrupt.checkpoint, interrupt.step) == (Path("checkpoints/step-7"), 7)
-    assert str(interrupt) == "interrupted after step 7"
     assert interrupt.saved.endswith("resume with mlxtune train --resume checkpoints")
+    assert str(interrupt) == (
+        f"interrupted after step 7; {interrupt.saved}, or in Python with "
+        "mlxtune.resume('checkpoints')"
+    )
+    short = TrainingInterrupted(Path("my out/checkpoints/step-7"), 7)
+    assert "train --resume 'my out', or in Python with mlxtune.resume('my out')" in str(short)
     assert TrainingInterrupted(None, 0).saved == "nothing to save"
 
 

@@ -77,14 +77,14 @@ def test_interrupt_of_the_kernel_saves_and_says_how_to_resume(
     (line,) = shown.error
     said = re.fullmatch(
         r"interrupted after step (\d+); saved to (.+); resume with mlxtune train --resume (.+), "
-        r"or here with mlxtune.resume\('(.+)'\)",
+        r"or in Python with mlxtune.resume\('(.+)'\)",
         line,
     )
     assert said, line
     assert int(said[1]) >= 3
     assert said[2] == str(tmp_path / "checkpoints" / f"step-{said[1]}")
     assert (Path(said[2]) / "manifest.json").is_file()
-    assert said[3] == said[4] == str(tmp_path / "checkpoints")
+    assert said[3] == said[4] == str(tmp_path)
     # The kernel goes on, and so does the run in it.
     again = opened.run(f"mlxtune.resume({said[4]!r}, samples=0)", lambda shown: has_taken(shown, 5))
     assert not again.error

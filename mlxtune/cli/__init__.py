@@ -102,7 +102,8 @@ def _main(arguments: list[str]) -> NoReturn:
         drop_results()
         sys.exit(FAILED)
     except TrainingInterrupted as interrupt:
-        _exit(f"mlxtune: {interrupt}; {interrupt.saved}", _code_of(interrupt))
+        said = f"interrupted after step {interrupt.step}; {interrupt.saved}"
+        _exit(f"mlxtune: {said}", _code_of(interrupt))
     except Exception as error:
         if (behind := _interrupt_behind(error)) is not None:
             _exit(_INTERRUPTED, _code_of(behind))

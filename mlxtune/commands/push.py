@@ -1,7 +1,6 @@
 """`mlxtune push`: an adapter and its model card to the hub, after a preview."""
 
 import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.run import Run, read_run, run_folder_at
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.text import byte_size
-from mlxtune.errors import ConfigError, ModelError, OutputError, shorten
+from mlxtune.errors import ConfigError, ModelError, OutputError, resume_command, shorten
 from mlxtune.hub.adapters import check_may_write, model_card, quoted_samples, upload
 from mlxtune.hub.names import REPOSITORY
 from mlxtune.views.console import RunConsole
@@ -137,7 +136,7 @@ def _check_adapter(run: Run, view: RunView, source: Source) -> None:
         if own not in map(file_hash, run.folder.glob(f"*/{ADAPTER}")):
             raise OutputError(
                 f"{source.weights}: is not the adapter of this unfinished run: finish it with "
-                f"mlxtune train --resume {shlex.quote(str(run.folder))}"
+                f"{resume_command(run.folder)}"
             )
     elif own != view.sha256:
         raise OutputError(

@@ -1,6 +1,5 @@
 """`mlxtune train`: a run, new or resumed, from its options to its adapter."""
 
-import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
@@ -66,7 +65,7 @@ from mlxtune.core.run.trained_rows import (
 from mlxtune.core.training.observer import Callbacks, Observers, TrainingObserver
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.errors import ConfigError, OutputError
+from mlxtune.errors import ConfigError, OutputError, resume_command
 from mlxtune.tracking.observer import TrackingObserver, check_trackers
 from mlxtune.views import plan_text, run_text
 from mlxtune.views.console import RunConsole
@@ -306,8 +305,8 @@ def lock_folder(config: TrainConfig, resume: ResumePoint | None, held: ExitStack
         run_folder.check_own(folder)
     if resume is None and not config.overwrite and run_folder.is_unfinished(folder):
         raise OutputError(
-            f"{folder}: holds an unfinished run: resume it with mlxtune train --resume "
-            f"{shlex.quote(str(folder))}, or start over with --overwrite"
+            f"{folder}: holds an unfinished run: resume it with {resume_command(folder)}, "
+            "or start over with --overwrite"
         )
 
 

@@ -53,7 +53,7 @@ def test_run_that_a_fault_ends_is_resumed_by_the_command_that_it_names(
     assert line.startswith("mlxtune: error: ")
     assert f"; the last good checkpoint is {run / 'epoch-2'}" in line
     assert re.search(meaning, line)
-    assert line.endswith(f"; resume with mlxtune train --resume {run}")
+    assert line.endswith(f"; resume with mlxtune train --resume {output.parent}")
 
     assert cli(*line.rpartition("mlxtune ")[2].split()).code == 0
     if text is VICTIM:

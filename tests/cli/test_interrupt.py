@@ -67,7 +67,7 @@ def test_interrupt_finishes_the_step_saves_and_says_where(
     step, folder = int(said[1]), Path(said[2])
     assert step >= 3
     assert folder == output.parent / "checkpoints" / f"step-{step}"
-    assert said[3] == str(folder.parent)
+    assert said[3] == str(output.parent)
     assert json.loads((folder / "metadata.json").read_text())["step"] == step
     load(str(model), adapter_path=str(folder))
     assert not output.exists()
@@ -98,7 +98,7 @@ def test_signal_in_a_step_lets_the_step_end(
     assert all(each.startswith("warning: stopping after this step") for each in warnings)
     assert last == (
         f"mlxtune: interrupted after step 2; saved to {folder}; "
-        f"resume with mlxtune train --resume {folder.parent}"
+        f"resume with mlxtune train --resume {output.parent}"
     )
     assert (folder / "adapters.safetensors").is_file()
 

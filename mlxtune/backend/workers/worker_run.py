@@ -1,7 +1,6 @@
 """A run on several workers: which worker prints and writes, and the values that all share."""
 
 import json
-import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,6 +25,7 @@ from mlxtune.errors import (
     ConfigError,
     TrainingInterrupted,
     WorkerError,
+    resume_command,
 )
 
 # The values that all workers of a run must share, and the error if they differ.
@@ -90,7 +90,7 @@ class LastStep(TrainingObserver):
     def describe_loss(self, run: Path, lost: int | None) -> str:
         """Return when a worker was lost, and how to continue the run."""
         log = f", see {run / f'worker-{lost}.log'}" if lost else ""
-        again = f"resume with mlxtune train --resume {shlex.quote(str(run))}"
+        again = f"resume with {resume_command(run)}"
         again = again if self._saved else "nothing was saved: give the same command again"
         return f" after step {self._progress.step}{log}; {again}"
 

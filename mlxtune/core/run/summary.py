@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import math
 import os
-import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -20,9 +19,10 @@ from mlxtune.core.run.checkpoint import ADAPTER, BEST
 from mlxtune.core.run.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation
 from mlxtune.core.run.evaluation_text import verdict_lines
 from mlxtune.core.run.metrics import TrainingMetrics
-from mlxtune.core.run.run import CHECKPOINTS, Run, mapping, number, text, whole
+from mlxtune.core.run.run import Run, mapping, number, text, whole
 from mlxtune.core.run.run_folder import previous_number
 from mlxtune.core.text import byte_size, count, duration, loss_text, sentence
+from mlxtune.errors import resume_command
 
 _CURVE_POINTS = 12
 NOT_BETTER = (
@@ -305,10 +305,7 @@ def _adapter(run: Run) -> str:
 def _resume(run: Run) -> str:
     if not run.checkpoints:
         return ""
-    folder = run.folder
-    if folder.name == CHECKPOINTS and str(folder.parent) != ".":
-        folder = folder.parent
-    return f"mlxtune train --resume {shlex.quote(str(folder))}"
+    return resume_command(run.folder)
 
 
 def _lowest_first(value: float | None) -> float:

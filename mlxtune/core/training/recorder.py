@@ -1,7 +1,6 @@
 """The recorder of a run: its progress, its metrics.jsonl and its checkpoints."""
 
 import math
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from mlxtune.errors import (
     NonFiniteLossError,
     OutputError,
     TrainingInterrupted,
+    resume_command,
 )
 
 
@@ -121,7 +121,7 @@ class RunRecorder:
             saved = self.saver.latest
             kept = f"the last good checkpoint is {saved}" if saved else "no checkpoint was written"
             if saved and isinstance(error, MemoryLimitError | GpuError):
-                kept += f"; resume with mlxtune train --resume {shlex.quote(str(self._folder))}"
+                kept += f"; resume with {resume_command(self._folder)}"
             raise type(error)(f"{error}; {kept}") from error
 
     def _is_best(self) -> bool:
