@@ -98,6 +98,8 @@ def reference() -> str:
             ),
             "## Python",
             "",
+            "`mlxtune.__version__` is the version.",
+            "",
             *(line for name in mlxtune.__all__ for line in _name(name)),
         ]
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.metadata
 import inspect
 import pydoc
 import re
@@ -21,6 +22,10 @@ def test_all_public_names_can_be_imported_and_no_others_are_offered() -> None:
         assert getattr(mlxtune, name).__module__.startswith("mlxtune.")
     with pytest.raises(AttributeError, match="nonsense"):
         _ = mlxtune.nonsense
+
+
+def test_version_is_the_package_s() -> None:
+    assert mlxtune.__version__ == importlib.metadata.version("mlxtune")
 
 
 def test_help_has_a_sentence_on_each_field_of_each_config() -> None:

@@ -186,6 +186,8 @@ def _read_items(value: Any, are_paths: bool) -> tuple[str, ...]:
             raise ValueError(f"must have a text or a number for each name, {_not(value)}")
         value = [f"{name}={each}" for name, each in value.items()]
     items = value if isinstance(value, list | tuple) else [value]
+    if are_paths and any(isinstance(item, Mapping) for item in items):
+        raise ValueError("must be paths: pass rows as train(data=rows), not in a config")
     if not all(isinstance(item, str | os.PathLike) for item in items):
         raise ValueError(f"must be text, or several texts, {_not(value)}")
     texts = map(os.fspath, items)

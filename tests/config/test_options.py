@@ -329,6 +329,11 @@ def test_whole_number_is_not_rounded_from_another(value: Any) -> None:
         ("output", "", "--output is empty: give a value, or leave it out"),
         ("strict", "yes", "--strict must be true or false, not 'yes'"),
         ("quiet", 1, "--quiet must be true or false, not 1"),
+        (
+            "data",
+            [{"text": "a"}],
+            "--data must be paths: pass rows as train(data=rows), not in a config",
+        ),
         ("targets", 5, "--targets must be names separated by commas, not 5"),
         (
             "targets",

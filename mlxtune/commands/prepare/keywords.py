@@ -14,7 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlxtune.config.fields import Checked
+from mlxtune.config.fields import Checked, options_of
 from mlxtune.core.data.cache import least_used
 from mlxtune.core.data.places import rows_folder
 from mlxtune.core.files import ours
@@ -46,6 +46,10 @@ def takes_options(
         @wraps(function)
         def call(config: Any = None, /, *more: Any, **given: Any) -> Result:
             passed = {name: given.pop(name) for name in own & given.keys()}
+            if isinstance(config, str | os.PathLike):
+                required = [name for name, each in options_of(kind).items() if each.required]
+                keywords = ", ".join(f"{name}=…" for name in required)
+                raise ConfigError([f"name the options: {function.__name__}({keywords})"])
             if config is None:
                 config = kind(**with_rows(given))
             elif given:

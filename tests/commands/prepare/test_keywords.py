@@ -46,6 +46,8 @@ def test_fields_of_the_config_are_keywords_beside_the_function_s_own() -> None:
     assert described(TrainConfig("m", data=("d",)), loudly=True) == ("m", 8, True)
     with pytest.raises(ConfigError, match=r"no option 'learning_rate', here: lr=0\.1"):
         described(model_path="m", data="d", learning_rate=0.1)
+    with pytest.raises(ConfigError, match=r"name the options: described\(model_path=…, data=…\)"):
+        described("m", "d")
     with pytest.raises(ConfigError, match="rank: give all options in the config, or all as"):
         described(TrainConfig("m", data=("d",)), rank=3)
 
