@@ -20,8 +20,8 @@ class Message:
     """One turn. `tool_calls` holds an assistant's calls as JSON objects, in OpenAI's layout.
 
     `thinking` is an assistant's reasoning before its answer, from its own field or from between
-    `<think>` tags. `trained` is False for an assistant turn that is only context. `fields` is what
-    a model's own template gets: the file's message with plain content and arguments, without
+    `<think>` tags. `trained` is False for an assistant turn that is only context. `fields` is the
+    message for a model's own template: the file's message with plain content and arguments, without
     `weight` and nulls.
     """
 

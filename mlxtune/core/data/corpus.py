@@ -114,7 +114,7 @@ class ExampleArrays:
     def _supervised_within(
         self, lengths: npt.NDArray[np.int32], skipped: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:
-        """Return int32 (E,): supervised tokens among `lengths` (E,) after `skipped` (E,)."""
+        """Return int32 (E,): the supervised among `lengths` tokens after the first `skipped`."""
         counts = np.zeros(len(lengths), dtype=np.int32)
         # Sum block by block: numpy would convert the whole array first.
         blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
@@ -134,7 +134,7 @@ class ExampleArrays:
         """Free the pages of mapped files; the system reads them again when they are needed."""
         for column in (self.tokens, self.mask):
             mapped = getattr(column.base, "obj", None)
-            # In-memory arrays have no map, and some systems no madvise.
+            # In-memory arrays have no map, and some systems have no madvise.
             if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
                 mapped.madvise(mmap.MADV_DONTNEED)
 
@@ -220,7 +220,7 @@ def _unmasked(example: Example) -> Example:
 
 
 def _prompt(example: Example) -> Example:
-    """Return the tokens before the first that carries loss."""
+    """Return the tokens before the first token that carries loss."""
     start = int(example.assistant_mask.argmax())
     mask = example.assistant_mask[:start]
     return replace(example, tokens=example.tokens[:start], assistant_mask=mask, role=ANSWER)
@@ -245,7 +245,7 @@ def rows_used(rows: int, weight: float) -> tuple[int, int]:
 
 
 class Corpus(Sequence[Example]):
-    """The examples of one or more files that have a supervised token. `paths` name the files.
+    """The examples with a supervised token in one or more files. `paths` name the files.
 
     A row with no such example is left out. `weights` say how often the rows of each file are used
     in an epoch, once by default.
@@ -316,7 +316,7 @@ class Corpus(Sequence[Example]):
     def groups(self) -> npt.NDArray[np.uint64]:
         """uint64 (R,): the group of each row; a group is never both trained on and held out.
 
-        Equal rows are in one group, and rows of preferences with the same prompt.
+        Equal rows are in one group, as are rows of preferences with the same prompt.
         """
         if not self.roles.any():
             return self.identities
@@ -340,7 +340,7 @@ class Corpus(Sequence[Example]):
     def part_of_example(self, index: int) -> tuple[int, int, int]:
         """Return an example's part number, from 1, the parts of its row, and its full length.
 
-        Parts in its role count, also those lost to truncation.
+        Only parts in its role count, truncated parts included.
         """
         arrays = self.files[int(self._file[index])].arrays
         own = int(np.searchsorted(arrays.ends, self._start[index], side="right"))

@@ -122,7 +122,7 @@ class OffsetEncoding:
         """Return how many tokens end before a character, or None if a token crosses it."""
         tokens = bisect_left(self.offsets, (character, -1))
         start, end = self.offsets[tokens - 1] if tokens else (-1, 0)
-        # A character split into byte tokens may give a width to its last token only.
+        # If a character is split into byte tokens, only the last token may have a width.
         end = max(end, start + 1)
         return None if end > character else tokens
 
@@ -132,7 +132,7 @@ class OffsetEncoding:
 
 
 def _texts(row: Row) -> Iterator[str]:
-    """Yield all text from the data, as opposed to the template's."""
+    """Yield all text that comes from the data, not from the template."""
     if isinstance(row, Document):
         yield row.text
         return

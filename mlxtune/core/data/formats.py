@@ -27,7 +27,7 @@ from mlxtune.core.data.sources.datafiles import read_objects
 from mlxtune.errors import DataError, shorten
 
 JsonObject = Mapping[str, Any]
-# From this many bad rows on, this share of all rows means a wrong file or format.
+# At least this many bad rows, at this share of all rows, mean a wrong file or format.
 _MANY, _MOST_BAD = 100_000, 0.99
 # Other tools' keys for a prompt, for an answer, and for texts that belong to a prompt.
 _ASKS = ("instruction", "question", "query", "prompt", "input")
@@ -115,7 +115,7 @@ def preference_kind(content: JsonObject) -> Literal["pair", "labelled"] | None:
     """Return how a row states a preference: with two answers, or with one labelled answer."""
     if recognise(content, PAIRS):
         return "pair"
-    # A number next to a text is a class.
+    # A number next to a text is a class label, not a preference.
     is_class = recognise(content) == "text" and str(content.get("label")).strip() in ("0", "1")
     return "labelled" if isinstance(label_of(content), bool) and not is_class else None
 

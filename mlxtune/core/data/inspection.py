@@ -90,7 +90,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ShownExample:
-    """An example as the model sees it. It is `part` of `parts` if a row became several examples.
+    """An example as the model sees it. It is part `part` of `parts` if a row was split.
 
     `role` is its part in a row of preferences, by its name. `cut` tokens beyond --max-seq-len are
     not in `pieces`. `kinds` are the kinds of the findings that name its row.

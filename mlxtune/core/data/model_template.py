@@ -127,7 +127,7 @@ class ModelTemplate:
         """
         notes: dict[str, str] = {}
         prepared = self._prepared(conversation, notes)
-        # Positions in messages to the user count a merged message too.
+        # Positions shown to the user also count a merged message.
         first = 1 + len(conversation.messages) - len(prepared.messages)
         try:
             turns = list(self._turns(prepared, notes, first))

@@ -22,7 +22,7 @@ from mlxtune.errors import OutputError
 # The length of the longest name that is written into a folder, temporary names included.
 _LONG_NAME = "long-name".ljust(64, "-")
 _TEMPORARY = re.compile(r"\.mlxtune-.+\.[0-9a-f]{16}\.tmp")
-# Remedies for an error, in addition to another place.
+# Remedies for an error, in addition to choosing another place.
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space or "),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "fix permissions or "),

@@ -51,8 +51,8 @@ def load_blas() -> Blas:
         # MKL would end the process.
         return Blas(problem="the current folder no longer exists, so no fast BLAS can be loaded")
     _keep_freed_memory()
-    # For MKL, even if the environment names it: every run has the same result bit for bit, at any
-    # alignment of the arrays.
+    # Set even if the environment names MKL, so that each run gives the same bits at any alignment
+    # of the arrays.
     os.environ.setdefault("MKL_CBWR", "AUTO")
     os.environ.setdefault("MKL_DYNAMIC", "FALSE")
     for path in _candidates():

@@ -58,7 +58,7 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Sensors:
-    """Reads the conditions of a machine; `pressure_file` and `supplies` are Linux's."""
+    """Reads the conditions of a machine; `pressure_file` and `supplies` are Linux's paths."""
 
     system: str = platform.system()
     pressure_file: Path = Path("/proc/pressure/memory")

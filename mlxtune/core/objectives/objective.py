@@ -153,7 +153,7 @@ class Objective:
         return Totals(layout.rows, float(layout.counts[self._nll_column].sum()), kl)
 
     def kl(self, layout: Layout, sums: Any) -> float:
-        """Return the mean divergence of another row's answers, at least 0; `sums` is (columns, R).
+        """Return the mean divergence of answers of other rows, at least 0; `sums` is (columns, R).
 
         The gradient does not go through it.
         """
@@ -164,7 +164,7 @@ class Objective:
         return max(float((sums[column] - layout.references[column])[there].mean()), 0.0)
 
     def loss(self, sums: Any, layout: Layout, totals: Totals, xp: Any = np) -> Any:
-        """Return the share of rows in the loss of their step, a scalar.
+        """Return the contribution of rows to the loss of their step, a scalar.
 
         `sums` are the log-probabilities of their answers (columns, R), an array of the module `xp`.
         """

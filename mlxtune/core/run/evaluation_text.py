@@ -11,7 +11,7 @@ from mlxtune.core.run.evaluation import (
 )
 from mlxtune.core.text import count
 
-# A share of fewer answers than these says little.
+# With fewer answers, a share says little.
 _FEWEST_ANSWERS = 10
 
 

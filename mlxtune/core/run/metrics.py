@@ -74,7 +74,7 @@ class StepRecord:
 
     @property
     def weight(self) -> int:
-        """Its share in the mean loss of steps: supervised tokens, or rows under preferences."""
+        """The weight in a mean of losses: supervised tokens, or rows under preferences."""
         return self.rows if self.metrics else self.supervised_tokens
 
 

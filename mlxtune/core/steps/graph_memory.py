@@ -11,9 +11,8 @@ from mlxtune.core.steps.memory_estimate import (
     held_logits,
 )
 
-# The most and the fewest rows of the vocabulary in a block of the head, and the most logits; how
-# many blocks of casts and of logits exist together, in use or in flight, and the most copies of all
-# logits.
+# The most and the fewest rows of the vocabulary in a block of the head, and the most logits in it;
+# how many blocks of casts and of logits coexist, and the most copies of all logits.
 _VOCABULARY_BLOCK, _FEWEST, _BLOCK_LOGITS = 4096, 512, 1 << 21
 _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 5, 9, 2
 # Copies of a chunk's logits that cross-entropy and its gradient hold, and copies that are not freed

@@ -25,8 +25,8 @@ ESTIMATE = (0.7, 1.4)
 # The values to try: tokens of a micro-batch, and supervised positions of a chunk of the head.
 _TOKENS = [1, *sorted(base << power for base in (64, 96) for power in range(14))]
 _CHUNKS = (256, 64, 16)
-# The cost of recomputing layers, as a share of a step's time; and of a chunk a quarter as large,
-# whose time was not measured: more than memory is worth if all fits, and less than recomputing.
+# The cost of recomputing layers, as a factor of a step's time; and the assumed cost of a chunk a
+# quarter as large: if all fits, it exceeds the worth of memory, but recomputing costs more.
 _RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
 # A shorter --max-seq-len is not worth advising.
 _SHORTEST = 16

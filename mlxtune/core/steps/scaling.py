@@ -6,7 +6,7 @@ from typing import Any
 
 from mlxtune.core.steps.deal import deal
 
-# Seconds of a message between machines over TCP, the system's part included.
+# Seconds of a message between machines over TCP, with the system's overhead.
 _LATENCY = 1e-4
 
 

@@ -51,10 +51,10 @@ class TrainingObserver:
         """Something went wrong, and training continues."""
 
     def on_note(self, topic: str, message: str) -> None:
-        """Something happened around the run that is worth a line."""
+        """An event around the run is worth a line."""
 
     def on_thermal(self, state: str) -> None:
-        """Heat now slows the machine as `state` says, or no longer if it is empty."""
+        """Heat now slows the machine as `state` says; it no longer does if `state` is empty."""
 
     def on_result(self, result: InstructTrainResult) -> None:
         """Training is complete."""

@@ -28,8 +28,8 @@ ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *TABLES)
 # The names of validation files, and of the hub's splits.
 VALIDATION = ("validation", "valid", "val", "dev")
 _MAX_LINE_BYTES = 1 << 26
-# The most bytes of a JSON array, which is read whole: one character beyond 16 bits makes each take
-# 32.
+# The most bytes of a JSON array, which is read whole: one character beyond 16 bits makes all take
+# 32 bits.
 _MAX_ARRAY_BYTES = 1 << 27
 # The most consecutive blank lines and comments; a million take a second.
 _MAX_ROWLESS = 1_000_000
