@@ -112,7 +112,7 @@ def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
     """Return a fresh base model with the adapter of a folder, read in the export format."""
     base = load_base(source)
     if config.format == "mlx-lm" and source.adapter.is_dora and base.quantize == "nf4":
-        # mlx-lm's DoRA unpacks the base by MLX's functions, which do not support nf4.
+        # mlx-lm's DoRA unpacks the base with MLX's functions, which do not support nf4.
         return load_adapted(base, str(folder)).model
     if config.format == "mlx-lm":
         return mlx_lm.load_with_mlx_lm(base.model, folder)

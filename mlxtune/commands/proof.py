@@ -84,7 +84,7 @@ def find_source(config: OutgoingConfig) -> Source:
 
 @contextmanager
 def output_folder(source: Source) -> Iterator[Path]:
-    """Yield a folder that is put in place at --output when all went well.
+    """Yield a folder that is put in place at --output if all goes well.
 
     Reports the base first, if it was quantised while loading. Nothing is left if a signal ends the
     process; the next run removes the remains of a kill. Raises OutputError.

@@ -38,7 +38,7 @@ def free_line(plan: MemoryPlan, free: int | None) -> str:
     return f"{line}, enough for this run"
 
 
-# With fewer steps, an adapter hardly changes; after the second number, most have learned.
+# Fewer steps hardly change an adapter; after the second number, most adapters have learned.
 _FEWEST_STEPS, _ENOUGH_STEPS = 30, 100
 
 

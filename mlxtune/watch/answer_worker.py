@@ -2,7 +2,7 @@
 
 Its argument has the options as JSON. Each line of stdin is a question in JSON, each line of stdout
 an object: a text to add to the answer of the `base` model or of the `adapter`, the new `status`,
-`notes` or a `problem`. It ends with stdin, or with its parent.
+`notes` or a `problem`. It ends when stdin closes or its parent ends.
 """
 
 import json

@@ -31,7 +31,7 @@ _WORKER = "mlxtune.watch.answer_worker"
 class Question:
     """A question to the model of a run, and both answers so far.
 
-    `status` is the process' current work, empty at the end.
+    `status` is the process's current work, empty at the end.
     """
 
     run: Path
@@ -127,7 +127,7 @@ class Asker:
             self.on_change()
 
     def _add(self, asked: Question, line: dict[str, Any]) -> None:
-        """Add the process' messages to the question."""
+        """Add the process's messages to the question."""
         asked.base += line.get("base", "")
         asked.adapter += line.get("adapter", "")
         asked.notes += line.get("notes", [])

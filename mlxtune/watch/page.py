@@ -24,7 +24,7 @@ PAGE = PageType(
     connects="'self'",
 )
 # The markup of each part by its name, empty for a hidden part; `chart_data` are the values of the
-# charts, `can_ask` is a truth value, and `title` the page's title.
+# charts, `can_ask` is a boolean, and `title` is the page's title.
 Parts = dict[str, Any]
 _PARTS = ("problem", "back", "head", "charts", "why_not", "latest", "samples", "data")
 # The time left is estimated from this many recent steps.

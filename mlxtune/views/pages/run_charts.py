@@ -13,7 +13,7 @@ from mlxtune.core.run.summary import RunView
 from mlxtune.core.text import byte_size, count, loss_text
 from mlxtune.views.pages.charts import Chart, Series
 
-# The number of colours for runs; after these they repeat with other dashes.
+# The number of colours for runs; further runs repeat them with other dashes.
 COLOURS, _DASHES = 8, 3
 # A level is drawn if the highest value comes this close to it, as a factor.
 _NEAR = 0.4
