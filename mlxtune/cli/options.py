@@ -117,14 +117,14 @@ class Command(click.Command):
             if not name.startswith("--") or name in ("--help", "--debug"):
                 continue
             param = own.get(name)
+            choices = str(param.metavar) if param else ""
+            if "|" in choices and not equals and (not left or left[0].startswith("--")):
+                answered, shown = True, "on" if "|on" in choices else choices
+                unknown.append(f"{name} needs a value: {name} {shown}")
+                continue
             if not equals and left and _takes(param, left[0]):
                 value = left.pop(0)
-            choices = str(param.metavar) if param else ""
-            if "|" in choices and not equals and (not value or value.startswith("--")):
-                left, answered = [value, *left] if value else left, True
-                shown = "on" if "|on" in choices else choices
-                unknown.append(f"{name} needs a value: {name} {shown}")
-            elif param is None:
+            if param is None:
                 plain = _plain(name)
                 elsewhere = ELSEWHERE.get((str(self.name), plain))
                 answered |= plain in KNOWN or plain in options or elsewhere is not None

@@ -181,7 +181,7 @@ def test_folder_stands_for_its_test_file_or_else_its_valid_file(home: Path, tmp_
     assert evaluate(config).rows == 4
     for name in ("test", "valid"):
         (folder / f"{name}.jsonl").unlink()
-    with pytest.raises(DataError, match=r"has neither test\.jsonl nor valid\.jsonl"):
+    with pytest.raises(DataError, match=r"has neither test\.jsonl nor validation\.jsonl"):
         evaluate(config)
 
 
