@@ -22,6 +22,7 @@ from mlxtune.commands.prepare.model import (
     find_model,
     load_model,
     prompted_as_trained,
+    trained_on_text,
 )
 from mlxtune.config import ChatConfig, as_path
 from mlxtune.core.data.conversation import to_json
@@ -58,6 +59,9 @@ def chat(config: ChatConfig) -> None:
     folder = find_model(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = Reader(config.reading(turns="last"), folder)
+        reader.require_template()
+        if trained_on_text(config):
+            console.warn("the adapter was trained on plain text: mlxtune generate completes texts")
         encoder = reader.encoder  # report its problems before the model loads for minutes
         loaded = load_model(config, folder, console)
         answerers = Answerers(config, loaded, reader)

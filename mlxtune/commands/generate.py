@@ -15,9 +15,10 @@ from mlxtune.commands.prepare.model import (
     load_model,
     prompted_as_trained,
     start_generator,
+    trained_on_text,
 )
 from mlxtune.config import GenerateConfig, as_path
-from mlxtune.core.data.prompt import MAX_BYTES, check_size, parse_content, prompt_of
+from mlxtune.core.data.prompt import MAX_BYTES, check_size, parse_content, prompt_of, text_prompt
 from mlxtune.core.files.reading import read_start
 from mlxtune.errors import DataError
 from mlxtune.views.console import RunConsole
@@ -32,17 +33,37 @@ def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda tex
 
     Raises a child of MlxTuneError for errors in options, files or the model.
     """
+    named = "template" in config.given
     config = with_base_model(prompted_as_trained(config))
     folder = find_model(config)
     content, where = _content(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = Reader(config.reading(turns="last"), folder)
-        prompt = prompt_of(reader.encoder, content, where)
+        completes = ""
+        if config.messages is None and config.system is None:
+            completes = _completes_text(config, reader, named=named)
+        if completes:
+            prompt = text_prompt(reader.encoder, content["messages"][0]["content"], where)
+        else:
+            reader.require_template()
+            prompt = prompt_of(reader.encoder, content, where)
         loaded = load_model(config, folder, console)
         check_prompt_length(prompt, loaded.base, where)
         generator = start_generator(config, loaded, reader)
-        console.say("Prompt", f"{len(prompt.ids):,} tokens, {reader.describe()} template")
+        how = completes or f"{reader.describe()} template"
+        console.say("Prompt", f"{len(prompt.ids):,} tokens, {how}")
         return generator.answer(prompt, config.part(Sampling), on_text)
+
+
+def _completes_text(config: GenerateConfig, reader: Reader, *, named: bool) -> str:
+    """Return that and why the model completes the prompt as plain text; "" if it answers.
+
+    `named` says whether the options name a template.
+    """
+    if not reader.has_template:
+        return "completed as plain text: the model has no chat template"
+    trained = not named and trained_on_text(config)
+    return "completed as plain text, as the adapter was trained" if trained else ""
 
 
 def show(config: GenerateConfig) -> None:

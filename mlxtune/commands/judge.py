@@ -48,6 +48,7 @@ from mlxtune.views.run_text import less_likely_line
 
 # The longest sample of an answer at the end of a run, in tokens.
 _LONGEST_SAMPLE = 128
+_NOTHING_TO_ANSWER = "no row has a prompt and a whole answer, as plain text has none"
 # The longest answer after a validation, in tokens, for which the run waits.
 _LONGEST_LIVE = 64
 # The longest search for a pattern in an answer, and how many searches may take longer.
@@ -117,7 +118,7 @@ def answer_rows(
     ends = tokenizer.control_ids | tokenizer.eos_ids
     asked = [(i, turn) for i, row in enumerate(rows) if (turn := last_turn(row, ends)) is not None]
     if not asked:
-        console.warn("no row has a prompt and a whole answer: nothing is generated")
+        console.warn(f"nothing is generated: {_NOTHING_TO_ANSWER}")
     prompts = [turn.prompt for _, turn in asked]
     sampling = Sampling(max_new_tokens=max_new_tokens)
 
@@ -232,6 +233,8 @@ def judge(
             evaluation = replace(evaluation, generated=generated)
             write_json(target, evaluation.as_dict())
             console.say("Samples", f"{count(generated.rows, 'row')} answered, for the report")
+        else:
+            console.say("Samples", f"none: {_NOTHING_TO_ANSWER}")
     except MlxTuneError as problem:
         console.warn(f"no sample answers: {problem}")
     except KeyboardInterrupt:

@@ -157,7 +157,7 @@ def train(
             weights = find_adapter(config.init_adapter, "--init-adapter")
             check_base(weights, folder, other_base=config.other_base)
         setup = prepare(folder, worker_run, None if dry_run else held, resume)
-        ledgers = setup.dataset.ledgers
+        ledgers, plain_text = setup.dataset.ledgers, setup.dataset.plain_text
         with (
             stop_on_interrupt(lambda: console.warn(console.stopping)) as asked,
             ConditionsWatch(Sensors()) as watch,
@@ -212,7 +212,7 @@ def train(
                     page := write_page(config.checkpoint_path, console.warn)
                 ):
                     console.say("Report", str(page))
-            console.say("Try it", run_text.usage_line(config), copyable=True)
+            console.say("Try it", run_text.usage_line(config, plain_text=plain_text), copyable=True)
     return TrainResult(
         training=result,
         adapter=None if dry_run else config.output_path,
@@ -352,7 +352,8 @@ def prepare(
     console.say("Model", base.describe())
     provenance = partial(provenance_of, base, model_hash)
     pipeline, plan = build_pipeline(
-        config, base, work, planned, console, provenance, resume, workers
+        *(config, base, work, planned, console, provenance, resume, workers),
+        plain_text=dataset.plain_text,
     )
     gain = larger_limit(config, plan, work)
     return Setup(dataset, base, pipeline, planned, plan, gain, products)

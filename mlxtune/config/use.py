@@ -193,7 +193,8 @@ class GenerateConfig(AnswerConfig):
 
     prompt: str | None = GENERATION.option(
         None,
-        "The user's message; without it or --messages, standard input is read.",
+        "The user's message, or plain text to complete if the model has no chat template or its "
+        "adapter was trained on plain text; without it or --messages, standard input is read.",
         COMMAND,
         metavar="TEXT",
     )

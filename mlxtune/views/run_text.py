@@ -279,10 +279,13 @@ _CONVERT_OPTIONS = {
 }
 
 
-def usage_line(config: TrainConfig) -> str:
-    """Return the command that talks to the model; it finds the base model in the adapter."""
+def usage_line(config: TrainConfig, *, plain_text: bool = False) -> str:
+    """Return the command that talks to the model, or continues a text, with the adapter alone."""
     own = config.output_path
-    return f"mlxtune chat --adapter {shlex.quote(str(own.parent if own.name == ADAPTER else own))}"
+    adapter = shlex.quote(str(own.parent if own.name == ADAPTER else own))
+    if plain_text:
+        return f"mlxtune generate --adapter {adapter} --prompt 'Once upon a time'"
+    return f"mlxtune chat --adapter {adapter}"
 
 
 def python_usage(model_path: str, adapter: str) -> str:

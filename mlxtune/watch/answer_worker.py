@@ -37,6 +37,7 @@ def answers(options: dict[str, Any], questions: Iterator[str]) -> Iterator[dict[
     config = with_base_model(prompted_as_trained(AnswerConfig(**options)))
     folder = find_model(config)
     reader = Reader(config.reading(turns="last"), folder)
+    reader.require_template()
     loaded = load_model(config, folder, RunConsole(quiet=True))
     answerers = Answerers(config, loaded, reader)
     for question in questions:

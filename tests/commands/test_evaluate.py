@@ -14,6 +14,8 @@ import pytest
 import safetensors.numpy
 
 from mlxtune import EvalConfig, TrainConfig, evaluate, resume, train, verify
+from mlxtune.commands.prepare.model import trained_on_text
+from mlxtune.config import UseConfig
 from mlxtune.errors import DataError
 from tests.command import Cli, Outcome
 from tests.models import CHATML, sums, write_chat, write_model
@@ -374,11 +376,18 @@ def test_samples_are_as_many_as_are_asked_for_and_change_nothing_else(
     assert "--samples must be at least 0" in train("--samples", -1).error
 
 
-def test_texts_have_no_samples(train: Cli, tmp_path: Path, output: Path) -> None:
+def test_texts_have_no_samples_and_are_to_be_completed(
+    train: Cli, home: Path, tmp_path: Path, output: Path
+) -> None:
     rows = [{"text": f"the fox jumps over the dog {i} times"} for i in range(30)]
-    outcome = train("--data", write_chat(tmp_path / "text.jsonl", rows), "--samples", 3)
-    assert (outcome.code, outcome.err) == (0, "")
+    data = write_chat(tmp_path / "text.jsonl", rows)
+    outcome = train("--data", data, "--samples", 3, quiet=False)
+    assert outcome.code == 0
+    assert "Samples     none: no row has a prompt and a whole answer, as plain text" in outcome.err
+    assert f"mlxtune generate --adapter {output.parent} --prompt" in outcome.err
     assert evaluation(output.parent)["generated"] is None
+    trained = [trained_on_text(UseConfig(adapter=str(each))) for each in (output, home / "out")]
+    assert trained == [True, False]
 
 
 def test_interrupt_while_samples_are_answered_is_harmless(

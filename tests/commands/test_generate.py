@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mlxtune import GenerateConfig, TrainConfig, generate, train
 from mlxtune.core.files.files import append_line
 from mlxtune.errors import OutputError
 from tests.command import Cli, Outcome
+from tests.models import write_model
 from tests.paths import DATA
 from tests.waiting import SECONDS
 
@@ -129,6 +131,34 @@ def test_python_has_the_text_as_it_comes(expected: str) -> None:
 )
 def test_nonsense_is_one_line(say: Any, arguments: list[object], stdin: Any, said: str) -> None:
     assert said in say("generate", *arguments, stdin=stdin).error
+
+
+def test_model_without_a_template_completes_text_and_takes_no_messages(
+    cli: Cli, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "model", "llama")
+    (folder / "chat_template.jinja").unlink()
+    model = ["--model-path", folder]
+    outcome = cli("generate", *model, "--prompt", "Once", "--max-new-tokens", 1)
+    assert "completed as plain text: the model has no chat template" in outcome.err
+    for command in (["generate", "--prompt", "Once", "--system", "Be brief."], ["chat"]):
+        error = cli(*command, *model).error
+        assert "complete plain text by mlxtune generate --prompt alone" in error
+        assert "train" not in error.partition("has no")[2]
+
+
+def test_adapter_of_plain_text_completes_text_unless_a_template_is_named(
+    say: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlxtune.commands import chat, generate
+
+    for module in (generate, chat):
+        monkeypatch.setattr(module, "trained_on_text", lambda config: True)
+    ask = partial(say, "generate", "--prompt", PROMPT)
+    assert "completed as plain text, as the adapter was trained" in ask().err
+    for asked in (["--template", "auto"], ["--system", "Be brief."]):
+        assert "the model's own template" in ask(*asked).err
+    assert "trained on plain text: mlxtune generate" in say("chat").err
 
 
 def test_pipe_that_nobody_writes_to_is_not_waited_for(say: Any, tmp_path: Path) -> None:

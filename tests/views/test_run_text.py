@@ -231,3 +231,5 @@ def test_usage_is_a_chat_with_the_adapter_as_a_shell_reads_it(
     config = TrainConfig("data/my model", ("data.jsonl",), output=output)
     words = shlex.split(run_text.usage_line(config))
     assert words == ["mlxtune", "chat", "--adapter", str(tmp_path / shown)]
+    completes = shlex.split(run_text.usage_line(config, plain_text=True))
+    assert completes[:5] == ["mlxtune", "generate", "--adapter", str(tmp_path / shown), "--prompt"]

@@ -63,6 +63,11 @@ class Dataset:
     findings: list[Finding]
     hub: list[dict[str, Any]]
 
+    @property
+    def plain_text(self) -> bool:
+        """Whether all rows are plain text, to which no template applies."""
+        return all(file.arrays.plain_text for file in self.files)
+
     def hold_out(self, rows: Iterable[int]) -> None:
         """Count rows of the corpus, by their index, as held out in the ledgers."""
         for index in rows:
@@ -153,6 +158,14 @@ class Reader:
     def has_template(self) -> bool:
         """Whether conversations can be rendered, by the model's own template or another."""
         return bool(self.template_source) or self._built_in is not None
+
+    def require_template(self) -> None:
+        """Raise ModelError if conversations cannot be rendered."""
+        if not self.has_template:
+            raise ModelError(
+                f"{self._folder}: has no chat template for messages: complete plain text by "
+                f"mlxtune generate --prompt alone, or use {self._fitting()}"
+            )
 
     def _refuse(self, row: Conversation) -> NoReturn:
         raise ModelError(

@@ -34,6 +34,8 @@ from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
 from mlxtune.errors import ConfigError, DataError, ModelError, one_line
 from mlxtune.views.console import RunConsole
 
+# The key of an adapter that was trained on plain text alone.
+_PLAIN_TEXT = "plain_text"
 # Options that shape a prompt.
 _PROMPT = ("template", "thinking", "merge_system")
 _OBJECTIVE = {field.name: field.default for field in dataclasses.fields(ObjectiveConfig)}
@@ -68,11 +70,14 @@ def build_pipeline(
     provenance: Callable[[], Mapping[str, Any]] = dict,
     resume: ResumePoint | None = None,
     workers: Workers = ALONE,
+    *,
+    plain_text: bool = False,
 ) -> tuple[InstructPipeline, MemoryPlan]:
     """Apply LoRA and set up the optimizer, to run as planned.
 
     `provenance` returns the facts of the model that checkpoints record. The plan is made again from
-    memory that the resumed run recorded, that the cache holds, or that is measured now.
+    memory that the resumed run recorded, that the cache holds, or that is measured now. Adapters
+    record `plain_text`, which says that the data is plain text alone.
     """
     resumed = {} if resume is None else resume.checkpoint.metadata
     pipeline = InstructPipeline(
@@ -83,7 +88,7 @@ def build_pipeline(
         fresh=resume is None,
         initial_hash=resumed.get("init_adapter_hash"),
         provenance=provenance,
-        base_record=loading.base_record(base) | _trained_as(config),
+        base_record=loading.base_record(base) | _trained_as(config, plain_text),
         warn=console.warn,
         workers=workers,
         objective=Objective(config.part(ObjectiveConfig)),
@@ -160,11 +165,12 @@ def _with_recorded(config: U, adapter: str, record: str, names: Collection[str])
         raise ModelError(f"{weights}: its config is damaged: {one_line(error)}") from error
 
 
-def _trained_as(config: TrainConfig) -> dict[str, Any]:
-    """Return the options that an adapter records for the commands that use it."""
+def _trained_as(config: TrainConfig, plain_text: bool) -> dict[str, Any]:
+    """Return the facts that an adapter records for the commands that use it."""
     own = ((name, getattr(config, name)) for name in _OBJECTIVE)
     objective = {name: value for name, value in own if value != _OBJECTIVE[name]}
-    return {"prompt": _prompt_options(config)} | ({"objective": objective} if objective else {})
+    found = {"objective": objective, _PLAIN_TEXT: plain_text}
+    return {"prompt": _prompt_options(config)} | {key: each for key, each in found.items() if each}
 
 
 def _prompt_options(config: UseConfig | TrainConfig) -> dict[str, Any]:
@@ -173,6 +179,13 @@ def _prompt_options(config: UseConfig | TrainConfig) -> dict[str, Any]:
     if values["template"] not in TEMPLATES:
         values["template"] = template_text(values["template"])  # a path may change
     return {name: value for name, value in values.items() if value != getattr(UseConfig, name)}
+
+
+def trained_on_text(config: UseConfig) -> bool:
+    """Return whether the adapter, if any, was trained on plain text alone. Raises ModelError."""
+    if config.adapter is None:
+        return False
+    return read_info(find_adapter(config.adapter)).mlxtune.get(_PLAIN_TEXT) is True
 
 
 def load_model(

@@ -92,6 +92,12 @@ class ExampleArrays:
         """int32 (E,): the supervised tokens of each example."""
         return self._supervised_within(self.lengths, np.zeros_like(self.lengths))
 
+    @property
+    def plain_text(self) -> bool:
+        """Whether every example carries loss from its second token on, as only plain text does."""
+        starts = self.ends - self.lengths
+        return bool(self.mask[np.minimum(starts + 1, self.ends - 1)].all())
+
     def cut(self, max_seq_len: int | None = None, *, at: str = "end") -> CutExamples:
         """Cut every example to `max_seq_len` tokens, at its `end` or at its `start`."""
         lengths = self.lengths if max_seq_len is None else np.minimum(self.lengths, max_seq_len)

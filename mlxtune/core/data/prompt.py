@@ -21,6 +21,7 @@ from mlxtune.core.data.conversation import (
     DESIRABLE,
     UNDESIRABLE,
     Conversation,
+    Document,
     parse_conversation,
 )
 from mlxtune.core.data.encode import Encoder, Example
@@ -75,6 +76,21 @@ def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Promp
         return _before_answer(encoder, parsed)
     except BadRow as problem:
         raise DataError(f"{where}: {problem}") from problem
+
+
+def text_prompt(encoder: Encoder, text: str, where: str) -> Prompt:
+    """Return the prompt that a model completes as it was trained on plain text.
+
+    Raises DataError if the text cannot be encoded.
+    """
+    skipped = SkippedRows(Path())
+    encoded = encoder.encode([Document(1, text)], skipped, RowTally())
+    rows = [row for rows in encoded for row in rows]
+    for problem in skipped.problems.values():
+        raise DataError(f"{where}: {problem}")
+    (((example,)),) = rows
+    *before, end = example.tokens.tolist()
+    return Prompt(tuple(before), end)
 
 
 def _before_answer(encoder: Encoder, conversation: Conversation) -> Prompt:

@@ -20,9 +20,12 @@ from mlxtune.core.data.conversation import (
     Pair,
     parse_conversation,
 )
+from mlxtune.core.data.corpus import ExampleArrays
 from mlxtune.core.data.encode import Encoder, OffsetEncoding
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
+from mlxtune.core.data.prompt import text_prompt
 from mlxtune.core.data.template import Rendered, Rendering, Template, render_qwen3
+from mlxtune.errors import DataError
 from tests.core.data.encoding import (
     CONTROL,
     CONTROL_TOKENS,
@@ -61,6 +64,28 @@ def test_first_token_of_all_carries_no_loss_since_nothing_predicts_it() -> None:
     # The end of the text alone has nothing before it.
     examples, ledger, skipped = encode(words(eos="<|endoftext|>"), Document(1, ""))
     assert (examples, ledger.rows_read, skipped.total) == ([], 1, 1)
+
+
+def test_text_to_complete_is_encoded_as_the_start_of_a_document() -> None:
+    for bos in "<bos>", None:
+        tokenizer = words(bos, "<|endoftext|>")
+        encoder = Encoder(render_qwen3, tokenizer)
+        (example,), _, _ = encode(tokenizer, Document(1, "One two."))
+
+        prompt = text_prompt(encoder, "One two", "--prompt")
+
+        assert list(prompt.ids) == example.tokens[: len(prompt.ids)].tolist()
+        assert (len(prompt.ids), prompt.end) == (len(example) - 2, tokenizer.eos_id)
+    with pytest.raises(DataError, match="--prompt: the tokenizer has no end-of-text token"):
+        text_prompt(Encoder(render_qwen3, words("<bos>")), "One", "--prompt")
+
+
+def test_examples_are_plain_text_where_no_row_is_a_conversation() -> None:
+    documents = [Document(1, "One two."), Document(2, "")]
+    chat = converse(("user", "Hi"), ("assistant", "One"), row=3)
+    for rows, plain in ((documents, True), ([*documents, chat], False)):
+        examples, _, _ = encode(words("<bos>", "<|endoftext|>"), *rows)
+        assert ExampleArrays.of(examples).plain_text == plain
 
 
 def test_document_that_begins_with_bos_gets_no_second_one() -> None:
