@@ -120,7 +120,7 @@ class ExampleArrays:
     def _supervised_within(
         self, lengths: npt.NDArray[np.int32], skipped: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:
-        """Return int32 (E,): the supervised among `lengths` tokens after the first `skipped`."""
+        """Return int32 (E,): supervised tokens of `lengths` tokens after the first `skipped`."""
         counts = np.zeros(len(lengths), dtype=np.int32)
         # Sum block by block: numpy would convert the whole array first.
         blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
@@ -339,7 +339,7 @@ class Corpus(Sequence[Example]):
         return CorpusRows(self, range(self.num_rows) if rows is None else rows)
 
     def place_of(self, index: int) -> tuple[int, int]:
-        """Return the file of a row, as an index, and its number there."""
+        """Return the index of a row's file, and the row's number in it."""
         first = self._first_of_row[index]
         return int(self._file[first]), int(self.row_numbers[first])
 
@@ -457,7 +457,7 @@ class CorpusRows:
         return self.corpus.file_of_row[np.asarray(self.indices, dtype=np.int64)]
 
     def place(self, place: int) -> tuple[str, int]:
-        """Return the path of a row's file, if known, and the row's number there."""
+        """Return the path of a row's file, if known, and the row's number in it."""
         file, row = self.corpus.place_of(self.indices[place])
         return self.corpus.paths[file] if self.corpus.paths else "", row
 

@@ -33,7 +33,7 @@ def where(path: str | Path, row: int) -> str:
 
 
 def has_elements(head: bytes) -> bool:
-    """Return whether a file that starts like this is parquet or a JSON array."""
+    """Return whether a file with these first bytes is parquet or a JSON array."""
     return head.startswith(PARQUET) or head.removeprefix(UTF8_BOM).lstrip().startswith(b"[")
 
 

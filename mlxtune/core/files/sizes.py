@@ -37,7 +37,7 @@ def check_open(name: str, file: io.BufferedReader) -> None:
     if size < _SMALL or status.st_blocks * 512 * _LEAST_STORED >= size:
         return
     # Some network file systems count no blocks, and ZFS none for fresh writes. They report a file's
-    # data and holes, or data alone.
+    # data and holes, or only data.
     if (stored := stored_bytes(file, size)) * _LEAST_STORED < size:
         raise TooLarge(f"{name} has {size:,} bytes, but only {stored:,} of them are on disk")
 
@@ -66,7 +66,7 @@ def check_file(path: Path, limits: Limits) -> None:
 
 
 def check_values(path: Path, limits: Limits) -> None:
-    """Raise ValueError for a JSON file with too many values, or of too large a size; OSError."""
+    """Raise ValueError for a JSON file with too many values or bytes; OSError."""
     check_count(read_bytes(path, limits), limits, path.name)
 
 

@@ -21,7 +21,7 @@ _FOR_SPEED = {
     "mkl": "without another fast BLAS, training on the CPU takes far longer",
     "threadpoolctl": "training on the CPU takes longer",
 }
-# On Linux, extras bring MLX's library; on macOS, mlx includes it.
+# On Linux, extras install MLX's library; on macOS, mlx includes it.
 _EXTRAS = {"mlx-cpu": "cpu", "mlx-cuda-12": "cuda12", "mlx-cuda-13": "cuda13"}
 INSTALL_LIBRARY = (
     "pip install 'mlxtune[cpu]', or for an NVIDIA GPU 'mlxtune[cuda13]' "

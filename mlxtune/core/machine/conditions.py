@@ -40,7 +40,7 @@ _SECONDS, _SLOW_SECONDS = 3.0, 12.0
 
 
 class Pressure(IntEnum):
-    """How short the memory of the whole machine is."""
+    """The memory pressure of the whole machine."""
 
     NORMAL = 0
     WARN = 1

@@ -89,7 +89,7 @@ def reserve_when_free(
 
 
 def reservations(folder: Path) -> list[Reservation]:
-    """Return the reservations of other processes, and remove the files of dead ones."""
+    """Return the reservations of other processes, and remove the files of dead processes."""
     reserved = []
     for path in sorted(path for path in folder.glob("*") if _NAME.fullmatch(path.name)):
         holder = holder_of(path)

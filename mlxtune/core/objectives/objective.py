@@ -108,7 +108,7 @@ class Objective:
 
     @property
     def needs_kl(self) -> bool:
-        """Whether a step needs the divergence, from another row's answer to each prompt."""
+        """Whether a step needs the divergence, measured on another row's answer to each prompt."""
         return self.name in LABELLED and self.options.kto_loss == "kto"
 
     @property

@@ -29,8 +29,8 @@ _CACHE = "references"
 class PreferenceRows(CorpusRows):
     """Rows of a corpus, with their objective's references and pairs.
 
-    If it needs the divergence, each row gets an example of another row's answer to its prompt: the
-    previous row's, and the last row's for the first, as in TRL. `references` has the reference's
+    If it needs the divergence, each row gets an example of its prompt with the answer of the
+    previous row, or of the last row for the first, as in TRL. `references` has the reference's
     log-probabilities of each row's examples.
     """
 

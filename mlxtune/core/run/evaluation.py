@@ -186,9 +186,9 @@ class Evaluation:
 
     `tokens` counts supervised tokens. The difference and the verdict compare with the base model,
     or with the adapter from which training started: then `start` is its loss, and `base_difference`
-    compares with the base model. It `hardly` helped or hurt below 1% of the loss. `gained` and
-    `lost` are the rows that contribute most to the difference from the base model, in nats, for the
-    better and for the worse.
+    compares with the base model. Below 1% of the loss, the adapter `hardly` helped or hurt.
+    `gained` and `lost` are the rows that contribute most to the difference from the base model, in
+    nats, for the better and for the worse.
 
     Under an objective of preferences, the losses are of the good answers, the verdict is about
     `preference`, and without an adapter `preferred` is the share of pairs that the base prefers.
@@ -268,7 +268,7 @@ def sums_of(rows: CorpusRows, losses: Losses, on_progress: Callable[[int, int], 
 
 @dataclass(frozen=True)
 class JudgedRows:
-    """Rows to evaluate, without rows that were trained on too, unless all rows were."""
+    """Rows to evaluate: rows that were not trained on or, if there are none, all rows."""
 
     rows: CorpusRows
     left_out: int

@@ -204,7 +204,7 @@ def progress_of(result: InstructTrainResult) -> Progress:
 
 def record_values(record: Record) -> dict[str, Any]:
     values = {"kind": _KIND_OF[type(record)], **asdict(record)}
-    # Only objectives of preferences have metrics, and only several files a loss for each.
+    # Only objectives of preferences have metrics, and only runs with several files a loss per file.
     optional = ("metrics", "files")
     for part in (values, *values.get("files", ())):
         for name in optional:

@@ -45,7 +45,7 @@ class Check:
 
 @dataclass
 class Verification:
-    """All checks of a run. `step` is the last with a checkpoint."""
+    """All checks of a run. `step` is the last step with a checkpoint."""
 
     run: str
     step: int = 0

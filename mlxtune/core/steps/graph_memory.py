@@ -33,7 +33,7 @@ _MIXED, _MIXED_COPIES = 4, 5
 
 
 def vocabulary_block(positions: int) -> int:
-    """Return how many rows of the vocabulary a linear head takes at once, in MLX's own graph."""
+    """Return the number of vocabulary rows in a block of a linear head, in MLX's own graph."""
     return max(_FEWEST, min(_VOCABULARY_BLOCK, _BLOCK_LOGITS // max(positions, 1)))
 
 

@@ -32,7 +32,7 @@ class Group:
     added: int = 0
 
     def padding(self, examples: Sequence[Example]) -> int:
-        """Return the number of padding tokens; `examples` are all of the step."""
+        """Return the number of padding tokens; `examples` are all examples of the step."""
         run = sum(run_length(examples[i]) for i in self.examples)
         # A line runs fewer tokens than its examples have if they share prefixes.
         return max(self.tokens - self.added - run, 0) + self.added

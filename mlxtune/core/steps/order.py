@@ -1,4 +1,4 @@
-"""The training rows and their order: functions of the seed alone."""
+"""The training rows and their order, which depend on the seed only."""
 
 import random
 from collections.abc import Sequence

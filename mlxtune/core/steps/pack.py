@@ -83,7 +83,7 @@ def plan_packs(
 
     `fixed` is the cost of a line beyond its tokens, in units of one token's time. A single longer
     example has its own line. The shared prefix of a line's examples counts once, with `keyed` only
-    if their `key` is equal. Lengths are rounded last. A function of the arguments.
+    if their `key` is equal. Lengths are rounded last. The packs depend on the arguments only.
     """
     texts = [_run(example) for example in examples]
     packs: list[Group] = []

@@ -38,7 +38,7 @@ class Scaling:
 
     @property
     def speedup(self) -> float | None:
-        """The largest speedup over one machine, as smaller shares are less efficient."""
+        """An upper bound on the speedup over one machine: smaller shares are less efficient."""
         if self.step_s is None:
             return None
         return self.step_s / (self.dearest * self.step_s + self.exchange_s)

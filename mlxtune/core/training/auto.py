@@ -70,7 +70,7 @@ def _rate(parameters: int, share: float) -> float:
 
 
 def command_line(config: TrainConfig) -> str:
-    """Return the command that has these options."""
+    """Return the `train` command with these options."""
     words = ["mlxtune", "train"]
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -51,7 +51,7 @@ class TrainingObserver:
         """Something went wrong, and training continues."""
 
     def on_note(self, topic: str, message: str) -> None:
-        """An event around the run is worth a line."""
+        """The run has a `message` for the user, under a `topic`."""
 
     def on_thermal(self, state: str) -> None:
         """Heat now slows the machine as `state` says; it no longer does if `state` is empty."""

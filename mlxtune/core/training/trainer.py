@@ -137,7 +137,7 @@ class InstructTrainer:
         return TrainingMetrics(self.total_steps, self.progress.steps)
 
     def data_hash(self) -> str:
-        """Return `sha256:` over the whole corpus, with the rows held out."""
+        """Return `sha256:` over the whole corpus, held-out rows included."""
         return self._data_hash
 
     def validation_hash(self) -> str:
