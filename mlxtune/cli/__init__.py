@@ -48,7 +48,7 @@ class _OrderedGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command. Raises UsageError, which names ours for another tool's command."""
+        """Return the command. Raises UsageError, which names our command for another tool's."""
         if args and args[0] not in self.commands and (known := KNOWN_COMMANDS.get(args[0])):
             raise click.UsageError(f"no command {args[0]}, here: {known}", ctx)
         return super().resolve_command(ctx, args)

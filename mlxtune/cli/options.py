@@ -31,7 +31,7 @@ _MAX_NAMED = 10
 def config_options(config: type) -> list[click.Option]:
     """Return a click option for each field of a config.
 
-    Values stay text, or None if not given: the config converts and checks all of them at once.
+    Values stay text, or None if not given: the config converts and checks all of them together.
     """
     types = field_types(config)
     return [

@@ -140,7 +140,7 @@ class _Conversation:
     def _answers(
         self, prompts: dict[bool, Prompt], should_stop: Callable[[], bool]
     ) -> dict[bool, Answer]:
-        """Print the answers as they come, and return them."""
+        """Print the answers as they arrive, and return them."""
         answers: dict[bool, Answer] = {}
         with closing(AnswerConsole([_NAMES[on] for on in prompts])) as console:
             for on, piece in self.answerers.answer(prompts, should_stop):

@@ -48,7 +48,7 @@ def fuse(config: FuseConfig) -> ExportResult:
 def _dequantizes(config: FuseConfig, source: Source) -> bool:
     """Return whether to write plain weights, as the options or the target format require.
 
-    Raises ModelError if --gguf cannot be done for this model.
+    Raises ModelError if this model cannot be written as GGUF.
     """
     model = read_config(source.folder, trust_remote_code=config.trust_remote_code)
     if config.gguf:

@@ -87,7 +87,7 @@ def output_folder(source: Source) -> Iterator[Path]:
     """Yield a folder that is put in place at --output if all goes well.
 
     Reports the base first, if it was quantised while loading. Nothing is left if a signal ends the
-    process; the next run removes the remains of a kill. Raises OutputError.
+    process; the next command removes the leftovers of a killed process. Raises OutputError.
     """
     config, console = source.config, source.console
     if source.quantization:
@@ -159,7 +159,7 @@ def certify(source: Source, folder: Path, certificate: Certificate) -> ExportRes
 
 
 def prompts_for(source: Source) -> list[list[int]]:
-    """Return the tokens of the prompts to compare on, as `generate` would make them."""
+    """Return the tokens of the prompts to compare on, made as `generate` makes them."""
     trust = source.config.trust_remote_code
     data = DataConfig(str(source.folder), data=_PROMPTS, trust_remote_code=trust)
     reader = Reader(data, source.folder)

@@ -76,9 +76,9 @@ from mlxtune.views.pages.run_page import ResultCard, write_page
 class TrainResult:
     """The result of a run. `adapter` is the file written; None, like `training`, after a dry run.
 
-    `ledgers` account for the rows of each data file, validation files last. `evaluation`
-    says whether the adapter helped on the validation rows, if there are any. A notebook shows the
-    result as a page with the curve of the loss.
+    `ledgers` account for the rows of each data file, validation files last. `evaluation` says
+    whether the adapter helped on the validation rows, if there are any. A notebook shows the result
+    as a page with the loss curve.
     """
 
     training: InstructTrainResult | None = field(repr=False)

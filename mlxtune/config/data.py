@@ -218,7 +218,7 @@ class DataConfig(RowsConfig, _Source):
 
 @dataclasses.dataclass(frozen=True)
 class InspectConfig(DataConfig):
-    """Options of `mlxtune inspect`. Raises ConfigError, with every problem at once."""
+    """Options of `mlxtune inspect`. Raises ConfigError, which lists every problem."""
 
     row: int | None = INSPECT.option(
         None, "Show only this row, by its number in the file.", COMMAND, at_least=1

@@ -278,7 +278,7 @@ _Part = TypeVar("_Part")
 class Checked:
     """A dataclass that converts and checks its fields, and reports every problem in one error."""
 
-    # The names of the options given by the config's maker.
+    # The names of the options that the caller gave.
     given: frozenset[str]
 
     def __new__(cls, *values: Any, **options: Any) -> Self:

@@ -1,7 +1,7 @@
 """Limits of the files that are read, by their kind, and JSON read within them.
 
-Python's objects take up to 40 times their JSON: `[],` is 3 bytes, and 64 in memory. So the values
-are counted in the text before any is created.
+Python's objects take up to 40 times their JSON: `[],` takes 3 bytes, and 64 in memory. So the
+values are counted in the text before any is created.
 """
 
 import json
@@ -102,8 +102,8 @@ def check_bytes(name: str, size: int, limits: Limits) -> None:
 def parse_json(content: bytes, limits: Limits, name: str, *, constants: bool = True) -> Any:
     """Return the value of a file's JSON, after counting its values.
 
-    Without `constants`, NaN and infinity, which JSON lacks, are refused, 1e999 too. Raises TooLarge
-    or another ValueError, which both name the file.
+    Without `constants`, NaN, infinity and numbers as large as 1e999 are refused. Raises TooLarge or
+    another ValueError, which both name the file.
     """
     check_bytes(name, len(content), limits)
     check_count(content, limits, name)

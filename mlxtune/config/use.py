@@ -81,10 +81,10 @@ class UseConfig(ModelConfig):
 class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     """Options of an evaluation, for the command and for `mlxtune.commands.evaluate`.
 
-    Every row of the data is evaluated; in a folder, its `test` or else its `valid` file. Without an
+    Every row of the data is evaluated; of a folder, its `test` or else its `valid` file. Without an
     adapter, only the base model is evaluated.
 
-    Raises ConfigError, with every problem at once.
+    Raises ConfigError, which lists every problem.
     """
 
     data: tuple[str, ...] = same(
@@ -188,7 +188,7 @@ class ChatConfig(AnswerConfig):
 class GenerateConfig(AnswerConfig):
     """Options of one answer, for the command and for `mlxtune.commands.generate`.
 
-    Raises ConfigError, with every problem at once.
+    Raises ConfigError, which lists every problem.
     """
 
     prompt: str | None = GENERATION.option(
@@ -215,7 +215,7 @@ class GenerateConfig(AnswerConfig):
 
 @dataclasses.dataclass(frozen=True)
 class ImportConfig(Checked):
-    """Options of `mlxtune import`. Raises ConfigError, with every problem at once."""
+    """Options of `mlxtune import`. Raises ConfigError, which lists every problem."""
 
     adapter: str = same(
         UseConfig,
@@ -260,7 +260,7 @@ class ImportConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class FuseConfig(ImportConfig):
-    """Options of `mlxtune fuse`. Raises ConfigError, with every problem at once."""
+    """Options of `mlxtune fuse`. Raises ConfigError, which lists every problem."""
 
     adapter: str = same(UseConfig, "adapter", "", required=True)
     dtype: str = same(
@@ -284,7 +284,7 @@ class FuseConfig(ImportConfig):
 
 @dataclasses.dataclass(frozen=True)
 class ExportConfig(ImportConfig):
-    """Options of `mlxtune export`. Raises ConfigError, with every problem at once."""
+    """Options of `mlxtune export`. Raises ConfigError, which lists every problem."""
 
     adapter: str = same(FuseConfig, "adapter")
     format: str = EXPORT.option(
@@ -336,7 +336,7 @@ class DemoConfig(Checked):
 
     `train(DemoConfig().training())` runs it from Python.
 
-    Raises ConfigError, with every problem at once.
+    Raises ConfigError, which lists every problem.
     """
 
     output: str = same(TrainConfig, "output", "mlxtune-demo/adapters.safetensors")

@@ -30,7 +30,7 @@ _RETRY, _LIMITS = "Retry-After", ("ratelimit", "ratelimit-policy")
 
 
 class BadAnswerError(ValueError):
-    """An answer that no hub gives."""
+    """An answer that a hub would never give."""
 
 
 def check_answers() -> None:

@@ -116,7 +116,7 @@ def _split_in(file: str) -> str | None:
 def choose(
     name: DatasetName, splits: Splits, *, held_out: bool = False
 ) -> tuple[str, dict[str, Sequence[str]]]:
-    """Return the configuration that a name means, and the files of each split that it means.
+    """Return the configuration that a name stands for, and the files of the wanted splits.
 
     Without a split, these are the training data and, if there is some, the validation data; with
     `held_out` the test data, or else the validation data, as for a folder. Raises DataError, naming

@@ -119,7 +119,7 @@ def open_tensorboard(run: TrackedRun) -> Tracker:
 def open_wandb(run: TrackedRun) -> Tracker:
     """Open a run of the project WANDB_PROJECT, `mlxtune` by default, on Weights & Biases.
 
-    Without a login it stays in files, for `wandb sync` to send later. It never prompts, and
+    Without a login, the run stays in files, for `wandb sync` to upload later. It never prompts, and
     captures nothing from the terminal. Raises RuntimeError if it must be online without a login.
     """
     import wandb

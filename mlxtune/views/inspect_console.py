@@ -72,7 +72,7 @@ def _safe(value: object) -> str:
 
 
 def _summary(inspection: Inspection) -> list[str]:
-    """Return all but the examples as lines of rich's markup."""
+    """Return an inspection without its examples, as lines of rich's markup."""
     lengths: list[tuple[Any, ...]] = [("", "median", "p95", "longest", "mean", "sum")]
     for name, each in (("all", inspection.tokens), ("supervised", inspection.supervised)):
         lengths.append((name, each.p50, each.p95, each.max, round(each.mean), each.total))

@@ -45,7 +45,7 @@ _FEWEST_STEPS, _ENOUGH_STEPS = 30, 100
 def few_steps_line(
     steps: int, per_epoch: int, max_steps: int | None, auto: TrainConfig | None = None
 ) -> str:
-    """Return the advice for a run that is too short to learn from, empty for others.
+    """Return the advice for a run that is too short to learn from; empty for longer runs.
 
     `auto` are the options if --auto chose the epochs, and more of them would overfit.
     """

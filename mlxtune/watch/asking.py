@@ -74,7 +74,7 @@ class Asker:
         threading.Thread(target=self._answer, args=(asked, options), daemon=True).start()
 
     def question_of(self, run: Path) -> Question | None:
-        """Return the last question, if it was to this run."""
+        """Return the last question, if it was for this run."""
         asked = self._question
         return asked if asked is not None and asked.run == run else None
 

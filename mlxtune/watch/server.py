@@ -90,7 +90,7 @@ class PageServer(ThreadingHTTPServer):
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Show the traceback of a bug, unless the browser has just gone."""
+        """Show the traceback of a bug, unless the browser has just disconnected."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 

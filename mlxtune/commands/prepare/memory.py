@@ -38,7 +38,7 @@ from mlxtune.errors import MemoryLimitError, MlxTuneError, OutputError
 from mlxtune.views import plan_text
 from mlxtune.views.console import RunConsole
 
-# The least share of time that a wide micro-batch must save on the CPU, where few save any.
+# The least share of time that a wide micro-batch must save on the CPU, where it rarely saves any.
 _CPU_TOLERANCE = 0.05
 # The values of `recompute` that --grad-checkpoint allows.
 _CHECKPOINTING = {"on": (True,), "off": (False,), "auto": (False, True)}
@@ -47,7 +47,7 @@ _LONGEST = 1 << 20
 
 
 def training_rows(config: TrainConfig, dataset: Dataset) -> list[int]:
-    """Return the rows of the corpus that train, as the trainer chooses them."""
+    """Return the training rows of the corpus, as the trainer chooses them."""
     corpus = dataset.corpus
     if dataset.validation is not None:
         return list(range(corpus.num_rows))

@@ -23,7 +23,7 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Return the position of a value, from 0 at the low end to 1 at the high."""
+        """Return the position of a value, from 0 at the low end to 1 at the high end."""
         if self.log:
             low = math.log10(self.low)
             return (math.log10(value) - low) / (math.log10(self.high) - low)

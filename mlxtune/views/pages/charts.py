@@ -115,7 +115,7 @@ def _points_at(series: Series, shown: Sequence[int]) -> Series:
 def decimate(values: Sequence[float], points: int = _POINTS) -> list[int]:
     """Return the indices of at most `points` finite values that draw the same picture.
 
-    It keeps the first, the last, and the lowest and highest value of each stretch, so all peaks.
+    It keeps the first, the last, and the lowest and highest value of each stretch: all peaks.
     """
     every = np.asarray(values, dtype=np.float64)
     finite = np.flatnonzero(np.isfinite(every))
