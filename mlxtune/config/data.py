@@ -21,6 +21,12 @@ ROW_NAMES = (
 )
 MESSAGE_NAMES = ("role", "content", "from", "value")
 FIELD_NAMES = (*ROW_NAMES, *MESSAGE_NAMES)
+# Fields by the names of other tools.
+_MEANT = {
+    **dict.fromkeys(("context", "passage", "document"), "input"),
+    **dict.fromkeys(("question", "query", "user"), "prompt"),
+    **dict.fromkeys(("answer", "response", "assistant"), "completion"),
+}
 TEMPLATES = ("auto", "chatml", "qwen3", "gemma")
 FORMATS = ("4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4")
 
@@ -258,8 +264,8 @@ def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
         if not equals or not key:
             raise ValueError(f"{shorten(pair)} is not a pair such as prompt=question")
         if name not in FIELD_NAMES:
-            close = difflib.get_close_matches(name, FIELD_NAMES, 1)
-            hint = f", did you mean {close[0]}?" if close else ""
+            close = _MEANT.get(name) or "".join(difflib.get_close_matches(name, FIELD_NAMES, 1))
+            hint = f", did you mean {close}?" if close else ""
             raise ValueError(
                 f"{shorten(name)} is not a field{hint} (known: {', '.join(FIELD_NAMES)})"
             )

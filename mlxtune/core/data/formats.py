@@ -10,6 +10,7 @@ text      text                      no conversation: a document
 Rows of preferences are in preferences.py.
 """
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -92,8 +93,8 @@ def read_rows(
             bad += 1
             if bad % _MANY == 0 and bad > _MOST_BAD * (bad + good):
                 raise DataError(
-                    f"{shown(path)}: {bad:,} of its first {bad + good:,} rows cannot be trained "
-                    f"on; the first: {skipped.first()}"
+                    f"{shown(path)}: {bad:,} of its first {bad + good:,} rows cannot be used; "
+                    f"the first: {skipped.first()}"
                 ) from problem
         else:
             good += 1
@@ -162,11 +163,13 @@ def _with_our_keys(content: JsonObject, formats: Mapping[str, Format]) -> JsonOb
     )
     if not prompts or not answers:
         return content
-    alpaca = "instruction" in prompts and prompts in (["instruction"], ["instruction", "input"])
+    texts = [key for key in contexts if isinstance(content[key], str)]
+    has_input = len(prompts) == 1 and bool(texts)
+    alpaca = has_input or prompts in (["instruction"], ["instruction", "input"])
     asks, answers_as = ("instruction", "output") if alpaca else ("prompt", "completion")
     if len(answers) == 1 and not contexts and (alpaca or len(prompts) == 1):
         return _rename(content, {asks: prompts[0], answers_as: answers[0]})
-    beside = f" --field input={contexts[0]}" if contexts and alpaca else ""
+    beside = f" --field input={(texts or contexts)[0]}" if contexts and alpaca else ""
     readings = [f"--field {asks}={ask} --field {answers_as}={answers[0]}" for ask in prompts]
     readings += [f"--field {asks}={prompts[0]} --field {answers_as}={one}" for one in answers[1:]]
     raise BadRow(
@@ -184,6 +187,10 @@ def _missing_keys(
 ) -> BadRow:
     shown = [shorten(k) + " (empty)" * (content[k] is None) for k in list(content)[:5]]
     keys = f"its keys: {', '.join(shown) or 'none'}"
+    alike = {_letters(key): key for key in content}
+    for key in (fields[name] for name in fields if name in ROW_NAMES):
+        if key not in content and (close := alike.get(_letters(key))):
+            return BadRow(f"no {shorten(key)}", f"did you mean {shorten(close)}?")
     if (empty := _empty_key(renamed, formats)) is not None:
         return BadRow(f"'{fields.get(empty, empty)}' is empty", keys)
     if file_format is not None:
@@ -195,7 +202,30 @@ def _missing_keys(
             return BadRow(f"no '{sides[0]}'", f"a pair needs both answers; {keys}")
     known = (" + ".join(fields.get(k, k) for k in each.keys) for each in formats.values())
     looked = f"looked for: {', '.join(known)}"
-    return BadRow("no known format", f"{keys}; {looked}; --field NAME=KEY names a key of yours")
+    return BadRow("no known format", f"{keys}; {looked}; {_advice(content, formats)}")
+
+
+def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
+    """Return the remedy for a row of unknown keys."""
+    for key, value in content.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, dict) and recognise(first, formats) is not None:
+            return f"the rows are under {shorten(key)}: save that list as the file"
+    if content and all(len(key.split()) > 3 for key in content):
+        return "if these are texts of a row, write a line of column names above it"
+    texts = {key: value for key, value in content.items() if isinstance(value, str)}
+    if len(content) > 2:
+        texts = {key: value for key, value in texts.items() if " " in value.strip()}
+    if len(texts) == 2 and formats is FORMATS and texts.keys().isdisjoint(ROW_NAMES):
+        prompt, completion = map(shlex.quote, texts)
+        if len(prompt + completion) < 100:
+            return f"give --field prompt={prompt} --field completion={completion}"
+    return "--field NAME=KEY names a key of yours"
+
+
+def _letters(key: str) -> str:
+    """Return a key without case, spaces and signs."""
+    return "".join(filter(str.isalnum, key[:200])).casefold()
 
 
 def _with_prompt(content: JsonObject) -> JsonObject:

@@ -142,10 +142,12 @@ def parse_json(text: str | bytes, kind: str = "not valid JSON") -> Any:
             text = text.decode("utf-8")
         return json.loads(text)
     except UnicodeDecodeError as error:
-        raise BadRow("not UTF-8", f"byte {error.start + 1}") from error
+        raise BadRow("not UTF-8", f"byte {error.start + 1}: save the file in UTF-8") from error
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        raise BadRow(kind, f"{error.msg} at {line}column {error.colno}") from error
+        raise BadRow(
+            kind, f"{error.msg.removesuffix(' at')} at {line}column {error.colno}"
+        ) from error
     except RecursionError as error:
         raise BadRow("JSON nested too deeply") from error
     except ValueError as error:  # a number with thousands of digits

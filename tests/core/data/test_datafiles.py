@@ -53,8 +53,13 @@ BAD_LINES: list[tuple[str, bytes, str, str]] = [
     # name, line, the kind that is counted, what else the reason says
     ("half_an_object", b'{"messages": [', "not valid JSON", "column 15"),
     ("two_objects", GOOD + GOOD, "not valid JSON", f"column {len(GOOD) + 1}"),
-    ("latin_1", b'{"messages": "caf\xe9"}', "not UTF-8", "byte 18"),
-    ("utf_8_surrogate", b'{"text": "\xed\xa0\x80"}', "not UTF-8", "byte 11"),
+    ("latin_1", b'{"messages": "caf\xe9"}', "not UTF-8", "byte 18: save the file in UTF-8"),
+    (
+        "utf_8_surrogate",
+        b'{"text": "\xed\xa0\x80"}',
+        "not UTF-8",
+        "byte 11: save the file in UTF-8",
+    ),
     ("number_of_5000_digits", b"9" * 5000, "not valid JSON", "5000 digits"),
     ("nested_without_end", b"[" * 100_000, "JSON nested too deeply", ""),
     ("nested_to_an_end", b'{"a": %s}' % NESTED, "JSON nested too deeply", ""),
@@ -107,7 +112,7 @@ def test_object_over_several_lines_is_a_bad_row_that_says_what_is_expected(
 
     assert rows[0][1] == (
         "a JSON object over several lines "
-        "(write each object on one line, or all of them as one JSON array)"
+        "(write each on one line, or all as one JSON array, without an object around it)"
     )
     assert not any(isinstance(row, dict) for _, row in rows)
 
@@ -117,6 +122,7 @@ def test_object_over_several_lines_is_a_bad_row_that_says_what_is_expected(
     [
         (b'{"text": ', "Expecting value at column 9"),
         (GOOD + b" junk", f"Extra data at column {len(GOOD) + 2}"),
+        (b'{"text": "a', "Unterminated string starting at column 10"),
     ],
 )
 def test_first_line_that_is_not_valid_is_a_bad_row(tmp_path: Path, line: bytes, said: str) -> None:
@@ -159,7 +165,7 @@ def test_empty_array_has_no_rows(tmp_path: Path) -> None:
         ),
         (b'[{"a": 1},\r\n', ": not a valid JSON array (Expecting value at line 2, column 1)"),
         (b"[1]\n" + GOOD, ": not a valid JSON array (Extra data at line 2, column 1)"),
-        (b'[\n\n{"a": "\xe9"}]', ": not UTF-8 (byte 11)"),
+        (b'[\n\n{"a": "\xe9"}]', ": not UTF-8 (byte 11: save"),
         (NESTED, ": JSON nested too deeply"),
         (b"[" + b"9" * 5000 + b"]", ": not a valid JSON array (Exceeds the limit"),
     ],
@@ -223,6 +229,12 @@ def test_damaged_gzip_is_an_error_that_names_the_file(
     with pytest.raises(DataError, match=r"is a damaged gzip file \(.+\): .+ again$") as raised:
         read(path)
     assert str(raised.value).startswith(f"{path}: ")
+
+
+def test_file_of_prose_is_refused_and_json_lines_named_as_text_are_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"is plain text: write JSON lines, such as {\"text\": "):
+        read(write(tmp_path, b"Once upon a time.", "story.txt"))
+    assert read(write(tmp_path, BOM + GOOD, "rows.txt")) == [(1, ROW)]
 
 
 # Any bytes

@@ -140,6 +140,10 @@ def test_keys_known_elsewhere_are_recognised(
             "--field prompt=input --field completion=response",
         ),
         (
+            {"question": "a", "context": "b", "answer": "c"},
+            "give --field instruction=question --field output=answer --field input=context",
+        ),
+        (
             {"instruction": "a", "context": "b", "response": "c"},
             "give --field instruction=instruction --field output=response --field input=context",
         ),
@@ -207,6 +211,35 @@ def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: 
 
     assert [one.row for one in good] == [list(ROWS).index(name) + 1]
     assert skipped.counts == {f"no '{FORMATS[name].keys[0]}'": 4}
+
+
+@pytest.mark.parametrize(
+    ("row", "advice"),
+    [
+        ({"a b": "x", "c": "y"}, "give --field prompt='a b' --field completion=c)"),
+        (
+            {"Id": "7", "Frage": "Wie spät?", "Antwort": "Elf Uhr."},
+            "give --field prompt=Frage --field completion=Antwort)",
+        ),
+        ({"data": [PROMPT], "id": 1}, "the rows are under 'data': save that list as the file)"),
+        (
+            {"How do I reset it?": "a", "You open the settings.": "b"},
+            "if these are texts of a row, write a line of column names above it)",
+        ),
+        ({"a": 1, "b": 2, "c": 3}, "--field NAME=KEY names a key of yours)"),
+    ],
+)
+def test_unknown_keys_are_answered(tmp_path: Path, row: dict[str, Any], advice: str) -> None:
+    assert reason(tmp_path, row).endswith(f"; {advice}")
+
+
+def test_key_of_another_spelling_is_named(tmp_path: Path) -> None:
+    row = {"Customer Message": "a", "Reply": "b"}
+    fields = {"prompt": "customer_message", "completion": "Reply"}
+
+    assert reason(tmp_path, row, fields=fields) == (
+        "no 'customer_message' (did you mean 'Customer Message'?)"
+    )
 
 
 def test_null_is_absent_and_said_so(tmp_path: Path) -> None:
@@ -290,6 +323,7 @@ def test_pairs_of_fields_are_parsed() -> None:
         (["prompt="], "'prompt=' is not a pair such as prompt=question"),
         (["=x"], "'' is not a field"),
         (["promt=x"], "'promt' is not a field, did you mean prompt?"),
+        (["context=x"], "'context' is not a field, did you mean input?"),
         (["xyz=x"], f"'xyz' is not a field (known: {', '.join(FIELD_NAMES)})"),
         (["prompt=a", "prompt=b"], "prompt is given twice, as 'a' and 'b'"),
     ],

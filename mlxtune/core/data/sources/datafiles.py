@@ -171,6 +171,12 @@ def _head(path: Path) -> bytes:
     check_no_spreadsheet(path, head)
     if b"\0" in head and not head.startswith(PARQUET):
         raise DataError(f"{path}: is a binary file: save it as JSON lines in UTF-8, or as parquet")
+    start = head.removeprefix(UTF8_BOM).lstrip()
+    if path.suffix.lower() in (".txt", ".md") and not start.startswith((b"{", b"[", b"#")):
+        raise DataError(
+            f'{path}: is plain text: write JSON lines, such as {{"text": "…"}} or '
+            '{"messages": […]}'
+        )
     return head
 
 
@@ -209,7 +215,7 @@ def _line_rows(path: Path) -> Iterator[NumberedRow]:
 
 def _parse(line: bytes) -> dict[str, Any] | BadRow:
     if line == b"{":
-        advice = "write each object on one line, or all of them as one JSON array"
+        advice = "write each on one line, or all as one JSON array, without an object around it"
         return BadRow("a JSON object over several lines", advice)
     try:
         return _object(parse_json(line))
