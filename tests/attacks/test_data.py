@@ -22,7 +22,7 @@ from tests.slow import long_except
 
 MB = 1_000_000
 UNPACKS = r"its [\d.]+ k?M?B unpack to more than [\d.]+ [MG]B, which no conversations do"
-ALL_BAD = r"rows cannot be trained on; the first: "
+ALL_BAD = r"rows cannot be used; the first: "
 Make = Callable[[Path], Path]
 
 
@@ -173,7 +173,7 @@ NEW: dict[str, tuple[Make, str]] = {
     "array of 20 million {}": (_plain([b"[", *[b"{}," * MB] * 20]), TOO_MANY),
     "array of 40 million 1": (_plain([b"[", *[b"1," * MB] * 40]), TOO_MANY),
     "element of 60 MB of values": (_plain([b"[[", *[VALUES] * 60]), TOO_MANY),
-    "element of 80 MB": (_plain([b'["', *[b"a" * MB] * 80, b'"]']), "can be trained on"),
+    "element of 80 MB": (_plain([b'["', *[b"a" * MB] * 80, b'"]']), "can be used"),
     "line of 60 MB of values": (
         _plain([b'{"a":[', *[VALUES] * 60, b"0]}"]),
         "more than 4,000,000 values",
@@ -181,7 +181,7 @@ NEW: dict[str, tuple[Make, str]] = {
     "line of 60 MB of brackets": (_plain([b"{", *[b"[" * MB] * 60]), "more than 4,000,000 values"),
     "array of 120 MB that take four times as much": (
         _plain(['["🦙'.encode(), *[b"a" * MB] * 120, b'"]']),
-        "can be trained on",
+        "can be used",
     ),
     "array of 300 MB": (_plain([b'["', *[b"a" * MB] * 300]), "a JSON array of more than"),
     "file of holes": (_sparse, "of them are on disk"),

@@ -315,7 +315,7 @@ def test_unknown_peer_is_an_error(bench: Cli) -> None:
         (["--targets", "qq_proj"], "--targets: no projection is named qq_proj"),
         (["--model-path", "nowhere"], "nowhere: no such folder: check --model-path"),
         (["--json", "."], "is a folder: --json takes the name of a file"),
-        (["--max-seq-len", 8], "none of its 20 rows can be trained on"),
+        (["--max-seq-len", 8], "none of its 20 rows can be used"),
         (["--num-layers", 9], "--num-layers 9: the model has 2 layers"),
         (["--memory-limit", 1e-4], "--memory-limit"),
     ],

@@ -91,7 +91,7 @@ def test_rows_all_cut_to_nothing_name_the_limit_and_train_nothing(
     train: Cli, chat: Path, output: Path
 ) -> None:
     outcome = train("--max-seq-len", 8)
-    assert outcome.error.startswith(f"{chat}: none of its {ROWS} rows can be trained on")
+    assert outcome.error.startswith(f"{chat}: none of its {ROWS} rows can be used")
     assert f"{chat}:1: no supervised token within --max-seq-len 8" in outcome.error
     assert re.search(r"the answer starts at token \d+", outcome.error)
     assert files_in(output.parent) == []

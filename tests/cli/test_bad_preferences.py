@@ -54,7 +54,7 @@ def test_rows_of_another_objective_are_one_line_that_names_it(
     path = write(tmp_path, rows)
     outcome = train("--data", path, *options)
     assert outcome.error == (
-        f"{path}: none of its 10 rows can be trained on; the first: {path}:1: {problem}"
+        f"{path}: none of its 10 rows can be used; the first: {path}:1: {problem}"
     )
     assert files_in(output.parent) == []
 

@@ -41,7 +41,7 @@ REFUSED: dict[str, tuple[list[Any], Callable[[Path], object], list[object], str]
         *(as_it_is, ["--strict"], "{file}:3: no 'messages' (its keys: 'words'); 1 of 3 rows"),
     ),
     "no row": (["# nothing"], as_it_is, [], "{file}: has no rows"),
-    "no good row": ([{"messages": []}], as_it_is, [], "{file}: its only row cannot be trained"),
+    "no good row": ([{"messages": []}], as_it_is, [], "{file}: its only row cannot be used"),
     "all rows cut": (
         sums(3),
         *(as_it_is, ["--max-seq-len", 4], "the answer starts at token "),

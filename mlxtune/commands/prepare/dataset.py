@@ -408,8 +408,8 @@ def _check_usable(file: EncodedFile, ledger: Ledger, config: DataConfig) -> None
     if not ledger.rows_read:
         raise DataError(f"{path}: has no rows: add JSON objects, one a line")
     if not ledger.rows_train:
-        every = f"none of its {ledger.rows_read:,} rows can be trained on"
-        every = "its only row cannot be trained on" if ledger.rows_read == 1 else every
+        every = f"none of its {ledger.rows_read:,} rows can be used"
+        every = "its only row cannot be used" if ledger.rows_read == 1 else every
         raise DataError(f"{path}: {every}; the first: {skipped.first()}")
 
 

@@ -199,7 +199,7 @@ def test_row_whose_tool_call_the_template_leaves_out_is_a_bad_row(name: str) -> 
     with pytest.raises(BadRow) as raised:
         render(without_calls, converse(("user", "What weather?"), message))
     assert raised.value.kind == "the model's template leaves out a tool call"
-    assert str(raised.value).endswith("(message 2)")
+    assert str(raised.value).endswith("such as --template qwen3 for Qwen)")
 
 
 def test_turn_of_a_call_ends_behind_all_control_tokens_of_the_call() -> None:
