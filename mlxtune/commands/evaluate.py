@@ -18,8 +18,9 @@ from mlxtune.commands.prepare.model import (
 )
 from mlxtune.config import EvalConfig, ObjectiveConfig
 from mlxtune.core.data.sources.datafiles import held_out_file
+from mlxtune.core.evaluation.evaluation import Evaluation
+from mlxtune.core.evaluation.losses import JudgedRows
 from mlxtune.core.objectives.objective import Objective
-from mlxtune.core.run.evaluation import Evaluation, JudgedRows
 from mlxtune.core.run.trained_rows import NO_ROWS, rows_behind
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole, print_stages

@@ -24,21 +24,19 @@ from mlxtune.config.limits import RECORD, parse_json
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.prompt import last_turn
 from mlxtune.core.data.text_stream import text_of
-from mlxtune.core.files.files import write_json
-from mlxtune.core.objectives.objective import SFT, Objective
-from mlxtune.core.run.evaluation import (
+from mlxtune.core.evaluation.evaluation import (
     Evaluation,
     ExactMatch,
     Generated,
-    JudgedRows,
     Matches,
     Sample,
     StepSamples,
-    evaluation_of,
-    sums_of,
 )
-from mlxtune.core.run.evaluation_text import file_lines, verdict_lines
-from mlxtune.core.run.preference_evaluation import answer_sums, evaluate_preferences
+from mlxtune.core.evaluation.losses import JudgedRows, evaluation_of, sums_of
+from mlxtune.core.evaluation.preferences import answer_sums, evaluate_preferences
+from mlxtune.core.evaluation.text import file_lines, verdict_lines
+from mlxtune.core.files.files import write_json
+from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.run_folder import EVALUATION, SAMPLES
 from mlxtune.core.text import count
 from mlxtune.core.training.observer import TrainingObserver

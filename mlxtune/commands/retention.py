@@ -19,7 +19,7 @@ from mlxtune.commands.prepare.resuming import run_config
 from mlxtune.commands.proof import Source, load_base, prompts_for
 from mlxtune.config import FuseConfig
 from mlxtune.core.data.corpus import Corpus, CorpusRows
-from mlxtune.core.run.evaluation import sums_of
+from mlxtune.core.evaluation.losses import sums_of
 from mlxtune.core.run.own_runs import is_own
 from mlxtune.core.run.run_folder import find_resume_point
 from mlxtune.core.steps import order

@@ -43,12 +43,13 @@ from mlxtune.commands.prepare.resuming import check_resumed, find_run
 from mlxtune.commands.prepare.run_metadata import Setup, about_result, about_run, provenance_of
 from mlxtune.config import DemoConfig, TrainConfig, user_cache
 from mlxtune.core.data.ledger import Ledger
+from mlxtune.core.evaluation.evaluation import Evaluation
+from mlxtune.core.evaluation.losses import JudgedRows
 from mlxtune.core.files.files import check_outputs, check_writable, write_json
 from mlxtune.core.files.hashing import base_fingerprint, hash_in_background
 from mlxtune.core.machine.conditions import ConditionsWatch, Sensors, kept_awake
 from mlxtune.core.run import run_folder
 from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
-from mlxtune.core.run.evaluation import Evaluation, JudgedRows
 from mlxtune.core.run.metrics import InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import StepProfiler
 from mlxtune.core.run.progress import progress_of

@@ -11,13 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config import TrainConfig
+from mlxtune.core.evaluation.evaluation import perplexity
 from mlxtune.core.files.files import read_json, write_json
-from mlxtune.core.run.metrics import (
-    InstructEpochMetrics,
-    InstructTrainResult,
-    StepRecord,
-    perplexity,
-)
+from mlxtune.core.run.metrics import InstructEpochMetrics, InstructTrainResult, StepRecord
 from mlxtune.core.run.run_folder import TRACKING
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.errors import ConfigError, one_line

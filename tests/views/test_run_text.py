@@ -15,11 +15,7 @@ from mlxtune.config import InstructTrainingConfig, TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.ledger import Ledger
-from mlxtune.core.run.metrics import (
-    InstructEpochMetrics,
-    StepRecord,
-    ValidationRecord,
-)
+from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord, ValidationRecord
 from mlxtune.core.run.progress import Progress, Record
 from mlxtune.core.run.run import Run
 from mlxtune.core.run.summary import RunView

@@ -28,8 +28,9 @@ from mlxtune.backend.step.runner import Graph, StepGradients, StepRunner
 from mlxtune.backend.workers.group import Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
+from mlxtune.core.evaluation.evaluation import perplexity
 from mlxtune.core.objectives.objective import Objective
-from mlxtune.core.run.metrics import InstructBatchResult, perplexity
+from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.steps.batch import MicroBatch, predicted_tokens, rows_of
 from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import NonFiniteLossError

@@ -30,10 +30,11 @@ from mlxtune.backend.step.runner import PendingStep, StepGradients, StepRunner
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
+from mlxtune.core.evaluation.evaluation import perplexity
 from mlxtune.core.files.files import make_folder
 from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.checkpoint import ADAPTER
-from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult, perplexity
+from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
 

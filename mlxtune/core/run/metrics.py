@@ -1,18 +1,11 @@
 """The measurements of steps, validations, epochs and whole runs."""
 
-import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints, overload
 
-PERPLEXITY_CAP = 1e6
 _ROWS_SHOWN = 8
-
-
-def perplexity(loss: float) -> float:
-    """Return exp(loss), at most 1e6; `loss` is in nats per supervised token."""
-    return PERPLEXITY_CAP if loss >= math.log(PERPLEXITY_CAP) else math.exp(loss)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.limits import OTHER_RECORDS, RECORD, TooLarge, parse_json
+from mlxtune.core.evaluation.evaluation import perplexity
 from mlxtune.core.files.files import as_output_error, make_folder, open_to_append, write_file
 from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.run.checkpoint import METRICS
@@ -26,7 +27,6 @@ from mlxtune.core.run.metrics import (
     StepRecord,
     TrainingMetrics,
     ValidationRecord,
-    perplexity,
 )
 from mlxtune.errors import OutputError
 

@@ -15,9 +15,9 @@ from typing import Any
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import Affects, flag
 from mlxtune.config.objective import default_rate
+from mlxtune.core.evaluation.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation
+from mlxtune.core.evaluation.text import verdict_lines
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
-from mlxtune.core.run.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation
-from mlxtune.core.run.evaluation_text import verdict_lines
 from mlxtune.core.run.metrics import TrainingMetrics
 from mlxtune.core.run.run import Run, mapping, number, text, whole
 from mlxtune.core.run.run_folder import previous_number

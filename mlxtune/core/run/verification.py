@@ -9,6 +9,7 @@ from typing import Any
 
 from mlxtune.config import OPTIONS
 from mlxtune.config.fields import Affects, flag
+from mlxtune.core.evaluation.evaluation import VERDICTS
 from mlxtune.core.files.files import file_hash, read_json, read_own
 from mlxtune.core.objectives.preference_rows import check_references
 from mlxtune.core.run.checkpoint import (
@@ -18,7 +19,6 @@ from mlxtune.core.run.checkpoint import (
     checkpoint_folders,
     find_checkpoints,
 )
-from mlxtune.core.run.evaluation import VERDICTS
 from mlxtune.core.run.metrics import ValidationRecord
 from mlxtune.core.run.progress import Progress
 from mlxtune.core.run.run import mapping, read_ledgers

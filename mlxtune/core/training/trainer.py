@@ -14,6 +14,7 @@ import numpy as np
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
+from mlxtune.core.evaluation.evaluation import perplexity
 from mlxtune.core.files.files import make_folder, write_file, write_json
 from mlxtune.core.objectives import preference_rows
 from mlxtune.core.objectives.objective import SFT, Objective
@@ -27,7 +28,6 @@ from mlxtune.core.run.metrics import (
     SkippedStep,
     TrainingMetrics,
     ValidationRecord,
-    perplexity,
 )
 from mlxtune.core.run.profile import StepProfiler
 from mlxtune.core.run.progress import Progress

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.run.metrics import TrainingMetrics, perplexity
+from mlxtune.core.evaluation.evaluation import perplexity
+from mlxtune.core.run.metrics import TrainingMetrics
 from tests.core.training.records import step_record
 
 

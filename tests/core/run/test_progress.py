@@ -11,12 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.run.metrics import (
-    InstructTrainResult,
-    SkippedStep,
-    StepRecord,
-    ValidationRecord,
-)
+from mlxtune.core.run.metrics import InstructTrainResult, SkippedStep, StepRecord, ValidationRecord
 from mlxtune.core.run.progress import (
     MetricsFile,
     Progress,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord, perplexity
+from mlxtune.core.evaluation.evaluation import perplexity
+from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord
 
 
 def step_record(step: int, **changes: Any) -> StepRecord:

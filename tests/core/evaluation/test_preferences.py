@@ -14,15 +14,16 @@ from mlxtune.config import ObjectiveConfig
 from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, REJECTED
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
-from mlxtune.core.objectives.objective import Objective
-from mlxtune.core.run.evaluation import Evaluation, JudgedRows, Sums, parse_evaluation
-from mlxtune.core.run.evaluation_text import file_lines, verdict_lines
-from mlxtune.core.run.preference_evaluation import (
+from mlxtune.core.evaluation.evaluation import Evaluation, parse_evaluation
+from mlxtune.core.evaluation.interval import rank_interval
+from mlxtune.core.evaluation.losses import JudgedRows, Sums
+from mlxtune.core.evaluation.preferences import (
     AnswerSums,
-    _rank_interval,
     _ranks,
     evaluate_preferences,
 )
+from mlxtune.core.evaluation.text import file_lines, verdict_lines
+from mlxtune.core.objectives.objective import Objective
 
 
 def evaluated(before: list[float], after: list[float], files: tuple[int, ...] = ()) -> Evaluation:
@@ -90,7 +91,7 @@ def test_noise_in_labelled_answers_is_seldom_called_a_change() -> None:
     for good, bad in [(10, 40), (25, 25), (6, 60)] * 100:
         gains = draw.standard_normal(good + bad)
         area = float(_ranks(gains, np.arange(good + bad) < good).mean())
-        low, high = _rank_interval(area, good, bad)
+        low, high = rank_interval(area, good, bad)
         deviation = abs(area - 0.5) / math.sqrt((good + bad + 1) / (12 * good * bad))
         assert (low <= 0.5 <= high) == (deviation <= NormalDist().inv_cdf(0.975))
         assert 0 <= low <= area <= high <= 1
@@ -99,7 +100,7 @@ def test_noise_in_labelled_answers_is_seldom_called_a_change() -> None:
 
 
 def test_few_answers_of_a_label_show_nothing() -> None:
-    assert _rank_interval(1.0, 0, 60) == (0.0, 1.0)
+    assert rank_interval(1.0, 0, 60) == (0.0, 1.0)
     tokens, mask = np.arange(6, dtype=np.int32), np.array([0, 0, 1, 1, 1, 1], dtype=np.uint8)
     examples = [Example(row, tokens + row, mask, 0, DESIRABLE) for row in range(1, 61)]
     labels = np.array([1.0] + [0.0] * 59)

@@ -1,6 +1,6 @@
 """The result of an evaluation, in sentences."""
 
-from mlxtune.core.run.evaluation import (
+from mlxtune.core.evaluation.evaluation import (
     CANNOT_TELL,
     FEWEST_ROWS,
     Difference,

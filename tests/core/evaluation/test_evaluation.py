@@ -13,23 +13,19 @@ import pytest
 
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
-from mlxtune.core.run.evaluation import (
+from mlxtune.core.evaluation.evaluation import (
     Difference,
     Evaluation,
     ExactMatch,
     Generated,
-    JudgedRows,
     Loss,
     Matches,
     Sample,
-    Sums,
-    evaluation_of,
-    paired_difference,
     parse_evaluation,
-    sums_of,
-    verdict_of,
 )
-from mlxtune.core.run.evaluation_text import file_lines, verdict_lines
+from mlxtune.core.evaluation.interval import paired_difference
+from mlxtune.core.evaluation.losses import JudgedRows, Sums, evaluation_of, sums_of, verdict_of
+from mlxtune.core.evaluation.text import file_lines, verdict_lines
 from mlxtune.errors import NonFiniteLossError
 from mlxtune.views.run_text import evaluation_lines
 

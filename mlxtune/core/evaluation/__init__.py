@@ -1,0 +1,1 @@
+"""Whether an adapter helped: losses and preferences of rows, intervals and verdicts."""

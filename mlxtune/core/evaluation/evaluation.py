@@ -1,0 +1,215 @@
+"""The result of an evaluation, and its JSON: losses, the verdict, and answers."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mlxtune.core.files.typed_json import from_json
+
+VERDICTS = HELPED, HURT, CANNOT_TELL = "helped", "hurt", "cannot tell"
+# With fewer rows, not even a change of equal sign in all rows is significant: 2 * (1/2)^5 > 0.05.
+FEWEST_ROWS = 6
+PERPLEXITY_CAP = 1e6
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss), at most 1e6; `loss` is in nats per supervised token."""
+    return PERPLEXITY_CAP if loss >= math.log(PERPLEXITY_CAP) else math.exp(loss)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A model's loss, in nats per supervised token."""
+
+    loss: float
+    perplexity: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The adapted model's loss minus another model's, with its interval; below 0 is better.
+
+    `share` is the difference as a share of the other model's loss.
+    """
+
+    loss: float
+    share: float
+    low: float
+    high: float
+    confidence: float
+    resamples: int
+    seed: int
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether all rows changed equally, so that resampling says nothing about other rows."""
+        return math.isclose(self.low, self.high, rel_tol=1e-9, abs_tol=1e-12)
+
+
+@dataclass(frozen=True)
+class RowLosses:
+    """A row's loss under both models, in nats per token; `row` is its number in the file."""
+
+    path: str
+    row: int
+    tokens: int
+    base_loss: float
+    adapted_loss: float
+
+
+@dataclass(frozen=True)
+class FileVerdict:
+    """The loss of one file's rows under both models, in nats per token, and their verdict.
+
+    Under an objective of preferences, it also has the preferred shares before and after.
+    """
+
+    path: str
+    rows: int
+    base_loss: float
+    adapted_loss: float
+    verdict: str
+    hardly: bool = False
+    preferred_before: float | None = None
+    preferred_after: float | None = None
+
+    @property
+    def words(self) -> str:
+        """The verdict, with `hardly` before it if the change is small."""
+        return "hardly " * self.hardly + self.verdict
+
+
+@dataclass(frozen=True)
+class ExactMatch:
+    """The number of answers that equal the data's answer."""
+
+    base: int
+    adapted: int | None
+
+
+@dataclass(frozen=True)
+class Matches:
+    """The number of answers that match the data's, `by` json, contains or regex=PATTERN."""
+
+    by: str
+    base: int
+    adapted: int | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The answers of both models to one row, and the expected answer."""
+
+    path: str
+    row: int
+    prompt: str
+    expected: str
+    base: str
+    adapted: str | None
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Greedy answers to the last turn of each row with a prompt and a complete answer."""
+
+    rows: int
+    exact_match: ExactMatch
+    samples: list[Sample]
+    matches: Matches | None = None
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """Answers after a validation within a run, stored as the `base` answers of the samples."""
+
+    step: int
+    samples: list[Sample]
+
+
+@dataclass(frozen=True)
+class Misjudged:
+    """A row whose bad answer the adapted model prefers, in nats per token; `row` is its number."""
+
+    path: str
+    row: int
+    margin_before: float
+    margin_after: float
+
+
+@dataclass(frozen=True)
+class PreferenceDifference:
+    """The share of pairs whose chosen answer a model prefers, before and after training.
+
+    For answers with a label (not `pairs`), the share of all pairs of a good and a bad answer in
+    which the good answer gained more, 0.5 by chance. `low` and `high` are the interval of the
+    difference. Margins are means, in nats per token. `fewest` counts pairs, or the answers of the
+    rarer label.
+    """
+
+    objective: str
+    pairs: bool
+    before: float
+    after: float
+    low: float
+    high: float
+    confidence: float
+    margin_before: float
+    margin_after: float
+    misjudged: tuple[Misjudged, ...] = ()
+    fewest: int | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of an evaluation. Without an adapter, only the base model's values are set.
+
+    `tokens` counts supervised tokens. The difference and the verdict compare with the base model,
+    or with the adapter from which training started: then `start` is its loss, and `base_difference`
+    compares with the base model. Below 1% of the loss, the adapter `hardly` helped or hurt.
+    `gained` and `lost` are the rows that contribute most to the difference from the base model, in
+    nats, for the better and for the worse.
+
+    Under an objective of preferences, the losses are of the good answers, the verdict is about
+    `preference`, and without an adapter `preferred` is the share of pairs that the base prefers.
+
+    `left_out` counts rows that are left out because they were trained on too; with `only_trained`,
+    no other rows remained, and all were evaluated. `files` has a verdict on each file of several.
+    """
+
+    rows: int
+    tokens: int
+    base: Loss
+    adapted: Loss | None = None
+    difference: Difference | None = None
+    verdict: str | None = None
+    hardly: bool = False
+    gained: tuple[RowLosses, ...] = ()
+    lost: tuple[RowLosses, ...] = ()
+    generated: Generated | None = None
+    start: Loss | None = None
+    base_difference: Difference | None = None
+    left_out: int = 0
+    only_trained: bool = False
+    files: tuple[FileVerdict, ...] = ()
+    preference: PreferenceDifference | None = None
+    preferred: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values.
+
+        `matches` only if counted, `files` only if there are several.
+        """
+        values = asdict(self)
+        if not self.files:
+            del values["files"]
+        if self.generated is not None and self.generated.matches is None:
+            del values["generated"]["matches"]
+        return values
+
+
+def parse_evaluation(values: Any) -> Evaluation:
+    """Return an evaluation from the JSON of `as_dict`. Raises ValueError if it is not one."""
+    evaluation: Evaluation = from_json(Evaluation, values)
+    if evaluation.verdict not in (None, *VERDICTS):
+        raise ValueError(f"no such verdict: {evaluation.verdict!r}")
+    return evaluation
