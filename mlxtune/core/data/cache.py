@@ -76,7 +76,7 @@ def _writable(cache: Path | None) -> Path | None:
 
 
 def _prune(cache: Path, keep: Path) -> None:
-    """Yield the least recently used entries beyond MAX_BYTES, given (last use, path, size)."""
+    """Remove the least recently used entries beyond MAX_BYTES, and leftovers of killed runs."""
     for left in cache.glob(f"{PREFIX}*"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
@@ -91,10 +91,7 @@ def _prune(cache: Path, keep: Path) -> None:
 
 
 def least_used(entries: Iterable[tuple[float, Path, int]], keep: Path) -> Iterator[Path]:
-    """Yield the least recently used entries beyond MAX_BYTES.
-
-    `entries` are (last use, path, size).
-    """
+    """Yield the least recently used entries beyond MAX_BYTES, given (last use, path, size)."""
     oldest = sorted(entries)
     total = sum(size for _, _, size in oldest)
     for _, entry, size in oldest:

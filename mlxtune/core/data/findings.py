@@ -110,7 +110,7 @@ def _note_duplicates(files: Sequence[EncodedFile], corpus: Corpus) -> None:
 
 def _note_leaks(files: Sequence[EncodedFile], corpus: Corpus, validation: Corpus) -> None:
     same = np.isin(validation.identities, corpus.identities)
-    # Without preferences, rows are in one group only if they are the same.
+    # Without preferences, rows are in one group only if they are equal.
     prompt = np.isin(validation.groups, corpus.groups) & ~same
     for kind, found in ((LEAK, same), (LEAKED_PROMPT, prompt)):
         for index in np.flatnonzero(found):

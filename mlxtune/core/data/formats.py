@@ -102,7 +102,7 @@ def read_rows(
 
 
 def formats_of(objective: str) -> Mapping[str, Format]:
-    """Return the formats of the rows that an objective takes, by name."""
+    """Return the formats of the rows that an objective accepts, by name."""
     return PAIRS if objective in PAIRED else LABELS if objective in LABELLED else FORMATS
 
 

@@ -51,7 +51,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """The losses under a `--max-seq-len`; `rows_lost` would have no supervised token left."""
+    """The losses under a `--max-seq-len`; `rows_lost` keep no supervised token."""
 
     max_seq_len: int
     rows_cut: int
@@ -283,7 +283,7 @@ def pieces(example: Example, tokenizer: Tokenizer) -> Iterator[Piece]:
 
 
 def _common(one: Sequence[Piece], other: Sequence[Piece]) -> int:
-    """Return how many leading pieces are equal, up to the first that carries loss."""
+    """Return how many leading pieces are equal, up to the first piece that carries loss."""
     for i, (a, b) in enumerate(zip(one, other, strict=False)):
         if (a.text, a.control) != (b.text, b.control) or a.supervised or b.supervised:
             return i

@@ -19,7 +19,7 @@ class Ledger:
     tokens_supervised + tokens_context + tokens_truncated.
 
     `rows_skipped` counts rows by reason, `notes` by kind of note. `weight` says how often an epoch
-    uses each row that trains; the counts are of the rows themselves.
+    uses each row that trains; the counts ignore it.
     """
 
     path: str = ""

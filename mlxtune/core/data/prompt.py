@@ -57,8 +57,8 @@ class LastTurn:
 def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Prompt:
     """Return the prompt for the next answer of a conversation, as training would encode it.
 
-    `content` has `messages`, and may have `tools`, like a row of data; `where` is the source that
-    errors name. `encoder` must encode the last turn only.
+    `content` has `messages`, and may have `tools`, like a row of data; `where` names the source in
+    errors. `encoder` must encode the last turn only.
 
     Raises DataError if the conversation is not valid, or the template refuses it.
     """

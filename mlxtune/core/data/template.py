@@ -27,8 +27,8 @@ class Rendered:
     """A text that becomes an example; `spans` are the supervised [start, end) character ranges.
 
     The text up to a span is the prompt that inference gives for that turn. `add_bos` and `add_end`
-    ask for BOS before its tokens and the end-of-text token after them. `role` is its examples'
-    role in their row.
+    ask for BOS before its tokens and the end-of-text token after them. `role` is the role of its
+    examples in their row.
     """
 
     text: str

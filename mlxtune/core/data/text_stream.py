@@ -7,8 +7,8 @@ from collections.abc import Sequence
 class TextStream:
     """Turns the bytes of tokens into text, up to the first of the `stops`.
 
-    Half a character, and text that may turn out to be the start of a stop, are held back.
-    `stopped` is True once a stop was met.
+    Incomplete characters, and text that may be the start of a stop, are held back. `stopped` is
+    True once a stop was met.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:

@@ -197,7 +197,7 @@ class Evaluation:
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-ready values.
 
-        `matches` only if counted, `files` only if there are several.
+        They include `matches` only if counted, and `files` only for several files.
         """
         values = asdict(self)
         if not self.files:

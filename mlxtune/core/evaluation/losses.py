@@ -56,7 +56,7 @@ class Sums:
 def sums_of(
     rows: CorpusRows, losses: ExampleLosses, on_progress: Callable[[int, int], None]
 ) -> Sums:
-    """Compute the losses of rows; `on_progress` gets the number of examples done, and of all.
+    """Compute the losses of rows; `on_progress` gets the counts of done and of all examples.
 
     The first token of an example is never predicted, so it does not count.
     """

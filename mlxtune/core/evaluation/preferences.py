@@ -68,7 +68,7 @@ class AnswerSums:
 def answer_sums(
     rows: CorpusRows, losses: ExampleLosses, on_progress: Callable[[int, int], None]
 ) -> AnswerSums:
-    """Compute the losses of answers; `on_progress` gets the examples done, and of all."""
+    """Compute the losses of answers; `on_progress` gets the counts of done and of all examples."""
     examples = [
         (place, example)
         for place, row in enumerate(rows)

@@ -94,7 +94,7 @@ def _check_known(target: Path, option: str, is_known: Callable[[Path], bool]) ->
 
 
 def put_back(aside: Path, target: Path, is_known: Callable[[Path], bool]) -> None:
-    """Rename a folder back if its replacement never came, because the process was killed."""
+    """Rename a folder back if a process was killed before it replaced the folder."""
     if not os.path.lexists(target) and is_known(aside):
         move(aside, target)
 

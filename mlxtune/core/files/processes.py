@@ -31,7 +31,7 @@ _PIECE = 2**16
 
 
 class ChildError(MlxTuneError):
-    """A process ended in an unexpected way."""
+    """A process ended unexpectedly."""
 
 
 class ChildTimeoutError(ChildError):

@@ -1,4 +1,4 @@
-"""Files opened for reading: regular ones, which neither block nor are endless."""
+"""Opens regular files for reading, which neither block nor are endless."""
 
 import errno
 import gzip

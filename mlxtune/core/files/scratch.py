@@ -17,7 +17,7 @@ PREFIX = ".mlxtune-"
 def scratch_folder(purpose: str = "", parent: Path | None = None) -> Iterator[Path]:
     """Yield a new folder, which is removed afterwards if it is still there.
 
-    It is among the system's temporary files, or in `parent`. Raises OSError.
+    It is in the system's temporary folder, or in `parent`. Raises OSError.
     """
     prefix = PREFIX if parent is not None else _prefix(purpose)
     with tempfile.TemporaryDirectory(
@@ -36,7 +36,7 @@ def linked_folder(folder: Path, parent: Path) -> Iterator[Path]:
 
 
 def lasting_folder(purpose: str = "", parent: Path | None = None) -> Path:
-    """Return a new folder, which is removed as this process ends. Raises OSError."""
+    """Return a new folder, which is removed when this process ends. Raises OSError."""
     folder = Path(tempfile.mkdtemp(prefix=_prefix(purpose), dir=parent))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

@@ -1,4 +1,4 @@
-"""Our JSON as dataclasses: every value has its field's type, and every number is finite."""
+"""Reads our JSON into dataclasses: every value has its field's type, and every number is finite."""
 
 from collections import Counter
 from dataclasses import is_dataclass

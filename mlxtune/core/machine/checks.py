@@ -124,7 +124,7 @@ def _packages(m: Machine) -> Iterator[Check]:
         stops = package.installed is None and not effect
         yield Check(PROBLEM, name, found, f"pip install --upgrade '{requirement}'", stops)
     if len(m.libraries) > 1:
-        # The library installed last is in use, perhaps of a different version than mlx.
+        # The library installed last is in use; its version may differ from mlx's.
         found = f"{' and '.join(m.libraries)} both install MLX's library, into one file"
         yield Check(PROBLEM, "mlx", found, _keep_one_library(m))
     if m.mlx_first:

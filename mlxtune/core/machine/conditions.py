@@ -123,7 +123,7 @@ def _is_hot() -> bool:
 class ConditionsWatch:
     """Reads the conditions every few seconds in a thread, so that no step waits for a command.
 
-    `latest` is a new object after each reading.
+    Each reading sets a new object as `latest`.
     """
 
     def __init__(self, sensors: Sensors, seconds: float = _SECONDS) -> None:

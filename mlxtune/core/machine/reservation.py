@@ -43,8 +43,8 @@ def reserve(folder: Path, size: int, capacity: int, run: str) -> Lock:
 
     `size` and `capacity` are in bytes.
 
-    Raises MemoryLimitError, which names the other runs, if all together exceed `capacity`; OSError
-    if the folder cannot be written.
+    Raises MemoryLimitError, which names the other runs, if their sum exceeds `capacity`; OSError if
+    the folder cannot be written.
     """
     ensure_folder(folder)
     try:

@@ -125,7 +125,7 @@ def _content(key: str, logps: Sequence[float]) -> dict[str, Any]:
 
 
 def cached(cache: Path | None, key: str) -> list[Path]:
-    """Return the file of a reference in the user's cache; none without a cache."""
+    """Return the file of a reference in the user's cache; None without a cache."""
     return [] if cache is None else [cache / _CACHE / f"{key[:32]}.json"]
 
 

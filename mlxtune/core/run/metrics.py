@@ -145,7 +145,7 @@ class FileLoss:
 class ValidationRecord:
     """The loss over the whole validation set after `step` steps, 0 before the first.
 
-    `files` has the loss of each file, if the rows are of several.
+    `files` has the loss of each file, if there are several.
     """
 
     step: int

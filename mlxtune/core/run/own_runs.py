@@ -13,7 +13,7 @@ from pathlib import Path
 from mlxtune.core.files.files import read_own, write_file
 from mlxtune.core.files.remembered import is_remembered, remember
 
-# Marks a folder whose files of known names are a run's.
+# Marks a run's folder, whose files of known names belong to the run.
 MARK = ".mlxtune"
 _ID = re.compile(rb"[0-9a-f]{32}\n")
 

@@ -216,7 +216,7 @@ def record_values(record: Record) -> dict[str, Any]:
 def parse_records(content: bytes) -> Iterator[Record | ValueError]:
     """Yield the record of each line of metrics.jsonl, or the problem with it.
 
-    Raises TooLarge for more lines, other than steps, than a run has.
+    Raises TooLarge for more lines, except steps, than any run writes.
     """
     others = 0
     for line in io.BytesIO(content):
@@ -233,7 +233,7 @@ def parse_records(content: bytes) -> Iterator[Record | ValueError]:
 
 
 def parse_record(line: bytes) -> Record:
-    """Parse a line of metrics.jsonl. Raises ValueError; its message follows the line's name."""
+    """Parse a line of metrics.jsonl. Raises ValueError; the caller names the line."""
     if len(line) > _LONG_LINE and _KIND_SKIPPED not in line[:_SHORT_LINE]:
         raise ValueError("is not a record of a run: it is too long")
     text = line.decode()

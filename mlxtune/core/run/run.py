@@ -216,7 +216,7 @@ def _read_metrics(run: Run) -> None:
 
 
 def _add_record(progress: Progress, record: Record | ValueError) -> bool:
-    """Add a line's record; return False if it is no record, or not of a later step."""
+    """Add a line's record; return False for an invalid record, or if its step is not later."""
     if isinstance(record, ValueError):
         return False
     if isinstance(record, StepRecord | SkippedStep) and record.step <= progress.step:

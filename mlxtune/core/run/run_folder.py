@@ -215,7 +215,7 @@ def _in_use(path: Path, held: LockHeldError, option: str) -> OutputError:
 def check_own(run: Path, *, new: bool = True) -> None:
     """Raise OutputError if a run would change files of other programs there.
 
-    A `new` run moves or replaces all of an earlier one, a resumed run only single files.
+    A `new` run moves or replaces all files of an earlier run, a resumed run only some.
     """
     if not run.is_dir():
         return
@@ -306,7 +306,7 @@ def archive_previous_run(run: Path) -> Path | None:
 
 
 def discard_unstarted(run: Path) -> None:
-    """Remove the files of a run of this process that ended before its first step."""
+    """Remove the files of this process's run, which ended before its first step."""
     with as_output_error(run):
         if (moved := archive_previous_run(run)) is not None:
             discard(moved)
@@ -315,7 +315,7 @@ def discard_unstarted(run: Path) -> None:
 
 
 def discard_empty(folder: Path) -> None:
-    """Remove a folder if nothing is in it."""
+    """Remove a folder if it is empty."""
     with suppress(OSError):
         if is_empty(folder):
             discard(folder)

@@ -18,7 +18,7 @@ Snapshot = Callable[[Path], None]
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """The contents of a checkpoint. `metrics` returns the lines of metrics.jsonl at that moment."""
+    """The contents of a checkpoint. `metrics` returns its lines of metrics.jsonl."""
 
     snapshot: Snapshot
     metadata: Mapping[str, Any]

@@ -366,7 +366,7 @@ def differing_options(runs: Sequence[Run]) -> dict[str, list[str]]:
 
 
 def validated_alike(runs: Sequence[Run]) -> bool:
-    """Return whether all runs that validated did so on the same rows."""
+    """Return whether all runs with validation used the same validation rows."""
     validated_on = set()
     for run in runs:
         if run.progress.validations:

@@ -8,7 +8,7 @@ def deal(costs: Sequence[float], workers: int) -> list[list[int]]:
 
     Items are dealt by falling cost, each to the worker with the least cost so far (Graham, "Bounds
     on multiprocessing timing anomalies", 1969): no worker takes more than 4/3 of the least possible
-    time. A function of the arguments, so that all workers agree.
+    time. The result depends on the arguments only, so that all workers agree.
     """
     dealt: list[list[int]] = [[] for _ in range(workers)]
     totals = [0.0] * workers

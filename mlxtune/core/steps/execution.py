@@ -43,13 +43,13 @@ class Operations(Protocol):
         """Load libraries and kernels ahead of their first use."""
 
     def serves(self, dtype: Any) -> bool:
-        """Return whether models whose hidden states have this dtype (None: unknown) can be run."""
+        """Return whether models with hidden states of this dtype (None: unknown) can run."""
 
     def linear_head(self, dtype: Any) -> LinearHead | None:
         """Return the loss of a single-product head; None if the head is computed like any other."""
 
     def prepare(self, model: Any) -> Callable[[], None]:
-        """Make a model compute with these operations; return a function that undoes it."""
+        """Make a model compute with these operations; return a function that restores the model."""
 
     def cross_entropies(self, logits: Any, targets: Any) -> Any:
         """Return the losses, float32 (P,), in nats, for logits (P, V) and targets int32 (P,)."""

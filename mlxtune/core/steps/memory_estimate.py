@@ -184,7 +184,7 @@ class Settings(Protocol):
 
 
 def head_states(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> tuple[int, int]:
-    """Return the positions the head runs on, and the entries of hidden states and gradients."""
+    """Return the positions of the head, and the entries of hidden states and gradients."""
     positions = load.positions if settings.split_head else load.tokens
     return positions, shapes.hidden * (3 * load.tokens + 4 * positions)
 

@@ -32,7 +32,7 @@ _RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
 _SHORTEST = 16
 # The bits of a weight with --quantize 4, and the weights that share a scale and a bias.
 _BITS, _GROUP = 4, 64
-# The most examples by which a plan is chosen, as a sample.
+# The most examples in the sample from which a plan is chosen.
 _PLANNED = 256
 
 
@@ -40,7 +40,7 @@ _PLANNED = 256
 class MemoryPlan:
     """How to run a step, and its cost.
 
-    `limit` is in bytes, as `estimate`, the peak by sizes alone; `time` is in units of one token's
+    `limit` and `estimate`, the peak by sizes only, are in bytes; `time` is in units of one token's
     time. The other fields describe the planned steps: `padding_share` is the padding's share of the
     tokens that run; `run_share`: tokens run over tokens of the data, below 1 with shared prefixes.
     """
@@ -57,7 +57,7 @@ class MemoryPlan:
 
 
 def planned(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
-    """Return the first steps, or part of a large step, as a sample to choose a plan by."""
+    """Return the first steps, or part of a large step, as a sample for the choice of a plan."""
     chosen: list[Sequence[Example]] = []
     count = 0
     for examples in steps:
@@ -169,7 +169,7 @@ def longest(
 ) -> int:
     """Return the tokens of the longest example, all supervised, that can be planned.
 
-    MARGIN of the limit is left. At most `most` tokens; 0 if not even one fits.
+    Leaves MARGIN of the limit. Returns at most `most` tokens; 0 if not even one fits.
     """
 
     def needs(tokens: int) -> int:

@@ -82,8 +82,8 @@ def _shares(rows: npt.NDArray[np.int64], val_split: float, val_rows: int) -> npt
 def rows_of_epoch(rows: CorpusRows, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """Return the places in `rows` of an epoch's rows, by the weights of their files.
 
-    With a weight of 2.25, each row is used twice, and a quarter of the rows once more: in each
-    epoch the next quarter of an order that the seed gives.
+    With a weight of 2.25, each row is used twice, and a quarter of the rows once more: each epoch
+    takes the next quarter in an order that depends on the seed.
     """
     every = np.arange(len(rows), dtype=np.int64)
     if all(weight == 1 for weight in rows.corpus.weights):

@@ -15,7 +15,7 @@ _MOST_PADDING, _LEAST_MULTIPLE = 0.03, 8
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Multiples: for the tokens of a line, a power of two, and for the width of its examples."""
+    """The multiple for the tokens of a line, a power of two, and for the width of its examples."""
 
     line: int = 1
     width: int = 1

@@ -16,8 +16,8 @@ _VALIDATIONS = 10
 # Half of the validations: many runs improve again at the end, when the rate falls.
 _PATIENCE = 5
 _RANK, _ALPHA = 16, 32.0
-# The rate for a model of 4 billion parameters, the power by which smaller models take more, and its
-# bounds. The demo's model of 0.7 million parameters learns fastest at the upper bound.
+# The rate for a model of 4 billion parameters, the power by which it rises for smaller models, and
+# its bounds. The demo's model of 0.7 million parameters learns fastest at the upper bound.
 _RATE, _RATE_SIZE, _RATE_POWER = 2e-4, 4e9, 0.35
 _LOWEST_RATE, _HIGHEST_RATE = 5e-5, 5e-3
 

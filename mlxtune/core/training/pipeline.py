@@ -80,7 +80,7 @@ class Pipeline(Protocol):
         """Release memory that is only kept for later use.
 
         With the examples of a step, also halve the micro-batches from its largest. Return the new
-        bound in tokens, or None if each is a single example already.
+        bound in tokens, or None if each one is already a single example.
         """
 
     def logps(
@@ -97,10 +97,10 @@ class Pipeline(Protocol):
         """Return the loss of whole rows from their examples' log-probabilities (E,)."""
 
     def reference(self) -> Mapping[str, Any]:
-        """Return all that decides the starting model's log-probabilities, as JSON values."""
+        """Return the facts that decide the starting model's log-probabilities, as JSON values."""
 
     def snapshot(self) -> Snapshot:
-        """Capture the adapter, and all that `restore` needs, to write now or later."""
+        """Capture the adapter and the state that `restore` needs, to write now or later."""
 
     def load(self, folder: Path) -> None:
         """Load the adapter of a snapshot."""

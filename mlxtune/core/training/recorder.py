@@ -63,8 +63,8 @@ class RunRecorder:
     def resume(self, point: ResumePoint, validated: Callable[[int], bool]) -> None:
         """Take over progress, checkpoints and times of a run that stopped.
 
-        `validated` returns whether a step within an epoch is followed by a validation. Raises
-        ModelError if the checkpoint does not fit the pipeline.
+        `validated` returns whether a validation follows a step within an epoch. Raises ModelError
+        if the checkpoint does not fit the pipeline.
         """
         progress, checkpoint = self.progress, point.checkpoint
         self.pipeline.restore(checkpoint.folder)
@@ -114,7 +114,7 @@ class RunRecorder:
 
     @contextmanager
     def naming_checkpoint(self) -> Iterator[None]:
-        """Name the last good checkpoint, and the way to resume, in an error that ends the run."""
+        """Add the last good checkpoint, and the way to resume, to an error that ends the run."""
         try:
             yield
         except (NonFiniteLossError, OutputError, MemoryLimitError, GpuError) as error:

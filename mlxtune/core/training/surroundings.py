@@ -12,7 +12,7 @@ from mlxtune.core.training.pipeline import Pipeline
 
 # Shorter sleep is not reported.
 _SLEPT_SECONDS = 10.0
-# Seconds until a paused run notices Ctrl-C, or mains power.
+# Seconds between checks of a paused run for Ctrl-C and mains power.
 _POLL_SECONDS = 0.2
 
 

@@ -207,7 +207,7 @@ class InstructTrainer:
 
     @contextmanager
     def _discarding_unstarted(self, resume: ResumePoint | None) -> Iterator[None]:
-        """Remove the run's files if it is interrupted before its first step."""
+        """Remove the run's files if the run is interrupted before its first step."""
         try:
             yield
         except KeyboardInterrupt:
@@ -216,7 +216,7 @@ class InstructTrainer:
             raise
 
     def _refer(self, resume: ResumePoint | None) -> None:
-        """Give the rows of preferences the reference's log-probabilities, read or computed.
+        """Read or compute the reference's log-probabilities for the rows of preferences.
 
         A new run computes them before its first step; a resumed run must have kept them.
         """

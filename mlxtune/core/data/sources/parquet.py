@@ -24,7 +24,7 @@ _MAX_ROW = 2**26
 def parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     """Yield each row's number, from 1, and its object or the reason why it has none.
 
-    Raises DataError for a damaged file, and for one that unpacks to far more than its size.
+    Raises DataError for a damaged file, and for a file that unpacks to far more than its size.
     """
     if not _has_pyarrow():
         raise DataError(f"{path}: needs pyarrow: pip install 'mlxtune[parquet]'")

@@ -17,7 +17,7 @@ _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _DELIMITERS = ",;\t"
 # Columns whose values are lists, which a table holds as JSON text.
 _LISTS = ("messages", "conversations", "history")
-# By their first bytes: .xlsx, .ods and .numbers are zip archives; .xls is older.
+# Spreadsheets by their first bytes: .xlsx, .ods and .numbers are zip archives; .xls is older.
 _SPREADSHEETS = {
     b"PK\x03\x04": "a spreadsheet or another archive",
     b"\xd0\xcf\x11\xe0": "an Excel file",
