@@ -40,7 +40,7 @@ def open_streams() -> None:
 
 
 def flush_results() -> None:
-    """Flush stdout. Raises OutputError or BrokenPipeError, and drops its buffer then."""
+    """Flush stdout. Raises OutputError or BrokenPipeError after dropping its buffer."""
     try:
         sys.stdout.flush()
     except BaseException:

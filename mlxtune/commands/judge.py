@@ -86,7 +86,7 @@ def _sums(
 
     Returns Sums for each model, or AnswerSums under an objective of preferences.
 
-    Meanwhile, the model may compute by faster functions.
+    Meanwhile, the model may compute with faster functions.
     """
     base, found = loaded.base, []
     with closing(

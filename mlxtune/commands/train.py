@@ -319,7 +319,7 @@ def prepare(
 ) -> Setup:
     """Read the data, plan the memory, reserve it for as long as `held` lives, and load the model.
 
-    Without `held`, nothing is reserved. With `resume`, LoRA's values are left to the trainer.
+    Without `held`, nothing is reserved. With `resume`, the trainer sets LoRA's values.
     """
     config, console, workers = worker_run.config, worker_run.console, worker_run.workers
     operations.load_ahead(folder)

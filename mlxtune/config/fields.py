@@ -65,7 +65,7 @@ class Option:
     # It has no default, so that each new option decides it.
     affects: Affects
     section: Section
-    # Decides which examples a data file gives, so encoded files are cached by it.
+    # Changes the examples of a data file, so it is part of the key of cached files.
     encodes: bool = False
     # A file or folder: a relative path starts in the folder where the run was started.
     path: bool = False

@@ -1,4 +1,4 @@
-"""Config files: YAML or TOML whose reading takes no more than its size warrants."""
+"""Config files: YAML or TOML, read in time and memory in proportion to their size."""
 
 import re
 import tomllib
@@ -21,9 +21,8 @@ _LONG_KEY = re.compile(
 class _Loader(yaml.SafeLoader):
     """Reads plain scalars as null, true, false, a decimal number, or else text.
 
-    Dates, sexagesimals, hexadecimals and numbers with too many digits stay text, so that the option
-    that gets one is named. `<<` is a key like any other: merging can double a mapping with every
-    line.
+    Dates, sexagesimals, hexadecimals and numbers with too many digits stay text, so that an error
+    names the option. `<<` is a key like any other: merging can double a mapping with every line.
     """
 
     # Without the resolvers of SafeLoader.

@@ -440,7 +440,7 @@ class PlanConfig(TrainConfig):
 
 @dataclasses.dataclass(frozen=True)
 class BenchConfig(_StepConfig):
-    """Options of a benchmark of training steps; without `against`, of this package alone."""
+    """Options of a benchmark of training steps; without `against`, of this package only."""
 
     _: dataclasses.KW_ONLY
     # Rows held out for validation would not be timed.

@@ -1,1 +1,1 @@
-"""The Hugging Face hub: data sets from it, adapters to it. The only imports of huggingface_hub."""
+"""The Hugging Face hub: data sets and adapters. Only this package imports huggingface_hub."""

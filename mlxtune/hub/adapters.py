@@ -127,7 +127,7 @@ def model_card(run: Run, view: RunView, *, repository: str, base: str, peft: boo
 
 
 def _results(run: Run, evaluation: Evaluation, datasets: list[str]) -> list[EvalResult]:
-    """Return the losses on the rows held out, before and after."""
+    """Return the losses on the held-out rows before and after training."""
     losses = {"base model": evaluation.base, "with the adapter": evaluation.adapted}
     return [
         EvalResult(
@@ -220,7 +220,7 @@ def command_of(run: Run, base: str) -> str:
 
 
 def _block(content: str) -> str:
-    """Return a text as a block of code, with a fence longer than any in the text."""
+    """Return a text as a block of code, with a fence longer than any fence in the text."""
     fence = "`" * max(3, *(1 + len(each) for each in re.findall("`+", content)), 0)
     return f"{fence}text\n{content}\n{fence}"
 

@@ -1,4 +1,4 @@
-"""Passes a run on to a tracker, under the names usual in trackers."""
+"""Passes a run on to a tracker, under the names that trackers commonly use."""
 
 import importlib.util
 import os

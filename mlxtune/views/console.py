@@ -263,7 +263,7 @@ class TerminalLine:
         self.progress.start()
 
     def update(self, text: str, share: float | None = None) -> None:
-        """Show `text`. The first share shows immediately, even if the run ends before a refresh."""
+        """Show `text`; show a first share immediately, as the run may end before a refresh."""
         first = share is not None and not self._progressed
         self._progressed = self._progressed or first
         self.progress.update(self._task, description=text, completed=share, refresh=first)

@@ -26,7 +26,7 @@ from mlxtune.views.visible import escape, without_template_tokens
 # The most characters of a sample to show.
 _LONGEST = 400
 _PHASE_WIDTH = 16
-# Fewer losses than these say nothing about a trend.
+# With fewer losses, there is no trend to see.
 _FEWEST_LOSSES = 5
 # A loss this many times the untrained model's does not occur in normal training.
 _JUMP = 1.5

@@ -1,4 +1,4 @@
-r"""Text from data made safe and fully visible.
+r"""Makes text from data safe and fully visible.
 
 Control, bidi, zero-width and other unseen characters become escapes such as `\u202e`. Newlines,
 tabs and spaces that are easy to overlook are separated, for a page or a terminal to mark.

@@ -69,6 +69,6 @@ def main(out: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    # Output of a library must not mix with the lines.
+    # Output of libraries must not mix with the lines.
     out, sys.stdout = sys.stdout, sys.stderr
     main(out)

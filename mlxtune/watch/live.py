@@ -115,7 +115,7 @@ class Live:
         return True
 
     def idle_seconds(self) -> float:
-        """Return the seconds since a page was last open or a run in progress."""
+        """Return the seconds since a page was last open or a run was in progress."""
         with self._lock:
             training = any(holder_of(run / LOCK) is not None for run in self._find().values())
             if self._pages or training:
@@ -184,7 +184,7 @@ class Live:
         view.due = time.monotonic() + max(_LOOK_EVERY, took / _MOST_READING)
 
     def _read(self, runs: Mapping[str, Path]) -> Parts:
-        # The page continues, whatever content a run's files have.
+        # The page continues, whatever a run's files contain.
         try:
             read = {key: read_run(run) for key, run in runs.items()}
             stopping = {

@@ -24,7 +24,7 @@ def with_auto(
 ) -> tuple[C, str]:
     """Return the options with --auto's choices, and the equivalent command.
 
-    `given` names the options that the user chose. The data is encoded, and cached, for it.
+    `given` names the options that the user chose. The data is encoded for the choice, and cached.
     """
     if not config.auto:
         return config, ""

@@ -197,7 +197,7 @@ def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str
 
 
 def cut_loss_line(config: TrainConfig, base: BaseModel, work: DataSample, dataset: Dataset) -> str:
-    """Return a line on the supervised tokens that --max-seq-len costs, empty if few."""
+    """Return a line on the supervised tokens that --max-seq-len costs, empty if they are few."""
     loss = cut_loss(dataset.files, config.max_seq_len, config.cut)
     if loss is None:
         return ""

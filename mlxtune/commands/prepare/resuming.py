@@ -210,7 +210,7 @@ def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[s
 
 
 def _from(working_directory: str, path: str, name: str) -> str:
-    """Return a path relative to this place; names of downloads stay."""
+    """Return a path relative to this place; names of downloads stay unchanged."""
     if path.startswith(("~", "/")):
         return path
     there = Path(working_directory, path)

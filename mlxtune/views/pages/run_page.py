@@ -33,7 +33,7 @@ PAGE = PageType(
 )
 # The most answers on a page, and the most unfolded answers.
 _MOST_SAMPLES, _OPEN_SAMPLES = 40, 3
-# A longer text is cut.
+# Longer texts are cut.
 _MOST_TEXT = 4000
 # The most skipped steps, rows of each, and epochs on a page.
 _MOST_SKIPPED, _MOST_ROWS, _MOST_EPOCHS = 100, 8, 200
