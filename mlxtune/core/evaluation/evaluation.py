@@ -173,7 +173,8 @@ class Evaluation:
     `preference`, and without an adapter `preferred` is the share of pairs that the base prefers.
 
     `left_out` counts rows that are left out because they were trained on too; with `only_trained`,
-    no other rows remained, and all were evaluated. `files` has a verdict on each file of several.
+    no other rows remained, and all were evaluated. `files` has a verdict on each file, if there are
+    several.
     """
 
     rows: int

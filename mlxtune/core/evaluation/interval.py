@@ -1,4 +1,4 @@
-"""Confidence intervals of what an adapter changes, over rows.
+"""Confidence intervals, over rows, of the changes due to an adapter.
 
 The rows are a sample of the model's future inputs, so the bootstrap resamples rows, each with all
 its tokens and both losses: the interval is paired.

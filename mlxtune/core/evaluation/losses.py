@@ -90,7 +90,7 @@ def evaluation_of(
 ) -> Evaluation:
     """Compare the losses of rows, also with the adapter from which training started, if any.
 
-    Each of several files has a verdict. Raises NonFiniteLossError if a row's loss is not finite.
+    With several files, each has a verdict. Raises NonFiniteLossError if a row's loss is not finite.
     """
     evaluation = compare_rows(judged, base, adapted, seed, start)
     if adapted is None:
@@ -106,7 +106,7 @@ def evaluation_of(
 def compare_rows(
     judged: JudgedRows, base: Sums, adapted: Sums | None, seed: int, start: Sums | None = None
 ) -> Evaluation:
-    """Return `evaluation_of` the same arguments, without a verdict on each file."""
+    """Return the evaluation as `evaluation_of` does, but without a verdict on each file."""
     rows = judged.rows
     for name, sums in (("base", base), ("first adapted", start), ("adapted", adapted)):
         if sums is not None and not np.isfinite(sums.losses).all():

@@ -97,8 +97,8 @@ def evaluate_preferences(
 ) -> Evaluation:
     """Compare the preferences of models; losses are over the good answers.
 
-    `start` are the answers under the adapter from which training started. Each file of several has
-    a verdict.
+    `start` are the answers under the adapter from which training started. With several files, each
+    has a verdict.
     """
     evaluation = _compare_rows(judged, objective, base, adapted, seed, start)
     if adapted is None:
@@ -120,7 +120,7 @@ def _compare_rows(
     seed: int,
     start: AnswerSums | None,
 ) -> Evaluation:
-    # The losses are of the answers to learn, unless all are bad.
+    # The losses are over the answers to learn, unless all answers are bad.
     learned = np.flatnonzero(base.labels) if base.labels.any() else np.arange(len(base.labels))
     rows = judged.rows.only(learned)
     good = [None if each is None else each.good.only(learned) for each in (base, adapted, start)]
