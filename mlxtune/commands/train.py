@@ -41,11 +41,11 @@ from mlxtune.commands.prepare.memory import (
 from mlxtune.commands.prepare.model import build_pipeline, open_model
 from mlxtune.commands.prepare.resuming import check_resumed, find_run
 from mlxtune.commands.prepare.run_metadata import Setup, about_result, about_run, provenance_of
-from mlxtune.config import DemoConfig, TrainConfig, user_cache
+from mlxtune.config import DemoConfig, TrainConfig, as_path, user_cache
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.evaluation.evaluation import Evaluation
 from mlxtune.core.evaluation.losses import JudgedRows
-from mlxtune.core.files.files import check_outputs, check_writable, write_json
+from mlxtune.core.files.files import check_outputs, check_writable, same_place, write_json
 from mlxtune.core.files.hashing import base_fingerprint, hash_in_background
 from mlxtune.core.machine.conditions import ConditionsWatch, Sensors, kept_awake
 from mlxtune.core.run import run_folder
@@ -71,6 +71,9 @@ from mlxtune.tracking.observer import TrackingObserver, check_trackers
 from mlxtune.views import plan_text, run_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.pages.run_page import ResultCard, write_page
+
+# Endings of weights and configs in other formats.
+_OTHER_FILES = (".bin", ".gguf", ".json", ".npz", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
@@ -283,6 +286,12 @@ def check_paths(config: TrainConfig) -> Path:
     output = config.output_path
     if output.name == ADAPTER_CONFIG:
         raise OutputError(f"{output}: is written beside the adapter: choose another --output")
+    if same_place(output.parent, folder):
+        raise OutputError(f"{output.parent}: is the model's own folder: choose another --output")
+    if (named := as_path(config.output)).suffix in _OTHER_FILES and not named.is_dir():
+        raise OutputError(
+            f"{named}: an adapter is a .safetensors file: name one, or a folder, as --output"
+        )
     read = [*data_files(config).all, *folder.iterdir()]
     check_outputs([output, output.with_name(ADAPTER_CONFIG)], read, "--output")
     check_replaceable(output)

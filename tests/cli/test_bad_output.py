@@ -62,6 +62,24 @@ def test_output_never_replaces_what_the_run_reads(
     assert "--output" in outcome.error
 
 
+def test_output_in_the_model_s_own_folder_is_refused(train: Cli, broken: Path) -> None:
+    before = files_in(broken)
+    outcome = train("--model-path", broken, "--output", broken)
+    assert outcome.error == f"{broken}: is the model's own folder: choose another --output"
+    assert files_in(broken) == before
+
+
+@pytest.mark.parametrize("name", ["model.bin", "out/model.gguf", "adapter.json"])
+def test_output_named_as_another_kind_of_file_is_refused(
+    train: Cli, tmp_path: Path, name: str
+) -> None:
+    outcome = train("--output", tmp_path / name)
+    assert ": an adapter is a .safetensors file: name one, or a folder, as --output" in (
+        outcome.error
+    )
+    assert files_in(tmp_path) == ["chat.jsonl"]
+
+
 def test_output_named_as_the_adapters_own_config_is_refused(train: Cli, tmp_path: Path) -> None:
     outcome = train("--output", tmp_path / "adapter_config.json", "--max-steps", 1)
     assert "--output" in outcome.error
