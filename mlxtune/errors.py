@@ -34,7 +34,7 @@ class ConfigError(MlxTuneError, ValueError):
 
 
 class ModelError(MlxTuneError, ValueError):
-    """A model folder cannot be loaded, or lacks what the options need."""
+    """A model folder cannot be loaded, or lacks something that the options need."""
 
 
 class DataError(MlxTuneError, ValueError):

@@ -105,7 +105,7 @@ class Command(click.Command):
     def _unknown(self, args: list[str]) -> Iterator[str]:
         """Yield a suggestion for each unknown option, if we know an equivalent of any.
 
-        An option of several choices without a value, as other tools have it, counts as unknown.
+        An option with several choices but no value, as in other tools, counts as unknown.
         """
         own = {name: each for each in self.params for name in each.opts}
         options = {_plain(name): each for name, each in own.items() if name.startswith("--")}

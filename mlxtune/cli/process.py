@@ -21,8 +21,8 @@ _TEMPORARY = ("TMPDIR", "TEMP", "TMP", "TEMPDIR")
 def open_streams() -> None:
     """Open closed streams on the null device, and report failed writes as our own errors.
 
-    Otherwise the next file that is opened would take the stream's number, and get what other code
-    writes there.
+    Otherwise the next file that is opened would take the stream's number, and receive the output of
+    other code.
     """
     for number in (_STDIN, _STDOUT, _STDERR):
         try:

@@ -27,7 +27,7 @@ def import_adapter(config: ImportConfig) -> Path:
     """Write an adapter of mlx-lm or PEFT in mlx-lm's layout; return the adapter's file.
 
     Names and shapes are checked against the base model, whose weights are not read. Raises
-    ModelError, which names what mlx-lm's LoRA cannot hold, or OutputError.
+    ModelError, which names the parts that mlx-lm's LoRA cannot hold, or OutputError.
     """
     given, is_peft = _find(config.adapter)
     named = base_of(given.parent) if is_peft else read_info(given).model

@@ -311,7 +311,7 @@ class Encoder:
 
         A text is tokenised as a whole. It becomes one example if it contains every turn's prompt as
         inference tokenises it. If not, because a token crosses an edge of an answer, each turn is
-        an example: the tokens of its prompt, then those of its answer.
+        an example: the tokens of its prompt, then the tokens of its answer.
         """
         self._prompt_budget = _MOST_PROMPTS
         ranges = [self._token_span(text.text, whole, span) for span in text.spans]

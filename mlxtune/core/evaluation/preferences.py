@@ -2,7 +2,7 @@
 
 A model prefers the answer whose tokens have the higher mean log-probability; the sum would prefer
 short answers. An answer with a label has no counterpart: good answers should gain more than bad
-ones.
+answers.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, eq=False)
 class AnswerSums:
-    """Losses of rows' answers under a model: of the good answers and, in pairs, the bad ones.
+    """Losses of rows' answers under a model: of good answers and, in pairs, of bad answers.
 
     The only answer of a row with a label is in `good`; `labels` (R,) has 1 or 0.
     """

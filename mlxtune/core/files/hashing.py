@@ -1,4 +1,4 @@
-"""The hash of a model over all files that determine what it computes, and a quick fingerprint."""
+"""The hash of a model over all files that determine its results, and a quick fingerprint."""
 
 import hashlib
 import json

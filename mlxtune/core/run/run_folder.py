@@ -71,7 +71,7 @@ class ResumePoint:
     """A checkpoint to resume from.
 
     `kept` are the numbered checkpoints up to this one, the oldest first; `skipped` says why newer
-    ones are unusable.
+    checkpoints are unusable.
     """
 
     checkpoint: Checkpoint

@@ -62,12 +62,12 @@ class Operations(Protocol):
 class Execution:
     """How a step is computed. Nothing here changes its loss or gradient beyond float rounding.
 
-    `operations` compute it. `micro_batch_tokens` bounds the tokens that run through the model at
-    once. `split_head`: run the head on supervised positions only, `loss_chunk` at a time. `packs`:
-    lay examples end to end instead of padding them, and run shared prefixes once. `recompute`: keep
-    only the input of each layer, and run the layer again in the backward pass. `fixed_cost` is the
-    cost of a micro-batch beyond its tokens, in units of one token's time. `rounding` is applied to
-    packed lines.
+    `operations` compute it. `micro_batch_tokens` bounds the tokens that run through the model
+    together. `split_head`: run the head on supervised positions only, `loss_chunk` at a time.
+    `packs`: lay examples end to end instead of padding them, and run shared prefixes once.
+    `recompute`: keep only the input of each layer, and run the layer again in the backward pass.
+    `fixed_cost` is the cost of a micro-batch beyond its tokens, in units of one token's time.
+    `rounding` is applied to packed lines.
     """
 
     operations: Operations

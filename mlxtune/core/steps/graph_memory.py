@@ -18,8 +18,8 @@ _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 5, 9, 2
 # Copies of a chunk's logits that cross-entropy and its gradient hold, and copies that are not freed
 # yet when the backward passes of layers begin.
 LOGITS, _IN_FLIGHT = 5, 2
-# Gradients that the backward pass of a layer holds at once: three as wide as its widest product,
-# and three as wide as its input.
+# Gradients that the backward pass of a layer holds at the same time: three as wide as its widest
+# product, and three as wide as its input.
 GRADIENTS = 3
 # Copies of a quantised matrix while it is unpacked.
 _UNPACKED = 2
@@ -58,7 +58,7 @@ class GraphMemory:
         return Entries(0, tokens, shapes.scores * scores)
 
     def in_layer(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
-        """Return the working entries of a layer's backward pass, in addition to the kept ones."""
+        """Return the working entries of a layer's backward pass, in addition to kept entries."""
         gradients = GRADIENTS * (shapes.widest_product + shapes.hidden)
         gradients += _GATHERED * shapes.layer_gathered
         mixed = load.beside * _MIXED * shapes.layer_mixed
@@ -82,7 +82,7 @@ class GraphMemory:
         return _IN_FLIGHT * logits
 
     def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
-        """Return the working entries of the head, in addition to the kept ones."""
+        """Return the working entries of the head, in addition to kept entries."""
         positions, hidden = head_states(shapes, settings, load)
         if settings.split_head and not self.holds_logits(shapes):
             rows = vocabulary_block(positions)

@@ -190,7 +190,7 @@ def head_states(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> tup
 
 
 def held_logits(settings: Settings, positions: int, shapes: ModelShapes) -> int:
-    """Return the logits that a head holds at once."""
+    """Return the number of logits that a head holds at the same time."""
     held = min(positions, settings.loss_chunk) if settings.split_head else positions
     return shapes.vocab * held
 
@@ -217,13 +217,13 @@ class MemoryUse(Protocol):
         """Return the entries that all layers keep from their forward to their backward passes."""
 
     def in_layer(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
-        """Return the entries of one layer's backward pass, in addition to the kept ones."""
+        """Return the entries of one layer's backward pass, in addition to kept entries."""
 
     def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
         """Return the entries that measured passes without a head miss."""
 
     def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
-        """Return the working entries of the head, in addition to the kept ones."""
+        """Return the working entries of the head, in addition to kept entries."""
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
         """Return whether the head holds the logits of a chunk of positions."""

@@ -1,6 +1,6 @@
 """Lengths rounded up, so that a GPU runs fewer shapes, which its kernels support.
 
-A line and its examples side by side, where each `.` is padding that nothing sees:
+A line and its examples side by side, where each `.` is padding that no token sees:
 
     line             a b c d p q . .
     side by side     a b c d . .
