@@ -59,6 +59,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "commands/prepare/memory.py": {"json.loads": PEERS},
     "commands/push.py": {"read_text": "the card that this command has just written"},
     "hub/adapters.py": {"read_text": PACKAGED},
+    "core/data/template.py": {"read_text": PACKAGED},
     "backend/text/tokenizer.py": {"read": "what this process wrote to stderr meanwhile"},
     # The machine
     "cli/commands.py": {"read_text": PACKAGED},

@@ -23,10 +23,11 @@ from mlxtune.backend.models.quantize import format_name
 from mlxtune.commands.prepare.base import find_base, metadata_of
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.interrupt import end_in_order
+from mlxtune.commands.prepare.model import prompted_as_trained, trained_on_text
 from mlxtune.commands.prepare.unfinished import noted, remove_unfinished
-from mlxtune.config import DataConfig, OutgoingConfig
+from mlxtune.config import DataConfig, OutgoingConfig, UseConfig
 from mlxtune.core.data.prompt import prompt_of
-from mlxtune.core.files.files import write_json
+from mlxtune.core.files.files import as_output_error, write_file, write_json
 from mlxtune.core.files.output_folder import hashes, new_folder
 from mlxtune.core.machine.facts import versions
 from mlxtune.errors import ModelError
@@ -199,6 +200,7 @@ def write_fused(
     stored = fusing.stored_dtype(model)
     source.console.say("Writing", str(config.output_path))
     fusing.write_model(model, model_config, source.folder, folder)
+    _write_template(source, folder)
     del model
     memory.release()
     certificate = prove_export(
@@ -212,6 +214,20 @@ def write_fused(
         retention=retention,
     )
     return certificate, stored
+
+
+def _write_template(source: Source, folder: Path) -> None:
+    """Write the template of training, if it is not the base model's own. Raises OutputError."""
+    trust = source.config.trust_remote_code
+    use = UseConfig(str(source.folder), adapter=str(source.weights), trust_remote_code=trust)
+    template = Reader(prompted_as_trained(use).reading(), source.folder).written_template
+    if template is None or trained_on_text(use):
+        return
+    write_file(folder / "chat_template.jinja", [template.encode()])
+    with as_output_error(folder, "--output"):
+        for other in folder.glob("additional_chat_templates/*.jinja"):
+            other.unlink()
+    source.console.say("Template", "that of training, which is not the base model's own")
 
 
 def convert(source: Source, program: str, folder: Path, stored: str, remedy: str) -> None:

@@ -446,10 +446,12 @@ def print_plan(
 
     `chose_epochs` says whether --auto did.
     """
-    for ledger in setup.dataset.ledgers:
+    dataset = setup.dataset
+    for ledger in dataset.ledgers:
         console.say("Data", run_text.rows_line(ledger))
         console.say("", run_text.tokens_line(ledger))
-    console.say("Template", run_text.template_line(setup.dataset.template, config))
+    line = run_text.template_line(dataset.template, config, added=dataset.template_added)
+    console.say("Template", line)
     console.say("Plan", run_text.plan_line(trainer))
     plan, steps = setup.plan, (trainer.total_steps, trainer.steps_per_epoch, config.max_steps)
     lines = (

@@ -78,10 +78,12 @@ def tokens_line(ledger: Ledger) -> str:
     )
 
 
-def template_line(template: str, config: DataConfig) -> str:
+def template_line(template: str, config: DataConfig, *, added: bool = False) -> str:
+    """Return the line of a run's template; `added` says that the model itself has none."""
     turns = "every assistant turn" if config.turns == "all" else "the last assistant turn"
     thinking = "" if config.thinking == "auto" else f", thinking {config.thinking}"
-    return f"{template}; {turns}{thinking}, up to {config.max_seq_len:,} tokens"
+    alone = "; mlx-lm applies it to what mlxtune fuse writes, not to the adapter" if added else ""
+    return f"{template}; {turns}{thinking}, up to {config.max_seq_len:,} tokens{alone}"
 
 
 def finding_line(finding: Finding) -> str:

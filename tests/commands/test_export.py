@@ -23,6 +23,7 @@ from mlx.utils import tree_flatten
 from mlxtune import ExportConfig, FuseConfig, TrainConfig, export, fuse, train
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.models.loading import load_base
+from mlxtune.core.data.template import built_in_jinja
 from mlxtune.errors import OutputError
 from tests.command import Cli, files_in
 from tests.models import sums, write_chat, write_model
@@ -43,7 +44,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model in float32 and the folder of an adapter that was trained on it."""
     folder = tmp_path_factory.mktemp("trained")
     model = write_model(folder / "model", "llama")
-    return model, trained_on(model, folder / "out")
+    named = model / "additional_chat_templates" / "tool_use.jinja"
+    named.parent.mkdir()
+    named.write_text("Tools!")
+    return model, trained_on(model, folder / "out", template="chatml")
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +78,9 @@ def test_fused_folder_is_a_model_of_its_own_in_mlx_lm(
     outcome = cli("fuse", "--adapter", adapter, "--output", tmp_path / "fused")
     assert outcome.code == 0, outcome.err
     assert "14 tensors fused" in outcome.out
+    # The template of training takes the place of the base model's.
+    written = {each.read_text() for each in (tmp_path / "fused").rglob("*.jinja")}
+    assert written == {built_in_jinja("chatml")}
     fused, _ = load(str(tmp_path / "fused"))
     np.testing.assert_allclose(logits(fused), trained_logits(model, adapter), rtol=0, atol=1e-5)
     plain = logits(load_base(model, "float32").model)

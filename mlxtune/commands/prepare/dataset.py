@@ -31,7 +31,7 @@ from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.places import shown
 from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, RowTally, SkippedRows
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
-from mlxtune.core.data.template import END_OF_TURN, TEMPLATES
+from mlxtune.core.data.template import END_OF_TURN, TEMPLATES, built_in_jinja
 from mlxtune.core.files.files import file_hash
 from mlxtune.core.text import count
 from mlxtune.errors import DataError, ModelError
@@ -52,10 +52,12 @@ class Dataset:
 
     `validation` is None if rows of `corpus` are to be held out, and empty if there is none. `files`
     and `ledgers` list the training data, then the validation data. `hub` is the run's record of the
-    hub's data sets among them.
+    hub's data sets among them. `template_added` says that the options name a template, and that
+    the model has none.
     """
 
     template: str
+    template_added: bool
     corpus: Corpus
     validation: Corpus | None
     files: list[EncodedFile]
@@ -153,6 +155,23 @@ class Reader:
         model_type = read_config(self._folder, trust_remote_code=trust)["model_type"]
         families = {"qwen": "qwen3", "gemma": "gemma"}
         return next((each for name, each in families.items() if model_type.startswith(name)), None)
+
+    @property
+    def written_template(self) -> str | None:
+        """The Jinja text of a template that is not the model's own; None if there is none."""
+        if self._config.template == "auto" and self.template_source:
+            return None
+        if (named := self.template_source.get("default")) is not None:
+            return named
+        return None if self._built_in is None else built_in_jinja(self._built_in)
+
+    @property
+    def adds_template(self) -> bool:
+        """Whether the options name a template for a model that has none."""
+        try:
+            return self._config.template != "auto" and not read_chat_template(self._folder)
+        except ModelError:  # it has one, which cannot be read
+            return False
 
     @property
     def has_template(self) -> bool:
@@ -381,6 +400,7 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
     _check_corpus(config, reader, corpus, validation, files)
     return Dataset(
         template=reader.describe(),
+        template_added=reader.adds_template and not all(each.arrays.plain_text for each in files),
         corpus=corpus,
         validation=validation,
         files=files,

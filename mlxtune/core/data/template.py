@@ -9,6 +9,7 @@ it and the newline after it are context.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from mlxtune.core.data.conversation import (
@@ -191,3 +192,9 @@ TEMPLATES: dict[str, Callable[..., Rendering]] = {
     "gemma": render_gemma,
 }
 END_OF_TURN = {"chatml": "<|im_end|>", "qwen3": "<|im_end|>", "gemma": "<end_of_turn>"}
+
+
+def built_in_jinja(name: str) -> str:
+    """Return a built-in template as Jinja, which writes the same text after the BOS."""
+    file = "gemma.jinja" if name == "gemma" else "chatml.jinja"
+    return Path(__file__).with_name(file).read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from mlxtune.config import DataConfig, InspectConfig
 from mlxtune.config import data as config_data
 from mlxtune.core.data.inspection import Inspection
 from mlxtune.core.data.problems import NO_END_OF_TURN
-from mlxtune.core.data.template import TEMPLATES
+from mlxtune.core.data.prompt import prompt_of
+from mlxtune.core.data.template import TEMPLATES, built_in_jinja
 from mlxtune.views.run_text import finding_line
 from tests.command import Cli
 from tests.models import CHATML, THINKING, sums, write_chat, write_model, write_tokenizer
@@ -484,6 +486,39 @@ def test_template_of_another_name_is_refused() -> None:
         ConfigError, match=r"--template must be one of auto, chatml, .* not 'llama3'"
     ):
         DataConfig("model", ("a.jsonl",), template="llama3")
+
+
+@pytest.mark.parametrize("template", ["chatml", "gemma", "FILE"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_template_of_training_gives_the_same_prompts_from_a_folder(
+    tmp_path: Path, template: str, model_type: str
+) -> None:
+    trained, fused = tmp_path / "trained", tmp_path / "fused"
+    for folder in (trained, fused):
+        write_tokenizer(folder, bos=model_type == "llama")
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ bos_token }}Hi! " + CHATML)
+    template = str(own) if template == "FILE" else template
+    config = DataConfig(str(trained), ("none",), template=template, turns="last")
+    reader = Reader(config, trained)
+    assert reader.written_template is not None
+    assert reader.adds_template
+    (fused / "chat_template.jinja").write_text(reader.written_template)
+    read = Reader(replace(config, template="auto"), fused)
+    assert (read.written_template, read.adds_template) == (None, False)
+    assert not Reader(config, fused).adds_template
+
+    asked = {"messages": [*MESSAGES, {"role": "user", "content": "r"}]}
+    one, other = (prompt_of(each.encoder, asked, "here") for each in (reader, read))
+    assert one == other
+
+
+def test_template_that_training_chose_by_the_type_is_written(tmp_path: Path) -> None:
+    for name, written in (("qwen3", built_in_jinja("chatml")), ("llama", None)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
+        reader = Reader(DataConfig(str(tmp_path), ("none",)), tmp_path)
+        assert (reader.written_template, reader.adds_template) == (written, False)
 
 
 def test_cut_at_the_start_keeps_the_answer(own_template: Path, tmp_path: Path) -> None:

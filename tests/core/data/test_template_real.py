@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from mlxtune.core.data import template
 from mlxtune.core.data.conversation import Conversation, Message, parse_messages
 from mlxtune.core.data.template import TEMPLATES, render_gemma, render_qwen3
 from tests.core.data.conversations import EMPTY_THINKING, MESSAGES, TOOL, converse, text_of
+
+# The built-in templates as Jinja are beside the code that renders them.
+DATA_CODE = Path(template.__file__).parent
 
 
 def jinja(path: Path) -> Callable[[Conversation], str]:
@@ -21,16 +26,17 @@ def jinja(path: Path) -> Callable[[Conversation], str]:
     jinja2 = pytest.importorskip("jinja2", reason="needs jinja2 to render the models' templates")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    template = environment.from_string(path.read_text(encoding="utf-8"))
+    compiled = environment.from_string(path.read_text(encoding="utf-8"))
 
     def render(conversation: Conversation) -> str:
         messages = [
             {"role": message.role, "content": message.content}
             | ({"tool_calls": list(message.tool_calls)} if message.tool_calls else {})
+            | ({"reasoning_content": message.thinking} if message.thinking else {})
             for message in conversation.messages
         ]
         tools = list(conversation.tools) or None
-        return str(template.render(messages=messages, tools=tools, bos_token=""))
+        return str(compiled.render(messages=messages, tools=tools, bos_token=""))
 
     return render
 
@@ -66,6 +72,24 @@ def test_qwen3_equals_its_own_template_for_any_messages(shared: Path) -> None:
         assert text_of(render_qwen3(conversation)) == reference(conversation)
 
     check()
+
+
+@settings(deadline=None)
+@given(
+    messages=MESSAGES,
+    tools=st.sampled_from([(), (TOOL,), (TOOL, {"é": [1.5, None]})]),
+    thinking=st.sampled_from(["", "Hm.", "0"]),
+)
+@example(messages=[Message("assistant", "Hm.</think>0")], tools=(), thinking="Hm.")
+def test_built_in_templates_equal_their_jinja_for_any_messages(
+    messages: list[Message], tools: tuple[Any, ...], thinking: str
+) -> None:
+    thought = [replace(each, thinking=thinking * (each.role == "assistant")) for each in messages]
+    written = [jinja(DATA_CODE / f"{name}.jinja") for name in ("chatml", "gemma")]
+    conversation = converse(*thought, tools=tools)
+    assert text_of(render_qwen3(conversation)) == written[0](conversation)
+    plain = converse(*(replace(each, tool_calls=()) for each in thought if each.role != "tool"))
+    assert text_of(render_gemma(plain)) == written[1](plain)
 
 
 def test_qwen3_equals_its_own_template_on_all_chat_data(shared: Path) -> None:
