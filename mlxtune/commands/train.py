@@ -462,6 +462,8 @@ def print_plan(
     )
     for line in filter(None, (*lines, setup.products, setup.larger_limit)):
         console.say("", line)
+    if line := plan_text.large_rate_line(config.rate):
+        console.warn(line)
 
 
 def finish(

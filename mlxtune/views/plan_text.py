@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from mlxtune.config import TrainConfig
+from mlxtune.config.objective import DEFAULT_RATE
 from mlxtune.core.data.inspection import CutLoss
 from mlxtune.core.run.run_plan import LongestFit, RunPlan
 from mlxtune.core.steps.memory_plan import ESTIMATE, MARGIN, MemoryPlan
@@ -40,6 +41,8 @@ def free_line(plan: MemoryPlan, free: int | None) -> str:
 
 # Fewer steps hardly change an adapter; after the second number, most adapters have learned.
 _FEWEST_STEPS, _ENOUGH_STEPS = 30, 100
+# Even the demo's small models learn best at a tenth of this rate.
+_LARGE_RATE = 0.05
 
 
 def few_steps_line(
@@ -62,6 +65,13 @@ def few_steps_line(
         remedy = f"raise --max-steps; {remedy}"
     are = "is" if steps == 1 else "are"
     return f"{count(steps, 'step')} {are} too few to learn from: {remedy}"
+
+
+def large_rate_line(rate: float) -> str:
+    """Return a warning of a learning rate at which adapters hardly learn, empty for others."""
+    if rate <= _LARGE_RATE:
+        return ""
+    return f"--lr {rate:g} is far above the usual {DEFAULT_RATE:g}: lower it, or expect bad answers"
 
 
 def cut_line(loss: CutLoss, max_seq_len: int, peak: int | None) -> str:

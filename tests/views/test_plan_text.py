@@ -19,6 +19,7 @@ from mlxtune.views.plan_text import (
     cut_line,
     few_steps_line,
     free_line,
+    large_rate_line,
     larger_limit_line,
     micro_batches_line,
     peak_line,
@@ -118,6 +119,11 @@ def test_few_steps_are_said_to_be_too_few_with_the_epochs_that_are_enough() -> N
     )
     assert few_steps_line(30, 30, None) == ""
     assert line in text(replace(RUN, few_steps=line))
+
+
+def test_rate_far_above_the_usual_is_warned_of() -> None:
+    assert large_rate_line(5e-3) == ""
+    assert large_rate_line(5.0).startswith("--lr 5 is far above the usual 0.0001: ")
 
 
 def test_few_steps_by_auto_name_the_rows_that_are_enough() -> None:
