@@ -36,11 +36,11 @@ from mlxtune.commands.prepare.memory import (
     planned_work,
     reserve_memory,
     save_run_speed,
-    settle_products,
 )
 from mlxtune.commands.prepare.model import build_pipeline, open_model
+from mlxtune.commands.prepare.products import settle_products
 from mlxtune.commands.prepare.resuming import check_resumed, find_run
-from mlxtune.commands.prepare.run_metadata import Setup, about_result, about_run, provenance_of
+from mlxtune.commands.prepare.run_metadata import RunParts, about_result, about_run, provenance_of
 from mlxtune.config import DemoConfig, TrainConfig, as_path, user_cache
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.evaluation.evaluation import Evaluation
@@ -325,7 +325,7 @@ def prepare(
     worker_run: WorkerRun[RunConsole],
     held: ExitStack | None,
     resume: ResumePoint | None,
-) -> Setup:
+) -> RunParts:
     """Read the data, plan the memory, reserve it for as long as `held` lives, and load the model.
 
     Without `held`, nothing is reserved. With `resume`, the trainer sets LoRA's values.
@@ -366,11 +366,11 @@ def prepare(
         plain_text=dataset.plain_text,
     )
     gain = larger_limit(config, plan, work)
-    return Setup(dataset, base, pipeline, planned, plan, gain, products)
+    return RunParts(dataset, base, pipeline, planned, plan, gain, products)
 
 
 def make_trainer(
-    setup: Setup,
+    setup: RunParts,
     worker_run: WorkerRun[RunConsole],
     should_stop: Callable[[], bool],
     stop_after: int | None,
@@ -436,7 +436,7 @@ def check_same_run(
 
 def print_plan(
     config: TrainConfig,
-    setup: Setup,
+    setup: RunParts,
     trainer: InstructTrainer,
     console: RunConsole,
     *,
@@ -467,7 +467,7 @@ def print_plan(
 
 
 def finish(
-    setup: Setup,
+    setup: RunParts,
     trainer: InstructTrainer,
     result: InstructTrainResult,
     worker_run: WorkerRun[RunConsole],

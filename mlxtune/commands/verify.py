@@ -10,7 +10,7 @@ from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.commands.prepare.interrupt import end_in_order
-from mlxtune.commands.prepare.memory import recorded_products
+from mlxtune.commands.prepare.products import recorded_products
 from mlxtune.commands.prepare.resuming import check_asked_again, check_initial, run_config
 from mlxtune.commands.train import train
 from mlxtune.config import TrainConfig, as_path, user_cache

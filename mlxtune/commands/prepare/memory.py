@@ -3,7 +3,7 @@
 import datetime
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +13,6 @@ from mlxtune.backend.device import device, memory
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.memory.measure import measure
 from mlxtune.backend.memory.shapes import model_shapes
-from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.group import ALONE, Workers
@@ -27,7 +26,7 @@ from mlxtune.core.machine import reservation
 from mlxtune.core.machine.facts import versions
 from mlxtune.core.run.metrics import StepRecord
 from mlxtune.core.run.run import mapping
-from mlxtune.core.run.run_folder import ABOUT, ResumePoint
+from mlxtune.core.run.run_folder import ABOUT
 from mlxtune.core.run.run_plan import LongestFit
 from mlxtune.core.run.speed import read_measured, save_measured, save_speed, speed_of
 from mlxtune.core.steps import memory_plan, order
@@ -225,46 +224,6 @@ def memory_key(shapes: ModelShapes, execution: Execution, dropout: float, dtype:
 def _sizes(shapes: ModelShapes) -> dict[str, Any]:
     """Return the shapes without the measured memory and the layout of the loaded head."""
     return asdict(replace(shapes, measured=None, plain_head=False))
-
-
-def settle_products(
-    config: TrainConfig,
-    base: BaseModel,
-    work: DataSample,
-    plan: MemoryPlan,
-    resume: ResumePoint | None = None,
-    workers: Workers = ALONE,
-) -> tuple[BaseModel, str]:
-    """Return the model with the products that --quantized-compute auto chooses, and a line on it.
-
-    The choice is measured on a GPU, for the tokens of a micro-batch; a resumed run keeps its
-    choice, and worker 0 decides for all. The line is empty if only the device decides.
-    """
-    if config.quantized_compute != "auto" or base.quantized_compute is None or workers.split_model:
-        return base, ""
-    recorded = recorded_products({} if resume is None else resume.checkpoint.metadata)
-    form, line = base.quantized_compute, ""
-    if recorded:
-        form = recorded
-    elif workers.index == 0 and (timed := loading.timed_products(base, _tokens(work, plan))):
-        form, line = timed.faster, timed.describe()
-    form, _, line = workers.texts(f"{form} {line}")[0].partition(" ")
-    return loading.with_products(base, form), line
-
-
-def recorded_products(metadata: Mapping[str, Any]) -> str:
-    """Return the form of a checkpoint's quantised products, empty if it records none."""
-    form = metadata.get("quantized_compute")
-    return form if form in loading.PRODUCTS else ""
-
-
-def _tokens(work: DataSample, plan: MemoryPlan) -> int:
-    """Return the tokens of a large micro-batch: a step may have fewer than the plan allows."""
-    steps = [[len(example) for example in step] for step in work.steps if step]
-    if not steps:
-        return max(plan.execution.micro_batch_tokens, *(load.tokens for load in work.alone))
-    longest = max(map(max, steps))
-    return min(max(plan.execution.micro_batch_tokens, longest), max(map(sum, steps)))
 
 
 def save_run_speed(

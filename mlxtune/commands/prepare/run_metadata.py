@@ -28,7 +28,7 @@ from mlxtune.core.training.trainer import InstructTrainer
 
 
 @dataclass(frozen=True)
-class Setup:
+class RunParts:
     """The parts of a run. `plan` is `planned`, corrected to how the loaded model runs.
 
     `larger_limit` is the gain of a larger --memory-limit here, if any, and `products` is the reason
@@ -46,7 +46,7 @@ class Setup:
 
 def about_run(
     config: TrainConfig,
-    setup: Setup,
+    setup: RunParts,
     trainer: InstructTrainer,
     resume: ResumePoint | None,
     stands_for: str,

@@ -13,7 +13,7 @@ import pytest
 from mlxtune.backend.models import layers, loading
 from mlxtune.backend.models.timed_products import TimedProducts
 from mlxtune.backend.workers.group import Workers
-from mlxtune.commands.prepare.memory import settle_products
+from mlxtune.commands.prepare.products import settle_products
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
