@@ -22,7 +22,14 @@ from mlxtune.core.run.progress import Progress, same_except_measurements
 from mlxtune.core.run.run import run_folder_at
 from mlxtune.core.run.run_folder import REFERENCE, TRAINED_ROWS, ResumePoint
 from mlxtune.core.run.verification import Verification, verify_files
-from mlxtune.errors import Interrupted, MlxTuneError, ModelError, OutputError, TrainingInterrupted
+from mlxtune.errors import (
+    DataError,
+    Interrupted,
+    MlxTuneError,
+    ModelError,
+    OutputError,
+    TrainingInterrupted,
+)
 from mlxtune.views.output import print_json, print_line
 
 
@@ -47,6 +54,10 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
         _verify_model(found, config, good)
         if replay:
             _replay(found, config, good)
+    except DataError as problem:
+        # The command has no --data.
+        text, advised, _ = str(problem).partition(": check --")
+        found.add("data", f"{text}: bring it back" if advised else text, "")
     except MlxTuneError as problem:
         found.add("model", str(problem), "")
     return found
@@ -132,7 +143,7 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
     if not same or not same_except_measurements(records, before):
         problem = f"{start}: the {'metrics' if same else 'adapter'} differ{'' if same else 's'}"
         if data != newest.metadata.get("data_hash"):
-            problem += ", because --data gives other examples than the run was trained on"
+            problem += ", because its data gives other examples than the run was trained on"
         elif not on_cpu():
             problem += ", perhaps by rounding: see docs/reliability.md on GPUs"
     found.add("replay", problem, f"{start}: the same bytes")

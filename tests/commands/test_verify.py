@@ -197,7 +197,9 @@ def test_replay_on_other_data_names_the_data(
         folder.unlink()
         folder.write_text(json.dumps(_manifest(folder.parent)))
     outcome = cli("verify", run, "--replay")
-    assert "because --data gives other examples than the run was trained on" in outcome.out
+    assert "because its data gives other examples than the run was trained on" in outcome.out
+    chat.unlink()
+    assert f"{chat}: no such file: bring it back" in cli("verify", run, "--replay").out
 
 
 def test_replay_finds_a_run_that_was_not_trained_as_it_says(
