@@ -28,7 +28,7 @@ class Fault(Enum):
         r"unable to allocate|attempting to allocate|out of memory|insufficient memory"
         r"|memory allocation|ALLOC_FAILED",
         "memory ran out",
-        "lower --max-seq-len, or use a quantised base",
+        "close other programs, or use a quantised base",
     )
     RESOURCE_LIMIT = (
         r"Resource limit \(\d+\) exceeded",

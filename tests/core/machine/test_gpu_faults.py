@@ -64,6 +64,8 @@ def test_error_of_a_fault_is_one_line_that_quotes_mlx_and_names_a_remedy() -> No
         assert "\n" not in str(error)
         assert str(error).startswith(f"{fault.meaning} while loading")
         assert str(error).endswith(fault.remedy)
+        # Commands with different options share it.
+        assert "--" not in fault.remedy
         assert isinstance(error, MemoryLimitError if fault is Fault.OUT_OF_MEMORY else GpuError)
         assert (text in str(error)) == (fault is not Fault.OUT_OF_MEMORY)
     assert str(fault_error(Fault.OUT_OF_MEMORY, "", "here", "go")) == "memory ran out here: go"
