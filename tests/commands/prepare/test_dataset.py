@@ -13,7 +13,7 @@ import pytest
 from mlxtune import ConfigError, ModelError, TrainConfig, train
 from mlxtune.commands.inspect import inspect as run_inspect
 from mlxtune.commands.prepare import dataset
-from mlxtune.commands.prepare.dataset import Reader
+from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import DataConfig, InspectConfig
 from mlxtune.config import data as config_data
 from mlxtune.core.data.inspection import Inspection
@@ -441,6 +441,10 @@ def test_base_model_without_a_template_stops_with_what_there_is_to_choose(
     assert texts(both(folder, file, tmp_path, template="chatml")) == [chatml("q", "a")]
     plain = str(write_chat(tmp_path / "b.jsonl", [{"text": "Once upon a time"}]))
     assert both(folder, plain, tmp_path).template == "none, for plain text"
+    for data, added in ((file, True), (plain, False)):
+        config = DataConfig(str(folder), data, template="chatml", val_split=0, no_cache=True)
+        found = load_dataset(config, Reader(config, folder))
+        assert (found.template_added, found.plain_text) == (added, not added)
 
 
 @pytest.mark.parametrize(
