@@ -25,48 +25,48 @@ _EARLIER = {
 }
 _HEAD = """# Models
 
-The support for each architecture of mlx-lm. Made by `python -m tests.long.models_table`; the
-figures are kept in [measured/models.jsonl](measured/models.jsonl).
+Support for each architecture of mlx-lm. `python -m tests.long.models_table` makes this page; its
+figures are in [measured/models.jsonl](measured/models.jsonl).
 
 Models have random weights, hidden size 512, 8 layers, 8 heads of 64 (4 for keys), 16 experts of
 384 of which 4 are used, and mostly the vocabulary of the real model. Both sides train the same
-adapter (rank 8, on the default targets, or on all projections where there are none of these
-names) on the same steps in float32, one after the other: 2 steps of 4 rows of WikiSQL, 1 step of 4
-rows of Alpaca, or 1 step of one example of 2,048 tokens.
+adapter (rank 8, on the default targets, or on all projections if none has such a name) on the same
+steps in float32, one after the other: 2 steps of 4 rows of WikiSQL, 1 step of 4 rows of Alpaca, or
+1 step of one example of 2,048 tokens.
 
 - **WikiSQL, Alpaca, 2,048 tokens**: real tokens per second as a multiple of mlx-lm's own trainer,
-  and peak memory as a share of it. An empty cell has not been measured.
-- **Efficiency**: the share of a step that its matrix products take at the speed of the BLAS, on
+  and peak memory as a share of the trainer's. An empty cell has not been measured.
+- **Efficiency**: the share of a step that its matrix products would take at the BLAS's speed, on
   WikiSQL.
-- **Fast ways**: *head split*: logits are computed for supervised positions only; *head in
-  blocks*: few of them at a time, from a plain product; *packed line*: examples stand end to end,
-  without padding; *kernels*: layers run by the CPU's functions, and keep less for the backward
-  pass. Layers of experts, convolutions and recurrences run by MLX's operations on every device.
-- **LoRA by default**: the projections that `q_proj,v_proj` match. Where it says *none*, name
+- **Fast paths**: *head split*: logits are computed for supervised positions only; *head in
+  blocks*: a block of logits at a time, from a plain product; *packed line*: examples are
+  packed end to end, without padding; *kernels*: the CPU's functions run the layers, and keep less
+  for the backward pass. MLX's operations run experts, convolutions and recurrences everywhere.
+- **LoRA by default**: the projections that `q_proj,v_proj` match. If the column says *none*, give
   `--targets`.
-- **Exports**: formats that hold an adapter of the default targets; * those that do not hold one
-  of `all`.
+- **Exports**: formats that can hold an adapter of the default targets, with * if they cannot hold
+  an adapter of `all`.
 - **Template**: whether the model's own chat template is tested against golden renders.
 
-Figures are of one run of each side, or the median of `repeats` in the file. Most of WikiSQL was
-measured once, at times beside other work, while the code was still changing: they show which side
-is faster, and roughly by how much. Qwen3, Qwen3-MoE, Qwen3.5, Gemma 3 and gpt-oss were measured
-again with nothing else running: beside other work, most had reached half of that efficiency. Alpaca
-and 2,048 tokens were measured with one core for each architecture (`threads` in the file), with
-other work on the other core; at 2,048 tokens, mlx-lm's side was not warmed up.
+Figures are from one run of each side, or medians of `repeats` in the file. Most of WikiSQL was
+measured once, sometimes while other programs ran and the code was still changing: these figures
+show which side is faster, and roughly by how much. Qwen3, Qwen3-MoE, Qwen3.5, Gemma 3 and gpt-oss
+were measured again with nothing else running: most had reached half of that efficiency before.
+Alpaca and 2,048 tokens were measured with one core for each architecture (`threads` in the file)
+and other work on the other core; at 2,048 tokens, mlx-lm's side was not warmed up.
 
-† Measured on the CPU while mlxtune had kernels for experts, convolutions and recurrences there, and
-chunks for RWKV 7 and for gates of each channel. These are gone: MLX's operations compute them, RWKV
-7, Mamba and Kimi Linear by mlx-lm's loop over tokens. They have not been measured again, except
-where the last table has figures.
+† Measured on the CPU when mlxtune still had kernels there for experts, convolutions and
+recurrences, and chunks for RWKV 7 and for gates of each channel. MLX's operations now compute
+these, and mlx-lm's loop over tokens runs RWKV 7, Mamba and Kimi Linear. They have not been measured
+again, except for the figures in the last table.
 
-No architecture may be slower or larger than in mlx-lm's own trainer: the command fails if one is.
+No architecture may be slower or larger than in mlx-lm's own trainer; otherwise the command fails.
 """
 
 
 def page(records: Records) -> str:
     """Return the page."""
-    columns = ["architecture", "trains", *CASES.values(), "efficiency", "fast ways"]
+    columns = ["architecture", "trains", *CASES.values(), "efficiency", "fast paths"]
     columns += ["LoRA by default", "exports", "template"]
     lines = [_line(columns), _line(["---"] * len(columns))]
     lines += [_row(name, records[name]) for name in LISTED if name in records]
@@ -76,7 +76,7 @@ def page(records: Records) -> str:
         table = [_line(columns), _line(["---"] * len(columns))]
         table += [_line([_title(name), *_figures(records[name], "gpu")]) for name in gpu]
         parts += [
-            "## The GPU's way\n\nThe same with `--execution gpu`: MLX's own operations, which "
+            "## On a GPU\n\nThe same with `--execution gpu`: MLX's own operations, which "
             "Metal and CUDA use, measured on the CPU.\n",
             "\n".join(table) + "\n",
         ]
