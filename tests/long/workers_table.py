@@ -25,8 +25,8 @@ BEGIN, END = "<!-- gains: tests/long/workers_table.py -->", "<!-- end of gains -
 RANKS, LINKS = (2, 4, 8, 16, 32, 64), (1, 10, 40)
 ROWS, STEP_S = 64, 4.0
 ADAPTERS: dict[str, tuple[str, dict[str, object]]] = {
-    "Qwen3 0.6B, worker 8 on `q_proj`, `v_proj`": ("Qwen3 0.6B", {}),
-    "Qwen3 8B, worker 16 on all": ("Qwen3 8B", {"rank": 16, "targets": ("all",)}),
+    "Qwen3 0.6B, rank 8 on `q_proj`, `v_proj`": ("Qwen3 0.6B", {}),
+    "Qwen3 8B, rank 16 on all": ("Qwen3 8B", {"rank": 16, "targets": ("all",)}),
 }
 
 
