@@ -34,6 +34,7 @@ EXCEPTIONS = {
     ("config/files.py", "path.open"): "the layer below core, which reads 64 KB of --config",
     ("hub/adapters.py", "resources.files(...).joinpath(...).read_text"): "package data, which may "
     "be in an archive",
+    ("core/data/template.py", "resources.files(...).joinpath(...).read_text"): "the same",
     ("cli/process.py", "os.open"): "gives the null device the numbers of closed streams",
     ("cli/process.py", "open"): "an object for the stream that is open already",
     ("benchmark/worker.py", "os.fdopen"): "a copy of stdout",

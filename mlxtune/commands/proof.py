@@ -28,6 +28,7 @@ from mlxtune.commands.prepare.unfinished import noted, remove_unfinished
 from mlxtune.config import DataConfig, OutgoingConfig, UseConfig
 from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.files.files import as_output_error, write_file, write_json
+from mlxtune.core.files.ours import remove_file
 from mlxtune.core.files.output_folder import hashes, new_folder
 from mlxtune.core.machine.facts import versions
 from mlxtune.errors import ModelError
@@ -226,7 +227,7 @@ def _write_template(source: Source, folder: Path) -> None:
     write_file(folder / "chat_template.jinja", [template.encode()])
     with as_output_error(folder, "--output"):
         for other in folder.glob("additional_chat_templates/*.jinja"):
-            other.unlink()
+            remove_file(other)
     source.console.say("Template", "that of training, which is not the base model's own")
 
 

@@ -189,13 +189,11 @@ def train(
             if not dry_run:
                 if not is_locked:  # another run may have created the folder in the meantime
                     lock_folder(config, resume, held)
-                about = about_run(config, setup, trainer, resume, stands_for)
-                trained = np.union1d(
-                    identities_of(trainer.train_rows), _trained_before(config, resume, console.warn)
-                )
+                before = _trained_before(config, resume, console.warn)
+                trained = np.union1d(identities_of(trainer.train_rows), before)
                 records = {
                     LEDGER: [ledger.as_dict() for ledger in ledgers],
-                    ABOUT: about,
+                    ABOUT: about_run(config, setup, trainer, resume, stands_for),
                     TRAINED_ROWS: as_bytes(trained),
                 }
                 result = trainer.train(records, resume=resume)
@@ -206,16 +204,7 @@ def train(
             # The adapter is judged on a newly loaded model, so nothing may hold the old model here.
             del setup, trainer
             memory.release()
-            try:
-                workers = worker_run.workers
-                evaluation = (
-                    judge(config, folder, judged, console, workers) if judged.rows else None
-                )
-            finally:  # also after Ctrl-C during the evaluation
-                if worker_run.workers.index == 0 and (
-                    page := write_page(config.checkpoint_path, console.warn)
-                ):
-                    console.say("Report", str(page))
+            evaluation = _judged(worker_run, folder, judged)
             console.say("Try it", run_text.usage_line(config, plain_text=plain_text), copyable=True)
     return TrainResult(
         training=result,
@@ -226,6 +215,18 @@ def train(
         evaluation=evaluation,
         model_path=config.model_path,
     )
+
+
+def _judged(
+    worker_run: WorkerRun[RunConsole], folder: Path, judged: JudgedRows
+) -> Evaluation | None:
+    """Report whether the adapter helped on the rows, if there are any, and write the run's page."""
+    config, console, workers = worker_run.config, worker_run.console, worker_run.workers
+    try:
+        return judge(config, folder, judged, console, workers) if judged.rows else None
+    finally:  # also after Ctrl-C during the evaluation
+        if workers.index == 0 and (page := write_page(config.checkpoint_path, console.warn)):
+            console.say("Report", str(page))
 
 
 def _console(config: TrainConfig, log: TextIO | None) -> RunConsole:
@@ -456,14 +457,13 @@ def print_plan(
     plan, steps = setup.plan, (trainer.total_steps, trainer.steps_per_epoch, config.max_steps)
     lines = (
         plan_text.few_steps_line(*steps, config if chose_epochs else None),
+        plan_text.large_rate_line(config.rate),
         plan_text.micro_batches_line(plan),
         plan_text.peak_line(plan),
         plan_text.free_line(plan, memory.free_now()),
     )
     for line in filter(None, (*lines, setup.products, setup.larger_limit)):
         console.say("", line)
-    if line := plan_text.large_rate_line(config.rate):
-        console.warn(line)
 
 
 def finish(

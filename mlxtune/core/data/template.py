@@ -9,7 +9,7 @@ it and the newline after it are context.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from importlib import resources
 from typing import Any
 
 from mlxtune.core.data.conversation import (
@@ -197,4 +197,4 @@ END_OF_TURN = {"chatml": "<|im_end|>", "qwen3": "<|im_end|>", "gemma": "<end_of_
 def built_in_jinja(name: str) -> str:
     """Return a built-in template as Jinja, which writes the same text after the BOS."""
     file = "gemma.jinja" if name == "gemma" else "chatml.jinja"
-    return Path(__file__).with_name(file).read_text(encoding="utf-8")
+    return resources.files(__package__).joinpath(file).read_text(encoding="utf-8")
