@@ -164,7 +164,7 @@ def test_demo_is_trained_judged_and_benched_without_a_network(
         assert without_network(no_network, *command).code == 0
 
 
-@pytest.mark.parametrize(("cpu", "metal"), [(False, True), (False, False)])
+@pytest.mark.parametrize(("cpu", "metal"), [(False, True), slow(False, False)])
 def test_a_run_is_planned_with_metal_and_without(
     cpu: bool, metal: bool, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,6 +173,7 @@ def test_large_product_is_timed_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -
     assert large == pytest.approx(40 * small)
 
 
+@pytest.mark.slow
 def test_products_are_of_real_size() -> None:
     # A product of 2 GFLOP takes longer than any device could do it in a microsecond.
     products = {Product("head", 1024, 1024, 1024): 1.0}

@@ -27,7 +27,7 @@ TEN = (
 )
 
 
-@pytest.mark.parametrize("name", long_except(TEN, "qwen3_moe", "lfm2"))
+@pytest.mark.parametrize("name", long_except(TEN, "qwen3_moe"))
 def test_architecture_trains_with_the_loss_of_mlx_lms_trainer(name: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", name, **ARCHITECTURES[name])
     config = TrainConfig(str(folder), ("x",), dtype="float32", targets=("all",), max_grad_norm=0)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.attacks.attack import attack, refused
 from tests.command import Cli
+from tests.slow import slow
 
 DIGITS = "9" * 5000
 
@@ -126,7 +127,10 @@ FILES = {f"{name}.yaml": case for name, case in YAML.items()}
 FILES |= {f"{name}.toml": case for name, case in TOML.items()}
 
 
-@pytest.mark.parametrize("name", FILES)
+SLOW = ("many in nested.yaml", "merged alone.yaml")
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in SLOW else name for name in FILES])
 def test_strangers_config_file_is_refused_in_one_line(cli: Cli, tmp_path: Path, name: str) -> None:
     text, expected = FILES[name]
     path = tmp_path / f"options{Path(name).suffix}"

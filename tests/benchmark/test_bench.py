@@ -245,6 +245,7 @@ def kind_of(value: Any) -> str:
     return "null" if value is None else kinds.get(type(value), "object")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_rows_of_several_turns_are_trained_on_alike(bench: Cli, tmp_path: Path) -> None:
     rows = [

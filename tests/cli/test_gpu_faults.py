@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.command import Cli
+from tests.slow import slow
 
 OPTIONS = ("--epochs", 3, "--lr", "1e-2", "--batch-size", 4)
 VICTIM = (
@@ -33,7 +34,7 @@ def failing(function: Callable[..., Any], text: str, calls: int = 0) -> Callable
 
 @pytest.mark.parametrize(
     ("text", "meaning"),
-    [(VICTIM, "dropped a command .* twice in a row"), (NO_MEMORY, "memory ran out with one")],
+    [(VICTIM, "dropped a command .* twice in a row"), slow(NO_MEMORY, "memory ran out with one")],
 )
 def test_run_that_a_fault_ends_is_resumed_by_the_command_that_it_names(
     cli: Cli, train: Cli, output: Path, tmp_path: Path, text: str, meaning: str

@@ -96,6 +96,7 @@ def test_gpu_takes_the_faster_form_and_prints_the_times(
     assert recorded(output) == "quantized"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["quantized", slow("dequantized")])
 def test_resumed_run_keeps_the_form_whatever_is_faster_now(
     train: Cli, output: Path, on_gpu: Callable[[float, float], None], first: str

@@ -361,6 +361,7 @@ def test_run_loads_weights_twice_and_never_holds_two_models(
     assert len(loaded) == 2
 
 
+@pytest.mark.slow
 def test_samples_are_as_many_as_are_asked_for_and_change_nothing_else(
     train: Cli, home: Path, output: Path
 ) -> None:

@@ -114,6 +114,7 @@ def test_fused_weights_keep_the_dtype_and_are_rounded_once(tmp_path: Path) -> No
         assert (off <= 2**-8 * np.abs(wanted) * 1.001 + 1e-12).all()
 
 
+@pytest.mark.slow
 def test_fusing_into_quantised_weights_is_said_to_cost_something(
     quantised: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -163,6 +164,7 @@ def test_fused_weight_that_is_wrong_is_found_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_fusing_holds_a_file_of_weights_at_a_time(
     trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

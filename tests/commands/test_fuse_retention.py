@@ -142,6 +142,7 @@ def test_without_rows_of_an_own_run_the_divergence_on_prompts_decides(
     assert found.base > 0
 
 
+@pytest.mark.slow
 def test_plain_base_is_not_measured(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama")
     rows = write_chat(tmp_path / "chat.jsonl", sums(8))

@@ -140,6 +140,7 @@ def test_samples_are_left_out_and_that_is_reported(cli: Cli, run: Path) -> None:
     assert "## Samples" not in outcome.out
 
 
+@pytest.mark.slow
 def test_samples_of_public_data_are_shown(
     hub: Hub, cli: Cli, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

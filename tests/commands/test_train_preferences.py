@@ -182,6 +182,7 @@ def test_replay_from_a_checkpoint_needs_no_cache(folder: Path, tmp_path: Path) -
     assert verification.ok, verification.checks
 
 
+@pytest.mark.slow
 def test_resume_with_more_epochs_keeps_the_reference_of_a_pissa_start(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -192,6 +193,7 @@ def test_resume_with_more_epochs_keeps_the_reference_of_a_pissa_start(
     assert (tmp_path / "out" / "adapters.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_chosen_answers_that_become_less_likely_are_warned_of(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +208,7 @@ def test_chosen_answers_that_become_less_likely_are_warned_of(
     assert "Rewards" in page
 
 
+@pytest.mark.slow
 def test_reference_in_a_run_folder_never_reaches_the_cache(folder: Path, tmp_path: Path) -> None:
     """Someone else may have written the folder; the cache serves all runs."""
     cache = tmp_path / "cache"

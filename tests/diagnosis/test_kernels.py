@@ -72,6 +72,7 @@ def test_wrong_gated_delta_rule_is_found(
     assert name.startswith("gated delta rule")
 
 
+@pytest.mark.slow
 def test_card_has_no_gated_delta_rule_to_prove(monkeypatch: pytest.MonkeyPatch) -> None:
     only("gated delta rule", monkeypatch)
     monkeypatch.setattr(kernels, "on_cpu", lambda: False)
@@ -99,8 +100,8 @@ def test_kernel_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None
     ("kernel", "name"),
     [
         ("texts of 2 and 3 tokens", "composed_attention"),
-        ("attention with sinks", "_with_sink_key"),
-        ("attention in windows", "attention_in_blocks"),
+        slow("attention with sinks", "_with_sink_key"),
+        slow("attention in windows", "attention_in_blocks"),
     ],
 )
 def test_wrong_attention_is_found(kernel: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,8 +120,8 @@ def mx_load(path: Path) -> dict[str, np.ndarray]:
             "fails",
             "failed (NotImplementedError: Architecture 'X' not supported!): leave out --gguf",
         ),
-        ("lacks torch", f"(ModuleNotFoundError: No module named 'torch'): {GET_CONVERTER}"),
-        ("cut", "the gguf package cannot read what llama.cpp's converter wrote"),
+        slow("lacks torch", f"(ModuleNotFoundError: No module named 'torch'): {GET_CONVERTER}"),
+        slow("cut", "the gguf package cannot read what llama.cpp's converter wrote"),
         ("other", "model.gguf: blk.0.attn_k.weight differs from model.layers.0.self_attn.k_proj"),
     ],
 )
@@ -149,6 +149,7 @@ def test_without_the_converter_its_command_is_printed(
     assert (output / "certificate.json").is_file()
 
 
+@pytest.mark.slow
 def test_quantised_base_is_written_plain(
     cli: Cli, tmp_path: Path, install: Callable[..., None]
 ) -> None:

@@ -11,7 +11,7 @@ from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
-from tests.slow import long
+from tests.slow import long, slow
 
 
 def kept(layers: int, tokens: int, share: float) -> int:
@@ -55,7 +55,7 @@ def kept(layers: int, tokens: int, share: float) -> int:
     ("share", "tokens", "most"),
     [
         # Narrow arrays, LoRA's among them, weigh more in a narrow model.
-        (1 / 4, (256, 512), 4_500),
+        slow(1 / 4, (256, 512), 4_500),
         long(1, (128, 256), 16_600),
     ],
 )

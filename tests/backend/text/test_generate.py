@@ -293,6 +293,7 @@ except RuntimeError:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not device.on_cpu(), reason="a GPU compiles with no program of the machine's")
 def test_drawing_starts_no_compiler_and_leaves_compiling_on(tmp_path: Path) -> None:
     """One that is there, and fails at whatever it is given, shows who starts it."""
