@@ -31,7 +31,7 @@ _CLIPPED = ("prediction_coefs", "correction_coefs")
 
 
 def experts_per_token(options: Mapping[str, Any]) -> int | None:
-    """Return how many experts each token goes to, at most, by its options; None if unknown."""
+    """Return the most experts that a token goes to, by the model's options; None if unknown."""
     given = next((options[name] for name in _PER_TOKEN if options.get(name)), None)
     return max(map(int, given)) if isinstance(given, list) else given and int(given)
 

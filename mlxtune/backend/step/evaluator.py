@@ -189,7 +189,7 @@ class BatchMemory:
     def fits(self, load: BatchLoad) -> bool:
         """Return whether a batch fits.
 
-        With logits of all tokens, it must not exceed training's plan.
+        If a model computes the logits of all tokens, no batch larger than training's fits.
         """
         return self._splits_head and self.of(load) <= self._free
 

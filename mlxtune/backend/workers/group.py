@@ -43,7 +43,7 @@ class Workers:
         return cls(group if group.size() > 1 else None, tensor=tensor)
 
     def describe(self) -> int | str:
-        """Return how many workers share rows or a model, as the number changes a result's bytes."""
+        """Describe the workers: a result's bytes depend on their number and on what they share."""
         return f"{self.size} workers that share the model" if self.split_model else self.size
 
     def share(self, costs: Sequence[float]) -> list[int]:

@@ -136,7 +136,7 @@ class Vocabulary:
     size: int
 
     def find(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """Return each token's row on this worker, and whether it has one; row 0 if not."""
+        """Return each token's row here, or 0, and whether this worker has the token's row."""
         places = tokens - self.start
         here = (places >= 0) & (places < self.size)
         return mx.where(here, places, 0), here
