@@ -1,4 +1,4 @@
-"""The limits under which attacks run: 10 s on the CPU and 1.5 GB more than before."""
+"""The limits of attacks: 10 s on the CPU and 1.5 GB of additional memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SECONDS, MEMORY = 10.0, 1_500_000_000
 
 
 class TookTooLong(BaseException):
-    """Not an Exception: nothing may catch it."""
+    """Not an Exception, so that no handler catches it."""
 
 
 @contextmanager
 def limited(seconds: float = SECONDS, memory: int = MEMORY) -> Iterator[None]:
-    """Raise what goes beyond the limits. macOS, without /proc, limits no memory."""
+    """Raise if the code exceeds the limits. On macOS, without /proc, memory is not limited."""
 
     def end(*_: Any) -> None:
         raise TookTooLong

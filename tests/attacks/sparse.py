@@ -1,4 +1,4 @@
-"""Files whose size is declared and not there: a hole costs its maker nothing."""
+"""Files that declare a large size but consist of holes, which cost their maker nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = {"F32": 4, "F16": 2, "I32": 4, "C64": 8, "U64": 8}
 def write_tensors(
     path: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]], content: bytes = b""
 ) -> None:
-    """Write a safetensors file with tensors of these dtypes and shapes; the rest is a hole."""
+    """Write a safetensors file with tensors of these dtypes and shapes, whose data is a hole."""
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in shapes.items():
@@ -32,7 +32,7 @@ def write_tensors(
 
 
 def enlarge(path: Path, size: int) -> None:
-    """Make a file of this size, all of it behind its first bytes a hole."""
+    """Make a file this large, with a hole after its first bytes."""
     with path.open("ab") as file:
         file.truncate(size)
 
@@ -46,7 +46,7 @@ def shapes_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def list_again(checkpoint: Path, *hashed: str) -> None:
-    """Write a checkpoint's manifest for its files as they are; some with a hash of their own."""
+    """Write a checkpoint's manifest for its current files, with hashes for the `hashed` ones."""
     path = checkpoint / "manifest.json"
     manifest = json.loads(path.read_text())
     for name in manifest["files"]:

@@ -1,4 +1,4 @@
-"""Data files of a few kilobytes that hold gigabytes, or hours of work."""
+"""Data files of a few kilobytes that unpack to gigabytes or take hours."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _parquet(columns: Callable[[Any], dict[str, Any]], **options: Any) -> Make:
 
 
 def _dictionary(pa: Any, size: int, count: int) -> Any:
-    """`count` times the same text, which parquet stores once."""
+    """Repeat a text `count` times, which parquet stores once."""
     return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), ["a" * size])
 
 
@@ -89,7 +89,7 @@ def _sparse(folder: Path) -> Path:
 
 
 def _split_members(folder: Path) -> Path:
-    """A good file, and behind its end another one that unpacks to a gigabyte."""
+    """Make a good file, followed by a second gzip member that unpacks to a gigabyte."""
     path = folder / "data.jsonl.gz"
     bomb = zlib.compressobj(9, wbits=31)
     packed = b"".join(bomb.compress(b"{}\n" * 333_333) for _ in range(200)) + bomb.flush()
@@ -114,7 +114,7 @@ ISSUE: dict[str, tuple[Make, str]] = {
     "gzip of 100 million blank lines": (_zipped([b"\n" * MB] * 100), UNPACKS),
 }
 TOO_MANY = "more than 4,000,000 values"
-# Objects of one value each: a list of them takes 25 times their text.
+# Objects with one value each: a list of them takes 25 times the memory of their text.
 VALUES = b'{"a":0},' * (MB // 8)
 NEW: dict[str, tuple[Make, str]] = {
     # gzip
@@ -161,7 +161,7 @@ NEW: dict[str, tuple[Make, str]] = {
         _parquet(lambda pa: {str(i): [0] for i in range(10_000)}),
         "no known format",
     ),
-    # Neither
+    # Plain files
     "5 million {}": (_plain([b"{}\n" * MB] * 5), ALL_BAD),
     "5 million rows of another format": (_plain([b'{"a":"b"}\n' * MB] * 5), ALL_BAD),
     "60 million blank lines": (_plain([b"\n" * MB] * 60), "blank lines and comments"),
@@ -231,7 +231,7 @@ def _assert_said(error: str, said: str) -> None:
 
 
 def test_files_that_people_have_unpack_as_they_are(tmp_path: Path) -> None:
-    """The most repetitive: a system prompt of 4 kB before each short question."""
+    """The most repetitive real data: a system prompt of 4 kB before each short question."""
     system = os.urandom(2048).hex()
     rows = [{"system": system, "prompt": str(i), "completion": str(i * i)} for i in range(6_000)]
     lines = [json.dumps(row).encode() + b"\n" for row in rows]

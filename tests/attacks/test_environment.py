@@ -1,4 +1,4 @@
-"""What a command may find around it: streams, folders, limits and names that are no good."""
+"""Broken environments of a command: streams, folders, limits and names."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.command import Cli
 from tests.runs import EVALUATION, write_run
 from tests.slow import long, slow
 
-# Standard streams. The shell applies what a person, cron or a daemon would.
+# Standard streams. The shell redirects them as a user, cron or a daemon would.
 
 SHELL = ["sh", "-c"]
 FULL = "stdout: cannot be written: No space left on device: redirect it elsewhere"
-# What is done to the streams, the exit code, and what stderr has to say.
+# Redirections, each with the exit code and the text on stderr.
 REDIRECTED: dict[str, tuple[int, str]] = {
     ">/dev/full": (1, FULL),
     ">&-": (0, ""),
@@ -37,7 +37,7 @@ REDIRECTED: dict[str, tuple[int, str]] = {
 
 
 def shell(line: str, *arguments: object, **options: object) -> Ended:
-    """Run the command in a line of shell, in which it is `"$0" "$@"`."""
+    """Run the command in a line of shell, as `"$0" "$@"`."""
     command = [*SHELL, line, sys.executable, "-m", "mlxtune"]
     return attack(*arguments, command=command, **options)
 
@@ -86,7 +86,7 @@ def test_streams_of_commands_that_work(
         assert outcome.code == 0
         assert "Traceback" not in outcome.err
     if command == "train":
-        # Nothing that was printed took a file's place.
+        # No printed text was written into a file.
         assert train("--resume", output.parent).code in (0, 1)
         assert output.stat().st_size > 1000
 
@@ -142,7 +142,7 @@ def test_folder_for_temporary_files_that_is_none(
     place = {"missing": str(tmp_path / "missing"), "file": str(tmp_path / "file")}
     monkeypatch.delenv("TMPDIR", raising=False)
     monkeypatch.setenv(name, place.get(folder, folder))
-    # Python looks for a folder once.
+    # Python caches the temporary folder.
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.chdir(tmp_path)
     options = ["--model-path", model, "--prompt", "hi", "--max-new-tokens", 2, "--quiet"]

@@ -1,4 +1,4 @@
-"""What other programs, and other people, leave in and around a run's folder."""
+"""Files of other programs and people in and around a run's folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MINE = "mine: not to be lost"
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Return what a folder holds: the text of files, and where links lead."""
+    """Return the text of each file in a folder, and the target of each link."""
     return {
         str(path.relative_to(folder)): str(path.readlink())
         if path.is_symlink()
@@ -128,7 +128,7 @@ def test_a_strangers_run_does_not_choose_what_is_replaced(
     place(Path(target).resolve())
     monkeypatch.chdir(tmp_path)
     outcome = cli("train", "--resume", run)
-    # In its own folder it may write a new file of that name.
+    # A run may write a new file of that name in its own folder.
     if name == "ck" or where == "of the same folder":
         assert outcome.code != 0
         assert "--output" in outcome.error

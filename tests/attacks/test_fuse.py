@@ -1,4 +1,4 @@
-"""Base models whose folder links to what is not theirs."""
+"""Base models whose folder links to foreign files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _folder_of_templates(base: Path, secret: Path) -> None:
 
 
 def _beside_the_folder(base: Path, secret: Path) -> None:
-    """A sibling whose name starts with the folder's."""
+    """Link to a sibling folder whose name starts with the folder's name."""
     other = base.with_name(base.name + "-private")
     other.mkdir()
     (base / "README.txt").symlink_to(shutil.copy(secret, other))

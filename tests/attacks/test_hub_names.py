@@ -1,4 +1,4 @@
-"""A hub whose names lead out of the cache, and one that takes all time."""
+"""Hubs whose names lead out of the cache, and a hub that answers endlessly slowly."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def download(request: pytest.FixtureRequest) -> Callable[[], Path]:
 
 
 def outside(folder: Path) -> dict[str, object]:
-    """What there is beside the cache of the hub, and what the cache holds beside repositories."""
+    """Return all files except the two repositories in the hub's cache."""
     return {
         name: each
         for name, each in snapshot(folder).items()
@@ -57,7 +57,7 @@ def outside(folder: Path) -> dict[str, object]:
 
 
 def with_headers(hub: Hub, **changed: str) -> None:
-    """Have files come with other headers."""
+    """Make the hub send files with changed headers."""
 
     def fault(handler: Handler, method: str, path: str) -> bool:
         if "/resolve/" not in path:
@@ -207,7 +207,7 @@ def test_hub_that_asks_to_wait_is_not_waited_for(
 
 
 def test_checks_outlive_the_session(hub: Hub) -> None:
-    """The client makes a new one after an error of the connection."""
+    """The client makes a new session after a connection error."""
     import huggingface_hub
 
     model()

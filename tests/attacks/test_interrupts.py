@@ -1,4 +1,4 @@
-"""Signals at any moment: one line, the right code, no verdict, and nothing left behind."""
+"""Signals at any moment: one line, the right code, no verdict, and no files left behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.command import Cli, finish, start
 from tests.models import sums, write_chat
 from tests.slow import slow
 
-# While the command starts: where an interrupt meets an import, whatever is slow there.
+# During start-up: an interrupt in an import, wherever it is slow.
 
 MODULES = ["mlxtune.config", "mlxtune.cli.commands"]
 INTERRUPTS = """
@@ -99,7 +99,7 @@ def test_interrupt_in_a_replay_gives_no_verdict(
     step: int,
     number: signal.Signals,
 ) -> None:
-    """Before the first step, in the middle, and in the last."""
+    """Interrupt before the first step, in the middle, and in the last step."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
@@ -128,7 +128,7 @@ def test_interrupt_in_a_replay_gives_no_verdict(
 
 
 def newest_only(run: Path) -> Any:
-    """Have a run replayed from its start, as one that has a single checkpoint."""
+    """Return only the newest checkpoint, so that a run is replayed from its start."""
     found, good = verify_files(run)
     return found, good[:1]
 
@@ -192,7 +192,7 @@ def test_what_a_kill_left_of_fuse_is_removed_by_the_next(
     )
     assert finish(process).code == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
-    # Of the same kind of name, and nobody's note: it may be another program's.
+    # A folder with such a name but without a note may belong to another program.
     other = tmp_path / ".mlxtune-fused.0123456789abcdef.tmp"
     other.mkdir()
     (other / "mine").write_text("mine")
@@ -220,7 +220,7 @@ def test_folder_of_another_inode_is_not_taken_for_a_leftover(tmp_path: Path) -> 
     folder = tmp_path / ".mlxtune-fused.0123456789abcdef.tmp"
     folder.mkdir()
     with noted(folder):
-        # It is being filled.
+        # The folder is still being filled.
         assert remove_unfinished() == []
         saved = _notes()
     for path, note in saved.items():

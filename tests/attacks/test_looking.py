@@ -1,4 +1,4 @@
-"""Commands that only look: they change nothing in a run's folder, whoever else writes there."""
+"""Read-only commands change nothing in a run's folder, even while another process writes there."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COMMANDS: dict[str, list[str]] = {
         *("--output", "{out}/adapters.safetensors", "--overwrite"),
     ],
 }
-# What a writer that was killed, or one that still writes, leaves.
+# Folders left by a killed writer, or in use by an active writer.
 STATES = {
     "finished": [],
     "best steps aside": ["aside"],
@@ -84,7 +84,7 @@ def prepare(run: Path, state: list[str], locks: list[Lock]) -> None:
         locks.append(Lock(run / ".mlxtune.lock"))
 
 
-# Every command in one state, and the two that read most in every state.
+# Every command in one state, and the two commands that read most in every state.
 CASES = [(command, "best steps aside while another process writes") for command in COMMANDS]
 CASES += [(command, state) for command in ("verify", "report --json") for state in STATES]
 
@@ -104,7 +104,7 @@ def test_looking_changes_nothing(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     places = {"run": run, "out": run.parent, "model": model, "chat": chat, "elsewhere": elsewhere}
-    # A dry run tries whether its output can be made there.
+    # A dry run checks whether its output can be created there.
     folder_times = command != "dry run"
     before = contents(run.parent, folder_times=folder_times)
     outcome = cli(*(each.format(**places) for each in COMMANDS[command]))
@@ -112,7 +112,7 @@ def test_looking_changes_nothing(
     assert contents(run.parent, folder_times=folder_times) == before
 
 
-# Root's own right to write everywhere is given up.
+# This drops root's privilege to write everywhere.
 UNPRIVILEGED = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
 READERS = ["runs", "report", "verify", "resume"]
 

@@ -1,4 +1,4 @@
-"""Names for what is written that the file system refuses: found out before any work."""
+"""Output names that the file system refuses are found before any work."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_name_is_refused_before_inspecting(
 def test_character_that_the_file_system_refuses_is_found_by_trying(
     train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, refused: str
 ) -> None:
-    """As exFAT refuses some, and network file systems others."""
+    """exFAT and network file systems refuse some characters."""
     from mlxtune.commands import train as recipe
 
     monkeypatch.setattr(recipe, "prepare", _not_reached)
@@ -81,7 +81,7 @@ def _not_reached(*_arguments: Any, **_options: Any) -> None:
 @pytest.mark.parametrize("name", ["a\0.safetensors", "a\0/b", "a\ud800.safetensors"])
 @pytest.mark.parametrize("option", ["output", "checkpoint_dir", "cache_dir", "html", "dump"])
 def test_name_that_no_command_line_has_is_refused(option: str, name: str) -> None:
-    """A file of options may have it."""
+    """Such a name can come from a config file."""
     kind = InspectConfig if option in ("html", "dump") else TrainConfig
     with pytest.raises(ConfigError, match=r"(no file name can have|must be text in UTF-8), not '"):
         kind("model", data="chat.jsonl", **{option: name})

@@ -1,4 +1,4 @@
-"""Model folders whose name is a pattern, and tokenizers other than the one that is tried."""
+"""Model folders whose name is a pattern, and tokenizers other than the tried one."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def test_folder_whose_name_is_a_pattern_is_a_folder_like_any_other(
     options = ["--output", output, "--max-steps", 1, "--samples", 0, "--val-split", 0, "--quiet"]
     outcome = cli("train", "--model-path", folder, "--data", data, *options)
     assert (outcome.code, outcome.err) == (0, "")
-    # What was trained on is recorded under its own name.
+    # The config records the model's real name.
     config = json.loads((output.parent / "adapter_config.json").read_text())
     assert config["model"] == str(folder)
 
 
 def with_tokenizers(folder: Path, chosen: Any, **files: dict[str, Any]) -> Path:
-    """Have transformers load one of other files, changed, in place of tokenizer.json."""
+    """Make transformers load one of several changed files in place of tokenizer.json."""
     good = json.loads((folder / "tokenizer.json").read_text())
     for name, changes in files.items():
         (folder / f"{name}.json").write_text(json.dumps(good | changes))

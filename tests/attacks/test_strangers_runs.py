@@ -1,4 +1,4 @@
-"""Runs that somebody else made: they choose neither what is downloaded nor who learns of it."""
+"""Strangers' runs choose neither the downloads nor who learns of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HUB = "evil/model"
 
 
 def change(run: Path, working_directory: str = "", **options: Any) -> None:
-    """Change options in a run's checkpoints, as somebody who sends it might."""
+    """Change options in a run's checkpoints, as its sender might."""
     for folder in checkpoint.checkpoint_folders(run):
         metadata = json.loads((folder / "metadata.json").read_text())
         metadata["config"] |= {"epochs": 5, "max_steps": None, **options}
@@ -39,7 +39,7 @@ def run(own_run: Path) -> Path:
 
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names that were asked for, none of which there is."""
+    """The requested names, none of which exists."""
     asked: list[str] = []
 
     def refuse(name: str, **_: object) -> str:
@@ -51,7 +51,7 @@ def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def copied(run: Path) -> Path:
-    """As it comes from another person, or back from one."""
+    """Copy a run, as if another person had sent it."""
     return Path(shutil.copytree(run.parent, run.parent.with_name("received"))) / run.name
 
 

@@ -1,4 +1,4 @@
-"""Chat templates whose text does not follow from their messages: no training can be repeated."""
+"""Chat templates whose text does not follow from their messages, so no training is repeatable."""
 
 from __future__ import annotations
 

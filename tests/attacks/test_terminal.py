@@ -1,4 +1,4 @@
-"""Control characters of a stranger's run, shown and never acted on."""
+"""Control characters of a stranger's run are shown and never executed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECORDS = ("run.json", "ledger.json", "result.json", "evaluation.json")
 
 
 def planted(value: Any) -> Any:
-    """Put a control sequence into every text of a record, whatever it means."""
+    """Put a control sequence into every text of a record."""
     if isinstance(value, dict):
         return {name: planted(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -48,7 +48,6 @@ def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(made: Path, tmp_path: Path) -> Path:
-    """A run as it comes from a stranger."""
     return Path(shutil.copytree(made, tmp_path / "out")) / "checkpoints"
 
 
@@ -95,13 +94,13 @@ def test_options_of_a_checkpoint_do_not_control_the_terminal(
 
 
 def test_warning_of_a_library_does_not_control_the_terminal(cli: Cli, tmp_path: Path) -> None:
-    # What the command puts in place for all that is warned of.
+    # The command installs this format for all warnings.
     assert cli("runs", tmp_path).code == 0
     line = warnings.formatwarning(f"{TITLE}\nand more", UserWarning, "file.py", 1)
     assert line == "warning: \\x1b]0;owned\\x07\\x9b2J and more\n"
 
 
-# Code that goes round mlxtune/views/output.py
+# Code that bypasses mlxtune/views/output.py
 
 PRINTS = {
     "views/output.py": "the module itself",
@@ -123,7 +122,7 @@ TEXTS = {
 
 
 def modules(containing: str) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the modules whose text matches, parsed."""
+    """Yield the parsed modules whose text matches."""
     folder = ROOT / "mlxtune"
     for path in sorted(folder.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -132,7 +131,7 @@ def modules(containing: str) -> Iterator[tuple[str, ast.AST]]:
 
 
 def writes(node: ast.AST) -> bool:
-    """Whether a node prints, or takes a standard stream."""
+    """Return whether a node prints, or uses a standard stream."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return node.func.id == "print"
     if not isinstance(node, ast.Attribute):

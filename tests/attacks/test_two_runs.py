@@ -1,4 +1,4 @@
-"""Two runs that write to one place: only the first one trains."""
+"""Only the first of two runs that write to one place trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that waits has a limit: rows that render without end, and code that would wait."""
+"""Every wait has a limit: rows that render endlessly, and code that would wait."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def row(turns: int, text: str = "Hi") -> str:
 
 @pytest.fixture
 def templated(broken: Path) -> Path:
-    """A model with its own template, which is rendered for each turn."""
+    """A model folder with its own template, which is rendered for each turn."""
     (broken / "chat_template.jinja").write_text(CHATML)
     return broken
 
@@ -52,7 +52,7 @@ def test_row_of_many_turns_is_rendered(inspect: Cli, templated: Path, tmp_path: 
 
 LONG = {
     "a text of 40 MB": (2, "word " * 4_000_000, "its text is too long"),
-    # The model's tokens cross the edges of answers, so that each prompt is encoded by itself.
+    # The model's tokens cross the edges of answers, so each prompt is encoded separately.
     "turns of another template": (6000, "Hi", "its turns are too many to encode"),
 }
 
@@ -82,7 +82,7 @@ def test_row_that_would_take_minutes_to_encode_is_skipped(
 # Code that waits without a limit
 
 WAITS = {"run", "check_output", "check_call", "communicate", "wait", "urlopen"}
-# Module: function, and why it may.
+# Modules and functions, with the reason for which each may wait.
 PATIENT = {
     ("core/files/processes.py", "why_ended"): "after the end of its output",
     ("benchmark/bench.py", "_run_process"): "a worker trains as long as it takes, Ctrl-C ends it",
@@ -123,7 +123,7 @@ GLOBS = {"glob", "iglob"}
 
 
 def test_no_glob_takes_a_folder_for_a_pattern() -> None:
-    """Path.glob reads its argument alone as a pattern; glob.glob reads the folder, too."""
+    """Path.glob takes only its argument as a pattern; glob.glob also takes the folder as one."""
     for path in sorted((ROOT / "mlxtune").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "glob" not in text:
@@ -135,7 +135,7 @@ def test_no_glob_takes_a_folder_for_a_pattern() -> None:
                 assert ast.unparse(node.func.value) != "glob", f"{path}: glob.{node.func.attr}"
                 given = node.args[0]
                 names = {each.id for each in ast.walk(given) if isinstance(each, ast.Name)}
-                # Constants of the module, or names written there.
+                # Constants of the module, or one of two loop variables.
                 assert all(name.isupper() or name in ("package", "pattern") for name in names), (
                     f"{path}: {ast.unparse(node)}"
                 )

@@ -1,4 +1,4 @@
-"""Several workers of which one ends, hangs or began otherwise: who it was, and how to go on."""
+"""A worker ends, hangs or starts differently: the others name it and the way to continue."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def lines(said: str) -> list[str]:
 
 
 def attacked(folder: Path, worker: int, place: str, act: str, command: list[object]) -> list[str]:
-    """Return what is said of a run one of whose workers acts at a place."""
+    """Run workers, one of which misbehaves at a place; return the last lines of output."""
     module, owner, name = PLACES[place]
     patch = WRAP.format(module=module, owner=owner, name=name, act=act)
     script = Path(str(patched(folder, worker, patch)[0]))
@@ -54,7 +54,7 @@ def attacked(folder: Path, worker: int, place: str, act: str, command: list[obje
 
 
 def started_apart(folder: Path, first: list[object], second: list[object]) -> list[str]:
-    """Return what is said of a run whose workers 0 and 1 were given different commands."""
+    """Start workers 0 and 1 with different commands; return the last lines of output."""
     script = folder / "start.sh"
     commands = (" ".join(map(str, [sys.executable, *each])) for each in (second, first))
     script.write_text('if [ "$MLX_RANK" = 1 ]; then exec {}; else exec {}; fi\n'.format(*commands))
@@ -68,7 +68,7 @@ def test_worker_that_is_killed_before_anything_is_saved_is_named(
 ) -> None:
     (line,) = attacked(tmp_path, worker, place, KILLED, arguments(tmp_path))
     assert f"worker {worker} is gone after step 0" in line
-    # There is no checkpoint from which to resume.
+    # No checkpoint exists from which to resume.
     assert line.endswith("; nothing was saved: give the same command again")
 
 
@@ -154,7 +154,7 @@ HOSTS = '[["127.0.0.1:PORT"],["127.0.0.1:NEXT"]]'
         long("0", '{"a": ["127.0.0.1:PORT"]}', "the other workers cannot be reached: "),
         ("0", "[[], []]", "the other workers cannot be reached: "),
         long("0", '[["127.0.0.1"], ["127.0.0.1:1"]]', "the other workers cannot be reached"),
-        # Without any host, this process is alone.
+        # Without hosts, this process is alone.
         ("0", "[]", "no such folder"),
         long("0", "{}", "no such folder"),
     ],

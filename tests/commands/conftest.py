@@ -1,8 +1,8 @@
-"""What tests of the commands share."""
+"""Fixtures for tests of the commands."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
 def _short_checks(short_checks: None) -> None:
-    """Shorten the checks of every run, also those that Python starts."""
+    """Shorten the checks of every run, also in child processes."""

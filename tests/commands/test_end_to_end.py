@@ -1,4 +1,4 @@
-"""A real model on real data, from the options to the adapter in mlx-lm's hands."""
+"""A real model on real data, from the options to mlx-lm with the adapter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FLAGS = (
 
 
 def rows_of(shared: Path) -> list[str]:
-    """Return the first rows of the data, which are enough for the steps that are taken."""
+    """Return the first rows of the data, enough for the steps of the run."""
     text = (shared / "chat" / "wikisql_train.jsonl").read_text(encoding="utf-8")
     return text.splitlines()[:60]
 
@@ -78,7 +78,7 @@ def test_same_run_in_another_process_writes_the_same_bytes(
 def test_mlx_lm_computes_the_losses_that_were_reported(
     first_run: tuple[Path, TrainResult], shared: Path
 ) -> None:
-    """The held-out rows, encoded and evaluated here by hand on the model that mlx-lm loads."""
+    """Encode and evaluate the held-out rows here by hand, on the model that mlx-lm loads."""
     folder, result = first_run
     model, tokenizer = load(str(shared / "models" / "stories260k"), adapter_path=str(folder))
     held_out = held_out_rows(shared)
@@ -106,7 +106,7 @@ def test_mlx_lm_computes_the_losses_that_were_reported(
 
 def held_out_rows(shared: Path) -> list[Any]:
     lines = rows_of(shared)
-    # Rows that are the same stand on one side.
+    # Equal rows all train or all validate.
     identities = [lines.index(line) for line in lines]
     _, held_out = hold_out_rows(identities, 0.2, 42, VAL_ROWS)
     return [json.loads(lines[i])["messages"] for i in held_out]

@@ -1,4 +1,4 @@
-"""`mlxtune eval`, and what `train` says at its end: whether the adapter helped."""
+"""`mlxtune eval`, and the verdict at the end of `train`: whether the adapter helped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = 40
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, data, and the run that has trained an adapter."""
+    """A folder with a model, data, and a run that trained an adapter."""
     folder = tmp_path_factory.mktemp("home")
     write_model(folder / "model", "qwen3")
     (folder / "model" / "chat_template.jinja").write_text(CHATML)
@@ -100,7 +100,7 @@ def test_lines_say_it_plainly(judged: Cli, home: Path) -> None:
 
 
 def scaled(home: Path, folder: Path, factor: float) -> Path:
-    """Write the adapter of the run with its update so many times as large."""
+    """Write the run's adapter with its update scaled by a factor."""
     folder.mkdir()
     shutil.copy(home / "out" / "adapter_config.json", folder)
     tensors = safetensors.numpy.load_file(home / "out" / "adapters.safetensors")
@@ -128,7 +128,7 @@ def test_one_row_cannot_tell(judged: Cli, tmp_path: Path) -> None:
 def test_rows_of_the_run_are_found_in_any_file_and_left_out(
     judged: Cli, home: Path, tmp_path: Path
 ) -> None:
-    # The run held 8 of its rows out. Another layout of a row gives the same tokens.
+    # The run held 8 of its rows out. A different layout of a row gives the same tokens.
     rows = [{"prompt": asked, "completion": answer} for (_, asked), (_, answer) in sums(ROWS + 10)]
     mixed = write_chat(tmp_path / "mixed.jsonl", rows)
     found = json.loads(judged("--data", mixed, "--json").out)
@@ -137,7 +137,7 @@ def test_rows_of_the_run_are_found_in_any_file_and_left_out(
         given = ["--adapter", home / "out" / adapter, "--data", mixed, "--json"]
         assert json.loads(judged(*given).out)["left_out"] == 32
 
-    alone = scaled(home, tmp_path / "other", 1)  # another file than the run wrote
+    alone = scaled(home, tmp_path / "other", 1)  # not the file that the run wrote
     copied = alone / "adapters.safetensors"
     copied.write_bytes((home / "out" / copied.name).read_bytes()[:-4] + b"\0\0\0\0")
     assert json.loads(judged("--adapter", alone, "--data", mixed, "--json").out)["left_out"] == 0
@@ -246,7 +246,7 @@ def test_run_ends_with_the_verdict_on_its_validation_rows(home: Path) -> None:
     losses = [each["val_loss"] for each in map(json.loads, records) if each["kind"] == "epoch"]
     result = json.loads((home / "out" / "checkpoints" / "result.json").read_text())
     assert (found["rows"], found["verdict"]) == (8, "helped")
-    # Those of the trainer, before the first step and at the best epoch.
+    # The trainer's losses, before the first step and at the best epoch.
     assert found["base"]["loss"] == pytest.approx(result["initial_val_loss"], rel=1e-5)
     assert found["adapted"]["loss"] == pytest.approx(min(losses), rel=1e-5)
     assert {each["path"] for each in found["gained"]} == {str(home / "chat.jsonl")}
@@ -332,7 +332,7 @@ def test_samples_are_the_answers_of_mlx_lm_without_and_with_the_adapter(home: Pa
             *asked, answer = json.loads(lines[sample["row"] - 1])["messages"]
             prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
             assert sample["expected"] == answer["content"]
-            # mlx-lm spells a control character of such a model's answer otherwise further on.
+            # Further on, mlx-lm spells a control character of this model's answer differently.
             theirs = generate(model, tokenizer, prompt, max_tokens=128)
             assert sample[side][:12] == theirs[:12]
     page = (home / "out" / "checkpoints" / "report.html").read_text()
@@ -348,7 +348,7 @@ def test_run_loads_weights_twice_and_never_holds_two_models(
     read_weights = loading.read_weights
 
     def read(base: loading.BaseModel) -> None:
-        # Open models are weightless until here.
+        # An opened model has no weights until they are read.
         assert [earlier() for earlier in loaded] == [None] * len(loaded)
         loaded.append(weakref.ref(base.model))
         read_weights(base)

@@ -1,4 +1,4 @@
-"""`mlxtune fuse` and `mlxtune export` as a person runs them, and what they leave."""
+"""`mlxtune fuse` and `mlxtune export` from the command line, and the files that they leave."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trained_on(model: Path, output: Path, **options: object) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model in float32 and the folder of an adapter that was trained on it."""
+    """A model in float32 and the folder of an adapter trained on it."""
     folder = tmp_path_factory.mktemp("trained")
     model = write_model(folder / "model", "llama")
     named = model / "additional_chat_templates" / "tool_use.jinja"
@@ -52,7 +52,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The same, of four bits."""
+    """A model in four bits and the folder of an adapter trained on it."""
     folder = tmp_path_factory.mktemp("quantised")
     model = write_model(folder / "model", "qwen3", quantize=4, dtype="bfloat16")
     return model, trained_on(model, folder / "out")
@@ -78,7 +78,7 @@ def test_fused_folder_is_a_model_of_its_own_in_mlx_lm(
     outcome = cli("fuse", "--adapter", adapter, "--output", tmp_path / "fused")
     assert outcome.code == 0, outcome.err
     assert "14 tensors fused" in outcome.out
-    # The template of training takes the place of the base model's.
+    # The template of training replaces the base model's.
     written = {each.read_text() for each in (tmp_path / "fused").rglob("*.jinja")}
     assert written == {built_in_jinja("chatml")}
     fused, _ = load(str(tmp_path / "fused"))
@@ -168,7 +168,7 @@ def test_fused_weight_that_is_wrong_is_found_and_nothing_is_left(
 def test_fusing_holds_a_file_of_weights_at_a_time(
     trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights are let go as they are written, in files of a bounded size."""
+    """Weights are released as they are written, in files of a bounded size."""
     from mlxtune.backend.adapters import fuse as fusing
     from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
 

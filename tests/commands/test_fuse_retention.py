@@ -1,4 +1,4 @@
-"""`mlxtune fuse` on a quantised base keeps what the adapter gained, as a person sees it."""
+"""`mlxtune fuse` on a quantised base keeps the adapter's gain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.slow import slow
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on a base of four bits whose updates are smaller than a step of four bits."""
+    """A run on a 4-bit base whose updates are smaller than a 4-bit step."""
     folder = tmp_path_factory.mktemp("run")
     write_model(folder / "model", "qwen3", quantize=4, dtype="bfloat16")
     write_chat(folder / "chat.jsonl", sums(40))
@@ -71,9 +71,9 @@ def test_projections_get_more_bits_where_four_lose_the_gain(
     assert quantization["bits"] == 4
     assert quantization["model.layers.0.mlp.up_proj"]["bits"] == 6
     assert "model.embed_tokens" not in quantization
-    # The run's own records, and the fused folder by itself, have the losses that were measured.
+    # The run's records and the fused folder itself have the measured losses.
     result = json.loads((run / "out/checkpoints/result.json").read_text())
-    # On a GPU, by products of another form, in 16 bits.
+    # On a GPU, training uses another form of the products, in 16 bits.
     tolerance = 1e-4 if on_cpu() else 0.05
     assert found["base"] == pytest.approx(result["initial_val_loss"], abs=tolerance)
     assert found["trained"] == pytest.approx(result["best_val_loss"], abs=tolerance)
@@ -120,7 +120,7 @@ def held_out_rows(run: Path) -> list[int]:
 def test_without_rows_of_an_own_run_the_divergence_on_prompts_decides(
     run: Path, tmp_path: Path, missing: str
 ) -> None:
-    """A stranger's run would choose which files are read."""
+    """A stranger's run would otherwise choose which files are read."""
     copy = tmp_path / "run"
     if missing == "mark":
         shutil.copytree(run / "out", copy)
@@ -156,7 +156,7 @@ def test_plain_base_is_not_measured(tmp_path: Path) -> None:
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs {SHARED}")
 @pytest.mark.long
 def test_real_model_of_four_bits_keeps_what_it_learned(tmp_path: Path) -> None:
-    """A story teller learns arithmetic: four bits would take back more than a tenth of it."""
+    """A model of stories learns arithmetic; four bits would undo more than a tenth of the gain."""
     from mlx_lm import convert
 
     base = tmp_path / "base"

@@ -1,4 +1,4 @@
-"""`mlxtune generate` and `mlxtune chat`, as a person uses them."""
+"""`mlxtune generate` and `mlxtune chat` from the command line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPT = "A table for two, Sunday at noon. Ida Park"
 
 @pytest.fixture
 def say(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a command on the demo's model with this on standard input."""
+    """Run a command on the demo's model with this text on standard input."""
 
     def run(command: str, *arguments: object, stdin: str | bytes = "") -> Outcome:
         content = stdin.encode() if isinstance(stdin, str) else stdin
@@ -42,7 +42,7 @@ def say(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture(scope="module")
 def expected() -> str:
-    """What mlx-lm answers to the prompt, greedily."""
+    """Return mlx-lm's greedy answer to the prompt."""
     import mlxtune.backend  # noqa: F401, I001
     import mlx.core as mx
     from mlx_lm import generate as theirs
@@ -258,7 +258,7 @@ def test_conversation_through_a_pipe_is_answered_turn_by_turn_and_saved(
     roles = [message["role"] for message in row["messages"]]
     assert roles == ["system", "user", "assistant", "user", "assistant"]
     assert row["messages"][2]["content"] in outcome.out
-    # Each answer is what the conversation so far is answered with by itself.
+    # Each answer equals the answer to the conversation so far in a fresh process.
     path = tmp_path / "asked.json"
     path.write_text(json.dumps(row["messages"][:-1]))
     again = say("generate", "--messages", path, "--quiet").out
@@ -267,7 +267,7 @@ def test_conversation_through_a_pipe_is_answered_turn_by_turn_and_saved(
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter of the demo's model that changes its answers."""
+    """An adapter that changes the answers of the demo's model."""
     output = tmp_path_factory.mktemp("adapted") / "adapters.safetensors"
     options: dict[str, Any] = {"targets": ("all",), "lr": 0.05, "max_steps": 2, "val_split": 0.0}
     data = str(DATA / "bookings.jsonl")
@@ -290,7 +290,7 @@ def test_both_models_answer_each_with_its_own_conversation(
     (row,) = map(json.loads, saved.read_text().splitlines())
     answers = [each["content"] for each in row["messages"] if each["role"] == "assistant"]
     assert len(answers) == 2
-    # What is saved is the adapter's, and each answer follows from its own conversation.
+    # The adapter's answers are saved, and each follows from its own conversation.
     path = tmp_path / "asked.json"
     path.write_text(json.dumps(row["messages"][:-1]))
     again = say("generate", "--adapter", adapter, "--messages", path, "--quiet").out
@@ -351,12 +351,13 @@ def read_until(terminal: int, pattern: bytes) -> bytes:
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals")
 def test_ctrl_c_stops_the_answer_and_not_the_program_and_ctrl_d_ends_it() -> None:
-    # The seed is of an answer that goes on for long enough.
+    # With this seed, the answer is long enough.
     endless = ["--max-new-tokens", 10**6, "--temperature", 3, "--seed", 1]
     process, terminal = start_in_terminal("chat", "--model-path", DEMO, *endless, "--quiet")
     try:
         read_until(terminal, rb"> ")
-        # With no answer under way. Before readline waits for a key, it is heard after the line.
+        # No answer is being written. Before readline waits for a key, the signal acts after the
+        # line.
         process.send_signal(signal.SIGINT)
         os.write(terminal, b"\n")
         read_until(terminal, rb"Ctrl-D or /quit quits(.|\s)*> ")

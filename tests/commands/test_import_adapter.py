@@ -1,4 +1,4 @@
-"""`mlxtune import`: adapters of mlx-lm and PEFT, and what is no adapter."""
+"""`mlxtune import`: adapters of mlx-lm and PEFT, and invalid adapters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = [[5, 17, 80, 3]]
 
 
 def mlx_lm_made(model: Path, folder: Path, num_layers: int = 1) -> np.ndarray:
-    """Have mlx-lm make an adapter with random tensors; return its model's logits."""
+    """Make mlx-lm write an adapter with random tensors; return the logits of mlx-lm's model."""
     from mlx.utils import tree_flatten, tree_unflatten
     from mlx_lm.tuner.utils import linear_to_lora_layers
     from mlx_lm.utils import load
@@ -66,7 +66,7 @@ def test_adapter_of_mlx_lm_is_taken_as_it_is(
 
 
 def peft_folder(folder: Path, **config: Any) -> Path:
-    """Write a PEFT folder as PEFT 0.21 writes it, for q_proj of the second layer."""
+    """Write a PEFT folder in PEFT 0.21's format, for q_proj of the second layer."""
     folder.mkdir()
     name = "base_model.model.model.layers.1.self_attn.q_proj"
     rng = np.random.default_rng(0)
@@ -258,7 +258,7 @@ def test_infinite_number_in_an_adapters_config_is_refused(
     mlx_lm_made(model, tmp_path / "theirs")
     path = tmp_path / "theirs" / "adapter_config.json"
     text = json.dumps(json.loads(path.read_text()) | {"mlxtune": {"alpha": float("inf")}})
-    # JSON for a number that is too large.
+    # JSON for a number that is too large
     path.write_text(text.replace("Infinity", "1e999"))
     error = cli("import", tmp_path / "theirs", "--output", tmp_path / "ours").error
     assert "adapter_config.json" in error and "is not valid JSON" in error

@@ -1,4 +1,4 @@
-"""`mlxtune inspect` from the options to what is printed and written."""
+"""`mlxtune inspect`, from the options to its output and files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.models import CHATML, THINKING, sums, write_chat, write_tokenizer
 
 @pytest.fixture
 def light(tmp_path: Path) -> Path:
-    """A folder with a tokenizer and a template, and nothing else: no config, no weights."""
+    """A folder with only a tokenizer and a template: no config, no weights."""
     folder = tmp_path / "light"
     write_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(CHATML)
@@ -80,7 +80,7 @@ def test_folder_without_weights_and_config_is_enough(cli: Cli, light: Path, chat
 
 @pytest.fixture
 def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a tokenizer loaded once, which takes more than a second."""
+    """Load a tokenizer once, as loading takes more than a second."""
     from mlxtune.commands.prepare import dataset
 
     monkeypatch.setattr(dataset, "load_tokenizer", functools.cache(dataset.load_tokenizer))
@@ -148,7 +148,7 @@ def test_row_that_is_skipped_or_none_is_an_error_with_its_reason(
 ) -> None:
     user = {"messages": [{"role": "user", "content": "x"}]}
     long = [("user", "word " * 99), ("assistant", "end")]
-    # Row 15 is the sixth of its kind, of which five are kept for the warnings.
+    # Row 15 is the sixth of its kind; the warnings keep five.
     rows = [*sums(1), "{no", user, long, "", *sums(5)[1:], *[{"words": 1}] * 9]
     file = write_chat(tmp_path / "bad.jsonl", rows)
     outcome = inspect("--data", file, "--row", row, "--max-seq-len", 64)
@@ -240,7 +240,7 @@ def test_dump_goes_with_row_and_json_and_holds_every_example(inspect: Cli, tmp_p
         ["--max-seq-len", 40, "--val-split", 0.4, "--seed", 7],
         ["--val-split", 0, "--turns", "last"],
         ["--template", "gemma"],
-        # Of the folder's own template, which makes an example of each turn.
+        # The folder's own template makes an example of each turn.
         ["--thinking", "on", "--model-path", "broken", "--max-seq-len", 90],
     ],
 )
@@ -289,7 +289,7 @@ def test_dump_is_exactly_what_train_gives_the_model(
     assert shown == {example.row for example in held_out}
 
 
-# Without what is not needed
+# Without unneeded imports
 
 
 @pytest.mark.slow

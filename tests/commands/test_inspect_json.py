@@ -1,4 +1,4 @@
-"""`mlxtune inspect --json`: what docs/inspect.md promises, and what it says of the data."""
+"""`mlxtune inspect --json`: the schema of docs/inspect.md, and the values."""
 
 from __future__ import annotations
 

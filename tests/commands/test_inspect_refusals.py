@@ -1,4 +1,4 @@
-"""What `mlxtune inspect` refuses: what train refuses, and outputs that must not be written."""
+"""Refusals of `mlxtune inspect`: the same as train's, and outputs that must not be written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def as_it_is(_: Path) -> None:
     pass
 
 
-# The data, what is done to the model, options, and what is said.
+# The data, changes to the model, options, and the message.
 REFUSED: dict[str, tuple[list[Any], Callable[[Path], object], list[object], str]] = {
     "mixed formats": (
         [*sums(2), {"text": "x"}],
@@ -125,7 +125,7 @@ def test_data_that_train_refuses_is_shown_before_it_is_refused(cli: Cli, tmp_pat
     assert (error["level"], error["rows"]) == ("error", 3)
     assert (found.code, found.err) == (1, shown.err)
 
-    # One that writes it once is as it should be.
+    # A template that writes BOS once is correct.
     (folder / "chat_template.jinja").write_text("{{ bos_token }}" + CHATML)
     assert cli(*arguments).code == 0
 
@@ -201,7 +201,7 @@ def test_output_that_cannot_be_written_is_found_before_any_work(
 def test_device_is_no_file_to_replace(
     inspect: Cli, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    # Should the check fail, the device is not to be replaced by this test.
+    # If the check fails, this test must not replace the device.
     monkeypatch.setattr("mlxtune.commands.inspect.load_dataset", None)
     assert inspect("--dump", name).error == (
         f"{name}: is not a regular file: choose another --html or --dump"

@@ -1,4 +1,4 @@
-"""What inspect warns of that lies in the model's template or in options, and where it says it."""
+"""Warnings of inspect about the model's template or options, and their places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How answers are compared with the data's."""
+"""Comparisons of answers with the data's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An adapter on another base model than its own, and beside another adapter."""
+"""An adapter on a base model other than its own, and next to another adapter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.models import sums, write_adapter_config, write_chat, write_model
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, a tune of it, chat data, and an adapter of the model in `out`."""
+    """A folder with a model, a fine-tuned copy, chat data, and an adapter of the model in `out`."""
     home = tmp_path_factory.mktemp("home")
     base = write_model(home / "base", "qwen3")
     tune = Path(shutil.copytree(base, home / "tune"))

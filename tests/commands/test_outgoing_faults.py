@@ -1,4 +1,4 @@
-"""A disk that fails, or a process that dies, while fuse, export and import write."""
+"""A failing disk or a dying process while fuse, export and import write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WRITERS: dict[str, Write] = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """A model, and adapters of it."""
+    """A model and its adapters."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         root = tmp_path_factory.mktemp("faults")
         monkeypatch.chdir(root)
@@ -41,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return made
 
 
-# Of the operations of each, which fail: fuse and export load the model three times for each.
+# One in this many operations fails: for each, fuse and export load the model three times.
 EVERY = {"fuse": 20, "export": 20, "import": 2}
 CASES = [("fuse", "crash", 60), ("export", "ENOSPC", 60), ("import", "crash", 12)]
 CASES += [long(name, kind, every) for name, every in EVERY.items() for kind in KINDS]
@@ -76,7 +76,7 @@ def test_nothing_that_looks_finished_is_left_where_an_operation_fails(
                 raised = error
         failed += raised is not None
         assert raised is not None or contents(folder / "out") == whole
-        # At the last, when all was in place, it could only not be flushed.
+        # If the last operation fails, all is in place and only the flush is missing.
         assert not (folder / "out").exists() or contents(folder / "out") == whole
         if not isinstance(raised, Crash):
             assert [path.name for path in folder.iterdir()] in ([], ["out"])
@@ -87,7 +87,7 @@ def test_nothing_that_looks_finished_is_left_where_an_operation_fails(
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files of a folder by name; of a certificate, that it is there."""
+    """Return the content of each file in a folder; of a certificate, only its existence."""
     return {
         name: b"" if name == CERTIFICATE else (folder / name).read_bytes()
         for name in files_in(folder)

@@ -1,4 +1,4 @@
-"""`mlxtune push` as a person runs it, to a hub on this machine."""
+"""`mlxtune push` from the command line, to a local hub."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UPLOADED = [
 
 
 def run_in(folder: Path, data: str | Path, **options: object) -> Path:
-    """A run with samples, on a model that lies below a secret folder."""
+    """Make a run with samples, on a model inside a secret folder."""
     model = folder / "tiny"
     if not model.exists():
         write_model(model, "llama")
@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(made: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run to push, with a token that may."""
+    """A run to push, with a token that may push."""
     monkeypatch.setenv("HF_TOKEN", "hf_owner")
     return made
 
@@ -73,7 +73,7 @@ def test_adapter_arrives_in_both_layouts_with_its_card(
     assert len(hub.models["me/sums"].commits) == 1
     assert out.endswith(f"{'Pushed':<12}{hub.endpoint}/me/sums\n")
     assert out.startswith(files["README.md"].decode())
-    # The very bytes of the run's adapter.
+    # The exact bytes of the run's adapter.
     assert files["mlx-lm/adapters.safetensors"] == (run / "adapters.safetensors").read_bytes()
     own = json.loads((run / "adapter_config.json").read_text())
     assert json.loads(files["mlx-lm/adapter_config.json"]) == {**own, "model": "tiny"}
@@ -118,7 +118,7 @@ def test_nothing_that_is_sent_names_a_path_a_machine_or_a_row(
         *(sample[name] for sample in samples for name in ("prompt", "base", "adapted")),
         *texts,
     ]
-    # Short ones are in any text.
+    # Short texts occur anywhere.
     assert [text for text in private if len(text) > 3 and text.encode() in sent] == []
     assert b"org/tiny" in sent
     assert len(sent) > 10_000
@@ -183,7 +183,7 @@ def test_without_a_terminal_it_has_to_be_agreed_before(hub: Hub, cli: Cli, run: 
     assert hub.models == {}
 
 
-# What cannot be pushed
+# Refused uploads
 
 
 def test_names_are_checked_first(hub: Hub, run: Path) -> None:

@@ -1,4 +1,4 @@
-"""Adapters of a base quantised while loading: judged, run and taken elsewhere on what it was."""
+"""Adapters of a base quantised while loading: evaluation, use and export with the same base."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CONVERTED = {
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, whose weights are stored in bfloat16, and data."""
+    """A folder with data and a model in bfloat16."""
     folder = tmp_path_factory.mktemp("home")
     write_model(folder / "model", "qwen3", dtype="bfloat16", intermediate_size=128)
     write_chat(folder / "chat.jsonl", sums(20))
@@ -48,7 +48,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(home: Path) -> dict[str, Path]:
-    """The folder of an adapter for each format that was asked for."""
+    """The folder of an adapter for each requested format."""
     return {}
 
 
@@ -105,7 +105,7 @@ def test_adapter_is_judged_on_the_base_it_was_trained_on(
     assert "another base than the adapter was trained on" in plain.err
     assert own == found
     assert json.loads(plain.out)["base"]["loss"] != pytest.approx(found["base"]["loss"], rel=1e-4)
-    # The end of the run has judged on the same base, if on fewer rows.
+    # The run's own verdict used the same base, on fewer rows.
     assert abs(ending["base"]["loss"] - found["base"]["loss"]) < 0.5
 
 
@@ -175,7 +175,7 @@ def test_fused_folder_is_that_of_the_quantised_base(
         assert {each.dtype for each in tensors.values()} == {mx.bfloat16}
         trained = trained_logits(home, adapter, **how(name))
         found = logits(load_base(output, "float32").model)
-        # Those of the plain base with the adapter are much further away.
+        # The logits of the plain base with the adapter are much further away.
         off = np.abs(trained_logits(home, adapter) - trained).mean()
         assert np.abs(found - trained).mean() < off / 3
 
@@ -198,7 +198,7 @@ def test_export_is_proved_on_the_quantised_base(
     found = export(ExportConfig(adapter=str(adapter), output=output, format=format, quiet=True))
     assert not found.certificate.problems
     assert found.certificate.comparison.largest_difference < 1e-3
-    # What was trained, and the base that the export was loaded onto.
+    # The trained model, and the base for the exported adapter.
     name = adapter.name.removeprefix("out-")
     assert [(base.quantize, base.double_quant) for base in bases] == [(name, name == "nf4")] * 2
 

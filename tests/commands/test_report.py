@@ -1,4 +1,4 @@
-"""`mlxtune report` as a person runs it, `mlxtune.report`, and the page at the end of a run."""
+"""`mlxtune report`, `mlxtune.report`, and the page at the end of a run."""
 
 from __future__ import annotations
 

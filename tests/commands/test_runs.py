@@ -1,4 +1,4 @@
-"""`mlxtune runs` as a person runs it, and `mlxtune.commands.runs`."""
+"""`mlxtune runs` from the command line, and `mlxtune.commands.runs`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_help_has_an_example(cli: Cli) -> None:
 
 
 def in_terminal(columns: int, **environment: str) -> str:
-    """Run `mlxtune runs` in a terminal of so many columns, and return what it shows."""
+    """Run `mlxtune runs` in a terminal of this many columns, and return its output."""
     main, secondary = pty.openpty()
     variables = {**os.environ, "COLUMNS": str(columns), **environment}
     with subprocess.Popen(
@@ -124,7 +124,7 @@ def test_runs_are_removed_after_a_question(cli: Cli, monkeypatch: pytest.MonkeyP
 
 
 def test_adapter_of_an_earlier_run_is_its_best_checkpoint(cli: Cli) -> None:
-    """Its own was replaced by that of the run after it."""
+    """The later run's adapter replaced its own."""
     run = write_run(Path("out"))
     earlier = run / "previous-1"
     earlier.mkdir()

@@ -1,4 +1,4 @@
-"""The recipe from Python: what it returns, what it writes, and how it ends."""
+"""The recipe from Python: its result, its files, and its end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gibberish(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A validation file on which training makes things worse."""
+    """A validation file whose loss rises in training."""
     rows = [[("user", f"What is {i}?"), ("assistant", "zqxj%~" * 3)] for i in range(3)]
     return write_chat(tmp_path_factory.mktemp("data") / "gibberish.jsonl", rows)
 
@@ -61,7 +61,7 @@ Run = tuple[Path, TrainResult]
 
 @pytest.fixture(scope="module")
 def run(model: Path, chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of three epochs with a held-out fifth, in a folder that did not exist."""
+    """A run of three epochs with a held-out fifth, in a new folder."""
     folder = tmp_path_factory.mktemp("run") / "new" / "folder"
     return folder, train(config(model, chat, folder))
 
@@ -139,7 +139,7 @@ def test_run_writes_these_files_and_no_others(run: Run) -> None:
     folder = run[0]
     assert names_in(folder) == {ADAPTER, "adapter_config.json", "checkpoints"}
     checkpoints = folder / "checkpoints"
-    # The two most recent ones are kept.
+    # The two most recent checkpoints are kept.
     epochs = {"epoch-2", "epoch-3"}
     assert names_in(checkpoints) == {"best", *epochs, *VALIDATED}
     for name in ("best", *epochs):
@@ -285,7 +285,7 @@ def test_output_may_have_any_name(
     result = train(config(model, chat, tmp_path, output=str(output), epochs=1, quiet=False))
     assert result.adapter == output
     assert names_in(tmp_path) == {"tuned.safetensors", "adapter_config.json", "checkpoints"}
-    # mlx-lm loads folders with a file of one name only, and best/ is such a folder.
+    # mlx-lm loads only folders with one file name, and best/ is such a folder.
     best = tmp_path / "checkpoints" / "best"
     assert output.read_bytes() == (best / ADAPTER).read_bytes()
     assert f"mlxtune chat --adapter {output}" in capsys.readouterr().err
@@ -338,7 +338,7 @@ def test_rows_held_out_are_bounded(model: Path, chat: Path, tmp_path: Path) -> N
     assert (ledger.rows_train, ledger.rows_validation) == (17, 3)
 
 
-# How a run ends otherwise
+# Other ends of a run
 
 
 def test_validation_within_epochs_changes_no_step(
@@ -467,7 +467,7 @@ def test_live_run_answers_rows_after_each_validation_and_learns_the_same(
     assert result.evaluation.generated is not None
     best = result.training.best_epoch if result.training else None
     assert best is not None
-    # As the finished adapter answers, loaded anew.
+    # The finished adapter, loaded again, gives the same answers.
     for live, final in zip(
         written[best - 1]["samples"], result.evaluation.generated.samples, strict=True
     ):

@@ -1,4 +1,4 @@
-"""Runs with LoRA's family, as a person has them: trained, stopped, gone on with, checked."""
+"""Runs with LoRA's family: trained, stopped, resumed, checked."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_run_that_was_stopped_in_an_epoch_writes_what_it_would_have_written(
 
 @pytest.fixture(scope="module")
 def first(model: Path, chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of DoRA with unequal ranks, to go on from."""
+    """A run of DoRA with unequal ranks, to continue from."""
     folder = tmp_path_factory.mktemp("first")
     train(config(model, chat, folder, **MEMBERS["dora"], num_layers=1))
     return folder
@@ -69,7 +69,7 @@ def test_run_goes_on_from_an_adapter_by_the_options_of_that(
     output = ["--output", tmp_path / "out" / "adapters.safetensors", "--max-steps", "1"]
     outcome = cli(*arguments, *output, "--config", tmp_path / "run.yaml")
     assert outcome.code == 0, outcome.err
-    # At a rate that moves nothing, what is written is what it began as.
+    # At a negligible rate, the written adapter equals the initial one.
     ours, theirs = (
         safetensors.numpy.load_file(folder / "adapters.safetensors")
         for folder in (tmp_path / "out", start)

@@ -1,4 +1,4 @@
-"""Runs that train preferences: what they start from, keep, resume and say."""
+"""Runs that train preferences: their start, files, resumption and messages."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list of how many answers were evaluated each time that a run asked for some."""
+    """Return a list that gets the number of answers of each evaluation."""
     counts: list[int] = []
     real = InstructPipeline.logps
 
@@ -92,7 +92,7 @@ def test_dpo_starts_at_the_logarithm_of_two_and_learns(
     data = (str(folder / "pairs.jsonl"),)
     base = evaluate(EvalConfig(str(folder / "model"), data=data, objective="dpo", quiet=True))
     assert base.preferred is not None
-    # Of all rows, as the adapter's run held some of them out.
+    # All rows count, including rows that the adapter's run trained on.
     assert 0 < base.preferred < 1
     assert any(f"{base.preferred:.1%} of 36 pairs" in line for line in evaluation_lines(base))
 
@@ -116,7 +116,7 @@ def test_pairs_of_several_files_have_losses_and_verdicts_by_file(
     assert result.evaluation is not None
     preference = result.evaluation.preference
     assert preference is not None
-    # The files have as many validation rows.
+    # The two files have equally many validation rows.
     shares = [each.preferred_after for each in result.evaluation.files]
     assert len(shares) == 2
     assert sum(each or 0 for each in shares) / 2 == pytest.approx(preference.after)
@@ -154,7 +154,7 @@ def test_reference_is_computed_once(
     counts = evaluated(monkeypatch)
     options = {"max_steps": 1, "cache_dir": str(tmp_path / "cache")}
     train(config(folder, tmp_path / "first", "dpo", **options))
-    # All answers, then those of the validation rows before and after the step.
+    # All answers, then the validation answers before and after the step.
     assert counts[0] == 72
     assert all(count == counts[1] < 72 for count in counts[1:])
     counts.clear()
@@ -197,7 +197,7 @@ def test_resume_with_more_epochs_keeps_the_reference_of_a_pissa_start(
 def test_chosen_answers_that_become_less_likely_are_warned_of(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Pushed away from the rejected answers, a model may leave the chosen ones too."""
+    """A model that moves away from the rejected answers may also move away from the chosen ones."""
     options = {"epochs": 4, "dpo_loss": "apo_down", "lr": 1e-2}
     train(config(folder, tmp_path / "out", "dpo", **options))
     said = capsys.readouterr().err
@@ -210,7 +210,7 @@ def test_chosen_answers_that_become_less_likely_are_warned_of(
 
 @pytest.mark.slow
 def test_reference_in_a_run_folder_never_reaches_the_cache(folder: Path, tmp_path: Path) -> None:
-    """Someone else may have written the folder; the cache serves all runs."""
+    """A stranger may have written the folder, and the cache serves all runs."""
     cache = tmp_path / "cache"
     stopped = config(folder, tmp_path / "out", "dpo", epochs=2, cache_dir=str(cache))
     with pytest.raises(TrainingInterrupted):

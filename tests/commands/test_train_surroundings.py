@@ -22,12 +22,12 @@ STEPS, HALVED = 6, 3
 
 
 class Killed(BaseException):
-    """The end of a process that saves nothing."""
+    """The end of a process without saving."""
 
 
 @pytest.fixture
 def configured(model: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """Return a function of a folder in which a run of six steps saves only when it is over."""
+    """Return a function that configures a run of six steps which saves only at its end."""
     chat = write_chat(tmp_path / "chat.jsonl", sums(24))
 
     def make(name: str, **options: Any) -> TrainConfig:
@@ -41,8 +41,8 @@ def configured(model: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
 
 
 def press(monkeypatch: pytest.MonkeyPatch, *, killed: bool) -> None:
-    """Have the memory get very short before a step, and perhaps kill the run before the next."""
-    # Before the first step they are looked at once more.
+    """Make memory very short before one step and, if `killed`, end the run before the next."""
+    # The run reads the conditions once more before its first step.
     looks = [Pressure.NORMAL] * HALVED + [Pressure.CRITICAL] + [Pressure.NORMAL] * STEPS
 
     class Pressed:

@@ -1,4 +1,4 @@
-"""`mlxtune verify`: what is well with a run, and each thing that may be wrong."""
+"""`mlxtune verify`: its checks of a good run, and every fault that it finds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models import sums, write_chat, write_model
 
 @pytest.fixture(scope="module")
 def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of two epochs, of which the first is not kept."""
+    """A finished run of two epochs; the first epoch's checkpoint was removed."""
     folder = tmp_path_factory.mktemp("finished")
     chat = write_chat(folder / "chat.jsonl", sums(20))
     output = str(folder / "out" / "adapters.safetensors")
@@ -30,7 +30,7 @@ def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be spoiled; gives the folder of checkpoints."""
+    """The folder of checkpoints of a copy of the run, for tests to damage."""
     shutil.copytree(finished, tmp_path / "out")
     return tmp_path / "out" / "checkpoints"
 
@@ -83,7 +83,7 @@ def without_last(path: Path) -> None:
 
 
 def other_shapes(run: Path) -> None:
-    """Write an adapter of another worker, with a manifest that says it is whole."""
+    """Write an adapter of another rank, with a manifest that lists it."""
     path = run / "best" / "adapters.safetensors"
     tensors = safetensors.numpy.load_file(path)
     cut = {

@@ -1,4 +1,4 @@
-"""LoRA's whole family on every kind of base: trained, judged, fused, exported, and brought back."""
+"""LoRA's whole family on every kind of base: trained, judged, fused, exported and imported."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 
-# Each member, each base; the member that is unlike the others on those that are.
+# Each member and each base once; the slow and long pairs are the unusual ones.
 PAIRS = [
     ("lora", "float32"),
     *(slow("dora", "bfloat16"), slow("pissa", "4-bit")),
@@ -59,7 +59,7 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model of each kind, with a file of conversations beside it."""
+    """A model of each kind, next to a file of conversations."""
     made = {}
     for name, how in BASES.items():
         folder = tmp_path_factory.mktemp(name)

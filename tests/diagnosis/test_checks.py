@@ -1,4 +1,4 @@
-"""When a check of `doctor --prove` fails, and what its numbers say."""
+"""The checks of `doctor --prove`: when they fail, and the numbers that they report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPREAD = {"median": 300.0, "min": 290.0, "max": 310.0}
 
 
 def benchmark(**changes: Any) -> dict[str, Any]:
-    """The entries of a benchmark's JSON that are read."""
+    """Return the used entries of a benchmark's JSON."""
     return {
         "ours": {"real_tokens_per_s": SPREAD},
         "theirs": {"real_tokens_per_s": SPREAD | {"median": 100.0}, "failed": None},
@@ -46,7 +46,7 @@ def test_gradients_pass_within_both_tolerances_only(
 ) -> None:
     check = checks.check_gradients("demo: gpu", loss, gradient)
     assert check.passed is passed
-    # NaN is no JSON.
+    # JSON has no NaN.
     json.dumps(check.values, allow_nan=False)
 
 

@@ -1,4 +1,4 @@
-"""`mlxtune doctor` on the machine that runs the tests, whatever it is."""
+"""`mlxtune doctor` on the machine that runs the tests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_mlx_that_kills_its_process_is_told_and_exits_1(tmp_path: Path) -> None:
     broken.mkdir()
     (broken / "__init__.py").write_text("")
     (broken / "core.py").write_text("import os; os.abort()")
-    # Before the real one, in the process that the command starts too.
+    # The broken mlx comes first on the path, also in the command's child process.
     path = os.pathsep.join([str(ROOT), str(tmp_path)])
     outcome = finish(start("doctor", env={**os.environ, "PYTHONPATH": path}))
     assert outcome.code == 1
@@ -71,7 +71,7 @@ def test_file_of_the_person_named_like_a_library_is_left_alone(tmp_path: Path) -
     (tmp_path / "json.py").write_text("raise SystemExit(3)")
     (tmp_path / "mlx").mkdir()
     (tmp_path / "mlx" / "core.py").write_text("raise SystemExit(4)")
-    # As the installed command is started: without the folder that one is in.
+    # The installed command starts without the current folder on its path.
     code = "import sys; sys.path.remove(''); from mlxtune.cli import main; main(['doctor'])"
     process = subprocess.run(
         [sys.executable, "-c", code],
@@ -104,13 +104,13 @@ def test_memory_that_a_run_has_reserved_is_told() -> None:
     assert notes == [f"process {os.getpid()} holds 5 GB for /somewhere/run"]
 
 
-# What is installed
+# Installed packages
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of made-up distributions, in place of those of this environment."""
-    # Those that are asked for must not be found beside it.
+    """A folder of made-up distributions, in place of the installed ones."""
+    # The real distributions must not be found.
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     return tmp_path
 
@@ -163,7 +163,7 @@ def test_two_packages_with_the_library_of_mlx_are_found(installed: Path) -> None
     assert machine.mlx_libraries() == ("mlx-cpu", "mlx-cuda-13")
 
 
-# What the system says
+# Output of the system's tools
 
 
 def test_folders_are_measured_and_one_that_is_not_there_yet_is_no_problem(

@@ -1,4 +1,4 @@
-"""The kernels that `mlxtune doctor --prove` compares, and that a wrong one is found."""
+"""The kernels that `mlxtune doctor --prove` compares; a wrong kernel is found."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_kernels_equal_the_cpu(dtype: str) -> None:
 
 
 def only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out all kernels but one."""
+    """Remove all kernels but one."""
     chosen = tuple(each for each in kernels.KERNELS if each.name == name)
     assert chosen
     monkeypatch.setattr(kernels, "KERNELS", chosen)
@@ -109,7 +109,7 @@ def test_wrong_attention_is_found(kernel: str, name: str, monkeypatch: pytest.Mo
 
     only(kernel, monkeypatch)
     right = getattr(attention, name)
-    # A factor of the output would not outlast Gemma's norm behind it.
+    # The norm after Gemma's attention would hide a factor of the output.
     monkeypatch.setattr(attention, name, lambda q, *rest: right(1.01 * q, *rest))
     assert failed() == [kernel]
 

@@ -34,7 +34,7 @@ from mlxtune.errors import ModelError
 from tests.command import Cli, finish, start
 from tests.paths import DOCS
 
-# Looked up once.
+# This is read once.
 PACKAGES = cache(machine.packages)
 DEVICE = Device("Metal", "Apple M9", 10**10, 10**10, 10**10)
 HASH = "ab" * 32
@@ -57,7 +57,7 @@ BENCH = {
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """Results of the workbench without processes, to be changed; scratch goes to a folder."""
+    """Results of the workbench without processes, for tests to change, in a temporary folder."""
     values: dict[str, Any] = {
         "gradients": [GRADIENT],
         "kernels": [GRADIENT],
@@ -207,7 +207,7 @@ def test_run_that_writes_other_bytes_the_second_time_fails(
         "demo-qwen3: run twice",
         "4-bit base: run twice",
     ]
-    # Its kernels add in no fixed order.
+    # CUDA's kernels add in no fixed order.
     fakes["device"] = (replace(DEVICE, kind="CUDA"), "")
     assert cli("doctor", "--prove").code == 0
 

@@ -1,4 +1,4 @@
-"""What a person reads of `doctor --prove`."""
+"""The text of `doctor --prove`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shared proof tells nothing about whose machine it is."""
+"""A shared proof does not reveal its machine's owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way against the plain one, as `doctor --prove` compares them, on a tiny model."""
+"""Every execution against the plain one, as in `doctor --prove`, on a tiny model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_each_way_is_compared_with_gradients_that_are_not_zero(
 
 
 def wrong(scale: float) -> Any:
-    """Return a `loss_and_gradients` with one entry of one gradient changed in packed lines."""
+    """Return a `loss_and_gradients` that changes one entry of one gradient in packed lines."""
     whole = InstructPipeline.loss_and_gradients
 
     def changed(self: InstructPipeline, *arguments: Any, **options: Any) -> Any:
@@ -94,7 +94,7 @@ def test_dropout_of_the_ways_is_that_of_the_plain_step(folder: Path) -> None:
 
 def test_memory_is_that_of_each_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_examples", lambda *_: random_examples(12))
-    # The larger first: its peak is not that of the next.
+    # The larger size runs first; its peak must not count for the next.
     monkeypatch.setattr(worker, "SIZES", (512, 32))
     large, small = worker.memory_peaks(folder, folder)
     assert (small.name, large.name) == ("32 tokens", "512 tokens")

@@ -1,4 +1,4 @@
-"""What trackers are told of a run, and what becomes of a run whose tracker fails or is missing."""
+"""The values that trackers receive, and runs whose tracker fails or is missing."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tests.models import sums, write_chat
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put the trackers back that a test replaces."""
+    """Restore the trackers that a test replaces."""
     monkeypatch.setitem(TRACKERS, "wandb", TRACKERS["wandb"])
 
 
 class FakeTracker:
-    """Keeps what it is told; fails when told of step `fails_at`."""
+    """Keeps the values that it receives; fails at step `fails_at`."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         self.fails_at = fails_at

@@ -1,4 +1,4 @@
-"""--auto from the command, a file and Python: what it chooses, prints and records."""
+"""The choices of --auto from the command, a config file and Python, and their record."""
 
 from __future__ import annotations
 

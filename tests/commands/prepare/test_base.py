@@ -1,4 +1,4 @@
-"""The base model of a command that is given an adapter alone."""
+"""The base model of a command that gets only an adapter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def write_adapter(folder: Path, model: str, **metadata: Any) -> Path:
 
 
 def test_adapter_names_its_base_model(tmp_path: Path) -> None:
-    """Its name is relative to the folder in which the run was started, which is not this one."""
+    """The name is relative to the folder in which the run was started, not to the current one."""
     adapter = write_adapter(tmp_path / "out", "demo-qwen3", working_directory=str(DATA))
 
     found = with_base_model(UseConfig(adapter=str(adapter)))

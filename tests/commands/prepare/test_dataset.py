@@ -1,4 +1,4 @@
-"""Data options through train and inspect: what is read, in which format, and where rows go."""
+"""Data options through train and inspect: files, formats and the fate of rows."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
 
 @pytest.fixture(scope="module")
 def own_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose folder has a chat template of its own."""
+    """A model folder with its own chat template."""
     folder = write_model(tmp_path_factory.mktemp("own") / "model", "qwen3")
     (folder / "chat_template.jinja").write_text(CHATML)
     return folder
 
 
 def both(model: Path, data: Any, tmp_path: Path, **options: Any) -> Inspection:
-    """Inspect, and check that train with the same options accounts for the data alike."""
+    """Inspect, and check that train with the same options gives the same ledgers."""
     options = {"max_seq_len": LONGEST, "val_split": 0, "data": data} | options
     data = options.pop("data")
     output = str(tmp_path / "run" / "adapters.safetensors")
@@ -51,7 +51,7 @@ def both(model: Path, data: Any, tmp_path: Path, **options: Any) -> Inspection:
 
 
 def texts(found: Inspection) -> list[str]:
-    """Every example, its supervised stretches in brackets."""
+    """Return the text of every example, with supervised parts in brackets."""
     lines = []
     for shown in found.shown:
         line = "".join(f"⟦{p.text}⟧" if p.supervised else p.text for p in shown.pieces)
@@ -79,7 +79,7 @@ FORMATS: dict[str, tuple[dict[str, Any], str]] = {
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
         chatml("q", "a"),
     ),
-    # Nothing stands before the first token from which it could be told.
+    # No token precedes the first one, so the model cannot learn to predict it.
     "text": ({"text": "q a"}, "q⟦ a<|im_end|>⟧"),
 }
 
@@ -156,7 +156,7 @@ def test_several_files_are_read_in_their_order(own_template: Path, tmp_path: Pat
         *((files[0], row) for row in (1, 2)),
         (files[1], 1),
     ]
-    # Rows are held out of all of them together.
+    # Rows are held out from all files together.
     held_out = both(own_template, tuple(files), tmp_path, val_split=0.5)
     assert sum(ledger["rows_validation"] for ledger in held_out.files) == 3
     assert sum(ledger["rows_train"] for ledger in held_out.files) == 3
@@ -178,12 +178,12 @@ def test_folder_is_read_in_mlx_lms_layout(own_template: Path, tmp_path: Path) ->
     ] == [("train.jsonl", 3, 0), ("valid.jsonl.gz", 0, 1)]
     assert [shown.split for shown in found.shown] == ["train"] * 3 + ["validation"]
 
-    # --val-data takes the place of what lies in the folder.
+    # --val-data replaces the folder's validation file.
     other = write_chat(tmp_path / "other.jsonl", sums(8)[5:])
     found = both(own_template, str(folder), tmp_path, val_data=str(other))
     assert [Path(ledger["path"]).name for ledger in found.files] == ["train.jsonl", "other.jsonl"]
 
-    # Without validation data, rows are held out as of a file.
+    # Without validation data, rows of the training file are held out.
     (folder / "valid.jsonl.gz").unlink()
     (ledger,) = both(own_template, str(folder), tmp_path, val_split=0.3).files
     assert (ledger["rows_train"], ledger["rows_validation"]) == (2, 1)
@@ -291,7 +291,7 @@ def test_system_message_is_merged_when_asked(tmp_path: Path) -> None:
     assert merged.files[0]["notes"] == {"system message merged into the first user turn": 1}
 
 
-# Duplicates, leaks and what is cut
+# Duplicates, leaks and cuts
 
 
 def test_duplicates_and_leaks_are_warned_of_by_both(
@@ -318,7 +318,7 @@ def test_duplicates_and_leaks_are_warned_of_by_both(
 
 
 def test_identical_rows_stand_on_one_side(model: Path, tmp_path: Path) -> None:
-    # Written otherwise, and the same to the model.
+    # The same rows for the model, written differently.
     again = [
         {"id": i, "messages": [dict(zip(("content", "role"), (c, r), strict=True)) for r, c in row]}
         for i, row in enumerate(sums(10))
@@ -475,7 +475,7 @@ def test_template_of_a_file_is_used_and_decides_the_cache(tmp_path: Path) -> Non
     jinja = tmp_path / "mine.jinja"
     for greeting in ("Hi! ", "Ho! "):
         jinja.write_text(greeting + CHATML)
-        for template in (str(jinja), greeting + CHATML):  # as an adapter keeps it
+        for template in (str(jinja), greeting + CHATML):  # the form that an adapter keeps
             found = both(folder, file, tmp_path, template=template)
             assert texts(found) == [greeting + chatml("q", "a")]
             assert found.template == "from a file"

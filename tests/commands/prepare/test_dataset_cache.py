@@ -1,4 +1,4 @@
-"""What was encoded once is not encoded again, unless something that it depends on has changed."""
+"""Data is encoded once, unless something on which the encoding depends has changed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folders whose tokenizer has been loaded."""
+    """The folders whose tokenizer was loaded."""
     loaded: list[Path] = []
     whole = mlxtune.commands.prepare.dataset.load_tokenizer
 
@@ -62,7 +62,7 @@ def content(dataset: Dataset) -> list[Any]:
 def test_second_time_gives_the_same_without_the_tokenizer(
     load: Load, loads: list[Path], chat: Path
 ) -> None:
-    # All that is kept of a file: examples, skipped rows, notes.
+    # All cached parts of a file: examples, skipped rows, notes.
     rows = [*sums(9), *[{"words": i} for i in range(9)], [("user", "<|im_end|>"), *sums(1)[0][1:]]]
     write_chat(chat, ["# a comment", *rows, *sums(2)])
     first = load()
@@ -162,7 +162,7 @@ def test_other_version_of_the_code_encodes_anew(
 
 
 def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
-    """Every module whose code runs to encode, but those that only read files."""
+    """Find every module whose code runs to encode, except modules that only read files."""
     code = (
         "import sys, threading; from pathlib import Path; from mlxtune.config import DataConfig\n"
         "from mlxtune.commands.prepare.dataset import Reader\n"
@@ -180,12 +180,12 @@ def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
     )
     used = {name.removeprefix("mlxtune.").replace(".", "/") for name in process.stdout.split()}
-    # The recipe and the options only say what to encode, and these only read and check files.
+    # The recipe and the options only select the data; these modules only read and check files.
     used = {name for name in used if name.startswith(("core/", "backend/")) and name.count("/") > 1}
     hashed = set(mlxtune.commands.prepare.dataset._code_hashes())
     used -= {"backend/models/model_folder", "backend/models/model_config"}
     used -= {f"core/files/{name}" for name in ("files", "ours", "reading", "scratch", "sizes")}
-    # It passes lines on.
+    # This module only passes lines on.
     used -= {"core/files/processes"}
     assert used <= hashed
 
@@ -210,7 +210,7 @@ def test_train_and_inspect_share_their_entries(
     assert len(loads) == 1
     output = str(tmp_path / "out" / "adapters.safetensors")
     cached = {"cache_dir": str(tmp_path / "cache"), "output": output, "quiet": True}
-    # Samples need the tokenizer, to write prompts.
+    # Samples need the tokenizer to write prompts.
     train(TrainConfig(str(folder), str(chat), max_steps=1, samples=0, **cached))
     assert len(loads) == 1
 

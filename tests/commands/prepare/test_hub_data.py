@@ -1,4 +1,4 @@
-"""Commands on data sets of a hub on this machine: fetched first, pinned, recorded."""
+"""Commands on data sets of a local hub: fetched, pinned and recorded."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_resumed_run_reads_the_commit_that_it_began_with(
     assert outcome.code == 0, outcome.err
     assert hub.requests == []
 
-    # And fetches it again where the hub's cache is gone.
+    # Without the hub's cache, the run fetches the data again.
     (tmp_path / "hub-cache").rename(tmp_path / "away")
     outcome = cli("train", "--resume", output.parent, "--max-steps", 4, "--quiet")
     assert outcome.code == 0, outcome.err

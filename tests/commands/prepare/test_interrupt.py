@@ -1,4 +1,4 @@
-"""The first Ctrl-C asks, the second ends."""
+"""The first Ctrl-C requests a stop, the second ends the process."""
 
 from __future__ import annotations
 

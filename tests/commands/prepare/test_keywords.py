@@ -26,7 +26,7 @@ ROWS = [{"prompt": "é", "completion": "b", "id": None}, {"prompt": "c", "comple
 
 
 class Dataset:
-    """The part of datasets.Dataset that is used: it yields dictionaries, and more than once."""
+    """Implements the used part of datasets.Dataset: it yields dictionaries, more than once."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(ROWS)
@@ -146,7 +146,7 @@ def test_run_from_python_calls_back_after_steps_and_validations(
 
 
 class Once:
-    """A progress bar of some kind: it has a length, and can be read once."""
+    """Like a progress bar: it has a length, and can be iterated once."""
 
     def __init__(self, rows: Any) -> None:
         self._rows = iter(rows)

@@ -1,4 +1,4 @@
-"""The plan of a loaded model: from what was recorded, kept or measured, in that order."""
+"""The plan of a loaded model: from a recorded, a cached or a measured correction, in that order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlxtune.errors import MemoryLimitError
 from tests.backend.conftest import random_examples
 from tests.models import write_model
 
-# A layer that is kept takes a thousand times the estimate; one that runs again, what is estimated.
+# Kept layers take a thousand times the estimate, recomputed layers the estimate itself.
 HUGE = Measured(kept=Factors(1000.0, 1000.0), working=Factors(1000.0, 1000.0))
 Loaded = tuple[TrainConfig, BaseModel, InstructPipeline, DataSample, MemoryPlan]
 

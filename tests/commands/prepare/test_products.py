@@ -23,7 +23,7 @@ from tests.models import write_model
 
 
 class Worker(Workers):
-    """One of two workers; what they say is kept in `said`, by worker."""
+    """One of two workers; `said` holds their messages by worker."""
 
     said: list[str]
 
@@ -49,7 +49,7 @@ def work(*lengths: list[int]) -> DataSample:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens that products were timed for, as on a GPU where the dequantised form gains."""
+    """The token counts of timed products, on a fake GPU where the dequantised form is faster."""
     tokens: list[int] = []
 
     def time_products(model: Any, dtype: Any, count: int) -> TimedProducts:
@@ -97,11 +97,11 @@ def test_resumed_run_is_not_timed(tmp_path: Path, timed: list[int], form: str) -
 @pytest.mark.parametrize(
     ("micro_batch", "steps", "tokens"),
     [
-        (1, [[8, 20], [5]], 20),  # one example at a time
+        (1, [[8, 20], [5]], 20),  # a micro-batch is one example
         (24, [[8, 20], [5]], 24),
-        (1000, [[8, 20], [5]], 28),  # a step has no more
+        (1000, [[8, 20], [5]], 28),  # no step has more tokens
         (1000, [], 1000),
-        (1, [], 70),  # without data, the longest
+        (1, [], 70),  # without data, the longest example
     ],
 )
 def test_tokens_are_those_of_a_large_micro_batch(

@@ -1,4 +1,4 @@
-"""What a run writes down of itself when it begins, and the page and the list made of it."""
+"""A run's records about itself at its start, and the page and the list made from them."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_run_that_goes_on_keeps_its_start(model: Path, chat: Path, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def stopped(model: Path, chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was stopped before its last step, which tests copy."""
+    """The folder of a run that was stopped before its last step, for tests to copy."""
     folder = tmp_path_factory.mktemp("stopped")
     with pytest.raises(TrainingInterrupted):
         recipe(config(model, chat, folder), stop_after=7)
