@@ -1,4 +1,4 @@
-"""The core is imported without mlx, or anything else that is slow or may be absent."""
+"""The core is imported without mlx and other slow or optional packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations, made in a line or drawn, for tests of templates."""
+"""Conversations for tests of templates, built in one line or drawn by hypothesis."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def converse(*messages: tuple[str, str] | Message, tools: tuple[Any, ...] = ()) 
 
 
 def text_of(rendering: Rendering) -> str:
-    """The one text that holds every turn."""
+    """Return the single text that holds every turn."""
     (one,) = rendering.texts
     return one.text
 
@@ -42,7 +42,7 @@ CALLS = st.builds(
     st.text(max_size=5)
     | st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3) | st.none()),
 )
-# As rows are read, each has an assistant turn somewhere.
+# Like a row that was read, each has an assistant turn somewhere.
 MESSAGES = st.lists(
     st.builds(
         lambda role, content, calls: Message(role, content, calls * (role == "assistant")),

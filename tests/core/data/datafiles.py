@@ -1,4 +1,4 @@
-"""A row, and a short way to read the rows of a file, for tests."""
+"""A row, and a function that reads the rows of a file, for tests."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ GOOD = json.dumps(ROW).encode()
 
 
 def read(path: Path) -> list[tuple[int, Any]]:
-    """The rows, bad ones as their reason in text."""
+    """Return the rows of a file, with the reason as text for each bad row."""
     return [(row, str(r) if isinstance(r, BadRow) else r) for row, r in read_objects(path)]

@@ -1,4 +1,4 @@
-"""Tokenizers small enough to follow, and a short way to encode with them, for tests."""
+"""Tokenizers that are easy to follow, and functions that encode with them, for tests."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ CONTROL = "|".join(map(re.escape, CONTROL_TOKENS))
 
 @dataclass
 class PatternTokenizer:
-    """A token for each match of a pattern, which leaves nothing out; ids as they are met."""
+    """Makes a token of each match of a pattern that covers any text; ids by first occurrence."""
 
     pattern: str
     bos: str | None = None
     eos: str | None = None
-    # Those that the pattern takes for tokens wherever they stand.
+    # The control tokens that the pattern matches in any text.
     control_tokens: tuple[str, ...] = ()
     vocabulary: list[str] = field(default_factory=list)
 
@@ -122,12 +122,12 @@ def words(bos: str | None = None, eos: str | None = None) -> PatternTokenizer:
 
 
 def merged_newlines(bos: str | None = None, eos: str | None = None) -> PatternTokenizer:
-    """Neighbouring newlines are one token, also where the header's meets the answer's."""
+    """Join neighbouring newlines into one token, also a header's with an answer's."""
     return PatternTokenizer(rf"{CONTROL}|\n+|\w+|.", bos, eos, CONTROL_TOKENS)
 
 
 def triples(bos: str | None = None, eos: str | None = None) -> PatternTokenizer:
-    """Three characters a token, wherever the edges are."""
+    """Make a token of every three characters, whatever the edges."""
     return PatternTokenizer(r".{1,3}", bos, eos)
 
 
@@ -148,7 +148,7 @@ def converse(*messages: tuple[str, str], row: int = 1) -> Conversation:
 
 
 def example(row: int, ids: Iterable[int], *spans: tuple[int, int]) -> Example:
-    """An example that is supervised in the [start, end) ranges."""
+    """Return an example that is supervised in the [start, end) ranges."""
     tokens = np.array(list(ids), dtype=np.int32)
     mask = np.zeros(len(tokens), dtype=np.uint8)
     for start, end in spans:
@@ -157,7 +157,7 @@ def example(row: int, ids: Iterable[int], *spans: tuple[int, int]) -> Example:
 
 
 def encoded_file(tokenizer: Tokenizer, template: Template, rows: Iterable[Row]) -> EncodedFile:
-    """The examples, uncut, as `train` has them."""
+    """Return the uncut examples of a file, as `train` gets them."""
 
     def run(skipped: SkippedRows, told: RowTally) -> Iterable[EncodedRows]:
         return Encoder(template, tokenizer).encode(rows, skipped, told)
@@ -178,6 +178,6 @@ def encode(
 
 
 def supervised_runs(example: Example) -> list[list[int]]:
-    """The ids of each stretch of supervised tokens."""
+    """Return the ids of each stretch of supervised tokens."""
     edges = np.flatnonzero(np.diff(example.assistant_mask.astype(int), prepend=0, append=0))
     return [example.tokens[start:end].tolist() for start, end in edges.reshape(-1, 2)]

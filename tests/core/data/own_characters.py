@@ -38,12 +38,12 @@ PIECES = [
 
 
 def own(kind: str, message: int) -> str:
-    """A character that only this message has."""
+    """Return a character that only this message has."""
     return chr({"content": 0x3042, "thinking": 0x30A2, "call": 0x3105}[kind] + 2 * message)
 
 
 def owners(text: str) -> set[int]:
-    """The messages whose characters stand in a text."""
+    """Return the messages whose characters occur in a text."""
     bases = (0x3042, 0x30A2, 0x3105)
     return {
         message

@@ -1,4 +1,4 @@
-"""Models' own templates as small functions that write what the real ones write."""
+"""Models' own templates as small functions that write the same text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def turn(role: str, text: str) -> str:
 
 
 def chatml(messages: Messages, *, tools: Any, add_generation_prompt: bool, **_: Any) -> str:
-    """Plain ChatML, with tools before it and calls behind the content as JSON."""
+    """Plain ChatML, with tools before it and calls after the content as JSON."""
     text = turn("system", json.dumps(tools)) if tools else ""
     for message in messages:
         calls = "".join(f"<call>{to_json(c)}</call>" for c in message.get("tool_calls") or ())
@@ -60,7 +60,7 @@ R1_SOURCE = "{{ content.split('</think>')[-1] }} <think>"
 
 
 def r1_like(messages: Messages, *, add_generation_prompt: bool, **_: Any) -> str:
-    """Opens the thinking in its prompt, and leaves it out of the turns, as DeepSeek-R1's."""
+    """Opens the thinking in its prompt, and omits it from the turns, as DeepSeek-R1 does."""
     text = ""
     for message in messages:
         content = message["content"]
@@ -76,7 +76,7 @@ CHANNEL_SOURCE = "{% if enable_thinking %} {{ message.get('reasoning') }}"
 def channelled(
     messages: Messages, *, add_generation_prompt: bool, enable_thinking: bool | None, **_: Any
 ) -> str:
-    """Writes thinking from a field alone, into a channel, and always opens that when it thinks."""
+    """Writes thinking only from a field, into a channel, which it always opens when it thinks."""
     text = ""
     for message in messages:
         thought = message.get("reasoning")
@@ -96,7 +96,7 @@ def bracketed(messages: Messages, *, add_generation_prompt: bool, **_: Any) -> s
 
 
 def prompts_otherwise(messages: Messages, *, add_generation_prompt: bool, **_: Any) -> str:
-    """Its generation prompt is not what it writes before an answer."""
+    """Uses a generation prompt that differs from the text before an answer."""
     text = "".join(turn(message["role"], message["content"]) for message in messages)
     return text + "<|im_start|>model\n" * add_generation_prompt
 
@@ -112,7 +112,7 @@ def drops_system(messages: Messages, **options: Any) -> str:
 
 
 def ends_twice(messages: Messages, *, add_generation_prompt: bool, **options: Any) -> str:
-    """Ends the turn, and then the text if nothing is asked."""
+    """Ends the turn, and also the text unless an answer is requested."""
     text = chatml(messages, add_generation_prompt=add_generation_prompt, **options)
     return text if add_generation_prompt else text + "<|endoftext|>"
 
@@ -148,7 +148,7 @@ def render(
 
 
 def picture(rendered: Rendered) -> str:
-    r"""The text with `\n` for a newline, and below it a mark for each supervised character."""
+    r"""Draw the text with `\n` for a newline, and a mark below each supervised character."""
     marks = [" "] * len(rendered.text)
     for start, end in rendered.spans:
         marks[start:end] = "^" * (end - start)

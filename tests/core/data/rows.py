@@ -1,4 +1,4 @@
-"""A row of each format, and short ways to read rows, for tests."""
+"""A row of each format, and functions that read rows, for tests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def converted(folder: Path, row: Any, **options: Any) -> Conversation:
 
 
 def told(folder: Path, row: Any, **options: Any) -> list[tuple[str, str, bool]]:
-    """Each message as role, content and whether it is trained."""
+    """Return the role, the content and `trained` of each message."""
     return [(m.role, m.content, m.trained) for m in converted(folder, row, **options).messages]
 
 

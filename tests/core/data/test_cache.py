@@ -1,4 +1,4 @@
-"""Encoded files on disk: the same as encoded anew, or encoded anew."""
+"""Encoded files on disk: equal to a new encoding, or encoded again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILES = {*COLUMNS, "roles", "account.json", cache_module.CHECKSUMS}
 
 
 class Encoding:
-    """Three rows of four, with things to tell; `times` counts how often it was done."""
+    """Encodes three rows of four and has notes on them; `times` counts the encodings."""
 
     def __init__(self, first: int = 7, tokens: int = 3) -> None:
         self.first = first
@@ -81,7 +81,7 @@ def test_file_is_encoded_once_and_then_read_back_whole(tmp_path: Path) -> None:
     ]
     assert {file.name for file in (cache / "key").iterdir()} == FILES
     assert names_in(cache) == ["key"]
-    # What is counted afterwards stays out of the entry.
+    # Later counts stay out of the entry.
     second.account(second.arrays.cut(1))
     assert content(encode(cache, encoding)) == EXPECTED
 
@@ -147,7 +147,7 @@ def test_file_that_is_something_else_is_encoded_anew(
     assert encoding.times == 2
 
 
-# Where nothing can be kept
+# Folders that cannot keep entries
 
 
 def test_without_a_cache_nothing_is_left_behind(
@@ -229,7 +229,7 @@ def test_file_without_any_example_is_kept_too(tmp_path: Path) -> None:
         assert file.account(file.arrays.cut(9)).adds_up()
 
 
-# Others at work
+# Other processes
 
 
 def test_entry_stays_readable_when_it_is_removed_or_replaced(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_least_recently_used_entries_go_first_and_never_the_new_one(
         encode(tmp_path, Encoding(tokens=1000), key)
         os.utime(tmp_path / key / cache_module.CHECKSUMS, (age, age))
     size = sum(file.stat().st_size for file in (tmp_path / "a").iterdir())
-    encode(tmp_path, Encoding(), "a")  # used again
+    encode(tmp_path, Encoding(), "a")  # the entry is used again
 
     monkeypatch.setattr(cache_module, "MAX_BYTES", 3 * size)
     encode(tmp_path, Encoding(tokens=1000), "d")

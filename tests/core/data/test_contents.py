@@ -1,4 +1,4 @@
-"""Notes on the words of a row: what hardly ever is meant."""
+"""Notes on the text of a row: contents that are hardly ever intended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows to conversations: what a message becomes, what is refused, and what a person hears of it."""
+"""Rows to conversations: converted messages, refused ones, and the notes on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def parse(message: Any) -> Message:
-    """The message, as the first of a conversation."""
+    """Return the message as the first message of a conversation."""
     return parse_messages([message, ANSWER])[0]
 
 
@@ -157,7 +157,7 @@ def test_arguments_that_hold_an_object_as_text_become_the_object(
 
     parsed = parse(message)
 
-    # As mlx_lm.server's process_message_content does before the template.
+    # The same as mlx_lm.server's process_message_content before the template.
     plain = {"name": "f", "arguments": json.loads(arguments)}
     expected = plain if bare else {"id": "7", "type": "function", "function": plain}
     assert parsed.tool_calls == (expected,)

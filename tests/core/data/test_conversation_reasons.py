@@ -1,4 +1,4 @@
-"""Why a row is no conversation, and what a person hears of it."""
+"""The reasons for which a row is no conversation, and their messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.core.data.test_conversation import ANSWER, USER, refused
 
 CALLS = {"role": "assistant", "content": ""}
 BAD_ROWS: list[tuple[str, Any, dict[str, Any], str, str]] = [
-    # name, messages, other keys, the kind that is counted, what else the reason says
+    # name, messages, other keys, the counted kind, the rest of the reason
     ("messages_null", None, {}, "'messages' is not a list", "null"),
     ("messages_object", {}, {}, "'messages' is not a list", "an object"),
     ("messages_empty", [], {}, "no assistant turn", ""),
@@ -84,7 +84,7 @@ def test_bad_row_is_refused_with_its_reason(
     assert not re.search(r"message \d", problem.kind)
 
 
-# What a person hears
+# Messages for the user
 
 
 def test_reason_is_one_short_line_whatever_the_row_holds() -> None:

@@ -51,7 +51,7 @@ def plain(one: Example) -> Pairs:
 def kept_rows(
     files: Sequence[Sequence[PlainRow]], limit: int | None
 ) -> Iterator[tuple[int, int, list[tuple[Pairs, int]], list[Pairs]]]:
-    """File, row, its examples after the cut with their length before it, and all uncut ones."""
+    """Return file, row, cut examples with their length before the cut, and all uncut examples."""
     for i, rows in enumerate(files):
         for row, several in rows:
             cut = [(pairs[:limit], len(pairs)) for pairs in several]
@@ -132,7 +132,7 @@ def check_corpus(files: list[list[PlainRow]], limit: int | None, mapped: bool) -
 
 
 def data_hash(rows: Sequence[Sequence[tuple[Pairs, int]]]) -> str:
-    """SHA-256 over a column at a time: examples a row, lengths, tokens, masks."""
+    """Return the SHA-256 over one column after another: examples a row, lengths, tokens, masks."""
     examples = [pairs for row in rows for pairs, _ in row]
     pairs = [pair for one in examples for pair in one]
     content = struct.pack(f"<{len(rows)}q", *map(len, rows))
@@ -161,7 +161,7 @@ def test_data_hash_is_sha256_over_lengths_tokens_and_masks() -> None:
     assert (
         corpus_of([in_memory(ROWS)]).data_hash() == f"sha256:{hashlib.sha256(content).hexdigest()}"
     )
-    # Written down when it was made: checkpoints hold it.
+    # This hash must not change, because checkpoints contain it.
     assert corpus_of([in_memory(ROWS)]).data_hash() == (
         "sha256:a917442208e2c27f49f1e8fe2a854a465085bfd1231d5af5ff774d236e64f95f"
     )
@@ -206,7 +206,7 @@ def test_data_hash_changes_with_rows_tokens_mask_order_and_where_an_example_ends
 
 
 def test_data_hash_goes_on_in_the_next_file_where_the_last_one_ended() -> None:
-    # What is left out of the second file is as long as the first.
+    # The omitted example of the second file is as long as the first example.
     files: list[list[PlainRow]] = [
         [(1, [[(1, 0), (2, 1)]])],
         [(1, [[(3, 0), (4, 0)]]), (2, [[(5, 0), (6, 1)]])],
@@ -280,7 +280,7 @@ def test_identity_tells_where_examples_part_and_tokens_from_masks() -> None:
         of(([1], [0]), ([2], [1])),
         of(([1, 2], [0, 1]), ([1, 2], [0, 1])),
         of(),
-        # The same bytes, but for the lengths.
+        # Equal bytes that differ only in their lengths.
         of(([5], [1]), ([0], [1])),
         of(([5, 1], [0, 1])),
     ]
@@ -307,9 +307,9 @@ def test_columns_are_little_endian_as_the_picture_shows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mask", "limit", "kept"),
     [
-        # The context goes, and the answer stays.
+        # The context is cut, and the answer stays.
         ("000000111", 5, slice(4, 9)),
-        # An answer of an earlier turn goes whole.
+        # An answer of an earlier turn is cut as a whole.
         ("001100011", 6, slice(4, 9)),
         ("001100011", 7, slice(4, 9)),
         ("001100011", 8, slice(1, 9)),

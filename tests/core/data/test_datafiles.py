@@ -1,4 +1,4 @@
-"""Files of every kind to rows: how rows are numbered, what is bad, and what no file may be."""
+"""Files of every kind to rows: line numbers, bad rows, and invalid files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_byte_order_mark_before_the_first_row_is_dropped(tmp_path: Path) -> None
 
 
 BAD_LINES: list[tuple[str, bytes, str, str]] = [
-    # name, line, the kind that is counted, what else the reason says
+    # name, line, the counted kind, the rest of the reason
     ("half_an_object", b'{"messages": [', "not valid JSON", "column 15"),
     ("two_objects", GOOD + GOOD, "not valid JSON", f"column {len(GOOD) + 1}"),
     ("latin_1", b'{"messages": "caf\xe9"}', "not UTF-8", "byte 18: save the file in UTF-8"),
@@ -197,7 +197,7 @@ def test_broken_array_is_an_error_that_names_its_line(
 def test_rows_before_damage_are_read_and_then_it_is_an_error(
     tmp_path: Path, then: bytes, said: str
 ) -> None:
-    """So a gzip file is not held as a whole."""
+    """This shows that a gzip file is not held as a whole."""
     rows = [{"text": str(i)} for i in range(5000)]
     packer = zlib.compressobj(wbits=31)
     packed = packer.compress("\n".join(map(json.dumps, rows)).encode() + b"\n")

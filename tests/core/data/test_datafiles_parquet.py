@@ -1,4 +1,4 @@
-"""Parquet files to rows: plain values, rows that are bad, and files that are damaged."""
+"""Parquet files to rows: plain values, bad rows, and damaged files."""
 
 from __future__ import annotations
 

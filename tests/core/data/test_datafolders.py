@@ -1,4 +1,4 @@
-"""Files that are no data, and folders in the layout of mlx-lm."""
+"""Files that hold no data, and folders in the layout of mlx-lm."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
 from mlxtune.errors import DataError
 from tests.core.data.test_datafiles import GOOD, read, write
 
-# The same bytes at any time, as names of tests are made of them.
+# The bytes must not depend on the time, because names of tests contain them.
 packed = functools.partial(gzip.compress, mtime=0)
 
-# Files that are no data
+# Files that hold no data
 
 
 @pytest.mark.parametrize(

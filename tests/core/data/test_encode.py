@@ -1,4 +1,4 @@
-"""Text to tokens and mask, with tokenizers small enough to follow."""
+"""Text to tokens and mask, with tokenizers that are easy to follow."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_answer_is_tokenised_by_itself_where_a_token_would_cross_its_edge() -> N
         converse(("user", "a\n\nb"), ("assistant", "c\n\nd"), row=2),
     )
 
-    # "assistant\n" and "\n\nc" would share a token of three newlines.
+    # Encoded as a whole, "assistant\n" and "\n\nc" would share a token of three newlines.
     assert [tokenizer.vocabulary[i] for i in merged.tokens] == [
         *("<|im_start|>", "user", "\n", "a", "\n\n", "b", "<|im_end|>", "\n"),
         *("<|im_start|>", "assistant", "\n", "\n\n", "c", "\n\n", "d", "<|im_end|>"),
@@ -312,5 +312,5 @@ def test_rows_are_announced_a_few_at_a_time_before_they_are_rendered() -> None:
 
     assert encoded == [row for rows in seen for row in rows] == list(range(1, 601))
     assert max(map(len, seen)) == 32
-    # The next ones are being rendered by then.
+    # The next texts are already being rendered.
     assert ahead[0] == 63

@@ -1,4 +1,4 @@
-"""Control tokens that are written out in data."""
+"""Control tokens that are written as text in the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tokens and text part: documents, BOS, control tokens in content, and edges of answers."""
+"""Cases in which tokens and text diverge: documents, BOS, control tokens, edges of answers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_first_token_of_all_carries_no_loss_since_nothing_predicts_it() -> None:
 
     assert example.assistant_mask.tolist() == [0, 1, 1, 1, 1]
     assert (ledger.tokens_supervised, ledger.tokens_context) == (4, 1)
-    # The end of the text alone has nothing before it.
+    # In an empty document, no token precedes the end of the text.
     examples, ledger, skipped = encode(words(eos="<|endoftext|>"), Document(1, ""))
     assert (examples, ledger.rows_read, skipped.total) == ([], 1, 1)
 
@@ -107,7 +107,7 @@ def test_document_is_skipped_where_the_tokenizer_cannot_end_it() -> None:
     assert (ledger.rows_read, ledger.rows_train) == (2, 1)
 
 
-# What is worth a look
+# Findings
 
 
 def notes_of(
@@ -194,7 +194,7 @@ def test_what_is_always_noted_stands_with_every_conversation_and_no_document() -
 
 @dataclass
 class SpacingTokenizer(PatternTokenizer):
-    """Puts a space before a text, as SentencePiece does, unless it begins with a control token."""
+    """Puts a space before a text, like SentencePiece, unless it begins with a control token."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoding]:
         encoded = super().encode_batch(texts)
@@ -228,7 +228,7 @@ def test_turns_stay_one_example_where_what_begins_a_text_is_tokenised_otherwise(
     assert tokenizer.decode(example.tokens) == "<|im_start|>a b c\nd<|im_end|>\n"
 
 
-# The first splits before an H what stands alone otherwise; the second has no control tokens.
+# The first splits a token before an H; the second has no control tokens.
 @pytest.mark.parametrize("pattern", [r"assistant\n(?!H)|\n|\w+|.", r"\n|\w+|."])
 def test_row_whose_prompts_take_minutes_to_encode_is_skipped(
     monkeypatch: pytest.MonkeyPatch, pattern: str
@@ -245,7 +245,7 @@ def test_row_whose_prompts_take_minutes_to_encode_is_skipped(
     assert skipped.counts == {"its turns are too many to encode": 1}
     assert sum(map(len, texts)) < 30_000
 
-    # Of a pair, the other side is not kept alone.
+    # One side of a pair is not kept alone.
     chosen, rejected = converse(*turns), converse(*turns[:4])
     pair = Pair(replace(chosen, role=CHOSEN), replace(rejected, role=REJECTED))
     examples, _, skipped = encode(tokenizer, pair)
@@ -253,8 +253,8 @@ def test_row_whose_prompts_take_minutes_to_encode_is_skipped(
 
 
 def test_prompt_has_its_own_tokens_also_where_the_answer_would_change_them() -> None:
-    # "assistant\n" is one token, but two before an H: no token crosses the edge, and yet the
-    # whole does not begin with the prompt's tokens.
+    # "assistant\n" is one token, but two before an H: no token crosses the edge, and yet the whole
+    # does not begin with the prompt's tokens.
     tokenizer = PatternTokenizer(
         rf"{CONTROL}|assistant\n(?!H)|\n|\w+|.", control_tokens=CONTROL_TOKENS
     )
@@ -266,7 +266,7 @@ def test_prompt_has_its_own_tokens_also_where_the_answer_would_change_them() -> 
         (run,) = supervised_runs(example)
         assert tokenizer.decode(run) == answer + "<|im_end|>"
         assert tokenizer.vocabulary[example.tokens[-len(run) - 1]] == "assistant\n"
-    # Of one turn likewise, where the text has no control token at all.
+    # The same with a single turn and a text without control tokens.
     plain = PatternTokenizer(r"assistant\n(?!H)|\n|\w+|.")
     (example,), _, _ = encode(plain, converse(("user", "Hi"), ("assistant", "H")))
     assert "assistant\n" in [plain.vocabulary[i] for i in example.tokens]
@@ -419,7 +419,7 @@ def test_row_nested_too_deeply_for_a_template_is_skipped() -> None:
     file = encoded_file(words(), render_qwen3, [parse_conversation(1, {"messages": [message]})])
 
     assert set(file.skipped.counts) == {"JSON nested too deeply"}
-    while deep:  # Freeing it at once would exhaust the stack of some Pythons.
+    while deep:  # Freeing it in one call would exhaust the stack of some Pythons.
         deep = deep["a"]
 
 

@@ -1,4 +1,4 @@
-"""What holds of tokens and mask for any conversation, and of the ledger for any limit."""
+"""Laws of tokens and mask for any conversation, and of the ledger for any limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TURNS = st.lists(
     st.tuples(st.sampled_from(["system", "user", "assistant", "assistant", "tool"]), CONTENT),
     max_size=5,
 )
-# As rows are read, each has an assistant turn somewhere.
+# Like a row that was read, each has an assistant turn somewhere.
 CONVERSATIONS = st.lists(
     st.builds(
         lambda before, answer, after: [*before, ("assistant", answer), *after],
@@ -35,7 +35,7 @@ CONVERSATIONS = st.lists(
 
 
 def may_be_one_example(tokenizer: Any, rendered: Rendered) -> bool:
-    """Whether the whole begins with each prompt's tokens, and each answer's end is a token's."""
+    """Return whether the whole begins with each prompt's tokens and ends answers with a token."""
     texts = [rendered.text, *(rendered.text[:start] for start, _ in rendered.spans)]
     whole, *prompts = (encoded.ids for encoded in tokenizer.encode_batch(texts))
     lengths = [

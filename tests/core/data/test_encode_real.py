@@ -68,8 +68,7 @@ def chat_rows(path: Path, every: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().rstrip(b"\n").split(b"\n")[::every]]
 
 
-# Of the rows of each file, all or one in so many; how many that makes, and how many of them use
-# tools.
+# One in `every` rows of each file, the number of these rows, and how many of them use tools.
 ROWS = pytest.mark.parametrize(
     ("every", "count", "uses_tools"), [(20, 524, 8), long(1, 10_463, 191)]
 )
@@ -108,7 +107,7 @@ def test_qwen3_ids_equal_llama_cpps_vectors_as_text_and_as_an_answer(
 def test_qwen3_newlines_at_the_edge_keep_the_tokens_of_the_prompt(qwen3: RealTokenizer) -> None:
     (example,), _, _ = encode(qwen3, converse(("user", "Hi"), ("assistant", "\n\nHello")))
 
-    # 198, 271 apart; joined they would be 1406 (DESIGN.md).
+    # 198 and 271 as separate tokens; joined they would be 1406 (DESIGN.md).
     assert example.tokens.tolist()[-5:] == [77091, 198, 271, 9707, 151645]
     assert example.assistant_mask.tolist()[-5:] == [0, 0, 1, 1, 1]
 
@@ -160,7 +159,7 @@ def test_qwen3_mask_of_every_real_conversation_decodes_to_exactly_its_answers(
 def test_gemma_mask_of_every_real_conversation_decodes_to_exactly_its_answers(
     shared: Path, stories: RealTokenizer, every: int, count: int, uses_tools: int
 ) -> None:
-    # The pieces themselves: its decoder would strip a space.
+    # The pieces themselves, because the decoder would strip a space.
     pieces = [stories.backend.id_to_token(i) for i in range(stories.backend.get_vocab_size())]
     encoded = [
         bytes([int(piece[3:5], 16)])

@@ -1,7 +1,7 @@
-"""Every row's fate is known, whatever stands in it: from a file's lines to tokens and masks.
+"""Every row's fate is known for any content, from a file's lines to tokens and masks.
 
-Each message has its own characters (own_characters.py), so each supervised token tells which
-message it belongs to.
+Each message has its own characters (own_characters.py), so each supervised token reveals its
+message.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def encode_lines(
 
 
 def runs_of(example: Example) -> list[tuple[list[int], list[int]]]:
-    """The tokens before each stretch of supervised ones, and those of the stretch."""
+    """Return each stretch of supervised tokens, with the tokens before it."""
     edges = np.flatnonzero(np.diff(example.assistant_mask.astype(int), prepend=0, append=0))
     tokens = example.tokens.tolist()
     return [(tokens[:start], tokens[start:end]) for start, end in edges.reshape(-1, 2).tolist()]
 
 
 def check_ledger(file: EncodedFile, lines: int, limit: int) -> None:
-    """Every row is kept or skipped for a reason, and every token supervised, context or cut."""
+    """Check that each row is kept or skipped, and each token supervised, context or cut."""
     uncut = Corpus([file.arrays.cut()])
     whole = {row: [e.tokens.tolist() for e in uncut if e.row == row] for row in uncut.row_numbers}
     ledger = file.account(file.arrays.cut(limit))
@@ -88,9 +88,9 @@ def trained_turns(conversation: Conversation, turns: str, first_has_prompt: bool
 def without_unasked(
     conversation: Conversation, chosen: list[int], runs: int, told: Mapping[str, list[str]]
 ) -> list[int]:
-    """Return the turns that are trained on, where some that nobody asked for cannot be written.
+    """Return the trained turns if some unprompted turns cannot be written.
 
-    It is told that there are such turns. They have a tool call, which not every template shows.
+    A note reports such turns. They have a tool call, which not every template shows.
     """
     missing = len(chosen) - runs
     assert missing == 0 or told[problems.NO_PROMPT]
@@ -105,12 +105,12 @@ def without_unasked(
 
 
 def check_turn(message: Message, position: int, answer: str, told: Mapping[str, list[str]]) -> None:
-    """The answer is this message's, all of it, up to the end of its turn."""
+    """Check that an answer is this whole message, up to the end of its turn."""
     assert owners(answer) <= {position}, "of another message"
     assert "겉" not in answer
     assert answer.rstrip().endswith(ENDS)
     tags = [message.content.count(tag) for tag in ("<think>", "</think>", "think>")]
-    # A lone tag may be one that the generation prompt has written already.
+    # The generation prompt may already have written a single tag.
     if tags in ([0, 0, 0], [1, 1, 2]):
         said = message.content.rpartition("</think>")[2].strip()
         assert said in answer
@@ -173,7 +173,7 @@ def check_file(
         event("checked")
         check_conversation(conversation, examples, tokenizer, chosen, prompt_of, told)
     check_ledger(file, len(lines), limit)
-    # What is not this project's to refuse is kept.
+    # Rows that this project has no reason to refuse are kept.
     reasons = " ".join(file.skipped.counts)
     assert "no token for the answer" not in reasons
 
@@ -262,7 +262,7 @@ def test_rows_in_a_models_template(name: str, **options: Any) -> None:
 
 @functools.cache
 def jinja(path: Path) -> tuple[RenderChat, str]:
-    """A template as transformers compiles it."""
+    """Compile a template as transformers does."""
     sandbox = pytest.importorskip("jinja2.sandbox", reason="needs jinja2 to render the templates")
     from jinja2 import TemplateError
 

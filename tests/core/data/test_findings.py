@@ -1,4 +1,4 @@
-"""What in the data is worth a look, against rows compared one with another."""
+"""Findings in the data, compared with a row-by-row comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mlxtune.core.steps import order
 
 
 def encoded(name: str, tokens: Sequence[int], first: int = 1) -> EncodedFile:
-    """A row for each number, which is its token before a supervised one."""
+    """Encode a row for each number: a token with this number before a supervised token."""
     examples = [
         Example(row, np.array([token, 9], dtype=np.int32), np.array([0, 1], dtype=np.uint8))
         for row, token in enumerate(tokens, start=first)
@@ -100,7 +100,7 @@ def test_nothing_is_found_where_all_rows_differ_or_there_are_none() -> None:
 
 
 def test_findings_are_in_the_order_of_the_tokens_that_they_cost() -> None:
-    """Two rows that were skipped cost two average answers, and a cut answer what it lost."""
+    """Two skipped rows cost two average answers, and a cut answer costs its lost tokens."""
     row = Example(1, np.arange(9, dtype=np.int32), np.array([0] * 3 + [1] * 6, dtype=np.uint8))
     file = EncodedFile(ExampleArrays.of([row]), SkippedRows(Path("a.jsonl")), RowTally())
     for number in (2, 3):
@@ -165,7 +165,7 @@ def answer(row: int, role: int, prompt: int, tokens: Sequence[int]) -> Example:
 
 
 def paired(name: str, rows: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> EncodedFile:
-    """Rows of a prompt, the chosen answer and the rejected one."""
+    """Return rows of a prompt, the chosen answer and the rejected answer."""
     examples = [
         answer(row, role, prompt, tokens)
         for row, (prompt, *sides) in enumerate(rows, start=1)

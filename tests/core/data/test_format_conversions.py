@@ -1,4 +1,4 @@
-"""What a row of each format becomes, held against those who made the formats."""
+"""Conversions of each format's rows, compared with the format's own tools."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.core.data.rows import (
 
 
 def test_prompt_and_completion_are_a_user_and_an_assistant(tmp_path: Path) -> None:
-    """As mlx-lm's CompletionsDataset.process builds its messages."""
+    """The same messages as mlx-lm's CompletionsDataset.process builds."""
     row = {"prompt": "What is\n1 + 1?", "completion": " 2", "tools": [WRAPPED]}
 
     one = converted(tmp_path, row)
@@ -45,7 +45,7 @@ def test_prompt_and_completion_are_a_user_and_an_assistant(tmp_path: Path) -> No
 
 
 def test_answers_within_a_prompt_are_context(tmp_path: Path) -> None:
-    """The example of TRL's documentation of conversational prompt-completion data, longer."""
+    """A longer form of the example in TRL's documentation of prompt-completion data."""
     row = {
         "prompt": [USER, ANSWER, {"role": "user", "content": "What color is the sky?"}],
         "completion": [{"role": "assistant", "content": "It is blue."}],
@@ -97,9 +97,9 @@ def test_bad_prompt_or_completion_is_named(tmp_path: Path, row: dict[str, Any], 
 
 
 def llama_factory_alpaca(example: dict[str, Any]) -> list[tuple[str, str]]:
-    """What LLaMA-Factory's AlpacaDatasetConverter (data/converter.py) makes of a row.
+    """Convert a row as LLaMA-Factory's AlpacaDatasetConverter does (data/converter.py).
 
-    It leaves out an empty system text, and learns the answers in the history (data/README.md).
+    It omits an empty system text, and trains the answers in the history (data/README.md).
     """
     messages = [("system", example["system"])] if example.get("system") else []
     for question, answer in example.get("history") or []:
@@ -154,7 +154,7 @@ def test_bad_alpaca_row_is_named(tmp_path: Path, keys: dict[str, Any], said: str
 
 
 def test_sharegpt_row_of_llama_factory_is_read_with_its_calls_and_tools(tmp_path: Path) -> None:
-    """The layout of LLaMA-Factory's data/README.md and glaive_toolcall_en_demo.json."""
+    """The layout in LLaMA-Factory's data/README.md and glaive_toolcall_en_demo.json."""
     row = {
         "conversations": [
             {"from": "human", "value": "1 + 1 and 2 + 2?"},

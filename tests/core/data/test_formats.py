@@ -1,4 +1,4 @@
-"""Formats to conversations, held against what the tools that they come from do with them."""
+"""Formats to conversations, compared with the results of the formats' own tools."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_renamed_keys_are_read_as_ours(
 def test_reason_names_the_key_that_the_file_lacks(tmp_path: Path) -> None:
     fields = {"prompt": "question", "completion": "answer"}
 
-    # What was renamed is not read under our name.
+    # A renamed field is not read under its default name.
     assert reason(tmp_path, PROMPT, fields=fields, format="prompt") == (
         "no 'question' (its keys: 'prompt', 'completion')"
     )
@@ -482,7 +482,7 @@ def test_each_row_is_yielded_or_skipped_whatever_it_holds(
         try:
             good += read_rows(path, skipped, format=format, fields=fields)
         except DataError as error:
-            # Two formats in one file; whatever came before is accounted for.
+            # The file has two formats; the rows before the second are accounted for.
             assert format == "auto"
             assert ", but the file is in " in str(error)
             stopped = int(str(error).removeprefix(f"{path}:").partition(":")[0]) - 1

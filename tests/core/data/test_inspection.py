@@ -1,4 +1,4 @@
-"""The numbers of an inspection against loops over rows, and rows as the model sees them."""
+"""The numbers of an inspection against loops over rows, and the rows that it shows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def example(row: int, mask: Sequence[int]) -> Example:
 
 
 def encoded(rows: Rows, name: str = "a.jsonl") -> EncodedFile:
-    """The rows by their number, each with the masks of its examples."""
+    """Encode rows by their number, each with the masks of its examples."""
     arrays = ExampleArrays.of([example(row, mask) for row, masks in rows for mask in masks])
     return EncodedFile(arrays, SkippedRows(Path(name)), RowTally())
 
@@ -119,7 +119,7 @@ def test_limit_cuts_what_a_loop_over_rows_would_cut(
 def test_limits_are_powers_of_two_that_cover_the_longest_and_the_current_one(
     longest: int, current: int, sizes: list[int]
 ) -> None:
-    # Each limit cuts other rows than the one before it.
+    # Each limit cuts more rows than the limit before it.
     lengths = [size + 1 for size in sizes if size < longest]
     rows = [(i, [[1] * min(length, longest)]) for i, length in enumerate([*lengths, longest], 1)]
     found = limits([encoded(rows), encoded([(1, [[1]])])], current, "end")
@@ -156,7 +156,7 @@ def examples(held_out: Sequence[int] = (), *, validates: bool = True) -> Inspect
 
 
 def test_lengths_and_supervised_tokens_are_before_the_cut() -> None:
-    # The second example of a.jsonl:4 has none within three tokens.
+    # The second example of a.jsonl:4 has no supervised token within three tokens.
     found = examples()
 
     assert len(found) == 5
@@ -203,7 +203,7 @@ def test_row_is_found_by_its_number_in_every_file() -> None:
     shown = found.show(range(5), ByteTokenizer(narrow=False), ())
     assert [(one.path, one.row, one.split, one.cut, one.part, one.parts) for one in shown] == [
         ("a.jsonl", 1, "train", 0, 1, 1),
-        # The second part is lost to the cut.
+        # The cut removes the second part.
         ("a.jsonl", 4, "train", 0, 1, 2),
         ("b.jsonl", 4, "train", 0, 1, 1),
         ("v.jsonl", 4, "validation", 3, 1, 1),
@@ -403,7 +403,7 @@ def test_bytes_that_are_no_text_become_replacement_characters_at_once() -> None:
     ]
 
 
-# The whole
+# The whole inspection
 
 
 def test_inspection_is_json_with_its_version_and_knows_its_errors() -> None:

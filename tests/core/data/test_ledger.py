@@ -1,4 +1,4 @@
-"""Where every row and token went, against a loop over rows and tokens."""
+"""The fate of every row and token, against a loop over rows and tokens."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_ledger_is_ready_for_json_with_reasons_in_order() -> None:
     assert list(ledger.as_dict()["rows_skipped"]) == ["a", "b"]
 
 
-# Each example has a supervised token, as those have that the encoder keeps.
+# Each example has a supervised token, like the examples that the encoder keeps.
 MASKS = st.lists(st.integers(0, 1), min_size=1, max_size=6).filter(any)
 ROWS = st.dictionaries(st.integers(1, 20), st.lists(MASKS, min_size=1, max_size=3), max_size=6)
 
@@ -174,7 +174,7 @@ def test_every_kind_of_note_has_its_advice_and_errors_are_among_them() -> None:
 
 
 def test_pairs_whose_sides_have_two_prompts_are_counted() -> None:
-    """The template shows a prompt differently before one of the answers."""
+    """The template changes the prompt of one of the answers."""
 
     def template(conversation: Conversation) -> Rendering:
         *_, answer = conversation.messages

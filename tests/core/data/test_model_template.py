@@ -1,4 +1,4 @@
-"""A model's own template: the turns of a conversation, their prompts and where they end."""
+"""A model's own template: the turns of a conversation, their prompts and their ends."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_system_message_without_a_user_turn_to_merge_it_into_is_a_bad_row() -> N
         render(refuses_system, conversation, merge_system=True)
 
 
-# Calls, known before they are made
+# Calls, predicted before they are made
 
 
 @pytest.mark.parametrize("name", sorted(RENDERERS))
@@ -299,7 +299,7 @@ def test_calls_are_those_that_rendering_makes(name: str, thinking: str) -> None:
         converse(("system", "Be brief."), ("user", "a"), assistant("b", reasoning_content="c")),
         converse(("user", "a"), ("assistant", "<think>\nb\n</think>\n\nc"), tools=[TOOL]),
     ):
-        # What a template has a place for is asked once.
+        # Facts about a template are determined once.
         _ = model._shows_system, model._header
         made.clear()
         foretold = list(model.calls(conversation))

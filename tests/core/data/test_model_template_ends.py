@@ -1,4 +1,4 @@
-"""A model's own template: where an answer ends, whatever stands in it."""
+"""A model's own template: the end of an answer with any content."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_every_span_stands_behind_the_prompt_of_its_turn_for_any_conversation(
     said = [message["content"].strip() for message in fields if message["role"] == "assistant"]
     assert prompts(rendering) == asked
     for answer, content in zip(answers(rendering), said, strict=True):
-        # Of an answer that is thinking alone, the last control token is taken for the end.
+        # An answer of thinking alone ends at the last control token.
         assert answer.rstrip().endswith(END) or (name == "ends_twice" and not content)
         assert content in answer
         assert answer.count(END) == 1 + content.count(END)

@@ -1,4 +1,4 @@
-"""What a model's own template leaves out or has no prompt for is told, and loses no row."""
+"""Turns that a model's own template omits or does not prompt for are reported, and rows kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SYSTEM = ("system", "You are Bob.")
 
 
 def says_or_calls(messages: Messages, **options: object) -> str:
-    """As Llama 3.1's template: with a call, nothing of the content is written."""
+    """Like Llama 3.1's template, writes none of the content if there is a call."""
     silent = [m | {"content": ""} if m.get("tool_calls") else m for m in messages]
     return chatml(silent, **options)  # type: ignore[arg-type]
 
@@ -30,7 +30,7 @@ def says_or_calls(messages: Messages, **options: object) -> str:
 def blocks_behind_a_question(
     messages: Messages, *, add_generation_prompt: bool, **options: object
 ) -> str:
-    """As Qwen3's template: without a question, it prompts with a block that it does not write."""
+    """Like Qwen3's template, prompts with a block that it omits from turns without a question."""
     if any(message["role"] == "user" for message in messages):
         return qwen3_like(
             messages, add_generation_prompt=add_generation_prompt, enable_thinking=False
@@ -48,7 +48,7 @@ def test_greeting_behind_a_system_message_is_context_where_it_cannot_be_prompted
     assert answers(rendering) == [f"Hello!{END}"]
     assert "Welcome!" in rendering.texts[0].text
     assert rendering.notes == {problems.NO_PROMPT: ""}
-    # A template that can be asked for it trains it.
+    # A template with a prompt for this turn trains it.
     assert answers(render(chatml, converse(*greeting, *asked))) == [
         f"Welcome!{END}",
         f"Hello!{END}",

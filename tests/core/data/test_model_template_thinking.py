@@ -1,4 +1,4 @@
-"""A model's own template and thinking: wherever it stands, trained once or told to be dropped."""
+"""A model's own template and thinking: trained once at any place, or reported as dropped."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_template_is_told_to_think_as_the_option_says_or_the_data_shows(
     heard = set()
 
     def listens(messages: Messages, *, enable_thinking: bool | None, **options: Any) -> str:
-        if messages[0]["content"] == "Hi":  # and no probe for the header of an answer
+        if messages[0]["content"] == "Hi":  # not a probe for the header of an answer
             heard.add(enable_thinking)
         return chatml(messages, **options)
 
@@ -227,7 +227,7 @@ def test_empty_think_block_is_of_the_prompt_where_the_template_is_told_not_to_th
             " " * 78 + "^" * 16,
         ]
     )
-    # One that does not know of thinking leaves the block to the model.
+    # A template without the thinking option leaves the block to the model.
     untold = render(qwen3_like, conversation, source="")
     assert answers(untold) == ["<think>\n\n</think>\n\nHello!<|im_end|>"]
 

@@ -1,4 +1,4 @@
-"""Rows of preferences: what each layout becomes, and which rows are skipped, with their reason."""
+"""Rows of preferences: the result of each layout, and the reasons for skipped rows."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_elements_of_an_array_are_not_lines(tmp_path: Path) -> None:
 
 
 def test_header_of_many_columns_is_read_at_once(tmp_path: Path) -> None:
-    """Comparing each name with all others would take minutes."""
+    """A comparison of each name with all others would take minutes."""
     names = ",".join(f"c{i}" for i in range(100_000))
     found = rows_of(table(tmp_path, f"{names},prompt,completion\n{',' * 100_000}Hi,Hello\n"))
     assert [row for row, _ in found] == [2]

@@ -17,12 +17,12 @@ from mlxtune.core.data.conversation import Conversation, Message, parse_messages
 from mlxtune.core.data.template import TEMPLATES, render_gemma, render_qwen3
 from tests.core.data.conversations import EMPTY_THINKING, MESSAGES, TOOL, converse, text_of
 
-# The built-in templates as Jinja are beside the code that renders them.
+# The built-in templates exist as Jinja next to the code that renders them.
 DATA_CODE = Path(template.__file__).parent
 
 
 def jinja(path: Path) -> Callable[[Conversation], str]:
-    """The renderer that transformers uses: jinja2 with these options and this `tojson`."""
+    """Return transformers' renderer: jinja2 with these options and this `tojson`."""
     jinja2 = pytest.importorskip("jinja2", reason="needs jinja2 to render the models' templates")
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
@@ -42,7 +42,7 @@ def jinja(path: Path) -> Callable[[Conversation], str]:
 
 
 def with_a_question_after(conversation: Conversation) -> Conversation:
-    """No assistant turn is the last one, so Qwen3's template adds no thinking to any."""
+    """Add a question, so that Qwen3's template adds no thinking to the last assistant turn."""
     messages = (*conversation.messages, Message("user", "And then?"))
     return Conversation(conversation.row, messages, conversation.tools)
 
@@ -66,7 +66,7 @@ def test_qwen3_equals_its_own_template_for_any_messages(shared: Path) -> None:
     @settings(deadline=None)
     @given(messages=MESSAGES, tools=st.sampled_from([(), (TOOL,), (TOOL, {"é": [1.5, None]})]))
     def check(messages: list[Message], tools: tuple[Any, ...]) -> None:
-        # The model's own template drops what stands before this tag in earlier turns.
+        # The model's own template drops the text before this tag in earlier turns.
         assume(not any("</think>" in message.content for message in messages))
         conversation = with_a_question_after(converse(*messages, tools=tools))
         assert text_of(render_qwen3(conversation)) == reference(conversation)
@@ -112,7 +112,7 @@ def test_gemma_equals_its_own_template_on_chat_data_without_tools(shared: Path) 
     for path in sorted((shared / "chat").glob("*.jsonl")):
         for conversation in chat(path):
             roles = [message.role for message in conversation.messages]
-            # Its template refuses any other order of turns, and trims what ours keeps.
+            # Gemma's template refuses any other order of turns, and trims text that ours keeps.
             if conversation.tools or roles != ["user", "assistant"] * (len(roles) // 2):
                 continue
             trimmed = converse(*((m.role, m.content.strip()) for m in conversation.messages))
@@ -132,7 +132,7 @@ def test_templates_equal_the_golden_renders(shared: Path) -> None:
         if name is None or golden["add_generation_prompt"] or "error" in golden:
             continue
         if name == "qwen3" and ("think" in turns or "reasoning" in turns):
-            continue  # Thinking is kept as it stands in the data, which its template is not.
+            continue  # Our template keeps thinking as it is in the data, and the model's does not.
         messages = [
             Message(m["role"], m.get("content") or "", tuple(m.get("tool_calls") or ()))
             for m in golden["messages"]

@@ -1,4 +1,4 @@
-"""The text of an answer as its tokens come."""
+"""The text of an answer as its tokens arrive."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_interval_without_skew_is_that_of_a_loop_over_drawn_rows() -> None:
         change = sum(adapted[i] - base[i] for i in rows)
         drawn.append(change / sum(int(tokens[i]) for i in rows))
     drawn.sort()
-    # Corrected for bias and skew, and drawn by another generator.
+    # The reference corrects for bias and skew, with another generator.
     assert found.low == pytest.approx(drawn[100], abs=0.012)
     assert found.high == pytest.approx(drawn[3900], abs=0.012)
     assert found.low < found.loss < found.high
@@ -84,7 +84,7 @@ def test_skewed_rows_shift_the_interval_as_the_correction_does_in_a_loop() -> No
         z = bias + normal.inv_cdf(share)
         ends.append(drawn[int(normal.cdf(bias + z / (1 - acceleration * z)) * len(drawn))])
     plain = drawn[250], drawn[9750]
-    # Far enough from the percentiles that these would not pass.
+    # The plain percentiles are too far away to pass.
     assert abs(ends[1] - plain[1]) > 0.01
     assert (found.low, found.high) == pytest.approx(ends, abs=0.008)
 
@@ -94,7 +94,7 @@ def test_interval_covers_the_true_effect_about_as_often_as_it_says() -> None:
     for seed in range(runs):
         found = paired_difference(*drawn_rows(rng, 50, -0.05), seed, resamples=1000)
         covered += found.low <= -0.05 <= found.high
-    # Three standard deviations of a count of 200 at 95 %.
+    # Three standard deviations of a count of 200 at 95%.
     assert covered / runs == pytest.approx(0.95, abs=0.05)
 
 

@@ -1,4 +1,4 @@
-"""The verdict on preferences: what a model prefers of held-out rows, before and after."""
+"""The verdict on preferences: a model's choices on held-out rows, before and after."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mlxtune.core.objectives.objective import Objective
 
 
 def evaluated(before: list[float], after: list[float], files: tuple[int, ...] = ()) -> Evaluation:
-    """Evaluate pairs with these margins, in nats per token, each of a file."""
+    """Evaluate pairs with these margins, in nats per token, each from its own file."""
     tokens, mask = np.arange(6, dtype=np.int32), np.array([0, 0, 1, 1, 1, 1], dtype=np.uint8)
     examples = [
         Example(row, tokens + row, mask, files[row - 1] if files else 0, role)
@@ -68,7 +68,7 @@ def test_interval_of_rows_that_all_change_alike_is_no_point(
 def test_points_decide_whether_an_adapter_hardly_helped() -> None:
     found = evaluated([1.0] * 300 + [-1.0] * 100, [1.0] * 400)
 
-    # The loss of the chosen answers is what it was.
+    # The loss of the chosen answers does not change.
     assert (found.verdict, found.hardly) == ("helped", False)
     assert verdict_lines(found)[0].startswith("the adapter helped: it prefers the chosen answer")
 
@@ -86,7 +86,7 @@ def test_each_file_has_a_verdict_on_what_is_preferred() -> None:
 
 
 def test_noise_in_labelled_answers_is_seldom_called_a_change() -> None:
-    """The interval leaves out no change exactly where the test of Mann and Whitney rejects it."""
+    """The interval excludes no change exactly if the Mann-Whitney test rejects it."""
     draw, outside = np.random.default_rng(0), 0
     for good, bad in [(10, 40), (25, 25), (6, 60)] * 100:
         gains = draw.standard_normal(good + bad)

@@ -1,4 +1,4 @@
-"""Files are put in place whole or not at all, whichever step of it fails."""
+"""Files are written whole or not at all, whichever step fails."""
 
 from __future__ import annotations
 

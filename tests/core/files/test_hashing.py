@@ -1,4 +1,4 @@
-"""The hash that tells one base model from another, and how it is kept."""
+"""The hash that tells one base model from another, and its cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that have been read."""
+    """The names of the files that were read."""
     names: list[str] = []
     whole = hashing.file_hash
 
@@ -69,7 +69,7 @@ def test_file_that_has_not_changed_is_read_once(
     assert model_hash(folder, cache) == first
     assert len(read) == 3
 
-    # Of the same size and time, by someone who puts the time back.
+    # A change of equal size with the old time restored.
     weights = folder / "model-1.safetensors"
     times = weights.stat()
     weights.write_bytes(b"ONE" * 1000)

@@ -1,4 +1,4 @@
-"""One process at a time holds a lock, and none after its death."""
+"""One process at a time holds a lock, and none holds it after its death."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_lock_of_another_process_says_who_it_is_and_ends_with_it(tmp_path: Path)
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    # What it said is still in the file, and means nothing any more.
+    # The holder's note is still in the file but has no meaning.
     assert json.loads(path.read_text())["pid"] == process.pid
     assert holder_of(path) is None
     Lock(path).release()
@@ -158,5 +158,5 @@ def test_lock_of_another_program_is_refused_and_kept(tmp_path: Path, content: st
     with pytest.raises(NotOurs, match="did not write it"):
         Lock(path)
     assert path.read_text() == content
-    with path.open() as other:  # it is not locked either
+    with path.open() as other:  # the file is not locked either
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)

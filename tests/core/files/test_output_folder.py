@@ -1,4 +1,4 @@
-"""A folder that is put in place whole or not at all."""
+"""A folder that appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_folder_of_ours_is_replaced_only_when_asked(tmp_path: Path) -> None:
 
 
 def _forged(out: Path) -> None:
-    """Two small files, as anybody can make them."""
+    """Make two small files, as anyone can."""
     for path in (out / "inner" / "template", out / "weights"):
         path.unlink()
     (out / MANIFEST).write_text('{"files": {}}')
@@ -73,7 +73,7 @@ def _forged(out: Path) -> None:
 
 
 def _forged_with_hashes(out: Path) -> None:
-    """A manifest by somebody who knew the file."""
+    """Write a manifest, as somebody who knew the file could."""
     (out / "inner" / "a.bin").write_text("mine")
     (out / MANIFEST).write_text(json.dumps({"files": hashes(out)}))
 
@@ -123,7 +123,7 @@ def test_file_that_comes_into_the_old_folder_meanwhile_stays(tmp_path: Path) -> 
 
 def test_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    write(tmp_path / "out")  # an empty one is free
+    write(tmp_path / "out")  # an empty folder may be used
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter").touch()
     (tmp_path / "file").touch()

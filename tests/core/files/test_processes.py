@@ -1,4 +1,4 @@
-"""Processes of a check: how they are stopped, and that none is left over."""
+"""Processes of a check: how they end, and that none survives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLEEPING = "import time; time.sleep(60)"
 
 
 def alive(process: int) -> bool:
-    """Whether a process runs: neither gone nor a zombie."""
+    """Return whether a process runs, being neither gone nor a zombie."""
     command = ["ps", "-o", "stat=", "-p", str(process)]
     try:
         if Path("/proc/self").is_dir():
@@ -58,7 +58,7 @@ def test_processes_share_the_kernels_that_mlx_compiles(
 
     monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
     assert cache("first") == cache("second") == kernel_cache()
-    # Where MLX itself would keep them without a temporary folder for this process.
+    # MLX's own default folder, when this process has no temporary folder.
     assert kernel_cache().startswith(tempfile.gettempdir())
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/elsewhere")
     assert cache("third") == "/elsewhere"

@@ -1,4 +1,4 @@
-"""Files are read whole where they are regular, and never beyond a limit."""
+"""Regular files are read whole, and never beyond a limit."""
 
 from __future__ import annotations
 

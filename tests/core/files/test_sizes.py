@@ -1,4 +1,4 @@
-"""Files whose size is compared with their kind and with what is on disk."""
+"""Checks of a file's size against its kind and its blocks on disk."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_small_hole_is_taken(tmp_path: Path) -> None:
 
 @pytest.fixture
 def no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the file system count none."""
+    """Make the file system count no blocks."""
     whole = os.fstat
 
     def fstat(descriptor: int) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what is read, and what is refused before any tensor is."""
+"""Headers of safetensors files: accepted, or refused before any tensor is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The BLAS of the Linux CPU. Its speed is in tests/long/check_blas.py: no timing decides a test."""
+"""The BLAS of the Linux CPU; tests/long/check_blas.py measures its speed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 @linux
 def test_matrix_products_of_mlx_resolve_to_the_fast_library() -> None:
-    """The dynamic linker's own answer for the symbol that mlx calls."""
+    """Ask the dynamic linker for the symbol that mlx calls."""
     result = run(
         "import ctypes\n"
         "from mlxtune.backend import BLAS\n"
@@ -83,7 +83,7 @@ def test_mlx_imported_first_is_said() -> None:
 
 @linux
 def test_importing_mlxtune_before_mlx_is_enough() -> None:
-    """As the message asks: `mlxtune` alone is lazy, and imports nothing that would load it."""
+    """The error message recommends this; `import mlxtune` alone is lazy and loads no library."""
     result = run(
         "import mlxtune\nimport mlx.core\nimport mlxtune.backend\n"
         "print(mlxtune.backend.BLAS is not None)\n"

@@ -1,4 +1,4 @@
-"""What facts mean, on machines that are made up: each case is one that users have."""
+"""Verdicts on the facts of made-up machines, each a case that users have."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def bad(found: Diagnosis) -> list[Check]:
 
 
 def only(machine: Machine, name: str) -> Check:
-    """Return what there is to say of a machine, which is one thing."""
+    """Return a machine's only check that is not ok."""
     (check,) = bad(diagnose(machine))
     assert check.name == name
     assert check.remedy
@@ -68,7 +68,7 @@ def test_good_machine_has_nothing_to_fix(machine: Machine) -> None:
     assert found.summary() == "mlxtune can train here: nothing to fix"
 
 
-# What makes training impossible
+# Problems that prevent training
 
 
 def test_python_for_intel_on_apple_silicon_is_told_to_be_replaced() -> None:
@@ -100,7 +100,7 @@ def test_missing_package_stops_and_an_old_one_is_a_problem() -> None:
     assert (old.level, old.remedy) == ("problem", "pip install --upgrade 'transformers>=5.7'")
 
 
-# What makes it slow or surprising
+# Slow or surprising machines
 
 
 def test_old_macos_is_a_problem() -> None:
@@ -242,7 +242,7 @@ def test_battery_low_power_heat_and_offline_are_noted() -> None:
     assert "HF_HUB_OFFLINE" in only(replace(MAC, offline="HF_HUB_OFFLINE"), "Hugging Face").remedy
 
 
-# What is printed
+# Printed output
 
 
 def test_remedy_stands_under_its_check() -> None:

@@ -1,4 +1,4 @@
-"""Conditions as the system's commands and files give them; the commands and files are fakes."""
+"""Conditions from the system's commands and files, which are fakes here."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mlxtune.core.machine.conditions import Conditions, ConditionsWatch, Pressur
 from tests.waiting import wait_until
 
 Fake = Callable[[str, str], None]
-# Of an Apple chip, and of an Intel one.
+# On an Apple chip, and on an Intel chip.
 NO_THERM = "Note: No thermal warning level has been recorded"
 THERM = "CPU Power notify\n\tCPU_Scheduler_Limit \t= 100\n\tCPU_Speed_Limit \t= {}\n"
 
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Put a command on PATH that prints a text, which replaces all others."""
+    """Put a command that prints a text on PATH, which then holds no other command."""
     commands = tmp_path / "bin"
     commands.mkdir()
     monkeypatch.setenv("PATH", str(commands))
@@ -183,7 +183,7 @@ def test_linux_is_hot_at_a_limit_of_a_chip(
 
 @dataclass(frozen=True)
 class Scripted:
-    """Sensors whose pressure is the next of a list, and then the last."""
+    """Sensors that report each pressure of a list in turn, then keep the last."""
 
     pressures: list[Pressure]
 
@@ -198,7 +198,7 @@ class Scripted:
 
 
 def test_watch_has_a_reading_at_once_and_new_ones_later() -> None:
-    # Its thread does not read again within the test.
+    # The thread does not read again during the test.
     with ConditionsWatch(cast(Sensors, Scripted([Pressure.NORMAL])), seconds=60) as watch:
         assert watch.latest == Conditions(Pressure.NORMAL, True, "fair")
     sensors = cast(Sensors, Scripted([Pressure.NORMAL, Pressure.CRITICAL]))
@@ -207,7 +207,7 @@ def test_watch_has_a_reading_at_once_and_new_ones_later() -> None:
         assert watch.latest == Conditions(Pressure.CRITICAL, True, "fair")
         before = watch.latest
         wait_until(lambda: watch.latest is not before)
-    # Leaving waits for the thread no longer than for one reading.
+    # Leaving waits for at most one reading of the thread.
     wait_until(lambda: not watch._thread.is_alive())
 
 
@@ -224,7 +224,7 @@ def test_time_asleep_is_counted_by_a_clock_that_runs_on_beside_one_that_stops(
 
 
 def test_clocks_of_steps_and_rates_stop_while_the_machine_sleeps() -> None:
-    # Both are documented to; clock_gettime_ns(CLOCK_UPTIME_RAW) is mach_absolute_time too.
+    # Documented to stop; clock_gettime_ns(CLOCK_UPTIME_RAW) is mach_absolute_time too.
     for clock in ("monotonic", "perf_counter"):
         used = time.get_clock_info(clock).implementation
         assert used in ("clock_gettime(CLOCK_MONOTONIC)", "mach_absolute_time()")

@@ -1,4 +1,4 @@
-"""What the tools of a system print, read; their words are those of real machines."""
+"""Parsing the output of a system's tools, with texts from real machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each fault of a GPU, by the texts with which MLX reports it."""
+"""Each fault of a GPU, recognised by MLX's texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlxtune.errors import GpuError, MemoryLimitError
 METAL = "[METAL] Command buffer execution failed: "
 CODE = "kIOGPUCommandBufferCallbackError"
 TEXTS = {
-    # Where each stands in MLX's source, or was reported.
+    # The place of each text in MLX's source, or its report.
     "[malloc] Unable to allocate 18 bytes.": Fault.OUT_OF_MEMORY,
     "[metal::malloc] Attempting to allocate 9 bytes which is greater than the maximum allowed "
     "buffer size of 8 bytes.": Fault.OUT_OF_MEMORY,
@@ -64,7 +64,7 @@ def test_error_of_a_fault_is_one_line_that_quotes_mlx_and_names_a_remedy() -> No
         assert "\n" not in str(error)
         assert str(error).startswith(f"{fault.meaning} while loading")
         assert str(error).endswith(fault.remedy)
-        # Commands with different options share it.
+        # Commands with different options share the remedy.
         assert "--" not in fault.remedy
         assert isinstance(error, MemoryLimitError if fault is Fault.OUT_OF_MEMORY else GpuError)
         assert (text in str(error)) == (fault is not Fault.OUT_OF_MEMORY)

@@ -1,4 +1,4 @@
-"""The machine is kept awake for as long as a process lives, and no longer; commands are fakes."""
+"""The machine is kept awake only while a process lives; commands are fakes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.core.files.test_processes import alive
 from tests.paths import ROOT
 from tests.waiting import wait_until
 
-# As systemd-inhibit does: it starts the command that follows its options, and waits for it.
+# Like systemd-inhibit, it starts the command after its options, and waits for the command.
 INHIBIT = """\
 while [ "${1#--}" != "$1" ]; do printf '%s\\n' "$1" >> "$0.asked"; shift; done
 printf '%s\\n' "$*" >> "$0.asked"
 echo $$ > "$0.pid.new"; mv "$0.pid.new" "$0.pid"
 "$@"
 """
-# As caffeinate does with -w, but that it waits for its end.
+# Like caffeinate with -w, except that it does not watch the process.
 CAFFEINATE = """\
 printf '%s\\n' "$*" > "$0.asked"
 echo $$ > "$0.pid.new"; mv "$0.pid.new" "$0.pid"
@@ -34,7 +34,7 @@ Install = Callable[[str, str], Path]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Put a command before all others on PATH."""
+    """Put a command first on PATH."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def write(name: str, script: str) -> Path:

@@ -1,4 +1,4 @@
-"""Runs on one machine share its memory, and one that is too many is told by whom it is taken."""
+"""Runs on one machine share its memory; a refused run learns which runs hold it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_a_dead_process_held_is_free_and_its_file_removed(tmp_path: Path) -
 
 
 def test_run_by_itself_is_let_in_whatever_it_takes(tmp_path: Path) -> None:
-    # Whether it fits is for the plan to say.
+    # The plan decides whether the run fits.
     reserve(tmp_path, 20 * GB, 10 * GB, "mine").release()
 
 

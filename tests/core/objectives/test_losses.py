@@ -1,4 +1,4 @@
-"""Losses of preferences beside their formulas in the papers, by numbers computed by hand."""
+"""Losses of preferences against the papers' formulas, with numbers computed by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def example(row: int, role: int, tokens: int, reference: float = 0.0) -> Example
     return Example(row, np.arange(tokens + 3, dtype=np.int32), mask, role=role, reference=reference)
 
 
-# Log-probabilities of two pairs, and the reference's: ratios 2 and -1, then -1 and 1.
+# Log-probabilities of two pairs under the policy and the reference: ratios 2 and -1, then -1 and 1.
 LOGPS = np.array([-10.0, -13.0, -21.0, -7.0])
 PAIRS = [
     example(1, CHOSEN, 4, -12.0),
@@ -57,11 +57,11 @@ def loss(which: Objective, examples: list[Example], logps: np.ndarray[Any, Any])
     return which.evaluate(examples, logps)[0]
 
 
-# By beta 0.5: half of the ratios of chosen and rejected, and of their differences 3 and -2.
+# With beta 0.5: half the ratios of chosen and rejected, and half their differences 3 and -2.
 EXPECTED = {
     "sigmoid": (nls(1.5) + nls(-1.0)) / 2,
     "hinge": (0.0 + 2.0) / 2,
-    # Ratios of a token: 2/4 + 1/5 and -1/10 - 1/2; 1 / (2 beta) is 1.
+    # Ratios per token: 2/4 + 1/5 and -1/10 - 1/2; 1 / (2 beta) is 1.
     "ipo": ((0.7 - 1) ** 2 + (-0.6 - 1) ** 2) / 2,
     "nca_pair": sum(nls(c) + 0.5 * nls(-c) + 0.5 * nls(-r) for c, r in ((1.0, -0.5), (-0.5, 0.5)))
     / 2,
@@ -131,7 +131,7 @@ def test_orpo_takes_the_prompt_too_where_that_is_asked_for() -> None:
 
 
 def test_simpo_has_a_margin_and_means() -> None:
-    # 2.0 is its own beta: 2 (-2.5 + 2.6) - 1 and 2 (-2.1 + 3.5) - 1.
+    # Its own beta is 2.0: 2 (-2.5 + 2.6) - 1 and 2 (-2.1 + 3.5) - 1.
     wanted = (nls(-0.8) + nls(1.8)) / 2
     assert loss(objective("simpo"), PAIRS, LOGPS) == pytest.approx(wanted)
 
@@ -152,7 +152,7 @@ def test_kto_is_its_formula() -> None:
     good = [2 * (1 - sigmoid(0.5 * (2 - 1))), 2 * (1 - sigmoid(0.5 * (-1 - 1)))]
     bad = 3 * (1 - sigmoid(0.5 * (1 - 1)))
     assert found == pytest.approx((sum(good) + bad) / 3)
-    # Below 0 it counts as 0.
+    # A negative divergence counts as 0.
     found = loss(objective("kto", **weights), LABELLED + others, np.append(logps, [-31, -30, -33]))
     good = [2 * (1 - sigmoid(1.0)), 2 * (1 - sigmoid(-0.5))]
     assert found == pytest.approx((sum(good) + 3 * (1 - sigmoid(-0.5))) / 3)

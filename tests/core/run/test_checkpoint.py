@@ -1,4 +1,4 @@
-"""Checkpoint folders are old or new, checked before use, and removed when they are many."""
+"""Checkpoint folders are old or new, checked before use, and pruned."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_checkpoint_is_old_or_new_and_nothing_lies_beside_it_whichever_step_fail
         assert names_in(folder) == ["best"] * (found is not None)
         outcomes.append(found)
 
-    # Once it is new it stays new; before that, every failure left what was there.
+    # From some operation on, failures leave the new checkpoint, and before it the old one.
     assert len(outcomes) > 15
     assert outcomes == sorted(outcomes, key=lambda found: found == "new")
     assert outcomes[0] == before
@@ -198,7 +198,7 @@ def test_checkpoint_killed_at_any_step_does_not_stop_the_next_run_from_writing_i
     assert len(killed) >= 8
     for killed_at in range(1, len(killed) + 2):
         target = tmp_path / str(killed_at) / "best"
-        # What was whole is still there, under its name or, between the two renames, beside it.
+        # A complete checkpoint remains, under its name or, between the two renames, next to it.
         adapters = target.parent.glob("*best*/adapters.safetensors")
         assert {path.read_bytes() for path in adapters} & {b"old", b"new"}
 
@@ -214,7 +214,7 @@ def test_checkpoint_that_had_stepped_aside_for_one_that_never_came_is_put_back(
     write_checkpoint(tmp_path / "best", adapter("old"), {"content": "old", "step": 3})
     # Killed between the two renames.
     (tmp_path / "best").rename(tmp_path / ".best.old")
-    # Those who only look change nothing.
+    # Readers change nothing.
     assert find_checkpoints(tmp_path) == ([], {})
     recover(tmp_path)
     good, bad = find_checkpoints(tmp_path)

@@ -1,4 +1,4 @@
-"""What is measured at each step and epoch, and what follows from it."""
+"""The measurements of each step and epoch, and values derived from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phases from the borders between them, when a step is profiled, and the file that is kept."""
+"""The phases of a profiled step from the borders between them, and the file of profiles."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_time_between_borders_belongs_to_the_phase_that_ends() -> None:
     assert found.seconds == 9.0
     assert dict(found.phases) == {
         "data": Phase(1.0, 20, 120),
-        # Of two stretches: 4 s from 110 bytes on and 2 s in which nothing was allocated.
+        # Two stretches: 4 s that start at 110 bytes, and 2 s without an allocation.
         "forward": Phase(6.0, 390, 500),
         "backward": Phase(1.5, 50, 450),
         "other": Phase(0.5, 10, 160),
@@ -52,7 +52,7 @@ def test_phases_add_up_to_the_step() -> None:
 
 
 class Profiled:
-    """A run of a fake pipeline that is profiled, two epochs of three steps by default."""
+    """A profiled run of a fake pipeline, by default two epochs of three steps."""
 
     def __init__(self, folder: Path, interval: int, pipeline: FakePipeline | None = None) -> None:
         self.meter = FakeMeter()
@@ -98,7 +98,7 @@ def test_step_has_its_phases(tmp_path: Path) -> None:
     run = Profiled(tmp_path, 6)
     run.train()
     (line,) = run.lines()
-    # The clock is read as the step begins, as its loss is there, and as it ends.
+    # The clock is read when the step begins, when its loss is known, and when it ends.
     assert line["seconds"] == 2.0
     assert {name: phase["seconds"] for name, phase in line["phases"].items()} == {
         "loss": 1.0,
@@ -124,7 +124,7 @@ def test_step_that_was_not_applied_is_no_profile(tmp_path: Path) -> None:
 
 def test_profile_goes_on_where_the_run_goes_on(tmp_path: Path) -> None:
     Profiled(tmp_path, 1).train(max_steps=4, save_steps=1, keep=9)
-    # As after a crash: the newest checkpoint is of step 3, and the profile has a fourth.
+    # After a crash, the newest checkpoint is of step 3, and the profile has a fourth step.
     for path in (tmp_path / "epoch-2", tmp_path / "step-4"):
         for file in path.glob("manifest.json"):
             file.unlink()

@@ -1,4 +1,4 @@
-"""How far a run has come, read back from what it wrote, and metrics.jsonl on a disk that fails."""
+"""The progress of a run, read back from its files, and metrics.jsonl on a failing disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.core.training.records import epoch_metrics, step_record
 
 
 def step(number: int, epoch: int = 1) -> StepRecord:
-    # Its gradient's norm is a number whose shortest form has 17 digits.
+    # The shortest form of its gradient's norm has 17 digits.
     return step_record(number, epoch=epoch, loss=2.0 / number, grad_norm=0.1 + 0.2)
 
 
@@ -37,7 +37,7 @@ def validation(number: int, loss: float) -> ValidationRecord:
 
 
 def whole() -> list[Record]:
-    """Two epochs of two steps, of which one was skipped."""
+    """Two epochs of two steps, one of which was skipped."""
     return [
         validation(0, 4.0),
         *(step(1), skipped(2), validation(2, 3.0), epoch_metrics(1, 3.0)),
@@ -92,7 +92,7 @@ def test_validation_after_skipped_steps_alone_is_of_their_epoch() -> None:
 
 @pytest.mark.parametrize(
     ("steps_per_epoch", "total", "left"),
-    # After step 4: the end of an epoch, the end of the run, and neither.
+    # Step 4 ends an epoch, ends the run, or ends neither.
     [(2, 10, 9), (4, 10, 9), (3, 4, 9), (3, 5, 7)],
 )
 def test_end_of_an_epoch_that_was_cut_short_is_taken_back_when_more_is_to_follow(

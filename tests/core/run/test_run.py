@@ -1,4 +1,4 @@
-"""What is read of a run's folder, whole, unfinished or damaged."""
+"""Reading a run's folder: whole, unfinished or damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder of a run: how it gives way to the next, and what can be gone on with."""
+"""The folder of a run: archived for the next run, and checked before a run resumes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_earlier_run_is_set_aside_and_what_is_not_of_a_run_stays(tmp_path: Path)
 
 
 def test_every_earlier_run_is_kept(tmp_path: Path) -> None:
-    # An earlier version kept one, under this name; a number that was removed is not given again.
+    # An earlier version kept one run, under this name; the number of a removed run is not reused.
     run_in(tmp_path / "previous", "zeroth")
     for text in ("first", "second", "third", "fourth"):
         run_in(tmp_path, text)

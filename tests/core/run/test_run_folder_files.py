@@ -1,4 +1,4 @@
-"""A run writes the files that the reference names, and no others."""
+"""A run writes only the files that the reference names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pattern(entry: str) -> str:
 
 
 def test_run_leaves_what_is_described_and_nothing_else(train: Cli, output: Path) -> None:
-    for _ in range(2):  # the second moves the first one's files away
+    for _ in range(2):  # the second run archives the first
         assert train("--save-steps", 2, "--keep", 5).code == 0
     left = {path: entry_of(path) for path in files_in(output.parent)}
     nowhere = [path for path, entry in left.items() if entry is None]

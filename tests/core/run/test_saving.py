@@ -1,4 +1,4 @@
-"""When a checkpoint is due, and what is done where the disk does not take it."""
+"""When a checkpoint is due, and what happens if the disk refuses it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlxtune.errors import OutputError
 
 
 class Disk:
-    """A disk that may be full, and a clock to go with it."""
+    """A disk that may be full, with a clock."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
         self.now = 0.0
@@ -86,7 +86,7 @@ def test_checkpoint_that_could_not_be_written_is_due_again_after_a_minute_and_to
     disk.save(3)
     assert disk.saved == ["step-3"]
     assert not disk.saver.is_due(4)
-    # It is told anew when it fails anew.
+    # A new failure gives a new warning.
     disk.full = True
     disk.save(5)
     assert len(disk.warnings) == 2
@@ -133,6 +133,6 @@ def test_recent_checkpoints_are_kept_and_others_removed_but_what_is_not_ours(
     kept = {path.name for path in tmp_path.iterdir()}
     assert kept - {"best", "step-5", "step-6", "step-7"} == {
         *("notes.txt", "elsewhere", "step-2", "step-notes", "step-3", ".notes.tmp"),
-        # Nothing has come in its place.
+        # No new checkpoint has replaced this one.
         ".step-0.old",
     }

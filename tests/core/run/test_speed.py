@@ -1,4 +1,4 @@
-"""Speeds that are kept from run to run."""
+"""Speeds that are kept between runs."""
 
 from __future__ import annotations
 

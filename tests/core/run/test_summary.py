@@ -1,4 +1,4 @@
-"""A run in few numbers and one sentence."""
+"""A run in a few numbers and one sentence."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_what_came_of_the_plan_is_measured_over_all_steps(tmp_path: Path) -> Non
     lines = [
         step_line(1, 9, tokens=100, run_tokens=120, padding=30, micro_batches=1),
         step_line(2, 9, tokens=300, run_tokens=280, padding=10, micro_batches=4),
-        # One that was not measured.
+        # A step without measurements.
         {**step_line(3, 9, tokens=0), "run_tokens": 0, "padding": 0, "micro_batches": 0},
     ]
     (folder / "metrics.jsonl").write_bytes(as_lines(lines))

@@ -1,4 +1,4 @@
-"""The rows that a run trained on, and what becomes of a file that is damaged."""
+"""The rows that a run trained on, and damage to their file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes small enough to count by hand, for tests."""
+"""Shapes small enough for counts by hand, for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlxtune.core.steps.memory_estimate import BatchLoad, Entries, ModelShapes
 
 
 class LeanMemory(GraphMemory):
-    """The memory of operations that keep the products of layers, and hold no logits."""
+    """The memory of operations that keep the products of layers but no logits."""
 
     def kept(self, shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Entries:
         width = shapes.inputs if execution.recompute else shapes.products
@@ -28,13 +28,13 @@ class LeanMemory(GraphMemory):
         return 0
 
 
-# All that core asks of operations, in the place of a backend's, which needs mlx.
+# A backend's operations reduced to the part that core uses; the real ones need mlx.
 GRAPH_OPERATIONS: Any = SimpleNamespace(memory=GraphMemory())
 LEAN_OPERATIONS: Any = SimpleNamespace(memory=LeanMemory())
 
 
 def shapes(**changes: Any) -> ModelShapes:
-    """Two layers of width 10 whose products are 100 wide, a vocabulary of 1000, nothing cast."""
+    """Two layers of width 10 with products 100 wide, a vocabulary of 1000, and no casts."""
     given: dict[str, Any] = {
         "weights": 50_000,
         "stored_itemsize": 4,

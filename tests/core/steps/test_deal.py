@@ -1,4 +1,4 @@
-"""How examples are dealt to workers."""
+"""The distribution of examples to workers."""
 
 from __future__ import annotations
 

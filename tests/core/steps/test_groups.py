@@ -1,4 +1,4 @@
-"""The plan of a step that is padded: laws over any examples, and the least that a search finds."""
+"""The plan of a padded step: laws over any examples, and the minimum found by a search."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COSTS = st.integers(0, 40)
 
 
 def of_lengths(*runs: int) -> list[Example]:
-    """Examples that run so many tokens."""
+    """Return examples that run these numbers of tokens."""
     return [
         Example(i, np.arange(run + 1, dtype=np.int32) + 7 * i, np.ones(run + 1, dtype=np.uint8))
         for i, run in enumerate(runs)
@@ -36,7 +36,7 @@ def steps(draw: st.DrawFn, max_size: int = 7) -> list[Example]:
 
 
 def least(examples: Sequence[Example], max_tokens: int, fixed: int) -> int:
-    """Return what the best of all plans costs."""
+    """Return the cost of the best plan."""
 
     def cost(members: tuple[int, ...]) -> int:
         width = max(run_length(examples[i]) for i in members)

@@ -1,4 +1,4 @@
-"""What a micro-batch is predicted to take, against counts by hand."""
+"""The predicted memory of a micro-batch, against counts by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GRAPH = Execution(GRAPH_OPERATIONS, 64)
 
 def test_weights_and_optimizer_are_counted_by_parameter() -> None:
     peak = predict(shapes(), GRAPH, BatchLoad.single(1, 1))
-    # 100 parameters: the matrices; two moments, the step's gradients and the micro-batch's.
+    # 100 parameters: matrices, two moments, gradients of the step and the micro-batch.
     assert (peak.weights, peak.optimizer) == (50_000 + 400, 1600)
     assert peak.total == sum((peak.weights, peak.optimizer, peak.activations, peak.head))
 
@@ -45,7 +45,7 @@ def test_linear_head_holds_nine_blocks_of_logits_however_many_positions() -> Non
 
 def test_graph_keeps_products_twice_inputs_and_scores() -> None:
     peak = predict(shapes(vocab=1), GRAPH, BatchLoad(2, 50, 1, 80))
-    # All products twice, four inputs and a copy of the scores; and while one layer works, three.
+    # All products twice, four inputs and a copy of the scores; a working layer needs three copies.
     kept = 80 * (2 * 200 + 2 * 4 * 10) + 2 * 2 * 2 * 50**2
     working = 80 * 3 * (30 + 10) + 3 * 2 * 2 * 50**2
     # Two logits are still in flight.
@@ -66,7 +66,7 @@ def test_what_experts_and_recurrences_hold_is_counted() -> None:
     # A layer with a recurrence has no scores.
     mixed = replace(plain, mixed=2000, layer_mixed=1000)
     more = predict(mixed, GRAPH, load).activations - predict(plain, GRAPH, load).activations
-    # 20 tokens more stand side by side than on the line.
+    # Side by side, there are 20 tokens more than on the line.
     kept, working = 80 * 2000 + 20 * 5 * 2000, 2 * 50 * 4 * 1000 + 20 * 3 * (30 + 10)
     assert more == 4 * (kept + working - 6 * 2 * 50**2)
 
@@ -80,7 +80,7 @@ def test_measured_factors_correct_the_estimate() -> None:
     again = replace(GRAPH, recompute=True)
     tokens = 80 * (3 * (30 + 10) + 2 * 100 + 4 * 10) / 4
     scores = 2 * 50**2 * (6 + 2) / 2
-    # What is kept, the inputs of layers, is known.
+    # The kept part, the inputs of layers, is known.
     assert predict(passed, again, load).activations == 4 * (80 * 2 * 10 + tokens + scores + 2)
 
 

@@ -1,4 +1,4 @@
-"""The choice of how to run: what fits, what is fast, and what is said where nothing fits."""
+"""The choice of an execution: whether it fits, its speed, and the advice if none fits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def example(length: int, row: int = 1) -> Example:
 
 
 def work(*lengths: int, steps: int = 2) -> DataSample:
-    """Steps of examples of these lengths, which share nothing."""
+    """Return steps of examples of these lengths, without shared prefixes."""
     every = [[example(n, 1000 * i) for i, n in enumerate(lengths)] for _ in range(steps)]
     longest = max(lengths)
     return DataSample(every, (BatchLoad.single(longest, 2),))
@@ -128,7 +128,7 @@ def test_what_is_chosen_fits_and_leaves_a_margin_where_anything_does(
 def test_counts_are_those_of_the_steps() -> None:
     plan = chosen(work(50, 50, 30, steps=3), tolerance=0.0)
     assert plan
-    # What follows the last supervised token is not run; here, the last token alone.
+    # Tokens after the last supervised one do not run; here, only the last token.
     assert plan.run_share * 130 * (1 - plan.padding_share) == pytest.approx(127)
     assert plan.micro_batches_per_step in (1, 2, 3)
 
@@ -196,7 +196,7 @@ def test_longest_example_fits_and_one_token_more_does_not(limit: int, recompute:
 
 
 def test_measurement_decides_what_fits_and_not_which_of_those() -> None:
-    """A measurement differs a little each time; another plan would round, and write, otherwise."""
+    """A measurement differs a little each time, and another plan would round differently."""
     given = work(*[64] * 8)
     measured = [None, Measured(again=Factors(tokens=50.0)), Measured(kept=Factors(tokens=0.02))]
     of = [replace(shapes(), measured=each) for each in measured]

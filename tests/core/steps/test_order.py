@@ -1,4 +1,4 @@
-"""Which rows train, and in which order: laws over any rows."""
+"""The training rows and their order: laws over any rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_split_holds_out_the_ceiling_of_the_share_within_its_bounds(
     assert sorted(training + validation) == list(range(count))
     assert training == sorted(training)
     assert validation == sorted(validation)
-    # Which numbers the identities are does not matter, only which are equal.
+    # The values of the identities do not matter, only their equality.
     others = [(i * 7919 + seed) % 2**64 for i in range(count)]
     assert hold_out_rows(others, share / 64, seed, val_rows) == (training, validation)
 
@@ -89,11 +89,11 @@ def test_split_keeps_identical_rows_on_one_side_and_holds_out_no_more_than_asked
     assert not {identities[i] for i in training} & {identities[i] for i in validation}
     wanted = min(-(-len(identities) * share // 64), val_rows, len(identities) - 1)
     copies = sorted(map(identities.count, set(identities)))
-    # Where even the rarest has too many copies, it is held out alone.
+    # If even the rarest identity has too many copies, it alone is held out.
     assert len(validation) <= max(wanted, copies[0])
     if copies[0] > wanted:
         assert len(validation) == copies[0]
-    # No identity that would still have fitted was left out.
+    # No identity remains that would have fitted.
     left = [identities.count(identities[i]) for i in training]
     assert min(left) + len(validation) > wanted
 
@@ -184,13 +184,13 @@ def test_orders_and_split_are_the_same_in_another_process() -> None:
 
 
 def test_orders_and_split_are_those_of_earlier_versions() -> None:
-    # Written down when they were made: a change here changes every run that anyone has made.
+    # Recorded values: a change here changes every run that anyone has made.
     assert epoch_order(10, 42, 1) == [0, 1, 4, 7, 3, 2, 9, 8, 6, 5]
     assert epoch_order(10, 42, 2) == [8, 5, 4, 9, 3, 6, 0, 7, 1, 2]
     assert shuffled_steps(10, 4, 42, 1) == [[0, 1, 4, 7], [3, 2, 9, 8], [6, 5]]
     assert steps_by_length(LENGTHS[:10], 4, 42, 1) == [[5, 8], [1, 4, 7, 2], [0, 3, 6, 9]]
     assert steps_by_length(LENGTHS[:10], 4, 42, 2) == [[0, 3, 6, 9], [1, 4], [7, 2, 5, 8]]
-    # As indices; the rows of these were the 3rd, 5th and 7th.
+    # Indices; they are the 3rd, 5th and 7th rows.
     assert hold_out_rows(range(10), 0.3, 42, 1000)[1] == [2, 4, 6]
 
 
@@ -237,12 +237,12 @@ def test_steps_by_length_differ_by_epoch_in_their_rows_and_in_their_order() -> N
 
     met = [{frozenset(step) for step in steps} for steps in epochs]
     assert all(len(a & b) < 10 for a, b in combinations(met, 2))
-    # The step that is not full comes anywhere, and of any length.
+    # The incomplete step comes at any place, with any length.
     places = [next(i for i, step in enumerate(steps) if len(step) == 2) for steps in epochs]
     assert len(set(places)) > 10
     short = [lengths[steps[at][0]] for steps, at in zip(epochs, places, strict=True)]
     assert min(short) < 115 < 135 < max(short)
-    # Long and short steps come in turn.
+    # Long and short steps alternate.
     for steps in epochs:
         tokens = [sum(lengths[row] for row in step) / len(step) for step in steps]
         assert abs(float(np.corrcoef(tokens, range(len(tokens)))[0, 1])) < 0.4
@@ -252,7 +252,7 @@ def test_steps_by_length_differ_by_epoch_in_their_rows_and_in_their_order() -> N
 
 
 def corpus(counts: list[int], weights: list[float] | None = None) -> Corpus:
-    """Rows of several files, whose numbers are all different."""
+    """Return rows of several files, with numbers that are all different."""
     numbers = iter(range(1, sum(counts) + 1))
     files = [
         ExampleArrays.of(
@@ -293,7 +293,7 @@ def test_weight_says_how_often_an_epoch_uses_the_rows_of_a_file() -> None:
         assert sorted(uses[:10]) == [2] * 5 + [3] * 5
         assert uses[10:18].tolist() == [1] * 8
         assert sorted(uses[18:]) == [0, 0, 0, 1]
-    # The part goes on from epoch to epoch, so that after some of them all rows had it.
+    # The used part changes with each epoch, so that eventually all rows are used.
     assert (epochs[0] + epochs[1])[:10].tolist() == [5] * 10
     assert sum(epochs[:4])[18:].tolist() == [1] * 4
     assert rows_of_epoch(rows, 7, 3).tolist() == rows_of_epoch(rows, 7, 3).tolist()

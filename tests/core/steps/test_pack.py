@@ -19,7 +19,7 @@ BOUNDS = st.sampled_from([1, 30, 90, 1000])
 
 
 def example(context: Sequence[int], answer: Sequence[int], row: int = 1) -> Example:
-    """An example whose context is not supervised and whose answer is, all of it."""
+    """Return an example whose answer alone is supervised, as a whole."""
     return Example(
         row,
         np.array([*context, *answer], dtype=np.int32),
@@ -28,13 +28,13 @@ def example(context: Sequence[int], answer: Sequence[int], row: int = 1) -> Exam
 
 
 def of_lengths(*runs: int) -> list[Example]:
-    """Examples that share nothing and run so many tokens."""
+    """Return examples without shared prefixes that run these numbers of tokens."""
     return [example([100 + i], range(run), row=i) for i, run in enumerate(runs)]
 
 
 @st.composite
 def steps(draw: st.DrawFn, max_size: int = 7) -> list[Example]:
-    """Examples in families: each says some of one of three scripts, two of which begin alike."""
+    """Draw examples that begin with a part of one of three scripts, two of which begin alike."""
     fork = draw(st.integers(0, 60))
     scripts = [range(100, 200), [*range(100, 100 + fork), *range(300, 400)], range(500, 600)]
 
@@ -55,7 +55,7 @@ def steps(draw: st.DrawFn, max_size: int = 7) -> list[Example]:
 
 
 def chains(line: Pack) -> list[list[int]]:
-    """Return what each place of a line sees, itself last, from the segments alone."""
+    """Return the places that each place of a line attends to, itself last, from the segments."""
     seen: list[list[int]] = []
     ends: list[list[int]] = []
     for segment in line.segments:
@@ -68,7 +68,7 @@ def chains(line: Pack) -> list[list[int]]:
 
 
 def taught_by(line: Pack) -> Iterator[tuple[int, ...]]:
-    """Yield each target of a line, after the tokens that it is predicted from."""
+    """Yield each target of a line, after the tokens that predict it."""
     tokens, seen = line.inputs[0], chains(line)
     for place, target in zip(line.places.tolist(), line.targets.tolist(), strict=True):
         yield (*tokens[seen[place]].tolist(), target)
@@ -143,7 +143,7 @@ def test_rounding_adds_padding_that_no_token_sees(
         assert one.padding(examples) == plain.padding(examples) + one.added
         assert padded.stretches == line.stretches
         assert list(taught_by(padded)) == list(taught_by(line))
-        # Side by side, no example is wider than planned.
+        # Side by side, every example fits the planned width.
         widest = max(map(len, chains(padded)))
         assert one.width == -(-widest // 32) * 32
         if one.added:
@@ -170,7 +170,7 @@ def test_each_example_stands_in_one_line_that_is_short_enough(
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=12))
 def test_lines_are_about_as_few_as_there_can_be(runs: list[int]) -> None:
     planned = plan_packs(of_lengths(*runs), 100, 50)
-    # A line that is followed by another is, with it, longer than allowed: at least half are full.
+    # Two consecutive lines are together longer than one may be, so at least half the space is used.
     assert len(planned) <= max(1, -(-2 * sum(runs) // 100))
 
 

@@ -61,7 +61,7 @@ def test_no_work_is_added_to_an_epoch_on_a_gpu(name: str, tokens_at_once: int) -
         groups = execution.plan(step)
         run += sum(group.tokens for group in groups)
         lines += len(groups)
-        # All tokens but the last of each row run, those that all rows share once a line.
+        # All tokens but the last of each row run; the shared prefix runs once per line.
         needed += sum(len(example) - 1 for example in step)
         needed -= LENGTHS[name][-1] * (len(step) - len(groups))
     assert 250 <= lines < 1000

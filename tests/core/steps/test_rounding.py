@@ -33,7 +33,7 @@ def test_line_is_not_padded_beyond_the_bound_of_a_micro_batch() -> None:
     rounding = Rounding(line=64)
     assert rounding.padding(1000, 1010) == 8
     assert rounding.padding(1000, 1000) == 0
-    # A single longer example stands alone, as it is.
+    # A single longer example is alone on its line, without rounding.
     assert rounding.padding(1001, 1000) == 0
 
 

@@ -1,4 +1,4 @@
-"""A pipeline that only writes down what it is asked to do, and a short way to train with it."""
+"""A pipeline that only records its calls, and a function that trains with it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Losses = Callable[[int], float]
 
 
 class Started:
-    """A step that is taken when its result is asked for, and once."""
+    """A step that runs once, when its result is requested."""
 
     def __init__(self, take: Callable[[], InstructBatchResult]) -> None:
         self._take = take
@@ -67,11 +67,11 @@ class FakePipeline:
         self._full = full
         self.batches: list[list[int]] = []
         self.learning_rates: list[float] = []
-        # The rows of each validation, and after how many steps it was.
+        # The rows of each validation, with the number of steps before it.
         self.validations: list[tuple[int, list[int]]] = []
         self.saves: list[tuple[str, int]] = []
         self.loads = 0
-        # After how many steps the cache was released, and micro-batches of at most `tokens` halved.
+        # The steps before each release of the cache and each halving.
         self.releases: list[int] = []
         self.halvings: list[int] = []
         self.tokens = 64
@@ -166,7 +166,7 @@ def result(
 
 
 def rows(*numbers: int) -> list[Example]:
-    """Examples of 2 to 6 tokens, of which 1 to 5 are supervised; those of a number are equal."""
+    """Return examples of 2 to 6 tokens, 1 to 5 of them supervised, determined by their numbers."""
     return [
         Example(
             i,
@@ -228,7 +228,7 @@ def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def names_in(folder: Path) -> set[str]:
-    """Return what a folder holds, but for the mark of a run's folder."""
+    """Return the names in a folder, except the mark of a run's folder."""
     return {path.name for path in folder.iterdir()} - {MARK}
 
 

@@ -1,4 +1,4 @@
-"""A meter and a clock that say what they are told, for tests of profiling."""
+"""A meter and a clock with fixed readings, for tests of profiling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mlxtune.core.run.profile import PhaseTimer
 
 
 class Ticking:
-    """A clock that goes on by a second each time it is read."""
+    """A clock that advances by a second each time it is read."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -17,9 +17,9 @@ class Ticking:
 
 
 class FakeMeter:
-    """Says that memory rises by 10 bytes at each border, with a peak of 5 more.
+    """Reports memory that rises by 10 bytes at each border, with a peak of 5 more.
 
-    `attached` has a True for each step that is to be measured, and a False for its end.
+    `attached` has a True for each measured step, and a False for its end.
     """
 
     def __init__(self) -> None:

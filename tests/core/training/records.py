@@ -1,4 +1,4 @@
-"""Records of steps and epochs, for tests that care for a value or two of them."""
+"""Records of steps and epochs, for tests that need only a few of their values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord
 
 
 def step_record(step: int, **changes: Any) -> StepRecord:
-    """Return a step of the first epoch, with these values different; the perplexity follows."""
+    """Return a step of the first epoch with these values changed, and the perplexity to match."""
     values = {
         "step": step,
         "epoch": 1,
@@ -26,7 +26,7 @@ def step_record(step: int, **changes: Any) -> StepRecord:
 
 
 def epoch_metrics(epoch: int, val_loss: float | None, **changes: Any) -> InstructEpochMetrics:
-    """Return an epoch, with these values different; the perplexities follow."""
+    """Return an epoch with these values changed, and the perplexities to match."""
     values = {
         "epoch": epoch,
         "train_loss": 2.0,

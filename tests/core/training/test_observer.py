@@ -13,7 +13,7 @@ CALLS = [name for name in vars(TrainingObserver) if name.startswith("on_")]
 
 
 class Listener(TrainingObserver):
-    """Writes down each call, whatever it is."""
+    """Records every call."""
 
     def __init__(self, name: str, heard: list[tuple[Any, ...]]) -> None:
         for call in CALLS:

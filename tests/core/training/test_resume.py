@@ -1,4 +1,4 @@
-"""A run that is stopped anywhere, by anything, and resumed is the run that nothing stopped."""
+"""A run that is stopped anywhere and resumed equals the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.core.training.fake_pipeline import (
 from tests.faults import KINDS, Crash, FaultyDisk
 from tests.slow import long, slow
 
-# Validation losses of a run of four epochs, of which the second is the best.
+# Validation losses of a run of four epochs; the second is the best.
 LOSSES = [4.0, 3.0, 1.0, 2.0, 2.0]
 
 
 def pipeline() -> FakePipeline:
-    """A pipeline whose validation losses depend on the step alone, not on what it did before."""
+    """Return a pipeline whose validation losses depend only on the step, not on earlier calls."""
     made = FakePipeline()
     made._val_loss = lambda v: LOSSES[-(-len(made.batches) // 3)]
     return made
@@ -48,7 +48,7 @@ def run(
     should_stop: Callable[[], bool] = lambda: False,
     **changes: Any,
 ) -> tuple[InstructTrainResult, FakePipeline]:
-    """Train, or go on; from the start where there is nothing to go on from."""
+    """Train or resume, or start over if there is no checkpoint."""
     made = pipeline()
     config = options(folder, **{"epochs": 4, "save_steps": 2, "keep": 2} | changes)
     trainer = InstructTrainer(made, CORPUS, config, observer=observer, should_stop=should_stop)
@@ -57,7 +57,7 @@ def run(
 
 
 def what_counts(result: InstructTrainResult, made: FakePipeline, folder: Path) -> dict[str, Any]:
-    """All that a run gives, but for times and for which steps were saved."""
+    """Return all results of a run, except times and the steps at which it saved."""
     numbered = {path.name for name in ("step-*", "epoch-*") for path in folder.glob(name)}
     assert len(numbered) <= 2
     return {
@@ -100,8 +100,7 @@ def test_run_stopped_after_any_step_and_resumed_is_the_whole_run(
     assert stop_at > 12
 
 
-# Which operations fail: by default some, else every one where it matters how; other failures end
-# in the same lines of code.
+# Failures by kind, one in so many operations; the others reach the same lines of code.
 EVERY = [("crash", 13), ("ENOSPC", 37), ("EIO", 61), ("EACCES", 61)]
 EVERY += [slow("crash", 5), slow("ENOSPC", 5), slow("EIO", 17), slow("EACCES", 17)]
 EVERY += [long("crash", 1), long("ENOSPC", 2), long("EIO", 5), long("EACCES", 5)]
@@ -128,7 +127,7 @@ def test_run_whose_disk_fails_at_any_operation_loses_nothing(
         if not disk.failed:
             break
     assert fails_at > 120
-    # A disk that refuses once ends a run only where there is nothing to lose yet.
+    # A single failure of the disk ends a run only before its first files are complete.
     assert len(ended) == (fails_at - 1) // every if kind == "crash" else max(ended, default=0) < 20
 
 
@@ -139,7 +138,7 @@ def test_resumed_run_goes_on_from_the_newest_good_checkpoint_and_says_why_not_fr
         path = folder / "adapters.safetensors"
         path.write_bytes(bytes(len(path.read_bytes())))
 
-    # After the first step of the third epoch: epoch-2 and step-7 are kept.
+    # After the first step of the third epoch, epoch-2 and step-7 are kept.
     stopped = tmp_path / "stopped"
     with pytest.raises(TrainingInterrupted):
         run(stopped, should_stop=stops_after(7))
@@ -149,7 +148,8 @@ def test_resumed_run_goes_on_from_the_newest_good_checkpoint_and_says_why_not_fr
         ([], "step-7"),
         (["step-7"], "epoch-2"),
         (["step-7", "epoch-2"], "best"),
-        # Without the best, what came after it is of no use; what ends with it is.
+        # Without the best checkpoint, later ones are useless; a checkpoint that is itself the best
+        # is not.
         (["best"], "epoch-2"),
     ):
         folder = tmp_path / "-".join(["copy", *spoiled])
@@ -170,13 +170,13 @@ def test_resumed_run_goes_on_from_the_newest_good_checkpoint_and_says_why_not_fr
 
 
 def stops_after(step: int) -> Callable[[], bool]:
-    """Ask to stop after a step, of 10 rows in steps of 3, of which 2 are held out."""
+    """Request a stop after a step of a run of 10 rows in steps of 3, with 2 rows held out."""
     asked = 0
 
     def should_stop() -> bool:
         nonlocal asked
         asked += 1
-        # Each validation asks twice as well: at the start, and after every third step.
+        # Each validation asks twice too: at the start, and after every third step.
         return asked == 2 + step + 2 * ((step - 1) // 3)
 
     return should_stop
@@ -214,7 +214,7 @@ def test_run_with_more_steps_takes_back_the_end_of_the_epoch_that_was_cut_short(
 def test_validation_at_a_cut_counts_if_its_adapter_has_replaced_an_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else `best/` would hold an adapter that the record does not have."""
+    """Otherwise `best/` would hold an adapter that the record lacks."""
     losses = {0: 4.0, 3: 3.0, 5: 1.0, 6: 2.0, 9: 2.0}
 
     def pipeline() -> FakePipeline:
@@ -247,7 +247,7 @@ def test_early_stopping_counts_epochs_from_before_the_pause(tmp_path: Path) -> N
 
 
 class Diverging(FakePipeline):
-    """Has no finite loss at some steps."""
+    """Has non-finite losses at some steps."""
 
     def __init__(self, steps: set[int]) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class Diverging(FakePipeline):
         if step in self.diverges:
             raise NonFiniteLossError(f"step {step}: the loss is nan")
         self.taken += 1
-        # FakePipeline numbers its batches by the steps that it took.
+        # FakePipeline numbers its batches by its own count of steps.
         return super().train_batch(examples, step=len(self.batches) + 1, learning_rate=1.0)
 
 

@@ -1,4 +1,4 @@
-"""Learning rates against formulas written out here, transformers' among them."""
+"""Learning rates against formulas written out here, including transformers'."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_cosine_equals_that_of_transformers(
 def test_cosine_without_warm_up_begins_at_the_peak_as_that_of_transformers(
     total_steps: int, fraction: float
 ) -> None:
-    # transformers counts from 0, so that its first step is at the peak too.
+    # transformers counts from 0, so its first step is at the peak too.
     expected = [
         PEAK * transformers_cosine(step, 0, total_steps - 1, LR_MIN / PEAK)
         for step in range(total_steps)

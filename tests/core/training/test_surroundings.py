@@ -1,4 +1,4 @@
-"""What a run does about the machine around it, and the lines that a person reads."""
+"""A run's response to the machine around it, and its messages."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.errors import TrainingInterrupted
 from tests.core.training.fake_pipeline import FakePipeline, log_of, names_in, train, without_times
 
-STEPS = 6  # of the corpus's 8 rows that train, in two epochs
+STEPS = 6  # two epochs over the corpus's 8 training rows
 NORMAL, WARN, CRITICAL = Pressure
 BATTERY = Conditions(on_battery=True)
 
 
 class Lines(TrainingObserver):
-    """Keeps what is reported, and after which step the heat changed."""
+    """Keeps the reported lines, and the steps after which the heat changed."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -41,13 +41,13 @@ class Lines(TrainingObserver):
 
 
 class Machine:
-    """A machine whose conditions at each step are scripted; the last ones remain."""
+    """A machine whose conditions at each step are scripted; the last conditions remain."""
 
     def __init__(self, *readings: Conditions | Pressure) -> None:
         self.readings = [
             Conditions(each) if isinstance(each, Pressure) else each for each in readings
         ]
-        # Surroundings look once before the first step.
+        # Surroundings read the conditions once before the first step.
         self.readings.insert(0, Conditions())
 
     def __call__(self) -> Conditions:
@@ -57,7 +57,7 @@ class Machine:
 def run(
     folder: Path, machine: Callable[[], Conditions], pipeline: FakePipeline, **options: Any
 ) -> list[str]:
-    """Train with an observer, and return the lines."""
+    """Train with an observer, and return its lines."""
     lines = Lines()
     choices = {name: options.pop(name) for name in ("asked", "wait", "asleep") if name in options}
     choices["pause_on_battery"] = options.pop("pause_on_battery", False)
@@ -123,7 +123,7 @@ def test_step_before_is_complete_when_micro_batches_are_halved(tmp_path: Path) -
 
     class Pipeline(FakePipeline):
         def relieve_memory(self, halve_for: Any = None) -> int | None:
-            # Batches are taken when their result is asked for.
+            # A batch runs when its result is requested.
             taken.append(len(self.batches))
             assert {example.row for example in halve_for}
             return super().relieve_memory(halve_for)
@@ -190,7 +190,7 @@ def test_ctrl_c_ends_a_pause_and_the_run_with_its_state_saved(tmp_path: Path, st
 
 
 def test_paused_worker_takes_the_step_after_which_all_stop(tmp_path: Path) -> None:
-    """Workers stop together: one that left during a pause would keep the others waiting."""
+    """Workers stop together: if one left during a pause, the others would wait for it."""
     pressed: list[bool] = []
     pipeline = FakePipeline()
     lines = run(

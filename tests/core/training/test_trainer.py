@@ -1,4 +1,4 @@
-"""The trainer's laws: what each step and validation is given, and what becomes of their losses."""
+"""The trainer's laws: the inputs of each step and validation, and the use of their losses."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_rows_are_shuffled_unless_told_otherwise(tmp_path: Path) -> None:
     pipeline = FakePipeline()
     train(tmp_path, pipeline, rows(*range(1, 11)), validation=[], batch_size=4, seed=42, epochs=1)
 
-    # As of earlier versions: rows count from 1 here.
+    # The same order as in earlier versions; rows count from 1 here.
     assert pipeline.batches == [[1, 2, 5, 8], [4, 3, 10, 9], [7, 6]]
 
 
@@ -210,7 +210,7 @@ def test_max_steps_ends_the_run_in_the_middle_of_an_epoch(tmp_path: Path) -> Non
     assert [one.epoch for one in found.epoch_metrics] == [1, 2]
     assert not found.stopped_early
     assert metadata(tmp_path / "epoch-2")["step"] == 5
-    # The schedule knows how many steps there will be.
+    # The schedule knows the number of steps.
     assert pipeline.learning_rates[-1] == pytest.approx(1e-6)
 
 
@@ -235,7 +235,7 @@ def test_training_loss_of_an_epoch_is_per_supervised_token(tmp_path: Path) -> No
 
     for epoch, metrics in enumerate(found.epoch_metrics, start=1):
         steps = [record for record in found.steps if record.epoch == epoch]
-        # As many supervised tokens as `rows` gives them.
+        # The numbers of supervised tokens that `rows` gives.
         batches = pipeline.batches[4 * epoch - 4 : 4 * epoch]
         tokens = [sum(1 + row % 5 for row in batch) for batch in batches]
         assert [record.supervised_tokens for record in steps] == tokens
@@ -308,7 +308,7 @@ def test_step_whose_loss_is_not_finite_stops_the_run_and_keeps_what_was_saved(
 def test_best_epoch_and_early_stopping_follow_the_validation_losses(
     losses: list[float], patience: int
 ) -> None:
-    # What the issue says, without the trainer's bookkeeping.
+    # The rule itself, without the trainer's bookkeeping.
     ended = len(losses)
     for epoch in range(1, len(losses) + 1):
         best = losses.index(min(losses[:epoch])) + 1
@@ -318,7 +318,7 @@ def test_best_epoch_and_early_stopping_follow_the_validation_losses(
     best = losses.index(min(losses[:ended])) + 1
 
     with tempfile.TemporaryDirectory() as folder:
-        # Rows 7 and 14 add nothing to the loss of a validation; the first is before training.
+        # Rows 7 and 14 add nothing to a validation's loss; the first precedes training.
         pipeline = FakePipeline(val_loss=lambda v: [9.0, *losses][v])
         found = train(
             Path(folder),
@@ -386,7 +386,7 @@ def test_metrics_are_a_view_of_the_record_of_the_run(tmp_path: Path) -> None:
 
 
 def test_validation_rows_of_several_files_have_a_loss_each(tmp_path: Path) -> None:
-    """The loss of all is the mean over tokens, and is the same as without files."""
+    """The total loss is the mean over tokens, and does not depend on the files."""
 
     def losses_of(examples: list[Example]) -> float:
         return average([(3.0 + row_loss(one), one.supervised) for one in examples])

@@ -1,4 +1,4 @@
-"""What the trainer saves, when, and what is left when it cannot."""
+"""The trainer's checkpoints, when it saves them, and what remains if it cannot."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_metadata_has_the_trainers_options_when_no_run_config_is_given(tmp_path:
 
 
 class Told(TrainingObserver):
-    """Writes down what went wrong."""
+    """Records reported problems."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -144,7 +144,7 @@ def test_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
     assert str(tmp_path / name) in problem
     assert os.strerror(errno.ENOSPC) in problem
     assert len(pipeline.batches) == 6
-    # The best is written all the same, before what comes after it.
+    # The best checkpoint is still written, before later ones.
     numbered = {"epoch-1", "epoch-2"} - {name}
     assert names_in(tmp_path) == {"metrics.jsonl", "best", *numbered}
     assert metadata(tmp_path / "best")["epoch"] == 2
@@ -152,7 +152,7 @@ def test_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
 
 
 def test_best_checkpoint_is_kept_in_memory_until_the_disk_takes_it(tmp_path: Path) -> None:
-    # Full during the second epoch's end, which is the best of three; the third is worse.
+    # The disk is full at the end of the second epoch, the best of three; the third is worse.
     pipeline = FakePipeline(
         full=lambda folder, step: "-best." in folder.name and len(pipeline.batches) == 6,
         val_loss=lambda v: [4.0, 3.0, 1.0, 2.0][v],
@@ -184,7 +184,7 @@ def test_metrics_that_cannot_be_written_are_written_when_they_can(tmp_path: Path
     train(whole, FakePipeline())
 
     class LosesItsFolder(Told):
-        """Has the folder vanish, and something else stand in its place for two steps."""
+        """Removes the folder and puts another file in its place for two steps."""
 
         def on_step(self, record: StepRecord) -> None:
             if record.step == 2:

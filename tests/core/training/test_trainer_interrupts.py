@@ -1,4 +1,4 @@
-"""The trainer asked to stop, at any moment."""
+"""Requests to stop the trainer, at any moment."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_interrupt_at_any_moment_saves_the_last_step_and_goes_no_further(tmp_pat
         else:
             break
 
-    # 10 rows are 4 steps an epoch: 8 steps, and 3 validations of more than one look each.
+    # 10 rows are 4 steps an epoch: 8 steps, and 3 validations that each ask more than once.
     assert stop_at - 1 == asked >= 8 + 3 * 2
     assert len(pipeline.batches) == 8
 

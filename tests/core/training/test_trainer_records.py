@@ -1,4 +1,4 @@
-"""What the trainer writes down of a run, and what an observer hears of it."""
+"""The trainer's records of a run, and the events that an observer receives."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_record_beside_the_checkpoints_is_not_in_them(tmp_path: Path) -> None:
 
 
 class Listener(TrainingObserver):
-    """Writes down what it hears."""
+    """Records the events."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []

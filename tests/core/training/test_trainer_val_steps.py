@@ -1,4 +1,4 @@
-"""Validation within epochs, every --val-steps: when, what it saves, and how patience counts it."""
+"""Validation within epochs, every --val-steps: its times, checkpoints and patience."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HELD_OUT = rows(7, 14)
 
 
 def validated_after(per_epoch: int, epochs: int, max_steps: int | None, every: int) -> list[int]:
-    """The steps after which a run validates, without the trainer's bookkeeping."""
+    """Return the steps after which a run validates, without the trainer's bookkeeping."""
     total = min(per_epoch * epochs, max_steps or math.inf)
     found = {0, *range(0, int(total) + 1, every), *range(0, int(total) + 1, per_epoch), total}
     return sorted(map(int, found))
@@ -64,7 +64,7 @@ def test_run_validates_every_so_many_steps_and_once_at_the_end_of_each_epoch(
         log = log_of(Path(folder))
         assert [line["step"] for line in log if line["kind"] == "validation"] == steps
         assert len(found.epoch_metrics) == math.ceil(steps[-1] / per_epoch)
-        # Each validation is saved, and nothing is saved twice.
+        # Each validation is saved, and no step is saved twice.
         saved = [step for name, step in made.saves if name.startswith(".mlxtune-step-")]
         within = [step for step in steps[1:-1] if step % per_epoch]
         assert len(saved) == len(set(saved))
@@ -72,7 +72,7 @@ def test_run_validates_every_so_many_steps_and_once_at_the_end_of_each_epoch(
         if save_steps is None:
             assert saved == within
         assert [step for name, step in made.saves if name.startswith(".mlxtune-best.")] == steps[1:]
-        # What is learned is not affected.
+        # Validation does not affect the training.
         with tempfile.TemporaryDirectory() as other:
             plain = FakePipeline(val_loss=lambda v: 9.0)
             train(Path(other), plain, corpus, **whole | {"val_steps": None})
@@ -81,7 +81,7 @@ def test_run_validates_every_so_many_steps_and_once_at_the_end_of_each_epoch(
 
 
 def stepwise(losses: Sequence[float]) -> FakePipeline:
-    """A pipeline whose validation loss depends on the step alone."""
+    """A pipeline whose validation loss depends only on the step."""
     made = FakePipeline()
     made._val_loss = lambda v: losses[len(made.batches)]
     return made
@@ -195,11 +195,11 @@ def test_run_stopped_anywhere_and_resumed_is_the_whole_run(
     with tempfile.TemporaryDirectory() as name:
         whole, folder = Path(name) / "whole", Path(name) / "stopped"
         expected = all_of(*run(whole, losses, **changes), whole)
-        # It is asked after each step, and twice in each validation; the first is before training.
+        # Each step asks once, each validation twice; the first validation precedes training.
         for stop_at in stops:
             with suppress(TrainingInterrupted):
                 run(folder, losses, stop_at=stop_at, resume=True, **changes)
-        # One that has ended stays as it is.
+        # A finished run does not change.
         assert all_of(*run(folder, losses, resume=True, **changes), folder) == expected
 
 
