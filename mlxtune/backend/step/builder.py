@@ -18,6 +18,7 @@ from mlxtune.backend.lora.layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer, Update
 from mlxtune.backend.lora.vectors import LoRAVectors
 from mlxtune.backend.objectives.preference_step import (
+    PreferenceStep,
     prepare,
     splits_rows,
     training_examples,
@@ -86,20 +87,13 @@ class StepBuilder:
         vectors = self._optimizer.vectors(own, after)
         model.train()
         parameters = self._vectors.matrices_of_step(vectors)
-        tokens, preference = count_tokens(training_examples(examples)), None
-        if not self.objective.is_sft:
-            preference = prepare(
-                self.objective,
-                examples,
-                partial(self._splits_rows, examples),
-                partial(self._logps, step=step),
-            )
-        places = self._own_places(examples := training_examples(examples))
-        own_examples = [examples[i] for i in places]
+        preference, answers = self._preference(examples, step), training_examples(examples)
+        places, tokens = self._own_places(answers), count_tokens(answers)
+        own_examples = [answers[i] for i in places]
         zero = mx.array(0.0)
         total = StepGradients(zero, None, tokens, Graph(0, 1, [], {}, zero), preference=preference)
         if preference is not None:
-            total.logps = mx.zeros(len(examples))
+            total.logps = mx.zeros(len(answers))
         compute: Any = forward.gradients if preference is None else forward.preference_gradients
         compute = self._phases.gradients if self._phases.timer else compute
         try:
@@ -139,6 +133,13 @@ class StepBuilder:
             total.graph = replace(total.graph, arrays=computed)
             total.update = update
         return total
+
+    def _preference(self, examples: Sequence[Example], step: int) -> PreferenceStep | None:
+        """Return what defines the loss of preferences; None for plain cross-entropy."""
+        if self.objective.is_sft:
+            return None
+        is_split = partial(self._splits_rows, examples)
+        return prepare(self.objective, examples, is_split, partial(self._logps, step=step))
 
     def commit(
         self, examples: Sequence[Example], step: int, rate: float, computed: StepGradients

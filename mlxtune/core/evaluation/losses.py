@@ -33,7 +33,7 @@ _HARDLY = 0.01
 _TOP_ROWS = 5
 
 # Returns the summed loss of each example, float64 (B,), and reports its progress.
-ExampleLosses = Callable[[Sequence[Example], Callable[[int], None]], Floats]
+ComputeLosses = Callable[[Sequence[Example], Callable[[int], None]], Floats]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class Sums:
 
 
 def sums_of(
-    rows: CorpusRows, losses: ExampleLosses, on_progress: Callable[[int, int], None]
+    rows: CorpusRows, losses: ComputeLosses, on_progress: Callable[[int, int], None]
 ) -> Sums:
     """Compute the losses of rows; `on_progress` gets the counts of done and of all examples.
 

@@ -30,7 +30,7 @@ from mlxtune.core.evaluation.interval import (
     rank_interval,
 )
 from mlxtune.core.evaluation.losses import (
-    ExampleLosses,
+    ComputeLosses,
     JudgedRows,
     Sums,
     compare_rows,
@@ -66,7 +66,7 @@ class AnswerSums:
 
 
 def answer_sums(
-    rows: CorpusRows, losses: ExampleLosses, on_progress: Callable[[int, int], None]
+    rows: CorpusRows, losses: ComputeLosses, on_progress: Callable[[int, int], None]
 ) -> AnswerSums:
     """Compute the losses of answers; `on_progress` gets the counts of done and of all examples."""
     examples = [
