@@ -27,7 +27,7 @@ from mlxtune.commands.prepare.model import prompted_as_trained, trained_on_text
 from mlxtune.commands.prepare.unfinished import noted, remove_unfinished
 from mlxtune.config import DataConfig, OutgoingConfig, UseConfig
 from mlxtune.core.data.prompt import prompt_of
-from mlxtune.core.files.files import as_output_error, write_file, write_json
+from mlxtune.core.files.files import as_output_error, read_json, write_file, write_json
 from mlxtune.core.files.ours import remove_file
 from mlxtune.core.files.output_folder import hashes, new_folder
 from mlxtune.core.machine.facts import versions
@@ -218,17 +218,36 @@ def write_fused(
 
 
 def _write_template(source: Source, folder: Path) -> None:
-    """Write the template of training, if it is not the base model's own. Raises OutputError."""
+    """Write the template of training, if it is not the base model's own, and its end of turn.
+
+    Raises OutputError.
+    """
     trust = source.config.trust_remote_code
     use = UseConfig(str(source.folder), adapter=str(source.weights), trust_remote_code=trust)
-    template = Reader(prompted_as_trained(use).reading(), source.folder).written_template
-    if template is None or trained_on_text(use):
+    reader = Reader(prompted_as_trained(use).reading(), source.folder)
+    if trained_on_text(use) or not reader.has_template:
+        return
+    _write_end(source, reader, folder)
+    if (template := reader.written_template) is None:
         return
     write_file(folder / "chat_template.jinja", [template.encode()])
     with as_output_error(folder, "--output"):
         for other in folder.glob("additional_chat_templates/*.jinja"):
             remove_file(other)
     source.console.say("Template", "that of training, which is not the base model's own")
+
+
+def _write_end(source: Source, reader: Reader, folder: Path) -> None:
+    """Have generation end at the token that ends an answer, if it does not in the base model."""
+    asked = {"messages": [{"role": "user", "content": _PROMPTS[0]}]}
+    end = prompt_of(reader.encoder, asked, f"{source.folder}: a prompt of the proof").end
+    known = reader.tokenizer.eos_ids
+    if end is None or end in known:
+        return
+    path = folder / "generation_config.json"
+    values = read_json(path) if path.is_file() else {}
+    write_json(path, values | {"eos_token_id": [*sorted(known), end]})
+    source.console.say("Template", f"answers end with token {end}, and so does generation")
 
 
 def convert(source: Source, program: str, folder: Path, stored: str, remedy: str) -> None:

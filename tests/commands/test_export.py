@@ -47,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     named = model / "additional_chat_templates" / "tool_use.jinja"
     named.parent.mkdir()
     named.write_text("Tools!")
-    return model, trained_on(model, folder / "out", template="chatml")
+    return model, trained_on(model, folder / "out", template="gemma")
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +80,11 @@ def test_fused_folder_is_a_model_of_its_own_in_mlx_lm(
     assert "14 tensors fused" in outcome.out
     # The template of training replaces the base model's.
     written = {each.read_text() for each in (tmp_path / "fused").rglob("*.jinja")}
-    assert written == {built_in_jinja("chatml")}
-    fused, _ = load(str(tmp_path / "fused"))
+    assert written == {built_in_jinja("gemma")}
+    fused, tokenizer = load(str(tmp_path / "fused"))
+    # Its turns end with another token than the base model's.
+    ends = map(tokenizer.convert_ids_to_tokens, sorted(tokenizer.eos_token_ids))
+    assert list(ends) == ["<|im_end|>", "<end_of_turn>"]
     np.testing.assert_allclose(logits(fused), trained_logits(model, adapter), rtol=0, atol=1e-5)
     plain = logits(load_base(model, "float32").model)
     assert np.abs(plain - trained_logits(model, adapter)).max() > 0.01
