@@ -45,7 +45,7 @@ def indices(tokens: int, per_token: int, count: int, seed: int = 0) -> mx.array:
 def assert_same(
     made: nn.Module, chosen: mx.array, prepare: Callable[[nn.Module], Callable[[], None]]
 ) -> None:
-    """Check outputs and gradients, when `prepare` has changed the experts, against mlx-lm's."""
+    """Compare outputs and gradients of experts changed by `prepare` with mlx-lm's."""
     names = [name for name, _ in tree_flatten(made.trainable_parameters())]
     trained = [value for _, value in tree_flatten(made.trainable_parameters())]
 

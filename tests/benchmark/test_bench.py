@@ -1,4 +1,4 @@
-"""`mlxtune bench` as a person runs it, against mlx-lm."""
+"""`mlxtune bench` against mlx-lm, from the command line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PAGE = DOCS / "bench.md"
 
 @pytest.fixture
 def bench(cli: Cli, model: Path, chat: Path) -> Cli:
-    """Run `mlxtune bench` for one short run on a good model and file; options given later win."""
+    """Run `mlxtune bench` for one short run on a good model and file; later options win."""
 
     def run(*arguments: object) -> Outcome:
         good = ["--model-path", model, "--data", chat, "--steps", 2, "--repeats", 1]
@@ -125,7 +125,7 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
     real_warm_up = bench_worker.MlxLm.warm_up
 
     def warm_up(self: Any, *arguments: Any) -> Any:
-        # Only now: the CPU takes a minute to compile a step.
+        # Set only now, because the CPU takes a minute to compile a step.
         monkeypatch.setattr(peers, "on_cpu", lambda: False)
         return real_warm_up(self, *arguments)
 
@@ -202,7 +202,7 @@ def test_table_and_stages_are_said(compared: tuple[Outcome, dict[str, Any]]) -> 
 
 
 def documented() -> dict[str, dict[str, set[str]]]:
-    """The fields and the types they may have in each table of docs/bench.md's schema."""
+    """Return the fields and their possible types in each table of docs/bench.md's schema."""
     text = PAGE.read_text(encoding="utf-8").partition("\n## JSON\n")[2]
     tables: dict[str, dict[str, set[str]]] = {}
     name = "benchmark"
@@ -443,7 +443,7 @@ def test_interrupt_ends_the_command_and_leaves_no_file(long_bench: Any) -> None:
     assert outcome.err.splitlines()[-1] == "mlxtune: interrupted"
     assert "Traceback" not in outcome.err
     assert not workers(long_bench.scratch)
-    # MLX keeps what it compiled there.
+    # MLX keeps compiled code there.
     assert [path for path in long_bench.scratch.iterdir() if path.name != "mlx"] == []
 
 

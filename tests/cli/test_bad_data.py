@@ -16,7 +16,7 @@ import pytest
 from tests.command import ROWS, Cli, Outcome, files_in
 from tests.models import sums, write_chat
 
-# The same bytes at any time, as names of tests are made of them.
+# The bytes must not depend on the time, because names of tests contain them.
 packed = functools.partial(gzip.compress, mtime=0)
 
 # The data file
@@ -114,7 +114,7 @@ def test_pipe_in_place_of_a_file_is_refused_and_not_waited_for(
 def test_line_without_an_end_is_refused_before_it_fills_the_memory(
     train: Cli, tmp_path: Path
 ) -> None:
-    # Four megabytes on the disk, 300 in memory: less than what counts as a file that expands.
+    # Four megabytes on the disk, 300 in memory: below the limit for files that expand.
     file = tmp_path / "bomb.jsonl.gz"
     with gzip.open(file, "wb", compresslevel=1) as zipped:
         zipped.write(json.dumps({"messages": []}).encode() + b"\n{")

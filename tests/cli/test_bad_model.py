@@ -1,4 +1,4 @@
-"""The command with a model that is broken, missing or not as the options say."""
+"""The command with a model that is broken, missing or in conflict with the options."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_every_command_refuses_a_config_that_contradicts_itself(
 
 
 def write_adapter(folder: Path) -> None:
-    """Write an adapter of the tiny model, as mlx-lm does."""
+    """Write an adapter of the tiny model in mlx-lm's format."""
     import mlx.core as mx
 
     folder.mkdir()
@@ -283,7 +283,7 @@ def test_advice_of_transformers_to_the_makers_of_a_model_is_not_shown(
         json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "LlamaTokenizer"})
     )
     arguments = ["--model-path", broken, "--data", chat, "--quiet", "--no-cache"]
-    # In a process of its own, for transformers says it once.
+    # A separate process, because transformers warns only once per process.
     assert finish(start("inspect", *arguments)) == Outcome(0, "", "")
 
 

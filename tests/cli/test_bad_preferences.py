@@ -1,4 +1,4 @@
-"""Preferences that cannot be trained on, as a person sees it: one line that says what to do."""
+"""Invalid preferences give one line with the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command as a newcomer sees it: its help, its options and its output."""
+"""The command for a newcomer: its help, its options and its output."""
 
 from __future__ import annotations
 

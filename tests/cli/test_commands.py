@@ -1,4 +1,4 @@
-"""What is asked of every command: help with an example that can be typed, and a light start."""
+"""Requirements on every command: help with a valid example, and a light start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlxtune.cli.options import ConfigCommand
 from tests.command import Cli
 from tests.paths import ROOT
 
-# Those whose result is a file, a conversation or text to be read or run as it is.
+# Commands whose result is a file, a conversation, or text to read or run.
 NEEDS_NO_JSON = [
     "demo",
     "train",
@@ -34,7 +34,7 @@ each_command = pytest.mark.parametrize("command", COMMANDS, ids=lambda each: str
 
 
 def examples(command: click.Command) -> list[list[str]]:
-    """Return the words of each example of a command, from `mlxtune` on."""
+    """Return the words of each example of a command, starting with `mlxtune`."""
     text = (command.epilog or "").removeprefix("Example: ")
     parts: list[list[str]] = [[]]
     words = shlex.shlex(text, posix=True, punctuation_chars=True)
@@ -67,7 +67,7 @@ def test_example_can_be_typed_as_it_stands(command: click.Command) -> None:
     typed = examples(command)
     assert [words[1] for words in typed].count(str(command.name)) >= 1
     for words in typed:
-        # With < and > what follows them is not the command's.
+        # The words after < and > do not belong to the command.
         end = next((i for i, word in enumerate(words) if word[:1] in "<>"), len(words))
         called = next(each for each in COMMANDS if each.name == words[1])
         with called.make_context(called.name, words[2:end]) as context:

@@ -1,4 +1,4 @@
-"""`mlxtune demo`: what it trains, where it writes, and what it names next."""
+"""`mlxtune demo`: its training, its files, and the commands that it recommends."""
 
 from __future__ import annotations
 

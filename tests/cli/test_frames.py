@@ -27,7 +27,7 @@ MOST = 10
 def test_cross_entropy_is_few_frames_from_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Count mlxtune's Python frames on a GPU's way in bfloat16, without click's and MLX's own."""
+    """Count mlxtune's Python frames on a GPU in bfloat16, without click's and MLX's own frames."""
     train = next(each for each in COMMANDS if each.name == "train")
     assert isinstance(train.callback, FunctionType)
     start = train.callback.__code__

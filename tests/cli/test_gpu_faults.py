@@ -1,4 +1,4 @@
-"""A command that a fault of the GPU ends: one line, and a run that can be resumed."""
+"""A GPU fault ends a command with one line, and the run can be resumed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_MEMORY = "[malloc] Unable to allocate 78643200 bytes."
 
 
 def failing(function: Callable[..., Any], text: str, calls: int = 0) -> Callable[..., Any]:
-    """Return the function, which fails with the text after so many calls."""
+    """Return the function, which fails with the text after a number of calls."""
     count = iter(range(10**9))
 
     def run(*args: Any, **options: Any) -> Any:

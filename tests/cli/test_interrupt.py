@@ -26,7 +26,7 @@ def long_run(model: Path, chat: Path, output: Path) -> list[object]:
 
 
 def signalled(run: list[object], heard: str, number: signal.Signals) -> Outcome:
-    """Send a signal to a run that has said something, and wait for its end."""
+    """Send a signal to a run after its first output, and wait for its end."""
     process = start(*run)
     read = read_until(process, heard)
     process.send_signal(number)
@@ -34,13 +34,13 @@ def signalled(run: list[object], heard: str, number: signal.Signals) -> Outcome:
 
 
 def signalled_twice(model: Path, output: Path, number: signal.Signals) -> Outcome:
-    """Send a signal again to a run that has said that it will stop."""
-    # Steps long enough for that.
+    """Send a second signal to a run after it has announced its stop."""
+    # The steps are long enough for both signals.
     rows = write_chat(output.parents[1] / "many.jsonl", sums(6000))
     paths = ["--model-path", model, "--data", rows, "--output", output, "--val-split", 0]
     process = start("train", *paths, "--batch-size", 6000)
     read = read_until(process, "Plan")
-    # Written before the first step.
+    # This file is written before the first step.
     wait_until((output.parent / "checkpoints" / "run.json").exists)
     process.send_signal(number)
     read += read_until(process, "stopping")
@@ -57,7 +57,7 @@ def test_interrupt_finishes_the_step_saves_and_says_where(
     assert outcome.code == 130
     assert "Traceback" not in outcome.err
     lines = outcome.err.splitlines()
-    assert len(set(lines)) == len(lines)  # the handler prints while a line may be under way
+    assert len(set(lines)) == len(lines)  # the handler prints while another line may be incomplete
     said = re.fullmatch(
         r"mlxtune: interrupted after step (\d+); saved to (.+); "
         r"resume with mlxtune train --resume (.+)",
@@ -122,7 +122,7 @@ def test_interrupt_within_a_locks_own_code_is_still_an_interrupt(
     train: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Lock:
-        """A lock that an interrupt met before its `with` block was entered."""
+        """A lock interrupted before its `with` block was entered."""
 
         def __enter__(self) -> None:
             try:
@@ -173,7 +173,7 @@ def test_interrupt_while_encoding_leaves_nothing(
 
 
 def test_interrupt_within_exec_is_an_exit_and_no_signal(tmp_path: Path) -> None:
-    """Python would end `-m` by the signal, as dataclasses are made by exec."""
+    """dataclasses call exec, and Python would end `-m` by the signal there."""
     script = """
 from mlxtune import cli
 cli._main = lambda arguments: exec("raise KeyboardInterrupt")

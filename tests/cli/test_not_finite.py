@@ -58,7 +58,7 @@ def test_validation_loss_that_is_not_finite_names_step_and_learning_rate(
 
 
 def test_adapter_that_is_not_finite_is_never_written(train: Cli, output: Path) -> None:
-    # Nothing is computed with the weights after the last step when there is no validation.
+    # Without validation, no computation uses the weights after the last step.
     arguments = ["--lr", "1e39", "--schedule", "constant", "--val-split", 0, "--max-steps", 1]
     error = train(*arguments, "--on-nonfinite", "stop").error
     assert "step 1" in error

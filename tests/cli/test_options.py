@@ -1,4 +1,4 @@
-"""Options in YAML and TOML: what is read, and what is said of a file that cannot be."""
+"""Options in YAML and TOML: values, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_yaml_and_toml_give_the_same_options(tmp_path: Path, name: str, content:
     assert unknown == []
     expected = config(lr=1e-4, max_seq_len=64, targets=("q_proj", "k_proj"), strict=True)
     assert TrainConfig(**options) == expected
-    # As the command does it: what is given as a flag wins.
+    # As in the command, flags win.
     assert TrainConfig(**options | {"lr": "2e-4"}).lr == 2e-4
 
 

@@ -1,4 +1,4 @@
-"""No code of a model's folder runs unless that is asked for."""
+"""A model folder's code runs only with the option for it."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def change(path: Path, **entries: Any) -> None:
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """What the code writes when it is run."""
+    """The file that the code writes when it runs."""
     return tmp_path / "marker"
 
 
 @pytest.fixture
 def with_model_code(broken: Path, marker: Path) -> Path:
-    """A model folder that brings its architecture as code."""
+    """A model folder that defines its architecture in code."""
     (broken / "own.py").write_text(CODE.format(marker=str(marker)))
     change(broken / "config.json", model_file="own.py")
     return broken
@@ -45,7 +45,7 @@ def with_model_code(broken: Path, marker: Path) -> Path:
 
 @pytest.fixture
 def with_tokenizer_code(broken: Path, marker: Path) -> Path:
-    """A model folder that brings its tokenizer as code."""
+    """A model folder that defines its tokenizer in code."""
     (broken / "own.py").write_text(TOKENIZER_CODE.format(marker=str(marker)))
     change(
         broken / "tokenizer_config.json",

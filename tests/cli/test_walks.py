@@ -1,4 +1,4 @@
-"""The files that docs/architecture.md lists on the way of a row are those that it passes."""
+"""docs/architecture.md lists the files that a row passes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models import CHATML, sums, write_chat
 from tests.paths import ROOT
 
 MOST = 20
-# What only answers a question about a row, counts it, or wraps its way.
+# Modules that only answer a question about a row, count it, or wrap other modules.
 ASIDE = {
     "core/data/cache.py": "wraps reading, rendering and tokenising",
     "core/data/contents.py": "looks for problems in the words of a row",
@@ -38,11 +38,11 @@ ASIDE = {
 
 @contextmanager
 def executed() -> Iterator[set[str]]:
-    """Yield the set of the package's files whose functions run meanwhile."""
+    """Yield a set that collects the package's files whose functions run."""
     package, files = f"{ROOT / 'mlxtune'}/", set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        # Bodies of modules and classes run when they are imported.
+        # Modules and class bodies run when they are imported.
         if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             path = frame.f_code.co_filename
             if path.startswith(package):

@@ -75,7 +75,7 @@ def test_name_is_answered_by_the_options_of_its_command() -> None:
     own = options_of(EvalConfig)
 
     assert suggestion("adapter_path", "out", own, as_flag) == ", here: --adapter out"
-    # A known name that has no counterpart in this command is not guessed at by its spelling.
+    # A known name without a counterpart in this command gets no suggestion by spelling.
     assert suggestion("temp", "1", own, as_flag) == ""
 
 

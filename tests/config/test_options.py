@@ -133,7 +133,7 @@ def test_whole_floats_are_whole_numbers_and_paths_are_text() -> None:
     assert found.output == str(Path("out") / "a.safetensors")
 
 
-# Names of files may hold commas.
+# File names may contain commas.
 PATHS = st.text("ab ,./\u00e9", min_size=1).filter(str.strip)
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "rank": st.integers(1, 1000),

@@ -12,7 +12,7 @@ from mlxtune.config import InstructConfig, InstructTrainingConfig
 from mlxtune.errors import ConfigError
 from tests.configs import config, problems
 
-# Defaults: the numbers are issue 2's.
+# Defaults; their numbers come from issue 2.
 
 
 def test_defaults_of_a_run_are_those_that_are_promised() -> None:

@@ -90,7 +90,7 @@ def test_existing_repository_is_as_visible_as_was_asked_for(
     assert hub.models["me/sums"].files == {}
 
 
-# Tokens: found out before anything is uploaded
+# Tokens, checked before any upload
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def refusal(text: str) -> str:
 
 
 def kept() -> list[str]:
-    """The names of the files in the hub's cache, complete or not."""
+    """Return the names of the files in the hub's cache, complete or not."""
     cache = Path(constants.HF_HUB_CACHE)
     return sorted(each.name for each in cache.glob("datasets--*/blobs/*"))
 
@@ -300,7 +300,7 @@ def test_hub_that_never_answers_is_given_up(
     assert hub.given_up()
 
 
-# A connection that breaks in the middle
+# A connection that breaks within a file
 
 
 def test_broken_download_continues_where_it_broke(hub: Hub) -> None:

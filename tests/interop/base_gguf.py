@@ -13,7 +13,7 @@ import sentencepiece
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     """Return the rows in the order of llama.cpp's LlamaModel.permute.
 
-    Of a head of d rows, row i of the first half comes to 2 i, row i of the second to 2 i + 1.
+    In a head of d rows, row i of the first half moves to 2 i, row i of the second half to 2 i + 1.
     """
     size = len(rows) // heads
     order = [

@@ -61,7 +61,7 @@ def write_hf_model(folder: Path, kind: str, dtype: str = "float32") -> Path:
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim > 1:  # transformers' own are so small that the model says nothing
+            if parameter.ndim > 1:  # transformers' own weights give almost no output
                 parameter.normal_(std=parameter.shape[1] ** -0.5)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     if kind in ("gpt_oss", "olmoe", "qwen3_moe"):  # as transformers 4 wrote it, which mlx-lm reads
@@ -76,7 +76,7 @@ def write_hf_model(folder: Path, kind: str, dtype: str = "float32") -> Path:
 
 
 def write_split_experts(model: Path, folder: Path) -> Path:
-    """Write a folder of gpt-oss in mlx-lm's layout, whose converter knows mxfp4 only."""
+    """Write a folder of gpt-oss in mlx-lm's layout, whose converter supports only mxfp4."""
     import safetensors.numpy
 
     shutil.copytree(model, folder)

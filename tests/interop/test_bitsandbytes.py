@@ -1,4 +1,4 @@
-"""NF4 as bitsandbytes, by QLoRA's authors, computes it."""
+"""NF4 against bitsandbytes, the library of QLoRA's authors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_levels_are_the_same() -> None:
 
 
 def test_double_quantisation_differs_by_no_more_than_a_level() -> None:
-    """Theirs is not always the nearest level on the CPU; ours is."""
+    """On the CPU, bitsandbytes does not always choose the nearest level; mlxtune does."""
     _, state = functional.quantize_4bit(
         torch.tensor(WEIGHT), quant_type="nf4", blocksize=64, compress_statistics=True
     )

@@ -193,13 +193,13 @@ def test_steps_with_two_rates_are_those_of_peft(folder: Path, member: str) -> No
     for name, value in parameters(pipeline).items():
         moved = tensor_of(model, name).detach().numpy().T - before[name]
         assert np.abs(moved).max() > (1 if name.endswith("lora_a") else ratio) * rate
-        # Adam makes steps of full size of gradients of rounding errors, so in few places only.
+        # Adam turns gradients of rounding errors into full steps, so a few entries may differ.
         wrong = np.abs((value - before[name]) - moved) > 1e-3 * np.abs(moved).max()
         assert wrong.mean() < 1e-2, name
 
 
 def effective(weight: npt.NDArray[Any], module: Any) -> npt.NDArray[Any]:
-    """Return the weight (out, in) that one of our modules computes with."""
+    """Return the weight (out, in) that one of our modules applies."""
     a, b = (np.array(x, dtype=np.float64) for x in module.factors())
     return weight + module.scale * (a @ b).T
 
@@ -219,7 +219,7 @@ def test_pissa_begins_as_in_peft(folder: Path) -> None:
         assert_near(residual, other.base_layer.weight.detach().numpy(), 2e-5)
         their_a = other.lora_A["default"].weight.detach().numpy().T
         their_b = other.lora_B["default"].weight.detach().numpy().T
-        # Each singular vector may point the other way, in both.
+        # In either library, a singular vector may have the opposite sign.
         signs = np.sign((a * their_a).sum(axis=0))
         np.testing.assert_allclose(a * signs, their_a, atol=1e-4)
         np.testing.assert_allclose(b * signs[:, None], their_b, atol=1e-4)

@@ -65,7 +65,7 @@ def exported(adapter: Path, output: Path) -> Path:
 
 
 def tiled(tensor: Any, projection: str, part: str) -> Any:
-    """Return a matrix of the gated delta rule as llama.cpp's converter orders its value heads.
+    """Return a matrix of the gated delta rule in the order of llama.cpp's converter.
 
     Two key heads of 16 serve two value heads of 16 each: 0 1 of the first, 2 3 of the second.
     """

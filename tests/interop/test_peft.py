@@ -80,7 +80,7 @@ def test_exported_adapter_gives_the_trained_models_logits_in_peft(
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "mixtral", "olmoe", "qwen3_moe"])
-# PEFT looks for these patterns among modules only, but takes them for parameters too.
+# PEFT looks for these patterns only among modules, but applies them to parameters too.
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning")
 def test_experts_give_the_trained_models_logits_in_peft_and_back(tmp_path: Path, kind: str) -> None:
     theirs = write_hf_model(tmp_path / "theirs", kind)
@@ -173,7 +173,7 @@ def test_exported_and_imported_again_is_the_same_to_the_bit(
 
 
 def peft_made(model: Path, output: Path, **config: Any) -> tuple[Path, np.ndarray[Any, Any]]:
-    """Have PEFT make an adapter with random tensors; return its folder and its model's logits."""
+    """Make PEFT write an adapter with random tensors; return its folder and its model's logits."""
     settings = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj"]}
     wrapped = peft.get_peft_model(base_of(model), peft.LoraConfig(**settings | config))
     torch.manual_seed(0)

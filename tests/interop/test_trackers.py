@@ -191,7 +191,7 @@ def test_wandb_keeps_the_run_in_its_folder_without_a_login(
     result = json.loads((checkpoints / "result.json").read_text())
     assert summary["best_val_loss"] == result["best_val_loss"]
     assert options["rank"] == 8
-    # Stopped the first time, complete the second.
+    # The run was stopped the first time, and is complete the second time.
     assert exits == [1, 0]
     assert outside(tmp_path) == []
 

@@ -140,12 +140,12 @@ def test_step_is_that_of_trl(family: str, name: str, monkeypatch: pytest.MonkeyP
         found[f"reference {role}"] = deviation(ours.references[role], expected)
         assert deviation(ours.logps[role], expected) > 1e-2
     metrics = dict(theirs.metrics)
-    if name == "sigmoid and sft":  # whose own loss TRL does not report
+    if name == "sigmoid and sft":  # TRL does not report this loss
         metrics["nll_loss"] = -theirs.logps["chosen"].sum() / supervised(batch, objective)
-    # TRL reports a KL, or a loss of answers, of zero where an objective has none.
+    # TRL reports a KL or a loss of answers of zero if an objective has none.
     absent = {"kl": not objective.needs_kl, "nll_loss": not objective.options.chosen_weight}
     assert {k for k in _REPORTED if k in metrics and not absent.get(k)} == ours.metrics.keys()
-    assert ours.metrics.get("kl", 1) > 0 or family == "qwen3"  # whose estimate is below 0
+    assert ours.metrics.get("kl", 1) > 0 or family == "qwen3"  # its estimate is below 0
     for metric, value in ours.metrics.items():
         found[metric] = abs(value - metrics[metric]) / max(1.0, abs(metrics[metric]))
     largest = max(np.abs(value).max() for value in theirs.gradients.values())
@@ -208,7 +208,7 @@ def test_pairs_and_their_log_probabilities_are_those_of_trl(family: str, tmp_pat
     folder, rows = write_model(tmp_path / family, family), generated(100, longest=10)
     (folder / "chat_template.jinja").write_text(CHATML if family == "llama" else THINKING)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    # Answers without thinking are those of a model that was told not to think.
+    # Answers without thinking match a model with thinking disabled.
     thinking = None if family == "llama" else False
     counts, same = compare_rows(folder, tokenizer, rows, tmp_path / "pairs.jsonl", thinking)
     assert counts == {"pairs": 100, "same": 200, "tails": 200} and len(same) == 100

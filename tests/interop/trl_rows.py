@@ -43,7 +43,7 @@ _EDGES = ("",) * 8 + ("\n", "\n\n", " ", "  ", "\t", "...\n")
 
 
 def generated(count: int, *, seed: int = 0, longest: int = 40, system: bool = True) -> list[Row]:
-    """Return pairs as messages: prompts of one turn or three, answers of all lengths and edges."""
+    """Return pairs as messages: prompts of one or three turns, answers of all lengths and edges."""
     rng = np.random.default_rng(seed)
 
     def text() -> Any:
@@ -110,10 +110,10 @@ def compare_rows(
 ) -> tuple[Counter[str], list[Row]]:
     """Compare every pair's tokens and masks; raises AssertionError at the first difference.
 
-    A side is the same to both, or a token crosses the edge of an answer. Then TRL starts both
-    answers of the pair before that token, where ours keep the prompt that inference gives. Behind
-    the end of the turn, TRL trains on what the template writes there, and ours do not. Return how
-    many sides are what, and the pairs in TRL's terms, without these tails.
+    Either both have the same side, or a token crosses the edge of an answer. Then TRL starts both
+    answers of the pair before that token, while ours keep the prompt of inference. After the end of
+    the turn, TRL also trains on the template's text, and ours does not. Return the number of sides
+    of each kind, and the pairs in TRL's terms, without this text.
     """
     template = {} if thinking is None else {"enable_thinking": thinking}
     options = {} if thinking is None else {"thinking": "on" if thinking else "off"}

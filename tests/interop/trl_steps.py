@@ -107,7 +107,7 @@ def labelled_rows(count: int) -> list[dict[str, Any]]:
 def trainer_of(family: str, objective: str, rows: int = 6, loss: str = "") -> Any:
     """Return TRL's trainer for an objective, whose reference has our reference's matrices.
 
-    It copies them from those that it is given, and takes all rows as one batch.
+    It copies the given matrices, and takes all rows as one batch.
     """
     import datasets
     import peft
@@ -250,7 +250,7 @@ def their_step(
 def _recorded(trainer: Any) -> Iterator[list[npt.NDArray[Any]]]:
     """Record the log-probabilities of each forward pass, (B,)."""
     passes: list[npt.NDArray[Any]] = []
-    if hasattr(trainer, "get_batch_logps"):  # logits leave the model, and means this function
+    if hasattr(trainer, "get_batch_logps"):  # the model returns logits; this may average them
         plain = trainer.get_batch_logps
 
         def logps_of(logits: Any, labels: Any, average_log_prob: bool = False, **rest: Any) -> Any:
@@ -276,7 +276,7 @@ def _recorded(trainer: Any) -> Iterator[list[npt.NDArray[Any]]]:
 
 def _named(batch: Mapping[str, Any], passes: Sequence[npt.NDArray[Any]]) -> tuple[Arrays, Arrays]:
     """Return the policy's and the reference's log-probabilities by role."""
-    if "label" in batch:  # those of other rows' answers come first, where they are needed
+    if "label" in batch:  # the mismatched answers' values come first, if they are needed
         half = len(passes) // 2
         names = ("mismatched", "answer")[-half:]
         policy, reference = (

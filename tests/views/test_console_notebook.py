@@ -15,7 +15,7 @@ from mlxtune.views.console import NotebookLine, in_notebook
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """The states that a notebook was sent, one second apart."""
+    """Return the states that a notebook received, one second apart."""
     states: list[dict[str, str]] = []
 
     def display(content: dict[str, str], **options: Any) -> SimpleNamespace:

@@ -26,7 +26,7 @@ def printed(
     examples: list[ShownExample] | None = None,
     **options: Any,
 ) -> str:
-    """The output in a pipe, or with `force_terminal` on a terminal."""
+    """Return the output in a pipe, or with `force_terminal` on a terminal."""
     options = {"width": 80, "color_system": None, "force_terminal": False, "_environ": {}} | options
     options["width"] = options["width"] if options["force_terminal"] else 10_000
     console = Console(file=io.StringIO(), legacy_windows=False, **options)
@@ -36,7 +36,7 @@ def printed(
 
 
 def on_terminal(inspection: Inspection = INSPECTION, width: int = 80, **options: Any) -> str:
-    """The output on a terminal with colours."""
+    """Return the output on a terminal with colours."""
     return printed(
         inspection, **{"force_terminal": True, "color_system": "standard", "width": width} | options
     )
@@ -166,7 +166,7 @@ def test_lines_of_a_pipe_are_not_wrapped(capsys: pytest.CaptureFixture[str]) -> 
     assert "word " * 99 + "word·<|im_end|>↵" in capsys.readouterr().out.splitlines()
 
 
-# The second has no lone surrogate, so that it can be encoded for a terminal.
+# The second file has no lone surrogate, so that it can be encoded for a terminal.
 @pytest.mark.parametrize("hostile", [HOSTILE, HOSTILE.replace("\ud800", "")])
 def test_hostile_text_anywhere_reaches_no_terminal_raw(hostile: str) -> None:
     for text in (on_terminal(with_text(hostile)), printed(with_text(hostile))):

@@ -18,7 +18,7 @@ __all__ = ["runs"]
 
 
 def shown(runs: Sequence[RunView], width: int | None = None) -> list[str]:
-    """The lines on a terminal of a width, or in a pipe."""
+    """Return the lines on a terminal of a width, or in a pipe."""
     file, terminal = io.StringIO(), width is not None
     console = Console(
         file=file, width=width or 10_000, force_terminal=terminal, color_system=None, _environ={}

@@ -55,7 +55,7 @@ def test_stretches_of_text_without_unseen_characters_join_to_the_text(text: str)
 
 
 def marked(*pieces: Piece) -> str:
-    """All the text, with marked spaces as `·`."""
+    """Return all the text, with marked spaces as `·`."""
     return "".join(
         "·" * len(words) if kind == "space" else words
         for _, parts in stretches(pieces)

@@ -20,7 +20,7 @@ from tests.models import sums, write_chat
 from tests.runs import write_run
 from tests.waiting import wait_until
 
-# Answers each question, or does what it says.
+# Answers each question, or obeys its command.
 WORKER = """
 import json, sys, time
 for line in sys.stdin:

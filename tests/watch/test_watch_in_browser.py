@@ -29,7 +29,7 @@ pytestmark = [needs_browser, pytest.mark.slow]
 
 
 class FakeAsker(Asker):
-    """Answers at once, without a model."""
+    """Answers immediately, without a model."""
 
     def ask(self, run: Path, question: object) -> None:
         self._question = Question(run, str(question), base="<i>4</i>", adapter="four", status="")
@@ -112,7 +112,7 @@ def test_two_tabs_follow_a_run_through_a_restart_to_its_stop(tmp_path: Path) -> 
             first.wait_for(f"{text('head')}.includes('unfinished')")
         for tab in tabs:
             assert all(url.startswith((address, "data:")) for url in tab.requested), tab.requested
-            # But that the server was gone.
+            # The page reported only that the server was gone.
             assert [each for each in tab.said if "ERR_CONNECTION_REFUSED" not in each] == []
 
 

@@ -1,4 +1,4 @@
-"""A base model with a trained adapter on it."""
+"""A base model with a trained adapter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = [[5, 17, 80, 3]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model and the folder of an adapter that was trained on it."""
+    """A model and the folder of an adapter trained on it."""
     folder = tmp_path_factory.mktemp("trained")
     model = write_model(folder / "model", "qwen3")
     rows = write_chat(folder / "chat.jsonl", sums(20))

@@ -98,7 +98,7 @@ def test_adapters_that_mlx_lm_trained_are_loaded(
 ) -> None:
     model, _ = load(str(folder))
     model.set_dtype(mx.float32)
-    # A scale that is not alpha / rank of any alpha that it gives.
+    # A scale that is not alpha / rank for any alpha in the config.
     parameters = {"rank": 3, "scale": 0.1 + 0.2, "dropout": 0.0} | ({"keys": keys} if keys else {})
     model.freeze()
     linear_to_lora_layers(model, layers, parameters, use_dora=dora)

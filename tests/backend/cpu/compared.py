@@ -12,7 +12,7 @@ Function = Callable[..., mx.array]
 
 
 def random(*shape: int, scale: float = 1.0, seed: int = 0) -> mx.array:
-    """Return normal numbers, float32."""
+    """Return normally distributed numbers in float32."""
     values = scale * np.random.default_rng([seed, *shape]).standard_normal(shape)
     return mx.array(values.astype(np.float32))
 
@@ -20,12 +20,12 @@ def random(*shape: int, scale: float = 1.0, seed: int = 0) -> mx.array:
 def assert_same_function(
     fast: Function, plain: Function, *inputs: mx.array, tolerance: float = 2e-6
 ) -> None:
-    """Check value and gradients with respect to all inputs, of the largest entry of each."""
+    """Compare the value and the gradients for all inputs, relative to the largest entry of each."""
     given = list(inputs)
     outputs, expected = fast(*given), plain(*given)
     assert outputs.dtype == expected.dtype
     assert_close(outputs, expected, tolerance)
-    # A cotangent that is not all alike, and not laid out as the output is.
+    # A cotangent that is neither constant nor laid out like the output.
     cotangent = random(*expected.shape[::-1], seed=9).transpose()
     _, found = mx.vjp(lambda *x: fast(*x), given, [cotangent])
     _, wanted = mx.vjp(lambda *x: plain(*x), given, [cotangent])

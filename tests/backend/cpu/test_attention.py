@@ -43,7 +43,7 @@ def assert_same_attention(
 
 
 def reference(q: mx.array, k: mx.array, v: mx.array, mask: Any) -> mx.array:
-    """mlx's own function, which wants one width: the values are cut in two."""
+    """Return mlx's own attention, which needs equal widths: the values are cut in two."""
     width = q.shape[-1]
     parts = [v[..., :width], mx.pad(v[..., width:], [(0, 0)] * 3 + [(0, 2 * width - v.shape[-1])])]
     options = {"scale": SCALE, "mask": mask}
@@ -84,7 +84,7 @@ def test_mask_of_truth_values(shape: tuple[int, int]) -> None:
 def test_mask_for_each_line_and_head(axes: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     mask = rng.random((*axes, 6, 9)) < 0.6
-    mask[..., 2] = True  # each query sees something
+    mask[..., 2] = True  # each query attends to some key
     assert_same_attention(*heads(6, 9), mx.array(mask))
     added = np.where(mask, rng.standard_normal(mask.shape), -np.inf).astype(np.float32)
     assert_same_attention(*heads(6, 9), mx.array(added))
@@ -145,7 +145,7 @@ def test_inputs_that_are_not_laid_out_in_order() -> None:
 
 
 def test_gradient_flows_through_a_mask_that_is_added() -> None:
-    """As in DeepSeek's attention, where half of the scores come that way."""
+    """DeepSeek's attention adds half of its scores as such a mask."""
     q, k, v = heads(6, 9)
     mask = random(2, 4, 6, 9, seed=4)
     assert_same_function(

@@ -1,4 +1,4 @@
-"""Functions in numpy and rotary embeddings, against those of mlx that they replace."""
+"""Functions in numpy and rotary embeddings, against the functions of mlx that they replace."""
 
 from __future__ import annotations
 

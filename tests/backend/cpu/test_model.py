@@ -64,7 +64,7 @@ def test_parts_that_have_a_faster_way_take_it(
     for name, home in HOMES.items():
         monkeypatch.setattr(home, name, noted(name, before[home][name]))
     mx.eval(model(TOKENS))
-    # Those that are kept in a table are called by what they were then.
+    # The functions in the table were stored before the replacement.
     table = {"swiglu"}
     assert called - table == set(USES[architecture]) - table
 

@@ -95,7 +95,7 @@ def test_memory_that_other_programs_hold_is_not_planned_with(
     monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 2_000_000_000)
     monkeypatch.setattr(memory.mx, "get_cache_memory", lambda: 1_000_000_000)
     assert memory.find_limits(24).memory == 8_000_000_000
-    # Runs of ours give theirs back: a reservation makes this run wait or refuses it.
+    # Other runs of mlxtune release memory: a reservation makes this run wait or refuses it.
     ours = Reservation(os.getpid(), 9_000_000_000, "this run")
     other = Reservation(1, 3_000_000_000, "another run")
     monkeypatch.setattr(memory, "reservations", lambda folder: [ours, other])

@@ -166,7 +166,7 @@ def test_arrays_that_kernels_do_not_serve_run_plainly(device: FakeDevice) -> Non
 
 
 def test_mlp_launches_seven_kernels_less() -> None:
-    """The kernels' places are taken by functions of MLX's that are one primitive each."""
+    """MLX functions of one primitive each replace the kernels."""
 
     def make(*, output_names: list[str], **_: Any) -> Any:
         def run(*, inputs: list[mx.array], **options: Any) -> list[mx.array]:

@@ -86,7 +86,7 @@ def test_quantised_head_is_no_plain_product() -> None:
 
 
 def test_dequantised_head_is_one_product_whose_rows_are_unpacked() -> None:
-    for architecture in ("llama", "qwen3"):  # a head of its own, and tied
+    for architecture in ("llama", "qwen3"):  # a separate head, and a tied one
         folder = model_folder(architecture, 4)
         model = load_base(folder, "float32", quantized_compute=DEQUANTIZED).model
         split = SplitModel(model)

@@ -212,7 +212,7 @@ def test_layers_that_hand_on_more_than_hidden_states(passes: str) -> None:
         ("qwen3", ("o_proj",), BackwardReads(True, False, False)),
         ("llama", ("down_proj",), BackwardReads(False, True, False)),
         ("qwen2", ("all",), BackwardReads(True, True, False)),
-        # A norm behind it reads the last product.
+        # A norm after the last product reads it.
         ("gemma3_text", ("q_proj", "v_proj"), BackwardReads(False, False, True)),
         ("gemma2", ("q_proj", "v_proj"), BackwardReads()),
     ],
@@ -264,7 +264,7 @@ def products(recompute: bool, tmp_path: Path) -> int:
 def test_layers_run_again_in_the_backward_pass(tmp_path: Path) -> None:
     once, twice = (products(recompute, tmp_path) for recompute in (False, True))
     layers = 2
-    # Of each layer at least seven projections, with two products of LoRA each, and attention.
+    # Each layer has at least seven projections, with two products of LoRA each, and attention.
     assert twice - once >= layers * 7 * 3
 
 

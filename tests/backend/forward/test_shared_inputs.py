@@ -57,7 +57,7 @@ class Model(nn.Module):
         ({}, 2),
         ({"apart": True}, 1),
         ({"dropout": 0.5}, 0),
-        # Zeros beside B would take time.
+        # Zeros next to B would take time.
         ({"rank": 33}, 0),
     ],
     ids=str,

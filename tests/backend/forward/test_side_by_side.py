@@ -30,7 +30,7 @@ from tests.long.architectures import ARCHITECTURES
 from tests.models import write_model
 from tests.slow import slow
 
-# Convolutions, and recurrences beside attention and without any.
+# Convolutions, and recurrences with and without attention.
 HYBRIDS = ("lfm2", "falcon_h1", "mamba2")
 # `c d` and `x` both continue `a b`.
 LINE, TEXTS = [1, 2, 3, 4, 5, 8, 9], [[1, 2, 3, 4], [1, 2, 5], [8, 9]]
@@ -90,7 +90,7 @@ def test_examples_of_a_line_give_what_each_gives_by_itself(
 ) -> None:
     folder = write_model(tmp_path / "m", architecture, **ARCHITECTURES[architecture])
     rng = np.random.default_rng(0)
-    # Two with a shared prefix, and one without.
+    # Two examples with a shared prefix, and one without.
     examples = family(1, rng.integers(0, 320, 20).tolist(), [3, 5], rng, one_row=False)
     examples += family(3, [], [9], rng, one_row=False)
     fast, plain = fresh(folder, Execution(operations), 10_000), fresh(folder)

@@ -1,4 +1,4 @@
-"""Short passes through a loaded model: their findings, and the unchanged model."""
+"""Short passes through a loaded model: their measurements, and the unchanged model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_only_the_modes_that_may_run_are_measured(tmp_path: Path) -> None:
 
 
 def test_layers_that_cannot_run_alone_are_not_measured(tmp_path: Path) -> None:
-    # Its layers return the values of the first one too.
+    # Its layers also return the values of the first layer.
     pipeline, shapes = started(tmp_path / "model", MLX, "rwkv7", **RWKV)
     assert measure(pipeline, shapes, [False]) is None
     pipeline.train_batch(random_examples(2))

@@ -146,7 +146,7 @@ def check_peak(
 
 @dataclass(frozen=True)
 class Case:
-    """The peak of a step in bytes: estimated from sizes, corrected by short passes, measured."""
+    """A step's peak in bytes: estimated from sizes, corrected by short passes, and measured."""
 
     estimated: int
     corrected: int
@@ -154,7 +154,7 @@ class Case:
 
 
 def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[Example]) -> Case:
-    """Return the peak of a step with a model that was opened."""
+    """Return the peak of a step with an opened model."""
     shapes = model_shapes(base, config, how.operations.memory)
     release()  # memory of earlier tests
     elsewhere = mx.get_active_memory()

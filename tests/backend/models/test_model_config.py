@@ -21,7 +21,7 @@ from tests.experts import EXPERTS
 from tests.models import write_model
 from tests.slow import long, slow
 
-# As on the hub: what they leave out, or have twice or as null, is no contradiction.
+# As on the hub: missing, repeated or null entries are no contradiction.
 SOUND = {
     "qwen3": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "head_dim": None},
     "granite 4": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
@@ -155,13 +155,13 @@ def test_any_other_value_of_a_config_is_one_line_at_once_or_harmless(
             apply_lora(open_base(tmp_path, "auto").model, config)
         except ModelError as error:
             assert "\n" not in str(error)
-        # A bound that only a loop over 10**8 things breaks.
+        # A bound that only a loop over 10**8 items exceeds.
         assert time.process_time() - started < 5
     assert peak_bytes() - peak < 2**30
 
 
 def mutated(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a config with each number, and each list, replaced by others."""
+    """Yield a config with each number, and each list, replaced by other values."""
     for key, value in config.items():
         others: list[Any] = []
         if isinstance(value, dict):

@@ -86,6 +86,6 @@ def test_layer_computes_with_the_unpacked_weight(double_quant: bool) -> None:
     ours = mx.grad(lambda x: (layer(x) ** 2).sum())(x)
     theirs = mx.grad(lambda x: ((x @ weight.T + linear.bias) ** 2).sum())(x)
     assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
-    # Some rows of it are those of the whole.
+    # Some of its rows equal rows of the whole.
     assert mx.array_equal(layer.unpacked(mx.float32, rows=slice(7, 20)), weight[7:20])
     assert not layer.trainable_parameters()

@@ -16,7 +16,7 @@ from tests.backend.kernels import kernel_module
 
 attention, elementwise, model = map(kernel_module, ("attention", "elementwise", "model"))
 
-# Two texts that go on from one, which goes on from another, and one by itself.
+# Two texts that continue one text, which continues another, and a separate text.
 FOREST = Layout(
     [
         Segment(0, 5, 0, -1),
@@ -31,7 +31,7 @@ TOKENS = 27
 
 
 def seen() -> np.ndarray[Any, Any]:
-    """Return which keys (T, T) each token sees, one by one."""
+    """Return the keys (T, T) that each token attends to, one by one."""
     mask = np.zeros((TOKENS, TOKENS), dtype=bool)
     for segment in FOREST.segments:
         for place in range(segment.start, segment.end):

@@ -1,4 +1,4 @@
-"""Quantising while loading: the bytes that mlx-lm makes, and memory that never holds the model."""
+"""Quantising while loading: mlx-lm's bytes, and memory that never holds the whole model."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ EXPERTS = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"dtype": "bfloat16"},
-    # Cast before it is quantised, as the config says.
+    # Cast before quantisation, as the config says.
     "llama": {"torch_dtype": "float16"},
-    # 96 is no multiple of 64, and stays.
+    # 96 is not a multiple of 64, so this matrix is not quantised.
     "gemma3_text": {},
-    # Its router gets 8 bits, by the architecture's own word.
+    # The architecture gives its router 8 bits.
     "qwen3_moe": EXPERTS,
 }
 HOW: dict[str, dict[str, Any]] = {
@@ -84,7 +84,7 @@ def test_nf4_is_on_the_linear_layers_but_the_head(tmp_path: Path) -> None:
     base = load_base(folder, "bfloat16", quantize="nf4", double_quant=True)
     kinds = {name: type(module) for name, module in base.model.named_modules()}
     found = {name.rsplit(".", 1)[-1] for name, kind in kinds.items() if kind is NF4Linear}
-    # down_proj reads 96, which is no multiple of 64.
+    # down_proj reads 96, which is not a multiple of 64.
     assert found == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
     assert kinds["lm_head"] is nn.Linear
     assert base.quantization == "4-bit nf4, group 64, scales in 8 bits"
@@ -132,7 +132,7 @@ def test_full_precision_model_is_never_in_memory(tmp_path: Path, name: str) -> N
     read_weights(base)
     peak = mx.get_peak_memory() - elsewhere
     kept = sum(value.nbytes for value in parameters(base.model).values())
-    # Beside what is kept, one matrix, what it is made with, and what it becomes.
+    # In addition to the kept weights: one matrix, its intermediates and its quantised form.
     assert kept <= peak < kept + 24 * max(sizes)
     assert mx.get_active_memory() - elsewhere < 1.01 * kept + 10_000
     if name not in ("8", "mxfp8"):

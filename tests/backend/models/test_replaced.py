@@ -1,4 +1,4 @@
-"""Functions replaced in one model: which methods reach them, and that others keep theirs."""
+"""Functions replaced in one model: the methods that reach them; other models keep theirs."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from tests.models import write_model
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """A quantised model that was opened, as on a GPU."""
+    """An opened quantised model, as on a GPU."""
     folder = write_model(tmp_path / "model", "llama", quantize=4)
     monkeypatch.setattr(layers, "on_cpu", lambda: False)
     return open_base(folder, "float32").model

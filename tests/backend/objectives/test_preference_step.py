@@ -28,7 +28,7 @@ from tests.backend.step.executions import (
 )
 from tests.slow import long, slow
 
-# Of each kind: a loss of single rows, one across rows, one that needs the divergence, and ours.
+# One loss of each kind: of single rows, across rows, with the divergence, and our own.
 OBJECTIVES = {
     "dpo": objective_of("dpo", sft_weight=0.5),
     "aot": objective_of("dpo", dpo_loss="aot"),
@@ -107,7 +107,7 @@ def formula(
 
 
 SOME = ("in one line", "split head", "all")
-# By default each objective in two micro-batches of lines, and two objectives in other ways.
+# By default each objective in two micro-batches of lines, and two objectives in other forms.
 CASES = [
     (name, way, tokens)
     if (tokens == 64 and way in SOME[:1])
@@ -123,7 +123,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "way", "tokens"), CASES)
 def test_step_equals_plain_autograd_however_it_is_split(name: str, way: str, tokens: int) -> None:
-    """One, two, or as many micro-batches as there are examples."""
+    """One, two, or as many micro-batches as examples."""
     made = fresh(model_folder("qwen3"), WAYS[way], tokens=tokens, objective=OBJECTIVES[name])
     loss, gradients = expected(name)
     found = computed(made, rows_of(OBJECTIVES[name]))

@@ -78,7 +78,7 @@ def pipeline(
     overrides: tuple[tuple[str, Any], ...] = (),
     **config: Any,
 ) -> InstructPipeline:
-    """Return a pipeline with random LoRA matrices; by default the plain one, an example a pass.
+    """Return a pipeline with random LoRA matrices, by default the plain one, an example a pass.
 
     The pipeline is cached: tests that change it must use `fresh`.
     """

@@ -1,5 +1,4 @@
-"""What test_workers.py runs on each of several workers that share a model: steps equal one
-worker's.
+"""The script that test_workers.py runs on workers that share a model: steps equal one worker's.
 
 python -m tests.backend.step.on_split_workers [ARCHITECTURE ...]
 """
@@ -21,7 +20,7 @@ from tests.backend.step.executions import WAYS, assert_same, computed, fixed_ste
 from tests.long.architectures import ARCHITECTURES as TINY
 from tests.models import write_model
 
-# Of which quantised groups make whole parts.
+# Their quantised groups form whole parts.
 SIZES = {
     "intermediate_size": 128,
     "moe_intermediate_size": 128,
@@ -36,12 +35,12 @@ CASES: list[tuple[str, int | None, dict[str, Any]]] = [
     ("in one line", None, {"targets": (*ATTENTION[:3], "up_proj", "down_proj"), "dropout": 0.3}),
     ("in one line with recompute", 4, {"targets": ("q_proj", "o_proj")}),
 ]
-# The head's logits are those of MLX's quantised products.
+# The head's logits come from MLX's quantised products.
 PACKED_HEAD = ("in one line", 4, {"targets": ATTENTION, "quantized_compute": "quantized"})
 
 
 def check(workers: Workers, how: str, folder: Path, step: Sequence[Example], **config: Any) -> None:
-    """Compare loss, gradients, an update and an evaluation with those of one worker."""
+    """Compare loss, gradients, an update and an evaluation with a single worker's."""
     together, alone = (
         fresh(folder, WAYS[how], 64, workers=each, **config) for each in (workers, Workers())
     )
@@ -55,7 +54,7 @@ def check(workers: Workers, how: str, folder: Path, step: Sequence[Example], **c
 
 
 def check_all(names: Sequence[str], *, few: bool = False) -> None:
-    """Check architectures; with `few`, in two ways only."""
+    """Check architectures; with `few`, in two forms only."""
     workers = Workers.launched(tensor=True)
     assert workers.size > 1
     cases = CASES[1:] if few else CASES
@@ -79,7 +78,7 @@ def check_all(names: Sequence[str], *, few: bool = False) -> None:
 
 
 def main() -> None:
-    """Check the named architectures, or all."""
+    """Check the named architectures, or all of them."""
     check_all(sys.argv[1:] or list(ARCHITECTURES))
 
 

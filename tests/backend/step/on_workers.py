@@ -1,5 +1,4 @@
-"""What test_workers.py runs on each of several workers: everything beside the same on this one
-alone.
+"""The script that test_workers.py runs on several workers: it compares them with this one alone.
 
 python -m tests.backend.step.on_workers [all]
 """
@@ -50,11 +49,11 @@ if find_spec("numba") is None:  # as on a Mac
 def check_step(
     workers: Workers, how: str, folder: Path, step: Sequence[Example], **config: object
 ) -> None:
-    """Compare loss, gradients, an update and an evaluation with those of one worker."""
+    """Compare loss, gradients, an update and an evaluation with a single worker's."""
     together, alone = (
         fresh(folder, WAYS[how], 64, workers=each, **config) for each in (workers, Workers())
     )
-    # All but one worker have nothing to do in a step of one example.
+    # In a step of one example, only one worker has work.
     for examples in (step, step[1:2]):
         assert_same(computed(together, examples), computed(alone, examples))
     results = [each.train_batch(step, step=1) for each in (together, alone)]
@@ -67,7 +66,7 @@ def check_step(
 
 
 def check_preferences(workers: Workers) -> None:
-    """Compare steps of preferences, their metrics included, with those of one worker."""
+    """Compare steps of preferences, including their metrics, with a single worker's."""
     for name, options in OBJECTIVES:
         objective = objective_of(name, **options)
         together, alone = (
@@ -82,7 +81,7 @@ def check_preferences(workers: Workers) -> None:
             np.testing.assert_allclose(found[key], value, rtol=1e-4, atol=1e-5)
 
 
-# One whose rows stand alone, one across rows, and one with a divergence.
+# A loss of single rows, one across rows, and one with a divergence.
 OBJECTIVES: list[tuple[str, dict[str, object]]] = [
     ("dpo", {}),
     ("dpo", {"dpo_loss": "aot"}),
@@ -145,7 +144,7 @@ def check_unlike(workers: Workers) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         if workers.index == 0:
             pipeline.write(Path(scratch) / ADAPTER)
-        # On the others, the folder is empty: they take what worker 0 reads.
+        # The other workers' folders are empty: they get the checkpoint that worker 0 reads.
         pipeline.load(Path(scratch))
     pipeline.snapshot()
 

@@ -58,7 +58,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-# Every way in several micro-batches, and some with one example or all in each.
+# Every form in several micro-batches, and some with one example or all in each.
 SIZED = [(way, 60) for way in WAYS]
 SIZED += [(way, tokens) for way in ("split head", "all") for tokens in (1, 10_000)]
 
@@ -132,7 +132,7 @@ def test_closed_evaluator_leaves_base_and_adapted_as_they_were_loaded(adapter: P
 @pytest.mark.parametrize("tokens_at_once", [slow(1), 10_000])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_supervised_first_token_has_no_loss(way: Execution, tokens_at_once: int) -> None:
-    """Nothing predicts it, in a micro-batch, a line or behind a shared beginning."""
+    """No token predicts it, in a micro-batch, in a line or after a shared beginning."""
     base = load_base(model_folder("qwen3"), "float32")
     examples = [first_supervised(example) for example in fixed_step()]
     wanted = expected(base.model, examples)
@@ -227,7 +227,7 @@ def test_most_tokens_of_a_batch_take_a_second_of_a_gpu_and_ten_of_two_cores(
     for cpu in (True, False):
         monkeypatch.setattr("mlxtune.backend.step.evaluator.on_cpu", lambda cpu=cpu: cpu)
         found[cpu] = [most_tokens(size) for size in (10**6, 600_000_000, 4 * 10**9)]
-    # Two operations for each parameter and token: 10 TFLOP, or 1.
+    # Two operations for each parameter and token: 10 TFLOP on a GPU, 1 on the CPU.
     assert found == {True: [16384, 833, 125], False: [16384, 8333, 1250]}
 
 
@@ -300,7 +300,7 @@ def weights_of(evaluator: Evaluator) -> int:
 
 
 def test_evaluation_in_stages_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A card has one stage.
+    # CUDA has one stage.
     monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: True)
     whole, staged = (evaluator_of(WAYS["in one line"], num_hidden_layers=6) for _ in range(2))
     staged._losses._runner.seconds_per_token = 10.0
@@ -321,7 +321,7 @@ def test_prompts_of_many_pairs_run_once_whatever_their_sides(
         prompt = rng.integers(3, 300, 4 + row % 9)
         needed += len(prompt)
         for length in (2, 3 + row % 23):
-            # The first token of an answer differs, and the last of all is not run.
+            # The first tokens of the answers differ, and the last token does not run.
             tokens = np.concatenate([prompt, [length], rng.integers(3, 300, length)])
             mask = np.arange(len(tokens)) >= len(prompt)
             examples.append(Example(row, tokens.astype(np.int32), mask.astype(np.uint8)))

@@ -1,4 +1,4 @@
-"""Architectures beyond the four, some of which do not allow all; more: check_architectures.py."""
+"""Further architectures, some of which restrict the execution; see also check_architectures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.long.check_architectures import check
 from tests.slow import slow_except
 
-# Name, then what it gets of: the head apart, lines.
+# Name, then whether it allows a separate head, and lines.
 SOME = {
     "mistral3": (True, True),  # a text model within another
     "gpt_oss": (True, True),  # attention sinks, experts, a sliding window

@@ -1,4 +1,4 @@
-"""Each way to compute a step with LoRA's family, against the plain path."""
+"""Each form of computing a step with LoRA's family, against the plain path."""
 
 from __future__ import annotations
 

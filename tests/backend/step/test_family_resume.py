@@ -67,7 +67,7 @@ def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
     assert take(first, range(1, STOP + 1)) == expected[:STOP]
     first.snapshot()(tmp_path)
 
-    # What it began as is read, not found again.
+    # The initial matrices are read, not computed again.
     monkeypatch.setattr(initialise, "principal_svd", None)
     again = pipeline(folder, how, fresh=False, **options)
     again.restore(tmp_path)

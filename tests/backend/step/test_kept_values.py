@@ -46,7 +46,7 @@ def kept(layers: int, tokens: int, share: float) -> int:
     mx.eval(loss)
     mx.synchronize()
     found = mx.get_active_memory() - before
-    # Not computed: it holds what it needs.
+    # This is not evaluated: it holds the values that it needs.
     assert gradients
     return found
 
@@ -54,7 +54,7 @@ def kept(layers: int, tokens: int, share: float) -> int:
 @pytest.mark.parametrize(
     ("share", "tokens", "most"),
     [
-        # Narrow arrays, LoRA's among them, weigh more in a narrow model.
+        # Narrow arrays, such as LoRA's, have a larger share in a narrow model.
         slow(1 / 4, (256, 512), 4_500),
         long(1, (128, 256), 16_600),
     ],

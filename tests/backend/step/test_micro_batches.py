@@ -185,7 +185,7 @@ def test_fault_that_comes_twice_in_a_row_ends_the_step_and_changes_nothing(
     assert len(str(raised.value).splitlines()) == 1
     for name, value in adapters(pipeline).items():
         assert np.array_equal(value, before[name])
-    # All that it had is still there.
+    # All its state is still there.
     assert pipeline.train_batch(EXAMPLES) == taken_alone(make, 80)[0]
 
 

@@ -94,7 +94,7 @@ def test_step_that_is_not_profiled_evaluates_no_more_than_it_needs(
     pipeline = fresh(model_folder("qwen3"), SPLIT, 60)
     batches = len(list(pipeline.batches.of(fixed_step())))
     assert batches > 1
-    # Each is started and waited for, the last of them together with the update.
+    # Each phase is started and waited for, the last together with the update.
     expected = {"eval": batches, "async_eval": batches}
     assert counted(pipeline, monkeypatch) == expected
     profiled_step(pipeline, 1)

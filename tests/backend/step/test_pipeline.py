@@ -29,10 +29,10 @@ ARCHITECTURES = ("qwen3", "llama", "gemma2", "gemma3_text")
 def reference(
     pipeline: InstructPipeline, folder: Path, examples: list[Example]
 ) -> tuple[float, dict[str, np.ndarray[Any, Any]]]:
-    """Loss and gradients of plain dense weights W + scale (A B)^T, one example at a time.
+    """Return loss and gradients of dense weights W + scale (A B)^T, one example at a time.
 
-    No padding, no LoRA layers, no mlxtune code: the unchanged model of mlx-lm, log-softmax
-    written out, the sum over supervised targets divided by their count.
+    There is no padding, no LoRA layer and no mlxtune code: only the unchanged model of mlx-lm,
+    log-softmax written out, and the sum over supervised targets divided by their count.
     """
     model = load_base(folder, "float32").model
     scale = pipeline.config.lora_alpha / pipeline.config.lora_rank
@@ -159,8 +159,7 @@ def test_first_token_counts_for_nothing_as_nothing_predicts_it(
     assert evaluated.total_response_tokens == step.total_response_tokens == sum(predicted)
     assert evaluated.avg_loss == pytest.approx(expected, rel=1e-5)
     assert step.avg_loss == pytest.approx(expected, rel=1e-5)
-    # Of each example, what comes before its last supervised token is run, once for all that begin
-    # alike in one line.
+    # Each example runs up to its last supervised token, and a beginning shared in a line runs once.
     beginnings = {
         tuple(one.tokens[: i + 1].tolist())
         for one, run in zip(examples, [3, 5, 5, 5, 1, 3], strict=True)
@@ -198,7 +197,7 @@ def test_dropout_depends_on_seed_step_and_row_alone(make_pipeline: MakePipeline)
 
     def loss(step: int, seed: int = 42, dropout: float = 0.5) -> float:
         pipeline = make_pipeline("qwen3", dropout=dropout, seed=seed)
-        pipeline.loss_and_gradients(examples, step=step + 1)  # what ran before has no part in it
+        pipeline.loss_and_gradients(examples, step=step + 1)  # earlier passes must not matter
         return pipeline.loss_and_gradients(examples, step=step).loss
 
     assert loss(1) == loss(1)
@@ -220,7 +219,7 @@ def test_each_step_draws_the_dropout_of_its_number(make_pipeline: MakePipeline) 
 
 
 def test_steps_without_a_number_count_from_1(make_pipeline: MakePipeline) -> None:
-    """At a learning rate of 0 the parameters stay, so that dropout alone tells steps apart."""
+    """At a learning rate of 0 the parameters stay, so only dropout distinguishes steps."""
     examples = random_examples(3)
     pipeline = make_pipeline("qwen3", dropout=0.5)
     expected = [pipeline.loss_and_gradients(examples, step=step).loss for step in (1, 2, 8, 9)]

@@ -1,4 +1,4 @@
-"""Evaluation in stages: the same bytes, with the number of stages that the clock decides."""
+"""Evaluation in stages: the same bytes, and a number of stages that the clock decides."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.slow import slow
 
 @pytest.fixture(autouse=True)
 def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card has one stage, whatever the clock says."""
+    """CUDA has one stage, whatever the clock."""
     monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: True)
 
 
@@ -97,7 +97,7 @@ def test_stages_take_no_more_memory() -> None:
         return min(peaks)
 
     staged, whole = staged_and_whole(12)
-    # Where stages keep what layers recompute, it is 1.24 times as much.
+    # If stages kept the recomputed values, it would be 1.24 times as much.
     assert peak(staged) < 1.12 * peak(whole)
 
 
@@ -113,7 +113,7 @@ def test_next_stage_runs_while_the_host_waits_for_one(monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(mx, name, noted)
     staged.train_batch(fixed_step())
-    # Both of the forward pass, gradients, and the update.
+    # Two for the forward pass, then the gradients and the update.
     first, *middle, last = calls
     assert (first, last) == ("async_eval", "eval")
     assert middle == ["async_eval", "eval"] * (len(middle) // 2)

@@ -1,4 +1,4 @@
-"""Steps of several workers equal those of one."""
+"""Steps of several workers equal steps of one worker."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ def test_only_the_likeliest_are_drawn_as_mlx_lm_draws_them(options: dict[str, An
     ours = Sampling(temperature=1.0, **kept).sampler(5)
     mx.random.seed(0)
     found = np.array(ours(logprobs))
-    # The first two have 0.65 together.
+    # The first two tokens have a probability of 0.65 together.
     wanted = 2 if "top_p" in options else min(options["top_k"], 5)
     assert set(found.tolist()) == set(range(wanted))
     if options.get("top_k") != 10**6:
@@ -296,11 +296,11 @@ except RuntimeError:
 @pytest.mark.slow
 @pytest.mark.skipif(not device.on_cpu(), reason="a GPU compiles with no program of the machine's")
 def test_drawing_starts_no_compiler_and_leaves_compiling_on(tmp_path: Path) -> None:
-    """One that is there, and fails at whatever it is given, shows who starts it."""
+    """A compiler that fails on any input shows whether one is started."""
     compiler = tmp_path / "g++"
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ]\n')
     compiler.chmod(0o755)
-    # What was compiled before is kept in a temporary folder.
+    # Compiled code is kept in a temporary folder.
     kept = {name: value for name, value in os.environ.items() if name != "MLX_DISABLE_COMPILE"}
     env = {**kept, "PATH": str(tmp_path), "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", _DRAWN], env=env, capture_output=True, text=True)

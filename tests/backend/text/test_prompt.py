@@ -45,10 +45,10 @@ def check_file(folder: Path, data: Path, tokenizer: Any = None, **options: Any) 
             before = {**content, "messages": messages[:position]}
             prompt = prompt_of(asker.encoder, before, "here")
             assert list(prompt.ids) == context, f"{data}:{row[0].row}, message {position + 1}"
-            # Gemma 4 ends a turn that calls a tool by another token, which is one of its eos_ids.
+            # Gemma 4 ends a turn with a tool call by another token, which is one of its eos_ids.
             assert messages[position].get("tool_calls") or prompt.end == answer[-1]
             seen += 1
-        # What --generate takes of the row is its last turn.
+        # --generate uses the row's last turn.
         asked = last_turn(row, reader.tokenizer.control_ids)
         assert asked is not None
         assert ([*asked.prompt.ids], [*asked.answer, asked.prompt.end]) == turns[-1]
@@ -103,7 +103,7 @@ def test_end_that_is_no_token_is_a_text(tmp_path: Path, shared: Path) -> None:
     assert (prompt.end, prompt.end_text) == (None, "<end_of_turn>")
 
 
-# What is no conversation
+# Invalid conversations
 
 
 @pytest.mark.parametrize(

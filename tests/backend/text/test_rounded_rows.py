@@ -41,7 +41,7 @@ def test_rounded_lines_of_real_rows_have_at_most_3_percent_more_tokens(
                 groups += how.plan([each for row in step for each in corpus.row(row)])
             added, tokens = (sum(getattr(g, name) for g in groups) for name in ("added", "tokens"))
             assert 0 < added <= 0.03 * (tokens - added)
-            # Fewer shapes are what it is for.
+            # Rounding must give fewer shapes.
             exact = {group.tokens - group.added for group in groups}
             assert len({group.tokens for group in groups}) < 0.8 * len(exact)
             assert all(group.width % rounding.width == 0 for group in groups)

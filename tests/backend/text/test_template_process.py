@@ -1,6 +1,6 @@
-"""Templates that would hang or fill the memory are ended; all others render as transformers has it.
+"""Templates that hang or fill the memory are ended; all others render as in transformers.
 
-Each of ATTACKS was seen to hang, or to take gigabytes, in a process without limits.
+Each of ATTACKS hung, or took gigabytes, in a process without limits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LOOP = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% e
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[TemplateProcess]:
-    """A process that no test ends."""
+    """A process for all tests, which none of them ends."""
     process = TemplateProcess()
     yield process
     process.close()
@@ -71,7 +71,7 @@ def render(process: TemplateProcess, source: str, messages: Any = MESSAGES, **mo
 
 
 def doubled(step: str, then: str = "", start: str = "[1]") -> str:
-    """A template that does a step to x and y 99 times, and then something with them."""
+    """Return a template that applies a step to x and y 99 times, then evaluates an expression."""
     return (
         f"{{% set ns = namespace(x={start}, y={start}) %}}{{% for i in range(99) %}}"
         f"{{% set ns.x = {step} %}}{{% set ns.y = {step.replace('ns.x', 'ns.y')} %}}"
@@ -80,12 +80,12 @@ def doubled(step: str, then: str = "", start: str = "[1]") -> str:
 
 
 def nested(then: str, start: str = "[1]", around: str = "[ns.x, ns.x]") -> str:
-    """A template that does something with lists in lists of 2^99 items, which take no memory."""
+    """Return a template that uses nested lists of 2^99 items, which take no memory."""
     return doubled(around, then, start)
 
 
 def in_tuples(then: str) -> str:
-    """A template that does something with tuples in tuples, whose hash is never kept."""
+    """Return a template that uses nested tuples, whose hash is never cached."""
     return nested(then, "(1, 2)", "(ns.x, ns.x)")
 
 
@@ -147,12 +147,12 @@ def test_template_that_would_take_all_time_or_memory_is_ended_soon(
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     with pytest.raises(Harmful, match=r"^(takes more than 0\.3 s|produces more text or values) "):
         render(quick, ATTACKS[name])
-    # On a machine however busy; without a limit, it would not end.
+    # The limit holds on any busy machine; without it, rendering would not end.
     assert time.perf_counter() - started < SECONDS
     # Kilobytes on Linux, bytes on macOS.
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert after - before < (400 << 10 if after < 1 << 30 else 400 << 20)
-    # It is started again.
+    # The process is started again.
     assert render(quick, "a") == (TEXT, "a")
 
 
@@ -193,7 +193,7 @@ def test_template_does_not_reach_what_is_outside_it(lasting: TemplateProcess, so
         assert any(word in text for word in ("unsafe", "undefined", "loader"))
 
 
-# Each is rendered by transformers too, and has to be equal.
+# transformers renders each template too, with an equal result.
 HARMLESS = [
     "{% for m in messages %}{{ loop.index }} {{ loop.revindex }} {{ loop.length }} {{ loop.last }}"
     "{{ loop.previtem is defined }} {{ loop.nextitem }} {{ loop.cycle('a', 'b') }}"
@@ -276,7 +276,7 @@ def test_text_of_any_characters_comes_back_as_it_is(lasting: TemplateProcess) ->
 
 
 def test_long_conversation_has_more_time_and_a_longer_result(lasting: TemplateProcess) -> None:
-    # 60 million characters on the way, of which 39 million are the result.
+    # 60 million characters in between, 39 million of them in the result.
     source = "{% for m in messages %}" + "{{ m.content ~ '!' }}" * 13 + "{% endfor %}"
     messages = [{"role": "user", "content": "a" * 1_000_000} for _ in range(3)]
     assert render(lasting, source, messages) == (TEXT, ("a" * 1_000_000 + "!") * 39)
@@ -304,7 +304,7 @@ def test_memory_is_watched_where_the_system_does_not_limit_it(
 ) -> None:
     assert resident_memory(os.getpid()) > 10 * 2**20
     assert render(process, "a") == (TEXT, "a")
-    # From here on the child may use less than it does.
+    # From here on the child's limit is below its use.
     monkeypatch.setattr(process._child, "_memory", 2**20)
     monkeypatch.setattr(limited_child, "LIMITS_ITSELF", False)
     with pytest.raises(Harmful, match="produces more text or values"):
@@ -348,7 +348,7 @@ def test_process_ends_with_the_one_that_started_it(end: str, status: int) -> Non
 
 
 def test_ctrl_c_is_answered_at_once_and_without_a_word_from_the_process() -> None:
-    # Without an answer to Ctrl-C, it would go on for longer than is waited.
+    # If Ctrl-C did not end it, rendering would take longer than the test waits.
     code = PARENT.replace("TemplateProcess()", "TemplateProcess(seconds=3600)")
     code += f"process.render({LOOP!r}, ['{{\"conversations\": [[]]}}'])"
     with subprocess.Popen(
@@ -361,7 +361,7 @@ def test_ctrl_c_is_answered_at_once_and_without_a_word_from_the_process() -> Non
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         time.sleep(0.5)
-        # As a terminal does it.
+        # A terminal sends the signal like this.
         os.killpg(parent.pid, signal.SIGINT)
         _, errors = parent.communicate(timeout=SECONDS)
     assert errors.count("Traceback") == 1
@@ -378,7 +378,7 @@ def test_process_is_started_again_after_an_interruption(
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr("select.select", interrupt)
         render(process, "a")
-    # Not the reply to what was asked before.
+    # The reply must not be the previous one.
     assert render(process, "b") == (TEXT, "b")
 
 
@@ -410,7 +410,7 @@ def test_exit_waits_for_no_rendering() -> None:
     assert (parent.returncode, parent.stderr) == (0, "")
 
 
-# What core sees of it
+# The interface for core
 
 
 def test_template_that_is_ended_is_an_error_of_the_model_and_not_of_each_row() -> None:

@@ -78,11 +78,11 @@ def test_broken_tokenizer_model_is_an_error_that_names_it(tmp_path: Path, conten
         load_tokenizer(tmp_path)
 
 
-# Positions: what stands before a character, and where a token begins
+# Positions: the text before a character, and the start of a token
 
 
 def hard_texts() -> list[str]:
-    """Texts whose characters are of several tokens, and published ones where they are."""
+    """Return texts whose characters have several tokens, and published texts if available."""
     several = [
         "héllo 🙂🏽\nSELECT * FROM t",
         "👩‍👩‍👧 ñandú 北京 עברית  ",
@@ -127,7 +127,7 @@ def test_spelled_tokens_are_the_bytes_of_the_text(every_tokenizer: ModelTokenize
         assert len(spelled) == len(encoded.ids)
         assert all(spelled)
         whole = b"".join(spelled)
-        # Some vocabularies of SentencePiece put a space before a text and behind a control token.
+        # Some SentencePiece vocabularies put a space before a text and after a control token.
         if whole != text.encode():
             prefixed += 1
             assert whole.replace(b" ", b"") == text.replace(" ", "").encode(), repr(text)
@@ -137,7 +137,7 @@ def test_spelled_tokens_are_the_bytes_of_the_text(every_tokenizer: ModelTokenize
 
 
 def test_control_token_is_spelled_as_it_is_written(tmp_path: Path) -> None:
-    names = ["<｜User▁says｜>", "<é>", "<0x0A>"]  # DeepSeek's, and one that looks like a byte
+    names = ["<｜User▁says｜>", "<é>", "<0x0A>"]  # DeepSeek's tokens, and one like a byte
     write_tokenizer(tmp_path, extra=names)
     tokenizer = load_tokenizer(tmp_path)
     (encoded,) = tokenizer.encode_batch(["".join(names)])
@@ -150,7 +150,7 @@ def test_boundaries_and_starts_are_those_of_the_bytes(
 ) -> None:
     texts = [text for text in hard_texts() if text.strip()]
     if isinstance(every_tokenizer, SentencePieceTokenizer):
-        texts = [text.strip() for text in texts]  # it may drop spaces there
+        texts = [text.strip() for text in texts]  # spaces may be dropped there
     if control:
         token = next(iter(every_tokenizer.control_tokens))
         texts = [f"{token}{text}{token}" for text in texts]
@@ -161,7 +161,7 @@ def test_boundaries_and_starts_are_those_of_the_bytes(
         ids = encoded.ids
         spelled = every_tokenizer.spell(ids)
         if b"".join(spelled) != text.encode():
-            # A space is put before the text and behind a control token.
+            # A space is put before the text and after a control token.
             begins = [i == 0 or ids[i - 1] in every_tokenizer.control_ids for i in range(len(ids))]
             spelled = [s.removeprefix(b" " * b) for s, b in zip(spelled, begins, strict=True)]
             if b"".join(spelled) != text.encode():
@@ -170,7 +170,7 @@ def test_boundaries_and_starts_are_those_of_the_bytes(
         ends = list(accumulate(map(len, spelled), initial=0))
         for character in range(1, len(text)):
             before = len(text[:character].encode())
-            # A token that was such a space alone belongs to what stands behind it.
+            # A token for such a space alone belongs to the text after it.
             expected = ends.index(before) if before in ends else None
             assert encoded.boundary(character) == expected, (text, character)
         for token, end in enumerate(ends[:-1]):
@@ -179,7 +179,7 @@ def test_boundaries_and_starts_are_those_of_the_bytes(
     assert compared > len(texts) / 2
 
 
-# What ends a turn
+# Tokens that end a turn
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_boundaries_and_starts_are_those_of_the_bytes(
             },
             ["<start_of_turn>", "<|im_start|>", "<end_of_turn>"],
         ),
-        # What is no id is passed over, and whoever needs the file says what is wrong with it.
+        # Invalid ids are ignored; code that needs the file reports its faults.
         ({"config.json": {"eos_token_id": None, "text_config": 3}}, []),
         ({"config.json": {"eos_token_id": [True, "4", 4.0, -1, 10**9, 10**99]}}, []),
     ],
@@ -271,11 +271,11 @@ def test_gemmas_turns_stand_between_control_tokens_of_a_tokenizer_model() -> Non
     assert "\n" not in tokenizer.control_tokens
 
 
-# What a folder may ask for
+# Limits on a folder's tokenizer
 
 
 def write_changed(folder: Path, **changes: Any) -> Path:
-    """Write a tokenizer whose tokenizer.json says something else."""
+    """Write a tokenizer with changes to its tokenizer.json."""
     write_tokenizer(folder)
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -283,7 +283,7 @@ def write_changed(folder: Path, **changes: Any) -> Path:
 
 
 def test_text_is_neither_cut_nor_padded_as_a_folder_may_say(tmp_path: Path) -> None:
-    # As is left behind where a tokenizer was saved in use; so large, it would end the process.
+    # A tokenizer saved while in use leaves such padding; at this size, it would end the process.
     padding = {"strategy": {"Fixed": 10**15}, "direction": "Right", "pad_to_multiple_of": None}
     padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|im_end|>"}
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
@@ -310,7 +310,7 @@ def test_tokenizer_that_panics_when_it_is_loaded_is_refused_in_silence(
 def test_tokenizer_that_panics_when_it_is_used_is_an_error_that_names_its_folder(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # A pattern that takes time without end for some texts.
+    # A pattern that never finishes matching some texts.
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
     folder = write_changed(tmp_path, pre_tokenizer=split | {"pattern": {"Regex": "(a+)+$"}})
     with pytest.raises(ModelError, match=f"^{folder}: its tokenizer.json is damaged .*retry-limit"):

@@ -96,7 +96,7 @@ TEMPLATES = {
             asks_for_thinking=True,
             in_content="<|channel>thought\n{}\n<channel|>",
             in_field="<|channel>thought\n{}\n<channel|>",
-            # Only behind a tool's answer does its generation prompt open the channel.
+            # Its generation prompt opens the channel only after a tool's answer.
             unthought_after_tool="\n<channel|>",
         ),
     )
@@ -171,13 +171,13 @@ def _write_gemma_tokenizer(qwen: Path, folder: Path) -> None:
     tokenizer.bos_token, tokenizer.eos_token = "<bos>", "<eos>"
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
-    # As Gemma's folders have it: what ends a turn is no eos_token.
+    # As in Gemma's folders, the token that ends a turn is not eos_token.
     ends = [tokenizer.convert_tokens_to_ids(end) for end in ("<eos>", "<end_of_turn>")]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
 
 
 def turns_of(examples: Iterable[Example]) -> Iterator[tuple[list[int], list[int]]]:
-    """The tokens before each stretch of supervised ones, and those of the stretch."""
+    """Return each stretch of supervised tokens, with the tokens before it."""
     for example in examples:
         ids, mask = example.tokens.tolist(), example.assistant_mask.tolist()
         end = 0
@@ -231,7 +231,7 @@ def _written_calls(template: Template, message: Row) -> str:
 
 
 def answer(template: Template, mode: str, messages: Sequence[Row], position: int) -> str:
-    """What the documentation of the model says that a turn holds; `mode` is on or off."""
+    """Return the content of a turn by the model's documentation; `mode` is on or off."""
     message = messages[position]
     _, has_block, text = message["content"].rpartition("</think>")
     if has_block or template.trims:

@@ -32,7 +32,7 @@ def closing() -> Iterator[list[Callable[[], None]]]:
 
 
 def connected(lost: list[int]) -> tuple[Heartbeat, socket.socket]:
-    """Return worker 0's heartbeat, and the connection that worker 3 has to it."""
+    """Return worker 0's heartbeat, and worker 3's connection to it."""
     first = Heartbeat(lost.append, TOKEN)
     server = Heartbeat.listen("127.0.0.1")
     other = socket.create_connection(("127.0.0.1", server.getsockname()[1]))
@@ -102,9 +102,9 @@ def test_workers_that_run_hear_each_other_and_part_in_peace(
     first.accept(server, 1)
     joining.join()
     peers = [*first._peers, *second._peers]
-    # The threads of both, as this one waits for connections by the clock.
+    # The heartbeats' two threads; this one also reads the clock, as it connects.
     wait_until(lambda: len(readers - {threading.get_ident()}) == 2)
-    # For longer than without a sign of life.
+    # Longer than the limit without a sign of life.
     while clock.now < 2 * heartbeat.PATIENCE:
         clock.now += 2 * heartbeat.INTERVAL
         wait_until(lambda: all(peer.heard == clock.now for peer in peers))
@@ -118,7 +118,7 @@ def test_workers_that_run_hear_each_other_and_part_in_peace(
 def test_a_goodbye_is_not_overtaken_by_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = connected([])
     other.settimeout(60)
-    # Nothing reads this one any more.
+    # No thread reads this connection any more.
     monkeypatch.setattr(first, "_hear", lambda *_: None)
     other.sendall(b".")
     closing = threading.Thread(target=first.close)
@@ -135,7 +135,7 @@ def test_a_goodbye_is_not_overtaken_by_a_reset(monkeypatch: pytest.MonkeyPatch) 
 
 
 def answered(said: bytes, *, hang_up: bool = False) -> list[int]:
-    """Return the workers that worker 0 knows, after a stranger said something and worker 3 came."""
+    """Return the workers that worker 0 knows after a stranger's message and worker 3's arrival."""
     first = Heartbeat([].append, TOKEN)
     server = Heartbeat.listen("127.0.0.1")
     place = server.getsockname()
@@ -198,6 +198,6 @@ def test_a_worker_that_never_comes_is_not_waited_for() -> None:
 def test_only_the_address_in_use_is_listened_on() -> None:
     with Heartbeat.listen("127.0.0.1") as server:
         assert server.getsockname()[0] == "127.0.0.1"
-    # One that this machine has not, as behind a router.
+    # An address that this machine lacks, as behind a router.
     with Heartbeat.listen("192.0.2.1") as server:
         assert server.getsockname()[0] == "0.0.0.0"

@@ -1,4 +1,4 @@
-"""The page of an inspection: all of it, as text, whatever the data holds."""
+"""The page of an inspection shows all of it as text, whatever the data."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Page(HTMLParser):
         self._texts.append((list(self._open), data))
 
     def texts(self, wanted: Callable[[str, Attributes], bool]) -> list[str]:
-        """The text of each element that `wanted` accepts."""
+        """Return the text of each element that `wanted` accepts."""
         found: dict[int, str] = {}
         for parents, data in self._texts:
             for element in parents:
@@ -66,7 +66,7 @@ class Page(HTMLParser):
         return list(found.values())
 
     def of(self, name: str) -> list[str]:
-        """The text of each element of a class, or else of a tag, with blanks made one."""
+        """Return the text of each element of a class or a tag, with joined blanks."""
         texts = self.texts(lambda tag, has: name == tag or name in has.get("class", "").split())
         return [" ".join(text.split()) for text in texts]
 
@@ -175,7 +175,7 @@ def test_marked_text_is_the_supervised_text_and_control_tokens_are_chips() -> No
     assert shown.texts(lambda _, has: has.get("class") == "text") == [
         "".join(piece.text for piece in pieces)
     ]
-    # The first of each is the legend's.
+    # The first label of each belongs to the legend.
     assert shown.of("s")[1:] == ["Hello!<|im_end|>", "So long.<|im_end|>"]
     assert shown.of("code")[1:] == ["<|im_start|>", "<|im_end|>"] * 4
 
@@ -220,7 +220,7 @@ def test_long_example_shows_its_ends_and_folds_its_middle() -> None:
 
 
 def skeleton(html: str) -> list[tuple[str, list[str]]]:
-    """The elements and the names of their attributes, without the marks inside of tokens."""
+    """Return the elements and the names of their attributes, without the marks within tokens."""
     return [(tag, sorted(has)) for tag, has in Page(html).tags if tag != "u"]
 
 
@@ -292,7 +292,7 @@ def test_headings_descend_and_controls_have_names() -> None:
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance, WCAG 2.2."""
+    """Return the relative luminance of a colour (WCAG 2.2)."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -13,7 +13,7 @@ from mlxtune.views.pages.inspect_page import render_page
 from tests.browser import browse, drive, needs_browser
 from tests.inspections import HOSTILE, INSPECTION, with_text
 
-# Uses the page as a person would.
+# Uses the page like a reader.
 STEPS = """
   const later = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
   const shown = (page) => page.querySelectorAll("article.example:not([hidden])").length;
@@ -105,7 +105,7 @@ def test_hostile_data_neither_runs_nor_loads_nor_speaks(folder: Path) -> None:
     assert page.dom.count("<script") == 1
     assert page.said == []
     assert not [address for address in page.requested if "evil" in address]
-    # A page that loaded something would look like this.
+    # A page with this text would have loaded something.
     control = browse(folder, "control.html")
     assert [address for address in control.requested if "evil.example" in address]
     assert len(control.said) == 2

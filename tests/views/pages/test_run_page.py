@@ -320,7 +320,7 @@ def test_runs_that_were_judged_by_other_rows_are_not_compared_in_silence(tmp_pat
         assert (found.text("h1") == "2 runs side by side, validated on different rows") is differs
         assert ("1.00 best" in found.text("results")) is not differs
 
-    # The seed chooses no rows where a file has them.
+    # With a validation file, the seed selects no rows.
     file = {"validation_hash": "sha256:file"}
     first, second = (
         read_run(write_run(tmp_path / name, options={"seed": seed}, about=file))

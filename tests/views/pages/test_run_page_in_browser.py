@@ -16,7 +16,7 @@ from tests.views.pages.test_run_page import HOSTILE, hostile
 
 pytestmark = needs_browser
 
-# Uses the pages as a person would.
+# Uses the pages like a reader.
 STEPS = """
   const colour = (element, name) => getComputedStyle(element)[name];
   const point = (view, plot, x, y) => plot.dispatchEvent(new view.PointerEvent("pointermove",
@@ -83,7 +83,7 @@ STEPS = """
 
 
 def write_pages(folder: Path) -> None:
-    """Write pages of a run, three, one of 20,000 steps, hostile text, and almost nothing."""
+    """Write pages of one run, three runs, 20,000 steps, hostile text, and almost no records."""
     runs = folder / "runs"
     one = read_run(write_run(runs / "one", evaluation=EVALUATION))
     three = [

@@ -117,19 +117,19 @@ def test_blocks_are_attention_in_a_window(
 
 
 def in_line(length: int, window: int) -> Any:
-    """Return the mask of a line, as its layers are given it."""
+    """Return the mask that a line's layers get."""
     with laid_out(Layout([Segment(0, length, 0, -1)])):
         return LineCache().make_mask(length, window_size=window)
 
 
 def padded(length: int, window: int) -> Any:
-    """Return the mask of padded examples, as the replaced function of mlx-lm makes it."""
+    """Return the mask of padded examples, as made by the function that replaces mlx-lm's."""
     return create_attention_mask(mx.zeros((1, length, 8)), None, window_size=window)
 
 
 @pytest.mark.parametrize(("make", "cache"), [(in_line, LineCache()), slow(padded, None)])
 def test_long_windows_take_blocks_and_keep_less(make: Callable[..., Any], cache: Any) -> None:
-    """A mask is known by its identity; one that a model changed is another."""
+    """A mask is recognised by its identity; a mask changed by a model is another one."""
     length, window = 3072, 128
     q, k, v, _ = arrays(length, rows=1, heads=2, groups=1, size=8)
     mask = make(length, window)

@@ -88,7 +88,7 @@ def results(function: Callable[..., Any], case: Case, dtype: mx.Dtype) -> list[n
 
         def run(*given: mx.array) -> Sequence[mx.array]:
             y, state = function(*given[:5], *frozen, given[5], mask, **case.options)
-            # mlx-lm's outputs for masked tokens are of no use, and differ by device.
+            # mlx-lm's outputs for masked tokens are meaningless, and differ by device.
             return y if mask is None else mx.where(mask[..., None, None], y, 0), state
 
         outputs = run(*inputs)
@@ -112,7 +112,7 @@ def assert_equal(case: Case) -> None:
     largest = max(np.abs(each).max() for each in expected[2:])
     for name, one, other in zip(("y", "end", *NAMES), found, expected, strict=True):
         assert one.shape == other.shape
-        # Where the decay is strong, gradients of gates are small differences of larger ones.
+        # With a strong decay, gradients of gates are small differences of larger numbers.
         size = largest if name in NAMES else np.abs(other).max()
         assert np.abs(one - other).max() <= 5e-6 * max(size, 0.1), name
 
@@ -162,14 +162,14 @@ def test_groups_of_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("gate", [0.0, 1.0])
 def test_gates_of_0_and_1_are_exact_for_equal_keys(gate: float) -> None:
-    """Deltas of equal unit keys, with betas of 1: what the key maps to becomes the last value."""
+    """For equal unit keys and betas of 1, the key's value becomes the last value."""
     q = k = mx.broadcast_to(mx.array([1.0, 0, 0, 0]), (1, 200, 1, 4))
     v = mx.random.normal((1, 200, 1, 3), key=mx.random.key(0))
     beta, start = mx.ones((1, 200, 1)), mx.ones((1, 1, 3, 4))
     log_gates = mx.log(mx.full((1, 200, 1), gate))
     given = [q, k, v, log_gates, beta, start]
     y, state = gated_delta.by_chunks(*given)
-    # By how much depends on the processor's products.
+    # The amount depends on the processor's products.
     assert mx.allclose(y, v, rtol=0, atol=1e-5)
     assert mx.allclose(state[0, 0, :, 0], v[0, -1, 0], rtol=0, atol=1e-5)
     assert mx.all(state[..., 1:] == gate)

@@ -20,7 +20,7 @@ Update = Callable[..., tuple[mx.array, mx.array]]
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
-    # mlx-lm compiles a part of its own, with a C++ compiler on the CPU.
+    # mlx-lm compiles a part of its code, with a C++ compiler on the CPU.
     mx.disable_compile()
     yield
     mx.enable_compile()
@@ -112,7 +112,7 @@ def test_blocks_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_decays_to_nothing_and_to_all_are_exact() -> None:
     varied, frozen = inputs(1, 80, 2, 1)
-    # Some tokens forget everything, others nothing.
+    # Some tokens forget all earlier ones, others forget none.
     varied[3] = mx.where(mx.arange(80)[:, None] % 7 == 0, 1e4, -1e4) + 0 * varied[3]
     limit = (0.0, float("inf"))
     found = results(recurrences.ssm_update, varied, frozen, limit)
