@@ -17,7 +17,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 APPLICATIONS = ("Google Chrome", "Chromium")
 TRIES = 5
 
-# A page that takes steps with others in frames, and writes down what a person would have seen.
+# A page that drives others in frames, and records what a reader would have seen.
 _DRIVER = """<!doctype html><title>running</title><pre id="result"></pre><script>
 const seen = {};
 const frame = (width, name, hash) => new Promise((resolve) => {
@@ -87,9 +87,9 @@ def browse(folder: Path, address: str) -> Visit:
 
 
 def drive(folder: Path, steps: str) -> dict[str, Any]:
-    """Take steps, in JavaScript, with pages of the folder; return what they put into `seen`.
+    """Take steps, in JavaScript, with pages of the folder; return their results in `seen`.
 
-    `await frame(width, name, hash)` opens a page. No page may have said or asked for anything.
+    `await frame(width, name, hash)` opens a page. No page may print a message or make a request.
     """
     (folder / "driver.html").write_text(_DRIVER.replace("STEPS", steps), "utf-8")
     # On a busy machine, the browser's own clock may run out before the steps are done.
@@ -98,7 +98,7 @@ def drive(folder: Path, steps: str) -> dict[str, Any]:
         if text := visit.dom.partition('<pre id="result">')[2].partition("</pre>")[0]:
             break
     assert visit.said == []
-    # The browser requests lists from its vendor, and gets no answer.
+    # The browser requests lists from its vendor; this blocks the requests.
     asked = [each for each in visit.requested if not each.startswith(("file:", "chrome", "data"))]
     assert not [each for each in asked if not re.search(r"googleapis|google\.com", each)]
     found: dict[str, Any] = json.loads(html.unescape(text))

@@ -1,4 +1,4 @@
-"""Start the command, and what a person sees of it when it ends, for tests."""
+"""Start the command and return its output and exit code, for tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a person sees of a command that ended."""
+    """The output and the exit code of a command."""
 
     code: int
     out: str
@@ -24,7 +24,7 @@ class Outcome:
 
     @property
     def error(self) -> str:
-        """The message, having checked that it is all there is."""
+        """Check that the output is a single message, and return it."""
         assert self.code in (1, 2), self.err
         assert self.out == ""
         lines = self.err.splitlines()
@@ -41,14 +41,14 @@ def files_in(folder: Path) -> list[str]:
 
 
 def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
-    """Start the command as a person would, in a process of its own."""
+    """Start the command in a separate process, as a user would."""
     command = [sys.executable, "-m", "mlxtune", *map(str, arguments)]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, **{**pipes, **options})
 
 
 def finish(process: subprocess.Popen[str], read: str = "", timeout: float = 600) -> Outcome:
-    """Wait for the end; `read` is what has been read of stderr."""
+    """Wait for the end; `read` is the part of stderr that was read before."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -70,11 +70,11 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
 
 
 def read_terminal(terminal: int) -> Iterator[str]:
-    """Yield what a terminal was told, until its other end is closed."""
+    """Yield the output on a terminal, until its other end is closed."""
     while True:
         try:
             chunk = os.read(terminal, 4096)
-        except OSError:  # how Linux says that the other end was closed
+        except OSError:  # Linux's sign of a closed other end
             return
         if not chunk:
             return

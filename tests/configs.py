@@ -1,4 +1,4 @@
-"""The config of a run that gives what is required, for tests."""
+"""A config of a run with only the required options, for tests."""
 
 from __future__ import annotations
 

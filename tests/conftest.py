@@ -1,6 +1,6 @@
-"""What tests share: the real material, when it is there, and the command with what it reads.
+"""Shared fixtures: the real material, if present, and the command with its input.
 
-Nothing here imports mlx before a test asks for a model.
+Nothing here imports mlx before a test requests a model.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ settings.register_profile("same", derandomize=True, max_examples=20, **_NO_CLOCK
 settings.register_profile("explore", derandomize=False, print_blob=True, **_NO_CLOCK)
 settings.load_profile("same")
 
-# Where several processes test at once, the threads of each would only wait for each other.
+# If several processes test in parallel, the threads of each would only wait for the others.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | os.environ
 
-# Without it, every process that tests start would compile the package anew.
+# Without the cache, every process that tests start would compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# MLX reads it once, when it is imported. TF32, its default on CUDA and M5, rounds float32 products
-# to three digits, and tests compare to five.
+# MLX reads this once, at import. TF32, its default on CUDA and M5, rounds float32 products to three
+# digits, and tests compare to five.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
-# Before they are imported, so that their failures show the values compared.
+# Set before their import, so that their failures show the compared values.
 pytest.register_assert_rewrite("tests.command", "tests.core.training.fake_pipeline")
 
 from mlxtune.cli import main  # noqa: E402
@@ -49,21 +49,21 @@ from tests.models import sums, write_chat, write_model  # noqa: E402
 
 
 def pytest_collection_finish() -> None:
-    """Have later collections of garbage, which models are let go by, look at nothing until here."""
+    """Exclude all present objects from later garbage collections, which release models."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_old_garbage() -> None:
-    """Have collections look at nothing older than the module: libraries are imported by and by."""
+    """Exclude objects older than the module from collections, as imports come gradually."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def heed_interrupts() -> None:
-    """Undo the ignoring of signals that a test run started in the background inherits."""
+    """Undo the ignored signals that a test run in the background inherits."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -71,26 +71,26 @@ def heed_interrupts() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_disk() -> Iterator[None]:
-    """Have nothing wait for the disk: a run flushes some fifty times, and there are hundreds.
+    """Make flushes return immediately: a run flushes some fifty times, and there are hundreds.
 
-    The processes that tests start flush; that files are flushed before they are renamed is tested
-    in tests/core/files/test_files.py.
+    The processes that tests start do flush, and tests/core/files/test_files.py checks that files
+    are flushed before they are renamed.
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
-        # A descriptor that is closed is still an error.
+        # A closed descriptor is still an error.
         monkeypatch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep encoded data out of the person's own cache, in this process and those it starts."""
+    """Keep encoded data out of the user's own cache, in this process and its children."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder of real tokenizers, chat data and models beside the repository."""
+    """The folder of real tokenizers, chat data and models next to the repository."""
     if not SHARED.is_dir():
         pytest.skip("needs the real material in ../shared, which is not part of the project")
     return SHARED
@@ -101,7 +101,7 @@ def shared() -> Path:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub on this machine, which the real client asks, without a token."""
+    """A hub on this machine for the real client, without a token."""
     from huggingface_hub import constants, file_download
     from huggingface_hub.utils import _http
 
@@ -115,7 +115,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             "HF_HUB_DISABLE_TELEMETRY": True,
             "HF_HUB_DISABLE_XET": True,
             "DOWNLOAD_CHUNK_SIZE": 4000,
-            # Of a busy machine; tests of a hub that falls silent set their own.
+            # Long enough for a busy machine; tests of a silent hub set their own.
             "HF_HUB_DOWNLOAD_TIMEOUT": SECONDS,
             "HF_HUB_ETAG_TIMEOUT": SECONDS,
         }.items():
@@ -124,7 +124,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
             monkeypatch.delenv(name, raising=False)
-        # Where what the hub said is kept.
+        # The folder of the hub's answers.
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         yield hub
 
@@ -136,8 +136,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def cli(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, short_checks: None
 ) -> Cli:
-    """Run a command in this process, which has paid for the start of mlx already."""
-    # The command puts its own in place, for good.
+    """Run a command in this process, which has already loaded mlx."""
+    # The command replaces these permanently.
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
 
     def run(*arguments: object) -> Outcome:
@@ -152,13 +152,13 @@ def cli(
 
 @pytest.fixture
 def train(cli: Cli, model: Path, chat: Path, output: Path) -> Cli:
-    """Run `mlxtune train --quiet` on a good model and file; options given later win.
+    """Run `mlxtune train --quiet` on a good model and file; later options win.
 
     No samples are answered, which takes longer than such a run.
     """
 
     def run(*arguments: object, quiet: bool = True) -> Outcome:
-        # Another --data would be read as well.
+        # Another --data would be added to this one.
         data = [] if "--data" in arguments else ["--data", chat]
         good = ["--model-path", model, *data, "--output", output, "--samples", 0]
         return cli("train", *good, *(["--quiet"] if quiet else []), *arguments)
@@ -168,7 +168,7 @@ def train(cli: Cli, model: Path, chat: Path, output: Path) -> Cli:
 
 @pytest.fixture
 def inspect(cli: Cli, model: Path, chat: Path) -> Cli:
-    """Run `mlxtune inspect` on a good model and file; options given later win."""
+    """Run `mlxtune inspect` on a good model and file; later options win."""
 
     def run(*arguments: object) -> Outcome:
         data = [] if "--data" in arguments else ["--data", chat]
@@ -185,7 +185,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(model: Path, tmp_path: Path) -> Path:
-    """A copy of the model, to be broken."""
+    """A copy of the model, for tests to damage."""
     return Path(shutil.copytree(model, tmp_path / "broken"))
 
 
@@ -201,7 +201,7 @@ def output(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def run_to_copy(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an adapter whose run took two steps and saved both; tests copy it."""
+    """The folder of an adapter whose run took two steps and saved both, for tests to copy."""
     from mlxtune import TrainConfig
     from mlxtune import train as run
 
@@ -223,7 +223,7 @@ def run_to_copy(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_run(run_to_copy: Path, output: Path) -> Path:
-    """The checkpoints of a finished run of two steps, which this user made."""
+    """The checkpoints of a finished run of two steps, made by this user."""
     from mlxtune.core.run import own_runs
 
     run = Path(shutil.copytree(run_to_copy, output.parent)) / "checkpoints"

@@ -1,4 +1,4 @@
-"""A real browser without a window that tests drive while a page lives, by its own protocol.
+"""A real browser without a window, which tests drive through its own protocol.
 
 Chromium takes commands through a pipe: objects of JSON, each ended by a null character
 (https://chromedevtools.github.io/devtools-protocol).
@@ -23,11 +23,11 @@ _READ, _WRITTEN = 3, 4
 
 
 class NoAnswer(Exception):
-    """The browser could not do what it was asked for."""
+    """The browser could not execute a command."""
 
 
 class Tab:
-    """A tab of a browser. `said` is what its console and its errors said."""
+    """A tab of a browser. `said` holds the messages and errors of its console."""
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser, self._session = browser, session
@@ -55,7 +55,7 @@ class Tab:
         """Wait until an expression is true, and return its value."""
         started = time.monotonic()
         while True:
-            # A page that is about to go answers no more.
+            # A page that is being replaced does not answer.
             with suppress(NoAnswer):
                 if value := self.evaluate(expression):
                     return value
@@ -70,7 +70,7 @@ class Tab:
 
 
 class Browser:
-    """A browser's end of the pipe."""
+    """The test's end of a browser's pipe."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = read, write

@@ -27,7 +27,7 @@ _LINEAR = {
     "shared_expert_intermediate_size": 32,
 }
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-# By mlx-lm's model type. All have two layers, Llama 4 the four that it needs at least.
+# By mlx-lm's model type. All have two layers, except Llama 4, which needs four.
 EXPERTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "kv_lora_rank": 16,

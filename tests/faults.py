@@ -33,11 +33,11 @@ class Crash(BaseException):
 
 
 class FaultyDisk:
-    """Lets operations through until the one of number `fails_at`, from 1.
+    """Lets operations pass until the one of number `fails_at`, from 1.
 
-    That one fails by `code`, after it wrote half of what it had to write; later ones succeed.
-    With CRASH, that one and all later ones raise Crash, so that nothing is tidied up either.
-    `within` is the folder whose files it is about, by default all.
+    That operation writes half of its data and fails by `code`; later ones succeed. With CRASH, it
+    and all later ones raise Crash, so that no cleanup happens either. Only the files of the folder
+    `within` count, by default all files.
     """
 
     def __init__(

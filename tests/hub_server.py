@@ -1,8 +1,8 @@
 """A local hub for the real client: data sets to download, and repositories to push to.
 
-It answers as huggingface.co does to what huggingface_hub asks, and keeps what it was sent. By hand:
+It answers huggingface_hub's requests like huggingface.co, and keeps all uploads. By hand:
 
-    python -m tests.hub_server 8080    # then HF_ENDPOINT=http://127.0.0.1:8080 mlxtune …
+    python -m tests.hub_server 8080  # then HF_ENDPOINT=http://127.0.0.1:8080 mlxtune …
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Request:
 class Hub:
     """The server's content, its received requests, and its faults.
 
-    `faults` are asked for each request, by its method and path: they answer, break the connection
-    or return False to let it be.
+    `faults` are called for each request with its method and path: they answer, break the connection
+    or return False to pass it on.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Hub:
         return [f"{each.method} {each.path}" for each in self.requests if part in each.path]
 
     def sent(self) -> bytes:
-        """Everything that any client has sent: paths, headers and bodies, as they can be read."""
+        """Return all paths, headers and bodies that clients have sent, in readable form."""
         parts = []
         for each in self.requests:
             parts += [each.path.encode(), repr(each.headers).encode(), each.body]
@@ -103,7 +103,7 @@ class Hub:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # Each answer is two packets, the second of which would wait for 40 ms.
+    # Each answer is two packets; without this, the second would wait for 40 ms.
     disable_nagle_algorithm = True
     hub: Hub
 
@@ -156,12 +156,12 @@ class Handler(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_RDWR)
 
     def role(self) -> str | None:
-        """What the token may do; answers for itself where the hub does not know it."""
+        """Return the token's permission; if the hub does not know the token, answer so."""
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         return TOKENS.get(token, "unknown" if token else None)
 
     def fall_silent(self) -> None:
-        """Send no answer until the client gives up, or a minute is over."""
+        """Send no answer until the client gives up or a minute has passed."""
         self.connection.settimeout(60)
         try:
             # Empty once the client has closed the connection.
@@ -173,7 +173,7 @@ class Handler(BaseHTTPRequestHandler):
     # Data sets
 
     def dataset(self, name: str) -> Dataset | None:
-        """Return a data set that the token may see, or answer with the reason against it."""
+        """Return a data set that the token may see, or answer with the reason for a refusal."""
         found, role = self.hub.datasets.get(name), self.role()
         if role == "unknown":
             self.refuse(401, "", "Invalid credentials in Authorization header")

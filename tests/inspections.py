@@ -1,4 +1,4 @@
-"""Inspections to show, made from Qwen-like chat data."""
+"""Inspections for tests of views, made from chat data in Qwen's style."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ HOSTILE = (
 
 
 def plain(text: str, supervised: bool = False) -> list[Piece]:
-    """A text in pieces of about a word, all of one token but those outside of ASCII."""
+    """Split a text into pieces of about a word, each a single token if it is ASCII."""
     parts = re.findall(r" ?\w+|\n|[^\w\s]+|\s", text)
     assert "".join(parts) == text
     return [Piece(part, 1 if part.isascii() else 2, False, supervised) for part in parts]
 
 
 def chat(*turns: tuple[str, str]) -> tuple[Piece, ...]:
-    """Messages as Qwen's template writes them, the answers supervised."""
+    """Return messages in the text of Qwen's template, with supervised answers."""
     pieces = []
     for role, content in turns:
         answer = role == "assistant"
@@ -85,7 +85,7 @@ SHOWN = (
 
 
 def pair(row: int, chosen: Sequence[str], rejected: Sequence[str]) -> list[ShownExample]:
-    """The sides of a pair; every second part of an answer is on its side only."""
+    """Return the sides of a pair; every second part of an answer differs from the other side."""
     prompt = chat(("user", "A table at half past seven?"))
     return [
         example(
@@ -160,7 +160,7 @@ EMPTY = dataclasses.replace(
 
 
 def with_text(text: str) -> Inspection:
-    """An inspection with the text in every field that comes from data or a path."""
+    """Return an inspection with the text in every field that comes from data or a path."""
     finding = Finding("error", text, 3, text, (Place(text, 1, text), Place(text, 2, text)))
     return dataclasses.replace(
         INSPECTION,

@@ -29,10 +29,9 @@ _FULL = 1 << 18
 def launched(
     workers: int, command: Sequence[object], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command on so many workers; what they write goes to a file. All are killed at the
-    end.
+    """Start a command on `workers` workers, with their output in a file; kill all at the end.
 
-    The command is what stands behind `python`, or begins with `bash`.
+    The command is the part after `python`, or begins with `bash`.
     """
     launcher = Path(sys.executable).with_name("mlx.launch")
     port = free_port(workers)
@@ -52,7 +51,7 @@ def launched(
         )
         assert process.stdin
         try:
-            # While the workers could read more of their input, mlx.launch 0.32 keeps a core busy.
+            # If the workers could read more input, mlx.launch 0.32 would keep a core busy.
             with suppress(BrokenPipeError):
                 process.stdin.write(bytes(_FULL))
             yield process
@@ -64,7 +63,7 @@ def launched(
 
 
 def free_port(count: int) -> int:
-    """Return the first of `count` consecutive ports that nothing listens on."""
+    """Return the first of `count` consecutive free ports."""
     while True:
         # Below the system's ephemeral ports.
         first = random.SystemRandom().randrange(10_000, 32_000)
@@ -75,7 +74,7 @@ def free_port(count: int) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nothing listens on."""
+    """Return free ports."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in held]
     for each in held:
@@ -91,7 +90,7 @@ def run(workers: int, command: Sequence[object], log: Path, timeout: float = 600
 
 
 def pid_of(launch: subprocess.Popen[bytes], worker: int) -> int:
-    """Return the process of a worker; skip the test where the system does not show environments."""
+    """Return the process of a worker; skip the test if the system does not show environments."""
     if not Path("/proc/self").is_dir():
         pytest.skip("needs /proc to find the process of a worker")
     for folder in Path("/proc").glob("[0-9]*"):

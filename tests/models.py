@@ -1,6 +1,6 @@
 """Tiny models with random weights, and the files that a run reads, for tests.
 
-mlx is imported in functions only, through mlxtune.backend, which loads a fast BLAS before it.
+mlx is imported only in functions, through mlxtune.backend, which loads a fast BLAS first.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import safetensors.numpy
 
 VOCAB_SIZE = 320
 CONTROL_TOKENS = ("<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>")
-# A chat template of Qwen's kind, for folders that are to have one of their own.
+# A chat template in Qwen's style, for folders with their own template.
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content']"
     " + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# One like Qwen3's, which writes an empty block into the last turn, and no other.
+# A template like Qwen3's, which writes an empty block only into the last turn.
 THINKING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
     "{% if m.role == 'assistant' and (loop.last or m.reasoning_content) %}"
@@ -72,7 +72,7 @@ def write_model(
 ) -> Path:
     """Write a model folder with seeded random weights, and return it.
 
-    `quantize` is a number of bits; `bos` tells whether the tokenizer has a BOS (default: all but
+    `quantize` is a number of bits; `bos` tells whether the tokenizer has a BOS (by default all but
     Qwen's do); `config` overrides entries of config.json.
     """
     import mlxtune.backend  # noqa: F401, I001
@@ -104,7 +104,7 @@ def write_model(
     has_bos = not model_type.startswith("qwen") if bos is None else bos
     end = "<end_of_turn>" if model_type.startswith("gemma") else "<|im_end|>"
     write_tokenizer(folder, bos=has_bos, eos_token=end)
-    if not model_type.startswith(("qwen", "gemma")):  # which have a built-in template
+    if not model_type.startswith(("qwen", "gemma")):  # these models have a built-in template
         (folder / "chat_template.jinja").write_text(CHATML)
     return folder
 
@@ -112,7 +112,7 @@ def write_model(
 def _random(
     rng: np.random.Generator, name: str, shape: tuple[int, ...], model_type: str
 ) -> np.ndarray[Any, Any]:
-    """Return weights that keep the scale of what runs through them; norms are around one."""
+    """Return weights that preserve the scale of activations; norms are around one."""
     if len(shape) == 1:
         centre = 1.0 if "norm" in name and not model_type.startswith("gemma") else 0.0
         return (centre + 0.1 * rng.standard_normal(shape)).astype(np.float32)
@@ -124,7 +124,7 @@ def write_tokenizer(
 ) -> None:
     """Write tokenizer.json and tokenizer_config.json: byte-level BPE of some 300 tokens.
 
-    `extra` are further control tokens.
+    `extra` are additional control tokens.
     """
     folder.mkdir(parents=True, exist_ok=True)
     special = (*(["<bos>"] if bos else []), *CONTROL_TOKENS, *extra)
@@ -140,7 +140,7 @@ def write_tokenizer(
 
 @cache
 def _trained_tokenizer(special: tuple[str, ...]) -> str:
-    """Return the tokenizer.json of a BPE that was trained with these control tokens."""
+    """Return the tokenizer.json of a BPE trained with these control tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -158,7 +158,7 @@ def _trained_tokenizer(special: tuple[str, ...]) -> str:
 
 
 def write_adapter_config(folder: Path, config: dict[str, Any]) -> None:
-    """Give an adapter another config, beside it and in its own metadata."""
+    """Give an adapter another config, both in its file and in its own metadata."""
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     weights = folder / "adapters.safetensors"
     safetensors.numpy.save_file(
@@ -169,7 +169,7 @@ def write_adapter_config(folder: Path, config: dict[str, Any]) -> None:
 def write_chat(path: Path, rows: Iterable[Any]) -> Path:
     """Write a chat file and return it.
 
-    A row is a list of (role, content) pairs, an object written as it is, or a line of text.
+    A row is a list of (role, content) pairs, an object written unchanged, or a line of text.
     """
     lines = []
     for row in rows:

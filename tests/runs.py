@@ -1,4 +1,4 @@
-"""Folders of runs as `train` writes them, made by hand in milliseconds."""
+"""Folders of runs in `train`'s format, made by hand in milliseconds."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def step_line(step: int, per_epoch: int, **changes: Any) -> dict[str, Any]:
-    """A step whose loss falls, with a small oscillation."""
+    """Return a step whose loss falls, with a small oscillation."""
     loss = 4 * math.exp(-step / 40) + 0.3 + 0.1 * math.sin(step * 1.7)
     return {
         "kind": "step",
@@ -106,7 +106,7 @@ def step_line(step: int, per_epoch: int, **changes: Any) -> dict[str, Any]:
 
 
 def metrics(epochs: int, per_epoch: int, validation: bool = True) -> list[dict[str, Any]]:
-    """The records of so many epochs, the loss of whose validation is 4, then 2, 1, 2/3 …"""
+    """Return the records of some epochs with the validation losses 4, then 2, 1, 2/3 …"""
     lines: list[dict[str, Any]] = []
     if validation:
         lines.append({"kind": "validation", "step": 0, "val_loss": 4.0, "val_perplexity": 54.6})
@@ -190,7 +190,7 @@ def write_run(
 
 
 def write_checkpoint(run: Path, own: dict[str, Any], total_steps: int) -> None:
-    """Write what a report reads of a checkpoint."""
+    """Write the parts of a checkpoint that a report reads."""
     folder = run / "epoch-1"
     folder.mkdir()
     (folder / "metrics.jsonl").write_bytes(b"")

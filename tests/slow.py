@@ -1,4 +1,4 @@
-"""Which cases of a matrix run by default; the others carry the marker `slow` or `long`."""
+"""The cases of a matrix that run by default; the others carry the marker `slow` or `long`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import pytest
 
 
 def slow(*values: Any, id: str | None = None) -> Any:
-    """Return a set of parameters that is run with `pytest -m slow` only."""
+    """Return a set of parameters that runs only with `pytest -m slow`."""
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
 def long(*values: Any, id: str | None = None) -> Any:
-    """Return a set of parameters that is run with `pytest -m long` only, and by no check of CI."""
+    """Return a set of parameters that runs only with `pytest -m long`, and not in CI."""
     return pytest.param(*values, marks=pytest.mark.long, id=id)
 
 
 def slow_except(values: Iterable[Any], *quick: Any) -> list[Any]:
-    """Return all values of a parameter, slow but for the quick ones."""
+    """Return all values of a parameter, marked slow except for the quick ones."""
     return [value if value in quick else slow(value) for value in _all(values, quick)]
 
 
 def long_except(values: Iterable[Any], *quick: Any) -> list[Any]:
-    """Return all values of a parameter, long but for the quick ones."""
+    """Return all values of a parameter, marked long except for the quick ones."""
     return [value if value in quick else long(value) for value in _all(values, quick)]
 
 

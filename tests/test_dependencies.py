@@ -17,7 +17,7 @@ import pytest
 from mlxtune.core.machine.facts import MLX_LIBRARIES
 from tests.paths import ROOT
 
-# Everything a person may ask for on a Mac.
+# All extras that a Mac user may choose.
 EXTRAS = ("parquet", "trackio", "tensorboard", "wandb", "gguf")
 LIBRARIES = {"cpu": "mlx-cpu", "cuda12": "mlx-cuda-12", "cuda13": "mlx-cuda-13"}
 MACOS, LINUX = "aarch64-apple-darwin", "x86_64-manylinux_2_35"
@@ -52,7 +52,7 @@ def test_dependencies_resolve_for_apple_silicon(python: str) -> None:
     resolved = resolve("--python-version", python, *extras)
 
     assert {"mlx", "mlx-metal", "mlx-lm", "trackio", "gguf"} <= resolved
-    # Those of Linux's extras.
+    # Linux's extras add none of their own packages.
     assert resolved & {*MLX_LIBRARIES, "mkl", "numba"} == {"mlx-metal"}
 
 

@@ -1,4 +1,4 @@
-"""docs/devices.md is made from shared proofs, which strangers write."""
+"""docs/devices.md is made from shared proofs of strangers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exception tree, and the one line that each error is."""
+"""The exception tree, and the one-line message of each error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as a person starts it, on a disk that fails or in a process that dies, now and then.
+"""A complete run on a disk that sometimes fails, or in a process that dies.
 
 `python -m tests.long.check_faults --whole` fails every operation.
 """

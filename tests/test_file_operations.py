@@ -14,7 +14,7 @@ import mlxtune
 PACKAGE = Path(mlxtune.__file__).parent
 ROOM = PACKAGE / "core" / "files"
 
-# Modules of which every function counts, and those that only look at names or free space.
+# Modules whose every function counts, and functions that only read names or free space.
 MODULES = {"shutil", "tempfile", "fcntl"}
 LOOKING = {"shutil.which", "shutil.disk_usage", "tempfile.gettempdir"}
 OF_OS = {
@@ -24,7 +24,7 @@ OF_OS = {
 }
 OF_OTHERS = {("io", "open"), ("io", "FileIO"), ("gzip", "open"), ("gzip", "GzipFile")}
 OF_OTHERS |= {(module, "open") for module in ("bz2", "lzma", "codecs", "tarfile", "shelve", "dbm")}
-# Methods of a path. One of text or of a dataclass has two arguments, or names them.
+# Methods of a path; methods of text or of a dataclass have two or named arguments.
 OF_PATHS = {
     *("open", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "unlink", "rename"),
     *("rmdir", "symlink_to", "hardlink_to", "link_to", "mkdir", "chmod", "lchmod"),
@@ -68,7 +68,7 @@ def operations(tree: ast.AST) -> Iterator[str]:
 
 
 def imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
-    """Yield the names that code gives to modules and what is in them, and their full names."""
+    """Yield the names that code gives to modules and their members, with their full names."""
     for node in nodes:
         if isinstance(node, ast.Import):
             for each in node.names:
@@ -92,7 +92,7 @@ def shown(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else f"({type(node).__name__})"
 
 
-# What a file must hold for `operations` to find anything; most do not, and need not be parsed.
+# A file without any of these has no operations and is not parsed.
 WORDS = MODULES | OF_OS | OF_PATHS | {name for _, name in OF_OTHERS}
 MENTIONED = re.compile(rf"\b(?:{'|'.join(sorted(WORDS))})\b")
 
@@ -106,7 +106,7 @@ def test_only_core_files_opens_links_locks_or_removes_files() -> None:
         for operation in operations(ast.parse(text))
     }
     assert sorted(found - EXCEPTIONS.keys()) == []
-    # An exception that is needed no more goes.
+    # An exception that is no longer needed must be removed.
     assert sorted(EXCEPTIONS.keys() - found) == []
 
 

@@ -1,10 +1,10 @@
-"""The commands of docs/first-boot.md exist, and what could go wrong in them is simulated.
+"""The commands of docs/first-boot.md exist, and their possible failures are simulated.
 
 Elsewhere: kernels that raise (tests/diagnosis/test_kernels.py) and end a run
-(tests/cli/test_gpu_faults.py), a proof on a busy machine, one that fails, and Ctrl-C
-(tests/diagnosis/test_prove.py), memory that another run holds (tests/cli/test_memory_ledger.py),
-no fused attention for a gradient (tests/backend/models/mixers/test_attention.py), a machine
-without a library (tests/test_package.py).
+(tests/cli/test_gpu_faults.py), a proof on a busy machine, a failing proof, and Ctrl-C
+(tests/diagnosis/test_prove.py), memory that another run holds (tests/cli/test_memory_ledger.py), no
+fused attention for a gradient (tests/backend/models/mixers/test_attention.py), a machine without a
+library (tests/test_package.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ socket.getaddrinfo = unknown
 
 
 def commands() -> list[str]:
-    """The commands of the page's table, in order."""
+    """Return the commands of the page's table, in order."""
     rows = re.findall(r"(?m)^\| (\d+) \| (.*?) \|", (DOCS / "first-boot.md").read_text("utf-8"))
     assert [int(number) for number, _ in rows] == list(range(1, 11))
     return [cell for _, cell in rows]
@@ -168,7 +168,7 @@ def test_demo_is_trained_judged_and_benched_without_a_network(
 def test_a_run_is_planned_with_metal_and_without(
     cpu: bool, metal: bool, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The CPU, as in a Mac's virtual machine; Metal; and a GPU that has none."""
+    """The CPU, as in a Mac's virtual machine; Metal; and a GPU without Metal."""
     monkeypatch.setattr(device, "on_cpu", lambda: cpu)
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
     rounding = device.rounding()

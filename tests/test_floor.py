@@ -22,7 +22,7 @@ from tests.models import VOCAB_SIZE, write_model
 HIDDEN, INNER, HEADS, KV_HEADS, WIDTH, RANK = 64, 96, 4, 2, 16, 4
 ATTENTION = HIDDEN * WIDTH * (2 * HEADS + 2 * KV_HEADS)
 MLP = 3 * HIDDEN * INNER
-# in + out of the q and v projections.
+# The sum of in and out of the q and v projections.
 LORA = RANK * (HIDDEN + HEADS * WIDTH + HIDDEN + KV_HEADS * WIDTH)
 LENGTHS = [10, 37, 100]
 T, PAIRS = sum(LENGTHS), sum(n * (n + 1) // 2 for n in LENGTHS)
@@ -113,7 +113,7 @@ def test_chunks_of_a_gated_delta_rule_count_in_its_layers(tmp_path: Path) -> Non
     states = sum(3 * 2 * (n - chunk) * width * width for n in LENGTHS if n > chunk)
     # LoRA is on the attention of layers 2 and 4, so one recurrence is above it.
     assert found["recurrence"] == pytest.approx((1 + 3) * heads * (squares + states))
-    # Its query projections also return a gate, which attention does not multiply.
+    # Its query projections also return a gate, which attention does not use in its products.
     assert found["attention"] == pytest.approx((1 + 3) * 2 * (2 * HEADS * WIDTH * PAIRS))
 
 
@@ -175,6 +175,6 @@ def test_large_product_is_timed_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_products_are_of_real_size() -> None:
-    # A product of 2 GFLOP takes longer than any device could do it in a microsecond.
+    # No device can compute a product of 2 GFLOP in a microsecond.
     products = {Product("head", 1024, 1024, 1024): 1.0}
     assert product_seconds(products, "float32")["head"] > 1e-6

@@ -1,4 +1,4 @@
-"""Some of the cases of tests/long/fuzz.py, and that it finds what it looks for."""
+"""Some of the cases of tests/long/fuzz.py, and proof that it finds faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEED = 2
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """What cases are made of."""
+    """The files from which cases are made."""
     before = Path.cwd()
     made = Place(tmp_path_factory.mktemp("fuzz") / "place")
     prepare(made)
@@ -43,7 +43,7 @@ def test_damaged_files_end_in_success_or_in_one_line(
         result = run_case(place, SEED, f"{kind}:{number}")
         assert not result["problem"], f"{kind}:{number}: {result['problem']}\n{result['said']}"
         found[number] = result["code"]
-    # Not all of them are hopeless, nor harmless. A report shows what it can, and hardly ever fails.
+    # Some cases fail and some succeed; a report rarely fails, since it shows readable parts.
     assert {0} < set(found.values()) or count < 12 or kind == "report"
 
 

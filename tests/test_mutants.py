@@ -1,4 +1,4 @@
-"""The short form of tests/long/mutants.py: each defect can still be made."""
+"""The short form of tests/long/mutants.py: each mutant's text still exists."""
 
 from __future__ import annotations
 

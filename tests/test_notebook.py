@@ -1,4 +1,4 @@
-"""Runs in a notebook: what it shows, an interrupted kernel, a kernel that dies, and our own one."""
+"""Runs in a notebook: output, interrupts, a dying kernel, and the project's own notebook."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_run_has_a_live_line_and_a_result_with_its_curve(
     assert "step 1/" not in shown.text
     lines = [state["text/plain"] for states in shown.displays.values() for state in states]
     assert any(re.match(r"validating|epoch 1/2 step \d+/8  loss ", line) for line in lines)
-    # Nothing stays of what was live.
+    # The live output disappears.
     assert all(states[-1]["text/html"] == "" for states in shown.displays.values())
 
     result = opened.run("result").result
@@ -85,7 +85,7 @@ def test_interrupt_of_the_kernel_saves_and_says_how_to_resume(
     assert said[2] == str(tmp_path / "checkpoints" / f"step-{said[1]}")
     assert (Path(said[2]) / "manifest.json").is_file()
     assert said[3] == said[4] == str(tmp_path)
-    # The kernel goes on, and so does the run in it.
+    # The kernel and its run continue.
     again = opened.run(f"mlxtune.resume({said[4]!r}, samples=0)", lambda shown: has_taken(shown, 5))
     assert not again.error
     opened.manager.interrupt_kernel()

@@ -53,7 +53,7 @@ def test_products_of_a_layer_are_those_of_real_tokens(folder: Path) -> None:
     lora = 2 * T * RANK * (2 * 2 * HIDDEN + 3 * Q_AND_V)
     assert found.matmul_flops == head + forward + backward + lora
     # Squares of the longest example for each: two products forward, and three for the gradients of
-    # queries and values; nothing needs that of the keys.
+    # queries and values; no gradient of the keys is needed.
     assert found.attention_flops == 5 * 2 * HEADS * WIDTH * len(STEP) * max(RUNS) ** 2
 
 
@@ -62,7 +62,7 @@ def test_layer_that_runs_again_is_counted_again(folder: Path) -> None:
     # All but the layer's last product, which its backward pass does not read.
     forward = 2 * T * (ATTENTION + MLP - HIDDEN * INNER)
     lora = 2 * T * RANK * (2 * HIDDEN + Q_AND_V)
-    # And the gradient of the first layer's inputs, on which its other gradients wait.
+    # And the gradient of the first layer's inputs, which its other gradients need.
     inputs = 2 * T * (ATTENTION - OUTPUT + RANK * 2 * HIDDEN)
     assert again.matmul_flops - once.matmul_flops == forward + lora + inputs
     assert again.attention_flops / once.attention_flops == 8 / 5
@@ -87,7 +87,7 @@ def test_step_of_36_layers_launches_few_kernels(
         return launches.total()
 
     two, four = launched(2), launched(4)
-    # Each layer adds as many.
+    # Each layer adds the same number.
     assert two + (36 - 2) * (four - two) / 2 <= most
 
 

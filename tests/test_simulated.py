@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="simulates a Mac
 def answer(python: Path, code: str, **variables: str) -> Any:
     """Return the JSON that code prints in a grandchild process."""
     inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}], check=True)"
-    # Whatever variables a test gives to its processes.
+    # The environment of a test's processes does not matter.
     kept = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **variables}
     done = subprocess.run([python, "-c", inner], env=kept, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -64,5 +64,5 @@ def test_device_answers_and_the_code_takes_a_gpus_ways(tmp_path: Path, device: s
     if metal:
         assert limit == DEVICES[device]["max_recommended_working_set_size"]
     else:
-        # No recommended working set: a share of the card, and what is free of it.
+        # Without a recommended working set: a share of the GPU's memory, limited by the free part.
         assert 0.8 * 140 * 2**30 < limit < 139 * 2**30

@@ -76,7 +76,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def reads_in(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and name of each call, or function that is passed on, that reads a file."""
+    """Yield the line and name of each function that reads a file, called or passed on."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and _dotted(node) in READS:
             yield node.lineno, _dotted(node)
@@ -85,7 +85,7 @@ def reads_in(source: str) -> Iterator[tuple[int, str]]:
             last = name.rpartition(".")[2]
             if last in {"load_config", "safe_open", "load_file"}:
                 yield node.lineno, last
-            # That of core/files/reading.py takes a gigabyte without a limit.
+            # The function in core/files/reading.py takes a gigabyte without a limit.
             if name in ("read_text", "read_bytes") and len(node.args) == 1 and not node.keywords:
                 yield node.lineno, name
             # The functions of the module `sizes` take limits.

@@ -35,7 +35,7 @@ def test_costs_of_both_sides_are_those_of_the_same_steps(costs: dict[str, Any]) 
     ours, theirs = costs["ours"], costs["theirs"]
     needed = ours["matmul_flops"]["needed"]
     assert needed == theirs["matmul_flops"]["needed"]
-    # The gradient of the first layer's output projection is not among what is needed.
+    # The gradient of the first layer's output projection is not needed.
     assert needed < ours["matmul_flops"]["run"] < 1.1 * needed
     assert theirs["matmul_flops"]["run"] > 1.5 * needed
     assert 0 < ours["launches_per_step"]["head"] < ours["launches_per_step"]["rest"]

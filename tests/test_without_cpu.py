@@ -12,7 +12,7 @@ import pytest
 
 from tests.paths import ROOT, SHARED
 
-# What trains on MLX's operations, from the step to the command.
+# The tests of training on MLX's operations, from the step to the command.
 CORE = (
     "tests/cli/test_not_finite.py",
     "tests/backend/step/test_execution.py::test_step_equals_the_plain_one",

@@ -1,11 +1,11 @@
-"""Wait in tests for conditions, however long a busy machine takes."""
+"""Wait in tests for conditions, even on a busy machine."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-# Only a test that fails waits so long.
+# Only a failing test waits this long.
 SECONDS = 180
 
 
