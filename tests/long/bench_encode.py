@@ -1,13 +1,13 @@
-"""How fast data is encoded, against mlx-lm on the same rows in the same process, and in how much memory.
+"""Measure the speed of encoding data against mlx-lm in one process, and the memory that it takes.
 
     python -m tests.long.bench_encode [--memory-rows 1000000]
 
 Speed: ../shared/chat/gsm8k_train.jsonl in Qwen3's template, masks included, alternating, medians;
-then once more from the cache. Memory: `mlxtune train` on so many short rows, made here, against the
-same on a thousand.
+then once more from the cache. Memory: `mlxtune train` on that many short rows, made here, against a
+thousand rows.
 
 Results: docs/encoding.md.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def compare_speed() -> None:
 
         def reader(**further: object) -> Reader:
             made = Reader(InspectConfig(**options, **further), MODEL)  # type: ignore[arg-type]
-            _ = made.encoder  # loading the tokenizer is paid for by both
+            _ = made.encoder  # the tokenizer's loading counts for both
             return made
 
         theirs, ours = [], []
@@ -94,14 +94,14 @@ def write_rows(path: Path, count: int) -> Path:
 
 
 def peak_gb(data: Path, folder: Path) -> float:
-    """Return the peak resident memory of a run of three steps in a process of its own."""
+    """Return the peak resident memory of a run of three steps in a separate process."""
     code = (
         "from pathlib import Path; import resource, sys; from mlxtune.commands.train import train; "
         "from mlxtune import TrainConfig; "
         f"train(TrainConfig(model_path={str(ROOT / 'data' / 'demo-qwen3')!r}, data={str(data)!r}, "
         f"output={str(folder / 'adapters.safetensors')!r}, no_cache=True, max_steps=3, "
         "val_rows=100, quiet=True)); "
-        # On Linux, ru_maxrss is that of the parent where that was larger.
+        # On Linux, ru_maxrss is at least the parent's.
         "status = Path('/proc/self/status'); "
         "print(status.read_text().partition('VmHWM:')[2].split()[0] if status.exists() "
         "else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"

@@ -1,4 +1,4 @@
-"""Runs an instrument with the options of `mlxtune bench`."""
+"""Run a measurement with the options of `mlxtune bench`."""
 
 from __future__ import annotations
 

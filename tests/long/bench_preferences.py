@@ -1,12 +1,13 @@
-"""Time whole runs of DPO in turn: ours both ways, `sft` on the same sides, and Unsloth's trainer.
+"""Time whole runs of DPO in turn: ours with both executions, `sft` on the same sides, and Unsloth.
 
     python -m tests.long.bench_preferences [--peer-python PATH] [--repeats N] [--json FILE]
 
 The rows are the first 16 pairs of one human turn and fewer than 4,300 characters of LLaMA-Factory's
 `dpo_en_demo`, in 4 steps of 4, cut to 1,024 tokens; the model is the small shape in float32, with
-rank 8 on queries and values. A run is the reference and the steps, without start and warm-up.
-`bench_unsloth` says how to make Unsloth's environment, PATH. Its trainer runs with the reference
-before the steps and in them, both not compiled: compiling takes ten minutes more on the CPU.
+rank 8 on queries and values. A run consists of the reference and the steps, without start and
+warm-up. `bench_unsloth` describes Unsloth's environment, PATH. Its trainer runs with the reference
+before the steps and in them, both uncompiled, because compilation takes ten more minutes on the
+CPU.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from tests.long.bench_table import write_model
 from tests.paths import ROOT, SHARED
 
 _ROWS, _CHARACTERS, _STEPS, _BATCH, _LENGTH = 16, 4300, 4, 4, 1024
-# Seconds of the reference, of all steps, the peak in bytes, and tokens run.
+# Seconds of the reference and of all steps, the peak in bytes, and the tokens run.
 Run = dict[str, float]
 
 
 def pairs() -> list[dict[str, Any]]:
-    """Return the rows, as LLaMA-Factory writes them."""
+    """Return the rows in LLaMA-Factory's format."""
     rows = json.loads((SHARED / "preferences" / "lf_dpo_en_demo.json").read_text(encoding="utf-8"))
 
     def characters(row: dict[str, Any]) -> int:
@@ -47,7 +48,7 @@ def pairs() -> list[dict[str, Any]]:
 
 
 def messages(row: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """Return a row as prompt, chosen and rejected, in lists of messages."""
+    """Return a row as prompt, chosen and rejected, as lists of messages."""
 
     def answer(turn: dict[str, str]) -> list[dict[str, str]]:
         return [{"role": "assistant", "content": turn["value"]}]
@@ -86,7 +87,7 @@ def ours(folder: Path, execution: str, objective: str) -> Run:
 
 
 def unsloth(folder: Path, python: str, first: bool) -> Run:
-    """Run Unsloth's trainer once in its environment, the reference `first` or in the steps."""
+    """Run Unsloth's trainer once in its environment, with the reference `first` or in the steps."""
     job = folder / "job.json"
     described = {
         "model": str(folder / "model"),

@@ -2,10 +2,10 @@
 
     python -m tests.long.bench_table [NAME ...] [--out docs/measured]
 
-Names that begin with `gpu-` run what a GPU gets (`--execution gpu`). Makes models of random
+Names that begin with `gpu-` use a GPU's execution (`--execution gpu`). Makes models of random
 weights, with the real tokenizer of ../shared, in a temporary folder (1.4 GB), runs one case after
-the other, keeps what each measured as JSON, and prints the tables. Takes about two hours, and 15
-GB of memory for mlx-lm; close what else runs on the machine.
+another, keeps each result as JSON, and prints the tables. Takes about two hours, and 15 GB of
+memory for mlx-lm; close other programs.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ SHAPES = {
         "head_dim": 64,
     },
 }
-# What is said before every question of one case, as often as fills its tokens.
+# The system prompt of one case, repeated until it has enough tokens.
 RULES = (
     "You translate questions about a table into SQL. Write one statement, and nothing else. Name "
     "columns as the table names them, quote text, leave numbers bare, and use COUNT, MAX, MIN, SUM "
     "and AVG where a question asks for them. Never invent a column. When a question names a value, "
     "compare with it exactly as it is written. "
 )
-SYSTEM_TOKENS = 396  # 400 with the marks of the template around them
+SYSTEM_TOKENS = 396  # 400 with the template's markup around them
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a table: a shape, rows, and how many steps of how many of them.
+    """One row of a table: a shape, rows, the number of steps and the rows of each.
 
-    `execution` is that of `bench`: the device's own, or what a GPU gets. `target` is the ratio of
-    tokens a second that was asked for.
+    `execution` is `bench`'s: the device's own, or a GPU's. `target` is the required ratio of tokens
+    a second.
     """
 
     title: str
@@ -140,7 +140,7 @@ def write_model(folder: Path, shape: str) -> None:
 
 
 def write_data(path: Path, case: Case) -> None:
-    """Write the rows of a case, each behind the system prompt if it has one."""
+    """Write the rows of a case, each after the system prompt if the case has one."""
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "qwen3")
     system = tokenizer.decode(tokenizer(RULES * 20)["input_ids"][:SYSTEM_TOKENS])
     with (SHARED / "chat" / f"{case.data}.jsonl").open() as rows, path.open("w") as out:
@@ -173,9 +173,9 @@ def measure(name: str, scratch: Path, out: Path) -> None:
 
 
 def run_bench(folder: Path, name: str, options: Mapping[str, Any], **how: Any) -> Any:
-    """Measure beside mlx-lm in float32; return what the file `name` of the folder holds then.
+    """Run a measurement against mlx-lm in float32; return the folder's JSON file `name`.
 
-    `how` goes to subprocess.run. Raises what that raises.
+    `how` goes to subprocess.run, whose errors are raised.
     """
     command = [sys.executable, "-m", "tests.long.step_costs", "--against", "mlx-lm", "--no-cache"]
     given = {"--dtype": "float32", "--rank": 8, "--json": name, **options}
@@ -204,7 +204,7 @@ def line(name: str, out: Path) -> str:
 
 
 def tables(out: Path) -> dict[str, str]:
-    """Return the table of each execution, of the cases that were measured."""
+    """Return the table of each execution, from the measured cases."""
     found = {}
     for execution, title in EXECUTIONS.items():
         names = [name for name, case in CASES.items() if case.execution == execution]
@@ -215,7 +215,7 @@ def tables(out: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Measure the cases that are named, or all, and print the tables of what was measured."""
+    """Measure the named cases, or all, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--out", type=Path, default=Path("docs/measured"))

@@ -1,4 +1,4 @@
-"""Time steps beside Unsloth's MLX trainer.
+"""Time steps against Unsloth's MLX trainer.
 
     python -m tests.long.bench_unsloth --peer-python PATH [options of mlxtune bench]
 
@@ -11,9 +11,9 @@ trainer; mlxtune need not be installed there. On Linux, without torch:
     unsloth/bin/pip install --no-deps unsloth unsloth_zoo
 
 Its own loader, LoRA, batches, fused cross-entropy and compiled step run, without its clipping and
-gradient checkpointing, on labels that are our mask, from the same LoRA matrices. It takes one
-example a row. As it runs its own loop, its first step is taken twice: once at a rate of 0, as its
-warm-up, in which it compiles (minutes on the CPU), after which the optimizer starts anew.
+gradient checkpointing, on labels from our mask and from the same LoRA matrices, with one example a
+row. It runs its own loop, so its first step is taken twice: first at a rate of 0, as a warm-up in
+which it compiles (minutes on the CPU), after which the optimizer is reset.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from tests.paths import ROOT
 
 
 def measure(config: BenchConfig, python: str, console: RunConsole) -> Benchmark:
-    """Time the steps by us and by Unsloth in an interpreter's environment."""
+    """Time the steps with mlxtune, and with Unsloth in another interpreter's environment."""
     if shutil.which(python) is None:
         raise MlxTuneError(f"--peer-python {python} is no program")
     if config.quantize is not None:
         raise ConfigError(["unsloth has no --quantize: use a quantised base"])
 
     def command_of(job: Path) -> list[str]:
-        # The environment may have another mlxtune or none.
+        # That environment may have another mlxtune or none.
         run = (
             f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
             "from tests.long.bench_unsloth import take_steps; take_steps()"
@@ -58,7 +58,7 @@ def measure(config: BenchConfig, python: str, console: RunConsole) -> Benchmark:
 
 
 def take_steps() -> None:
-    """Take the steps of the job that the command line names."""
+    """Take the steps of the job on the command line."""
     from tests.long.unsloth import Unsloth
 
     do_job(lambda job: Unsloth(job.folder, job.config))
@@ -70,7 +70,7 @@ if __name__ == "__main__":
     given, options = parser.parse_known_args()
 
     def bench_unsloth(config: BenchConfig) -> None:
-        """Time training steps beside Unsloth's."""
+        """Time training steps against Unsloth's."""
         with closing(RunConsole(quiet=config.quiet)) as console:
             found = measure(config, given.peer_python, console)
         if config.json_path is not None:

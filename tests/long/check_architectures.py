@@ -1,9 +1,9 @@
-"""Compare everything on with the plain path, on tiny random models of many architectures.
+"""Compare the full execution with the plain path, on tiny random models of many architectures.
 
     python -m tests.long.check_architectures [NAME ...]
 
-Prints for each which of the optimisations it gets, and how far loss and gradients are from those of
-the plain path. tests/backend/step/test_execution_architectures.py has some of them.
+Prints each architecture's optimisations, and the distance of its loss and gradients from the plain
+path's. tests/backend/step/test_execution_architectures.py has some of the architectures.
 
 Results: tests/long/README.md.
 """
@@ -31,7 +31,7 @@ from tests.models import write_model
 
 @dataclass(frozen=True)
 class Result:
-    """What an architecture gets, and how far it is from the plain path, relative to the largest."""
+    """The optimisations of an architecture, and the relative distance to the plain path."""
 
     gets: dict[str, bool]
     loss: float
@@ -39,12 +39,12 @@ class Result:
 
     @property
     def same(self) -> bool:
-        """Tell whether all is within the tolerances of the equality tests."""
+        """Return whether all differences are within the tolerances of the equality tests."""
         return self.loss <= 1e-5 and self.gradient <= 1e-4
 
 
 def check(name: str, folder: Path, **config: Any) -> Result:
-    """Compare an architecture with everything on, by the CPU's functions and without them."""
+    """Compare an architecture under the full execution, with and without the CPU's functions."""
     write_model(folder, name.split()[0], **ARCHITECTURES[name])
     examples = fixed_step()
     plain = fresh(folder, **config).loss_and_gradients(examples)
@@ -64,7 +64,7 @@ def check(name: str, folder: Path, **config: Any) -> Result:
         found = gradients_of(tree)
         loss_distance = max(loss_distance, abs(loss - expected_loss) / abs(expected_loss))
         for key, value in expected.items():
-            # What is not a number counts as far away.
+            # A NaN counts as far away.
             difference = np.nan_to_num(np.abs(found[key] - value), nan=np.inf)
             distance = max(distance, float(difference.max() / largest))
     gets = {
@@ -79,15 +79,15 @@ def check(name: str, folder: Path, **config: Any) -> Result:
 def main() -> int:
     """Print a line for each architecture; return how many differ or fail.
 
-    LoRA is on all projections, then on two before the attention, where a layer's backward pass
-    reads least.
+    LoRA is on all projections, then on two before the attention, the case in which a layer's
+    backward pass reads least.
     """
     failed = 0
     for name, targets in product(sys.argv[1:] or ARCHITECTURES, (("all",), ("q_proj", "v_proj"))):
         with tempfile.TemporaryDirectory() as folder:
             try:
                 result = check(name, Path(folder), targets=targets)
-            except ModelError:  # it has no projections of these names
+            except ModelError:  # it has no projections with these names
                 continue
             except Exception as error:  # noqa: BLE001
                 failed += 1

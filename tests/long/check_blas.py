@@ -1,8 +1,8 @@
-"""Print how fast mlx multiplies 1024x1024 float32 matrices beside numpy, in one process.
+"""Print the speed of mlx's and numpy's 1024x1024 float32 products in one process.
 
     python -m tests.long.check_blas
 
-A measurement, not a test: run it on a machine that does nothing else.
+This is a measurement, not a test: run it on an idle machine.
 
 Results: tests/long/README.md.
 """

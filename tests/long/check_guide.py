@@ -1,12 +1,12 @@
-"""Take a newcomer's path: run the commands of docs/guide.md, in order, on the demo.
+"""Run the commands of docs/guide.md, in order, on the demo.
 
     python -m tests.long.check_guide             with the mlxtune that is installed
     python -m tests.long.check_guide --install   in an environment that is made as the guide says
     python -m tests.long.check_guide --short     with runs of a few steps
 
-Blocks of the guide that begin with ```sh install or ```sh demo are run, all in one temporary
-folder beside the demo's data. Each has to end with 0, and to have written what its `writes=` names;
-what `typed=` says is typed into it. Ends with 1 where one fails, and says which.
+Blocks of the guide that begin with ```sh install or ```sh demo run in one temporary folder next to
+the demo's data. Each must exit with 0 and write the files in its `writes=`; `typed=` is its
+standard input. Names failing blocks, and exits with 1 if there are any.
 
 Results: tests/long/README.md.
 """
@@ -29,14 +29,14 @@ from pathlib import Path
 from tests.paths import ROOT
 
 GUIDE = ROOT / "docs" / "guide.md"
-# What a new environment is asked for, of ours: not what happens to lie around.
+# Environment variables that a new environment must not inherit.
 _OURS = ("PYTHONPATH", "VIRTUAL_ENV")
 SHORT = "--max-steps 6"
 
 
 @dataclass(frozen=True)
 class Block:
-    """Commands of the guide, at a line of it, and what is said of them."""
+    """Commands of the guide, their line, and the attributes of their block."""
 
     line: int
     kind: str
@@ -46,7 +46,7 @@ class Block:
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """Yield the blocks that are to be run."""
+    """Yield the blocks to run."""
     for found in re.finditer(r"(?ms)^```sh (install|demo)([^\n]*)\n(.*?)^```$", text):
         said = dict(word.partition("=")[::2] for word in shlex.split(found[2]))
         unknown = said.keys() - {"writes", "typed"}
@@ -59,12 +59,12 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def shortened(commands: str) -> str:
-    """Return commands whose training takes a few steps only."""
+    """Return the commands, with training shortened to a few steps."""
     return re.sub(r"(?m)^mlxtune train .*$", lambda m: f"{m[0]} {SHORT}", commands)
 
 
 def run(block: Block, folder: Path, environment: dict[str, str], before: str = "") -> str | None:
-    """Run a block; return what is wrong with how it ended, None where nothing is."""
+    """Run a block; return the problem with its end, or None."""
     script = f"set -e\n{before}{block.commands}"
     print(f"guide.md:{block.line}: {block.commands.strip()}", flush=True)
     started = time.monotonic()
@@ -87,7 +87,7 @@ def run(block: Block, folder: Path, environment: dict[str, str], before: str = "
 
 
 def walk(folder: Path, *, install: bool, short: bool) -> list[str]:
-    """Take the whole path in a folder; return what went wrong."""
+    """Run all blocks in a folder; return the problems."""
     environment = {k: v for k, v in os.environ.items() if not (install and k in _OURS)}
     environment["XDG_CACHE_HOME"] = str(folder / ".cache")
     before = ""
@@ -98,7 +98,7 @@ def walk(folder: Path, *, install: bool, short: bool) -> list[str]:
             if not install:
                 continue
             where = f"cd {shlex.quote(str(ROOT))}\n"
-            # As the guide has it, but not in the person's own folder.
+            # As in the guide, but outside the user's own folder.
             made = block.commands.replace(".venv", shlex.quote(str(folder / ".venv")))
             problem = run(Block(block.line, "install", made), folder, environment, where)
             before = f". {shlex.quote(str(folder / '.venv'))}/bin/activate\n"
@@ -112,7 +112,7 @@ def walk(folder: Path, *, install: bool, short: bool) -> list[str]:
 
 
 def main() -> None:
-    """Take the path, say what went wrong, and end with 1 if anything did."""
+    """Run all blocks, print the problems, and exit with 1 if there are any."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--install", action="store_true", help="make a new environment first")
     parser.add_argument("--short", action="store_true", help="train for a few steps only")

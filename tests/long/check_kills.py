@@ -1,13 +1,12 @@
-"""Kill runs at random moments and resume them: each ends as the one that nobody touched.
+"""Kill runs at random moments and resume them: each must end like an uninterrupted run.
 
     python -m tests.long.check_kills [--runs 100] [--kills 3] [--seed 0] [-- --dora ...]
     python -m tests.long.check_kills --runs 10 -- --objective dpo
 
 Trains ../shared/models/stories260k on real rows, once without a pause. Then every run is killed
-with SIGKILL, at a moment drawn over the whole of it (inside steps, saves and validations, too), up
-to three times, and resumed with `mlxtune train --resume`. In the end its adapter has to have the
-bytes of the first, and its metrics.jsonl the same lines but for times. What stands behind -- are
-further options of the runs.
+with SIGKILL at random moments (also inside steps, saves and validations), up to three times, and
+resumed with `mlxtune train --resume`. At the end its adapter must have the same bytes as the first
+run's, and its metrics.jsonl the same lines except for times. Options after -- go to the runs.
 
 Results: docs/reliability.md.
 """
@@ -32,7 +31,7 @@ from tests.paths import SHARED
 
 MODEL = SHARED / "models" / "stories260k"
 ROWS, EPOCHS = 24, 2
-# Many saves, to be killed in: each third step, and two at the end of each epoch.
+# Many saves during which a kill can fall: every third step, and two at the end of each epoch.
 OPTIONS = (
     *("--epochs", str(EPOCHS), "--batch-size", "4", "--save-steps", "2", "--max-seq-len", "224"),
     *("--dropout", "0.1", "--lr", "1e-3", "--targets", "all", "--val-rows", "8", "--quiet"),
@@ -47,7 +46,7 @@ _ENDS_WITHIN = 120.0
 
 @dataclass
 class Report:
-    """What became of the runs. `at` counts where the kills fell."""
+    """The outcome of the runs. `at` counts the places of the kills."""
 
     runs: int = 0
     kills: int = 0
@@ -66,9 +65,9 @@ def metrics_of(folder: Path) -> list[dict[str, object]]:
 
 
 def start(folder: Path, arguments: list[str]) -> int:
-    """Start the command in a process of its own, which has all modules loaded; return its number.
+    """Fork a process that runs the command with all modules loaded; return its id.
 
-    What it writes on stderr is kept in the folder.
+    Its stderr is kept in the folder.
     """
     process = os.fork()
     if process:
@@ -91,7 +90,7 @@ def start(folder: Path, arguments: list[str]) -> int:
 
 
 def wait(process: int, seconds: float) -> int | None:
-    """Return how a process ended, or None where it goes on after so many seconds."""
+    """Return how a process ended, or None if it still runs after this many seconds."""
     deadline = time.monotonic() + seconds
     while True:
         ended, status = os.waitpid(process, os.WNOHANG)
@@ -103,7 +102,7 @@ def wait(process: int, seconds: float) -> int | None:
 
 
 def run_to_end(folder: Path, arguments: list[str]) -> float:
-    """Run the command; return how long it took. Raises RuntimeError when it fails."""
+    """Run the command; return its seconds. Raises RuntimeError if it fails."""
     began = time.monotonic()
     process = start(folder, arguments)
     code = wait(process, _ENDS_WITHIN)
@@ -116,7 +115,7 @@ def run_to_end(folder: Path, arguments: list[str]) -> float:
 
 
 def place_of(folder: Path) -> str:
-    """Say what a run that was killed was doing, by what it left."""
+    """Return what a killed run was doing, judging by its files."""
     run = folder / "checkpoints"
     if not (run / "metrics.jsonl").exists():
         return "before the first validation"
@@ -149,7 +148,7 @@ def attempt(
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Tell whether there is a checkpoint to resume."""
+    """Return whether there is a checkpoint to resume."""
     from mlxtune.core.run.checkpoint import checkpoint_folders
 
     return bool(checkpoint_folders(folder / "checkpoints"))
@@ -177,12 +176,12 @@ def prepared(scratch: Path, more: Sequence[str] = ()) -> Iterator[list[str]]:
 
 
 def check(runs: int, kills: int, seed: int, scratch: Path, more: Sequence[str] = ()) -> Report:
-    """Make the runs in a folder; raise nothing for what fails, but say so in the report."""
+    """Run everything in a folder; report failures instead of raising them."""
     total = Report()
     with prepared(scratch, more) as train:
         whole = scratch / "whole"
         whole.mkdir()
-        run_to_end(whole, train)  # once to warm up: encoded data, hashes
+        run_to_end(whole, train)  # a warm-up for encoded data and hashes
         again = scratch / "again"
         again.mkdir()
         length = run_to_end(again, train)
@@ -208,7 +207,7 @@ def check(runs: int, kills: int, seed: int, scratch: Path, more: Sequence[str] =
 
 
 def main() -> None:
-    """Make the runs and print what became of them."""
+    """Run everything and print the outcome."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--kills", type=int, default=3)

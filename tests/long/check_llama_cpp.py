@@ -24,7 +24,7 @@ TOKENS = 24
 
 
 def write_base(folder: Path) -> Path:
-    """Write a Qwen3 that llama.cpp's converter knows."""
+    """Write a Qwen3 that llama.cpp's converter supports."""
     options = {"vocab_size": 151_936, "tie_word_embeddings": True}
     write_model(folder, "qwen3", architectures=["Qwen3ForCausalLM"], **options)
     for path in (SHARED / "tokenizers" / "qwen3").iterdir():
@@ -33,7 +33,7 @@ def write_base(folder: Path) -> Path:
 
 
 def llama_texts(*arguments: object) -> list[str]:
-    """Return what llama.cpp adds to each prompt."""
+    """Return llama.cpp's continuation of each prompt."""
     options = ["--temp", "0", "--top-k", "1", "-no-cnv", "--no-display-prompt", "--ignore-eos"]
     return [
         subprocess.run(
@@ -50,7 +50,7 @@ def llama_texts(*arguments: object) -> list[str]:
 
 
 def mlx_lm_texts(base: Path, adapter: Path) -> list[str]:
-    """Return what the model that mlx-lm loads adds to each prompt."""
+    """Return the continuation of each prompt by the model that mlx-lm loads."""
     import mlx.core as mx
     from mlx_lm import load
 
@@ -66,7 +66,7 @@ def mlx_lm_texts(base: Path, adapter: Path) -> list[str]:
 
 
 def check(folder: Path, data: Sequence[str]) -> dict[str, int]:
-    """Return in how many of the texts each export equals mlx-lm, by its name."""
+    """Return, for each export, the number of texts equal to mlx-lm's."""
     base, out = write_base(folder / "base"), folder / "out"
     options = {"targets": ("all",), "lr": 5e-3, "max_steps": 3, "samples": 0, "quiet": True}
     train(TrainConfig(str(base), tuple(data), output=str(out), **options))

@@ -2,9 +2,9 @@
 
     python -m tests.long.check_preference_rows [--pairs 10000]
 
-So many pairs under tiny tokenizers, with their log-probabilities under tiny models of three
-families, and as many under the templates of ../shared with a real vocabulary, in every thinking
-mode. Needs torch and trl, as tests/interop does.
+The pairs run under tiny tokenizers, with their log-probabilities under tiny models of three
+families, and again under the templates of ../shared with a real vocabulary, in every thinking mode.
+Needs torch and trl, as tests/interop does.
 
 Results: docs/preferences.md.
 """
@@ -61,7 +61,7 @@ Checked = tuple[str, Counter[str] | None, float]
 
 
 def tiny(parent: Path, pairs: int) -> Iterator[Checked]:
-    """Yield what pairs under tiny tokenizers show."""
+    """Yield the results of pairs under tiny tokenizers."""
     share = -(-pairs // len(_TINY))
     for seed, (family, template, thinking) in enumerate(_TINY, start=1):
         folder = write_model(parent / family, family)
@@ -70,7 +70,7 @@ def tiny(parent: Path, pairs: int) -> Iterator[Checked]:
 
 
 def real(parent: Path, pairs: int) -> Iterator[Checked]:
-    """Yield what pairs under the templates of models show."""
+    """Yield the results of pairs under the templates of models."""
     modes = [
         (folder, thinking)
         for folder in write_folders(SHARED, parent).values()
@@ -86,7 +86,7 @@ def _checked(
     import transformers
 
     since = time.perf_counter()
-    # Its template knows no system message.
+    # Its template has no system message.
     options: dict[str, Any] = {"seed": seed, "system": folder.name != "gemma.jinja"}
     rows = generated(pairs, **options, longest=10 if family else 40)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -1,10 +1,10 @@
-"""Measure what loading takes of memory, with and without --quantize, at the shape of Qwen3-0.6B.
+"""Measure the memory of loading the shape of Qwen3-0.6B, with and without --quantize.
 
     python -m tests.long.check_quantized_loading [--model FOLDER] [--json FILE]
 
 Random weights in bfloat16 are written to a temporary folder unless a folder is named. Each format
-is loaded in a process of its own, whose largest resident memory is read from the kernel; what it
-had before the weights are read is subtracted.
+is loaded in a separate process, whose peak resident memory is read from the kernel, less the memory
+before the weights are read.
 
 Results: docs/quantization.md.
 """

@@ -1,10 +1,9 @@
-"""Measure what each format costs: the loss of a model, and products on the CPU.
+"""Measure the cost of each format: in the loss of a model, and in the time of products on the CPU.
 
     python -m tests.long.check_quantized_products --model FOLDER --text FILE
 
-The loss is that of the text's tokens, in windows of 256. Products are those of a layer's width with
-256 rows, forward and for the gradient; times are processor time, the least of alternating runs,
-and given as ratios.
+The loss is over the text's tokens, in windows of 256. Products have a layer's width and 256 rows,
+forward and for the gradient; times are ratios of processor time, the least of alternating runs.
 
 Results: docs/quantization.md.
 """

@@ -1,10 +1,10 @@
-"""Train a tiny model for many steps: memory, speed and open files stay what they were.
+"""Train a tiny model for many steps: memory, speed and open files must not change.
 
     python -m tests.long.check_soak [--steps 20000]
 
-Compares the end with what was after 500 steps: memory and steps a second within 5%, as many open
-files. Steps are counted by the processor's time, which what else runs on the machine does not take
-away; those by the clock are printed too. Saves every 500 steps and once a minute.
+Compares the end with the state after 500 steps: memory and steps a second within 5%, and the same
+number of open files. Speed uses processor time, which other programs do not affect; the speed by
+the clock is printed too. Saves every 500 steps and once a minute.
 
 Results: docs/reliability.md.
 """
@@ -31,7 +31,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Sample:
-    """What the process held after a step, and when that was, by clock and processor, in seconds."""
+    """The process's resources after a step, and the time in seconds by clock and processor."""
 
     step: int
     seconds: float
@@ -41,7 +41,7 @@ class Sample:
 
 
 def sample(step: int) -> Sample:
-    """Look at this process; memory is what is resident, in bytes."""
+    """Measure this process; memory is its resident memory in bytes."""
     files = len(os.listdir("/dev/fd"))  # noqa: PTH208
     return Sample(step, time.perf_counter(), time.process_time(), resident(), files)
 
@@ -58,7 +58,7 @@ def resident() -> int:
 
 
 def soak(steps: int, scratch: Path) -> list[Sample]:
-    """Train so many steps, looking at the process now and then."""
+    """Train for some steps, measuring the process at intervals."""
     from mlxtune import TrainConfig, train
     from mlxtune.core.run.metrics import StepRecord
     from mlxtune.views.console import RunConsole
@@ -85,14 +85,14 @@ def soak(steps: int, scratch: Path) -> list[Sample]:
 
 
 def speed(samples: list[Sample], clock: str) -> float:
-    """Return the steps a second of some stretch, the median over its parts."""
+    """Return the steps a second of a stretch, as the median over its parts."""
     return statistics.median(
         (b.step - a.step) / (getattr(b, clock) - getattr(a, clock)) for a, b in pairwise(samples)
     )
 
 
 def report(samples: list[Sample], window: int) -> bool:
-    """Print the beginning and the end, each over some samples; tell whether they agree."""
+    """Print the beginning and the end, each over some samples; return whether they agree."""
     settled = [each for each in samples if each.step >= SETTLED]
     first, last = settled[:window], settled[-window:]
     memory = [statistics.median(each.memory for each in part) for part in (first, last)]
@@ -111,7 +111,7 @@ def report(samples: list[Sample], window: int) -> bool:
 
 
 def change(pair: list[float]) -> float:
-    """Return by what share the second is more than the first."""
+    """Return the relative increase from the first to the second."""
     return pair[1] / pair[0] - 1
 
 

@@ -1,4 +1,4 @@
-"""Compare every turn of ../shared/chat, under every template there, with what transformers gives.
+"""Compare every turn of ../shared/chat, under every template there, with transformers' prompts.
 
     python -m tests.long.check_templates
 

@@ -1,7 +1,7 @@
-"""What a step costs, counted from its graph on any device: products and launches.
+"""The costs of a step, counted from its graph on any device: products and launches.
 
-Nothing is computed. Products are counted from MLX's export of the gradient's graph, which has
-shapes, and launches from its drawing, which has compiled operations as they are.
+Nothing is evaluated. Products are counted from MLX's export of the gradient's graph, which has
+shapes, and launches from its drawing, which shows compiled operations as one.
 """
 
 import io
@@ -20,9 +20,9 @@ from mlxtune.backend.lora import optimizer
 from mlxtune.core.data.encode import Example
 from tests.long.graph_order import Operation, followed, ordered, tie
 
-# The outputs of a function that is exported, and the arrays that are tied; see `ExportableVjp`.
+# The outputs of an exported function, and the tied arrays; see `ExportableVjp`.
 Traced = tuple[list[mx.array], Sequence[tuple[mx.array, mx.array]]]
-# A gradient as a function of the tokens of a micro-batch, with these.
+# A gradient as a function of a micro-batch's tokens, with these.
 Gradient = tuple[Callable[[mx.array], Traced], mx.array]
 
 _PRODUCTS = {
@@ -34,7 +34,7 @@ _PRODUCTS = {
     "QuantizedMatmul",
     "SegmentedMM",
 }
-# Primitives that launch nothing: views, and those that only order others.
+# Primitives that launch no kernel: views, and primitives that only order others.
 _VIEWS = {
     "AsStrided",
     "Broadcast",
@@ -50,7 +50,7 @@ _VIEWS = {
     "Transpose",
     "View",
 }
-# Views, unless the array is transposed: then they copy it.
+# Views, except for transposed arrays, which they copy.
 _RESHAPES = {"Flatten", "Reshape", "Unflatten"}
 
 
@@ -69,10 +69,10 @@ class GraphSource(Protocol):
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counts over some steps; None where a graph cannot be exported.
+    """Counts over some steps; None if a graph cannot be exported.
 
-    `matmul_flops` are those of matrix products, `attention_flops` those of attention, whole squares
-    counted. `launches` are by primitive, `head_launches` the part of the head.
+    `matmul_flops` counts matrix products, `attention_flops` attention's products as whole squares.
+    `launches` are by primitive, `head_launches` the head's part.
     """
 
     matmul_flops: int | None = None
@@ -82,9 +82,9 @@ class StepCounts:
 
 
 def count_steps(source: GraphSource, steps: Sequence[Sequence[Example]]) -> StepCounts:
-    """Count what the steps compute and launch."""
+    """Count the operations and launches of the steps."""
     found = StepCounts()
-    # Of any kind: what MLX cannot trace or export is not counted, and fails nothing.
+    # Any error: a graph that MLX cannot trace or export is not counted, and nothing fails.
     with suppress(Exception):
         found = _count_launches(source, steps)
     with suppress(Exception):
@@ -109,7 +109,7 @@ def _count_launches(source: GraphSource, steps: Sequence[Sequence[Example]]) -> 
 def flops(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> Counter[str]:
     """Return the multiplications and additions of a gradient's products, and of attention's.
 
-    Those of attention multiply arrays of four axes or more that both depend on the tokens.
+    Attention's products multiply arrays of four or more axes that both depend on the tokens.
     """
     counts, shapes, dependent = Counter[str](), dict[str, tuple[int, ...]](), set[str]()
     graph: list[Operation] = []
@@ -133,7 +133,7 @@ def flops(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> Counter[s
         elif entry["type"] == "outputs":
             ends[:] = names[1]
 
-    # Where MLX's fused functions are their plain operations.
+    # On the CPU, MLX's fused functions are plain operations.
     with mx.stream(mx.cpu):
         mx.export_function(read, traced, tokens=tokens)
     tied = dict(zip(ends[outputs::2], ends[outputs + 1 :: 2], strict=True))
@@ -153,7 +153,7 @@ def flops(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> Counter[s
 
 
 def launches(tree: Any) -> Counter[str]:
-    """Return how many kernels a GPU launches to compute arrays, by the primitive's name."""
+    """Return the number of kernels that a GPU launches to compute arrays, by primitive."""
     drawing, arrays = io.StringIO(), []
     tree_map(lambda leaf: arrays.append(leaf) if isinstance(leaf, mx.array) else None, tree)
     mx.export_to_dot(drawing, *arrays)
@@ -176,9 +176,9 @@ def launches(tree: Any) -> Counter[str]:
 
 @contextmanager
 def counted_evaluations() -> Iterator[list[int]]:
-    """Yield a list of one number: how often MLX is asked to evaluate inside the block.
+    """Yield a list with one number: how often MLX is asked to evaluate inside the block.
 
-    Waiting for what was started is no second evaluation.
+    Waiting for a started evaluation does not count again.
     """
     count, started = [0], list[Any]()
     evaluate, start = mx.eval, mx.async_eval
@@ -214,15 +214,15 @@ def _nothing_evaluated() -> Any:
 
 @contextmanager
 def compiled_as_on_gpu() -> Iterator[None]:
-    """Have functions compiled inside the block that a GPU would compile."""
+    """Compile the functions inside the block that a GPU would compile."""
     with _replaced(optimizer, compiles=lambda: True):
         yield
 
 
 def _fused() -> Any:
-    """Have MLX's fused functions be one primitive each way, as on a GPU and not on the CPU.
+    """Make MLX's fused functions one primitive each way, as on a GPU and unlike the CPU.
 
-    Their places are taken by scans, which MLX compiles into nothing else.
+    Scans replace them, because MLX compiles a scan into no other operation.
     """
     norm = _stand_in(mx.cumsum, mx.cumprod)
     return _replaced(

@@ -1,4 +1,4 @@
-"""Try the property tests on random examples: those of the default run are always the same.
+"""Run the property tests on random examples; the default run always uses the same ones.
 
     python -m tests.long.explore [--seed N] [PATH ...]
 
@@ -17,7 +17,7 @@ from tests.paths import ROOT
 
 
 def property_tests() -> list[str]:
-    """Return the test modules that use hypothesis, from the root of the repository."""
+    """Return the test modules that use hypothesis, relative to the repository."""
     modules = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in modules if "@given" in path.read_text()]
 
@@ -29,7 +29,7 @@ def arguments(seed: int, paths: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """Run the property tests, and end as pytest does."""
+    """Run the property tests, and exit with pytest's code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
     parser.add_argument("paths", nargs="*")

@@ -13,8 +13,8 @@ from mlxtune.backend.models import autograd
 class ExportableVjp:
     """`mx.vjp` for graphs to export, which cannot contain functions with a custom gradient.
 
-    Each is cut out: placeholders stand for its outputs, and for the gradients of its inputs.
-    `tied` has each placeholder with the array that it stands for, to be put together by name in the
+    Each such function is cut out: placeholders replace its outputs and the gradients of its inputs.
+    `tied` pairs each placeholder with the array that it replaces, to join them by name in the
     exported graph.
     """
 
@@ -46,13 +46,13 @@ class ExportableVjp:
             rest = iter(arrays[len(primals) :])
             put = lambda _: next(rest)  # noqa: E731
             outputs = function(*arrays[: len(primals)])
-            # An array that two functions are given is two outputs: of one that is returned twice,
-            # MLX takes a single cotangent.
+            # An array given to two functions becomes two outputs, since MLX takes a single
+            # cotangent for an output that is returned twice.
             inputs = [mx.depends([each], [each])[0] for _, given, *_ in calls for each in given]
             return [*outputs, *inputs]
 
         with _calls_run_by(cut_out):
-            # What functions return must be known before they can be primals.
+            # The outputs of functions must be known before they can be primals.
             function(*primals)
             stand_ins = [each for *_, outputs in calls for each in _arrays(outputs)]
             gradients = [self._placeholder(each) for _, given, *_ in calls for each in given]
@@ -72,13 +72,13 @@ class ExportableVjp:
         return list(outputs[: len(outputs) - len(gradients)]), list(found[: len(primals)])
 
     def _placeholder(self, like: mx.array) -> mx.array:
-        """Return an array that is no other one, whatever MLX merges."""
+        """Return an array that MLX does not merge with any other."""
         global _placeholders
         _placeholders += 1
         return mx.broadcast_to(mx.array(_placeholders).astype(like.dtype), like.shape)
 
 
-# How many there were.
+# The number of placeholders.
 _placeholders = 0
 
 

@@ -1,7 +1,7 @@
-"""The matrix products that a step needs, and how long they take by themselves.
+"""The matrix products that a step needs, and their time alone.
 
-Their time over that of the step is the step's efficiency. What is counted is a floor: real tokens
-only, no padding, no product that is computed twice.
+Their time divided by the step's time is the step's efficiency. The count is a lower bound: only
+real tokens, no padding, no product that is computed twice.
 """
 
 import math
@@ -21,12 +21,12 @@ from mlxtune.backend.forward.recompute import first_trained
 from mlxtune.backend.lora.targets import experts_per_token, projections
 from mlxtune.backend.models.mixers.delta_chunks import SIZE as CHUNK
 
-# Names of how many heads attention has, and of those of a recurrence and its states' sizes.
+# Names of the numbers of heads in attention, and of the heads and state sizes in a recurrence.
 _HEADS = ("n_heads", "num_heads", "num_attention_heads")
 _RECURRENT = ("num_v_heads", "head_k_dim", "head_v_dim")
-# A sample of a product lasts so long, by repeating it.
+# The seconds of a sample of a product, which is repeated.
 _SAMPLE_S, _SAMPLES, _MOST_REPEATS = 0.1, 3, 64
-# Entries that no cache holds.
+# More entries than any cache holds.
 _BEYOND_CACHES, _MOST_COPIES = 1 << 25, 64
 # Larger products are timed on fewer rows.
 _LARGEST_FLOPS_CPU, _LARGEST_FLOPS_GPU = 6e10, 4e12
@@ -48,8 +48,8 @@ class Product:
         return 2 * self.batch * self.m * self.k * self.n
 
 
-# How often each product is needed. A fraction: tokens are rounded to few sizes, which are then
-# measured instead, and a causal square is half a square.
+# The number of times that each product is needed. It is a fraction because tokens are rounded to
+# few sizes, which are measured instead, and because a causal square is half a square.
 Products = Mapping[Product, float]
 
 
@@ -99,7 +99,7 @@ def step_products(
 
 
 def needed_flops(products: Products) -> int:
-    """Return the multiplications and additions of products, those across tokens aside."""
+    """Return the multiplications and additions of products, except products across tokens."""
     across = ("attention", "recurrence")
     return round(sum(n * each.flops for each, n in products.items() if each.kind not in across))
 
@@ -107,7 +107,7 @@ def needed_flops(products: Products) -> int:
 def _projections(
     layer: nn.Module, size: int, sent: int, *, above: bool, first: bool
 ) -> Iterator[tuple[Product, float]]:
-    """Yield the products of projections and LoRA; each token is `sent` to so many experts."""
+    """Yield the products of projections and LoRA; each token is `sent` to this many experts."""
     adapted = {name: module for name, module in layer.named_modules() if "lora_a" in module}
     attention = tuple({name.rpartition(".")[0] for name in adapted if "att" in name})
     for name, module in projections(layer).items():
@@ -131,9 +131,9 @@ def _projections(
 
 
 def _rows(weight: mx.array, size: int, sent: int, kind: str) -> tuple[str, int, int, float]:
-    """Return the kind of a matrix's product, how many there are, their rows, and what share counts.
+    """Return the kind of a matrix's product, the number of products, their rows and counted share.
 
-    A stack of experts has one for each, or as many as there are tokens.
+    A stack of experts has a product for each expert, or as many as there are tokens.
     """
     if weight.ndim < 3:
         return kind, 1, size, 1.0
@@ -151,7 +151,7 @@ def _attention(
         query = getattr(module, "q_proj", None)
         if not isinstance(heads, int) or query is None:
             continue
-        # Some query projections give a gate, too.
+        # Some query projections also return a gate.
         whole = _dims(getattr(query, "linear", query))[1] // heads
         width = getattr(module, "head_dim", whole)
         for tokens, before in stretches:
@@ -176,11 +176,11 @@ def _recurrence(
         for tokens, before in stretches:
             size = min(tokens, CHUNK)
             chunks = tokens / size
-            # Keys with keys and queries; what is learned in the chunk, and read of that. Half of
+            # Keys with keys and queries, the updates within the chunk, and their outputs. Half of
             # each square is masked.
             for columns in (keys, values):
                 yield Product("recurrence", size, columns, size, heads), chunks
-            # What is read of the state, by keys and queries, and what is added to it.
+            # Reading the state by keys and queries, and updating it.
             read = chunks if before else chunks - 1
             yield Product("recurrence", size, keys, values, heads), 2 * read
             yield Product("recurrence", keys, size, values, heads), chunks - 1
@@ -193,7 +193,7 @@ def _dims(linear: nn.Module) -> tuple[int, int]:
 
 
 def _rounded(tokens: int) -> tuple[int, float]:
-    """Return the nearest of four sizes an octave, and what share of it the tokens are."""
+    """Return the nearest of four sizes an octave, and the tokens as a share of it."""
     if tokens < 8:
         return max(tokens, 1), float(tokens > 0)
     unit = 2 ** (int(math.log2(tokens)) - 2)
@@ -202,9 +202,9 @@ def _rounded(tokens: int) -> tuple[int, float]:
 
 
 def product_seconds(products: Products, dtype: str) -> dict[str, float]:
-    """Return the seconds that products take, by kind, as the fastest plain ones of the device.
+    """Return the seconds of products by kind, using the device's fastest plain products.
 
-    On the CPU these are MLX's or numpy's, the latter in float32 whatever the dtype.
+    On the CPU these are MLX's or numpy's, the latter in float32 for any dtype.
     """
     largest = _LARGEST_FLOPS_CPU if on_cpu() else _LARGEST_FLOPS_GPU
     spent: defaultdict[str, float] = defaultdict(float)
@@ -219,8 +219,8 @@ def product_seconds(products: Products, dtype: str) -> dict[str, float]:
 def _seconds(batch: int, m: int, k: int, n: int, dtype: str) -> float:
     """Return the seconds of one product.
 
-    The second matrix is another one each time, as the weights of a step are: out of memory, not out
-    of a cache.
+    The second matrix changes each time, so that it comes from memory, not from a cache, like the
+    weights of a step.
     """
     copies = min(-(-_BEYOND_CACHES // (batch * k * n)), _MOST_COPIES)
     random = np.random.default_rng(0)
@@ -243,9 +243,9 @@ def _seconds(batch: int, m: int, k: int, n: int, dtype: str) -> float:
 
 
 def _time(run: Callable[[int], None]) -> float:
-    """Return the seconds of one time of what `run` does so many times, in the best of samples.
+    """Return the seconds of one repetition of `run`, in the best of several samples.
 
-    Others who use the device can only lengthen it, and with it the efficiency that is claimed.
+    Other users of the device can only lengthen it, and so raise the computed efficiency.
     """
     run(1)
     once = timeit(lambda: run(1), number=1)

@@ -1,12 +1,11 @@
-"""Run the command on thousands of damaged files and folders, and see that it ends as it should.
+"""Run the command on thousands of damaged files and folders, and check its end.
 
     python -m tests.long.fuzz [--data N] [--folders N] [--seed S] [--case KIND:NUMBER] [--keep DIR]
 
-Each case is a data file, a model folder, a config file or the folder of a run with something wrong
-in it, given to the command in a process that does many of them. It has to end in success or in one
-line of error, within 10 s and 2 GB, and to leave alone whatever lies outside of the case's folder.
-Cases depend on the seed and their number alone; `--case` runs one again and shows what it says.
-tests/test_fuzz.py has some of them.
+Each case is a faulty data file, model folder, config file or run folder, given to the command in a
+process that runs many cases. The command must end in success or with one line of error, within 10 s
+and 2 GB, and must change nothing outside the case's folder. Cases depend only on the seed and their
+number; `--case` runs one again and shows its output. tests/test_fuzz.py has some of them.
 
 Results: docs/reliability.md.
 """
@@ -32,9 +31,9 @@ from typing import Any
 from tests.long.fuzz_cases import FOLDERS, Place, command, prepare, run_case
 from tests.paths import ROOT
 
-# What a case may take.
+# The limits of a case.
 MEMORY = 2 * 10**9
-# Of a worker that says nothing any more.
+# The limit for a silent worker.
 _SILENT = 60.0
 _ADDRESS_SPACE = 12 * 2**30
 _WORKERS = 2
@@ -43,11 +42,11 @@ _WORKERS = 2
 
 
 def work(place: Place, seed: int, names: list[str]) -> None:
-    """Run cases, and write before and after each what there is to say of it."""
+    """Run cases, and write the results before and after each."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
-    # What is imported on first use is no part of the first case.
+    # Imports on first use must not count for the first case.
     command("plan", "--model-path", place.model, "--data", place.chat, "--quiet", "--no-cache")
     print(json.dumps({}), file=answers, flush=True)
     for name in names:
@@ -58,7 +57,7 @@ def work(place: Place, seed: int, names: list[str]) -> None:
 
 
 def peak_memory() -> int:
-    """Return the most memory that this process had, in bytes."""
+    """Return the peak memory of this process in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -71,7 +70,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> Iterator[dict[str, Any] | None]:
-        """Yield what is found of each case, and None in between."""
+        """Yield the result of each case, and None in between."""
         while self._left:
             log = self._place.root / f"worker-{self._number}.txt"
             with log.open("wb") as errors:
@@ -105,7 +104,7 @@ class Worker:
             env={**os.environ, "XDG_CACHE_HOME": str(self._place.cases / "cache")},
         )
         assert self._process.stdout is not None
-        # Libraries take their time to load on a busy machine.
+        # Loading libraries takes long on a busy machine.
         heard, read = time.monotonic() + 10 * _SILENT, b""
         with self._process, selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -143,7 +142,7 @@ def names_of(data: int, folders: int) -> list[str]:
 
 
 def fuzz(place: Place, seed: int, names: list[str]) -> list[dict[str, Any]]:
-    """Run cases in two processes; return what was found of each."""
+    """Run cases in two processes; return the result of each."""
     running = [
         Worker(place, seed, names[number::_WORKERS], number).run() for number in range(_WORKERS)
     ]

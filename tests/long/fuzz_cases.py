@@ -1,4 +1,4 @@
-"""One case of fuzz.py: what is given to the command, and whether it ended as it should."""
+"""One case of fuzz.py: the command's input, and a check of its end."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from tests.long.mutated_folders import (
 from tests.long.mutations import ROWS, config_file, data_file, messages_file
 from tests.models import THINKING, sums, write_chat, write_model
 
-# What a case may take.
+# The limits of a case.
 SECONDS = 10.0
 FOLDERS = ("model", "config", "run", "adapter", "peft", "messages", "report")
 _ERROR = "mlxtune: error: "
 _SAID = ("warning: ", "[transformers] ", "no run below ")
 _EXIT_CODES = (0, 1, 2)
-# What a case may write, by its command; of the rest, nothing in its folder changes.
+# The files that a case may write, by command; all other files in its folder must not change.
 _WRITES = {
     "train": ("",),
     "report": ("run/checkpoints/report.html", "page.html"),
     "chat": ("saved.jsonl",),
     **dict.fromkeys(("export", "fuse", "import"), ("out",)),
 }
-# What stands in a case's folder for its standard input.
+# The file with a case's standard input.
 _STDIN = "stdin"
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where the cases are. What is in `guarded` must stay as it is, beside the cases in it."""
+    """The folder of the cases. The files in `guarded`, next to the cases, must not change."""
 
     root: Path
 
@@ -93,7 +93,7 @@ class Place:
 
 
 def prepare(place: Place) -> None:
-    """Write what cases are made of: models with and without a template, data, runs, adapters."""
+    """Write the sources of cases: models with and without a template, data, runs, adapters."""
     place.guarded.mkdir(parents=True)
     place.cases.mkdir()
     write_model(place.model, "qwen3")
@@ -103,7 +103,7 @@ def prepare(place: Place) -> None:
     os.chdir(place.cases)
     paths = ["--model-path", place.model, "--data", place.chat, "--quiet", "--no-cache"]
     paths += ["--output", place.run / "a.safetensors"]
-    # Samples take longer than all else of such a run; the cases that train anew have some.
+    # Samples take longer than the rest of such a run; cases that train have some.
     _do("train", *paths, "--epochs", 2, "--save-steps", 1, "--samples", 0)
     shutil.copytree(place.run, place.ended)
     (place.run / "checkpoints" / "result.json").unlink()
@@ -152,7 +152,7 @@ def command(*arguments: object, stdin: bytes = b"") -> tuple[Any, str, str]:
 
 
 def arguments_of(place: Place, kind: str, rng: Random, folder: Path) -> list[object]:
-    """Write the files of a case into its folder, and return what the command is given."""
+    """Write the files of a case into its folder, and return the command's arguments."""
     model, data = rng.choice((place.model, place.model, place.plain_model)), place.chat
     out = ["--output", folder / "out" / "a.safetensors", "--quiet", "--no-cache"]
     if kind == "data":
@@ -174,7 +174,7 @@ def arguments_of(place: Place, kind: str, rng: Random, folder: Path) -> list[obj
         name, content = config_file(rng)
         (folder / name).write_bytes(content)
         given = ["--config", folder / name, "--model-path", model, "--data", data, *out]
-        # Which a rank of a million, which is no mistake by itself, would otherwise be given.
+        # Otherwise a rank of a million, which is valid in itself, would get this memory.
         return ["train", "--dry-run", "--memory-limit", 0.5, *given]
     if kind in _OTHERS:
         return _OTHERS[kind](place, rng, folder)
@@ -281,9 +281,9 @@ def _data_options(rng: Random, path: Path) -> list[object]:
 
 
 def run_case(place: Place, seed: int, name: str, *, show: bool = False) -> dict[str, Any]:
-    """Run a case; return its exit code and seconds, and what is wrong, if anything is.
+    """Run a case; return its exit code, its seconds and its problem, if any.
 
-    One that takes long is run again: the machine may have been doing something else.
+    A slow case is run again, since the machine may have been busy.
     """
     found = run_once(place, seed, name, show=show)
     return run_once(place, seed, name, show=show) if found["seconds"] > SECONDS else found
@@ -316,7 +316,7 @@ def run_once(place: Place, seed: int, name: str, *, show: bool) -> dict[str, Any
         problem = f"{arguments[0]} failed and left something"
     if show:
         print(f"mlxtune {' '.join(map(str, arguments))}\nexit {code}\n{out}{said}")
-    # One that a case has made unreadable stays.
+    # A folder that a case has made unreadable stays.
     os.chdir(place.cases)
     if not problem and not show:
         shutil.rmtree(around, ignore_errors=True)
@@ -331,7 +331,7 @@ def run_once(place: Place, seed: int, name: str, *, show: bool) -> dict[str, Any
 
 
 def _touched(folder: Path, before: dict[str, tuple[int, ...]], writes: tuple[str, ...]) -> bool:
-    """Tell whether anything changed in a folder but what a command is there to write.
+    """Return whether anything changed in a folder except the files that a command may write.
 
     The folder of such a file may have changed with it.
     """
@@ -346,9 +346,9 @@ def _touched(folder: Path, before: dict[str, tuple[int, ...]], writes: tuple[str
 
 
 def problem_of(code: Any, out: str, said: str, *, talks: bool = False) -> str:
-    """Say what is wrong with how a command ended; nothing where it is as it should be.
+    """Return the problem with a command's end, empty if it ended correctly.
 
-    One that `talks` says on stderr what it does.
+    A command that `talks` writes its progress to stderr.
     """
     if code not in _EXIT_CODES:
         return f"ended with {code}"
@@ -361,7 +361,7 @@ def problem_of(code: Any, out: str, said: str, *, talks: bool = False) -> str:
         line for line in said.splitlines() if not talks and not line.startswith((_ERROR, *_SAID))
     ]:
         return f"said {others[0]!r:.200}"
-    # A line of a template may stand in an answer.
+    # An answer may contain a line of a template.
     shown = said + out.replace("\t", " ")
     if any(not (c == "\n" or c.isprintable()) for c in shown):
         return "sent control characters to the terminal"
@@ -369,7 +369,7 @@ def problem_of(code: Any, out: str, said: str, *, talks: bool = False) -> str:
 
 
 def snapshot(folder: Path, but: Path | None = None) -> dict[str, tuple[int, ...]]:
-    """Return what tells whether anything in a folder has changed, but in one folder within."""
+    """Return a value that changes with anything in a folder, except in one folder within it."""
     found: dict[str, tuple[int, ...]] = {}
     left = [str(folder)]
     while left:

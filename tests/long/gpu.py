@@ -1,14 +1,14 @@
-"""Everything that a machine with an NVIDIA GPU is to show, in one command and under nine minutes.
+"""Measure and check a machine with an NVIDIA GPU, in one command and under nine minutes.
 
     python -m tests.long.gpu [--json gpu.json] [--shared FOLDER]
     python -m tests.long.gpu --tiny
 
-Equality on the device, `step_costs` against mlx-lm at real sizes with the share of the card's
-peak, two runs hashed, and predicted against measured memory. Models have random weights, made in a
-temporary folder. Each part has a limit of time and is skipped, with the reason, when the time is
-over; the JSON is written after each. Ends with 1 if a part failed. All processes share the CUDA
-kernels that MLX compiles (MLX_PTX_CACHE_DIR), and so does the next run: where compiling
-took all of a part's time, run it again.
+Equality on the device, `step_costs` against mlx-lm at real sizes with the share of the card's peak,
+two runs hashed, and predicted against measured memory. Models have random weights, made in a
+temporary folder. Each part has a time limit and is skipped, with the reason, when the time is over;
+the JSON is written after each part. Exits with 1 if a part failed. All processes share the CUDA
+kernels that MLX compiles (MLX_PTX_CACHE_DIR), and so does the next run: if compilation took all of
+a part's time, run it again.
 
 `--tiny` runs every part on tiny models and any device, in less than a minute on the CPU.
 """
@@ -64,7 +64,7 @@ SHAPES = {
         "head_dim": 128,
     },
 }
-# Dense 16-bit TFLOP/s of the makers' data sheets, by a part of the device's name.
+# Dense 16-bit TFLOP/s from the makers' data sheets, by a part of the device's name.
 DATA_SHEETS = {
     "H100": 989.0,
     "H200": 989.0,
@@ -78,7 +78,7 @@ LONG_TOKENS, CHARACTERS_PER_TOKEN = 4096, 4.5
 
 @dataclass(frozen=True)
 class Case:
-    """A benchmark: a model, rows, and how many steps of how many of them."""
+    """A benchmark: a model, rows, the number of steps and the rows of each."""
 
     model: str
     data: str
@@ -89,7 +89,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What the report calls it."""
+        """The name in the report."""
         return f"{self.model}{f' {self.bits}-bit' if self.bits else ''}, {self.data}"
 
 
@@ -113,7 +113,7 @@ class Parts:
     started: float = field(default_factory=time.monotonic)
 
     def run(self, name: str, limit_s: float, part: Callable[[float], dict[str, Any]]) -> None:
-        """Run a part with the seconds it has; keep what it reports, or why it did not."""
+        """Run a part within its seconds; keep its report, or the reason for which it has none."""
         begun = time.monotonic()
         seconds = min(limit_s, self.total_s - (begun - self.started))
         if seconds < limit_s / 4:
@@ -125,7 +125,7 @@ class Parts:
                 found = {"skipped": str(reason)}
             except subprocess.TimeoutExpired:
                 found = {"failed": f"took longer than {seconds:.0f} s"}
-            # Of any kind: the other parts still run.
+            # Any error: the other parts still run.
             except Exception as error:  # noqa: BLE001
                 found = {"failed": f"{type(error).__name__}: {error}"}
         found["seconds"] = round(time.monotonic() - begun, 1)
@@ -145,14 +145,14 @@ class Skip(Exception):
 
 @dataclass
 class Machine:
-    """The folder that parts work in, and what they use there."""
+    """The parts' folder, and the files that they use there."""
 
     scratch: Path
     shared: Path
     tiny: bool
 
     def model(self, case: Case) -> Path:
-        """Return a model's folder, made at its first use."""
+        """Return a model's folder, written on first use."""
         folder = self.scratch / f"{case.model}-{case.bits or 16}"
         if not folder.exists():
             if self.tiny:
@@ -209,7 +209,7 @@ def write_model(folder: Path, shape: dict[str, int], bits: int | None, shared: P
 
 
 def write_long_rows(path: Path, shared: Path) -> Path:
-    """Write rows of about 4,096 tokens: earlier answers as context, the next one to be learned."""
+    """Write rows of about 4,096 tokens: earlier answers as context, the next one supervised."""
     source = shared / "chat" / "lf_alpaca_en_demo.jsonl"
     rows, context = [], ""
     for line in source.read_text().splitlines():
@@ -240,7 +240,7 @@ def command(
 
 
 def equality(seconds: float, tests: list[str]) -> dict[str, Any]:
-    """Run the tests that compare every way to compute with the plain one."""
+    """Run the tests that compare every execution with the plain one."""
     arguments = ["pytest", "-q", "-p", "no:cacheprovider", *tests]
     # TF32, MLX's default on CUDA, has three digits; the tests compare to five.
     done = command(arguments, seconds, MLX_ENABLE_TF32="0")
@@ -260,7 +260,7 @@ def proof(seconds: float, scratch: Path) -> dict[str, Any]:
 
 
 def card(size: int) -> dict[str, Any]:
-    """Return the TFLOP/s of a large product in bfloat16, and the data sheet's where it is known."""
+    """Return the TFLOP/s of a large product in bfloat16, and the data sheet's if known."""
     dtype = mx.float32 if on_cpu() else mx.bfloat16
     a, b = (mx.random.normal((size, size)).astype(dtype) for _ in range(2))
     mx.eval(a @ b)
@@ -275,7 +275,7 @@ def card(size: int) -> dict[str, Any]:
 
 
 def bench(seconds: float, machine: Machine, case: Case, peak: dict[str, Any]) -> dict[str, Any]:
-    """Compare a case with mlx-lm, and its work with what the card could do."""
+    """Compare a case with mlx-lm, and its speed with the GPU's peak."""
     out = machine.scratch / "bench.json"
     more = ["--against", "mlx-lm", "--repeats", "1", "--steps", str(case.steps), "--json", str(out)]
     command(["tests.long.step_costs", *machine.options(case), "--execution", "gpu", *more], seconds)
@@ -296,7 +296,7 @@ def bench(seconds: float, machine: Machine, case: Case, peak: dict[str, Any]) ->
 
 
 def train_twice(seconds: float, machine: Machine, case: Case) -> dict[str, Any]:
-    """Train twice by one command; compare the bytes, and the memory with what was predicted."""
+    """Train twice by one command; compare the bytes, and the memory with the prediction."""
     hashes, peaks = [], []
     for number in (1, 2):
         folder = machine.scratch / f"{case.model}-{case.bits or 16}-run{number}"
@@ -317,7 +317,7 @@ def train_twice(seconds: float, machine: Machine, case: Case) -> dict[str, Any]:
 
 
 def run_all(parts: Parts, machine: Machine) -> None:
-    """Run all parts; what comes last is skipped first.
+    """Run all parts; the last ones are skipped first.
 
     The limits leave room for the first compilation of CUDA's kernels.
     """
@@ -327,7 +327,7 @@ def run_all(parts: Parts, machine: Machine) -> None:
     tests = EQUALITY[-2:] if machine.tiny else EQUALITY
     parts.run("equality", 240, lambda seconds: equality(seconds, tests))
     if not machine.tiny:
-        # Before the figures: they are worth little where it fails.
+        # This comes before the figures, which mean little if it fails.
         parts.run("doctor --prove", 240, lambda seconds: proof(seconds, machine.scratch))
     parts.run("two runs", 120, lambda seconds: train_twice(seconds, machine, cases[0]))
     for case in cases:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-# MLX_BFS_MAX_WIDTH: how many operations MLX orders breadth first.
+# MLX_BFS_MAX_WIDTH: the number of operations that MLX orders breadth first.
 _WIDTH = 20
 
 
@@ -19,7 +19,7 @@ class Operation:
 
 
 def tie(graph: Sequence[Operation], tied: Mapping[str, str]) -> list[Operation]:
-    """Return the operations with what placeholders stand for in their place."""
+    """Return the operations with placeholders replaced by the arrays that they represent."""
     return [
         replace(each, inputs=tuple(followed(name, tied) for name in each.inputs))
         for each in graph
@@ -28,7 +28,7 @@ def tie(graph: Sequence[Operation], tied: Mapping[str, str]) -> list[Operation]:
 
 
 def followed(name: str, tied: Mapping[str, str]) -> str:
-    """Return what an array stands for, itself if it is no placeholder."""
+    """Return the array that a placeholder represents, or the array itself."""
     while name in tied:
         name = tied[name]
     return name

@@ -2,8 +2,8 @@
 
     python -m tests.long.long_texts [--tokens 8192] [--layers 28] [--limit GB] [--supervised 2048]
 
-Trains on one example of so many tokens, the last of which carry loss, within a memory limit, and
-prints the predicted and the measured peak, and the seconds of the second step a token. Needs
+Trains on one example of that many tokens, the last of which carry loss, within a memory limit, and
+prints the predicted and the measured peak, and the second step's seconds per token. Needs
 ../shared, some gigabytes of memory, and minutes.
 """
 
@@ -25,7 +25,7 @@ from tests.paths import SHARED
 
 
 def write_example(path: Path, tokens: int, supervised: int) -> Path:
-    """Write a row of at least so many tokens, of which the last have loss."""
+    """Write a row of at least `tokens` tokens, the last of which carry loss."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(SHARED / "tokenizers" / "qwen3" / "tokenizer.json"))

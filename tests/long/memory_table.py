@@ -1,10 +1,10 @@
-"""Write the table of memory in docs/guide.md: what the planner predicts for models of real shapes.
+"""Write the table of memory in docs/guide.md: the planner's predictions for real shapes.
 
     python -m tests.long.memory_table
 
 No weights are downloaded or read: the shapes of public configs are written into the headers of
-empty files, which is all that planning looks at. It plans as for a GPU, whatever runs this.
-Predictions, not measurements.
+empty files, and planning reads only these. It plans for a GPU on any device. The figures are
+predictions, not measurements.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.paths import DOCS
 GUIDE = DOCS / "guide.md"
 BEGIN, END = "<!-- memory: tests/long/memory_table.py -->", "<!-- end of memory -->"
 LENGTHS = (512, 2048, 4096)
-# What macOS lets the GPU use by itself: about two thirds, three quarters from 36 GiB on.
+# The GPU's default share of a Mac's memory: two thirds, three quarters from 36 GiB on.
 MACS = {gb: gb * 2**30 * (3 / 4 if gb >= 36 else 2 / 3) for gb in (8, 16, 24, 32, 48, 64, 96, 128)}
 SPARE = 1.15
 GB = 1e9
@@ -104,7 +104,7 @@ QUANTISED = {"group_size": 64, "bits": 4}
 
 @dataclass(frozen=True)
 class Row:
-    """What a model takes, in bytes: its weights, and the least peak for an example of a length."""
+    """The bytes of a model: its weights, and the least peak for an example of each length."""
 
     name: str
     bits: int
@@ -131,10 +131,10 @@ def write_headers(folder: Path, config: dict[str, Any], bits: int) -> None:
         nn.quantize(made, **QUANTISED)
     header: dict[str, Any] = {}
     end = 0
-    # Nothing of them is computed: they are asked for their shapes alone.
+    # They are not evaluated; only their shapes are used.
     for name, value in tree_flatten(made.parameters()):
         if name.startswith("lm_head") and config.get("tie_word_embeddings", True):
-            continue  # Gemma 3 makes one that its files lack
+            continue  # Gemma 3 creates a weight that its files lack
         dtype = {mx.bfloat16: "BF16", mx.uint32: "U32"}[value.dtype]
         offsets = [end, end + value.nbytes]
         header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": offsets}
@@ -142,11 +142,11 @@ def write_headers(folder: Path, config: dict[str, Any], bits: int) -> None:
     text = json.dumps(header | {"__metadata__": {"format": "mlx"}}).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)  # a hole, which takes no room
+        file.truncate(8 + len(text) + end)  # a hole, which takes no space
 
 
 def predicted(name: str, bits: int) -> Row:
-    """Return what training a model takes with the default options, one example at a time."""
+    """Return the predicted memory of training with the default options, one example at a time."""
     with tempfile.TemporaryDirectory() as scratch, holes_allowed():
         folder = Path(scratch)
         write_headers(folder, MODELS[name], bits)
@@ -170,7 +170,7 @@ def table() -> str:
 
 @contextmanager
 def on_a_gpu() -> Iterator[None]:
-    """Have the backend plan as where MLX computes on a GPU."""
+    """Make the backend plan as if MLX computed on a GPU."""
     rooms = [name for name, room in sys.modules.items() if hasattr(room, "on_cpu")]
     with ExitStack() as patched:
         for name in rooms:
@@ -179,12 +179,12 @@ def on_a_gpu() -> Iterator[None]:
 
 
 def holes_allowed() -> AbstractContextManager[Any]:
-    """Have weights read that are a hole, which is refused otherwise."""
+    """Allow weights that are a hole, which are otherwise refused."""
     return patch("mlxtune.core.files.tensor_files.check_open")
 
 
 def guide(text: str) -> str:
-    """Return the guide with the table as it is now."""
+    """Return the guide with the current table."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"

@@ -1,8 +1,7 @@
 """The architectures of docs/models.md at about 100M parameters, with the models' vocabularies.
 
-They take their configs from `architectures`, with real numbers in the place of the tiny ones.
-Weights are random, and the tokenizer is Qwen3's, without its last merges where a vocabulary is
-smaller.
+Their configs come from `architectures`, with real numbers in place of the tiny ones. Weights are
+random, and the tokenizer is Qwen3's, without its last merges where a vocabulary is smaller.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 from tests.long.architectures import ARCHITECTURES
 from tests.models import MODEL_TYPES, SHAPE, write_model
 
-# What takes the place of a tiny number, wherever an architecture has the key.
+# Real numbers that replace the tiny ones of these keys in any architecture.
 _REAL: dict[str, Any] = {
     **{"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 64},
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096},
@@ -44,9 +43,9 @@ _LATENT = {"num_key_value_heads": 8}
 class Listed:
     """An architecture of the table.
 
-    `real` holds numbers that differ from `_REAL`. `short` is how many layers the long example runs
-    through where mlx-lm goes token by token and keeps everything. `templates` are those of its
-    models that have golden renders.
+    `real` has numbers that differ from `_REAL`. `short` is the number of layers for the long
+    example if mlx-lm loops over tokens and keeps all states. `templates` are its models' templates
+    with golden renders.
     """
 
     title: str
@@ -151,9 +150,9 @@ def config_of(name: str, layers: int | None = None) -> dict[str, Any]:
 
 
 def _enlarged(tiny: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with real numbers; lists of an entry for each layer are repeated.
+    """Return a config with real numbers; lists with an entry for each layer are repeated.
 
-    Parts that an architecture turns off, by 0 or null, stay off.
+    Parts that an architecture disables by 0 or null stay disabled.
     """
     found: dict[str, Any] = {}
     layers = tiny.get("num_hidden_layers")
@@ -177,11 +176,11 @@ def write_sized(folder: Path, name: str, shared: Path, layers: int | None = None
 
 
 def _write_tokenizer(folder: Path, source: Path, vocabulary: int) -> None:
-    """Write a tokenizer without the last merges, so that all its tokens are in a vocabulary."""
+    """Write a tokenizer without its last merges, so that all tokens are in a vocabulary."""
     tokenizer = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     config = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     model, added = tokenizer["model"], tokenizer["added_tokens"]
-    # The first 256 tokens are bytes, and each that follows is made by the merge of its place.
+    # The first 256 tokens are bytes; each later one is made by the merge of its position.
     kept = min(len(model["vocab"]), vocabulary - len(added))
     dropped = len(model["vocab"]) - kept
     model["vocab"] = {token: i for token, i in model["vocab"].items() if i < kept}

@@ -1,4 +1,4 @@
-"""docs/models.md from what tests.long.models_table measured, and the law that it checks."""
+"""docs/models.md from the measurements of tests.long.models_table, and the rule that it checks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.long.model_sizes import LISTED
 
-# What was measured, by architecture; of each, by execution and case.
+# Measurements by architecture, then by execution and case.
 Records = Mapping[str, Mapping[str, Any]]
 CASES = {"wikisql": "WikiSQL", "alpaca": "Alpaca", "long": "2,048 tokens"}
 _GETS = {
@@ -86,7 +86,7 @@ def page(records: Records) -> str:
 
 
 def broken(records: Records) -> list[str]:
-    """Return a sentence for each case in which an architecture breaks the law."""
+    """Return a sentence for each case in which an architecture breaks the rule."""
     return [
         f"{_title(name)}: {why}"
         for name in LISTED

@@ -1,16 +1,15 @@
-"""Measure docs/models.md: architectures beside mlx-lm's own trainer, and what each gets.
+"""Measure docs/models.md: architectures against mlx-lm's own trainer, and their optimisations.
 
     python -m tests.long.models_table [NAME ...] [--case CASE ...] [--execution auto|gpu]
                                       [--repeats N]
     python -m tests.long.models_table --page
 
-Models of random weights are made in a temporary folder, one after the other (up to 1 GB each). What
-was measured is kept in docs/measured/models.jsonl, a line for each architecture, so that one can be
-measured again; `--page` makes the page from it without measuring. Ends with 1, naming them, if any
-architecture is slower or larger than in mlx-lm's trainer, or does not train.
-
-Takes up to five minutes for an architecture; close what else runs on the machine. Two commands may
-measure different architectures at once if each has cores of its own (`taskset -c 0 python -m …`).
+Models of random weights are made in a temporary folder, one after another (up to 1 GB each). The
+results are kept in docs/measured/models.jsonl, a line for each architecture, so that one can be
+measured again; `--page` makes the page from this file without measuring. Exits with 1 and names any
+architecture that is slower or larger than in mlx-lm's trainer, or does not train. Takes up to five
+minutes for an architecture; close other programs. Two commands may measure different architectures
+at the same time if each has its own cores (`taskset -c 0 python -m …`).
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ DEFAULT_TARGETS = InstructConfig().targets
 
 @dataclass(frozen=True)
 class Case:
-    """The rows that an architecture trains on, and how many steps of how many of them."""
+    """The rows that an architecture trains on, the number of steps and the rows of each."""
 
     data: str
     batch_size: int
@@ -72,9 +71,9 @@ assert MEASURED.keys() == CASES.keys()
 
 
 def describe(name: str, folder: Path) -> dict[str, Any]:
-    """Return whether an architecture trains, what it gets, its targets, and the exports that work.
+    """Return whether an architecture trains, its optimisations, targets and working exports.
 
-    All of it is tried with a tiny model, which is written to the folder.
+    All are tried with a tiny model, which is written to the folder.
     """
     result, targets = _compare(name, folder)
     pipeline = fresh(folder, targets=targets)
@@ -129,7 +128,7 @@ def _works(write: Callable[[], Any]) -> bool:
 
 
 def measure(folder: Path, data: Path, case: Case, **options: Any) -> dict[str, Any]:
-    """Return the figures of both sides in a case, or why one failed."""
+    """Return the figures of both sides in a case, or the reason why one failed."""
     given = {
         "--model-path": folder.name,
         "--data": data,
@@ -150,7 +149,7 @@ def measure(folder: Path, data: Path, case: Case, **options: Any) -> dict[str, A
 
 
 def _figures(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the table takes from the JSON of `bench`."""
+    """Return the entries of `bench`'s JSON for the table."""
     ours, theirs = result["ours"], result["theirs"]
 
     def both(quantity: str) -> list[float | None]:
@@ -168,7 +167,7 @@ def _figures(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows(case: Case, folder: Path, shared: Path) -> Path:
-    """Return the rows of a case for the model of a folder."""
+    """Return the rows of a case for a folder's model."""
     if case.data != "long":
         return shared / "chat" / f"{case.data}.jsonl"
     from tokenizers import Tokenizer
@@ -177,14 +176,14 @@ def rows(case: Case, folder: Path, shared: Path) -> Path:
     text = (shared / "chat" / "lf_alpaca_en_demo.jsonl").read_text(encoding="utf-8")[:60_000]
     tokens = tokenizer.encode(text).ids
     context, answer = (tokenizer.decode(part) for part in (tokens[:1600], tokens[1600:3000]))
-    # A token of one row is perhaps not one of another: the rest is cut off.
+    # Decoding may join or split tokens at the cuts.
     return write_chat(
         folder.parent / "long.jsonl", [[("user", context), ("assistant", answer)]]
     ).resolve()
 
 
 def read_records(path: Path) -> Records:
-    """Return what was measured, by architecture."""
+    """Return the measurements by architecture."""
     if not path.exists():
         return {}
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -192,7 +191,7 @@ def read_records(path: Path) -> Records:
 
 
 def keep(path: Path, record: dict[str, Any]) -> None:
-    """Write what was measured of an architecture beside the others, in the order of the list."""
+    """Write an architecture's measurements among the others, in the order of the list."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -206,7 +205,7 @@ def keep(path: Path, record: dict[str, Any]) -> None:
 def measure_all(
     name: str, cases: list[str], execution: str, repeats: int, records: Records
 ) -> None:
-    """Describe an architecture, unless that is kept; measure cases of it, and keep each at once."""
+    """Describe an architecture if necessary; measure its cases, keeping each immediately."""
     record = records.setdefault(name, {"name": name, "cases": {}})
     with tempfile.TemporaryDirectory(prefix="mlxtune-models-") as scratch:
         if "wikisql" in cases or "trains" not in record:
@@ -232,7 +231,7 @@ def measure_all(
 
 
 def main() -> None:
-    """Measure what is named, or all; write the page; name what breaks the law."""
+    """Measure the named architectures, or all; write the page; print those that break the rule."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=", ".join(LISTED))
     parser.add_argument("--case", nargs="*", choices=CASES, default=list(CASES))

@@ -1,4 +1,4 @@
-"""Small defects, one at a time, in a copy of the package: does a test see each?
+"""Check that tests catch small defects, made one at a time in a copy of the package.
 
     python -m tests.long.mutants [NAME ...]
 
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tests.paths import ROOT, SHARED
 
-# Longer than any of the test files below takes, unless a mutant never ends.
+# Longer than any test file below takes, unless a mutant never ends.
 _TIMEOUT_SECONDS = 900
 
 

@@ -26,7 +26,7 @@ class Recorder:
         self.rows: list[str] = []
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Have the module's cases pass through here."""
+        """Pass the module's cases through the recorder."""
         module = items[0].module
         whole = module.case_of
 

@@ -13,7 +13,7 @@ from tests.long.exportable import ExportableVjp
 
 
 class PipelineGraphs:
-    """The graphs of our own side, where MLX's operations compute it."""
+    """The graphs of our own side, computed by MLX's operations."""
 
     def __init__(self, pipeline: InstructPipeline) -> None:
         self._pipeline = pipeline
@@ -21,7 +21,7 @@ class PipelineGraphs:
     def lazy_step(self, examples: Sequence[Example]) -> Any:
         """Return all arrays that a step evaluates, computed as on a GPU.
 
-        Nothing is evaluated where MLX does not evaluate, and nothing is updated.
+        Nothing is evaluated, unless MLX evaluates it itself, and nothing is updated.
         """
         pipeline = self._pipeline
         with compiled_as_on_gpu():
@@ -30,7 +30,7 @@ class PipelineGraphs:
             return step.graph.arrays
 
     def gradients(self, examples: Sequence[Example]) -> Iterator[Gradient]:
-        """Yield the gradient of each micro-batch, with what custom gradients compute."""
+        """Yield the gradient of each micro-batch, including the parts from custom gradients."""
         forward = self._pipeline.forward
         for arrays in self._arrays(examples):
 

@@ -20,7 +20,7 @@ OURS, THEIRS, INK = "#0f766e", "#c7c9cc", "#24292f"
 
 
 def measured(name: str) -> Any:
-    """Return what was measured of a case or of a step."""
+    """Return the measurements of a case or of a step."""
     return json.loads((DOCS / "measured" / f"{name}.json").read_text(encoding="utf-8"))
 
 

@@ -1,13 +1,13 @@
-"""Say where the time of a step goes, on the Qwen3-0.6B shape and Alpaca rows, on the CPU.
+"""Print the shares of a step's time, on the Qwen3-0.6B shape and Alpaca rows, on the CPU.
 
     python -m tests.long.profile_step [--execution gpu] [--shape small] [--out docs/measured]
 
-Takes three minutes. The profiler lengthens calls of Python, not what they compute; the shares of
-work done between them (`everything else`) are a little too large.
+Takes three minutes. The profiler lengthens Python's calls, not their computations; the shares of
+work between calls (`everything else`) are a little too large.
 
 With `--execution gpu`, MLX computes a step in one evaluation, which a profiler of Python cannot
-see: the parts are timed alone, in its shapes (`step_parts.py`), and `everything else` is
-the rest of the step's time. Takes ten minutes.
+see: the parts are timed alone, in its shapes (`step_parts.py`), and `everything else` is the rest
+of the step's time. Takes ten minutes.
 
 Results: docs/performance.md.
 """
@@ -37,7 +37,7 @@ from tests.long.step_parts import StepParts
 
 Steps = Sequence[Sequence[Example]]
 
-# What each function of ours does by itself, by file and name; what is called takes its own time.
+# The part of a step for each of our functions, without its callees, by file and name.
 PARTS = {
     "projections": ("products.py", ("forward", "backward")),
     "head": ("products.py", ("_loss_and_gradient",)),
@@ -55,7 +55,7 @@ PARTS = {
 
 
 def part_of(file: str, function: str) -> str:
-    """Return what a function belongs to."""
+    """Return the part of a step to which a function belongs."""
     for part, (name, functions) in PARTS.items():
         if Path(file).name == name and (not functions or function in functions):
             return part.partition(",")[0] if part.startswith(("head", "att", "LoRA")) else part
@@ -76,7 +76,7 @@ def profiled(pipeline: InstructPipeline, steps: Steps) -> dict[str, float]:
 
 
 def timed_alone(pipeline: InstructPipeline, steps: Steps) -> dict[str, float]:
-    """Return the seconds of each part of the steps, timed alone, and of all the rest."""
+    """Return the seconds of each part of the steps, timed alone, and of the rest."""
     parts, total = StepParts(pipeline), 0.0
     for examples in steps:
         started = time.perf_counter()
@@ -87,7 +87,7 @@ def timed_alone(pipeline: InstructPipeline, steps: Steps) -> dict[str, float]:
 
 
 def main() -> None:
-    """Profile the steps after the first, which finds out how the model may be run."""
+    """Profile the steps after the first, which determines how the model can run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/measured"))
     parser.add_argument("--execution", choices=("auto", "gpu"), default="auto")

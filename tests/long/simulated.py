@@ -4,11 +4,11 @@
     python -m tests.long.simulated --device m1-8 [arguments of pytest]
 
 `--hidden`: numba, mkl, threadpoolctl and /proc are absent, as on a Mac. `--device` (m1-8,
-m2-max-64, m5-32, h200): MLX answers what the device would, and the code takes a GPU's ways while
-MLX computes on the CPU; without paths it runs the tests where that can matter. Both may be given.
+m2-max-64, m5-32, h200): MLX answers like the device, and the code takes a GPU's paths while MLX
+computes on the CPU; without paths it runs the tests that this can affect. Both may be given.
 
-Makes an environment beside this one, of links to its packages but the hidden ones, so that every
-process that a test starts is simulated too, whatever environment variables it gets. Linux only.
+Makes a second environment of links to this one's packages, without the hidden ones, so that every
+process that a test starts is simulated too, with any environment variables. Linux only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.long import simulation
 from tests.paths import ROOT
 
 HIDDEN = ("numba", "llvmlite", "mkl", "threadpoolctl")
-# Where a device's answers decide something.
+# Tests in which a device's answers matter.
 WHERE_IT_MATTERS = (
     "tests/backend/device/test_memory.py",
     "tests/backend/step",
@@ -58,7 +58,7 @@ def make_environment(folder: Path, *, hidden: bool, device: str | None) -> Path:
     shutil.copy(simulation.__file__, site / "mlxtune_simulation.py")
     settings = {"hidden": hidden, "device": device}
     (site / "simulation.json").write_text(json.dumps(settings))
-    # Before all others, in the order of their names.
+    # It must come first in alphabetical order.
     (site / "_simulation.pth").write_text(f"import mlxtune_simulation\n{ROOT}\n")
     python = folder / "bin" / "python"
     scripts = {Path(sys.executable).parent, Path(os.environ.get("VIRTUAL_ENV", sys.prefix)) / "bin"}
@@ -76,7 +76,7 @@ def make_environment(folder: Path, *, hidden: bool, device: str | None) -> Path:
 
 
 def main() -> None:
-    """Run pytest there; end with its exit code."""
+    """Run pytest there; exit with its code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""What a simulated machine lacks or answers, in every Python process of its environment.
+"""Hides parts of a machine, or answers like a device, in every Python process of an environment.
 
 tests/long/simulated.py copies this file into the environment, where Python imports it at start,
 with simulation.json beside it: {"hidden": bool, "device": name or null}. Knows nothing of mlxtune.
@@ -55,7 +55,7 @@ DEVICES: dict[str, dict[str, str | int]] = {
 
 
 def hide_proc() -> None:
-    """Have /proc look absent to Python: a Mac has none."""
+    """Hide /proc from Python, because a Mac has none."""
 
     def hidden(path: object) -> bool:
         try:
@@ -91,7 +91,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the module's own spec, whose loader then calls the function."""
+        """Return the module's own spec, with a loader that then calls the function."""
         if name not in self.changes:
             return None
         change = self.changes.pop(name)
@@ -118,7 +118,7 @@ class _Wrapped(importlib.abc.Loader):
 
 
 def simulate(device: str) -> None:
-    """Have MLX answer as a device does; it still computes on the CPU."""
+    """Make MLX answer like a device, while it still computes on the CPU."""
     info = DEVICES[device]
     metal = "total_memory" not in info
 
@@ -130,14 +130,14 @@ def simulate(device: str) -> None:
     def change_device(module: Any) -> None:
         module.on_cpu = lambda: False
 
-    # A compiled function would be compiled as C++ here.
+    # MLX would compile a function as C++ here.
     os.environ["MLX_DISABLE_COMPILE"] = "1"
     changes = {"mlx.core": change_mlx, "mlxtune.backend.device.device": change_device}
     sys.meta_path.insert(0, AfterImport(changes))
 
 
 def begin(settings: dict[str, Any]) -> None:
-    """Begin what the settings say."""
+    """Start the simulation of the settings."""
     if settings["hidden"]:
         hide_proc()
     if settings["device"]:

@@ -1,9 +1,9 @@
-"""Measure the memory of each worker that shares a model, beside that of one machine with all of it.
+"""Measure the memory of each worker that shares a model, against one machine with all of it.
 
     python -m tests.long.split_memory [--workers 2] [--shape qwen3-0.6b] [--execution gpu|auto]
 
-Takes a step of 4 rows of WikiSQL on a model of random weights, as on a GPU on both sides unless the
-one machine shall use what is best here (auto). Needs ../shared.
+Takes a step of 4 rows of WikiSQL on a model of random weights, with a GPU's execution on both
+sides, unless the one machine uses the best execution here (auto). Needs ../shared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.paths import SHARED
 
 
 def work(folder: Path, kind: str) -> None:
-    """Take a step on a model, or this worker's part of it, and print what it took."""
+    """Take a step on a model, or on this worker's part of it, and print the memory."""
     workers = Workers.launched(tensor=True)
     memory.set_limits(100.0)
     base = open_base(folder, "float32")
@@ -55,7 +55,7 @@ def work(folder: Path, kind: str) -> None:
 
 
 def main() -> None:
-    """Measure, and print what was found."""
+    """Measure, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")

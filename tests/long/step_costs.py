@@ -1,4 +1,4 @@
-"""Measure what a step costs beside its time: its products, its launches and its efficiency.
+"""Measure a step's products, launches and efficiency.
 
     python -m tests.long.step_costs --model-path M --data F [options of mlxtune bench]
 
@@ -47,13 +47,13 @@ from tests.long.pipeline_graphs import PipelineGraphs
 
 
 def costs(job: Job) -> dict[str, Any]:
-    """Return what the steps of a side cost; those of ours with what they need."""
+    """Return the costs of a side's steps; for our side, also the necessary products."""
     side = open_side(job)
     side.start(job.adapter, job.steps)
     if not isinstance(side, OurSide):
         assert isinstance(side, MlxLm)
         return _counted(MlxLmGraphs(side), job.steps)
-    # Kernels of the CPU compute as they are called.
+    # Kernels of the CPU run immediately, without a graph.
     source = None if side.execution == "cpu" else PipelineGraphs(side.pipeline)
     products = [needed_products(side, examples) for examples in job.steps]
     counted = _counted(source, job.steps)
@@ -63,7 +63,7 @@ def costs(job: Job) -> dict[str, Any]:
 
 
 def needed_products(side: OurSide, examples: Sequence[Example]) -> Products:
-    """Return the products that a step of ours needs."""
+    """Return the necessary products of one of our steps."""
     batches = side.pipeline.batches.of(examples)
     return step_products(
         side.pipeline.model,
@@ -99,7 +99,7 @@ def measure(config: BenchConfig, console: RunConsole) -> dict[str, Any]:
                 found[name] |= _apart(replace(job, side=side.name))
     ours, theirs = found["ours"], found["theirs"]
     if theirs and "matmul_flops" in theirs:
-        # The steps need the same of every side.
+        # Both sides need the same products.
         theirs["matmul_flops"]["needed"] = ours["matmul_flops"]["needed"]
     spent = median(run.seconds for run in benchmark.ours.runs)
     floor = math.fsum(sum(kinds.values()) for kinds in ours["products"])
@@ -107,13 +107,13 @@ def measure(config: BenchConfig, console: RunConsole) -> dict[str, Any]:
 
 
 def _apart(job: Job) -> dict[str, Any]:
-    """Return the costs of a side, counted in a process where nothing else has run."""
+    """Return the costs of a side, counted in a new process."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(costs, job).result()
 
 
 def step_costs(config: BenchConfig) -> None:
-    """Measure what a step costs beside its time."""
+    """Measure the costs of a step other than its time."""
     with closing(RunConsole(quiet=config.quiet)) as console:
         found = measure(config, console)
     if config.json_path is not None:

@@ -25,7 +25,7 @@ _REPEATS = 2
 
 
 def seconds_of(function: Callable[..., mx.array], *given: mx.array) -> float:
-    """Return the least seconds of a function of arrays, forward and backward."""
+    """Return the shortest time of a function of arrays, forward and backward, in seconds."""
     (output,) = mx.vjp(lambda *each: [function(*each)], list(given), [function(*given)])[0]
     cotangent = mx.random.normal(output.shape).astype(output.dtype)
     mx.eval(*given, cotangent)
@@ -38,9 +38,9 @@ def seconds_of(function: Callable[..., mx.array], *given: mx.array) -> float:
 
 
 class StepParts:
-    """The parts of the steps of one pipeline, on Qwen3's architecture with packed examples.
+    """The parts of one pipeline's steps, on Qwen3's architecture with packed examples.
 
-    `seconds` is by part, of all steps that were given to `add`.
+    `seconds` has the time of each part, over all steps given to `add`.
     """
 
     def __init__(self, pipeline: InstructPipeline) -> None:

@@ -1,7 +1,7 @@
 """Unsloth's MLX trainer as the other side of `mlxtune bench`; see `bench_unsloth`.
 
-It runs its own loop, in a thread, and waits in its callbacks. The first step, in which it compiles,
-is taken twice: the first time at a rate of 0, apart from the others.
+It runs its own loop in a thread, and waits in its callbacks. The first step, in which it compiles,
+is taken twice: first at a rate of 0, as a separate warm-up.
 """
 
 import json
@@ -31,14 +31,14 @@ _IGNORED = -100
 class Unsloth:
     """Unsloth's model, LoRA, batches, loss and step, with our optimizer's numbers.
 
-    Without gradient checkpointing and clipping, like our side, and compiled, its default: on the
-    CPU the first step waits minutes for a C++ compiler, and the others take half the time.
+    It runs without gradient checkpointing and clipping, like our side, and compiled, its default:
+    on the CPU the first step waits minutes for a C++ compiler, and the others take half the time.
     """
 
     loss_function = "unsloth"
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
-        # Else it looks for a CUDA card on Linux.
+        # Otherwise it looks for a CUDA device on Linux.
         os.environ |= {"UNSLOTH_IS_PRESENT": "1", "UNSLOTH_ZOO_DISABLE_GPU_INIT": "1"}
         self.execution = f"compiled, unsloth_zoo {version('unsloth_zoo')}"
         self._config, self._turns = config, Turns()
@@ -53,7 +53,7 @@ class Unsloth:
         self._turns.take(lambda: self._prepare(rows, adapter.parent / "unsloth"))
 
     def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
-        """Take the first step at a rate of 0: steps of its loop cannot be taken back."""
+        """Take the first step at a rate of 0, as steps of its loop cannot be undone."""
         self._turns.take(self._trainer.train)
         return None
 
@@ -63,7 +63,7 @@ class Unsloth:
         return loss
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
-        """Return how many tokens the last step ran through the model, and how many are padding."""
+        """Return the tokens of the last step, and the padding tokens among them."""
         run = self._turns.batch_tokens - len(examples)
         return run, run - sum(map(run_length, examples))
 
@@ -125,7 +125,7 @@ class Unsloth:
             disable_memory_limits=True,
             append_eos=False,
         )
-        # An option of Hugging Face's: count the tokens that run, padding included.
+        # An option of Hugging Face's trainer: count all tokens that run, including padding.
         config.include_num_input_tokens_seen = "all"
         self._trainer = MLXTrainer(
             self._model, self._tokenizer, rows, args=config, callbacks=[self._turns]
@@ -134,10 +134,10 @@ class Unsloth:
 
 
 class Turns:
-    """A thread for all work with MLX, whose streams belong to threads, that stops at each step.
+    """A thread for all work with MLX, whose streams belong to threads; it stops at each step.
 
-    Its methods are callbacks of a trainer of Hugging Face's kind. `batch_tokens` counts the tokens
-    of the last step's batch, padding included.
+    Its methods are callbacks of a trainer like Hugging Face's. `batch_tokens` counts the tokens of
+    the last step's batch, including padding.
     """
 
     def __init__(self) -> None:
@@ -148,9 +148,9 @@ class Turns:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def take(self, work: Callable[[], Any] = lambda: None) -> Any:
-        """Do some work, or go on with what is under way, to its end or the end of a step.
+        """Do some work, or continue it, to its end or the end of a step.
 
-        Returns its result or the step's loss. Raises what the work raises.
+        Returns its result or the step's loss. Raises the work's errors.
         """
         self._work.put(work)
         result = self._results.get()
@@ -165,15 +165,15 @@ class Turns:
         self._work.get()
 
     def on_pre_optimizer_step(self, args: Any, *_: Any, optimizer: Any, **__: Any) -> None:
-        """Have the first step change nothing."""
+        """Make the first step change nothing."""
         optimizer.learning_rate = args.learning_rate if self._taken else 0.0
 
     def on_step_end(self, _: Any, state: Any, *__: Any, optimizer: Any, **___: Any) -> None:
-        """Count the tokens of the step; after the first, forget its moments."""
+        """Count the tokens of the step; reset the moments after the first."""
         seen = state.num_input_tokens_seen
         self.batch_tokens, self._seen = seen - self._seen, seen
         if not self._taken:
-            # In place: a compiled step reads it from there.
+            # A compiled step reads this array, so it is changed in place.
             optimizer.state.update(tree_map(mx.zeros_like, optimizer.state))
 
     def _serve(self) -> None:
@@ -185,7 +185,7 @@ class Turns:
 
 
 def row(example: Example) -> dict[str, list[int]]:
-    """Return an example as the trainer takes it: tokens, and those of them that carry loss."""
+    """Return an example in the trainer's form: tokens, and the tokens that carry loss."""
     labels = np.where(np.asarray(example.assistant_mask) == 1, example.tokens, _IGNORED)
     return {"input_ids": np.asarray(example.tokens).tolist(), "labels": labels.tolist()}
 

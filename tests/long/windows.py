@@ -1,10 +1,10 @@
-"""Measure attention in a window of one layer, whole and in blocks: time and peak memory.
+"""Measure time and peak memory of one layer's attention in a window, as a whole and in blocks.
 
     python -m tests.long.windows [--lengths 4096 8192] [--heads 4] [--repeats 3]
 
 Forward and backward in float32, on one row, with the heads of Gemma 3 1B (4 of 256, one for keys,
-window 512) and with as many of gpt-oss (64, window 128, sinks). Whole, the mask is an array, which
-MLX's attention takes. Prints a table; takes some minutes and 6 GB.
+window 512) and with 4 heads of gpt-oss (64, window 128, sinks). As a whole, MLX's attention takes
+the mask as an array. Prints a table; takes some minutes and 6 GB.
 
 Results: docs/performance.md.
 """
@@ -34,7 +34,7 @@ def layer(heads: int, length: int, size: int, *, has_sinks: bool) -> list[mx.arr
 
 
 def measured(run: Callable[..., mx.array], given: list[mx.array], repeats: int) -> list[float]:
-    """Return the least seconds of a forward and backward pass, and its peak of memory in GB."""
+    """Return the least seconds of a forward and backward pass, and the peak memory in GB."""
     gradient = mx.grad(lambda *each: run(*each).sum(), argnums=list(range(len(given))))
     mx.eval(given)
     seconds = []
@@ -49,7 +49,7 @@ def measured(run: Callable[..., mx.array], given: list[mx.array], repeats: int) 
 
 
 def main() -> None:
-    """Measure, and print what was found."""
+    """Measure, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--heads", type=int, default=4)
@@ -62,7 +62,7 @@ def main() -> None:
             arrays = layer(given.heads, length, size, has_sinks=has_sinks)
             known = window_mask(length, window)
             found = []
-            # A mask whose window is not known is taken whole.
+            # A mask without a known window is used as a whole.
             for mask in (known & known, known):
 
                 def run(

@@ -1,12 +1,11 @@
-"""Measure how much faster several workers train than one, each with one thread on a core of its
-own.
+"""Measure the speed of several workers against one, each with one thread on its own core.
 
     python -m tests.long.workers_speed [--workers 2] [--batch-size 16] [--steps 8] [--repeats 3]
 
 Trains the small shape of bench_table on WikiSQL's rows in float32, with one worker and with several
 in turn, and prints real tokens a second of each run, the median of the ratios, and the processor
-time of each worker. mlx.launch itself takes most of a core, so the workers are started as it starts
-them, but without it. Needs ../shared and as many idle cores as workers.
+time of each worker. mlx.launch itself takes most of a core, so the workers are started in the same
+way but without it. Needs ../shared and as many idle cores as workers.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tests.paths import SHARED
 def start(
     worker: int, workers: int, folder: Path, options: Sequence[object]
 ) -> subprocess.Popen[bytes]:
-    """Start a worker on the core of its number."""
+    """Start a worker on the core of the same number."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if workers > 1:
         hosts = folder / "hosts.json"
@@ -47,7 +46,7 @@ def start(
 
 
 def run(workers: int, folder: Path, options: Sequence[object]) -> tuple[float, list[float]]:
-    """Train once; return real tokens/s after the first step, and the CPU seconds of each worker."""
+    """Train once; return real tokens/s after the first step, and each worker's CPU seconds."""
     folder.mkdir()
     places = [[f"127.0.0.1:{port}"] for port in free_ports(workers)]
     (folder / "hosts.json").write_text(json.dumps(places))
@@ -61,7 +60,7 @@ def run(workers: int, folder: Path, options: Sequence[object]) -> tuple[float, l
 
 
 def main() -> None:
-    """Measure, and print what was found."""
+    """Measure, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in {"workers": 2, "batch-size": 16, "steps": 8, "repeats": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=default)

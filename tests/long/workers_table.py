@@ -1,10 +1,10 @@
-"""Write the table of docs/workers.md: what 2 to 64 machines gain, computed from measured sizes.
+"""Write the table of docs/workers.md: the gain of 2 to 64 machines, computed from measured sizes.
 
     python -m tests.long.workers_table
 
-The gradients' bytes are those of models of real shapes (see memory_table), and the share of a step
-that its dearest worker computes is that of WikiSQL's rows, read by Qwen3's tokenizer. How long a
-step takes on one machine is given, not measured. Needs ../shared; takes a minute.
+The gradients' bytes come from models of real shapes (see memory_table), and the largest share of a
+step on one worker from WikiSQL's rows under Qwen3's tokenizer. The time of a step on one machine is
+assumed, not measured. Needs ../shared; takes a minute.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def planned(model: str, options: dict[str, object], workers: int) -> Scaling:
-    """Return what a step of WikiSQL's rows gains, without its time."""
+    """Return the gain of a step of WikiSQL's rows, without its time."""
     with tempfile.TemporaryDirectory() as scratch, holes_allowed():
         folder = Path(scratch)
         write_headers(folder, MODELS[model], 16)
@@ -69,7 +69,7 @@ def table() -> str:
 
 
 def page(text: str) -> str:
-    """Return the page with the table as it is now."""
+    """Return the page with the current table."""
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
