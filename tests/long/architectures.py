@@ -1,6 +1,6 @@
-"""Tiny configs of many architectures of mlx-lm: the entries added to the shape of tests.models.
+"""Tiny configs of many architectures of mlx-lm, as changes to the shape in tests.models.
 
-Names are modules of mlx-lm, perhaps with a variant in brackets.
+A key is a module name of mlx-lm, perhaps with a variant in brackets.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "rwkv7": {"head_dim": 16, "norm_eps": 1e-5, "decay_low_rank_dim": 8, "a_low_rank_dim": 8}
     | {"gate_low_rank_dim": 8, "v_low_rank_dim": 8},
-    # The dense model and the experts use keys as values in full attention.
+    # The dense models and the models with experts use keys as values in full attention.
     "gemma4_text (dense)": {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
     "gemma4_text (experts)": {
         **_GEMMA4,

@@ -1,10 +1,10 @@
-"""Compare --auto with the defaults: the loss on held-out rows of four data sets, two models.
+"""Compare --auto with the defaults: held-out losses on four data sets and two models.
 
     python -m tests.long.auto_table            # writes the table of docs/auto.md
     python -m tests.long.auto_table --rows 400
 
-Each run trains on the same few rows. Both adapters are evaluated on the same new rows, with the
-same cuts.
+Both runs train on the same few rows. Both adapters are evaluated on the same new rows, with the
+same --max-seq-len.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ DATA = {
     "WikiSQL": SHARED / "chat" / "wikisql_train.jsonl",
     "tool calls": SHARED / "chat" / "lf_glaive_toolcall_en.jsonl",
 }
-# The most characters of a row: a pair of runs takes minutes, as both models have short tokens.
+# The most characters in a row, so that a pair of runs takes minutes. Both models have short tokens.
 _LONGEST = 1600
 _CHOSEN = ("lr", "max_seq_len", "epochs")
-# The --max-seq-len of both runs if the default leaves no answer to train on, and the number of
-# rows, which is lower because they are long.
+# --max-seq-len of both runs where the default would cut off every answer, and the number of rows:
+# fewer, because they are long.
 _LONG = {("tool calls", "stories260k"): (1024, 30)}
 
 
 def rows_of(path: Path, count: int) -> tuple[list[str], list[str]]:
-    """Return rows to train on, and a third as many to evaluate on."""
+    """Return `count` rows for training, and a third of that number for evaluation."""
     lines = path.read_text(encoding="utf-8").splitlines()
     short = [line for line in lines if len(line) <= _LONGEST]
     return short[:count], short[count : count + count // 3]
 
 
 def compare(data: str, model: str, count: int, folder: Path) -> dict[str, Any]:
-    """Train with the defaults and with --auto; return the losses and --auto's choices."""
+    """Return the losses with the defaults and with --auto, and the options it chose."""
     template = "chatml" if model == "stories260k" else "auto"
     shared: dict[str, Any] = {"model_path": str(MODELS[model]), "template": template, "quiet": True}
     length, count = _LONG.get((data, model), (None, count))

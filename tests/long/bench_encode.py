@@ -1,10 +1,10 @@
-"""Measure the speed of encoding data against mlx-lm in one process, and the memory that it takes.
+"""Measure the speed and memory of encoding data, against mlx-lm in the same process.
 
     python -m tests.long.bench_encode [--memory-rows 1000000]
 
-Speed: ../shared/chat/gsm8k_train.jsonl in Qwen3's template, masks included, alternating, medians;
-then once more from the cache. Memory: `mlxtune train` on that many short rows, made here, against a
-thousand rows.
+Speed: both sides encode ../shared/chat/gsm8k_train.jsonl in Qwen3's template, with masks, in turn;
+then mlxtune reads its cache. Prints medians. Memory: `mlxtune train` on `--memory-rows` short
+generated rows, against a thousand rows.
 
 Results: docs/encoding.md.
 """
@@ -55,7 +55,7 @@ def compare_speed() -> None:
 
         def reader(**further: object) -> Reader:
             made = Reader(InspectConfig(**options, **further), MODEL)  # type: ignore[arg-type]
-            _ = made.encoder  # the tokenizer's loading counts for both
+            _ = made.encoder  # neither time includes loading the tokenizer
             return made
 
         theirs, ours = [], []
@@ -101,7 +101,7 @@ def peak_gb(data: Path, folder: Path) -> float:
         f"train(TrainConfig(model_path={str(ROOT / 'data' / 'demo-qwen3')!r}, data={str(data)!r}, "
         f"output={str(folder / 'adapters.safetensors')!r}, no_cache=True, max_steps=3, "
         "val_rows=100, quiet=True)); "
-        # On Linux, ru_maxrss is at least the parent's.
+        # On Linux, ru_maxrss is the parent's peak if that was larger.
         "status = Path('/proc/self/status'); "
         "print(status.read_text().partition('VmHWM:')[2].split()[0] if status.exists() "
         "else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"

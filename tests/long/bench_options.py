@@ -1,4 +1,4 @@
-"""Run a measurement with the options of `mlxtune bench`."""
+"""Run a measurement script with the options of `mlxtune bench`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxtune.config import BenchConfig
 def run_with_options(
     name: str, run: Callable[[BenchConfig], None], arguments: Sequence[str]
 ) -> NoReturn:
-    """Run with the options in the arguments, and exit as `mlxtune` does."""
+    """Call `run` with the config that the arguments give, and exit like `mlxtune`."""
 
     def callback(config: str | None, **flags: Any) -> None:
         run(merged(BenchConfig, config, flags))

@@ -1,13 +1,13 @@
-"""Time whole runs of DPO in turn: ours with both executions, `sft` on the same sides, and Unsloth.
+"""Time whole runs in turn: DPO and `sft` on the same sides, and DPO in Unsloth's trainer.
 
     python -m tests.long.bench_preferences [--peer-python PATH] [--repeats N] [--json FILE]
 
-The rows are the first 16 pairs of one human turn and fewer than 4,300 characters of LLaMA-Factory's
-`dpo_en_demo`, in 4 steps of 4, cut to 1,024 tokens; the model is the small shape in float32, with
-rank 8 on queries and values. A run consists of the reference and the steps, without start and
-warm-up. `bench_unsloth` describes Unsloth's environment, PATH. Its trainer runs with the reference
-before the steps and in them, both uncompiled, because compilation takes ten more minutes on the
-CPU.
+The rows are the first 16 pairs of LLaMA-Factory's `dpo_en_demo` with one human turn and fewer than
+4,300 characters, in 4 steps of 4, cut to 1,024 tokens; the model is the small shape in float32,
+with rank 8 on queries and values. A measured run consists of the reference and the steps, without
+start and warm-up. `bench_unsloth` says how to make Unsloth's environment, PATH. Its trainer
+computes the reference either before or within the steps, and compiles neither: compiling takes ten
+more minutes on the CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.long.bench_table import write_model
 from tests.paths import ROOT, SHARED
 
 _ROWS, _CHARACTERS, _STEPS, _BATCH, _LENGTH = 16, 4300, 4, 4, 1024
-# Seconds of the reference and of all steps, the peak in bytes, and the tokens run.
+# Seconds of the reference and of all steps, the peak in bytes, and the number of tokens run.
 Run = dict[str, float]
 
 
@@ -48,7 +48,7 @@ def pairs() -> list[dict[str, Any]]:
 
 
 def messages(row: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
-    """Return a row as prompt, chosen and rejected, as lists of messages."""
+    """Return a row's prompt, chosen and rejected answer, each as a list of messages."""
 
     def answer(turn: dict[str, str]) -> list[dict[str, str]]:
         return [{"role": "assistant", "content": turn["value"]}]
@@ -87,7 +87,7 @@ def ours(folder: Path, execution: str, objective: str) -> Run:
 
 
 def unsloth(folder: Path, python: str, first: bool) -> Run:
-    """Run Unsloth's trainer once in its environment, with the reference `first` or in the steps."""
+    """Run Unsloth's trainer; `first` computes the reference before the steps."""
     job = folder / "job.json"
     described = {
         "model": str(folder / "model"),

@@ -2,10 +2,10 @@
 
     python -m tests.long.bench_table [NAME ...] [--out docs/measured]
 
-Names that begin with `gpu-` use a GPU's execution (`--execution gpu`). Makes models of random
-weights, with the real tokenizer of ../shared, in a temporary folder (1.4 GB), runs one case after
-another, keeps each result as JSON, and prints the tables. Takes about two hours, and 15 GB of
-memory for mlx-lm; close other programs.
+Cases named `gpu-…` use a GPU's execution (`--execution gpu`). Writes models with random weights and
+the real tokenizer of ../shared to a temporary folder (1.4 GB), runs the cases in turn, saves each
+result as JSON, and prints the tables. Takes about two hours, and 15 GB of memory for mlx-lm; close
+all other programs.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ SHAPES = {
         "head_dim": 64,
     },
 }
-# The system prompt of one case, repeated until it has enough tokens.
+# The system prompt of one case, repeated until it has SYSTEM_TOKENS tokens.
 RULES = (
     "You translate questions about a table into SQL. Write one statement, and nothing else. Name "
     "columns as the table names them, quote text, leave numbers bare, and use COUNT, MAX, MIN, SUM "
     "and AVG where a question asks for them. Never invent a column. When a question names a value, "
     "compare with it exactly as it is written. "
 )
-SYSTEM_TOKENS = 396  # 400 with the template's markup around them
+SYSTEM_TOKENS = 396  # 400 with the template's control tokens
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a table: a shape, rows, the number of steps and the rows of each.
+    """One row of a table: a model shape, its data, and the number and size of steps.
 
-    `execution` is `bench`'s: the device's own, or a GPU's. `target` is the required ratio of tokens
-    a second.
+    `rows` limits the data to its first rows. `execution` is that option of `bench`. `target` is the
+    required ratio of tokens/s.
     """
 
     title: str
@@ -116,7 +116,7 @@ CASES = {
         "small shape, WikiSQL, steps of 8", _SMALL, _WIKISQL, 8, 4, execution="gpu"
     ),
 }
-# The tables, by execution.
+# The title of each table, by execution.
 EXECUTIONS = {"auto": "", "gpu": "`--execution gpu`"}
 HEADER = (
     "| {} | tokens/s | mlx-lm | ratio (target) | peak, GB | mlx-lm | ratio (target 0.35) "
@@ -140,7 +140,7 @@ def write_model(folder: Path, shape: str) -> None:
 
 
 def write_data(path: Path, case: Case) -> None:
-    """Write the rows of a case, each after the system prompt if the case has one."""
+    """Write the rows of a case, with the system prompt if it has one."""
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "qwen3")
     system = tokenizer.decode(tokenizer(RULES * 20)["input_ids"][:SYSTEM_TOKENS])
     with (SHARED / "chat" / f"{case.data}.jsonl").open() as rows, path.open("w") as out:
@@ -173,7 +173,7 @@ def measure(name: str, scratch: Path, out: Path) -> None:
 
 
 def run_bench(folder: Path, name: str, options: Mapping[str, Any], **how: Any) -> Any:
-    """Run a measurement against mlx-lm in float32; return the folder's JSON file `name`.
+    """Compare with mlx-lm in float32; return the content of the JSON file `name`.
 
     `how` goes to subprocess.run, whose errors are raised.
     """
@@ -186,7 +186,7 @@ def run_bench(folder: Path, name: str, options: Mapping[str, Any], **how: Any) -
 
 
 def line(name: str, out: Path) -> str:
-    """Return the row of a table, as docs/performance.md has it."""
+    """Return a case's row of a table in docs/performance.md."""
     result, case = json.loads((out / f"{name}.json").read_text()), CASES[name]
     if result["ratio"] is None:
         return f"| {case.title} | mlx-lm: {result['theirs']['failed']} |"
@@ -204,7 +204,7 @@ def line(name: str, out: Path) -> str:
 
 
 def tables(out: Path) -> dict[str, str]:
-    """Return the table of each execution, from the measured cases."""
+    """Return a table of the measured cases for each execution."""
     found = {}
     for execution, title in EXECUTIONS.items():
         names = [name for name, case in CASES.items() if case.execution == execution]
@@ -215,7 +215,7 @@ def tables(out: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Measure the named cases, or all, and print the tables."""
+    """Measure the named cases, or all, and print the tables of all measured cases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=", ".join(CASES))
     parser.add_argument("--out", type=Path, default=Path("docs/measured"))

@@ -1,4 +1,4 @@
-"""Time steps against Unsloth's MLX trainer.
+"""Compare training steps with Unsloth's MLX trainer.
 
     python -m tests.long.bench_unsloth --peer-python PATH [options of mlxtune bench]
 
@@ -10,10 +10,10 @@ trainer; mlxtune need not be installed there. On Linux, without torch:
         sentencepiece protobuf pillow
     unsloth/bin/pip install --no-deps unsloth unsloth_zoo
 
-Its own loader, LoRA, batches, fused cross-entropy and compiled step run, without its clipping and
-gradient checkpointing, on labels from our mask and from the same LoRA matrices, with one example a
-row. It runs its own loop, so its first step is taken twice: first at a rate of 0, as a warm-up in
-which it compiles (minutes on the CPU), after which the optimizer is reset.
+Unsloth uses its own loader, LoRA, batches, fused cross-entropy and compiled step, without clipping
+and gradient checkpointing; it gets labels from our mask, the same LoRA matrices, and one example
+per row. Its first step is taken twice: the first time as a warm-up at a rate of 0, in which it
+compiles (minutes on the CPU) and after which the optimizer is reset.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tests.paths import ROOT
 
 
 def measure(config: BenchConfig, python: str, console: RunConsole) -> Benchmark:
-    """Time the steps with mlxtune, and with Unsloth in another interpreter's environment."""
+    """Time mlxtune's steps, and Unsloth's with another environment's interpreter."""
     if shutil.which(python) is None:
         raise MlxTuneError(f"--peer-python {python} is no program")
     if config.quantize is not None:
@@ -58,7 +58,7 @@ def measure(config: BenchConfig, python: str, console: RunConsole) -> Benchmark:
 
 
 def take_steps() -> None:
-    """Take the steps of the job on the command line."""
+    """Take the steps of the job file named on the command line."""
     from tests.long.unsloth import Unsloth
 
     do_job(lambda job: Unsloth(job.folder, job.config))
@@ -70,7 +70,7 @@ if __name__ == "__main__":
     given, options = parser.parse_known_args()
 
     def bench_unsloth(config: BenchConfig) -> None:
-        """Time training steps against Unsloth's."""
+        """Compare training steps with Unsloth's."""
         with closing(RunConsole(quiet=config.quiet)) as console:
             found = measure(config, given.peer_python, console)
         if config.json_path is not None:

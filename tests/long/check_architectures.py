@@ -1,9 +1,9 @@
-"""Compare the full execution with the plain path, on tiny random models of many architectures.
+"""Compare all optimisations with the plain path, on tiny random models of many architectures.
 
     python -m tests.long.check_architectures [NAME ...]
 
-Prints each architecture's optimisations, and the distance of its loss and gradients from the plain
-path's. tests/backend/step/test_execution_architectures.py has some of the architectures.
+Prints for each architecture which optimisations apply, and how far loss and gradients are from the
+plain path's. tests/backend/step/test_execution_architectures.py tests some of them.
 
 Results: tests/long/README.md.
 """
@@ -31,7 +31,7 @@ from tests.models import write_model
 
 @dataclass(frozen=True)
 class Result:
-    """The optimisations of an architecture, and the relative distance to the plain path."""
+    """An architecture's optimisations, and its relative deviations from the plain path."""
 
     gets: dict[str, bool]
     loss: float
@@ -39,12 +39,12 @@ class Result:
 
     @property
     def same(self) -> bool:
-        """Return whether all differences are within the tolerances of the equality tests."""
+        """True if both deviations are within the tolerances of the equality tests."""
         return self.loss <= 1e-5 and self.gradient <= 1e-4
 
 
 def check(name: str, folder: Path, **config: Any) -> Result:
-    """Compare an architecture under the full execution, with and without the CPU's functions."""
+    """Compare all optimisations with the plain path, with and without the CPU's functions."""
     write_model(folder, name.split()[0], **ARCHITECTURES[name])
     examples = fixed_step()
     plain = fresh(folder, **config).loss_and_gradients(examples)
@@ -64,7 +64,7 @@ def check(name: str, folder: Path, **config: Any) -> Result:
         found = gradients_of(tree)
         loss_distance = max(loss_distance, abs(loss - expected_loss) / abs(expected_loss))
         for key, value in expected.items():
-            # A NaN counts as far away.
+            # NaN counts as an infinite difference.
             difference = np.nan_to_num(np.abs(found[key] - value), nan=np.inf)
             distance = max(distance, float(difference.max() / largest))
     gets = {
@@ -77,10 +77,10 @@ def check(name: str, folder: Path, **config: Any) -> Result:
 
 
 def main() -> int:
-    """Print a line for each architecture; return how many differ or fail.
+    """Print a line for each architecture; return the number that differ or fail.
 
-    LoRA is on all projections, then on two before the attention, the case in which a layer's
-    backward pass reads least.
+    LoRA is first on all projections, then only on q_proj and v_proj, for which a layer's backward
+    pass reads the fewest values.
     """
     failed = 0
     for name, targets in product(sys.argv[1:] or ARCHITECTURES, (("all",), ("q_proj", "v_proj"))):

@@ -1,8 +1,8 @@
-"""Print the speed of mlx's and numpy's 1024x1024 float32 products in one process.
+"""Print the speed of mlx and numpy at multiplying 1024x1024 float32 matrices, in one process.
 
     python -m tests.long.check_blas
 
-This is a measurement, not a test: run it on an idle machine.
+A measurement, not a test: run it on an idle machine.
 
 Results: tests/long/README.md.
 """
@@ -22,7 +22,7 @@ SIZE = 1024
 
 
 def gflops(product: Callable[[], object], repeats: int = 21) -> float:
-    """Return the median speed of a product, in 10^9 operations a second."""
+    """Return the median speed of a product, in GFLOP/s."""
     product()
     seconds = []
     for _ in range(repeats):

@@ -1,14 +1,13 @@
-"""Fail each file operation of a run's saves in turn, resume, and compare with an uninterrupted run.
+"""Make each file operation of a run fail in turn, resume, and compare with an undisturbed run.
 
     python -m tests.long.check_faults [--every 1] [--whole]
 
-A tiny model is trained for two epochs, over and over: each time one operation on its folder
-(opening, writing, flushing, renaming, making a folder, removing) fails with ENOSPC, EIO or EACCES,
-or the process ends at that point. The newest valid checkpoint must load, and the resumed run must
-give the same adapter, bytes and metrics. With --whole, it is a user's complete run of PiSSA and
-unequal ranks, which also writes an adapter, a verdict and a page, and must pass `mlxtune verify` at
-the end. tests/core/training/test_resume.py does the same in seconds, with a pipeline that computes
-nothing.
+A tiny model is trained for two epochs, many times. Each time, one operation on its folder (opening,
+writing, flushing, renaming, making a folder, removing) fails with ENOSPC, EIO or EACCES, or the
+process dies there. The newest valid checkpoint must load, and the resumed run must produce the same
+adapter bytes and metrics. With --whole, the run is a whole `mlxtune train` with PiSSA and unequal
+ranks, which also writes an adapter, a verdict and a page; in the end it must pass `mlxtune verify`.
+tests/core/training/test_resume.py does the same in seconds, with a pipeline that computes nothing.
 
 Results: docs/reliability.md.
 """
@@ -58,7 +57,7 @@ def corpus() -> list[Example]:
 
 
 def run(model: Path, folder: Path, *, resume: bool = False) -> tuple[bytes, list[Any]]:
-    """Train or resume; return the adapter and the records."""
+    """Train, or resume; return the adapter's bytes and the records."""
     settings = InstructConfig(lora_rank=2, targets=("all",), dropout=0.1)
     pipeline = InstructPipeline(load_base(model, "float32").model, settings)
     config = InstructTrainingConfig(
@@ -71,7 +70,7 @@ def run(model: Path, folder: Path, *, resume: bool = False) -> tuple[bytes, list
 
 
 def run_whole(model: Path, folder: Path, *, resume: bool = False) -> tuple[bytes, list[Any]]:
-    """Do the same as `run`, with the complete work of `mlxtune train`."""
+    """Do the same as `run`, by `mlxtune train`."""
     adapter, chat = folder / "adapters.safetensors", model.parent / "chat.jsonl"
     lora: dict[str, Any] = {"rank": 2, "init": "pissa", "target_rank": ("q_proj=4",)}
     config = TrainConfig(
@@ -91,7 +90,7 @@ def run_whole(model: Path, folder: Path, *, resume: bool = False) -> tuple[bytes
 
 
 def bury(folder: Path) -> None:
-    """Close this process's open files in a folder, as the kernel does for a dead process."""
+    """Close this process's files in a folder, as the kernel does when a process dies."""
     theirs = {(found.st_dev, found.st_ino) for found in map(Path.stat, folder.rglob("*"))}
     for name in os.listdir("/dev/fd"):  # noqa: PTH208
         with suppress(OSError):
@@ -103,7 +102,7 @@ def bury(folder: Path) -> None:
 def check(
     every: int, scratch: Path, *, whole: bool, kinds: Iterable[str] = KINDS
 ) -> tuple[Counter[str], list[str]]:
-    """Fail each operation, or one in `every`; return how runs ended, and the failures."""
+    """Fail each operation, or each `every`-th; return how the runs ended, and the failures."""
     go, agree = (run_whole, operator.eq) if whole else (run, same_except_measurements)
     model = write_model(scratch / "model", "qwen3")
     write_chat(scratch / "chat.jsonl", sums(12))
@@ -131,7 +130,7 @@ def check(
 
 
 def main() -> None:
-    """Fail the operations and print the outcome."""
+    """Fail the operations and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="fail one operation of so many")
     parser.add_argument("--whole", action="store_true", help="as mlxtune train does it")

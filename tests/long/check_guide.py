@@ -1,12 +1,12 @@
-"""Run the commands of docs/guide.md, in order, on the demo.
+"""Run the commands of docs/guide.md in order on the demo, as a newcomer would.
 
     python -m tests.long.check_guide             with the mlxtune that is installed
     python -m tests.long.check_guide --install   in an environment that is made as the guide says
     python -m tests.long.check_guide --short     with runs of a few steps
 
-Blocks of the guide that begin with ```sh install or ```sh demo run in one temporary folder next to
-the demo's data. Each must exit with 0 and write the files in its `writes=`; `typed=` is its
-standard input. Names failing blocks, and exits with 1 if there are any.
+Blocks of the guide that begin with ```sh install or ```sh demo run in one temporary folder with the
+demo's data. Each must exit with 0 and write the files named in its `writes=`; the text in `typed=`
+is its input. Exits with 1 and the failures if a block fails.
 
 Results: tests/long/README.md.
 """
@@ -29,14 +29,14 @@ from pathlib import Path
 from tests.paths import ROOT
 
 GUIDE = ROOT / "docs" / "guide.md"
-# Environment variables that a new environment must not inherit.
+# Environment variables that a new environment must not inherit from this one.
 _OURS = ("PYTHONPATH", "VIRTUAL_ENV")
 SHORT = "--max-steps 6"
 
 
 @dataclass(frozen=True)
 class Block:
-    """Commands of the guide, their line, and the attributes of their block."""
+    """A block of commands in the guide, its line number, and its attributes."""
 
     line: int
     kind: str
@@ -59,12 +59,12 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def shortened(commands: str) -> str:
-    """Return the commands, with training shortened to a few steps."""
+    """Return the commands with training limited to a few steps."""
     return re.sub(r"(?m)^mlxtune train .*$", lambda m: f"{m[0]} {SHORT}", commands)
 
 
 def run(block: Block, folder: Path, environment: dict[str, str], before: str = "") -> str | None:
-    """Run a block; return the problem with its end, or None."""
+    """Run a block; return the problem, or None."""
     script = f"set -e\n{before}{block.commands}"
     print(f"guide.md:{block.line}: {block.commands.strip()}", flush=True)
     started = time.monotonic()
@@ -98,7 +98,7 @@ def walk(folder: Path, *, install: bool, short: bool) -> list[str]:
             if not install:
                 continue
             where = f"cd {shlex.quote(str(ROOT))}\n"
-            # As in the guide, but outside the user's own folder.
+            # The guide's own folder name, but inside `folder`.
             made = block.commands.replace(".venv", shlex.quote(str(folder / ".venv")))
             problem = run(Block(block.line, "install", made), folder, environment, where)
             before = f". {shlex.quote(str(folder / '.venv'))}/bin/activate\n"
@@ -112,7 +112,7 @@ def walk(folder: Path, *, install: bool, short: bool) -> list[str]:
 
 
 def main() -> None:
-    """Run all blocks, print the problems, and exit with 1 if there are any."""
+    """Run the blocks, print the problems, and exit with 1 if there are any."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--install", action="store_true", help="make a new environment first")
     parser.add_argument("--short", action="store_true", help="train for a few steps only")

@@ -1,12 +1,12 @@
-"""Kill runs at random moments and resume them: each must end like an uninterrupted run.
+"""Kill runs at random moments and resume them: each must end like an undisturbed run.
 
     python -m tests.long.check_kills [--runs 100] [--kills 3] [--seed 0] [-- --dora ...]
     python -m tests.long.check_kills --runs 10 -- --objective dpo
 
-Trains ../shared/models/stories260k on real rows, once without a pause. Then every run is killed
-with SIGKILL at random moments (also inside steps, saves and validations), up to three times, and
-resumed with `mlxtune train --resume`. At the end its adapter must have the same bytes as the first
-run's, and its metrics.jsonl the same lines except for times. Options after -- go to the runs.
+Trains ../shared/models/stories260k on real rows, once without interruption. Then each run is killed
+with SIGKILL at random moments (also inside steps, saves and validations), up to `--kills` times,
+and resumed with `mlxtune train --resume`. In the end its adapter must have the same bytes, and its
+metrics.jsonl the same lines except for times. Options after -- go to the runs.
 
 Results: docs/reliability.md.
 """
@@ -31,7 +31,7 @@ from tests.paths import SHARED
 
 MODEL = SHARED / "models" / "stories260k"
 ROWS, EPOCHS = 24, 2
-# Many saves during which a kill can fall: every third step, and two at the end of each epoch.
+# Many saves that a kill can hit: one every second step, and two at the end of each epoch.
 OPTIONS = (
     *("--epochs", str(EPOCHS), "--batch-size", "4", "--save-steps", "2", "--max-seq-len", "224"),
     *("--dropout", "0.1", "--lr", "1e-3", "--targets", "all", "--val-rows", "8", "--quiet"),
@@ -46,7 +46,7 @@ _ENDS_WITHIN = 120.0
 
 @dataclass
 class Report:
-    """The outcome of the runs. `at` counts the places of the kills."""
+    """The outcome of the runs. `at` counts the activities that the kills interrupted."""
 
     runs: int = 0
     kills: int = 0
@@ -65,9 +65,9 @@ def metrics_of(folder: Path) -> list[dict[str, object]]:
 
 
 def start(folder: Path, arguments: list[str]) -> int:
-    """Fork a process that runs the command with all modules loaded; return its id.
+    """Fork a process that runs the command, with all modules loaded; return its id.
 
-    Its stderr is kept in the folder.
+    Its output goes to log.txt in the folder.
     """
     process = os.fork()
     if process:
@@ -90,7 +90,7 @@ def start(folder: Path, arguments: list[str]) -> int:
 
 
 def wait(process: int, seconds: float) -> int | None:
-    """Return how a process ended, or None if it still runs after this many seconds."""
+    """Return a process's exit code, or None if it still runs after the given seconds."""
     deadline = time.monotonic() + seconds
     while True:
         ended, status = os.waitpid(process, os.WNOHANG)
@@ -115,7 +115,7 @@ def run_to_end(folder: Path, arguments: list[str]) -> float:
 
 
 def place_of(folder: Path) -> str:
-    """Return what a killed run was doing, judging by its files."""
+    """Return what a killed run was doing, judged by the files that it left."""
     run = folder / "checkpoints"
     if not (run / "metrics.jsonl").exists():
         return "before the first validation"
@@ -130,7 +130,7 @@ def place_of(folder: Path) -> str:
 def attempt(
     folder: Path, train: list[str], length: float, kills: int, draw: random.Random
 ) -> Report:
-    """Run with some kills, then to the end."""
+    """Run with up to `kills` kills, then to the end."""
     report = Report(runs=1)
     resumes = False
     for _ in range(draw.randint(1, kills)):
@@ -148,14 +148,13 @@ def attempt(
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Return whether there is a checkpoint to resume."""
     from mlxtune.core.run.checkpoint import checkpoint_folders
 
     return bool(checkpoint_folders(folder / "checkpoints"))
 
 
 def as_pair(row: str) -> str:
-    """Return a row of chat data as a pair; the rejected answer is the right one backwards."""
+    """Return a row of chat data as a pair; the rejected answer is the right one reversed."""
     *prompt, answer = json.loads(row)["messages"]
     right = answer["content"]
     return json.dumps({"prompt": prompt, "chosen": right, "rejected": right[::-1]})
@@ -176,12 +175,12 @@ def prepared(scratch: Path, more: Sequence[str] = ()) -> Iterator[list[str]]:
 
 
 def check(runs: int, kills: int, seed: int, scratch: Path, more: Sequence[str] = ()) -> Report:
-    """Run everything in a folder; report failures instead of raising them."""
+    """Run all attempts in a folder; failures are in the report, not raised."""
     total = Report()
     with prepared(scratch, more) as train:
         whole = scratch / "whole"
         whole.mkdir()
-        run_to_end(whole, train)  # a warm-up for encoded data and hashes
+        run_to_end(whole, train)  # a first run fills the caches of encoded data and hashes
         again = scratch / "again"
         again.mkdir()
         length = run_to_end(again, train)
@@ -207,7 +206,7 @@ def check(runs: int, kills: int, seed: int, scratch: Path, more: Sequence[str] =
 
 
 def main() -> None:
-    """Run everything and print the outcome."""
+    """Run all attempts and print the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--kills", type=int, default=3)

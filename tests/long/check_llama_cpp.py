@@ -1,4 +1,4 @@
-"""Run exported adapters in llama.cpp itself, and compare its greedy text with mlx-lm's.
+"""Run exported adapters in llama.cpp, and compare its greedy text with mlx-lm's.
 
     python -m tests.long.check_llama_cpp
 
@@ -24,7 +24,7 @@ TOKENS = 24
 
 
 def write_base(folder: Path) -> Path:
-    """Write a Qwen3 that llama.cpp's converter supports."""
+    """Write a Qwen3 model that llama.cpp's converter accepts."""
     options = {"vocab_size": 151_936, "tie_word_embeddings": True}
     write_model(folder, "qwen3", architectures=["Qwen3ForCausalLM"], **options)
     for path in (SHARED / "tokenizers" / "qwen3").iterdir():
@@ -66,7 +66,7 @@ def mlx_lm_texts(base: Path, adapter: Path) -> list[str]:
 
 
 def check(folder: Path, data: Sequence[str]) -> dict[str, int]:
-    """Return, for each export, the number of texts equal to mlx-lm's."""
+    """Return the number of texts in which each export equals mlx-lm, by export."""
     base, out = write_base(folder / "base"), folder / "out"
     options = {"targets": ("all",), "lr": 5e-3, "max_steps": 3, "samples": 0, "quiet": True}
     train(TrainConfig(str(base), tuple(data), output=str(out), **options))

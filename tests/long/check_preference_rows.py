@@ -2,9 +2,9 @@
 
     python -m tests.long.check_preference_rows [--pairs 10000]
 
-The pairs run under tiny tokenizers, with their log-probabilities under tiny models of three
-families, and again under the templates of ../shared with a real vocabulary, in every thinking mode.
-Needs torch and trl, as tests/interop does.
+`--pairs` pairs use tiny tokenizers, with log-probabilities of tiny models of three families; as
+many use the templates of ../shared with a real vocabulary, in every thinking mode. Needs torch and
+trl, as tests/interop does.
 
 Results: docs/preferences.md.
 """
@@ -26,7 +26,7 @@ from tests.interop.trl_rows import compare_logps, compare_rows, compare_texts, g
 from tests.models import CHATML, THINKING, write_model
 from tests.paths import SHARED
 
-# A family, a template, and whether its answers think.
+# A model type, a template, and whether its answers think.
 _TINY: tuple[tuple[str, str, bool | None], ...] = (
     ("llama", CHATML, None),
     ("qwen3", THINKING, False),
@@ -70,7 +70,7 @@ def tiny(parent: Path, pairs: int) -> Iterator[Checked]:
 
 
 def real(parent: Path, pairs: int) -> Iterator[Checked]:
-    """Yield the results of pairs under the templates of models."""
+    """Yield the results of pairs under the models' real templates."""
     modes = [
         (folder, thinking)
         for folder in write_folders(SHARED, parent).values()
@@ -86,7 +86,7 @@ def _checked(
     import transformers
 
     since = time.perf_counter()
-    # Its template has no system message.
+    # Gemma's template accepts no system message.
     options: dict[str, Any] = {"seed": seed, "system": folder.name != "gemma.jinja"}
     rows = generated(pairs, **options, longest=10 if family else 40)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

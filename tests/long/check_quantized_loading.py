@@ -1,10 +1,10 @@
-"""Measure the memory of loading the shape of Qwen3-0.6B, with and without --quantize.
+"""Measure the memory of loading a model of Qwen3-0.6B's shape, with and without --quantize.
 
     python -m tests.long.check_quantized_loading [--model FOLDER] [--json FILE]
 
 Random weights in bfloat16 are written to a temporary folder unless a folder is named. Each format
-is loaded in a separate process, whose peak resident memory is read from the kernel, less the memory
-before the weights are read.
+is loaded in a separate process. Its resident memory is the peak that the kernel reports, less the
+peak before the weights are read.
 
 Results: docs/quantization.md.
 """
@@ -33,7 +33,7 @@ FORMATS = ("none", "4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4", "nf4+")
 
 
 def load(folder: str, name: str) -> dict[str, int]:
-    """Load a model in this process; return bytes."""
+    """Load a model in this process; return its weights' bytes, MLX's peak and RSS growth."""
     import mlxtune.backend  # noqa: F401, I001
     import mlx.core as mx
     from mlx.utils import tree_flatten

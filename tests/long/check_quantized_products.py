@@ -1,9 +1,10 @@
-"""Measure the cost of each format: in the loss of a model, and in the time of products on the CPU.
+"""Measure the cost of each format: the loss of a model, and the time of products on the CPU.
 
     python -m tests.long.check_quantized_products --model FOLDER --text FILE
 
-The loss is over the text's tokens, in windows of 256. Products have a layer's width and 256 rows,
-forward and for the gradient; times are ratios of processor time, the least of alternating runs.
+The loss is the mean over the text's tokens, in windows of 256. Products have a layer's width and
+256 rows, forward and for the gradient; their times are the least processor times of alternating
+runs, printed as ratios.
 
 Results: docs/quantization.md.
 """
@@ -31,7 +32,7 @@ _MODES |= {"mxfp8": ("mxfp8", 8)}
 
 
 def loss_of(folder: Path, text: str, name: str | None, *, double_quant: bool = False) -> float:
-    """Return the loss in nats a token of a text."""
+    """Return a text's loss in nats per token."""
     model = load_base(folder, "float32", quantize=name, double_quant=double_quant).model
     tokens = load_tokenizer(folder).encode(text)
     windows = [tokens[i : i + _WINDOW] for i in range(0, len(tokens) - 1, _WINDOW)]

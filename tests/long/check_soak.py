@@ -2,9 +2,10 @@
 
     python -m tests.long.check_soak [--steps 20000]
 
-Compares the end with the state after 500 steps: memory and steps a second within 5%, and the same
-number of open files. Speed uses processor time, which other programs do not affect; the speed by
-the clock is printed too. Saves every 500 steps and once a minute.
+Compares the end of the run with its state after 500 steps: memory may grow and speed may fall by
+5%, and the number of open files must be equal. Speed is in steps per second of processor time,
+because other programs do not affect it; speed by the clock is printed too. Saves every 500 steps
+and once a minute.
 
 Results: docs/reliability.md.
 """
@@ -31,7 +32,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Sample:
-    """The process's resources after a step, and the time in seconds by clock and processor."""
+    """Memory and open files of the process after a step, with clock and processor seconds."""
 
     step: int
     seconds: float
@@ -41,7 +42,7 @@ class Sample:
 
 
 def sample(step: int) -> Sample:
-    """Measure this process; memory is its resident memory in bytes."""
+    """Measure this process."""
     files = len(os.listdir("/dev/fd"))  # noqa: PTH208
     return Sample(step, time.perf_counter(), time.process_time(), resident(), files)
 
@@ -58,7 +59,7 @@ def resident() -> int:
 
 
 def soak(steps: int, scratch: Path) -> list[Sample]:
-    """Train for some steps, measuring the process at intervals."""
+    """Train for some steps; return a sample of every EVERY-th step."""
     from mlxtune import TrainConfig, train
     from mlxtune.core.run.metrics import StepRecord
     from mlxtune.views.console import RunConsole
@@ -85,14 +86,14 @@ def soak(steps: int, scratch: Path) -> list[Sample]:
 
 
 def speed(samples: list[Sample], clock: str) -> float:
-    """Return the steps a second of a stretch, as the median over its parts."""
+    """Return the median steps per second between consecutive samples, by one of the two clocks."""
     return statistics.median(
         (b.step - a.step) / (getattr(b, clock) - getattr(a, clock)) for a, b in pairwise(samples)
     )
 
 
 def report(samples: list[Sample], window: int) -> bool:
-    """Print the beginning and the end, each over some samples; return whether they agree."""
+    """Print memory, speed and open files at both ends of the run; return whether they agree."""
     settled = [each for each in samples if each.step >= SETTLED]
     first, last = settled[:window], settled[-window:]
     memory = [statistics.median(each.memory for each in part) for part in (first, last)]
@@ -111,12 +112,12 @@ def report(samples: list[Sample], window: int) -> bool:
 
 
 def change(pair: list[float]) -> float:
-    """Return the relative increase from the first to the second."""
+    """Return the relative change from the first value to the second."""
     return pair[1] / pair[0] - 1
 
 
 def main() -> None:
-    """Train, and compare the end with the beginning."""
+    """Train, and compare the end with the start."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20_000)
     given = parser.parse_args()

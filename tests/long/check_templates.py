@@ -1,10 +1,10 @@
-"""Compare every turn of ../shared/chat, under every template there, with transformers' prompts.
+"""Compare every turn of ../shared/chat, under every template there, with transformers.
 
     python -m tests.long.check_templates
 
-The prompt tokens must be those of `apply_chat_template` over the messages before the turn, and the
-supervised tokens decode to the turn's content and end-of-turn, in every thinking mode that the
-template knows. The tests do the same with a part of the data; this takes minutes.
+In every thinking mode of the template, the prompt tokens must equal `apply_chat_template` of the
+messages before the turn, and the supervised tokens must decode to the turn's content and
+end-of-turn token. Takes minutes; the tests compare a part of the data.
 
 Results: docs/encoding.md.
 """

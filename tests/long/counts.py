@@ -1,7 +1,7 @@
-"""The costs of a step, counted from its graph on any device: products and launches.
+"""Count a step's matrix products and kernel launches from its graph, on any device.
 
-Nothing is evaluated. Products are counted from MLX's export of the gradient's graph, which has
-shapes, and launches from its drawing, which shows compiled operations as one.
+Nothing is computed. Products are counted in MLX's export of the gradient's graph, which has shapes,
+and launches in MLX's drawing of the graph, which shows compiled operations.
 """
 
 import io
@@ -20,9 +20,9 @@ from mlxtune.backend.lora import optimizer
 from mlxtune.core.data.encode import Example
 from tests.long.graph_order import Operation, followed, ordered, tie
 
-# The outputs of an exported function, and the tied arrays; see `ExportableVjp`.
+# The outputs of an exported function, and pairs of tied arrays; see `ExportableVjp`.
 Traced = tuple[list[mx.array], Sequence[tuple[mx.array, mx.array]]]
-# A gradient as a function of a micro-batch's tokens, with these.
+# A gradient as a function of a micro-batch's tokens, and those tokens.
 Gradient = tuple[Callable[[mx.array], Traced], mx.array]
 
 _PRODUCTS = {
@@ -50,12 +50,12 @@ _VIEWS = {
     "Transpose",
     "View",
 }
-# Views, except for transposed arrays, which they copy.
+# These are views too, unless the array is transposed: then they copy it.
 _RESHAPES = {"Flatten", "Reshape", "Unflatten"}
 
 
 class GraphSource(Protocol):
-    """A side of a benchmark whose steps can be built without being computed."""
+    """One side of a benchmark, whose steps can be built without computing them."""
 
     def lazy_step(self, examples: Sequence[Example]) -> Any:
         """Return all arrays that a step evaluates, compiled as on a GPU."""
@@ -64,15 +64,15 @@ class GraphSource(Protocol):
         """Yield the gradient of each micro-batch of a step."""
 
     def heads(self, examples: Sequence[Example]) -> Iterator[Any]:
-        """Yield the arrays that the head of each micro-batch gives, with its gradient."""
+        """Yield the outputs and gradients of the head for each micro-batch."""
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counts over some steps; None if a graph cannot be exported.
+    """Counts over some steps; None if the graph cannot be exported.
 
-    `matmul_flops` counts matrix products, `attention_flops` attention's products as whole squares.
-    `launches` are by primitive, `head_launches` the head's part.
+    `matmul_flops` counts matrix products except attention's, which `attention_flops` counts without
+    regard to masks. `launches` is by primitive; `head_launches` is the head's part.
     """
 
     matmul_flops: int | None = None
@@ -82,9 +82,9 @@ class StepCounts:
 
 
 def count_steps(source: GraphSource, steps: Sequence[Sequence[Example]]) -> StepCounts:
-    """Count the operations and launches of the steps."""
+    """Count the matrix products and kernel launches of steps."""
     found = StepCounts()
-    # Any error: a graph that MLX cannot trace or export is not counted, and nothing fails.
+    # Any error: steps that MLX cannot trace or export are left uncounted.
     with suppress(Exception):
         found = _count_launches(source, steps)
     with suppress(Exception):
@@ -107,9 +107,9 @@ def _count_launches(source: GraphSource, steps: Sequence[Sequence[Example]]) -> 
 
 
 def flops(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> Counter[str]:
-    """Return the multiplications and additions of a gradient's products, and of attention's.
+    """Return the FLOPs of a gradient's matrix products, with attention's counted separately.
 
-    Attention's products multiply arrays of four or more axes that both depend on the tokens.
+    Attention's products multiply arrays of four axes or more that both depend on the tokens.
     """
     counts, shapes, dependent = Counter[str](), dict[str, tuple[int, ...]](), set[str]()
     graph: list[Operation] = []
@@ -133,7 +133,7 @@ def flops(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> Counter[s
         elif entry["type"] == "outputs":
             ends[:] = names[1]
 
-    # On the CPU, MLX's fused functions are plain operations.
+    # On the CPU, MLX's fused functions export as plain operations.
     with mx.stream(mx.cpu):
         mx.export_function(read, traced, tokens=tokens)
     tied = dict(zip(ends[outputs::2], ends[outputs + 1 :: 2], strict=True))
@@ -176,9 +176,9 @@ def launches(tree: Any) -> Counter[str]:
 
 @contextmanager
 def counted_evaluations() -> Iterator[list[int]]:
-    """Yield a list with one number: how often MLX is asked to evaluate inside the block.
+    """Yield a list with the number of evaluations that MLX is asked for inside the block.
 
-    Waiting for a started evaluation does not count again.
+    Waiting for a started evaluation does not count.
     """
     count, started = [0], list[Any]()
     evaluate, start = mx.eval, mx.async_eval
@@ -214,15 +214,15 @@ def _nothing_evaluated() -> Any:
 
 @contextmanager
 def compiled_as_on_gpu() -> Iterator[None]:
-    """Compile the functions inside the block that a GPU would compile."""
+    """Compile the functions that a GPU would compile, inside the block."""
     with _replaced(optimizer, compiles=lambda: True):
         yield
 
 
 def _fused() -> Any:
-    """Make MLX's fused functions one primitive each way, as on a GPU and unlike the CPU.
+    """Replace each of MLX's fused functions by one primitive per direction, as on a GPU.
 
-    Scans replace them, because MLX compiles a scan into no other operation.
+    The replacements are scans, which MLX does not compile into other operations.
     """
     norm = _stand_in(mx.cumsum, mx.cumprod)
     return _replaced(

@@ -1,4 +1,4 @@
-"""Run the property tests on random examples; the default run always uses the same ones.
+"""Run the property tests on random examples; a default run always uses the same examples.
 
     python -m tests.long.explore [--seed N] [PATH ...]
 
@@ -17,13 +17,13 @@ from tests.paths import ROOT
 
 
 def property_tests() -> list[str]:
-    """Return the test modules that use hypothesis, relative to the repository."""
+    """Return the paths of test modules that use hypothesis, relative to the repository."""
     modules = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path.relative_to(ROOT)) for path in modules if "@given" in path.read_text()]
 
 
 def arguments(seed: int, paths: Sequence[str]) -> list[str]:
-    """Return the command that tries the examples of a seed."""
+    """Return the pytest command for a seed."""
     options = ["--hypothesis-profile=explore", f"--hypothesis-seed={seed}"]
     return [sys.executable, "-m", "pytest", "-q", *options, *(paths or property_tests())]
 

@@ -11,11 +11,11 @@ from mlxtune.backend.models import autograd
 
 
 class ExportableVjp:
-    """`mx.vjp` for graphs to export, which cannot contain functions with a custom gradient.
+    """`mx.vjp` for graphs to export, which cannot contain functions with custom gradients.
 
-    Each such function is cut out: placeholders replace its outputs and the gradients of its inputs.
-    `tied` pairs each placeholder with the array that it replaces, to join them by name in the
-    exported graph.
+    Calls of such functions are cut out: placeholders replace their outputs and their inputs'
+    gradients. `tied` pairs each placeholder with the array that it replaces; both are joined by
+    name in the exported graph.
     """
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class ExportableVjp:
             rest = iter(arrays[len(primals) :])
             put = lambda _: next(rest)  # noqa: E731
             outputs = function(*arrays[: len(primals)])
-            # An array given to two functions becomes two outputs, since MLX takes a single
-            # cotangent for an output that is returned twice.
+            # An array that two functions take becomes two outputs, because MLX allows one cotangent
+            # for an array that is returned twice.
             inputs = [mx.depends([each], [each])[0] for _, given, *_ in calls for each in given]
             return [*outputs, *inputs]
 
         with _calls_run_by(cut_out):
-            # The outputs of functions must be known before they can be primals.
+            # The functions' outputs must be known before they can be primals.
             function(*primals)
             stand_ins = [each for *_, outputs in calls for each in _arrays(outputs)]
             gradients = [self._placeholder(each) for _, given, *_ in calls for each in given]
@@ -72,13 +72,13 @@ class ExportableVjp:
         return list(outputs[: len(outputs) - len(gradients)]), list(found[: len(primals)])
 
     def _placeholder(self, like: mx.array) -> mx.array:
-        """Return an array that MLX does not merge with any other."""
+        """Return a new array with a unique value, so that MLX does not merge it with another."""
         global _placeholders
         _placeholders += 1
         return mx.broadcast_to(mx.array(_placeholders).astype(like.dtype), like.shape)
 
 
-# The number of placeholders.
+# The number of placeholders made so far.
 _placeholders = 0
 
 

@@ -1,7 +1,7 @@
-"""The matrix products that a step needs, and their time alone.
+"""The matrix products that a step needs, and the time they take alone.
 
-Their time divided by the step's time is the step's efficiency. The count is a lower bound: only
-real tokens, no padding, no product that is computed twice.
+The ratio of their time to the step's time is the step's efficiency. The count is a lower bound:
+real tokens only, no padding, and each product once.
 """
 
 import math
@@ -21,10 +21,10 @@ from mlxtune.backend.forward.recompute import first_trained
 from mlxtune.backend.lora.targets import experts_per_token, projections
 from mlxtune.backend.models.mixers.delta_chunks import SIZE as CHUNK
 
-# Names of the numbers of heads in attention, and of the heads and state sizes in a recurrence.
+# Attributes with the number of attention heads, and with a recurrence's heads and state sizes.
 _HEADS = ("n_heads", "num_heads", "num_attention_heads")
 _RECURRENT = ("num_v_heads", "head_k_dim", "head_v_dim")
-# The seconds of a sample of a product, which is repeated.
+# A product is repeated until a sample lasts this long.
 _SAMPLE_S, _SAMPLES, _MOST_REPEATS = 0.1, 3, 64
 # More entries than any cache holds.
 _BEYOND_CACHES, _MOST_COPIES = 1 << 25, 64
@@ -34,7 +34,7 @@ _LARGEST_FLOPS_CPU, _LARGEST_FLOPS_GPU = 6e10, 4e12
 
 @dataclass(frozen=True)
 class Product:
-    """The product of matrices (batch, m, k) and (batch, k, n), of one kind of work."""
+    """A matrix product of shapes (batch, m, k) and (batch, k, n), for one kind of work."""
 
     kind: str
     m: int
@@ -48,8 +48,8 @@ class Product:
         return 2 * self.batch * self.m * self.k * self.n
 
 
-# The number of times that each product is needed. It is a fraction because tokens are rounded to
-# few sizes, which are measured instead, and because a causal square is half a square.
+# The count of each product. It may be a fraction: tokens are rounded to the nearest of few sizes,
+# and causal attention needs half of a square.
 Products = Mapping[Product, float]
 
 
@@ -63,19 +63,18 @@ def step_products(
 ) -> Products:
     """Return the products of one step on a model with LoRA.
 
-    `stretches` are real tokens that run one after the other, with how many stand before them that
-    ran apart: an example, or the prefix of several, or what of an example follows it. Of these,
-    `supervised` carry loss. Counted, for T tokens:
-    - projections: (T, in, out) forward, and for the gradient of the inputs (T, out, in) in the
-      layers above the first with LoRA. Frozen weights need no gradient. In that first layer only
-      what comes after the attention is counted, if LoRA is on the attention, else nothing.
-    - LoRA: its two products forward, two for its own gradients, two for those of the inputs.
-    - attention, by stretch and head: scores and values forward, and four products backward; of
-      each what causal attention needs, n (n + 1) / 2 pairs of n², less in a sliding window.
-    - gated delta rule, by stretch and head: the products of its chunks, and as many twice backward.
+    A stretch is a run of consecutive real tokens: a whole example, a shared prefix, or the rest of
+    an example after its prefix. `stretches` gives each stretch's length and the length of its
+    prefix. `supervised` is the number of tokens with loss. Counted, for T tokens:
+    - projections: (T, in, out) forward; (T, out, in) for the gradient of the inputs in the layers
+      above the first with LoRA. Frozen weights need no gradient. If that first layer has LoRA on
+      its attention, its projections after the attention are counted too.
+    - LoRA: two products forward, two for its own gradients, two for the gradient of the inputs.
+    - attention, by stretch and head: scores and values forward, and four products backward.
+      Causal attention needs n (n + 1) / 2 of n² pairs, fewer in a sliding window.
+    - gated delta rule, by stretch and head: the products of its chunks, twice as many backward.
     - head: (supervised, hidden, vocabulary) forward, and for the gradient of the hidden states.
-
-    - experts: as projections and LoRA, one product for each expert, the tokens divided evenly.
+    - experts: like projections and LoRA, one product per expert, with tokens divided evenly.
 
     Attention and recurrences of unknown shape are left out.
     """
@@ -99,7 +98,7 @@ def step_products(
 
 
 def needed_flops(products: Products) -> int:
-    """Return the multiplications and additions of products, except products across tokens."""
+    """Return the multiplications and additions of products, except attention and recurrences."""
     across = ("attention", "recurrence")
     return round(sum(n * each.flops for each, n in products.items() if each.kind not in across))
 
@@ -107,7 +106,7 @@ def needed_flops(products: Products) -> int:
 def _projections(
     layer: nn.Module, size: int, sent: int, *, above: bool, first: bool
 ) -> Iterator[tuple[Product, float]]:
-    """Yield the products of projections and LoRA; each token is `sent` to this many experts."""
+    """Yield the products of projections and LoRA; each token goes to `sent` experts."""
     adapted = {name: module for name, module in layer.named_modules() if "lora_a" in module}
     attention = tuple({name.rpartition(".")[0] for name in adapted if "att" in name})
     for name, module in projections(layer).items():
@@ -131,9 +130,9 @@ def _projections(
 
 
 def _rows(weight: mx.array, size: int, sent: int, kind: str) -> tuple[str, int, int, float]:
-    """Return the kind of a matrix's product, the number of products, their rows and counted share.
+    """Return the kind of a matrix's products, their number, their rows, and the share that counts.
 
-    A stack of experts has a product for each expert, or as many as there are tokens.
+    A stack of experts has one product per expert, but at most one per token and chosen expert.
     """
     if weight.ndim < 3:
         return kind, 1, size, 1.0
@@ -145,7 +144,7 @@ def _rows(weight: mx.array, size: int, sent: int, kind: str) -> tuple[str, int, 
 def _attention(
     layer: nn.Module, stretches: Sequence[tuple[int, int]], window: Any
 ) -> Iterator[tuple[Product, float]]:
-    """Yield the products of the forward pass."""
+    """Yield the products of attention's forward pass."""
     for _, module in layer.named_modules():
         heads = next((getattr(module, name) for name in _HEADS if hasattr(module, name)), None)
         query = getattr(module, "q_proj", None)
@@ -168,7 +167,7 @@ def _attention(
 def _recurrence(
     layer: nn.Module, stretches: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[Product, float]]:
-    """Yield the products of the forward pass of a gated delta rule; see mixers/delta_chunks.py."""
+    """Yield the products of a gated delta rule's forward pass; see mixers/delta_chunks.py."""
     for _, module in layer.named_modules():
         heads, keys, values = (getattr(module, name, None) for name in _RECURRENT)
         if not (isinstance(heads, int) and isinstance(keys, int) and isinstance(values, int)):
@@ -176,11 +175,11 @@ def _recurrence(
         for tokens, before in stretches:
             size = min(tokens, CHUNK)
             chunks = tokens / size
-            # Keys with keys and queries, the updates within the chunk, and their outputs. Half of
-            # each square is masked.
+            # Products of keys with keys and with queries, and the chunk's updates and reads within
+            # itself. The mask removes half of each square.
             for columns in (keys, values):
                 yield Product("recurrence", size, columns, size, heads), chunks
-            # Reading the state by keys and queries, and updating it.
+            # Reads of the state by keys and queries, and updates of the state.
             read = chunks if before else chunks - 1
             yield Product("recurrence", size, keys, values, heads), 2 * read
             yield Product("recurrence", keys, size, values, heads), chunks - 1
@@ -193,7 +192,7 @@ def _dims(linear: nn.Module) -> tuple[int, int]:
 
 
 def _rounded(tokens: int) -> tuple[int, float]:
-    """Return the nearest of four sizes an octave, and the tokens as a share of it."""
+    """Return the nearest of four sizes an octave, and the ratio of the tokens to it."""
     if tokens < 8:
         return max(tokens, 1), float(tokens > 0)
     unit = 2 ** (int(math.log2(tokens)) - 2)
@@ -202,9 +201,9 @@ def _rounded(tokens: int) -> tuple[int, float]:
 
 
 def product_seconds(products: Products, dtype: str) -> dict[str, float]:
-    """Return the seconds of products by kind, using the device's fastest plain products.
+    """Return the seconds of products by kind, as the device's fastest plain products.
 
-    On the CPU these are MLX's or numpy's, the latter in float32 for any dtype.
+    On the CPU, the faster of MLX and numpy counts; numpy multiplies in float32, whatever the dtype.
     """
     largest = _LARGEST_FLOPS_CPU if on_cpu() else _LARGEST_FLOPS_GPU
     spent: defaultdict[str, float] = defaultdict(float)
@@ -219,8 +218,8 @@ def product_seconds(products: Products, dtype: str) -> dict[str, float]:
 def _seconds(batch: int, m: int, k: int, n: int, dtype: str) -> float:
     """Return the seconds of one product.
 
-    The second matrix changes each time, so that it comes from memory, not from a cache, like the
-    weights of a step.
+    Each repetition has another second matrix, so that it comes from memory and not from a cache,
+    like a step's weights.
     """
     copies = min(-(-_BEYOND_CACHES // (batch * k * n)), _MOST_COPIES)
     random = np.random.default_rng(0)
@@ -243,9 +242,9 @@ def _seconds(batch: int, m: int, k: int, n: int, dtype: str) -> float:
 
 
 def _time(run: Callable[[int], None]) -> float:
-    """Return the seconds of one repetition of `run`, in the best of several samples.
+    """Return the best-sample time of one iteration, where `run` repeats it a given number of times.
 
-    Other users of the device can only lengthen it, and so raise the computed efficiency.
+    Other users of the device can only increase this time, and with it the claimed efficiency.
     """
     run(1)
     once = timeit(lambda: run(1), number=1)

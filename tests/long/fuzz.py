@@ -1,11 +1,11 @@
-"""Run the command on thousands of damaged files and folders, and check its end.
+"""Run the command on thousands of damaged files and folders, and check how it ends.
 
     python -m tests.long.fuzz [--data N] [--folders N] [--seed S] [--case KIND:NUMBER] [--keep DIR]
 
-Each case is a faulty data file, model folder, config file or run folder, given to the command in a
-process that runs many cases. The command must end in success or with one line of error, within 10 s
-and 2 GB, and must change nothing outside the case's folder. Cases depend only on the seed and their
-number; `--case` runs one again and shows its output. tests/test_fuzz.py has some of them.
+Each case is a damaged data file, model folder, config file or run folder; one process runs the
+command on many cases. The command must succeed or print one line of error, within 10 s and 2 GB,
+and must not change files outside the case's folder. Cases depend only on the seed and their number;
+`--case` repeats one and shows the command's output. tests/test_fuzz.py runs some of them.
 
 Results: docs/reliability.md.
 """
@@ -31,9 +31,9 @@ from typing import Any
 from tests.long.fuzz_cases import FOLDERS, Place, command, prepare, run_case
 from tests.paths import ROOT
 
-# The limits of a case.
+# The most memory of a case, in bytes.
 MEMORY = 2 * 10**9
-# The limit for a silent worker.
+# A worker that prints nothing for this many seconds is killed.
 _SILENT = 60.0
 _ADDRESS_SPACE = 12 * 2**30
 _WORKERS = 2
@@ -42,11 +42,11 @@ _WORKERS = 2
 
 
 def work(place: Place, seed: int, names: list[str]) -> None:
-    """Run cases, and write the results before and after each."""
+    """Run cases; print a line of JSON before and after each."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
-    # Imports on first use must not count for the first case.
+    # Import modules now, so that the first case is not slower.
     command("plan", "--model-path", place.model, "--data", place.chat, "--quiet", "--no-cache")
     print(json.dumps({}), file=answers, flush=True)
     for name in names:
@@ -57,20 +57,20 @@ def work(place: Place, seed: int, names: list[str]) -> None:
 
 
 def peak_memory() -> int:
-    """Return the peak memory of this process in bytes."""
+    """Return this process's peak memory in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
 class Worker:
-    """A process that runs cases, and is replaced when one of them ends it."""
+    """Runs cases in a process, which is replaced when a case ends it."""
 
     def __init__(self, place: Place, seed: int, names: list[str], number: int) -> None:
         self._place, self._seed, self._left, self._number = place, seed, list(names), number
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> Iterator[dict[str, Any] | None]:
-        """Yield the result of each case, and None in between."""
+        """Yield the result of each case, and None while waiting."""
         while self._left:
             log = self._place.root / f"worker-{self._number}.txt"
             with log.open("wb") as errors:
@@ -104,7 +104,7 @@ class Worker:
             env={**os.environ, "XDG_CACHE_HOME": str(self._place.cases / "cache")},
         )
         assert self._process.stdout is not None
-        # Loading libraries takes long on a busy machine.
+        # Importing the libraries takes long on a busy machine.
         heard, read = time.monotonic() + 10 * _SILENT, b""
         with self._process, selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -136,13 +136,13 @@ class Worker:
 
 
 def names_of(data: int, folders: int) -> list[str]:
-    """Return the names of all cases: a kind and a number."""
+    """Return the names of all cases, as `kind:number`."""
     names = [f"data:{number}" for number in range(data)]
     return names + [f"{FOLDERS[number % len(FOLDERS)]}:{number}" for number in range(folders)]
 
 
 def fuzz(place: Place, seed: int, names: list[str]) -> list[dict[str, Any]]:
-    """Run cases in two processes; return the result of each."""
+    """Run cases in two processes; return their results."""
     running = [
         Worker(place, seed, names[number::_WORKERS], number).run() for number in range(_WORKERS)
     ]
@@ -167,7 +167,7 @@ def fuzz(place: Place, seed: int, names: list[str]) -> list[dict[str, Any]]:
 
 
 def report(results: list[dict[str, Any]], seconds: float) -> list[str]:
-    """Return the summary, line by line."""
+    """Return the lines of the summary."""
     lines = [f"{len(results):,} cases in {seconds:.0f} s"]
     for kind in ("data", *FOLDERS):
         mine = [each for each in results if each["name"].startswith(f"{kind}:")]

@@ -1,4 +1,4 @@
-"""One case of fuzz.py: the command's input, and a check of its end."""
+"""One case of fuzz.py: its files, its command, and the check of how the command ended."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from tests.long.mutated_folders import (
 from tests.long.mutations import ROWS, config_file, data_file, messages_file
 from tests.models import THINKING, sums, write_chat, write_model
 
-# The limits of a case.
+# The most seconds of a case.
 SECONDS = 10.0
 FOLDERS = ("model", "config", "run", "adapter", "peft", "messages", "report")
 _ERROR = "mlxtune: error: "
 _SAID = ("warning: ", "[transformers] ", "no run below ")
 _EXIT_CODES = (0, 1, 2)
-# The files that a case may write, by command; all other files in its folder must not change.
+# The files in a case's folder that each command may write; other commands may write none.
 _WRITES = {
     "train": ("",),
     "report": ("run/checkpoints/report.html", "page.html"),
     "chat": ("saved.jsonl",),
     **dict.fromkeys(("export", "fuse", "import"), ("out",)),
 }
-# The file with a case's standard input.
+# The file in a case's folder with its standard input.
 _STDIN = "stdin"
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The folder of the cases. The files in `guarded`, next to the cases, must not change."""
+    """The folders of the cases. Cases must not change anything in `guarded`."""
 
     root: Path
 
@@ -93,7 +93,7 @@ class Place:
 
 
 def prepare(place: Place) -> None:
-    """Write the sources of cases: models with and without a template, data, runs, adapters."""
+    """Write the models, data, runs and adapters that cases start from."""
     place.guarded.mkdir(parents=True)
     place.cases.mkdir()
     write_model(place.model, "qwen3")
@@ -103,7 +103,7 @@ def prepare(place: Place) -> None:
     os.chdir(place.cases)
     paths = ["--model-path", place.model, "--data", place.chat, "--quiet", "--no-cache"]
     paths += ["--output", place.run / "a.safetensors"]
-    # Samples take longer than the rest of such a run; cases that train have some.
+    # Samples would take most of this run's time; cases that train again have some.
     _do("train", *paths, "--epochs", 2, "--save-steps", 1, "--samples", 0)
     shutil.copytree(place.run, place.ended)
     (place.run / "checkpoints" / "result.json").unlink()
@@ -152,7 +152,7 @@ def command(*arguments: object, stdin: bytes = b"") -> tuple[Any, str, str]:
 
 
 def arguments_of(place: Place, kind: str, rng: Random, folder: Path) -> list[object]:
-    """Write the files of a case into its folder, and return the command's arguments."""
+    """Write a case's files into its folder, and return the command's arguments."""
     model, data = rng.choice((place.model, place.model, place.plain_model)), place.chat
     out = ["--output", folder / "out" / "a.safetensors", "--quiet", "--no-cache"]
     if kind == "data":
@@ -174,7 +174,7 @@ def arguments_of(place: Place, kind: str, rng: Random, folder: Path) -> list[obj
         name, content = config_file(rng)
         (folder / name).write_bytes(content)
         given = ["--config", folder / name, "--model-path", model, "--data", data, *out]
-        # Otherwise a rank of a million, which is valid in itself, would get this memory.
+        # Without the limit, a valid rank of a million would use all of the memory.
         return ["train", "--dry-run", "--memory-limit", 0.5, *given]
     if kind in _OTHERS:
         return _OTHERS[kind](place, rng, folder)
@@ -283,14 +283,13 @@ def _data_options(rng: Random, path: Path) -> list[object]:
 def run_case(place: Place, seed: int, name: str, *, show: bool = False) -> dict[str, Any]:
     """Run a case; return its exit code, its seconds and its problem, if any.
 
-    A slow case is run again, since the machine may have been busy.
+    A slow case runs again, because the machine may have been busy.
     """
     found = run_once(place, seed, name, show=show)
     return run_once(place, seed, name, show=show) if found["seconds"] > SECONDS else found
 
 
 def run_once(place: Place, seed: int, name: str, *, show: bool) -> dict[str, Any]:
-    """Run a case, once."""
     kind = name.partition(":")[0]
     around, folder = place.case(name), place.case(name) / "here"
     shutil.rmtree(around, ignore_errors=True)
@@ -316,7 +315,7 @@ def run_once(place: Place, seed: int, name: str, *, show: bool) -> dict[str, Any
         problem = f"{arguments[0]} failed and left something"
     if show:
         print(f"mlxtune {' '.join(map(str, arguments))}\nexit {code}\n{out}{said}")
-    # A folder that a case has made unreadable stays.
+    # A folder that the case made unreadable stays.
     os.chdir(place.cases)
     if not problem and not show:
         shutil.rmtree(around, ignore_errors=True)
@@ -331,9 +330,9 @@ def run_once(place: Place, seed: int, name: str, *, show: bool) -> dict[str, Any
 
 
 def _touched(folder: Path, before: dict[str, tuple[int, ...]], writes: tuple[str, ...]) -> bool:
-    """Return whether anything changed in a folder except the files that a command may write.
+    """Return whether anything in a folder changed except the files that a command may write.
 
-    The folder of such a file may have changed with it.
+    The parents of such a file may change too.
     """
     if "" in writes:
         return False
@@ -346,9 +345,9 @@ def _touched(folder: Path, before: dict[str, tuple[int, ...]], writes: tuple[str
 
 
 def problem_of(code: Any, out: str, said: str, *, talks: bool = False) -> str:
-    """Return the problem with a command's end, empty if it ended correctly.
+    """Return the problem with how a command ended, or an empty text.
 
-    A command that `talks` writes its progress to stderr.
+    A command that `talks` may write other lines on stderr.
     """
     if code not in _EXIT_CODES:
         return f"ended with {code}"
@@ -361,7 +360,7 @@ def problem_of(code: Any, out: str, said: str, *, talks: bool = False) -> str:
         line for line in said.splitlines() if not talks and not line.startswith((_ERROR, *_SAID))
     ]:
         return f"said {others[0]!r:.200}"
-    # An answer may contain a line of a template.
+    # An answer may contain tabs.
     shown = said + out.replace("\t", " ")
     if any(not (c == "\n" or c.isprintable()) for c in shown):
         return "sent control characters to the terminal"
@@ -369,7 +368,7 @@ def problem_of(code: Any, out: str, said: str, *, talks: bool = False) -> str:
 
 
 def snapshot(folder: Path, but: Path | None = None) -> dict[str, tuple[int, ...]]:
-    """Return a value that changes with anything in a folder, except in one folder within it."""
+    """Return mode, inode, size and time by path, for all files below a folder but `but`."""
     found: dict[str, tuple[int, ...]] = {}
     left = [str(folder)]
     while left:

@@ -1,14 +1,14 @@
-"""Measure and check a machine with an NVIDIA GPU, in one command and under nine minutes.
+"""Run all checks and benchmarks of an NVIDIA GPU in one command, in under nine minutes.
 
     python -m tests.long.gpu [--json gpu.json] [--shared FOLDER]
     python -m tests.long.gpu --tiny
 
-Equality on the device, `step_costs` against mlx-lm at real sizes with the share of the card's peak,
-two runs hashed, and predicted against measured memory. Models have random weights, made in a
-temporary folder. Each part has a time limit and is skipped, with the reason, when the time is over;
-the JSON is written after each part. Exits with 1 if a part failed. All processes share the CUDA
-kernels that MLX compiles (MLX_PTX_CACHE_DIR), and so does the next run: if compilation took all of
-a part's time, run it again.
+The parts: the equality tests on the device, `step_costs` against mlx-lm at real sizes with the
+share of the card's peak, the hashes of two equal runs, and predicted against measured memory.
+Models with random weights are made in a temporary folder. Each part has a time limit, and is
+skipped with the reason when no time is left; the JSON is written after each part. Exits with 1 if a
+part failed. All processes and later runs share the CUDA kernels that MLX compiles
+(MLX_PTX_CACHE_DIR): if compiling took all of a part's time, run the command again.
 
 `--tiny` runs every part on tiny models and any device, in less than a minute on the CPU.
 """
@@ -64,7 +64,7 @@ SHAPES = {
         "head_dim": 128,
     },
 }
-# Dense 16-bit TFLOP/s from the makers' data sheets, by a part of the device's name.
+# Dense 16-bit TFLOP/s from the makers' data sheets; keys are parts of device names.
 DATA_SHEETS = {
     "H100": 989.0,
     "H200": 989.0,
@@ -78,7 +78,7 @@ LONG_TOKENS, CHARACTERS_PER_TOKEN = 4096, 4.5
 
 @dataclass(frozen=True)
 class Case:
-    """A benchmark: a model, rows, the number of steps and the rows of each."""
+    """A benchmark: a model, its data, and the number and size of steps."""
 
     model: str
     data: str
@@ -89,7 +89,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The name in the report."""
+        """The case's name in the report."""
         return f"{self.model}{f' {self.bits}-bit' if self.bits else ''}, {self.data}"
 
 
@@ -105,7 +105,7 @@ TINY_CASES = (Case("tiny", "sums", 4, 2, max_seq_len=64),)
 
 @dataclass
 class Parts:
-    """The parts of the report, run one after the other until the time is over."""
+    """The parts of the report, run in turn until the time is over."""
 
     path: Path
     report: dict[str, Any]
@@ -113,7 +113,7 @@ class Parts:
     started: float = field(default_factory=time.monotonic)
 
     def run(self, name: str, limit_s: float, part: Callable[[float], dict[str, Any]]) -> None:
-        """Run a part within its seconds; keep its report, or the reason for which it has none."""
+        """Run a part within its time; record its result, or the reason for having none."""
         begun = time.monotonic()
         seconds = min(limit_s, self.total_s - (begun - self.started))
         if seconds < limit_s / 4:
@@ -145,14 +145,14 @@ class Skip(Exception):
 
 @dataclass
 class Machine:
-    """The parts' folder, and the files that they use there."""
+    """The folder for temporary files, and the models and data of the cases."""
 
     scratch: Path
     shared: Path
     tiny: bool
 
     def model(self, case: Case) -> Path:
-        """Return a model's folder, written on first use."""
+        """Return the folder of a case's model, which is written at its first use."""
         folder = self.scratch / f"{case.model}-{case.bits or 16}"
         if not folder.exists():
             if self.tiny:
@@ -163,7 +163,7 @@ class Machine:
         return folder
 
     def data(self, case: Case) -> Path:
-        """Return the rows of a case."""
+        """Return the data file of a case."""
         if self.tiny:
             return write_chat(self.scratch / "sums.jsonl", sums(20))
         if case.data == "long":
@@ -171,7 +171,7 @@ class Machine:
         return self.shared / "chat" / f"{case.data}.jsonl"
 
     def options(self, case: Case) -> list[str]:
-        """Return the options of a run of a case."""
+        """Return the command's options for a case."""
         folder = self.model(case)
         options = {
             "--model-path": folder,
@@ -186,7 +186,7 @@ class Machine:
 
 
 def write_model(folder: Path, shape: dict[str, int], bits: int | None, shared: Path) -> None:
-    """Write a model folder with random weights, in bfloat16 or quantised, and Qwen3's tokenizer."""
+    """Write a model folder with random weights in bfloat16 or `bits`, and Qwen3's tokenizer."""
     folder.mkdir()
     options: dict[str, Any] = bench_table.COMMON | shape
     mx.random.seed(0)
@@ -197,7 +197,7 @@ def write_model(folder: Path, shape: dict[str, int], bits: int | None, shared: P
         options["quantization"] = {"group_size": 64, "bits": bits}
     weights = dict(tree_flatten(model.parameters()))
     for name in list(weights):
-        # One matrix after the other is drawn and quantised.
+        # Draw and quantise one matrix at a time, to save memory.
         mx.eval(weights[name])
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     config = options | {"torch_dtype": "bfloat16", "eos_token_id": 151_645}
@@ -209,7 +209,7 @@ def write_model(folder: Path, shape: dict[str, int], bits: int | None, shared: P
 
 
 def write_long_rows(path: Path, shared: Path) -> Path:
-    """Write rows of about 4,096 tokens: earlier answers as context, the next one supervised."""
+    """Write rows of about 4,096 tokens, each with earlier answers as context for the next one."""
     source = shared / "chat" / "lf_alpaca_en_demo.jsonl"
     rows, context = [], ""
     for line in source.read_text().splitlines():
@@ -224,7 +224,7 @@ def write_long_rows(path: Path, shared: Path) -> Path:
 def command(
     arguments: list[str], seconds: float, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module with this Python. Raises RuntimeError with its last lines if it fails."""
+    """Run a module with this Python. Raises RuntimeError with its last output if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=ROOT,
@@ -240,15 +240,15 @@ def command(
 
 
 def equality(seconds: float, tests: list[str]) -> dict[str, Any]:
-    """Run the tests that compare every execution with the plain one."""
+    """Run the tests that compare each way of computing a step with the plain path."""
     arguments = ["pytest", "-q", "-p", "no:cacheprovider", *tests]
-    # TF32, MLX's default on CUDA, has three digits; the tests compare to five.
+    # TF32, MLX's default on CUDA, has three digits; the tests need five.
     done = command(arguments, seconds, MLX_ENABLE_TF32="0")
     return {"tests": tests, "result": done.stdout.strip().splitlines()[-1]}
 
 
 def proof(seconds: float, scratch: Path) -> dict[str, Any]:
-    """Run `doctor --prove`; keep its report, and fail if a check did."""
+    """Run `doctor --prove`; return its report, marked as failed if a check failed."""
     path = scratch / "proof.json"
     try:
         command(["mlxtune", "doctor", "--prove", "--share", str(path)], seconds)
@@ -260,7 +260,7 @@ def proof(seconds: float, scratch: Path) -> dict[str, Any]:
 
 
 def card(size: int) -> dict[str, Any]:
-    """Return the TFLOP/s of a large product in bfloat16, and the data sheet's if known."""
+    """Return the TFLOP/s of a large bfloat16 product, and of the data sheet if known."""
     dtype = mx.float32 if on_cpu() else mx.bfloat16
     a, b = (mx.random.normal((size, size)).astype(dtype) for _ in range(2))
     mx.eval(a @ b)
@@ -275,7 +275,7 @@ def card(size: int) -> dict[str, Any]:
 
 
 def bench(seconds: float, machine: Machine, case: Case, peak: dict[str, Any]) -> dict[str, Any]:
-    """Compare a case with mlx-lm, and its speed with the GPU's peak."""
+    """Compare a case with mlx-lm, and its FLOP/s with the card's peak."""
     out = machine.scratch / "bench.json"
     more = ["--against", "mlx-lm", "--repeats", "1", "--steps", str(case.steps), "--json", str(out)]
     command(["tests.long.step_costs", *machine.options(case), "--execution", "gpu", *more], seconds)
@@ -296,7 +296,7 @@ def bench(seconds: float, machine: Machine, case: Case, peak: dict[str, Any]) ->
 
 
 def train_twice(seconds: float, machine: Machine, case: Case) -> dict[str, Any]:
-    """Train twice by one command; compare the bytes, and the memory with the prediction."""
+    """Train twice with one command; compare the hashes, and measured with predicted memory."""
     hashes, peaks = [], []
     for number in (1, 2):
         folder = machine.scratch / f"{case.model}-{case.bits or 16}-run{number}"
@@ -317,7 +317,7 @@ def train_twice(seconds: float, machine: Machine, case: Case) -> dict[str, Any]:
 
 
 def run_all(parts: Parts, machine: Machine) -> None:
-    """Run all parts; the last ones are skipped first.
+    """Run all parts; when time runs out, the last ones are skipped.
 
     The limits leave room for the first compilation of CUDA's kernels.
     """
@@ -327,7 +327,7 @@ def run_all(parts: Parts, machine: Machine) -> None:
     tests = EQUALITY[-2:] if machine.tiny else EQUALITY
     parts.run("equality", 240, lambda seconds: equality(seconds, tests))
     if not machine.tiny:
-        # This comes before the figures, which mean little if it fails.
+        # Before the benchmarks, which mean little if the proof fails.
         parts.run("doctor --prove", 240, lambda seconds: proof(seconds, machine.scratch))
     parts.run("two runs", 120, lambda seconds: train_twice(seconds, machine, cases[0]))
     for case in cases:
@@ -345,7 +345,7 @@ def main() -> None:
     given = parser.parse_args()
     if on_cpu() and not given.tiny:
         parser.error("MLX computes on the CPU here: install mlxtune[cuda13], or use --tiny")
-    # For the kernels of this process, before the first is compiled.
+    # Set before this process compiles its first kernel.
     os.environ["MLX_PTX_CACHE_DIR"] = kernel_cache()
     report: dict[str, Any] = {
         "device": device_name(),

@@ -11,7 +11,7 @@ _WIDTH = 20
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation from arrays to arrays, by name."""
+    """A primitive of the graph, with the names of its input and output arrays."""
 
     kind: str
     inputs: tuple[str, ...]
@@ -19,7 +19,7 @@ class Operation:
 
 
 def tie(graph: Sequence[Operation], tied: Mapping[str, str]) -> list[Operation]:
-    """Return the operations with placeholders replaced by the arrays that they represent."""
+    """Return the operations with placeholders replaced by the arrays they stand for."""
     return [
         replace(each, inputs=tuple(followed(name, tied) for name in each.inputs))
         for each in graph
@@ -28,7 +28,7 @@ def tie(graph: Sequence[Operation], tied: Mapping[str, str]) -> list[Operation]:
 
 
 def followed(name: str, tied: Mapping[str, str]) -> str:
-    """Return the array that a placeholder represents, or the array itself."""
+    """Return the array that a placeholder stands for; any other array is returned unchanged."""
     while name in tied:
         name = tied[name]
     return name
@@ -46,7 +46,7 @@ def ordered(graph: Sequence[Operation], outputs: Sequence[str]) -> list[Operatio
             if i not in reached:
                 reached.add(i)
                 stack.append(i)
-    # From the outputs backwards: breadth first, and depth first beyond a width.
+    # Backwards from the outputs: breadth first, but depth first once the queue is _WIDTH long.
     tape, at = [len(graph)], 0
     deeper: list[tuple[int, int]] = []
     while at < len(tape) or deeper:

@@ -2,9 +2,9 @@
 
     python -m tests.long.long_texts [--tokens 8192] [--layers 28] [--limit GB] [--supervised 2048]
 
-Trains on one example of that many tokens, the last of which carry loss, within a memory limit, and
-prints the predicted and the measured peak, and the second step's seconds per token. Needs
-../shared, some gigabytes of memory, and minutes.
+Trains on one example of `--tokens` tokens, the last `--supervised` of which carry loss, within a
+memory limit. Prints the predicted and measured peaks, and the second step's seconds per token.
+Needs ../shared and some gigabytes of memory; takes minutes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.paths import SHARED
 
 
 def write_example(path: Path, tokens: int, supervised: int) -> Path:
-    """Write a row of at least `tokens` tokens, the last of which carry loss."""
+    """Write a row of at least `tokens` tokens; the last `supervised` or more carry loss."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(SHARED / "tokenizers" / "qwen3" / "tokenizer.json"))
@@ -38,7 +38,7 @@ def write_example(path: Path, tokens: int, supervised: int) -> Path:
 
 
 def main() -> None:
-    """Measure, and print what was found."""
+    """Measure, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=28)

@@ -1,10 +1,10 @@
-"""Write the table of memory in docs/guide.md: the planner's predictions for real shapes.
+"""Write docs/guide.md's table of memory, as the planner predicts it for models of real shapes.
 
     python -m tests.long.memory_table
 
-No weights are downloaded or read: the shapes of public configs are written into the headers of
-empty files, and planning reads only these. It plans for a GPU on any device. The figures are
-predictions, not measurements.
+No weights are downloaded or read: planning reads only shapes, which are written from public configs
+into the headers of empty files. Plans as for a GPU on any machine. These are predictions, not
+measurements.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.paths import DOCS
 GUIDE = DOCS / "guide.md"
 BEGIN, END = "<!-- memory: tests/long/memory_table.py -->", "<!-- end of memory -->"
 LENGTHS = (512, 2048, 4096)
-# The GPU's default share of a Mac's memory: two thirds, three quarters from 36 GiB on.
+# The memory that macOS grants the GPU by default: about two thirds, three quarters from 36 GiB on.
 MACS = {gb: gb * 2**30 * (3 / 4 if gb >= 36 else 2 / 3) for gb in (8, 16, 24, 32, 48, 64, 96, 128)}
 SPARE = 1.15
 GB = 1e9
@@ -86,7 +86,7 @@ def _sizes(hidden: int, layers: int, inner: int, heads: int) -> dict[str, int]:
     }
 
 
-# As in the config.json of each.
+# From each model's config.json.
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3 0.6B": QWEN3 | _sizes(1024, 28, 3072, 16),
     "Gemma 3 1B": GEMMA3 | _sizes(1152, 26, 6912, 4),
@@ -104,7 +104,7 @@ QUANTISED = {"group_size": 64, "bits": 4}
 
 @dataclass(frozen=True)
 class Row:
-    """The bytes of a model: its weights, and the least peak for an example of each length."""
+    """The bytes of a model's weights, and the least peak by length of the example."""
 
     name: str
     bits: int
@@ -113,7 +113,7 @@ class Row:
     peaks: Mapping[int, int]
 
     def cells(self) -> str:
-        """Return the row of the table."""
+        """Return the row of the table as text."""
         needed = SPARE * self.peaks[2048]
         mac = next((f"{gb} GB" for gb, usable in MACS.items() if usable >= needed), "more")
         peaks = [f"{peak / GB:.1f}" for peak in self.peaks.values()]
@@ -121,7 +121,7 @@ class Row:
 
 
 def write_headers(folder: Path, config: dict[str, Any], bits: int) -> None:
-    """Write the folder of a model whose weight file has shapes and no content."""
+    """Write a model folder whose weight file has shapes but no content."""
     chosen = config | ({"quantization": QUANTISED} if bits == 4 else {})
     (folder / "config.json").write_text(json.dumps(chosen))
     kind, arguments = utils._get_classes(config)
@@ -131,10 +131,10 @@ def write_headers(folder: Path, config: dict[str, Any], bits: int) -> None:
         nn.quantize(made, **QUANTISED)
     header: dict[str, Any] = {}
     end = 0
-    # They are not evaluated; only their shapes are used.
+    # The weights are never computed: only their shapes are read.
     for name, value in tree_flatten(made.parameters()):
         if name.startswith("lm_head") and config.get("tie_word_embeddings", True):
-            continue  # Gemma 3 creates a weight that its files lack
+            continue  # Gemma 3 makes a head that its files lack
         dtype = {mx.bfloat16: "BF16", mx.uint32: "U32"}[value.dtype]
         offsets = [end, end + value.nbytes]
         header[name] = {"dtype": dtype, "shape": list(value.shape), "data_offsets": offsets}
@@ -142,11 +142,11 @@ def write_headers(folder: Path, config: dict[str, Any], bits: int) -> None:
     text = json.dumps(header | {"__metadata__": {"format": "mlx"}}).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)  # a hole, which takes no space
+        file.truncate(8 + len(text) + end)  # a sparse file, which takes no disk space
 
 
 def predicted(name: str, bits: int) -> Row:
-    """Return the predicted memory of training with the default options, one example at a time."""
+    """Return the memory of training a model with the default options, one example at a time."""
     with tempfile.TemporaryDirectory() as scratch, holes_allowed():
         folder = Path(scratch)
         write_headers(folder, MODELS[name], bits)
@@ -159,7 +159,6 @@ def predicted(name: str, bits: int) -> Row:
 
 
 def table() -> str:
-    """Return the table."""
     lengths = " | ".join(f"{length:,} tokens" for length in LENGTHS)
     head = f"model | stored in | weights | {lengths} | a Mac with"
     lines = [f"| {head} |", f"|{' --- |' * (4 + len(LENGTHS))}"]
@@ -179,12 +178,12 @@ def on_a_gpu() -> Iterator[None]:
 
 
 def holes_allowed() -> AbstractContextManager[Any]:
-    """Allow weights that are a hole, which are otherwise refused."""
+    """Allow sparse weight files, which are refused otherwise."""
     return patch("mlxtune.core.files.tensor_files.check_open")
 
 
 def guide(text: str) -> str:
-    """Return the guide with the current table."""
+    """Return the guide with a new table."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"

@@ -1,7 +1,7 @@
 """The architectures of docs/models.md at about 100M parameters, with the models' vocabularies.
 
-Their configs come from `architectures`, with real numbers in place of the tiny ones. Weights are
-random, and the tokenizer is Qwen3's, without its last merges where a vocabulary is smaller.
+Their configs come from `architectures`, with real sizes instead of tiny ones. Weights are random.
+The tokenizer is Qwen3's, without its last merges if the vocabulary is smaller.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from tests.long.architectures import ARCHITECTURES
 from tests.models import MODEL_TYPES, SHAPE, write_model
 
-# Real numbers that replace the tiny ones of these keys in any architecture.
+# The real size for each key that an architecture's tiny config has.
 _REAL: dict[str, Any] = {
     **{"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "head_dim": 64},
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 4096},
@@ -35,7 +35,7 @@ _REAL: dict[str, Any] = {
     **{"num_heads": 16, "chunk_size": 256, "decay_low_rank_dim": 64, "a_low_rank_dim": 64},
     **{"gate_low_rank_dim": 64, "v_low_rank_dim": 64, "model_max_length": 4096},
 }
-# Multi-head latent attention has as many heads for keys as for queries.
+# Multi-head latent attention has equal numbers of key and query heads.
 _LATENT = {"num_key_value_heads": 8}
 
 
@@ -43,9 +43,9 @@ _LATENT = {"num_key_value_heads": 8}
 class Listed:
     """An architecture of the table.
 
-    `real` has numbers that differ from `_REAL`. `short` is the number of layers for the long
-    example if mlx-lm loops over tokens and keeps all states. `templates` are its models' templates
-    with golden renders.
+    `real` overrides numbers of `_REAL`. `short` is the number of layers for the long example, set
+    where mlx-lm loops over tokens and keeps every value. `templates` are the models' templates with
+    golden renders.
     """
 
     title: str
@@ -150,7 +150,7 @@ def config_of(name: str, layers: int | None = None) -> dict[str, Any]:
 
 
 def _enlarged(tiny: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with real numbers; lists with an entry for each layer are repeated.
+    """Return a config with real sizes; lists with an entry for each layer are repeated.
 
     Parts that an architecture disables by 0 or null stay disabled.
     """
@@ -169,18 +169,18 @@ def _enlarged(tiny: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any
 
 
 def write_sized(folder: Path, name: str, shared: Path, layers: int | None = None) -> Path:
-    """Write the folder of a listed architecture: random weights in bfloat16, Qwen3's tokenizer."""
+    """Write an architecture's folder: random weights in bfloat16, and Qwen3's tokenizer."""
     write_model(folder, name.split()[0], dtype="bfloat16", **config_of(name, layers))
     _write_tokenizer(folder, shared / "tokenizers" / "qwen3", LISTED[name].vocabulary)
     return folder
 
 
 def _write_tokenizer(folder: Path, source: Path, vocabulary: int) -> None:
-    """Write a tokenizer without its last merges, so that all tokens are in a vocabulary."""
+    """Write a tokenizer with its last merges dropped, so that every token fits a vocabulary."""
     tokenizer = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     config = json.loads((source / "tokenizer_config.json").read_text(encoding="utf-8"))
     model, added = tokenizer["model"], tokenizer["added_tokens"]
-    # The first 256 tokens are bytes; each later one is made by the merge of its position.
+    # The first 256 tokens are bytes; token 256 + i comes from merge i.
     kept = min(len(model["vocab"]), vocabulary - len(added))
     dropped = len(model["vocab"]) - kept
     model["vocab"] = {token: i for token, i in model["vocab"].items() if i < kept}

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.long.model_sizes import LISTED
 
-# Measurements by architecture, then by execution and case.
+# The measurements by architecture; their cases are by execution and name.
 Records = Mapping[str, Mapping[str, Any]]
 CASES = {"wikisql": "WikiSQL", "alpaca": "Alpaca", "long": "2,048 tokens"}
 _GETS = {
@@ -16,7 +16,7 @@ _GETS = {
     "line": "packed line",
     "layerwise": "kernels",
 }
-# Figures from before MLX's operations computed experts, convolutions and recurrences on the CPU.
+# Measured before MLX's operations computed experts, convolutions and recurrences on the CPU.
 _EARLIER = {
     *("qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4_text (experts)", "llama4"),
     *("mixtral", "gpt_oss", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "lfm2"),
@@ -65,7 +65,6 @@ No architecture may be slower or larger than in mlx-lm's own trainer; otherwise 
 
 
 def page(records: Records) -> str:
-    """Return the page."""
     columns = ["architecture", "trains", *CASES.values(), "efficiency", "fast paths"]
     columns += ["LoRA by default", "exports", "template"]
     lines = [_line(columns), _line(["---"] * len(columns))]
@@ -144,7 +143,7 @@ def _targets(record: Mapping[str, Any]) -> str:
 
 
 def _figures(record: Mapping[str, Any], execution: str) -> list[str]:
-    """Return the cells of the cases, and the efficiency on the first."""
+    """Return the cells of the cases, and the step efficiency of WikiSQL."""
     found = _measured(record, execution)
     efficiency = found.get("wikisql", {}).get("step_efficiency")
     return [

@@ -1,15 +1,16 @@
-"""Measure docs/models.md: architectures against mlx-lm's own trainer, and their optimisations.
+"""Measure docs/models.md: each architecture against mlx-lm's own trainer, and its optimisations.
 
     python -m tests.long.models_table [NAME ...] [--case CASE ...] [--execution auto|gpu]
                                       [--repeats N]
     python -m tests.long.models_table --page
 
-Models of random weights are made in a temporary folder, one after another (up to 1 GB each). The
-results are kept in docs/measured/models.jsonl, a line for each architecture, so that one can be
-measured again; `--page` makes the page from this file without measuring. Exits with 1 and names any
-architecture that is slower or larger than in mlx-lm's trainer, or does not train. Takes up to five
-minutes for an architecture; close other programs. Two commands may measure different architectures
-at the same time if each has its own cores (`taskset -c 0 python -m …`).
+Models with random weights are made in a temporary folder, one at a time (up to 1 GB each).
+docs/measured/models.jsonl keeps the results, one line per architecture, so that one can be measured
+again; `--page` makes the page from it without measuring. Exits with 1 and a list if any
+architecture is slower or takes more memory than in mlx-lm's trainer, or does not train.
+
+Takes up to five minutes for an architecture; close all other programs. Two commands may measure
+different architectures at the same time on separate cores (`taskset -c 0 python -m …`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ DEFAULT_TARGETS = InstructConfig().targets
 
 @dataclass(frozen=True)
 class Case:
-    """The rows that an architecture trains on, the number of steps and the rows of each."""
+    """The rows that an architecture trains on, and the number and size of steps."""
 
     data: str
     batch_size: int
@@ -89,7 +90,7 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _compare(name: str, folder: Path) -> tuple[Result, tuple[str, ...]]:
-    """Compare with the plain path, with the default targets if the architecture has any."""
+    """Compare with the plain path, on the default targets if the architecture has them."""
     try:
         return check(name, folder, targets=DEFAULT_TARGETS), DEFAULT_TARGETS
     except ModelError:
@@ -97,7 +98,7 @@ def _compare(name: str, folder: Path) -> tuple[Result, tuple[str, ...]]:
 
 
 def _exports(pipeline: InstructPipeline, folder: Path) -> list[str]:
-    """Return the formats in which the adapter of a pipeline can be written."""
+    """Return the formats in which a pipeline's adapter can be written."""
     base = load_base(folder, "float32")
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch)
@@ -113,7 +114,7 @@ def _exports(pipeline: InstructPipeline, folder: Path) -> list[str]:
 
 
 def _ask_gguf(adapter: Any, base: BaseModel, folder: Path) -> None:
-    """Raise ModelError as `write_gguf` would, without its package."""
+    """Raise the ModelError of `write_gguf`, without its package."""
     adapter.check_plain("GGUF")
     if base.model_type not in gguf.ARCHITECTURES:
         raise ModelError(base.model_type)
@@ -128,7 +129,7 @@ def _works(write: Callable[[], Any]) -> bool:
 
 
 def measure(folder: Path, data: Path, case: Case, **options: Any) -> dict[str, Any]:
-    """Return the figures of both sides in a case, or the reason why one failed."""
+    """Return both sides' results in a case, or the error of the side that failed."""
     given = {
         "--model-path": folder.name,
         "--data": data,
@@ -149,7 +150,7 @@ def measure(folder: Path, data: Path, case: Case, **options: Any) -> dict[str, A
 
 
 def _figures(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `bench`'s JSON for the table."""
+    """Return the values that the table needs from `bench`'s JSON."""
     ours, theirs = result["ours"], result["theirs"]
 
     def both(quantity: str) -> list[float | None]:
@@ -167,7 +168,7 @@ def _figures(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rows(case: Case, folder: Path, shared: Path) -> Path:
-    """Return the rows of a case for a folder's model."""
+    """Return the data file of a case for a model folder."""
     if case.data != "long":
         return shared / "chat" / f"{case.data}.jsonl"
     from tokenizers import Tokenizer
@@ -176,7 +177,7 @@ def rows(case: Case, folder: Path, shared: Path) -> Path:
     text = (shared / "chat" / "lf_alpaca_en_demo.jsonl").read_text(encoding="utf-8")[:60_000]
     tokens = tokenizer.encode(text).ids
     context, answer = (tokenizer.decode(part) for part in (tokens[:1600], tokens[1600:3000]))
-    # Decoding may join or split tokens at the cuts.
+    # Decoding may join or split tokens at the cuts, so the row is longer than needed.
     return write_chat(
         folder.parent / "long.jsonl", [[("user", context), ("assistant", answer)]]
     ).resolve()
@@ -191,7 +192,7 @@ def read_records(path: Path) -> Records:
 
 
 def keep(path: Path, record: dict[str, Any]) -> None:
-    """Write an architecture's measurements among the others, in the order of the list."""
+    """Write an architecture's measurements to the file, in the order of `LISTED`."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
@@ -205,7 +206,7 @@ def keep(path: Path, record: dict[str, Any]) -> None:
 def measure_all(
     name: str, cases: list[str], execution: str, repeats: int, records: Records
 ) -> None:
-    """Describe an architecture if necessary; measure its cases, keeping each immediately."""
+    """Describe an architecture if needed, measure its cases, and save each immediately."""
     record = records.setdefault(name, {"name": name, "cases": {}})
     with tempfile.TemporaryDirectory(prefix="mlxtune-models-") as scratch:
         if "wikisql" in cases or "trains" not in record:
@@ -231,7 +232,7 @@ def measure_all(
 
 
 def main() -> None:
-    """Measure the named architectures, or all; write the page; print those that break the rule."""
+    """Measure the named architectures or all, write the page, and exit with broken rules."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=", ".join(LISTED))
     parser.add_argument("--case", nargs="*", choices=CASES, default=list(CASES))

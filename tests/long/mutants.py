@@ -1,12 +1,11 @@
-"""Check that tests catch small defects, made one at a time in a copy of the package.
+"""Make small defects in a copy of the package, one at a time: a test must catch each.
 
     python -m tests.long.mutants [NAME ...]
 
-Each entry of mutants.toml replaces one piece of text in one module, and the tests that should
-notice run until one fails. Prints a line per mutant, then how many were caught; exits with 1 if any
-was not.
+Each entry of mutants.toml replaces a text in a module, and its tests run until one fails. Prints a
+line per mutant and the number caught; exits with 1 if one was not caught.
 
-Results: tests/long/README.md. tests/test_mutants.py checks that each piece of text is still there.
+Results: tests/long/README.md. tests/test_mutants.py checks that each text is still in its module.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from typing import NamedTuple
 
 from tests.paths import ROOT, SHARED
 
-# Longer than any test file below takes, unless a mutant never ends.
+# Longer than any of the tests takes, unless a mutant never ends.
 _TIMEOUT_SECONDS = 900
 
 
 class Mutant(NamedTuple):
-    """`before` stands once in `module` of the package; `tests` are files and folders."""
+    """A defect: `after` replaces `before`, which is once in `module`; `tests` should catch it."""
 
     name: str
     concern: str

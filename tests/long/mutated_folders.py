@@ -1,4 +1,4 @@
-"""Damage to the folders of models and runs, as mutations.py damages files."""
+"""Random damage to the folders of models and runs; mutations.py damages single files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.long.mutations import (
 
 
 def mutate_json_file(rng: Random, path: Path) -> None:
-    """Replace a file of JSON by one with another value, or by invalid JSON."""
+    """Change values of a JSON file, or damage the file."""
     if rng.random() < 0.3 or not path.is_file():
         mutate_file(rng, path)
         return
@@ -34,7 +34,7 @@ def mutate_json_file(rng: Random, path: Path) -> None:
 
 
 def mutate_file(rng: Random, path: Path) -> None:
-    """Damage a file, or replace it by something else."""
+    """Damage a file, or replace it by another kind of file."""
     kind = rng.randrange(12)
     content = path.read_bytes() if path.is_file() else b""
     if path.is_dir() and not path.is_symlink():
@@ -55,7 +55,7 @@ def mutate_file(rng: Random, path: Path) -> None:
 
 
 def mutate_safetensors(rng: Random, path: Path) -> None:
-    """Change the header of weights, or damage the file."""
+    """Change the header of a weight file, or damage the file."""
     if rng.random() < 0.3 or not path.is_file():
         mutate_file(rng, path)
         return
@@ -93,7 +93,7 @@ _EXTRA: dict[str, Callable[[Random], Any]] = {
 
 
 def mutate_model(rng: Random, folder: Path) -> None:
-    """Damage some of a model folder's files, or add others to it."""
+    """Damage some files of a model folder, or add others."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         kind = rng.randrange(10)
         if kind <= 2:
@@ -123,14 +123,14 @@ def mutate_model(rng: Random, folder: Path) -> None:
                 mutate_file(rng, folder / name)
 
 
-# Invalid numbers for an adapter's config, or numbers that would exhaust memory.
+# Numbers for an adapter's config: invalid, or so large that they would fill the memory.
 _NUMBERS = (0, -1, 1, 3, 0.5, 10**6, 10**9, 2**31, 2**63, 10**30, 10**400, None, True, "8", "x")
 _NUMBERS += (float("nan"), float("inf"), -float("inf"), 1e308, 1e-320, [8], {"q_proj": 8})
 _NAMES = (
     *("../../x", "/etc/passwd", "a\x00b", "\x1b[31mred", "lm_head", "embed_tokens", "", ".."),
     *("model.layers.999999999.self_attn.q_proj", "layers.-1.mlp", "x" * 5000, "layers.0." * 5000),
 )
-# Patterns, some of which backtracking engines never finish matching.
+# Patterns, some of which a backtracking engine would never finish matching.
 _PATTERNS = (
     *("(a+)+$", "((.*)*)*!", "(.|.|.)*\\.z", "(([a-z_.0-9]+)+)+X", "(.*)*q", ".*.*.*.*.*.*.*.*!"),
     *("((x{60000}){60000}){60000}", "(?R)", "(((x{99}){99}){99})*", "(?:x{1000}){1000}", "\\", "*"),
@@ -140,7 +140,7 @@ _PATTERNS = (
 
 
 def _put(rng: Random, path: Path, changes: dict[str, Any]) -> None:
-    """Set entries of a file of JSON; a name with a / is an entry within an entry."""
+    """Set entries of a JSON file; `outer/inner` names an entry of a nested object."""
     value = read_json(path.read_bytes()) if path.is_file() else None
     if not isinstance(value, dict):
         return
@@ -172,7 +172,7 @@ def _rename_tensors(rng: Random, path: Path) -> None:
 
 
 def _spoil_numbers(rng: Random, path: Path) -> None:
-    """Overwrite numbers of weights by NaN, infinity or too large numbers."""
+    """Overwrite weights with NaN, infinity or the largest float."""
     content = bytearray(path.read_bytes()) if path.is_file() else bytearray()
     start = 8 + int.from_bytes(content[:8], "little")
     if not 8 < start < len(content) - 8:
@@ -223,9 +223,9 @@ _OF_ADAPTER: dict[str, Callable[[Random], Any]] = {
 
 
 def mutate_adapter(rng: Random, folder: Path) -> None:
-    """Damage an adapter in mlx-lm's layout, or give it a false config."""
+    """Damage an adapter in mlx-lm's layout, or change its config."""
     if rng.random() < 0.1:
-        # The entries of its own checkpoint.
+        # The metadata of the adapter's checkpoint.
         value = {"working_directory": strange(rng), "config": {"data": [strange(rng)]}}
         (folder / "metadata.json").write_bytes(as_bytes(as_json(value)))
         checkpoint = folder / "checkpoints" / "best"
@@ -254,7 +254,7 @@ _OF_PEFT: dict[str, Callable[[Random], Any]] = {
 
 
 def mutate_peft(rng: Random, folder: Path) -> None:
-    """Damage an adapter in PEFT's layout, or give it a false config."""
+    """Damage an adapter in PEFT's layout, or change its config."""
     _mutate_folder(rng, folder, "adapter_model.safetensors", _OF_PEFT)
     weights = folder / "adapter_model.safetensors"
     if rng.random() < 0.05 and weights.exists():
@@ -262,10 +262,10 @@ def mutate_peft(rng: Random, folder: Path) -> None:
 
 
 def mutate_run(rng: Random, run: Path, *, everything: bool = False) -> None:
-    """Damage the folder of a run, half of the time with manifests that match the damage.
+    """Damage a run's folder; half of the time, update its manifests to match.
 
-    With `everything`, this includes the files that `train` writes for `report`, and puts folders in
-    their place.
+    With `everything`, also damage the files that `train` writes for `report`, and replace some by
+    folders.
     """
     checkpoints = sorted(path.parent for path in run.rglob("manifest.json"))
     for _ in range(rng.choice((1, 1, 2, 4))):

@@ -1,6 +1,6 @@
-"""Damage to files: by the disk, an editor, an export script, or intent.
+"""Random damage to files, as by a disk, an editor, an export script or an attacker.
 
-Every choice comes from the given generator, so that a case can be repeated.
+All randomness comes from the given generator, so that a case can be repeated.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 
 def strange(rng: Random) -> Any:
-    """Return a value of the wrong kind or size, sometimes a nested one; see as_json."""
+    """Return a value of the wrong kind or size, sometimes a mark that `as_json` nests deeply."""
     if rng.random() < 0.05:
         return f"nested {rng.choice((10, 200, 900, 3000, 100_000))} deep"
     return copy.deepcopy(rng.choice(STRANGE))
 
 
 def as_json(value: Any, **how: Any) -> str:
-    """Return JSON, or Python's text for values that JSON lacks."""
+    """Return a value as JSON, with Python's spelling for values that JSON lacks."""
     text = json.dumps(value, **how)
     for found in re.findall(r'"nested (\d+) deep"', text):
         opening, closing = ("[", "]") if int(found) % 9 else ('{"a":', "}")
@@ -93,7 +93,7 @@ def as_json(value: Any, **how: Any) -> str:
 
 
 def spots(value: Any) -> list[tuple[Any, Any]]:
-    """Return every place in a JSON value, as a container and a key in it."""
+    """Return every place in a JSON value, as a container and a key."""
     found: list[tuple[Any, Any]] = []
     level = [value]
     while level and len(found) < 5000:
@@ -107,7 +107,7 @@ def spots(value: Any) -> list[tuple[Any, Any]]:
 
 
 def mutate_value(rng: Random, value: Any) -> Any:
-    """Return a JSON value with one wrong entry."""
+    """Return a copy of a JSON value with a mistake in one place."""
     value = copy.deepcopy(value)
     if not isinstance(value, dict | list) or not value or rng.random() < 0.03:
         return strange(rng)
@@ -131,7 +131,7 @@ def mutate_value(rng: Random, value: Any) -> Any:
 
 
 def as_text(rng: Random, value: Any) -> str:
-    """Return JSON in one of its notations."""
+    """Return a value as JSON, with random escapes and indentation."""
     return as_json(value, ensure_ascii=rng.random() < 0.5, indent=rng.choice((None, None, 1)))
 
 
@@ -140,7 +140,7 @@ def as_bytes(text: str) -> bytes:
 
 
 def read_json(content: bytes) -> Any:
-    """Parse JSON; return None if it is invalid, or nested too deeply to be changed again."""
+    """Parse JSON; return None if it is invalid, or nested too deeply."""
     try:
         return None if max(content.count(b"["), content.count(b"{")) > 500 else json.loads(content)
     except (ValueError, RecursionError):
@@ -151,7 +151,7 @@ def read_json(content: bytes) -> Any:
 
 
 def mutate_bytes(rng: Random, content: bytes) -> bytes:
-    """Return content with damage in one place, or throughout."""
+    """Return content with random damage, in one place or throughout."""
     data = bytearray(content)
     place = rng.randrange(len(data) + 1)
     length = rng.choice((1, 1, 2, 8, 64, 1000))
@@ -193,7 +193,7 @@ def mutate_bytes(rng: Random, content: bytes) -> bytes:
 
 
 def data_file(rng: Random) -> tuple[str, bytes]:
-    """Return the name and content of a faulty data file."""
+    """Return the name and content of a damaged data file."""
     names = [rng.choice(list(ROWS))] if rng.random() < 0.8 else list(ROWS)
     rows: list[Any] = [
         copy.deepcopy(rng.choice(ROWS[rng.choice(names)]))
@@ -235,7 +235,7 @@ def _parquet(rng: Random, rows: list[Any]) -> bytes:
 
 
 def messages_file(rng: Random) -> bytes:
-    """Return a faulty conversation for `generate --messages`."""
+    """Return a damaged conversation for `generate --messages`."""
     value: Any = copy.deepcopy(rng.choice(ROWS["chat"]))
     value["messages"] = value["messages"][: rng.choice((1, 1, 3, 4))]
     if value["messages"][-1]["role"] == "assistant" and rng.random() < 0.9:
@@ -257,14 +257,14 @@ _CONFIG |= {"field": {"prompt": "question"}, "val-split": 0.5, "strict": False, 
 
 
 def config_file(rng: Random) -> tuple[str, bytes]:
-    """Return the name and content of a faulty config file."""
+    """Return the name and content of a damaged config file."""
     options = dict(rng.sample(list(_CONFIG.items()), rng.randrange(1, len(_CONFIG))))
     for _ in range(rng.choice((0, 1, 2))):
         options = mutate_value(rng, options)
     if rng.random() < 0.3:
         text, name = _toml(options), "config.toml"
     else:
-        # JSON is nearly a subset of YAML.
+        # JSON is nearly always valid YAML.
         text, name = as_json(options, indent=rng.choice((None, 2))), "config.yaml"
         if isinstance(options, dict) and rng.random() < 0.5:
             text = "".join(f"{key}: {as_json(value)}\n" for key, value in options.items())

@@ -2,7 +2,7 @@
 
     python -m tests.long.peak_table
 
-The cases are those of tests/backend/memory/test_shapes.py, those marked `long` too.
+The cases are from tests/backend/memory/test_shapes.py, including the ones marked `long`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ FILE = "tests/backend/memory/test_shapes.py"
 
 
 class Recorder:
-    """Notes the case of each test that measures a peak."""
+    """A pytest plugin that records each test's measured peak as a row of the table."""
 
     def __init__(self) -> None:
         self.rows: list[str] = []
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Pass the module's cases through the recorder."""
+        """Replace the test module's `case_of` by one that records its result."""
         module = items[0].module
         whole = module.case_of
 
@@ -47,7 +47,6 @@ class Recorder:
 
 
 def table() -> str:
-    """Return the table."""
     recorder = Recorder()
     given = ["-n0", "-q", "-m", "long or not long", "-k", "near_the_measured", "-W", "ignore"]
     pytest.main([*given, FILE], plugins=[recorder])

@@ -12,14 +12,14 @@ from tests.long.counts import Gradient, Traced
 
 
 class MlxLmGraphs:
-    """The graphs of mlx-lm's side, whose steps are compiled."""
+    """The graphs of mlx-lm's compiled steps."""
 
     def __init__(self, side: MlxLm) -> None:
         self._side = side
         self._step = side.make_step(compiled=True)
 
     def lazy_step(self, examples: Sequence[Example]) -> Any:
-        """Return all arrays that a step evaluates, compiled; the model keeps its state."""
+        """Return all arrays that a compiled step evaluates; the model's state is unchanged."""
         with self._side.unchanged():
             return list(self._side.parts(self._step, examples)), list(self._side.state)
 

@@ -13,16 +13,13 @@ from tests.long.exportable import ExportableVjp
 
 
 class PipelineGraphs:
-    """The graphs of our own side, computed by MLX's operations."""
+    """The graphs of our own steps, as computed by MLX's operations."""
 
     def __init__(self, pipeline: InstructPipeline) -> None:
         self._pipeline = pipeline
 
     def lazy_step(self, examples: Sequence[Example]) -> Any:
-        """Return all arrays that a step evaluates, computed as on a GPU.
-
-        Nothing is evaluated, unless MLX evaluates it itself, and nothing is updated.
-        """
+        """Return all arrays that a step evaluates on a GPU, without updating the model."""
         pipeline = self._pipeline
         with compiled_as_on_gpu():
             builder = pipeline.builder
@@ -30,7 +27,7 @@ class PipelineGraphs:
             return step.graph.arrays
 
     def gradients(self, examples: Sequence[Example]) -> Iterator[Gradient]:
-        """Yield the gradient of each micro-batch, including the parts from custom gradients."""
+        """Yield the gradient of each micro-batch, including the work of custom gradients."""
         forward = self._pipeline.forward
         for arrays in self._arrays(examples):
 
@@ -53,7 +50,7 @@ class PipelineGraphs:
             yield gradient, arrays["inputs"]
 
     def heads(self, examples: Sequence[Example]) -> Iterator[Any]:
-        """Yield the loss of each micro-batch's head, and its gradient."""
+        """Yield the loss of the head for each micro-batch, and its gradient."""
         forward = self._pipeline.forward
         found: list[Any] = []
 

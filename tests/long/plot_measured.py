@@ -1,4 +1,4 @@
-"""Draw docs/bench.png and docs/step.png from docs/measured, and both with `-gpu` if it has them.
+"""Draw docs/bench.png and docs/step.png from docs/measured, and their `-gpu` variants if measured.
 
 pip install matplotlib && python -m tests.long.plot_measured
 """
@@ -20,12 +20,12 @@ OURS, THEIRS, INK = "#0f766e", "#c7c9cc", "#24292f"
 
 
 def measured(name: str) -> Any:
-    """Return the measurements of a case or of a step."""
+    """Return the JSON of a measured case or step."""
     return json.loads((DOCS / "measured" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def draw_bench(execution: str) -> None:
-    """Draw tokens a second and peak memory of both sides, case by case, if any was measured."""
+    """Draw tokens/s and peak memory of both sides for each measured case."""
     every = [name for name, case in CASES.items() if case.execution == execution]
     cases = [name for name in every if (DOCS / "measured" / f"{name}.json").exists()]
     if not cases:
@@ -64,7 +64,7 @@ def draw_bench(execution: str) -> None:
 
 
 def draw_step(name: str) -> None:
-    """Draw the shares of a step's time, if it was measured."""
+    """Draw each part's share of a step's time, if it was measured."""
     if not (DOCS / "measured" / f"{name}.json").exists():
         return
     found = measured(name)

@@ -1,13 +1,13 @@
-"""Print the shares of a step's time, on the Qwen3-0.6B shape and Alpaca rows, on the CPU.
+"""Measure how a step's time divides into parts, for Qwen3-0.6B's shape and Alpaca rows on the CPU.
 
     python -m tests.long.profile_step [--execution gpu] [--shape small] [--out docs/measured]
 
-Takes three minutes. The profiler lengthens Python's calls, not their computations; the shares of
-work between calls (`everything else`) are a little too large.
+Takes three minutes. The profiler slows Python's calls but not the kernels, so the share of the work
+between kernels (`everything else`) is slightly too large.
 
-With `--execution gpu`, MLX computes a step in one evaluation, which a profiler of Python cannot
-see: the parts are timed alone, in its shapes (`step_parts.py`), and `everything else` is the rest
-of the step's time. Takes ten minutes.
+With `--execution gpu`, MLX computes a step in one evaluation, which a Python profiler cannot
+divide: the parts are timed alone in the step's shapes (`step_parts.py`), and `everything else` is
+the rest of the step's time. This takes ten minutes.
 
 Results: docs/performance.md.
 """
@@ -37,7 +37,8 @@ from tests.long.step_parts import StepParts
 
 Steps = Sequence[Sequence[Example]]
 
-# The part of a step for each of our functions, without its callees, by file and name.
+# The functions of each part, by file and name. Each counts its own time, without the functions that
+# it calls.
 PARTS = {
     "projections": ("products.py", ("forward", "backward")),
     "head": ("products.py", ("_loss_and_gradient",)),
@@ -55,7 +56,7 @@ PARTS = {
 
 
 def part_of(file: str, function: str) -> str:
-    """Return the part of a step to which a function belongs."""
+    """Return the part that a function belongs to."""
     for part, (name, functions) in PARTS.items():
         if Path(file).name == name and (not functions or function in functions):
             return part.partition(",")[0] if part.startswith(("head", "att", "LoRA")) else part
@@ -63,7 +64,7 @@ def part_of(file: str, function: str) -> str:
 
 
 def profiled(pipeline: InstructPipeline, steps: Steps) -> dict[str, float]:
-    """Return the seconds of each part of the steps, by a profiler of Python."""
+    """Return the seconds of each part of the steps, from Python's profiler."""
     profile = cProfile.Profile()
     for examples in steps:
         profile.enable()
@@ -76,7 +77,7 @@ def profiled(pipeline: InstructPipeline, steps: Steps) -> dict[str, float]:
 
 
 def timed_alone(pipeline: InstructPipeline, steps: Steps) -> dict[str, float]:
-    """Return the seconds of each part of the steps, timed alone, and of the rest."""
+    """Return the seconds of each part of the steps, timed alone, and the remaining seconds."""
     parts, total = StepParts(pipeline), 0.0
     for examples in steps:
         started = time.perf_counter()
@@ -87,7 +88,7 @@ def timed_alone(pipeline: InstructPipeline, steps: Steps) -> dict[str, float]:
 
 
 def main() -> None:
-    """Profile the steps after the first, which determines how the model can run."""
+    """Profile the steps after the first, which does one-time work."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/measured"))
     parser.add_argument("--execution", choices=("auto", "gpu"), default="auto")

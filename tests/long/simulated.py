@@ -1,14 +1,14 @@
-"""Run the tests on a simulated machine: without Linux's parts, or with a device's answers.
+"""Run the tests on a simulated machine: without Linux's features, or with a device's answers.
 
     python -m tests.long.simulated --hidden [arguments of pytest]
     python -m tests.long.simulated --device m1-8 [arguments of pytest]
 
-`--hidden`: numba, mkl, threadpoolctl and /proc are absent, as on a Mac. `--device` (m1-8,
-m2-max-64, m5-32, h200): MLX answers like the device, and the code takes a GPU's paths while MLX
-computes on the CPU; without paths it runs the tests that this can affect. Both may be given.
+`--hidden` hides numba, mkl, threadpoolctl and /proc, as on a Mac. `--device` (m1-8, m2-max-64,
+m5-32, h200) makes MLX answer like that device, so that the code runs as on a GPU while MLX computes
+on the CPU; without paths, it runs only the tests that depend on the device. Both may be given.
 
-Makes a second environment of links to this one's packages, without the hidden ones, so that every
-process that a test starts is simulated too, with any environment variables. Linux only.
+Makes an environment with links to this one's packages except the hidden ones, so that processes
+that tests start are simulated too, whatever their environment variables. Linux only.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import tempfile
 import venv
 from pathlib import Path
 
-# Puts the path of its BLAS into MLXTUNE_BLAS, for processes that this one starts: a Mac has one
-# without mkl, and the reference's products would take most of the time.
+# This import puts its BLAS's path into MLXTUNE_BLAS for child processes: without mkl they have no
+# fast BLAS, although a Mac has one, and the reference's products would take most of the time.
 import mlxtune.backend  # noqa: F401
 from tests.long import simulation
 from tests.paths import ROOT
 
 HIDDEN = ("numba", "llvmlite", "mkl", "threadpoolctl")
-# Tests in which a device's answers matter.
+# The tests that depend on the device's answers.
 WHERE_IT_MATTERS = (
     "tests/backend/device/test_memory.py",
     "tests/backend/step",
@@ -43,7 +43,7 @@ WHERE_IT_MATTERS = (
 
 
 def make_environment(folder: Path, *, hidden: bool, device: str | None) -> Path:
-    """Make an environment of this one's packages; return its Python."""
+    """Make an environment with this one's packages; return its Python."""
     venv.create(folder, symlinks=True)
     (site,) = (folder / "lib").glob("python3*/site-packages")
     skipped = tuple(f"{name}{end}" for name in HIDDEN for end in ("", ".py")) if hidden else ()
@@ -51,14 +51,14 @@ def make_environment(folder: Path, *, hidden: bool, device: str | None) -> Path:
     for source in (Path(each) for each in sys.path if each.endswith("site-packages")):
         for entry in source.iterdir():
             ours = entry.name in skipped or entry.name.startswith(starts or "\0")
-            # A list of folders would bring the hidden packages back.
+            # below.pth lists folders that contain the hidden packages.
             if ours or entry.name in ("below.pth", "__pycache__") or (site / entry.name).exists():
                 continue
             (site / entry.name).symlink_to(entry.resolve())
     shutil.copy(simulation.__file__, site / "mlxtune_simulation.py")
     settings = {"hidden": hidden, "device": device}
     (site / "simulation.json").write_text(json.dumps(settings))
-    # It must come first in alphabetical order.
+    # This name sorts first, so Python reads the file before all others.
     (site / "_simulation.pth").write_text(f"import mlxtune_simulation\n{ROOT}\n")
     python = folder / "bin" / "python"
     scripts = {Path(sys.executable).parent, Path(os.environ.get("VIRTUAL_ENV", sys.prefix)) / "bin"}
@@ -76,7 +76,7 @@ def make_environment(folder: Path, *, hidden: bool, device: str | None) -> Path:
 
 
 def main() -> None:
-    """Run pytest there; exit with its code."""
+    """Run pytest in the environment, and exit with its code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

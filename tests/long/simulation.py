@@ -1,7 +1,7 @@
-"""Hides parts of a machine, or answers like a device, in every Python process of an environment.
+"""Simulates a machine in every Python process of an environment: hides files, or fakes a device.
 
 tests/long/simulated.py copies this file into the environment, where Python imports it at start,
-with simulation.json beside it: {"hidden": bool, "device": name or null}. Knows nothing of mlxtune.
+next to simulation.json: {"hidden": bool, "device": name or null}. Imports nothing from mlxtune.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 GIB = 2**30
-# What `mx.device_info()` answers: keys of Metal's device_info.cpp, and of CUDA's. Metal recommends
-# two thirds of a small Mac's memory and three quarters of a large one's.
+# Answers of `mx.device_info()`, with the keys in Metal's device_info.cpp, and in CUDA's. Metal
+# recommends two thirds of a small Mac's memory, and three quarters of a large one's.
 DEVICES: dict[str, dict[str, str | int]] = {
     "m1-8": {
         "device_name": "Apple M1",
@@ -60,7 +60,7 @@ def hide_proc() -> None:
     def hidden(path: object) -> bool:
         try:
             text = os.fsdecode(path)  # type: ignore[arg-type]
-        except TypeError:  # a descriptor
+        except TypeError:  # a file descriptor
             return False
         return text == "/proc" or text.startswith("/proc/")
 
@@ -83,7 +83,7 @@ def hide_proc() -> None:
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module once it is imported."""
+    """Calls a function on a module once the module is imported."""
 
     def __init__(self, changes: dict[str, Callable[[ModuleType], None]]) -> None:
         self.changes = changes
@@ -91,7 +91,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the module's own spec, with a loader that then calls the function."""
+        """Return the module's own spec, with a loader that also calls the function."""
         if name not in self.changes:
             return None
         change = self.changes.pop(name)
@@ -118,7 +118,7 @@ class _Wrapped(importlib.abc.Loader):
 
 
 def simulate(device: str) -> None:
-    """Make MLX answer like a device, while it still computes on the CPU."""
+    """Make MLX answer like a device; it still computes on the CPU."""
     info = DEVICES[device]
     metal = "total_memory" not in info
 
@@ -130,14 +130,14 @@ def simulate(device: str) -> None:
     def change_device(module: Any) -> None:
         module.on_cpu = lambda: False
 
-    # MLX would compile a function as C++ here.
+    # On the CPU, MLX would compile functions with a C++ compiler.
     os.environ["MLX_DISABLE_COMPILE"] = "1"
     changes = {"mlx.core": change_mlx, "mlxtune.backend.device.device": change_device}
     sys.meta_path.insert(0, AfterImport(changes))
 
 
 def begin(settings: dict[str, Any]) -> None:
-    """Start the simulation of the settings."""
+    """Start the simulation that the settings describe."""
     if settings["hidden"]:
         hide_proc()
     if settings["device"]:

@@ -2,8 +2,8 @@
 
     python -m tests.long.split_memory [--workers 2] [--shape qwen3-0.6b] [--execution gpu|auto]
 
-Takes a step of 4 rows of WikiSQL on a model of random weights, with a GPU's execution on both
-sides, unless the one machine uses the best execution here (auto). Needs ../shared.
+Takes a step of 4 rows of WikiSQL on a model with random weights. Both sides compute as on a GPU,
+unless the one machine uses its best execution (auto). Needs ../shared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.paths import SHARED
 
 
 def work(folder: Path, kind: str) -> None:
-    """Take a step on a model, or on this worker's part of it, and print the memory."""
+    """Take a step on a model, or on this worker's part of it; print the peaks and the loss."""
     workers = Workers.launched(tensor=True)
     memory.set_limits(100.0)
     base = open_base(folder, "float32")

@@ -1,19 +1,19 @@
-"""Measure a step's products, launches and efficiency.
+"""Measure the matrix products, kernel launches and efficiency of training steps.
 
     python -m tests.long.step_costs --model-path M --data F [options of mlxtune bench]
 
-Runs `mlxtune bench` with the same options, which names the file of --json. To its JSON it adds
+Runs `mlxtune bench` with the same options, and adds to the JSON in the file of --json:
 
     step_efficiency    the time of the step's matrix products over the time of the step
     ours, theirs
         matmul_flops         `needed` and `run`: multiplications and additions of all steps
-        attention_flops      those of attention's products, whole squares counted
-        launches_per_step    `head` and `rest`: kernels that a GPU launches, mean over the steps
+        attention_flops      the same for attention's products, without regard to masks
+        launches_per_step    `head` and `rest`: mean number of kernels that a GPU launches
     ours
         products             for each step, the seconds of its products by kind
 
-`floor` says which products a step needs, `counts` how those that run and launches are counted. Null
-stands where nothing can be counted: the CPU's kernels have no graph.
+`floor` defines the products that a step needs; `counts` counts the products and launches that run.
+A value is null if it cannot be counted: the CPU's kernels have no graph.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from tests.long.pipeline_graphs import PipelineGraphs
 
 
 def costs(job: Job) -> dict[str, Any]:
-    """Return the costs of a side's steps; for our side, also the necessary products."""
+    """Return the costs of a side's steps; for our side also the products that the steps need."""
     side = open_side(job)
     side.start(job.adapter, job.steps)
     if not isinstance(side, OurSide):
         assert isinstance(side, MlxLm)
         return _counted(MlxLmGraphs(side), job.steps)
-    # Kernels of the CPU run immediately, without a graph.
+    # The CPU's kernels compute when called, so there is no graph.
     source = None if side.execution == "cpu" else PipelineGraphs(side.pipeline)
     products = [needed_products(side, examples) for examples in job.steps]
     counted = _counted(source, job.steps)
@@ -63,7 +63,7 @@ def costs(job: Job) -> dict[str, Any]:
 
 
 def needed_products(side: OurSide, examples: Sequence[Example]) -> Products:
-    """Return the necessary products of one of our steps."""
+    """Return the products that one of our steps needs."""
     batches = side.pipeline.batches.of(examples)
     return step_products(
         side.pipeline.model,
@@ -88,7 +88,7 @@ def _counted(source: GraphSource | None, steps: Sequence[Sequence[Example]]) -> 
 
 
 def measure(config: BenchConfig, console: RunConsole) -> dict[str, Any]:
-    """Return the JSON of `mlxtune bench` with the costs of the steps."""
+    """Return the JSON of `mlxtune bench`, extended by the costs of the steps."""
     with prepared(config, console) as job:
         benchmark = measured(config, job, console)
         if not config.quiet:
@@ -99,7 +99,7 @@ def measure(config: BenchConfig, console: RunConsole) -> dict[str, Any]:
                 found[name] |= _apart(replace(job, side=side.name))
     ours, theirs = found["ours"], found["theirs"]
     if theirs and "matmul_flops" in theirs:
-        # Both sides need the same products.
+        # Both sides' steps need the same products.
         theirs["matmul_flops"]["needed"] = ours["matmul_flops"]["needed"]
     spent = median(run.seconds for run in benchmark.ours.runs)
     floor = math.fsum(sum(kinds.values()) for kinds in ours["products"])
@@ -107,13 +107,13 @@ def measure(config: BenchConfig, console: RunConsole) -> dict[str, Any]:
 
 
 def _apart(job: Job) -> dict[str, Any]:
-    """Return the costs of a side, counted in a new process."""
+    """Return the costs of a side, counted in a fresh process."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(costs, job).result()
 
 
 def step_costs(config: BenchConfig) -> None:
-    """Measure the costs of a step other than its time."""
+    """Measure the products, launches and efficiency of steps."""
     with closing(RunConsole(quiet=config.quiet)) as console:
         found = measure(config, console)
     if config.json_path is not None:

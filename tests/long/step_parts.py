@@ -1,4 +1,4 @@
-"""The parts of a step that MLX computes, each timed alone in the shapes of the step."""
+"""Time each part of a step alone, in the step's shapes, as MLX computes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REPEATS = 2
 
 
 def seconds_of(function: Callable[..., mx.array], *given: mx.array) -> float:
-    """Return the shortest time of a function of arrays, forward and backward, in seconds."""
+    """Return the least seconds of a function's forward and backward pass."""
     (output,) = mx.vjp(lambda *each: [function(*each)], list(given), [function(*given)])[0]
     cotangent = mx.random.normal(output.shape).astype(output.dtype)
     mx.eval(*given, cotangent)
@@ -38,9 +38,9 @@ def seconds_of(function: Callable[..., mx.array], *given: mx.array) -> float:
 
 
 class StepParts:
-    """The parts of one pipeline's steps, on Qwen3's architecture with packed examples.
+    """Times the parts of one pipeline's steps, on Qwen3's architecture with packed examples.
 
-    `seconds` has the time of each part, over all steps given to `add`.
+    `seconds` sums the time of each part over all steps given to `add`.
     """
 
     def __init__(self, pipeline: InstructPipeline) -> None:
@@ -49,7 +49,6 @@ class StepParts:
         self.seconds: Counter[str] = Counter()
 
     def add(self, examples: Sequence[Example]) -> None:
-        """Time the parts of a step."""
         for _, batch in self._pipeline.batches.of(list(examples)):
             assert isinstance(batch, Pack), "the examples are padded"
             layers = self._model.layers

@@ -1,7 +1,7 @@
 """Unsloth's MLX trainer as the other side of `mlxtune bench`; see `bench_unsloth`.
 
-It runs its own loop in a thread, and waits in its callbacks. The first step, in which it compiles,
-is taken twice: first at a rate of 0, as a separate warm-up.
+Its own loop runs in a thread and waits in its callbacks. The first step, in which it compiles, is
+taken twice; the first time as a warm-up at a rate of 0.
 """
 
 import json
@@ -24,28 +24,29 @@ from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.steps.batch import run_length
 from mlxtune.errors import MlxTuneError
 
-# A label that carries no loss.
+# The label of a token without loss.
 _IGNORED = -100
 
 
 class Unsloth:
-    """Unsloth's model, LoRA, batches, loss and step, with our optimizer's numbers.
+    """Unsloth's model, LoRA, batches, loss and step, with our optimizer's settings.
 
-    It runs without gradient checkpointing and clipping, like our side, and compiled, its default:
-    on the CPU the first step waits minutes for a C++ compiler, and the others take half the time.
+    Like our side, it uses no gradient checkpointing and no clipping. It compiles, which is its
+    default: on the CPU the first step waits minutes for a C++ compiler, and later steps take half
+    the time.
     """
 
     loss_function = "unsloth"
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
-        # Otherwise it looks for a CUDA device on Linux.
+        # Without these variables, Unsloth looks for a CUDA card on Linux.
         os.environ |= {"UNSLOTH_IS_PRESENT": "1", "UNSLOTH_ZOO_DISABLE_GPU_INIT": "1"}
         self.execution = f"compiled, unsloth_zoo {version('unsloth_zoo')}"
         self._config, self._turns = config, Turns()
         self._turns.take(lambda: self._load(folder))
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
-        """Put its LoRA on the model, with the matrices of the adapter. Raises MlxTuneError."""
+        """Put Unsloth's LoRA on the model, with the adapter's matrices. Raises MlxTuneError."""
         if any(len(step) != self._config.batch_size for step in steps):
             raise MlxTuneError("unsloth takes one example a row and whole steps only")
         self._turns.take(lambda: self._attach(adapter))
@@ -53,7 +54,7 @@ class Unsloth:
         self._turns.take(lambda: self._prepare(rows, adapter.parent / "unsloth"))
 
     def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
-        """Take the first step at a rate of 0, as steps of its loop cannot be undone."""
+        """Take the first step at a rate of 0, because the loop cannot undo a step."""
         self._turns.take(self._trainer.train)
         return None
 
@@ -63,7 +64,7 @@ class Unsloth:
         return loss
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
-        """Return the tokens of the last step, and the padding tokens among them."""
+        """Return the number of tokens that the last step ran, and the number that were padding."""
         run = self._turns.batch_tokens - len(examples)
         return run, run - sum(map(run_length, examples))
 
@@ -125,7 +126,7 @@ class Unsloth:
             disable_memory_limits=True,
             append_eos=False,
         )
-        # An option of Hugging Face's trainer: count all tokens that run, including padding.
+        # Hugging Face's option to count the tokens that run, including padding.
         config.include_num_input_tokens_seen = "all"
         self._trainer = MLXTrainer(
             self._model, self._tokenizer, rows, args=config, callbacks=[self._turns]
@@ -134,10 +135,10 @@ class Unsloth:
 
 
 class Turns:
-    """A thread for all work with MLX, whose streams belong to threads; it stops at each step.
+    """A thread for all work with MLX, whose streams belong to threads; pauses after each step.
 
-    Its methods are callbacks of a trainer like Hugging Face's. `batch_tokens` counts the tokens of
-    the last step's batch, including padding.
+    The methods `on_…` are callbacks for a trainer like Hugging Face's. `batch_tokens` counts the
+    tokens of the last step's batch, including padding.
     """
 
     def __init__(self) -> None:
@@ -148,9 +149,9 @@ class Turns:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def take(self, work: Callable[[], Any] = lambda: None) -> Any:
-        """Do some work, or continue it, to its end or the end of a step.
+        """Do some work, or continue the current work, to its end or the end of a step.
 
-        Returns its result or the step's loss. Raises the work's errors.
+        Returns the work's result or the step's loss. Raises the work's errors.
         """
         self._work.put(work)
         result = self._results.get()
@@ -159,21 +160,21 @@ class Turns:
         return result
 
     def on_loss(self, step: int, total: int, loss: float, *_: Any) -> None:
-        """Hand over the loss of a step, which the trainer reads last, and wait for the next."""
+        """Return a step's loss to `take`, and wait for the next call."""
         self._taken += 1
         self._results.put(loss)
         self._work.get()
 
     def on_pre_optimizer_step(self, args: Any, *_: Any, optimizer: Any, **__: Any) -> None:
-        """Make the first step change nothing."""
+        """Set the first step's rate to 0, so that it changes nothing."""
         optimizer.learning_rate = args.learning_rate if self._taken else 0.0
 
     def on_step_end(self, _: Any, state: Any, *__: Any, optimizer: Any, **___: Any) -> None:
-        """Count the tokens of the step; reset the moments after the first."""
+        """Count the step's tokens; after the first step, reset the optimizer's moments."""
         seen = state.num_input_tokens_seen
         self.batch_tokens, self._seen = seen - self._seen, seen
         if not self._taken:
-            # A compiled step reads this array, so it is changed in place.
+            # In place, because a compiled step reads this object.
             optimizer.state.update(tree_map(mx.zeros_like, optimizer.state))
 
     def _serve(self) -> None:
@@ -185,7 +186,7 @@ class Turns:
 
 
 def row(example: Example) -> dict[str, list[int]]:
-    """Return an example in the trainer's form: tokens, and the tokens that carry loss."""
+    """Return an example as `input_ids` and `labels`."""
     labels = np.where(np.asarray(example.assistant_mask) == 1, example.tokens, _IGNORED)
     return {"input_ids": np.asarray(example.tokens).tolist(), "labels": labels.tolist()}
 

@@ -1,12 +1,12 @@
-"""Unsloth's MLX trainer of preferences, timed over whole runs; see `bench_preferences`.
+"""Time whole runs of Unsloth's MLX preference trainer; see `bench_preferences`.
 
-Runs in Unsloth's environment: `python -m tests.long.unsloth_preferences JOB`. JOB is a JSON file of
-`model`, `rows` (prompt, chosen and rejected as lists of messages), `batch_size`, `steps`, `rank`,
-`targets`, `max_length`, `rate`, `beta`, the folder `output`, and `first`: whether the reference
-runs before the steps. Prints one line of JSON.
+Runs in Unsloth's environment: `python -m tests.long.unsloth_preferences JOB`. JOB is a JSON file
+with the keys `model`, `rows` (prompt, chosen and rejected as lists of messages), `batch_size`,
+`steps`, `rank`, `targets`, `max_length`, `rate`, `beta`, the folder `output`, and `first`: whether
+the reference runs before the steps. Prints one line of JSON.
 """
 
-# Loads the fast BLAS, and sets the allocator, as for our side.
+# Loads the fast BLAS and sets the allocator, like our side.
 import mlxtune.backend  # noqa: F401, I001
 
 import json
@@ -20,7 +20,7 @@ import mlx.core as mx
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Train as the job says; return seconds from the loaded model to the last step, and peaks."""
+    """Train a job; return the seconds from the loaded model to the last step, and peaks."""
     os.environ |= {"UNSLOTH_IS_PRESENT": "1", "UNSLOTH_ZOO_DISABLE_GPU_INIT": "1"}
     from unsloth_zoo.mlx.loader import FastMLXModel
     from unsloth_zoo.mlx.trainer import MLXDPOConfig, MLXDPOTrainer

@@ -1,10 +1,10 @@
-"""Measure time and peak memory of one layer's attention in a window, as a whole and in blocks.
+"""Measure the time and peak memory of one layer's windowed attention, whole and in blocks.
 
     python -m tests.long.windows [--lengths 4096 8192] [--heads 4] [--repeats 3]
 
-Forward and backward in float32, on one row, with the heads of Gemma 3 1B (4 of 256, one for keys,
-window 512) and with 4 heads of gpt-oss (64, window 128, sinks). As a whole, MLX's attention takes
-the mask as an array. Prints a table; takes some minutes and 6 GB.
+Runs forward and backward passes in float32 on one row, with `--heads` query heads and one key head:
+of Gemma 3 1B (size 256, window 512) and of gpt-oss (size 64, window 128, sinks). Whole attention is
+MLX's own, with the mask as an array. Prints a table; takes some minutes and 6 GB.
 
 Results: docs/performance.md.
 """
@@ -21,7 +21,7 @@ from mlxtune.backend.models.windows import window_mask
 
 import mlx.core as mx  # isort: skip
 
-# The size of a head, the window, and whether there are sinks.
+# The size of a head, the size of the window, and whether the model has sinks.
 SHAPES = {"Gemma 3 1B, window 512": (256, 512, False), "gpt-oss, window 128": (64, 128, True)}
 
 
@@ -34,7 +34,7 @@ def layer(heads: int, length: int, size: int, *, has_sinks: bool) -> list[mx.arr
 
 
 def measured(run: Callable[..., mx.array], given: list[mx.array], repeats: int) -> list[float]:
-    """Return the least seconds of a forward and backward pass, and the peak memory in GB."""
+    """Return the least seconds of a forward and backward pass, and its peak memory in GB."""
     gradient = mx.grad(lambda *each: run(*each).sum(), argnums=list(range(len(given))))
     mx.eval(given)
     seconds = []
@@ -49,7 +49,7 @@ def measured(run: Callable[..., mx.array], given: list[mx.array], repeats: int) 
 
 
 def main() -> None:
-    """Measure, and print the results."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
     parser.add_argument("--heads", type=int, default=4)
@@ -62,7 +62,7 @@ def main() -> None:
             arrays = layer(given.heads, length, size, has_sinks=has_sinks)
             known = window_mask(length, window)
             found = []
-            # A mask without a known window is used as a whole.
+            # `&` makes a mask that is not recognised as a window, so attention is computed whole.
             for mask in (known & known, known):
 
                 def run(

@@ -1,11 +1,11 @@
-"""Measure the speed of several workers against one, each with one thread on its own core.
+"""Measure the speed-up of several workers over one, each with one thread on its own core.
 
     python -m tests.long.workers_speed [--workers 2] [--batch-size 16] [--steps 8] [--repeats 3]
 
 Trains the small shape of bench_table on WikiSQL's rows in float32, with one worker and with several
-in turn, and prints real tokens a second of each run, the median of the ratios, and the processor
-time of each worker. mlx.launch itself takes most of a core, so the workers are started in the same
-way but without it. Needs ../shared and as many idle cores as workers.
+in turn. Prints each run's real tokens/s, the median of the ratios, and each worker's processor
+time. Starts the workers itself, because mlx.launch takes most of a core. Needs ../shared and as
+many idle cores as workers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.paths import SHARED
 def start(
     worker: int, workers: int, folder: Path, options: Sequence[object]
 ) -> subprocess.Popen[bytes]:
-    """Start a worker on the core of the same number."""
+    """Start a worker on the core with its number."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     if workers > 1:
         hosts = folder / "hosts.json"

@@ -1,9 +1,9 @@
-"""Write the table of docs/workers.md: the gain of 2 to 64 machines, computed from measured sizes.
+"""Write docs/workers.md's table: the speed-up of 2 to 64 machines, computed from real sizes.
 
     python -m tests.long.workers_table
 
-The gradients' bytes come from models of real shapes (see memory_table), and the largest share of a
-step on one worker from WikiSQL's rows under Qwen3's tokenizer. The time of a step on one machine is
+The gradients' bytes come from models of real shapes (see memory_table), and the most expensive
+worker's share of a step from WikiSQL's rows in Qwen3's tokens. The time of a step on one machine is
 assumed, not measured. Needs ../shared; takes a minute.
 """
 
@@ -31,7 +31,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 def planned(model: str, options: dict[str, object], workers: int) -> Scaling:
-    """Return the gain of a step of WikiSQL's rows, without its time."""
+    """Return the predicted scaling of a step on WikiSQL's rows, with the assumed step time."""
     with tempfile.TemporaryDirectory() as scratch, holes_allowed():
         folder = Path(scratch)
         write_headers(folder, MODELS[model], 16)
@@ -45,12 +45,11 @@ def planned(model: str, options: dict[str, object], workers: int) -> Scaling:
 
 
 def cells(scaling: Scaling) -> list[str]:
-    """Return the gain by each link."""
+    """Return the speed-up for each link."""
     return [f"{replace(scaling, gbps=gbps).speedup:.1f}" for gbps in LINKS]
 
 
 def table() -> str:
-    """Return the table."""
     found = {
         title: [planned(model, options, workers) for workers in RANKS]
         for title, (model, options) in ADAPTERS.items()
@@ -69,7 +68,7 @@ def table() -> str:
 
 
 def page(text: str) -> str:
-    """Return the page with the current table."""
+    """Return the page with a new table."""
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
