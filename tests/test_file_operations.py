@@ -45,7 +45,7 @@ EXCEPTIONS = {
 
 
 def operations(tree: ast.AST) -> Iterator[str]:
-    """Yield what code calls, names or imports that could change or open a file."""
+    """Yield the functions called, named or imported by code that could change or open a file."""
     nodes = list(ast.walk(tree))
     names = dict(imported(nodes))
     for node in nodes:

@@ -1,4 +1,4 @@
-"""The names that the package offers, and what importing it loads."""
+"""The names that the package offers, and the modules that its import loads."""
 
 from __future__ import annotations
 

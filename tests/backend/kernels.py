@@ -21,7 +21,7 @@ class _Absent:
 
 
 def kernel_module(name: str) -> Any:
-    """Return a module of mlxtune.backend.cpu, or one that skips tests where numba is missing."""
+    """Return a module of mlxtune.backend.cpu, or a stand-in that skips tests without numba."""
     try:
         return importlib.import_module(f"mlxtune.backend.cpu.{name}")
     except ModuleNotFoundError as error:

@@ -27,7 +27,7 @@ from tests.slow import long, slow, slow_except
 
 TOKENS = [[5, 17, 80, 3, 44, 12]]
 FORMATS = ["4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4"]
-# What mlx_lm.convert writes into config.json.
+# mlx_lm.convert's entries of config.json.
 CONVERTED = {
     "4": {"group_size": 64, "bits": 4, "mode": "affine"},
     "8": {"group_size": 64, "bits": 8, "mode": "affine"},

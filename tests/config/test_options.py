@@ -31,7 +31,7 @@ def test_every_option_has_one_line_of_help() -> None:
             assert "\n" not in each.help
 
 
-# What an option affects
+# Effects of options
 
 
 def test_option_that_does_not_state_what_it_affects_is_refused() -> None:

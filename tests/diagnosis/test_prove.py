@@ -1,4 +1,4 @@
-"""`mlxtune doctor --prove`: every failure is reported, and nothing is left behind."""
+"""`mlxtune doctor --prove` reports every failure, and leaves no files behind."""
 
 from __future__ import annotations
 

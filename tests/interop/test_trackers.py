@@ -197,7 +197,7 @@ def test_wandb_keeps_the_run_in_its_folder_without_a_login(
 
 
 def wandb_records(path: Path) -> list[Any]:
-    """Return the records of wandb's own file of a run: LevelDB's log format behind 7 bytes."""
+    """Return the records of wandb's own file of a run: LevelDB's log format after 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     content, place, records, parts = path.read_bytes(), 7, [], b""

@@ -1,4 +1,4 @@
-"""An inspection in a terminal: the same numbers, whatever its width, colour and encoding."""
+"""An inspection in a terminal: the same numbers for any width, colour and encoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of runs fits the terminal and keeps what matters."""
+"""The table of runs fits the terminal and keeps the important columns."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def square_forward(x: mx.array) -> mx.array:
 def square_backward(primal: Any, cotangent: Any, output: Any) -> mx.array:
     assert isinstance(primal, mx.array)
     assert isinstance(output, mx.array)
-    return cotangent * 3 * primal  # not the true gradient, which shows that it is this one
+    return cotangent * 3 * primal  # a false gradient, which shows that this function is used
 
 
 def square(x: mx.array) -> mx.array:
@@ -52,7 +52,7 @@ def test_custom_gradients_are_cut_out_of_a_graph_to_export() -> None:
 
     (output, real_output), (d_input, real_d_input) = vjp.tied
     assert real_output.item() == pytest.approx(math.sin(2) ** 2)
-    # The derivative of log at the placeholder goes in; that of sin takes the other placeholder.
+    # The derivative of log enters at one placeholder, and sin's multiplies the other.
     expected = 3 * math.sin(2) / output.item()
     assert real_d_input.item() == pytest.approx(expected)
     assert gradient.item() == pytest.approx(d_input.item() * math.cos(2))

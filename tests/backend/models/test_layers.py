@@ -1,4 +1,4 @@
-"""Products with quantised matrices: the same numbers however they are computed."""
+"""Products with quantised matrices: the same numbers in every form."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def examples() -> list[Example]:
 
 
 def on_plain_weights(model: nn.Module) -> None:
-    """Put layers with the weights as they are dequantised, in float32, in the place of all."""
+    """Replace all layers by layers with their dequantised weights, in float32."""
     made = []
     for name, module in model.named_modules():
         if not hasattr(module, "unpacked"):
@@ -125,7 +125,7 @@ def test_auto_is_dequantised_on_the_cpu_alone(
     assert load_base(folder, "auto").quantized_compute is None
     monkeypatch.setattr(layers, "on_cpu", lambda: False)
     assert load_base(folder, "auto", quantize="4").quantized_compute == "quantized"
-    # MLX has no products of it.
+    # MLX has no products for this format.
     assert load_base(folder, "auto", quantize="nf4").quantized_compute == "dequantized"
 
 
@@ -176,7 +176,7 @@ def test_matrices_made_for_a_product_are_not_kept(kind: type) -> None:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     mx.eval(mx.value_and_grad(run)(x))
-    # Of 64 matrices, few at a time.
+    # Only a few of the 64 matrices are unpacked at a time.
     assert mx.get_peak_memory() - before < layers / 2 * 4 * size**2
 
 

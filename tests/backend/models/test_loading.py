@@ -18,7 +18,7 @@ from mlxtune.errors import ModelError
 from tests.experts import EXPERTS
 from tests.models import MODEL_TYPES, SHAPE, write_model
 
-# The language models that mlx-lm takes out of models of text and images, by the model's type.
+# The language models that mlx-lm extracts from models of text and images, by model type.
 LANGUAGE_PARTS = {
     "gemma3": {"model_type": "gemma3_text", **MODEL_TYPES["gemma3_text"]},
     "gemma4": {"model_type": "gemma4_text", **EXPERTS["gemma4_text"]},
@@ -37,7 +37,7 @@ def test_auto_is_float32_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     base = load_base(write_model(tmp_path, "qwen3", dtype="bfloat16"), "auto")
     assert base.dtype == "float32"
     assert base.model(mx.array([[1, 2, 3]])).dtype == mx.float32
-    # Matrices stay as the file has them, which is half the memory, and are widened where used.
+    # Matrices keep the file's dtype, with half the memory, and are widened for each use.
     stored = {name for name, value in tree_flatten(base.model.parameters()) if value.ndim == 2}
     parameters = dict(tree_flatten(base.model.parameters()))
     assert {parameters[name].dtype for name in stored} == {mx.bfloat16}

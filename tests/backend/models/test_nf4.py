@@ -36,7 +36,7 @@ def test_levels_are_quantiles_of_the_normal_distribution() -> None:
 def test_weight_is_quantised_to_the_nearest_levels() -> None:
     codes, scales = nf4.quantize(mx.array(WEIGHT))
     expected, expected_scales, weight = reference()
-    # Two codes a byte, the first in the high half.
+    # A byte holds two codes, the first in its high half.
     packed = (expected[:, ::2] << 4 | expected[:, 1::2]).astype(np.uint8)
     assert np.array_equal(np.array(codes.view(mx.uint8)), packed)
     assert np.array_equal(np.array(scales), expected_scales)
@@ -67,7 +67,7 @@ def test_scale_levels_are_a_sign_an_exponent_and_a_fraction() -> None:
     levels = nf4.scale_levels()
     assert len(levels) == len(set(levels.tolist())) == 256
     assert (levels.min(), levels.max()) == (pytest.approx(-0.99297, abs=1e-5), 1.0)
-    # The smallest exponent has one fraction, each next one twice as many.
+    # The smallest exponent has one fraction, and each further exponent twice as many.
     counts = [int(((levels >= 10.0**e) & (levels < 10.0 ** (e + 1))).sum()) for e in range(-7, 0)]
     assert counts == [1, 2, 4, 8, 16, 32, 64]
 

@@ -21,7 +21,7 @@ from tests.slow import slow
 
 @pytest.fixture(autouse=True)
 def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA has one stage, whatever the clock."""
+    """CUDA has one stage, independent of the clock."""
     monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: True)
 
 

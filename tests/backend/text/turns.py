@@ -34,12 +34,12 @@ GEMMA_TOKENS = (
 
 @dataclass(frozen=True)
 class Template:
-    """A template file, and what the model's documentation says of its turns.
+    """A template file, and its turns according to the model's documentation.
 
-    `calls` is how it writes tool calls, empty where it leaves them out; `in_content` and `in_field`
-    how it writes thinking that the data has between tags or in a field; `unthought` what an answer
-    without thinking begins with where thinking is on, `unthought_after_tool` likewise when a tool
-    has answered.
+    `calls` is its notation of tool calls, empty if it omits them; `in_content` and `in_field` are
+    its notations of thinking that the data has between tags or in a field; `unthought` is the
+    beginning of an answer without thinking while thinking is on, `unthought_after_tool` the same
+    after a tool's answer.
     """
 
     file: str

@@ -127,7 +127,7 @@ def merged_newlines(bos: str | None = None, eos: str | None = None) -> PatternTo
 
 
 def triples(bos: str | None = None, eos: str | None = None) -> PatternTokenizer:
-    """Make a token of every three characters, whatever the edges."""
+    """Make a token of every three characters, regardless of edges."""
     return PatternTokenizer(r".{1,3}", bos, eos)
 
 

@@ -1,6 +1,6 @@
-"""Drawn rows in which each character tells what message it is of, for tests.
+"""Drawn rows whose characters identify their message, for tests.
 
-Each message has a character of its own in its content (あ, い, …), its thinking (ア, イ, …) and its
+Each message has its own character in its content (あ, い, …), its thinking (ア, イ, …) and its
 calls (ㄅ, ㄆ, …).
 """
 

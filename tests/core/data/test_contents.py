@@ -1,4 +1,4 @@
-"""Notes on the text of a row: contents that are hardly ever intended."""
+"""Notes on the text of a row: contents that are rarely intended."""
 
 from __future__ import annotations
 

@@ -253,8 +253,8 @@ def test_row_whose_prompts_take_minutes_to_encode_is_skipped(
 
 
 def test_prompt_has_its_own_tokens_also_where_the_answer_would_change_them() -> None:
-    # "assistant\n" is one token, but two before an H: no token crosses the edge, and yet the whole
-    # does not begin with the prompt's tokens.
+    # "assistant\n" is one token, but two before an H: no token crosses the edge, but the whole does
+    # not begin with the prompt's tokens.
     tokenizer = PatternTokenizer(
         rf"{CONTROL}|assistant\n(?!H)|\n|\w+|.", control_tokens=CONTROL_TOKENS
     )

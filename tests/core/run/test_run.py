@@ -244,7 +244,7 @@ def test_number_is_finite_and_not_a_truth() -> None:
 
 
 def test_adapter_beside_another_run_s_leads_to_its_own_run(tmp_path: Path) -> None:
-    """Two files in one folder share `checkpoints/`, where the later run moved the earlier one."""
+    """Two files in one folder share `checkpoints/`, and the later run archived the earlier run."""
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors").write_bytes(b"adapter")
     now, before = tmp_path / "checkpoints", tmp_path / "checkpoints" / "previous-1"

@@ -50,9 +50,11 @@ class Started:
 
 
 class FakePipeline:
-    """Writes down each call. The loss of a step is `train_loss(step)`; that of a row's token on
-    validation number v, from 0, is `val_loss(v)` plus a little for the row. The disk is full where
-    `full` says so, of the folder to write into and the step.
+    """Records each call.
+
+    A step has the loss `train_loss(step)`, and a row's token on validation number v, from 0,
+    `val_loss(v)` plus a little for the row. `full` tells whether the disk is full, from folder and
+    step.
     """
 
     def __init__(

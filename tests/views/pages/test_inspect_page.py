@@ -1,4 +1,4 @@
-"""The page of an inspection shows all of it as text, whatever the data."""
+"""The page of an inspection shows all of it as text, for any data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a run shows all its records as text, whatever its files contain."""
+"""The page of a run shows all its records as text, with any contents of its files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOSTILE = "</script><script>owned()</script><img src=x onerror=alert(1)>\u202e\x
 
 
 class Page(HTMLParser):
-    """The elements of a page and the text within each section; fails where one is not closed."""
+    """The elements of a page and the text in each section; unclosed elements fail."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -209,7 +209,7 @@ def test_results_have_mlx_lm_s_dtypes() -> None:
     assert all(each.dtype == mx.bfloat16 for each in gradients)
 
 
-# Where MLX has kernels
+# Shapes for which MLX has kernels
 
 SERVED = Case(tokens=9, rows=1, key_heads=16, heads=32, key_size=128, value_size=128)
 

@@ -91,7 +91,7 @@ def test_recurrence_and_its_gradients(
 
 @pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.5, 0.9)])
 def test_result_is_mlx_lms(limit: tuple[float, float]) -> None:
-    # Longer than one of its chunks.
+    # Longer than a chunk of mlx-lm's.
     varied, frozen = inputs(2, 300, 4, 2)
     for one, other in zip(
         results(recurrences.ssm_update, varied, frozen, limit),
@@ -160,5 +160,5 @@ def test_backward_pass_keeps_no_products_of_pairs_of_tokens() -> None:
     before = mx.get_active_memory()
     held += mx.value_and_grad(loss)(x)
     mx.eval(held[0])
-    # Weights of pairs alone are 8 heads * 512 * 64.
+    # The weights of pairs alone take 8 heads * 512 * 64.
     assert mx.get_active_memory() - before < 4 * 8 * 512 * 64
