@@ -1,4 +1,4 @@
-"""Hubs whose names lead out of the cache, and a hub that answers endlessly slowly."""
+"""Hubs whose names lead out of the cache, and a hub that never finishes an answer."""
 
 from __future__ import annotations
 

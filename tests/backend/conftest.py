@@ -26,9 +26,9 @@ MakePipeline = Callable[..., InstructPipeline]
 
 @pytest.fixture(autouse=True, scope="session")
 def skip_kernels_that_are_not_here() -> Iterator[None]:
-    """Skip tests that ask for the CPU's kernels without numba, as on a Mac.
+    """Skip tests that request the CPU's kernels if numba is missing, as on a Mac.
 
-    Tests outside this folder do not ask: a command that chose them there would fail.
+    Tests outside this folder do not request them: a command that chose them there would fail.
     """
 
     def skip(*_: Any) -> None:

@@ -75,7 +75,7 @@ def test_deep_model_packs_though_the_last_bit_of_attention_is_random(
 
 
 class Positions(nn.Module):  # type: ignore[misc]
-    """Adds the position in the line to embeddings, at a share of their size."""
+    """Adds the position in the line to embeddings, scaled to a share of their size."""
 
     def __init__(self, embed: nn.Module, share: float) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ def test_quantised_weights_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_vocabulary_of_per_layer_inputs_is_no_count_of_layers(tmp_path: Path) -> None:
-    """Gemma 3n and the small Gemma 4 have 262,144."""
+    """Gemma 3n and the small Gemma 4 have 262,144 entries."""
     folder = write_model(tmp_path, "llama", vocab_size_per_layer_input=262_144)
     assert load_base(folder, "float32").num_layers == 2
 

@@ -234,7 +234,7 @@ def test_nothing_to_pack() -> None:
 
 
 def test_padding_stands_behind_the_shortest_example() -> None:
-    """Side by side, `a b c d e`, `a b x . .` and `p q r s` are no wider for it.
+    """Side by side, `a b c d e`, `a b x . .` and `p q r s` need no more width.
 
     tokens      a b c d e x p q r s . .
     segments    [a b] [c d e] [x] [p q r s] [. .]
