@@ -1,1 +1,1 @@
-"""LoRA and its family: targets, layers, initial values, optimizer."""
+"""LoRA and its variants: target projections, layers, initial values and optimizer."""

@@ -31,16 +31,16 @@ from mlxtune.config import InstructConfig
 from mlxtune.config.ranks import scale_of, target_ranks
 from mlxtune.core.text import count, join_few
 
-# Experts with at least this share of an adapter's parameters are worth a warning.
+# Warn if experts hold more than this share of an adapter's parameters.
 _MOSTLY = 0.5
 
 
 @dataclass(frozen=True)
 class Match:
-    """The projections at one path of the searched layers.
+    """The projections at one path within a layer, over all searched layers.
 
-    `layers` counts the layers that have one; `experts` counts the experts of one stack, 0 for a
-    plain projection; `parameters` counts LoRA's parameters, 0 if they do not train.
+    `layers` is the number of layers that have it, `experts` the number of stacked experts in each
+    (0 for a plain projection), and `parameters` the number of LoRA parameters (0 without LoRA).
     """
 
     path: str
@@ -51,11 +51,11 @@ class Match:
 
 @dataclass(frozen=True)
 class LoRASummary:
-    """The LoRA on a model: its options, and the modules that they matched.
+    """The LoRA on a model: its options, and the modules that they match.
 
-    `matches` are in the last `num_layers` layers, of which `layers` train. An adapter file has one
-    rank, the largest, and its scale. With `trained_as_written`, its tensors are the trained
-    tensors, unpadded.
+    `matches` cover the last `num_layers` layers; `layers` have LoRA. An adapter file has one rank,
+    the largest, and its scale. With `trained_as_written`, the file holds the trained tensors
+    without padding. `alike` names the modules that every worker has whole.
     """
 
     config: InstructConfig
@@ -78,7 +78,7 @@ class LoRASummary:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The paths of the targets within a layer."""
+        """The paths, within a layer, of the projections with LoRA."""
         return tuple(match.path for match in self.matches if match.parameters)
 
     @property
@@ -94,7 +94,7 @@ class LoRASummary:
 
     @property
     def expert_matrices(self) -> int:
-        """The number of experts' matrices with LoRA."""
+        """The number of expert matrices with LoRA."""
         return sum(match.layers * match.experts for match in self.matches if match.parameters)
 
     def describe(self) -> str:
@@ -123,7 +123,7 @@ class LoRASummary:
         )
 
     def _mixed(self) -> Iterator[str]:
-        """Yield the projections of each target that names both experts and other projections."""
+        """Yield a text for each target that matches both experts and other projections."""
         for target in self.config.targets:
             found = [match for match in self.matches if is_named(match.path, target)]
             if len({bool(match.experts) for match in found}) == 2:
@@ -131,7 +131,7 @@ class LoRASummary:
                 yield f"{target} is {', '.join(places)}"
 
     def warnings(self) -> Iterator[str]:
-        """Yield warnings about LoRA on experts, with remedies."""
+        """Yield warnings about experts, with and without LoRA, with remedies."""
         trained = [match for match in self.matches if match.parameters]
         names = {match.path.rsplit(".", 1)[-1] for match in trained}
         left = [match for match in self.matches if match.experts and not match.parameters]
@@ -156,7 +156,7 @@ class LoRASummary:
 def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
     """Freeze a model and put LoRA on the targets of its last `num_layers` layers (None: all).
 
-    No weight is read. `initialise` applies PiSSA, or an adapter to start from.
+    No weights are read: `initialise` computes PiSSA's factors or loads `init_adapter`.
 
     Raises ModelError if LoRA cannot be applied.
     """
@@ -176,7 +176,7 @@ def add_lora(
     config: InstructConfig,
     dropout_keys: DropoutKeys,
 ) -> None:
-    """Put LoRA on the projections at these paths in a layer."""
+    """Put LoRA on the projections `keys` of a layer, whose path in the model is `name`."""
     adapted = []
     for key, module in projections(layer).items():
         if key in keys:
@@ -190,7 +190,7 @@ def add_lora(
 def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKeys) -> LoRASummary:
     """Return the summary of a model with LoRA."""
     num_layers = config.num_layers or len(model.layers)
-    # A is (in, rank), or (experts, rank, in); a file holds PiSSA's initial factors too.
+    # A is (in, rank), or (experts, rank, in) for experts. A file also holds PiSSA's factors.
     factor = 2 if config.init != "lora" else 1
     modules = adapted_modules(model)
     written = {(factor * m.lora_a.shape[1], m.scale) for m in modules.values()}
@@ -201,7 +201,7 @@ def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
         num_layers=num_layers,
         layers=sum(bool(adapted_modules(layer)) for layer in model.layers),
         trainable_parameters=sum(p.size for _, p in tree_flatten(model.trainable_parameters())),
-        # Parents of LoRA's own matrices are left out: only leaf layers count.
+        # Counts leaf modules only. LoRA's matrices are in parent modules, so they do not count.
         total_parameters=get_total_parameters(model),
         dropout_keys=dropout_keys,
         scale=scale,
@@ -213,7 +213,7 @@ def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
 
 
 def _matches(layers: Sequence[nn.Module]) -> tuple[Match, ...]:
-    """Return the projections of some layers by path, whether they have LoRA or not."""
+    """Return the projections of these layers, with and without LoRA, grouped by path."""
     found: dict[tuple[str, int, bool], list[int]] = {}
     for layer in layers:
         adapted = adapted_modules(layer)
@@ -232,7 +232,7 @@ def _matches(layers: Sequence[nn.Module]) -> tuple[Match, ...]:
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a model or layer that have LoRA, by their path in it."""
+    """Return the modules with LoRA of a model or layer, by path."""
     return {name: module for name, module in model.named_modules() if "lora_a" in module}
 
 
@@ -244,7 +244,7 @@ def lora_layer(
     config: InstructConfig,
     dropout_keys: DropoutKeys,
 ) -> nn.Module:
-    """Return a projection with LoRA of this rank and scale, regardless of the config.
+    """Return a projection with LoRA of this rank and scale, which override the config's.
 
     Raises ModelError if LoRA cannot be applied.
     """

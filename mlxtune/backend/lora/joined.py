@@ -1,4 +1,4 @@
-"""Projections that share an input run together: one product with their A matrices."""
+"""Runs projections with the same input together: one product with all their A matrices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,17 +9,17 @@ import mlx.nn as nn
 from mlxtune.backend.lora.layers import LoRALinear, summed_products
 from mlxtune.backend.models.autograd import differentiable
 
-# The most columns of joined A matrices. A GPU multiplies tiles of this width, so the zeros next to
-# each B cost no time.
+# The maximum number of columns of joined A matrices. A GPU multiplies tiles of this width, so
+# padding each B with zeros costs no time.
 MOST_COLUMNS = 64
 
 
 class SharedInput:
-    """Projections that a layer gives the same input, one after the other.
+    """Projections that a layer calls one after the other with the same input.
 
-    The first call computes all outputs and keeps the others. For the `members`, the projections
-    with LoRA, a step holds the A matrices side by side, as the first member's `lora_a` (in, R), and
-    each `lora_b` with zeros in the other members' rows, (R, out):
+    The first call computes all outputs and keeps the other ones for the next calls. `members` are
+    the projections with LoRA. In a step, the first member's `lora_a` (in, R) holds all their A
+    matrices side by side, and each `lora_b` (R, out) has zeros in the other members' rows:
 
         A  = (A1 | A2)      B1' = (B1 / 0)      B2' = (0 / B2)      y1 = W1 x + scale * (x A) B1'
     """
@@ -33,11 +33,11 @@ class SharedInput:
 
     @property
     def runs(self) -> bool:
-        """Whether the matrices are joined for a step; if not, each projection runs alone."""
+        """Whether the projections run together: A is joined, or at most one has LoRA."""
         return len(self.members) < 2 or self.members[0].lora_a.shape[1] == self._columns
 
     def output(self, number: int, x: mx.array) -> mx.array:
-        """Return the output of the projection with this number for x (..., in)."""
+        """Return the output of projection `number` for x (..., in)."""
         if self._x is not x or number not in self._kept:
             self._x, self._kept = x, dict(enumerate(self._outputs(x)))
         output = self._kept.pop(number)
@@ -68,7 +68,7 @@ class SharedInput:
     def _backward(self, primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         # MLX passes a single array without a list.
         x, *trained = [primals] if isinstance(primals, mx.array) else primals
-        # The last cotangent is of the narrow output, which nothing reads.
+        # The last cotangent belongs to `narrow`, which nothing outside reads.
         pairs = list(zip(self.projections, cotangents, strict=False))
         d_x = _gradient(*pairs[0], x)
         for each, cotangent in pairs[1:]:
@@ -92,8 +92,8 @@ def _frozen(projection: nn.Module) -> nn.Module:
 
 
 def _gradient(projection: nn.Module, cotangent: mx.array, x: mx.array) -> mx.array:
-    """Return the gradient of the input of a projection's frozen part."""
-    # The output of this second call is not computed: nothing reads it.
+    """Return the gradient with respect to x through a projection's frozen layer."""
+    # Nothing reads the output of this second call, so MLX does not compute it.
     (gradient,) = mx.vjp(_frozen(projection), [x], [cotangent])[1]
     return gradient
 
@@ -101,7 +101,7 @@ def _gradient(projection: nn.Module, cotangent: mx.array, x: mx.array) -> mx.arr
 def _plus_gradient(
     total: mx.array, projection: nn.Module, cotangent: mx.array, x: mx.array
 ) -> mx.array:
-    """Return a total plus the gradient of the frozen part's input."""
+    """Return `total` plus the gradient with respect to x through the frozen layer."""
     linear = _frozen(projection)
     if type(linear) is nn.Linear and linear.weight.dtype == x.dtype:
         return mx.addmm(total, cotangent, linear.weight)

@@ -14,17 +14,17 @@ from mlxtune.backend.models.layers import dequantized_weight, dimensions, frozen
 from mlxtune.backend.workers.split import Split
 from mlxtune.errors import ModelError
 
-# Keeps the norm of a row of zeros, and its gradient, finite.
+# The lower bound of a row's squared norm, so that dividing by a zero row's norm stays finite.
 _SMALLEST_SQUARE = 1e-30
 
 
 @dataclass
 class DropoutKeys:
-    """The randomness of the current forward pass, shared by all LoRA layers of a model.
+    """The dropout keys of the current forward pass, shared by all LoRA layers of a model.
 
-    `rows` is uint32 (B,), one number for each line of the micro-batch, or (B, T), one for each
-    token, or None for no dropout; `positions` is uint32 (T,), or None for 0 to T - 1. A token's
-    mask depends on its row, position and layer alone, so that neither padding nor the split into
+    `rows` is uint32: (B,), a key for each line of the micro-batch, or (B, T), a key for each token;
+    None means no dropout. `positions` is uint32 (T,), or None for 0 to T - 1. A token's mask
+    depends only on its key, position and layer, so neither padding nor the split into
     micro-batches changes it.
     """
 
@@ -32,7 +32,7 @@ class DropoutKeys:
     positions: mx.array | None = None
 
     def set(self, rows: mx.array | None, positions: mx.array | None) -> None:
-        """Set rows and positions for the next forward pass."""
+        """Set the row keys and positions of the next forward pass."""
         self.rows, self.positions = rows, positions
 
 
@@ -40,8 +40,8 @@ class DropoutKeys:
 class PrincipalFactors:
     """PiSSA's initial values of A and B: A0 float32 (in, rank) and B0 (rank, out).
 
-    The frozen layer is then the residual W - scale * (A0 B0)^T, which is never stored: it is
-    computed as the stored weight, quantised or not, less this product.
+    With them, the frozen layer is the residual W - scale * (A0 B0)^T. It is never stored: outputs
+    are computed with the stored weight W, quantised or not, and A0 and B0 are subtracted.
     """
 
     a: mx.array
@@ -54,8 +54,8 @@ class LoRALinear(nn.Module):
     `lora_a` is float32 (in, rank), `lora_b` float32 (rank, out); both are applied in the dtype of
     `x`. Names and shapes are mlx-lm's. With `principal`, the frozen layer is PiSSA's residual.
 
-    Source: LoRA, arXiv:2106.09685, section 4.1; A as in its code, Kaiming uniform with a = √5,
-    which is uniform within ±1/√in.
+    Source: LoRA, arXiv:2106.09685, section 4.1. A is initialised as in its code: Kaiming uniform
+    with a = √5, that is, uniform within ±1/√in.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class LoRALinear(nn.Module):
         self.lora_a = mx.random.uniform(-bound, bound, (input_dims, rank), key=key)
         self.lora_b = mx.zeros((rank, output_dims))
         self.principal: PrincipalFactors | None = None
-        # The dtype of its inputs, if known; its `SharedInput`, if any, and its number there.
+        # The dtype of the inputs, if known; the layer's `SharedInput`, if any, and its index there.
         self.input_dtype: mx.Dtype | None = None
         self.shared: Any = None
         self.number = 0
@@ -102,7 +102,7 @@ class LoRALinear(nn.Module):
         return _updated(product, x, a.astype(x.dtype), b.astype(x.dtype), self.scale)
 
     def factors(self) -> tuple[mx.array, mx.array]:
-        """Return A (in, k) and B (k, out), whose product is the update of the stored weight.
+        """Return A (in, k) and B (k, out); the stored weight's update is scale * (A B)^T.
 
         k is the rank, or twice the rank for PiSSA: (A | A0) and (B / -B0).
         """
@@ -114,7 +114,7 @@ class LoRALinear(nn.Module):
         )
 
     def own_factors(self) -> tuple[mx.array, mx.array]:
-        """Return the parts of A and B that belong to this worker's part of the frozen layer."""
+        """Return A and B for the part of the frozen layer that this worker holds."""
         if isinstance(self.linear, Split):
             return self.linear.part.factors(self.lora_a, self.lora_b)
         return self.factors()
@@ -126,7 +126,7 @@ class LoRALinear(nn.Module):
         if self.principal is None:
             return self._low_rank(self._drop(x), *self.own_factors())
         update = self._low_rank(self._drop(x), self.lora_a, self.lora_b)
-        # The residual belongs to the frozen layer, whose input is not dropped.
+        # A0 and B0 belong to the frozen layer, whose input gets no dropout.
         return update - self._low_rank(x, self.principal.a, self.principal.b)
 
     def _low_rank(self, x: mx.array, a: mx.array, b: mx.array) -> mx.array:
@@ -135,7 +135,7 @@ class LoRALinear(nn.Module):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether dropout applies in training."""
+        """Whether training uses dropout on this layer."""
         return self._dropout != 0
 
     def drops(self) -> bool:
@@ -151,7 +151,7 @@ class LoRALinear(nn.Module):
         width = len(self.lora_a)
         if positions is None:
             positions = mx.arange(length, dtype=mx.uint32)
-        # One counter-based generator for each token, keyed by (row ^ layer, position).
+        # One counter-based generator for each token, keyed by (row ^ salt, position).
         keys = mx.stack(
             [
                 mx.broadcast_to((rows ^ self._salt).reshape(batch, -1), (batch, length)),
@@ -172,7 +172,7 @@ def _updated(
 ) -> mx.array:
     """Return product(x) + scale * (x A) B for x (..., in), A (in, k) and B (k, out).
 
-    With its gradient, it takes 8 operations; with MLX's own gradient, it would take 12.
+    With this gradient, both passes take 8 operations; with MLX's own, they would take 12.
     """
 
     def forward(x: mx.array, a: mx.array, b: mx.array) -> list[mx.array]:
@@ -181,7 +181,7 @@ def _updated(
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         (x, a, b), cotangent, narrow = primals, cotangents[0], outputs[1]
-        # The product of this second call is never read, so it is not computed.
+        # Nothing reads the product of this second call, so MLX does not compute it.
         (frozen,) = mx.vjp(product, [x], [cotangent])[1]
         d_narrow = cotangent @ b.T
         d_x = mx.addmm(frozen, d_narrow, a.T, alpha=scale)
@@ -202,14 +202,14 @@ class DoRALinear(LoRALinear):
         y = m / ‖W + ΔW‖ * (W + ΔW) x + bias,   ΔW = scale * (A B)^T
 
     `m` is initialised to ‖W‖, the norms of the rows of W, which leaves the output unchanged. The
-    norm in the denominator is a constant for the gradient. Dropout, on the input, affects every
+    norm in the denominator is a constant for the gradient. Dropout on the input applies to every
     trained term:
 
         y = W x + (m / ‖W + ΔW‖ - 1) * W dropout(x) + m / ‖W + ΔW‖ * ΔW dropout(x) + bias
 
     Neither W + ΔW nor a dequantised W is materialised for the norm. For each row w, ‖w + Δw‖² =
-    ‖w‖² + 2 w·Δw + ‖Δw‖², where the first term is constant and the others are products of the
-    rank's width.
+    ‖w‖² + 2 w·Δw + ‖Δw‖², where the first term is constant and the others need only products as
+    narrow as the rank.
 
     Source: DoRA, arXiv:2402.09353, equation 5 and section 4.3; dropout as in PEFT's
     DoraLinearVariant; names and shapes as in mlx-lm's DoRALinear.
@@ -234,13 +234,13 @@ class DoRALinear(LoRALinear):
     def norm(self) -> mx.array:
         """Return the norms of the rows of W + ΔW, float32 (out,), without a gradient."""
         a, b = mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b)
-        # w·Δw by row is the sum over the rank of B times W A.
+        # By row, w·Δw = scale sum(B * W A) and ‖Δw‖² = scale² sum(B * A^T A B), over the rank.
         low = self.scale * self.product(a.T) + (0.5 * self.scale**2) * ((a.T @ a) @ b)
         squares = self._squares + 2 * (b * low).sum(axis=0)
         return mx.stop_gradient(mx.sqrt(mx.maximum(squares, _SMALLEST_SQUARE)))
 
     def compute_magnitudes(self) -> None:
-        """Compute `m` now, so that only one dequantised weight at a time is in memory."""
+        """Compute `m` now; layer by layer, this keeps only one dequantised weight in memory."""
         mx.eval(self.m, self._squares)
 
     def product(self, x: mx.array) -> mx.array:
@@ -258,5 +258,5 @@ def step_keys(seed: int, step: int, rows: tuple[int, ...]) -> mx.array:
 
 
 def hash_of(text: str, size: int) -> int:
-    """Return a number of `size` bytes that depends on the text alone."""
+    """Return a hash of a text as an integer of `size` bytes."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "little")

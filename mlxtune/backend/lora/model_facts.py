@@ -1,4 +1,4 @@
-"""The matrices of a model's layers and the sizes in its config, counted once for all users."""
+"""The matrices of a model's layers and the sizes in its config, for costs and memory plans."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from mlxtune.backend.models.layers import dimensions
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import predicted_tokens, run_length
 
-# Numbers of attention heads, and of experts of a token, for models that give none.
+# Attention heads, and experts per token, assumed if a model's config lacks these numbers.
 _HEADS, _EXPERTS = 64, 8
 
 
@@ -25,22 +25,22 @@ class Matrix:
 
     @property
     def entries(self) -> int:
-        """The entries of all experts."""
+        """The number of entries in all experts."""
         return self.inputs * self.outputs * self.experts
 
     @property
     def gathered(self) -> int:
-        """The width of the inputs that the experts of a token gather."""
+        """The width of the inputs gathered for a token, one copy per expert; 0 without experts."""
         return self.inputs * self.used if self.experts > 1 else 0
 
     @property
     def width(self) -> int:
-        """The width of the outputs for a token."""
+        """The width of the outputs for a token, over all experts that it uses."""
         return self.outputs * self.used
 
 
 class ModelFacts:
-    """The matrices of each layer by path, and sizes by config; no weights are read."""
+    """The matrices of each layer by path, and the config's sizes; no weights are read."""
 
     def __init__(self, model: nn.Module) -> None:
         text = getattr(model, "language_model", model)
@@ -56,11 +56,11 @@ class ModelFacts:
 
     @property
     def widest_layer(self) -> int:
-        """The largest total width of the outputs of one layer's products."""
+        """The summed output width of a layer's products, for the widest layer."""
         return max(sum(m.width for m in layer.values()) for layer in self.layers)
 
     def costs(self, examples: Sequence[Example]) -> list[float]:
-        """Return each example's cost in multiplications with weights, to divide examples fairly."""
+        """Return the multiplications with weights that each example takes, to balance workers."""
         trunk = float(sum(m.inputs * m.width for layer in self.layers for m in layer.values()))
         head = float(self.vocab * self._hidden)
         return [trunk * run_length(each) + head * predicted_tokens(each) for each in examples]

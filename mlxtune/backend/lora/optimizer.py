@@ -13,15 +13,15 @@ from mlxtune.backend.device.device import compiles
 from mlxtune.backend.lora.vectors import ROW, LoRAVectors
 from mlxtune.config import InstructConfig
 
-# Keeps the scale of a clipped gradient finite, as in mlx.optimizers.clip_grad_norm.
+# Added to the norm before dividing by it, as in mlx.optimizers.clip_grad_norm.
 _SMALLEST_NORM = 1e-6
 
 
 class Update(NamedTuple):
     """The result of an update, not yet computed.
 
-    `norm` is the gradient's norm before clipping. Unless `finite`, the `parameters`, the `vectors`
-    that they are parts of, and the optimizer's `state` are unchanged.
+    `norm` is the gradient's norm before clipping. If `finite` is false, the update changes neither
+    the `parameters`, the `vectors` that hold them, nor the optimizer's `state`.
     """
 
     parameters: dict[str, Any]
@@ -35,10 +35,10 @@ class LoRAOptimizer:
     """Clipping and AdamW over all LoRA matrices, and a check that all numbers are finite.
 
     AdamW has decoupled weight decay and bias correction, arXiv:1711.05101, algorithm 2. The
-    matrices are joined into one vector, so that an update takes a few operations, however many
-    matrices there are. With an `lr_ratio`, there are two vectors, all A and the rest (B and DoRA's
+    matrices are joined into one vector, so an update takes only a few operations, however many
+    matrices there are. With an `lr_ratio`, there are two vectors: all A, and the rest (B and DoRA's
     `m`), which learns at that multiple of A's rate (LoRA+, arXiv:2402.12354, section 4; `m` as in
-    PEFT); weight decay is scaled by each vector's rate, as in PEFT's create_loraplus_optimizer with
+    PEFT). Weight decay is scaled by each vector's rate, as in PEFT's create_loraplus_optimizer with
     `loraplus_weight_decay`.
     """
 
@@ -53,7 +53,7 @@ class LoRAOptimizer:
             weight_decay=config.weight_decay,
             bias_correction=True,
         )
-        # The last update's parameters by name, and the vectors that they are parts of.
+        # The last update's parameters by name, and the vectors that hold them.
         self._parts: dict[str, mx.array] = {}
         self._vectors = joined = vectors.join(parameters)
         self.state: dict[str, Any] = {
@@ -61,11 +61,11 @@ class LoRAOptimizer:
             "m": [mx.zeros_like(vector) for vector in joined],
             "v": [mx.zeros_like(vector) for vector in joined],
         }
-        # The function gets the same shapes in each step.
+        # Compiled once, because all steps have the same shapes.
         self._compiled = mx.compile(self._take)
 
     def adopt(self, model: nn.Module) -> None:
-        """Make a model's parameters parts of the vectors that the next update starts from."""
+        """Make a model's parameters slices of the vectors that the next update starts from."""
         self._vectors = self._layout.join(model.trainable_parameters())
         mx.eval(self._vectors)
         adopted = self._layout.split(self._vectors)
@@ -73,7 +73,7 @@ class LoRAOptimizer:
         model.update(adopted)
 
     def vectors(self, parameters: Any, after: Update | None = None) -> list[mx.array]:
-        """Return the vectors of the parameters, or of an update that is not committed."""
+        """Return the vectors of an uncommitted update, if given, or else of the parameters."""
         if after is not None:
             return after.vectors
         return self._vectors if self._are_parts(parameters) else self._layout.join(parameters)
@@ -86,9 +86,9 @@ class LoRAOptimizer:
         rate: float,
         after: Update | None = None,
     ) -> Update:
-        """Return the update of vectors by their gradients; `loss` is checked, too.
+        """Return the update of vectors by their gradients, at learning rate `rate`.
 
-        It starts from the state after an update that is not committed, if one is given.
+        `loss` must be finite too. The state comes from the uncommitted update `after`, if given.
         """
         state = after.state if after else self.state
         step = self._compiled if compiles() else self._take
@@ -96,18 +96,18 @@ class LoRAOptimizer:
         return Update(self._layout.split(vectors), vectors, state, norm, finite)
 
     def commit(self, update: Update) -> None:
-        """Make an update the state from which the next update starts."""
+        """Commit an update: the next update starts from its state."""
         self.state, self._vectors = update.state, update.vectors
         self._parts = dict(tree_flatten(update.parameters))
 
     def state_for_file(self) -> dict[str, Any]:
-        """Return the state in the layout of files, evaluated."""
+        """Return the evaluated state in a file's layout."""
         state = self._with_moments(self._layout.for_file)
         mx.eval(state)
         return state
 
     def take_from_file(self, state: dict[str, Any]) -> None:
-        """Take a state in the layout of files."""
+        """Replace the state by one in a file's layout."""
         self.state = state
         self.state = self._with_moments(self._layout.from_file)
 
@@ -130,7 +130,7 @@ class LoRAOptimizer:
         state: dict[str, Any],
         rate: mx.array,
     ) -> tuple[list[mx.array], dict[str, Any], mx.array, mx.array]:
-        # Summing by row first rounds less.
+        # Summing each row first reduces rounding errors.
         squares = [mx.square(vector).reshape(-1, ROW).sum(axis=1).sum() for vector in gradients]
         norm = mx.sqrt(sum(squares[1:], squares[0]))
         scale = mx.minimum(self._max_norm / (norm + _SMALLEST_NORM), 1.0)

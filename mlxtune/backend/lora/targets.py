@@ -14,10 +14,10 @@ from mlxtune.config import InstructConfig
 from mlxtune.config.ranks import pattern_of, target_ranks
 from mlxtune.errors import ModelError
 
-# The experts of a mixture, stacked in one layer.
+# Layers that stack the matrices of all experts.
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 PROJECTIONS = (nn.Linear, nn.QuantizedLinear, *EXPERTS)
-# Architectures' names for the number of experts that each token goes to.
+# Config keys of various architectures for the number of experts per token.
 _PER_TOKEN = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -26,18 +26,18 @@ _PER_TOKEN = (
     "moe_topk",
     "moe_k",
 )
-# Gemma 3n itself clips the weights of these modules whenever it runs.
+# Gemma 3n clips the weights of these modules in each pass, so they cannot have LoRA.
 _CLIPPED = ("prediction_coefs", "correction_coefs")
 
 
 def experts_per_token(options: Mapping[str, Any]) -> int | None:
-    """Return the most experts that a token goes to, by the model's options; None if unknown."""
+    """Return the largest number of experts per token in a model's options; None if unknown."""
     given = next((options[name] for name in _PER_TOKEN if options.get(name)), None)
     return max(map(int, given)) if isinstance(given, list) else given and int(given)
 
 
 def projections(layer: nn.Module) -> dict[str, nn.Module]:
-    """Return the linear projections of a layer, or of a model, by their path in it."""
+    """Return the linear projections of a layer or model, by path."""
     return {
         name: module
         for name, module in layer.named_modules()
@@ -57,7 +57,7 @@ def projections_of(model: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class Targets:
-    """The last layers of the model, which get LoRA, and the paths of projections in them."""
+    """The layers to search for targets, and the paths, within a layer, of the targets."""
 
     layers: list[nn.Module]
     keys: set[str]
@@ -66,7 +66,7 @@ class Targets:
 def choose_targets(model: nn.Module, config: InstructConfig) -> Targets:
     """Return the projections that the options name, without reading any weights.
 
-    Raises ModelError if the model lacks a name, or a projection cannot be trained.
+    Raises ModelError if an option does not match the model or does not work with a projection.
     """
     layers = list(model.layers)
     if config.num_layers is not None and config.num_layers > len(layers):
@@ -93,14 +93,14 @@ def choose_targets(model: nn.Module, config: InstructConfig) -> Targets:
 
 
 def rank_of(name: str, config: InstructConfig) -> int:
-    """Return the rank that the options give to a module, by its full name."""
+    """Return the rank that the options give the module with this path in the model."""
     ranks = target_ranks(config.target_rank)
     pattern = pattern_of(name, ranks)
     return config.lora_rank if pattern is None else ranks[pattern]
 
 
 def check_trainable(name: str, module: nn.Module, config: InstructConfig) -> None:
-    """Raise ModelError if the options do not suit a projection."""
+    """Raise ModelError if an option does not work with a projection."""
     if isinstance(module, Split) and (config.dora or config.init != "lora"):
         option = "--dora" if config.dora else f"--init {config.init}"
         raise ModelError(f"{option} does not work with --parallel tensor: leave one of them out")
@@ -127,7 +127,7 @@ def check_trainable(name: str, module: nn.Module, config: InstructConfig) -> Non
 
 
 def _match(layers: list[nn.Module], targets: tuple[str, ...]) -> set[str]:
-    """Return the paths within a layer of the projections that targets name.
+    """Return the paths, within a layer, of the projections that the targets match.
 
     Raises ModelError if any target matches nothing.
     """
@@ -156,14 +156,14 @@ def _match(layers: list[nn.Module], targets: tuple[str, ...]) -> set[str]:
 
 
 def is_named(path: str, target: str) -> bool:
-    """Return whether a target equals the last parts of a path in a layer."""
+    """Return whether a target equals the last components of a path in a layer."""
     return f".{path}".endswith(f".{target}")
 
 
 def _routers(modules: dict[str, nn.Module]) -> set[str]:
     """Return the paths of a layer's routers, which choose the experts of each token.
 
-    `all` leaves them out: with other experts, the model computes another function.
+    `all` excludes them: training a router would change which experts the tokens use.
     """
     experts = {len(module.weight) for module in modules.values() if isinstance(module, EXPERTS)}
     return {

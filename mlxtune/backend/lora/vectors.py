@@ -1,4 +1,4 @@
-"""The trained matrices of a model as parts of vectors: for the optimizer, a step and a file."""
+"""A model's trained matrices, joined into vectors for the optimizer, a step and a file."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ ROW = 1024
 class _Part:
     """A part of a vector: one matrix, or several A matrices side by side as one (in, R).
 
-    A step holds it in `dtype`, with rows of zeros `above` and `below` it.
+    A step casts it to `dtype` and pads it with `above` and `below` rows of zeros.
     """
 
     names: tuple[str, ...]
@@ -43,10 +43,9 @@ class _Part:
 class LoRAVectors:
     """The layout of a model's trained matrices in float32 vectors.
 
-    There is one vector or, if `apart`, one with all A matrices and one with the rest. The A
-    matrices of a `SharedInput` are side by side, and B matrices that a step pads equally are
-    adjacent, so that few operations make the matrices of a step. In a file, matrices follow each
-    other in the order of the model.
+    There is one vector or, if `apart`, one for all A matrices and one for the rest. The A matrices
+    of a `SharedInput` are side by side, and B matrices with equal padding are adjacent, so that few
+    operations turn the vectors into a step's matrices. A file keeps the model's order.
     """
 
     def __init__(self, model: nn.Module, *, apart: bool) -> None:
@@ -65,7 +64,7 @@ class LoRAVectors:
         ]
 
     def join(self, tree: Any) -> list[mx.array]:
-        """Return the vectors of a tree of matrices."""
+        """Return the vectors that hold a tree of matrices."""
         arrays = dict(tree_flatten(tree))
         return [
             _joined([_beside([arrays[name] for name in part.names]) for part in parts])
@@ -73,7 +72,7 @@ class LoRAVectors:
         ]
 
     def split(self, vectors: Sequence[mx.array]) -> dict[str, Any]:
-        """Return the tree of matrices that are parts of vectors."""
+        """Return the tree of matrices that vectors hold."""
         arrays: dict[str, mx.array] = {}
         for parts, vector in zip(self._parts, vectors, strict=True):
             for part, array in zip(parts, _taken(vector, [p.shape for p in parts]), strict=True):
@@ -105,7 +104,7 @@ class LoRAVectors:
         return dict(tree_unflatten(named))
 
     def join_gradients(self, tree: Any) -> list[mx.array]:
-        """Return the vectors of the gradients of `matrices_of_step`."""
+        """Return the gradients of `matrices_of_step` as vectors, without padding."""
         arrays = dict(tree_flatten(tree))
         return [
             _joined(
@@ -120,7 +119,7 @@ class LoRAVectors:
         ]
 
     def for_file(self, vectors: Sequence[mx.array]) -> list[mx.array]:
-        """Return vectors in the order of a file."""
+        """Return vectors in a file's order."""
         if self._lie_as_in_file:
             return list(vectors)
         arrays = dict(tree_flatten(self.split(vectors)))
@@ -167,7 +166,7 @@ def _parts(model: nn.Module, shapes: dict[str, tuple[int, ...]]) -> dict[str, _P
 
 
 def _pads_with(part: _Part) -> Any:
-    """Return a key that is shared by parts which are padded together."""
+    """Return a grouping key; adjacent parts with the same key are padded in one operation."""
     return (part.dtype, part.above, part.below, part.shape) if part.padded else part.names
 
 
@@ -176,7 +175,7 @@ def _beside(arrays: Sequence[mx.array]) -> mx.array:
 
 
 def _joined(arrays: Sequence[mx.array]) -> mx.array:
-    """Return arrays as one float32 vector, which is cast as a whole."""
+    """Join arrays into one vector, padded to whole rows, and cast it to float32."""
     flat = [array.reshape(-1) for array in arrays]
     padding = -sum(part.size for part in flat) % ROW
     zeros = mx.zeros(padding, flat[0].dtype if flat else mx.float32)
@@ -184,7 +183,7 @@ def _joined(arrays: Sequence[mx.array]) -> mx.array:
 
 
 def _taken(vector: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]:
-    """Return the arrays of these shapes at the start of a vector."""
+    """Return arrays of these shapes, cut one after the other from the start of a vector."""
     arrays, start = [], 0
     for shape in shapes:
         end = start + math.prod(shape)

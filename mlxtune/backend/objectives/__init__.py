@@ -1,1 +1,1 @@
-"""Objectives on a device: the loss of a step of preferences, however it is split."""
+"""The loss of a preference step on a device, whole or split into micro-batches."""

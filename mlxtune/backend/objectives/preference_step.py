@@ -1,8 +1,8 @@
-"""The loss of a step of preferences, split into micro-batches.
+"""The loss of a preference step, split into micro-batches.
 
-If each row is whole in a micro-batch and its loss depends on no other row, one forward pass gives
-loss and gradient. Otherwise the log-probabilities of all examples come first, and then the gradient
-of `sum(w * logp)`, where `w` holds the derivatives of the loss with respect to them.
+If no row is split and a row's loss depends on no other row, one pass computes loss and gradient.
+Otherwise a first pass computes the log-probabilities of all examples, and a second the gradient of
+`sum(w * logp)`, where `w` is the derivative of the loss with respect to `logp`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mlxtune.core.steps.batch import MicroBatch
 from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
 
-# The largest differences by rounding: of the first loss from the reference's loss, and of a
-# log-probability in 32 and 16 bits.
+# Tolerances for rounding: absolute for the first loss, and relative for a log-probability in 32 and
+# 16 bits.
 _FIRST_LOSS, _ROUNDING, _ROUNDING_16_BITS = 1e-6, 1e-6, 1e-2
 _Floats = npt.NDArray[np.float64]
 Batch = MicroBatch | Pack
@@ -48,10 +48,7 @@ class PreferenceStep:
     logps: _Floats | None = None
 
     def reduce(self, members: Sequence[int], batch: Batch) -> Reduce:
-        """Return the function from a micro-batch's losses to its share of the step's loss.
-
-        `members` are the indices of its examples.
-        """
+        """Return the `Reduce` function of a micro-batch; `members` are its examples' indices."""
         owners = mx.array(np.repeat(np.arange(len(members)), batch.counts))
 
         def logps(losses: mx.array) -> mx.array:
@@ -72,16 +69,16 @@ class PreferenceStep:
 
     @property
     def known_loss(self) -> float | None:
-        """The loss of the step, if it is known before the gradient."""
+        """The step's loss, if the log-probabilities are already known; otherwise None."""
         if self.logps is None:
             return None
         return float(self.objective.loss(self.layout.sums(self.logps), self.layout, self.totals))
 
     def check_first_loss(self, logps: _Floats, *, in_16_bits: bool) -> None:
-        """Raise ModelError if the first step's log-probabilities are not the reference's.
+        """Raise ModelError if the first step's loss shows a wrong reference.
 
-        At the first step, policy and reference are the same model, so dpo's first loss is ln 2, up
-        to the rounding of other micro-batches.
+        At the first step, policy and reference are the same model, so DPO's first loss is ln 2,
+        except for rounding, because the reference ran in different micro-batches.
         """
         expected = self.objective.expected_first_loss(self.layout)
         if expected is None:
@@ -112,9 +109,9 @@ def prepare(
     is_split: Callable[[], bool],
     logps_of: Callable[[Sequence[Example]], _Floats],
 ) -> PreferenceStep:
-    """Return the loss of a step, with the values that its backward pass needs.
+    """Return the loss of a step, after the forward passes that must come first.
 
-    `is_split` says whether the examples of a row run in several micro-batches; `logps_of` computes
+    `is_split` returns whether any row's examples are in several micro-batches; `logps_of` computes
     log-probabilities (E,). Both cover all workers.
     """
     training, others = training_examples(examples), [e for e in examples if e.role == MISMATCHED]
@@ -136,7 +133,7 @@ def training_examples(examples: Sequence[Example]) -> list[Example]:
 
 
 def splits_rows(examples: Sequence[Example], groups: Iterable[Sequence[int]]) -> bool:
-    """Return whether a row's examples are in several groups of indices."""
+    """Return whether the examples of any row are in several groups of indices."""
     seen: set[int] = set()
     for group in groups:
         keys = {examples[i].key for i in group}
