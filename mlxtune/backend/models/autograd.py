@@ -6,8 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-# Replaces MLX in running a function with a custom gradient: called with `forward`, `backward` and
-# primals. tests/long sets it, to count the operations of graphs that MLX cannot export otherwise.
+# Runs a function with a custom gradient instead of MLX; called with `forward`, `backward` and the
+# primals. tests/long sets it to count the operations of graphs that MLX cannot export otherwise.
 Call = Callable[[Callable[..., Any], Callable[..., Any], tuple[mx.array, ...]], Any]
 EXPORTED: ContextVar[Call | None] = ContextVar("custom gradients of exported graphs", default=None)
 
@@ -15,8 +15,8 @@ EXPORTED: ContextVar[Call | None] = ContextVar("custom gradients of exported gra
 def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of arrays with the gradient `backward(primals, cotangents, outputs)`.
 
-    Single primals, cotangents and outputs are passed and returned without a tuple. Call the
-    function at once: whether a graph is being exported is decided here.
+    A single primal, cotangent or output is passed and returned without a tuple. Call the function
+    immediately: it depends on whether a graph is being exported now.
     """
     if (run := EXPORTED.get()) is not None:
         return lambda *primals: run(forward, backward, primals)

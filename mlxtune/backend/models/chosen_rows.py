@@ -1,4 +1,4 @@
-"""Rows of an array by their indices, with a gradient that gathers."""
+"""Selects rows of an array by index, with a gradient that gathers."""
 
 from functools import cached_property
 from typing import Any
@@ -11,12 +11,12 @@ from mlxtune.backend.models.autograd import differentiable
 
 
 class ChosenRows:
-    """The rows `places`, ints (P,), of arrays with `count` rows.
+    """Selects the rows `places`, ints (P,), of arrays with `count` rows.
 
-    The gradient of an index adds into zeros, by atomics and in any order on a GPU. Here it gathers:
+    MLX's gradient of indexing adds into zeros, on a GPU in any order. This gradient gathers:
 
-        places        1 3 3            the last token of a shared prefix is predicted from twice
-        gradient of   . 0 . 2 . .      where . is zero; row 3 then gets the sum of 1 and 2
+        places      1 3 3          row 3 is chosen twice: the last token of a shared prefix
+        gradient    . 0 . 2 . .    each row gets this cotangent, . zero; then row 3 gets 1 + 2
     """
 
     def __init__(self, places: npt.NDArray[Any], count: int) -> None:
@@ -40,11 +40,11 @@ class ChosenRows:
 
     @cached_property
     def _sources(self) -> tuple[mx.array, mx.array, tuple[mx.array, mx.array, mx.array] | None]:
-        """Return the places of rows in the result, for the gradient.
+        """Return the places of the array's rows in the result, for the gradient.
 
-        For each row, its place, int32 (N,), and whether it has one, (N, 1). For rows chosen more
-        than once, if any: their indices, int32 (S,), all their places (S, R), and which of the R
-        places exist (S, R, 1).
+        For each row: a place, int32 (N,), and whether the row was chosen, (N, 1). For rows chosen
+        more than once, if any: their indices, int32 (S,), all their places (S, R), and which of
+        these R places exist (S, R, 1).
         """
         places, total = self._places, len(self._places)
         sources = np.full(self._count, -1, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Frozen layers stored in fewer bits than they compute in."""
+"""Frozen layers that are stored in fewer bits than they compute in."""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -57,7 +57,7 @@ class StoredExperts(SwitchLinear):
             return mx.gather_mm(x, weight, rhs_indices=indices, sorted_indices=sorted_indices)
 
         def gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
-            # The cast is repeated here: a graph would keep the casts of all layers.
+            # Cast again: otherwise the graph would keep the cast weights of all layers in memory.
             return mx.vjp(lambda x: product(x, cotangent), [x], [cotangent])[1][0]
 
         y = differentiable(lambda x: product(x, x), gradient)(x)
@@ -87,8 +87,8 @@ class DequantizedLinear(_Dequantized, nn.QuantizedLinear):
 class QuantizedEmbedding(nn.QuantizedEmbedding):
     """Quantised embeddings that are returned in the compute dtype.
 
-    MLX's own return bfloat16 in modes whose scales are not floating-point numbers, and the model
-    would then compute in bfloat16.
+    MLX's own class returns bfloat16 in modes whose scales are not floating-point numbers, and the
+    model would then compute in bfloat16.
     """
 
     def __init__(self, embedding: nn.QuantizedEmbedding, compute_dtype: mx.Dtype) -> None:
@@ -102,7 +102,7 @@ class QuantizedEmbedding(nn.QuantizedEmbedding):
 
 
 class DequantizedEmbedding(_Dequantized, QuantizedEmbedding):
-    """Quantised embeddings which, as a head, are dequantised for each product."""
+    """Quantised embeddings that are dequantised for each product when used as the output head."""
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Return the logits (..., V) of hidden states (..., H)."""
@@ -171,9 +171,9 @@ def frozen_product(linear: nn.Module, x: mx.array) -> mx.array:
 def _product(x: mx.array, unpack: Callable[[mx.Dtype, mx.array], mx.array]) -> mx.array:
     """Return x (..., in) times the transpose of a frozen matrix, in the dtype of x.
 
-    `unpack(dtype, after)` makes the matrix for the product, and again for the gradient of x; on the
-    CPU in float32, as products in other dtypes are slow there. Unpacking waits for the other
-    factor, so that a graph of many layers does not unpack all of them first.
+    `unpack(dtype, after)` makes the matrix for the product, and again for the gradient of x. On the
+    CPU, it is float32, because products in other dtypes are slow there. It is unpacked after the
+    other factor is computed, so that a graph of many layers does not unpack all of them first.
     """
     dtype = mx.float32 if on_cpu() else x.dtype
 
@@ -189,7 +189,7 @@ def _product(x: mx.array, unpack: Callable[[mx.Dtype, mx.array], mx.array]) -> m
 def _dequantize(
     module: Any, dtype: mx.Dtype = mx.float32, after: mx.array | None = None, rows: Any = ...
 ) -> mx.array:
-    """Return the weight of a module in one of MLX's formats, or some of its rows, in a dtype."""
+    """Return the weight, or some of its rows, of a module quantised in one of MLX's formats."""
     weight, scales = module["weight"][rows], module["scales"][rows]
     biases = module["biases"][rows] if "biases" in module else None
     if after is not None:
@@ -206,9 +206,9 @@ def _dequantize(
 def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | None:
     """Make a model multiply by its quantised matrices as --quantized-compute says.
 
-    `auto` takes dequantised matrices on the CPU and MLX's quantised products on a GPU; training
-    asks `time_products` then. Experts stay unchanged, as the operations replace them; nf4, for
-    which MLX has no products, is always dequantised. Returns the choice, or None if nothing is
+    `auto` means dequantised matrices on the CPU and MLX's quantised products on a GPU, where
+    training then times both with `time_products`. Experts always use MLX's products; nf4, for which
+    MLX has no products, is always dequantised. Returns the choice, or None if nothing is
     quantised.
     """
     quantised = [module for _, module in model.named_modules() if "scales" in module]
@@ -242,7 +242,7 @@ def replace_modules(model: nn.Module, make: Callable[[nn.Module], nn.Module | No
 def cast_parameters(model: nn.Module, dtype: mx.Dtype, kept: Collection[str] = ()) -> None:
     """Cast the floating-point parameters of a model, except those at the paths `kept`.
 
-    Some architectures need a few parameters in float32 in any case.
+    Parameters that the architecture excludes from casting keep their dtype too.
     """
     castable = getattr(model, "cast_predicate", lambda path: True)
 

@@ -1,4 +1,4 @@
-"""The base model: opened, loaded by mlx-lm in the compute dtype, and described."""
+"""Loads the base model with mlx-lm in the compute dtype, and describes it."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -43,19 +43,19 @@ from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.core.text import count, short_number
 from mlxtune.errors import ModelError, one_line
 
-# The forms of a product with quantised weights.
+# The ways to compute a product with quantised weights.
 PRODUCTS = (QUANTIZED, DEQUANTIZED)
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A model and its facts. It computes in `dtype`.
+    """A model that computes in `dtype`, and its facts.
 
     `text_config` is the language model's part of config.json. `quantization` describes quantised
     weights, `quantize` is the format they were quantised to while loading, and `quantized_compute`
     how they are multiplied; each is None if it does not apply. `passed_over` counts the tensors for
-    images and sound, which mlx-lm does not load. If a model has several `parts`, a worker has one,
-    with the logits of `own_vocab` tokens.
+    images and sound, which mlx-lm does not load. `parts` is the number of workers that share the
+    model; each computes the logits of `own_vocab` tokens.
     """
 
     model: nn.Module
@@ -114,9 +114,9 @@ def open_base(
     double_quant: bool = False,
     quantized_compute: str = "auto",
 ) -> BaseModel:
-    """Return a model in the given dtype (`auto`: its own on a GPU, float32 on the CPU).
+    """Return a model in the given dtype (`auto`: the weights' on a GPU, float32 on the CPU).
 
-    Its shapes and dtypes are known, but no weights are read. Quantised weights stay as they are;
+    Its shapes and dtypes are known, but no weights are read. Quantised weights stay quantised;
     the other weights and the activations have the dtype. `quantize`, a format of --quantize,
     quantises the weights of a full-precision model one by one as they are read; `double_quant` is
     for nf4. For `quantized_compute`, see `compute_quantized`.
@@ -153,7 +153,7 @@ def prepare(
 ) -> BaseModel:
     """Prepare an mlx-lm model, whose weights are not read yet, as `open_base` does.
 
-    Raises ModelError.
+    Raises ModelError if the model is broken or cannot be quantised.
     """
     try:
         chosen = _choose_dtype(model, dtype)
@@ -193,8 +193,8 @@ def prepare(
 def load_lazily(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
     """Return mlx-lm's model, without reading its weights, and its completed config.
 
-    `config` comes from `read_config`, so code of the folder that it names is trusted. Raises
-    ModelError, naming the tensors that do not fit.
+    `config` comes from `read_config`, which refuses untrusted code. Raises ModelError if the
+    weights are missing or broken, or a tensor does not fit the config.
     """
     check_weights(folder, config)
     try:
@@ -222,7 +222,7 @@ def base_quantization(base: BaseModel) -> dict[str, Any]:
 
 
 def base_record(base: BaseModel) -> dict[str, Any]:
-    """Return the record of a base in its adapters: its fingerprint, and how it was quantised."""
+    """Return the record of a base for its adapters: its fingerprint, and how it was quantised."""
     return {"base": base_fingerprint(base.folder), **base_quantization(base)}
 
 
@@ -239,7 +239,7 @@ def slow_products(base: BaseModel) -> str | None:
 
 
 def timed_products(base: BaseModel, tokens: int) -> TimedProducts | None:
-    """Return how long products take in each form on a GPU; None if there is no choice."""
+    """Time products in each form on a GPU; return None if there is no choice."""
     if on_cpu() or base.quantized_compute != QUANTIZED:
         return None
     return time_products(base.model, getattr(mx, base.dtype), tokens)
@@ -263,7 +263,7 @@ def read_weights(base: BaseModel) -> None:
             read_one_by_one(base.model)
         arrays = [value for _, value in tree_flatten(base.model.parameters())]
         if base.parts > 1:
-            # A worker reads whole arrays to keep a part: the largest first, while memory is free.
+            # A worker reads whole arrays but keeps parts: largest first, while memory is free.
             for array in sorted(arrays, key=lambda array: array.nbytes, reverse=True):
                 mx.eval(array)
                 mx.clear_cache()
@@ -289,7 +289,7 @@ def _choose_dtype(model: nn.Module, dtype: str) -> mx.Dtype:
     return mx.float32 if on_cpu() or not sizes else sizes.most_common(1)[0][0]
 
 
-# The classes of layers that are stored in 16 bits.
+# The classes of layers that may be stored in 16 bits, and their replacements.
 _STORED: dict[type, Any] = {
     nn.Embedding: StoredEmbedding,
     nn.Linear: StoredLinear,
@@ -300,9 +300,9 @@ _STORED: dict[type, Any] = {
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     """Make a model compute in the dtype.
 
-    The scales of nf4 stay float32. If the CPU computes in float32, big matrices stay stored in 16
-    bits: each use casts them, which is exact, takes a few percent of the time, and halves their
-    memory.
+    The scales of nf4 stay float32. If the CPU computes in float32, 16-bit weight matrices stay
+    stored in 16 bits: each use casts them, which is exact, takes a few percent of the time, and
+    halves their memory.
     """
     kept, casts_stored = set(), on_cpu() and dtype == mx.float32
     for path, module in model.named_modules():

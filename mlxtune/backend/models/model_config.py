@@ -5,16 +5,16 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Libraries make lists of these lengths, some of them even to load the tokenizer.
+# The maximum of counts that libraries turn into lists, some of them just to load the tokenizer.
 _MOST = 10_000
-# The widest matrix, or largest vocabulary: forty times the largest known.
+# The maximum width of a matrix or size of a vocabulary: forty times the largest known.
 _WIDEST = 10_000_000
 # Gemma 3n's vocab_size_per_layer_input is not a number of layers.
 LAYERS = re.compile(r"(?!.*per_layer).*layer.*|.*pattern")
 _LISTED = re.compile(
     rf"{LAYERS.pattern}|.*(?:experts|_(?:inputs|blocks|stages|modules|groups|depths?))"
 )
-# The keys under which wrappers keep the language model's part.
+# The keys under which configs of multimodal models keep the language model's part.
 _PARTS = ("text_config", "llm_config", "language_config")
 _COUNT = re.compile(
     r"n(?:um)?_(?:\w+_)?(?:layers|heads|experts)|(?:\w+_)?head_dim"
@@ -24,22 +24,22 @@ _COUNT = re.compile(
 )
 # Numbers that configs give once for the whole model, never as a list.
 _SINGLE = ("vocab_size", "hidden_size", "max_position_embeddings")
-# Angles are divided by these values, or by powers of them.
+# Values that must be positive: angles are divided by them, or by powers of them.
 _ABOVE_ZERO = re.compile(r".*theta|.*base_freq|rotary_emb_base|factor|(?:long|short)_factor")
 _NUMBER = re.compile(rf"{_ABOVE_ZERO.pattern}|.*(?:eps|epsilon)")
-# Mamba's time_step_limit may end at infinity.
+# Values that must be finite; Mamba's time_step_limit is not among them, as it may be infinite.
 _FINITE = re.compile(r".*(?:eps|epsilon|theta|base_freq|factor|scale|scaling|multiplier)")
-# Limits of factors and bases; an epsilon is at most 1.
+# The maximum of factors and bases; the maximum of an epsilon is 1.
 _LARGEST = 1e15
-# The most digits of a number given as text.
+# The number of digits that are read of a number given as text.
 _LONGEST_NUMBER = 20
-# The parameters of MLX's formats for quantised weights.
+# The values that MLX supports for each parameter of a quantised format.
 FORMATS: dict[str, tuple[Any, ...]] = {
     "group_size": (16, 32, 64, 128),
     "bits": (2, 3, 4, 5, 6, 8),
     "mode": ("affine", "mxfp4", "mxfp8", "nvfp4"),
 }
-# Pairs of which the first must be a multiple of the second.
+# Pairs of keys: the first value must be a multiple of the second.
 _MULTIPLES = (
     ("num_attention_heads", "num_key_value_heads"),
     ("num_attention_heads", "num_global_key_value_heads"),
@@ -77,7 +77,7 @@ def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _senseless(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the factors, at any depth, that are not finite numbers or are too small."""
+    """Yield the problems of factors and epsilons at any depth: not numbers, or out of range."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _senseless(value)
@@ -106,9 +106,9 @@ def _senseless_number(name: str, value: Any) -> str | None:
 
 
 def counts(config: Mapping[str, Any], names: re.Pattern[str]) -> Iterator[tuple[str, int]]:
-    """Yield the numbers with these names at any depth, and the lengths of lists.
+    """Yield the counts under keys with matching names, at any depth: numbers or lengths of lists.
 
-    A pattern may be text, with a character for each layer; a number may be text, too.
+    A pattern of layers may be text, with a character for each layer; a number may be text too.
     """
     for name, value in config.items():
         if isinstance(value, Mapping) and name.endswith("config"):
@@ -144,9 +144,10 @@ def _integers(values: list[Any]) -> bool:
 
 
 def _unknown_formats(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the formats of quantised weights that MLX lacks; some divide by their group size.
+    """Yield the formats of quantised weights that MLX lacks, and a group size of 0.
 
-    `quantization` has MLX's formats, also by layer; `quantization_config` other tools' formats.
+    `quantization` has MLX's formats, also for single layers; `quantization_config` those of other
+    tools, of which only the group size is checked, because libraries divide by it.
     """
     ours, others = config.get("quantization"), config.get("quantization_config")
     if isinstance(others, Mapping) and others.get("group_size", 1) == 0:
@@ -184,7 +185,7 @@ def _layer_kinds(config: Mapping[str, Any]) -> Iterator[str]:
     kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if kinds is None or type(layers) is not int:
         return
-    # Layers that predict further tokens come last, and may have kinds too.
+    # Layers for multi-token prediction come last, and may be listed too.
     further = config.get("num_nextn_predict_layers")
     most = layers + (further if type(further) is int else 0)
     if not isinstance(kinds, list) or not layers <= len(kinds) <= most:
@@ -195,7 +196,7 @@ def _layer_kinds(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def misfit(error: Exception, config: Mapping[str, Any]) -> str | None:
-    """Explain MLX's error for a weight of the wrong shape, and name the keys to check."""
+    """Explain MLX's error for a weight of the wrong shape; None for other errors."""
     if (found := _OTHER_SHAPE.search(str(error))) is None:
         return None
     made, stored, name = found.groups()
@@ -222,7 +223,7 @@ def misfit(error: Exception, config: Mapping[str, Any]) -> str | None:
 
 
 def _explains(value: int, ours: int, theirs: int) -> bool:
-    """Return whether `ours` is a multiple of a value, and another value would give `theirs`."""
+    """Return whether another value of a key could make the dimension `theirs` instead of `ours`."""
     if value < 2 or ours == 0 or ours % value:
         return value == ours
     return theirs % (ours // value) == 0

@@ -1,4 +1,4 @@
-"""Finding a model's folder, and checking its files before any library reads them."""
+"""Finds a model's folder, and checks its files before any library reads them."""
 
 import difflib
 import glob
@@ -70,7 +70,7 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
 
 
 def _meant(folder: Path) -> str:
-    """Return a suggestion if a neighbouring folder has a similar name."""
+    """Return a suggestion if a neighbouring folder has a similar name, else an empty text."""
     try:
         names = [each.name for each in folder.parent.iterdir() if each.is_dir()]
     except OSError:
@@ -80,7 +80,7 @@ def _meant(folder: Path) -> str:
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Read a model's config.json, having checked the folder's other files.
+    """Check a model folder's files, and return its config.json.
 
     Raises ModelError, also for a type that mlx-lm does not support, or for untrusted code.
     """
@@ -108,7 +108,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
 
 
 def _check_model_type(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError unless mlx-lm has the model's type, if need be under another name."""
+    """Raise ModelError unless mlx-lm supports the model's type, perhaps under another name."""
     kind = config["model_type"]
     try:
         special = mlx_lm_utils.MODEL_ARCHITECTURE_REMAPPING
@@ -124,7 +124,7 @@ def _check_model_type(path: Path, config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def without_wildcards(folder: Path) -> Iterator[Path]:
-    """Yield a path to a folder that contains no glob patterns, as mlx-lm passes it to glob."""
+    """Yield a path to the folder without wildcards, because mlx-lm passes the path to glob."""
     if glob.escape(str(folder)) == str(folder):
         yield folder
         return
@@ -135,9 +135,9 @@ def without_wildcards(folder: Path) -> Iterator[Path]:
 
 
 def check_auto_map(folder: Path) -> None:
-    """Raise ModelError if trusted code for transformers is not in the model's folder.
+    """Raise ModelError if an auto_map names a file outside its folder.
 
-    transformers downloads what the auto_map prefixes with a repository and `--`.
+    A file may be of another repository, named before `--`, from which transformers downloads it.
     """
     for name in ("config.json", "tokenizer_config.json"):
         auto_map = json_object(folder / name).get("auto_map")
@@ -164,7 +164,7 @@ def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raise ModelError for a file that is not regular or far too large, or a broken config.
+    """Raise ModelError if a file is not regular or far too large, or the config is broken.
 
     Links to files elsewhere are fine: Hugging Face's cache consists of them.
     """
@@ -196,13 +196,13 @@ def _check_size(path: Path) -> None:
             "download it again"
         ) from error
     except (OSError, ValueError):
-        pass  # surfaces where the file is needed
+        pass  # the error surfaces where the file is needed
 
 
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError unless there are weights with valid headers, and tensors for every layer.
+    """Raise ModelError unless there are weights with valid headers, and a tensor for every layer.
 
-    Otherwise mlx-lm would crash, or make layers until memory runs out.
+    Otherwise mlx-lm would crash, or create layers until memory runs out.
     """
     found = _tensors(folder)
     if not (tensors := len(found)):
@@ -251,7 +251,7 @@ def vocab_size(folder: Path) -> int:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object, or an empty one: errors surface at first real use."""
+    """Return a file's JSON object; empty if it cannot be read: errors surface at first real use."""
     try:
         value = sizes.read_value(path, limits_of(path.name))
     except (OSError, ValueError):

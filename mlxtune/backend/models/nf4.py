@@ -1,7 +1,7 @@
-"""QLoRA's NormalFloat in 4 bits: 16 levels, and blocks of 64 scaled by their largest entry.
+"""QLoRA's 4-bit NormalFloat: 16 levels, and blocks of 64 scaled by their largest magnitude.
 
-Sources: QLoRA, arXiv:2305.14314, section 3 and appendix E; codes are packed, and scales quantised
-again, byte for byte as in bitsandbytes.
+Sources: QLoRA, arXiv:2305.14314, section 3 and appendix E. The packed codes and the quantised
+scales equal bitsandbytes' byte for byte.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from mlxtune.backend.models.layers import DequantizedLinear
 
 BLOCK = 64
-# Scales that share a nested scale, with double quantisation.
+# The number of scales that share a nested scale in double quantisation.
 SCALES_BLOCK = 256
 # Appendix E: quantiles of the normal distribution, exact at zero, scaled to [-1, 1].
 LEVELS = (
@@ -26,7 +26,7 @@ LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-# Entries to quantise at once, as temporary arrays take several times their size.
+# Entries to quantise at a time: temporary arrays take several times their memory.
 _AT_ONCE = 1 << 20
 # The two levels that each byte holds, float32 (256, 2).
 _PAIRS = mx.array(np.array(list(product(LEVELS, repeat=2)), np.float32))
@@ -38,8 +38,9 @@ class NF4Linear(DequantizedLinear):
     """A frozen linear layer in NF4, whose weight is dequantised for each product.
 
     `weight` is uint32 (out, in / 8), whose bytes hold two codes each, the first in the high half;
-    `scales` float32 (out, in / 64). With `double_quant`, `scales` are uint8 codes of
-    `scale_levels`, times the `nested_scales` of 256 of them, plus the `nested_mean`, both float32.
+    `scales` is float32 (out, in / 64). With `double_quant`, `scales` are uint8 indices: a
+    scale is its entry of `scale_levels`, times the nested scale of its block of 256
+    (`nested_scales`), plus `nested_mean`, both float32.
     """
 
     def __init__(self, linear: nn.Linear, *, double_quant: bool = False) -> None:
@@ -61,7 +62,7 @@ class NF4Linear(DequantizedLinear):
         return dequantize(codes, scales).astype(dtype)
 
     def plain_scales(self) -> mx.array:
-        """Return the scales, float32 (out, in / 64)."""
+        """Return the scales, float32 (out, in / 64), dequantised if necessary."""
         if "nested_scales" not in self:
             return self["scales"]
         return dequantize_scales(self["scales"], self["nested_scales"], self["nested_mean"])
@@ -87,7 +88,7 @@ def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
 def in_parts(
     weight: mx.array, entries: int, make: Callable[[mx.array], Sequence[mx.array]]
 ) -> list[mx.array]:
-    """Return the results of `make` for a weight (out, in), made for about `entries` at a time.
+    """Apply `make` to a weight (out, in), about `entries` entries at a time; join the results.
 
     Temporary arrays then cover only one part of the weight.
     """
@@ -102,7 +103,7 @@ def in_parts(
 
 
 def _nearest(blocks: mx.array, levels: Floats) -> tuple[mx.array, mx.array]:
-    """Return the uint8 codes of blocks (...), divided by their largest magnitudes."""
+    """Return the index of each entry's nearest level, uint8, and the blocks' largest magnitudes."""
     largest = mx.abs(blocks).max(axis=-1)
     shares = blocks / mx.where(largest == 0, 1, largest)[..., None]
     between = mx.array((levels[:-1] + levels[1:]) / np.float32(2))
@@ -130,7 +131,7 @@ def quantize_scales(scales: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 def dequantize_scales(codes: mx.array, nested: mx.array, mean: mx.array) -> mx.array:
-    """Return the float32 scales of `quantize_scales`."""
+    """Return the float32 scales from the results of `quantize_scales`."""
     levels = mx.array(scale_levels())[codes].reshape(-1)
     each = mx.repeat(nested, SCALES_BLOCK)[: levels.size]
     return (levels * each + mean).reshape(codes.shape)
@@ -138,7 +139,7 @@ def dequantize_scales(codes: mx.array, nested: mx.array, mean: mx.array) -> mx.a
 
 @lru_cache(maxsize=1)
 def scale_levels() -> Floats:
-    """Return the 256 levels of a dynamic exponent, float32, sorted.
+    """Return the 256 values of an 8-bit number with a dynamic exponent, float32, sorted.
 
     Source: 8-bit Optimizers, arXiv:2110.02861, section 1.3: a sign, an exponent of 10 in unary, and
     a linear fraction in the remaining bits.

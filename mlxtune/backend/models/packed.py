@@ -26,7 +26,7 @@ class CannotPackError(Exception):
 class Layout:
     """The segments of a line; `positions` int32 (T,) is each token's position in its example.
 
-    The width of the examples side by side is rounded.
+    `rounding` rounds the width of `rows`.
     """
 
     def __init__(self, segments: Sequence[Segment], rounding: Rounding = NOT_ROUNDED) -> None:
@@ -40,7 +40,7 @@ class Layout:
         return int(self.positions.max()) + 1
 
     def before(self, segment: Segment) -> list[slice]:
-        """Return the places of the tokens before a segment, in order."""
+        """Return the slices of the line before a segment in its example, in order."""
         slices: list[slice] = []
         while segment.parent >= 0:
             segment = self.segments[segment.parent]
@@ -49,7 +49,7 @@ class Layout:
 
     @cached_property
     def rows(self) -> mx.array:
-        """The examples side by side, int32 (B, T).
+        """The examples as rows, int32 (B, T).
 
         Each entry is a token's place in the line. Shorter examples are padded with place 0.
         """
@@ -68,10 +68,10 @@ class Layout:
 
     @cached_property
     def shared(self) -> tuple[mx.array, mx.array] | None:
-        """The tokens that several rows share, int32 (S,), and all their places in `rows`.
+        """The tokens that several rows share, int32 (S,), and places in the flattened `rows`.
 
-        Each shared token has R places, the last of which may be padding. None if no token is
-        shared.
+        The second array, int32 (N + S * R,), is `places`, then R places of each shared token, the
+        last of which may be padding. None if no token is shared.
         """
         rows, first = self._side_by_side
         counts = np.bincount(rows[rows >= 0], minlength=len(self.positions))
@@ -80,7 +80,7 @@ class Layout:
             return None
         flat = rows.reshape(-1)
         padding = np.flatnonzero(flat < 0)
-        # All places of each token, one after the other.
+        # The places of all tokens, grouped by token.
         order = np.argsort(flat, kind="stable")[len(padding) :]
         starts = np.cumsum(counts) - counts
         places = np.full((len(tokens), counts.max()), padding[:1].max(initial=0), dtype=np.int32)
@@ -99,7 +99,7 @@ class Layout:
             own = slice(segment.start, segment.end)
             lines.append(np.concatenate([np.r_[each] for each in (*self.before(segment), own)]))
         lengths = [len(line) for line in lines]
-        # Tokens that only some rows share need a padding place: see `shared`.
+        # If only some rows share a token, `shared` needs a place with padding.
         may_share = len(ends) > 1 and len(continued) > 1
         width = max(lengths) + (min(lengths) == max(lengths) and may_share)
         width = self.rounding.rounded_width(width)
@@ -120,14 +120,14 @@ def layout() -> Layout | None:
 
 
 def check_not_packed() -> None:
-    """Raise CannotPackError in a line of several examples."""
+    """Raise CannotPackError if the current line holds several examples."""
     if layout() is not None:
         raise CannotPackError
 
 
 @contextmanager
 def laid_out(layout: Layout | None) -> Iterator[None]:
-    """Compute on a line with this layout inside the block; None for examples side by side."""
+    """Set the layout of the current line inside the block; None for one example in each line."""
     token = _current.set(layout)
     try:
         yield
@@ -136,10 +136,10 @@ def laid_out(layout: Layout | None) -> Iterator[None]:
 
 
 class LineCache:
-    """Replaces a layer's cache in an mlx-lm model while a line runs, and keeps nothing.
+    """Replaces a layer's cache in an mlx-lm model while a line runs, and stores nothing.
 
-    For attention it acts as a KV cache, for convolutions and recurrences as a cache of arrays that
-    start empty.
+    Attention uses it as an empty KV cache, convolutions and recurrences as an empty cache of
+    arrays.
     """
 
     offset = 0
@@ -150,7 +150,7 @@ class LineCache:
         return keys, values
 
     def make_mask(self, length: int, **options: Any) -> Any:
-        """Return the mask of the examples side by side, as mlx-lm makes it.
+        """Return mlx-lm's causal mask for rows of one example each; None without options.
 
         The model passes options for attention, and no options if it needs no mask.
         """
@@ -167,7 +167,7 @@ class LineCache:
         return None
 
     def __iter__(self) -> Iterator[None]:
-        # Only Kimi Linear unpacks a cache, which has four arrays.
+        # Only Kimi Linear unpacks its cache, which has four arrays.
         return iter([None] * 4)
 
     def __setitem__(self, index: int, state: Any) -> None:

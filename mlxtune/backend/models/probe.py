@@ -1,4 +1,4 @@
-"""The device and its speed, for `mlxtune doctor`, which runs this in a separate process:
+"""Measures the device, for `mlxtune doctor`, which runs this module in a separate process:
 
     python -m mlxtune.backend.models.probe
 

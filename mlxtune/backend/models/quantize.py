@@ -1,4 +1,4 @@
-"""Quantises a model as its weights are read, so that memory never holds all of them."""
+"""Quantises a model as its weights are read, so that memory never holds all the originals."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +14,7 @@ from mlxtune.backend.models.layers import cast_parameters
 from mlxtune.backend.models.nf4 import BLOCK, NF4Linear, in_parts
 from mlxtune.errors import ModelError
 
-# The parameters of MLX's formats by their name in --quantize, mlx-lm's defaults.
+# The parameters of MLX's formats, by the name in --quantize; the values are mlx-lm's defaults.
 MLX_FORMATS: dict[str, dict[str, Any]] = {
     "4": {"group_size": 64, "bits": 4, "mode": "affine"},
     "8": {"group_size": 64, "bits": 8, "mode": "affine"},
@@ -24,7 +24,7 @@ MLX_FORMATS: dict[str, dict[str, Any]] = {
 }
 NF4 = "nf4"
 FORMATS = (*MLX_FORMATS, NF4)
-# Entries to quantise together on the CPU, which runs some operations ahead.
+# Entries to quantise at a time on the CPU, where MLX runs some operations ahead.
 _AT_ONCE = 1 << 16
 
 Predicate = Callable[[str, nn.Module], Any]
@@ -65,13 +65,13 @@ def quantize_lazily(
 
 
 def describe_format(parameters: Mapping[str, Any]) -> str:
-    """Describe one of MLX's formats by its parameters, as a config has them."""
+    """Describe one of MLX's formats, given its parameters from a config."""
     mode = parameters.get("mode", "affine")
     return f"{parameters.get('bits')}-bit {mode}, group {parameters.get('group_size')}"
 
 
 def format_name(quantize: str, double_quant: bool = False) -> str:
-    """Return the name of a format and its scales."""
+    """Return the name of a format, with any double quantisation."""
     return f"{quantize} with double quantisation" if double_quant else quantize
 
 
@@ -122,9 +122,9 @@ def read_one_by_one(model: nn.Module) -> None:
 
 
 def _quantize_in_parts(module: nn.Module, weight: mx.array) -> None:
-    """Quantise a module some rows at a time on the CPU, with the same result.
+    """On the CPU, quantise a module to floats some rows at a time, with the same result.
 
-    MLX's temporary arrays take up to 80 bytes per entry there for 4-bit floats.
+    MLX's temporary arrays there take up to 80 bytes per entry for 4-bit floats.
     """
     if module.mode == "affine" or not on_cpu():
         return

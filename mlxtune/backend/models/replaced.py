@@ -1,4 +1,4 @@
-"""Functions and layers replaced in one model, without changing shared classes."""
+"""Replaces functions and layers in one model, without changing shared classes."""
 
 from collections.abc import Callable, Mapping
 from types import FunctionType
@@ -7,15 +7,15 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
-# Activations of experts that all models share, so they cannot be changed for one model.
+# The default activations of experts: all models share these objects, so they stay unchanged.
 _SHARED = {id(each) for kind in (SwitchGLU, SwitchMLP) for each in kind.__init__.__defaults__}
 
 
 class Replacements:
     """The functions and layers that a model uses instead of mlx-lm's and MLX's own.
 
-    `functions` take the place of functions that its modules call by name, by the identity of the
-    original function; `kinds` are subclasses of classes of layers.
+    `functions` maps the `id` of a function that modules call by name to its replacement; `kinds`
+    maps a layer class to its subclass.
     """
 
     def __init__(self, functions: Mapping[int, Any], kinds: Mapping[type, type]) -> None:
@@ -30,8 +30,8 @@ class Replacements:
             replaced = self._subclass(kind)
             if replaced is not None and id(part) not in _SHARED:
                 changed.append((part, kind))
-                # In place, unlike `Intercepted`: the model has no parent to hold a replacement, and
-                # adapters hold their modules to be switched off and on.
+                # The class changes in place: the model itself has no parent in which to replace it,
+                # and adapters keep references to their modules.
                 part.__class__ = replaced
 
         def undo() -> None:
@@ -79,5 +79,5 @@ class Replacements:
 
 
 def subclasses(mixin: type, *kinds: type) -> dict[type, type]:
-    """Return a subclass of each class, in which the mixin comes first."""
+    """Return a subclass of each class, with the mixin as its first base."""
     return {kind: type(kind.__name__, (mixin, kind), {}) for kind in kinds}

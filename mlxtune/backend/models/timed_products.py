@@ -1,4 +1,4 @@
-"""Products with a quantised matrix, timed in both forms of --quantized-compute."""
+"""Times products with a quantised matrix in both forms of --quantized-compute."""
 
 import math
 import time
@@ -19,7 +19,7 @@ from mlxtune.backend.models.layers import (
 )
 from mlxtune.core.text import short_duration
 
-# Untimed runs of each form, and timed runs, an odd number.
+# The untimed and the timed runs of each form; the latter are odd in number, for the median.
 _WARMUPS, _RUNS = 2, 5
 # A dequantised matrix takes memory, so it must be faster by this share.
 _GAIN = 0.05
@@ -27,7 +27,7 @@ _GAIN = 0.05
 
 @dataclass(frozen=True)
 class TimedProducts:
-    """Seconds that a matrix's product and its gradient take for some tokens, in each form.
+    """Seconds that a matrix's product and its gradient take for `tokens` tokens, in each form.
 
     The time of a form that MLX cannot compute is infinite.
     """
@@ -58,7 +58,7 @@ def time_products(
 ) -> TimedProducts | None:
     """Time both forms on the model's largest quantised matrix; return None if there is no choice.
 
-    No weights are read: random weights of the same shape and format replace them. Embeddings and
+    No weights are read: random weights of the same shape and format are timed. Embeddings and
     heads, which run on few tokens, and experts, which have other kernels, are not timed.
     """
     layers = [
@@ -86,7 +86,7 @@ def time_products(
 
 
 def _stand_ins(linear: nn.QuantizedLinear) -> tuple[nn.Module, nn.Module]:
-    """Return random layers like a quantised layer in both forms, without a bias."""
+    """Return random layers of a quantised layer's shape, without a bias, in both forms."""
     native = nn.QuantizedLinear.__new__(nn.QuantizedLinear)
     nn.Module.__init__(native)
     copy_quantized(linear, native)
@@ -96,12 +96,12 @@ def _stand_ins(linear: nn.QuantizedLinear) -> tuple[nn.Module, nn.Module]:
             continue
         if name == "weight":
             drawn = mx.random.randint(0, 2**31 - 1, value.shape, key=mx.random.key(2))
-            # Leaves out the bits of an 8-bit NaN.
+            # Clears bits that are set in every 8-bit NaN.
             native[name] = (drawn & 0x77777777).astype(value.dtype)
         elif mx.issubdtype(value.dtype, mx.floating):
             native[name] = mx.full(value.shape, 0.01, value.dtype)
         else:
-            # 1 as an 8-bit number, and as an exponent.
+            # Scales of 1: an 8-bit float in nvfp4, a biased exponent in the other formats.
             native[name] = mx.full(value.shape, 56 if linear.mode == "nvfp4" else 127, value.dtype)
     return native, DequantizedLinear(native)
 

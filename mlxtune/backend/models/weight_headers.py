@@ -1,4 +1,4 @@
-"""Problems in the headers of a model's weights on which MLX or mlx-lm would fail, or crash."""
+"""Problems in the headers of a model's weights that would make MLX or mlx-lm fail or crash."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,13 +13,13 @@ NOT_TEXT = re.compile(r"vision|visual|audio|speech|image|multi_modal")
 _FLOATS = ("F16", "BF16", "F32")
 # mlx-lm loads tensors with these names; the excluded names are causal masks, which it drops.
 _LOADED = re.compile(r"(?!.*(?:attn|attention)\.bias$).*\.(?:weight|scales|biases|bias)")
-# Dtypes of weights with a separate scale, by the scale's names; mlx-lm converts these.
+# Dtypes of weights that mlx-lm converts with a separate scale, and endings of the scale's name.
 _SCALED = ("F8_E4M3", "F8_E5M2", "I8")
 _SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
 
 
 def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problems of the language model's tensors by name."""
+    """Yield the problems of the language model's tensors, with the tensors' names."""
     quantised = is_quantized(config)
     for name, info in tensors.items():
         if NOT_TEXT.search(name) or not _LOADED.fullmatch(name):
@@ -34,7 +34,7 @@ def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
 
 
 def _scales_problems(stem: str, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """Yield the errors of a packed matrix; MLX would divide by zero or read past it."""
+    """Yield a quantised matrix's errors; MLX would divide by zero or read out of bounds."""
     weight, scales = tensors[f"{stem}.weight"], tensors[f"{stem}.scales"]
     biases = tensors.get(f"{stem}.biases")
     name = f"{stem:.100}.scales"

@@ -1,4 +1,4 @@
-"""Masks of causal attention in a window, which remember the window's length."""
+"""Masks of causal attention in a window, for which the window's length is recorded."""
 
 import weakref
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
-# The length of each mask's window, by the identity of the mask.
+# The length of each mask's window, by the mask's `id`.
 _windows: dict[int, int] = {}
 
 
 def window_mask(length: int, window: int) -> mx.array:
-    """Return the mask bool (T, T) of queries that see the last `window` keys."""
+    """Return the mask, bool (T, T), with which each query sees only the last `window` keys."""
     mask = base.create_causal_mask(length, window_size=window)
     _windows[id(mask)] = window
     weakref.finalize(mask, _windows.pop, id(mask), None)
@@ -26,9 +26,9 @@ def window_of(mask: Any) -> int | None:
 def create_attention_mask(
     h: mx.array, cache: Any = None, window_size: int | None = None, return_array: bool = False
 ) -> Any:
-    """Return the mask of mlx-lm's function of this name; `h` is (B, T, ·).
+    """Return the mask that mlx-lm's function of this name returns; `h` is (B, T, ·).
 
-    Without a cache, as in training with padding, the mask remembers its window.
+    Without a cache, as in training with padding, `window_of` finds the mask's window.
     """
     length = h.shape[1]
     if cache is None and window_size is not None and length > window_size:

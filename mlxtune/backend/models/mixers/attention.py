@@ -1,4 +1,4 @@
-"""Attention that every device can differentiate, and attention in windows by blocks.
+"""Attention with a gradient on every device, and windowed attention in blocks.
 
 MLX's fused attention has a gradient on Metal with more than 8 queries and without sinks; its
 library says "the vector kernels do not produce a logsumexp; the VJP path requires the
@@ -19,7 +19,7 @@ from mlxtune.backend.models.windows import window_of
 _FEW = 8
 # The smallest number of queries in a block of windowed attention.
 _BLOCK = 512
-# The head sizes that Metal's fused attention has a gradient for.
+# The head sizes for which Metal's fused attention has a gradient.
 _HEAD_SIZES = (64, 72, 80, 96, 128, 192, 256)
 
 
@@ -32,10 +32,10 @@ def scaled_dot_product_attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Return the output of mlx-lm's function of this name, in a form that has a gradient.
+    """Return the output of mlx-lm's function of this name, computed so that it has a gradient.
 
-    queries are (B, Hq, T, D), keys and values (B, Hk, S, ·). With a cache of tokens, as in
-    generation, mlx-lm's function runs.
+    queries are (B, Hq, T, D), keys and values (B, Hk, S, ·). With a real cache, as in generation,
+    mlx-lm's function runs.
     """
     if cache is not None and not isinstance(cache, LineCache):
         return mlx_lm_base.scaled_dot_product_attention(
@@ -63,7 +63,7 @@ def _attention(
 def _with_sink_key(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, sinks: mx.array, size: int
 ) -> mx.array:
-    """Return causal attention with sinks as an extra key, so that no scores are kept.
+    """Return causal attention with sinks as an extra key, so that the fused kernel can run.
 
     Heads are widened to `size`. The first added entry of a query is its head's sink; the extra key
     has 1 there, and its value is zero:
@@ -78,7 +78,7 @@ def _with_sink_key(
     key = mx.zeros((*keys.shape[:2], 1, size), keys.dtype)
     key[..., width] = 1
     keys = mx.concatenate([key, mx.pad(keys, [*added, (0, size - width)])], axis=2)
-    # The sink comes first, so that every query sees it: the mask aligns the ends.
+    # The sink comes first, so that every query sees it: causal masks align the last positions.
     out_width = values.shape[3]
     values = mx.pad(values, [(0, 0), (0, 0), (1, 0), (0, size - out_width)])
     output = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask="causal")
@@ -98,7 +98,7 @@ def attention_in_blocks(
     A block of max(512, window) queries attends to itself and the block before:
 
         keys      a a a a b b b b c c c c
-        block b   [. x x x x . . .]          the mask of its first query, window 4
+        block b   [. x x x x . . .]          x: keys of its first query, with a window of 4
     """
     rows, heads, length, _ = queries.shape
     size = max(window, _BLOCK)
@@ -135,7 +135,7 @@ def composed_attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Return attention by MLX's plain operations, which keeps its scores (B, Hq, T, S)."""
+    """Return attention from MLX's basic operations; keeps the scores (B, Hq, T, S) in memory."""
     rows, heads, length, width = queries.shape
     groups, seen = keys.shape[1], keys.shape[2]
     queries = (queries * scale).reshape(rows, groups, -1, length, width)

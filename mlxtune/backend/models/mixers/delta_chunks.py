@@ -1,16 +1,16 @@
-"""The gated delta rule by chunks of tokens, with one gate for a head and token.
+"""The gated delta rule, computed in chunks of tokens, with one gate per head and token.
 
 For each head, with a state S (Dv, Dk), gates g and betas b (Yang et al., arXiv:2412.06464):
 
     S_t = g_t S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T,   y_t = S_t q_t
 
-or, for the C tokens of a chunk that starts with the state S, with the decay from its start in
-`from`, to its end in `to`, and between two tokens in `.`:
+or, for the C tokens of a chunk that starts with the state S, where `from` includes the decay since
+its start, `to` the decay until its end, and `.` the decay between two tokens:
 
     (I + A) D = diag(b) (V - K_from S^T),    A = strictly lower part of diag(b) (K . K^T)
     Y = Q_from S^T + (Q . K^T) D,            S' = S decay + D^T K_to
 
-The parts of a chunk that need no state run for all chunks at once, and only D and S in order.
+The terms without S are computed for all chunks together; only D and S are computed in order.
 """
 
 import mlx.core as mx
@@ -19,9 +19,9 @@ from mlxtune.backend.models.autograd import differentiable
 
 # The tokens of a chunk.
 SIZE = 64
-# The logarithm of a zero gate: its sums stay finite, and their exponentials are 0.
+# The logarithm of a zero gate: sums with it stay finite, and their exponentials are 0.
 _LOWEST = -1e4
-# Up to this size, powers are as accurate as substitution: no coefficient exceeds 3.
+# Up to this size, the power series is as accurate as substitution: no coefficient exceeds 3.
 _SMALLEST = 4
 
 
@@ -60,15 +60,15 @@ def _chunks(x: mx.array, key_heads: int) -> mx.array:
     x = mx.pad(x, [(0, 0), (0, -tokens % size), (0, 0), (0, 0)])
     x = x.reshape(rows, -1, size, key_heads, heads // key_heads, x.shape[-1])
     x = x.transpose(1, 0, 3, 4, 2, 5)
-    # A copy in the layout that products read. Unlike mx.contiguous, MLX can export it.
+    # Makes a contiguous copy for the products. Unlike mx.contiguous, MLX can export it.
     return x.reshape(-1).reshape(x.shape)
 
 
 def _decays(log_gates: mx.array) -> tuple[mx.array, mx.array]:
     """Return the decay (..., C, 1) from a chunk's start to each token, and (..., C, C) from i to t.
 
-    Every exponent is a sum of log-gates (..., C, 1), never a difference of two such sums. So it is
-    at most 0, and exact for gates of 0 and 1.
+    Every exponent is a sum of log-gates (..., C, 1), never a difference of two such sums, so it is
+    at most 0, and the decay is exact for gates of 0 and 1.
     """
     size = log_gates.shape[-2]
     lower = mx.tri(size, size, 0, mx.float32)
@@ -92,10 +92,9 @@ def _unit_inverse(a: mx.array) -> mx.array:
 
 
 def _inverted(a: mx.array) -> mx.array:
-    """Return the inverse of a unit triangular matrix, by blocks.
+    """Return (I + A)^-1 by halves: with their inverses T and U, the lower left block is -U A_21 T.
 
-    The lower left block of the inverse of [[T, 0], [X, U]] is -U A_21 T. For larger blocks, a power
-    series would lose digits to cancelling binomial coefficients.
+    For larger matrices, a power series would lose digits: its binomial coefficients cancel.
     """
     size = a.shape[-1]
     if size <= _SMALLEST:

@@ -1,4 +1,4 @@
-"""Experts on sorted tokens, with gradients that are gathered like the inputs.
+"""Experts on tokens sorted by expert, with gradients that gather instead of scatter.
 
 mlx-lm sorts too, but MLX's gradient of a gather adds into zeros, in any order on a GPU.
 """
@@ -54,7 +54,7 @@ def _by_expert(
 ) -> mx.array:
     """Return the outputs (..., k, out) of experts for x (..., in) and indices (..., k).
 
-    `run(x, experts)` takes the tokens (N k, 1, in) in the order of their experts (N k,).
+    `run(x, experts)` takes the tokens (N k, 1, in), sorted by expert, and their experts (N k,).
     """
     k, flat = indices.shape[-1], mx.stop_gradient(indices).flatten()
     order = mx.argsort(flat)

@@ -1,4 +1,4 @@
-"""The gated delta rule by MLX's kernels or by chunks, instead of mlx-lm's loop over tokens."""
+"""The gated delta rule in MLX's kernels or in chunks, instead of mlx-lm's loop over tokens."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from mlxtune.backend.device.device import has_metal
 from mlxtune.backend.models.mixers.delta_chunks import SIZE, delta_rule
 from mlxtune.backend.models.mixers.recurrences import by_blocks
 
-# The tokens of all rows that are computed at once, which bounds the memory of long rows.
+# The tokens, over all rows, that are computed together; this bounds the memory of long rows.
 _TOKENS = 2048
-# The head size, and the key and value heads, of `seq_gated_delta_*` and `gated_delta_fused_*` with
-# their `_vjp_` in mlx.metallib of 0.32.4. CUDA's library says "has no CUDA implementation".
+# The head size, and the numbers of key and value heads, for which mlx.metallib 0.32.4 has the
+# kernels `seq_gated_delta_*` and `gated_delta_fused_*` with `_vjp_`. CUDA has none.
 _KERNEL_SIZE = 128
 _KERNEL_HEADS = {(16, 16), (16, 32), (16, 48), (16, 64), (24, 24), (32, 32)}
 
@@ -35,7 +35,7 @@ def gated_delta_update(
 ) -> tuple[mx.array, mx.array]:
     """Return the result of mlx-lm's function of this name, with its arguments.
 
-    Gates are computed as their logarithms.
+    The gates are computed as logarithms, which `delta_rule` takes.
     """
     if use_kernel and _on_metal() and k.shape[-1] % 32 == 0:
         # mlx-lm's kernel, which has no gradient.
@@ -65,7 +65,7 @@ def gated_delta_update(
 
 
 def by_chunks(*arrays: Any) -> tuple[mx.array, mx.array]:
-    """Return the result of `delta_rule`; the backward pass recomputes the chunks by groups."""
+    """Return the result of `delta_rule`; the backward pass recomputes some chunks at a time."""
     *inputs, state = arrays
     tokens = max(_TOKENS // (len(state) * SIZE), 1) * SIZE
     return by_blocks(delta_rule, inputs, state, tokens)

@@ -1,4 +1,4 @@
-"""Recurrences by blocks of tokens, and the convolutions before them.
+"""Recurrences computed in blocks of tokens, and the convolutions before them.
 
 The backward pass recomputes one block at a time.
 """
@@ -14,8 +14,8 @@ from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.replaced import subclasses
 
-# The tokens of a block. RWKV 7 counts them over all rows, as its backward pass holds their states.
-# Mamba 2 has mlx-lm's block size, as it computes weights for all pairs of tokens in a block.
+# The tokens of a block: for RWKV 7 over all rows, because its backward pass holds their states; for
+# Mamba 2 mlx-lm's block size, because it computes weights for all pairs of tokens in a block.
 BLOCK, _PAIRED = 64, 256
 # Longer kernels would take too many products.
 _LONGEST = 8
@@ -55,7 +55,7 @@ def by_blocks(
             given = [*block(whole, start), state]
             (d_y,) = block([d_outputs], start)
             found = mx.vjp(lambda *x: list(run(*x)), given, [d_y, d_state])[1]
-            # Results are evaluated together, or the results of a block would wait for other blocks.
+            # Evaluates a block's gradients together; otherwise some would wait for other blocks.
             *made, d_state = mx.depends(found, found)
             gradients.append(made)
         parts = zip(*gradients[::-1], strict=True)
@@ -80,8 +80,8 @@ def ssm_update(
 ) -> tuple[mx.array, mx.array]:
     """Return the result of mlx-lm's function of this name.
 
-    It is y (B, T, H, P) and the state (B, H, P, n). A_log, D and dt_bias are frozen. Only
-    generation passes masks and lengths.
+    The result is y (B, T, H, P) and the state (B, H, P, n). A_log, D and dt_bias are frozen. Only
+    generation passes `mask` and `lengths`.
     """
     x = hidden_states
     if mask is not None or lengths is not None or x.shape[1] == 1:
@@ -98,7 +98,7 @@ def ssm_update(
 
 
 class TimeMixing(nn.Module):
-    """RWKV 7's time mixing by mlx-lm's loop over tokens; its kernel for Metal has no gradient."""
+    """RWKV 7's time mixing in mlx-lm's loop over tokens: its Metal kernel has no gradient."""
 
     def _wkv7(self, *inputs: Any) -> tuple[mx.array, mx.array]:
         *given, state = inputs
@@ -130,7 +130,7 @@ class DepthwiseConv1d(nn.Module):
 
 
 def _is_depthwise(layer: Any, x: mx.array) -> bool:
-    """Return whether `convolve` computes the same as this nn.Conv1d except for the bias."""
+    """Return whether `convolve` gives the output of this nn.Conv1d without its bias."""
     channels, length, each = layer["weight"].shape
     return (
         layer.groups == channels == x.shape[-1]
@@ -153,7 +153,7 @@ def convolve(x: mx.array, weight: mx.array) -> mx.array:
 def _convolve(x: mx.array, weight: mx.array) -> mx.array:
     if not on_cpu():
         return mx.conv1d(x, weight, groups=weight.shape[0])
-    # MLX's own gradient takes many times as long on the CPU.
+    # MLX's own convolution has a far slower gradient on the CPU.
     last = weight.shape[1] - 1
     taps = weight.squeeze(-1).T.astype(mx.float32)
     terms = (x[:, k : x.shape[1] - last + k] * taps[k] for k in range(last + 1))

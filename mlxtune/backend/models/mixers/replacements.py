@@ -11,7 +11,7 @@ from mlxtune.backend.models.mixers.gated_delta import gated_delta_update
 from mlxtune.backend.models.replaced import Replacements
 from mlxtune.backend.models.windows import create_attention_mask
 
-# Keyed by the identity of the replaced function.
+# Keyed by the `id` of the replaced function.
 FUNCTIONS: dict[int, Any] = {
     id(base.create_attention_mask): create_attention_mask,
     id(base.scaled_dot_product_attention): scaled_dot_product_attention,
