@@ -17,7 +17,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 APPLICATIONS = ("Google Chrome", "Chromium")
 TRIES = 5
 
-# A page that drives others in frames, and records what a reader would have seen.
+# A page that runs steps, can open other pages in frames, and reports the object `seen`.
 _DRIVER = """<!doctype html><title>running</title><pre id="result"></pre><script>
 const seen = {};
 const frame = (width, name, hash) => new Promise((resolve) => {
@@ -48,7 +48,7 @@ needs_browser = pytest.mark.skipif(
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """The outcome of a page: its final elements, its messages and its requests."""
+    """The result of visiting a page: its final DOM, console messages and requested addresses."""
 
     dom: str
     said: list[str]
@@ -56,7 +56,7 @@ class Visit:
 
 
 def browse(folder: Path, address: str) -> Visit:
-    """Open an address of the folder and return the page's outcome."""
+    """Open a page of the folder and return its result."""
     net_log = folder / "net.json"
     process = subprocess.run(
         [
@@ -87,18 +87,18 @@ def browse(folder: Path, address: str) -> Visit:
 
 
 def drive(folder: Path, steps: str) -> dict[str, Any]:
-    """Take steps, in JavaScript, with pages of the folder; return their results in `seen`.
+    """Run steps in JavaScript on pages of the folder; return the object `seen` that they fill.
 
     `await frame(width, name, hash)` opens a page. No page may print a message or make a request.
     """
     (folder / "driver.html").write_text(_DRIVER.replace("STEPS", steps), "utf-8")
-    # On a busy machine, the browser's own clock may run out before the steps are done.
+    # On a busy machine, the time budget may end before the steps do.
     for _ in range(TRIES):
         visit = browse(folder, "driver.html")
         if text := visit.dom.partition('<pre id="result">')[2].partition("</pre>")[0]:
             break
     assert visit.said == []
-    # The browser requests lists from its vendor; this blocks the requests.
+    # Chromium itself requests lists from its vendor, without an answer.
     asked = [each for each in visit.requested if not each.startswith(("file:", "chrome", "data"))]
     assert not [each for each in asked if not re.search(r"googleapis|google\.com", each)]
     found: dict[str, Any] = json.loads(html.unescape(text))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# In the good file of the fixture `chat`.
+# The number of rows in the fixture `chat`.
 ROWS = 20
 
 
@@ -24,7 +24,7 @@ class Outcome:
 
     @property
     def error(self) -> str:
-        """Check that the output is a single message, and return it."""
+        """Check that the command printed only one error message, and return the message."""
         assert self.code in (1, 2), self.err
         assert self.out == ""
         lines = self.err.splitlines()
@@ -74,7 +74,7 @@ def read_terminal(terminal: int) -> Iterator[str]:
     while True:
         try:
             chunk = os.read(terminal, 4096)
-        except OSError:  # Linux's sign of a closed other end
+        except OSError:  # on Linux, the other end is closed
             return
         if not chunk:
             return

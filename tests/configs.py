@@ -1,4 +1,4 @@
-"""A config of a run with only the required options, for tests."""
+"""Configs of runs with only the required options, and their errors, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared fixtures: the real material, if present, and the command with its input.
+"""Fixtures for all tests: real tokenizers and data, a local hub, and commands with their input.
 
 Nothing here imports mlx before a test requests a model.
 """
@@ -21,25 +21,25 @@ from hypothesis import HealthCheck, settings
 from tests.paths import SHARED
 from tests.waiting import SECONDS
 
-# The same examples on every machine, fast or slow; tests.long.explore tries others.
+# Property tests use the same examples on every machine; tests.long.explore tries others.
 _NO_CLOCK = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "database": None}
 settings.register_profile("same", derandomize=True, max_examples=20, **_NO_CLOCK)
 settings.register_profile("explore", derandomize=False, print_blob=True, **_NO_CLOCK)
 settings.load_profile("same")
 
-# If several processes test in parallel, the threads of each would only wait for the others.
+# Parallel test processes use one thread each, because more would only wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | os.environ
 
-# Without the cache, every process that tests start would compile the package again.
+# Write bytecode, so that processes which tests start do not compile the package again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# MLX reads this once, at import. TF32, its default on CUDA and M5, rounds float32 products to three
-# digits, and tests compare to five.
+# MLX reads this at import. TF32, its default on CUDA and M5, rounds float32 products to three
+# digits, but tests need five.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
-# Set before their import, so that their failures show the compared values.
+# Must come before the import of these modules, so that failed asserts in them show values.
 pytest.register_assert_rewrite("tests.command", "tests.core.training.fake_pipeline")
 
 from mlxtune.cli import main  # noqa: E402
@@ -49,21 +49,21 @@ from tests.models import sums, write_chat, write_model  # noqa: E402
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all present objects from later garbage collections, which release models."""
+    """Make later garbage collections skip all objects that exist now."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_old_garbage() -> None:
-    """Exclude objects older than the module from collections, as imports come gradually."""
+    """Make garbage collections skip the objects of earlier modules and imports."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def heed_interrupts() -> None:
-    """Undo the ignored signals that a test run in the background inherits."""
+    """Restore the handlers of signals that a background test run inherits as ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -71,20 +71,20 @@ def heed_interrupts() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_disk() -> Iterator[None]:
-    """Make flushes return immediately: a run flushes some fifty times, and there are hundreds.
+    """Make flushes return immediately: each of hundreds of runs would flush some fifty times.
 
     The processes that tests start do flush, and tests/core/files/test_files.py checks that files
     are flushed before they are renamed.
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
-        # A closed descriptor is still an error.
+        # `fstat` still raises an error for a closed descriptor.
         monkeypatch.setattr(os, "fsync", lambda descriptor: os.fstat(descriptor) and None)
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep encoded data out of the user's own cache, in this process and its children."""
+    """Keep encoded data out of the user's cache, in this process and its children."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
@@ -101,7 +101,7 @@ def shared() -> Path:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub on this machine for the real client, without a token."""
+    """A local hub that the real client uses, without a token."""
     from huggingface_hub import constants, file_download
     from huggingface_hub.utils import _http
 
@@ -115,7 +115,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             "HF_HUB_DISABLE_TELEMETRY": True,
             "HF_HUB_DISABLE_XET": True,
             "DOWNLOAD_CHUNK_SIZE": 4000,
-            # Long enough for a busy machine; tests of a silent hub set their own.
+            # Long enough for a busy machine; tests of a silent hub shorten it.
             "HF_HUB_DOWNLOAD_TIMEOUT": SECONDS,
             "HF_HUB_ETAG_TIMEOUT": SECONDS,
         }.items():
@@ -124,7 +124,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
             monkeypatch.delenv(name, raising=False)
-        # The folder of the hub's answers.
+        # The hub's answers are cached here.
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         yield hub
 
@@ -137,7 +137,7 @@ def cli(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, short_checks: None
 ) -> Cli:
     """Run a command in this process, which has already loaded mlx."""
-    # The command replaces these permanently.
+    # `main` replaces it for the rest of the process; this restores it.
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
 
     def run(*arguments: object) -> Outcome:
@@ -152,9 +152,9 @@ def cli(
 
 @pytest.fixture
 def train(cli: Cli, model: Path, chat: Path, output: Path) -> Cli:
-    """Run `mlxtune train --quiet` on a good model and file; later options win.
+    """Run `mlxtune train --quiet` on a valid model and file; later options win.
 
-    No samples are answered, which takes longer than such a run.
+    Samples are off, because answering them takes longer than the run.
     """
 
     def run(*arguments: object, quiet: bool = True) -> Outcome:
@@ -168,7 +168,7 @@ def train(cli: Cli, model: Path, chat: Path, output: Path) -> Cli:
 
 @pytest.fixture
 def inspect(cli: Cli, model: Path, chat: Path) -> Cli:
-    """Run `mlxtune inspect` on a good model and file; later options win."""
+    """Run `mlxtune inspect` on a valid model and file; later options win."""
 
     def run(*arguments: object) -> Outcome:
         data = [] if "--data" in arguments else ["--data", chat]
@@ -223,7 +223,7 @@ def run_to_copy(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_run(run_to_copy: Path, output: Path) -> Path:
-    """The checkpoints of a finished run of two steps, made by this user."""
+    """The checkpoints of a finished run of two steps, which is marked as this user's own."""
     from mlxtune.core.run import own_runs
 
     run = Path(shutil.copytree(run_to_copy, output.parent)) / "checkpoints"

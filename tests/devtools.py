@@ -1,6 +1,6 @@
-"""A real browser without a window, which tests drive through its own protocol.
+"""A headless browser that tests drive through the DevTools protocol.
 
-Chromium takes commands through a pipe: objects of JSON, each ended by a null character
+Chromium takes commands through a pipe: JSON objects, each ended by a null character
 (https://chromedevtools.github.io/devtools-protocol).
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 from tests.browser import BROWSER
 from tests.waiting import SECONDS
 
-# The numbers of the pipe's ends in the browser.
+# The descriptors of the pipes in the browser.
 _READ, _WRITTEN = 3, 4
 
 
@@ -70,7 +70,7 @@ class Tab:
 
 
 class Browser:
-    """The test's end of a browser's pipe."""
+    """A running browser, and the pipes to it."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = read, write
@@ -119,7 +119,7 @@ class Browser:
 def browsing(folder: Path) -> Iterator[Browser]:
     """Yield a browser that keeps its files in a folder."""
     (commands, write), (read, events) = os.pipe(), os.pipe()
-    # A shell gives the pipe's ends the numbers that the browser expects.
+    # A shell gives the pipes the descriptors that the browser expects.
     ends = f"exec {_READ}<&{commands} {_WRITTEN}>&{events}"
     process = subprocess.Popen(
         [

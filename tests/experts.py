@@ -1,4 +1,4 @@
-"""Tiny configs of mixtures of experts, one of each family of mlx-lm, for tests."""
+"""Tiny configs of mlx-lm's families of mixtures of experts, for tests."""
 
 from __future__ import annotations
 

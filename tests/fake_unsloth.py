@@ -1,4 +1,4 @@
-"""The part of unsloth_zoo.mlx that a benchmark uses, in few lines, for tests."""
+"""A small imitation of the parts of unsloth_zoo.mlx that a benchmark uses, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that fails, or a process that dies, at one operation of many."""
+"""A fake disk that fails, or a process that dies, at a chosen file operation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-# The operations of writing; each may fail at any call.
+# The operations that write; any call may fail.
 OPERATIONS = [
     (Path, "mkdir"),
     (Path, "open"),
@@ -22,7 +22,7 @@ OPERATIONS = [
     (os, "fsync"),
     (shutil, "rmtree"),
 ]
-# A full or broken disk fails only the operations that create something.
+# The operations that a full or broken disk fails; it can still remove files.
 _MAKING = {"mkdir", "open", "fdopen", "rename", "replace", "fsync", "write"}
 CRASH = -1
 KINDS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EACCES": errno.EACCES, "crash": CRASH}
@@ -33,11 +33,11 @@ class Crash(BaseException):
 
 
 class FaultyDisk:
-    """Lets operations pass until the one of number `fails_at`, from 1.
+    """Fails the file operation of number `fails_at`, counted from 1.
 
-    That operation writes half of its data and fails by `code`; later ones succeed. With CRASH, it
-    and all later ones raise Crash, so that no cleanup happens either. Only the files of the folder
-    `within` count, by default all files.
+    That operation writes half of its data and fails with `code`; later ones succeed. With CRASH, it
+    and all later ones raise Crash, so that no cleanup happens either. Only operations in the folder
+    `within` count, by default all.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class FaultyDisk:
 
     @property
     def failed(self) -> bool:
-        """True once the failing operation has been reached."""
+        """True once the failing operation has been called."""
         return self.calls >= self.fails_at
 
 

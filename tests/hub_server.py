@@ -23,7 +23,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 CONVERTED = "refs/convert/parquet"
-# The permissions of each token.
+# The role of each token.
 TOKENS = {"hf_owner": "write", "hf_reader": "read"}
 
 
@@ -64,10 +64,10 @@ class Request:
 
 
 class Hub:
-    """The server's content, its received requests, and its faults.
+    """The content of a local hub, its received requests, and its faults.
 
-    `faults` are called for each request with its method and path: they answer, break the connection
-    or return False to pass it on.
+    Each of `faults` is called with a request's handler, method and path; it answers, breaks the
+    connection, or returns False to let the hub answer.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Hub:
         self.requests: list[Request] = []
         self.faults: list[Callable[[Handler, str, str], bool]] = []
         self.endpoint = ""
-        # For each unanswered connection, True if the client closed it.
+        # One entry per unanswered connection: True if the client closed it.
         self.gave_up: list[bool] = []
 
     def given_up(self) -> bool:
@@ -85,14 +85,14 @@ class Hub:
         for _ in range(500):
             if self.gave_up:
                 return all(self.gave_up)
-            time.sleep(0.01)  # the server may notice the end a little later
+            time.sleep(0.01)  # the server may notice the closed connection later
         return False
 
     def asked(self, part: str = "") -> list[str]:
         return [f"{each.method} {each.path}" for each in self.requests if part in each.path]
 
     def sent(self) -> bytes:
-        """Return all paths, headers and bodies that clients have sent, in readable form."""
+        """Return all paths, headers and bodies that clients have sent, with base64 decoded."""
         parts = []
         for each in self.requests:
             parts += [each.path.encode(), repr(each.headers).encode(), each.body]
@@ -103,7 +103,7 @@ class Hub:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # Each answer is two packets; without this, the second would wait for 40 ms.
+    # Each answer is two packets; Nagle's algorithm would delay the second by 40 ms.
     disable_nagle_algorithm = True
     hub: Hub
 
@@ -151,12 +151,11 @@ class Handler(BaseHTTPRequestHandler):
         self.answer_json({"error": message}, code, **headers, **{"X-Error-Message": message})
 
     def drop(self) -> None:
-        """Break the connection."""
         self.close_connection = True
         self.connection.shutdown(socket.SHUT_RDWR)
 
     def role(self) -> str | None:
-        """Return the token's permission; if the hub does not know the token, answer so."""
+        """Return the token's role: None without a token, "unknown" for an unknown one."""
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         return TOKENS.get(token, "unknown" if token else None)
 
@@ -173,7 +172,7 @@ class Handler(BaseHTTPRequestHandler):
     # Data sets
 
     def dataset(self, name: str) -> Dataset | None:
-        """Return a data set that the token may see, or answer with the reason for a refusal."""
+        """Return a data set that the token may read; otherwise send the refusal and return None."""
         found, role = self.hub.datasets.get(name), self.role()
         if role == "unknown":
             self.refuse(401, "", "Invalid credentials in Authorization header")
@@ -368,17 +367,17 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore clients that hang up: the command under test prints to the same stream."""
+        """Ignore clients that hang up, because the command under test prints to the same stderr."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
 @contextmanager
 def serving(hub: Hub, port: int = 0) -> Iterator[Hub]:
-    """Serve a hub on this machine."""
+    """Run a server for the hub on this machine."""
     server = _Server(("127.0.0.1", port), type("Own", (Handler,), {"hub": hub}))
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    # Shutting down waits for the next poll.
+    # Poll often, because a shutdown waits for the next poll.
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:

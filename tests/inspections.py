@@ -34,7 +34,7 @@ def plain(text: str, supervised: bool = False) -> list[Piece]:
 
 
 def chat(*turns: tuple[str, str]) -> tuple[Piece, ...]:
-    """Return messages in the text of Qwen's template, with supervised answers."""
+    """Return messages as Qwen's template writes them, with supervised answers."""
     pieces = []
     for role, content in turns:
         answer = role == "assistant"
@@ -85,7 +85,7 @@ SHOWN = (
 
 
 def pair(row: int, chosen: Sequence[str], rejected: Sequence[str]) -> list[ShownExample]:
-    """Return the sides of a pair; every second part of an answer differs from the other side."""
+    """Return both sides of a pair; the odd parts of each answer are marked as different."""
     prompt = chat(("user", "A table at half past seven?"))
     return [
         example(

@@ -1,4 +1,4 @@
-"""A notebook's kernel for tests: runs code, and returns the output that a notebook would show."""
+"""A notebook kernel for tests, which runs code and returns its output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECONDS = 120
 
 @dataclass
 class Shown:
-    """The output of a cell: text, the states of each display, its result and its error."""
+    """The output of a cell: its text, the states of each display, its result and its error."""
 
     cell: str
     text: str = ""
@@ -34,7 +34,7 @@ class Kernel:
     client: BlockingKernelClient
 
     def run(self, code: str, until: Callable[[Shown], bool] = lambda _: False) -> Shown:
-        """Run a cell, to its end or until it has shown something."""
+        """Run a cell until it ends or `until` is true."""
         return self.read(Shown(self.client.execute(code)), until)
 
     def read(self, shown: Shown, until: Callable[[Shown], bool] = lambda _: False) -> Shown:
@@ -43,7 +43,7 @@ class Kernel:
         while time.monotonic() < give_up:
             message = self.client.get_iopub_msg(timeout=_SECONDS)
             if message["parent_header"].get("msg_id") != shown.cell:
-                continue  # of the kernel's start
+                continue  # a message from the kernel's start
             kind, content = message["msg_type"], message["content"]
             if kind == "stream":
                 shown.text += content["text"]
@@ -62,7 +62,7 @@ class Kernel:
 
 @contextmanager
 def kernel(**options: Any) -> Iterator[Kernel]:
-    """Start a kernel of this environment."""
+    """Start a kernel in this environment."""
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     manager, client = start_new_kernel(kernel_name="python3", **pipes, **options)
     try:

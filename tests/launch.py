@@ -21,7 +21,7 @@ needs_ring = pytest.mark.skipif(
     not mx.distributed.is_available("ring"), reason="this MLX has no ring"
 )
 
-# More than the launcher's and the worker's pipes hold.
+# More bytes than the pipes of the launcher and a worker hold.
 _FULL = 1 << 18
 
 
@@ -29,9 +29,9 @@ _FULL = 1 << 18
 def launched(
     workers: int, command: Sequence[object], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command on `workers` workers, with their output in a file; kill all at the end.
+    """Start a command on `workers` workers, with their output in a file; kill them at the end.
 
-    The command is the part after `python`, or begins with `bash`.
+    `command` starts with the first argument of `python`, or with `bash`.
     """
     launcher = Path(sys.executable).with_name("mlx.launch")
     port = free_port(workers)
@@ -51,7 +51,7 @@ def launched(
         )
         assert process.stdin
         try:
-            # If the workers could read more input, mlx.launch 0.32 would keep a core busy.
+            # Fill the workers' input, because otherwise mlx.launch 0.32 keeps a core busy.
             with suppress(BrokenPipeError):
                 process.stdin.write(bytes(_FULL))
             yield process
@@ -74,7 +74,7 @@ def free_port(count: int) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports."""
+    """Return `count` free ports."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in held]
     for each in held:
@@ -90,7 +90,7 @@ def run(workers: int, command: Sequence[object], log: Path, timeout: float = 600
 
 
 def pid_of(launch: subprocess.Popen[bytes], worker: int) -> int:
-    """Return the process of a worker; skip the test if the system does not show environments."""
+    """Return a worker's process id; skip the test if the system has no /proc."""
     if not Path("/proc/self").is_dir():
         pytest.skip("needs /proc to find the process of a worker")
     for folder in Path("/proc").glob("[0-9]*"):

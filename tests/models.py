@@ -17,13 +17,13 @@ import safetensors.numpy
 
 VOCAB_SIZE = 320
 CONTROL_TOKENS = ("<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>")
-# A chat template in Qwen's style, for folders with their own template.
+# A chat template in Qwen's style.
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content']"
     " + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# A template like Qwen3's, which writes an empty block only into the last turn.
+# A template like Qwen3's: only the last turn gets an empty thinking block.
 THINKING = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
     "{% if m.role == 'assistant' and (loop.last or m.reasoning_content) %}"
@@ -50,7 +50,7 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
     "qwen3": {"tie_word_embeddings": True},
     "llama": {"tie_word_embeddings": False},
     "gemma2": {"query_pre_attn_scalar": 16},
-    # The window is shorter than the examples, in two layers of three.
+    # Two of three layers have a window, which is shorter than the examples.
     "gemma3_text": {
         "num_hidden_layers": 3,
         "query_pre_attn_scalar": 16,
@@ -72,8 +72,8 @@ def write_model(
 ) -> Path:
     """Write a model folder with seeded random weights, and return it.
 
-    `quantize` is a number of bits; `bos` tells whether the tokenizer has a BOS (by default all but
-    Qwen's do); `config` overrides entries of config.json.
+    `quantize` is a number of bits; `bos` adds a BOS to the tokenizer (by default for all but Qwen);
+    `config` overrides entries of config.json.
     """
     import mlxtune.backend  # noqa: F401, I001
     import mlx.core as mx
@@ -112,7 +112,7 @@ def write_model(
 def _random(
     rng: np.random.Generator, name: str, shape: tuple[int, ...], model_type: str
 ) -> np.ndarray[Any, Any]:
-    """Return weights that preserve the scale of activations; norms are around one."""
+    """Return random weights that keep activations at the same scale; norms are around one."""
     if len(shape) == 1:
         centre = 1.0 if "norm" in name and not model_type.startswith("gemma") else 0.0
         return (centre + 0.1 * rng.standard_normal(shape)).astype(np.float32)
@@ -158,7 +158,7 @@ def _trained_tokenizer(special: tuple[str, ...]) -> str:
 
 
 def write_adapter_config(folder: Path, config: dict[str, Any]) -> None:
-    """Give an adapter another config, both in its file and in its own metadata."""
+    """Replace an adapter's config, in its file and in its weights' metadata."""
     (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     weights = folder / "adapters.safetensors"
     safetensors.numpy.save_file(
@@ -182,7 +182,7 @@ def write_chat(path: Path, rows: Iterable[Any]) -> Path:
 
 
 def sums(count: int) -> list[list[tuple[str, str]]]:
-    """Return conversations of one question and answer each, of different lengths."""
+    """Return conversations of different lengths, each with one question and one answer."""
     return [
         [("user", f"What is {i} + {i * 7}?"), ("assistant", f"It is {i * 8}" + "!" * (i % 5))]
         for i in range(count)

@@ -1,4 +1,4 @@
-"""Folders of runs in `train`'s format, made by hand in milliseconds."""
+"""Writes folders of runs in `train`'s format, without training."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def step_line(step: int, per_epoch: int, **changes: Any) -> dict[str, Any]:
-    """Return a step whose loss falls, with a small oscillation."""
+    """Return a step's record; the loss falls with the steps, with a small oscillation."""
     loss = 4 * math.exp(-step / 40) + 0.3 + 0.1 * math.sin(step * 1.7)
     return {
         "kind": "step",
@@ -106,7 +106,7 @@ def step_line(step: int, per_epoch: int, **changes: Any) -> dict[str, Any]:
 
 
 def metrics(epochs: int, per_epoch: int, validation: bool = True) -> list[dict[str, Any]]:
-    """Return the records of some epochs with the validation losses 4, then 2, 1, 2/3 …"""
+    """Return the records of some epochs; validation losses are 4 at first, then 2 / epoch."""
     lines: list[dict[str, Any]] = []
     if validation:
         lines.append({"kind": "validation", "step": 0, "val_loss": 4.0, "val_perplexity": 54.6})
@@ -139,7 +139,7 @@ def write_run(
     evaluation: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
 ) -> Path:
-    """Write the run of an adapter in a folder; return the folder of its checkpoints."""
+    """Write an adapter and its run to a folder; return the folder of the checkpoints."""
     run = folder / "checkpoints"
     run.mkdir(parents=True)
     (folder / "adapters.safetensors").write_bytes(b"weights")

@@ -1,4 +1,4 @@
-"""The cases of a matrix that run by default; the others carry the marker `slow` or `long`."""
+"""Markers for the cases of a matrix that do not run by default."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 
 def slow(*values: Any, id: str | None = None) -> Any:
-    """Return a set of parameters that runs only with `pytest -m slow`."""
+    """Return a parameter set that runs only with `pytest -m slow`."""
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
 def long(*values: Any, id: str | None = None) -> Any:
-    """Return a set of parameters that runs only with `pytest -m long`, and not in CI."""
+    """Return a parameter set that runs only with `pytest -m long`, and not in CI."""
     return pytest.param(*values, marks=pytest.mark.long, id=id)
 
 

@@ -30,7 +30,7 @@ def test_products_of_a_gradient_are_counted_with_their_shapes() -> None:
     def gradient(x: mx.array) -> Traced:
         return [mx.grad(lambda a: (mx.tanh(x @ a) @ W.T).sum())(a)], []
 
-    # Forward once: nothing reads the last product. Backward: onto tanh, and onto `a`.
+    # One product forward, because nothing reads the last. Backward, the gradients of tanh and `a`.
     assert flops(gradient, X) == {"products": 3 * 2 * 15 * 8 * 16}
 
 
@@ -97,7 +97,7 @@ def test_fused_functions_launch_once_each_way() -> None:
         assert loss(x).shape == x.shape
     assert mx.fast.rms_norm is own
     assert forward == {"CumSum": 1, "CumMax": 1, "CumMin": 1}
-    # Nothing reads attention's result; the gradients of queries, keys and values are added up.
+    # Nothing reads attention's result; the gradients of queries, keys and values are summed.
     backward = {"CumProd": 1, "CumMax": 1, "CumLogAddExp": 1, "Add": 2}
     assert both == forward - Counter({"CumMin": 1}) + Counter(backward)
 
@@ -114,11 +114,11 @@ def test_evaluations_are_counted_and_take_place() -> None:
 
 
 class Fake:
-    """A side with one product a step."""
+    """A benchmark side with one product per step."""
 
     def lazy_step(self, examples: Sequence[Example]) -> Any:
         made = mx.exp(mx.ones((len(examples[0]), 8))) @ W
-        mx.eval(made)  # held back
+        mx.eval(made)  # suppressed while counting
         return made
 
     def gradients(self, examples: Sequence[Example]) -> Iterator[Any]:
@@ -137,7 +137,7 @@ def test_products_and_launches_are_summed_over_the_steps() -> None:
     found = count_steps(Fake(), of_lengths(5, 6, 5))
     assert found.matmul_flops == 2 * 16 * 8 * 16
     assert found.attention_flops == 0
-    # The input is filled in each step.
+    # Each step creates its input by Full.
     assert found.launches == {"Full": 3, "Exp": 3, "Matmul": 3}
     assert found.head_launches == 3
 

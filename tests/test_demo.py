@@ -1,4 +1,4 @@
-"""The demo that README begins with: its files, and that a model learns from them."""
+"""The README's demo: its files, and a training run that learns from them."""
 
 from __future__ import annotations
 

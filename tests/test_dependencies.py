@@ -24,7 +24,7 @@ MACOS, LINUX = "aarch64-apple-darwin", "x86_64-manylinux_2_35"
 
 
 def resolve(*options: str, platform: str = MACOS, macos: str = "14.0") -> set[str]:
-    """Return the packages to which pyproject.toml resolves, from wheels alone."""
+    """Return the names of the packages that pyproject.toml resolves to, from wheels only."""
     beside_python = Path(sys.executable).with_name("uv")
     uv = str(beside_python) if beside_python.exists() else shutil.which("uv")
     if uv is None:
@@ -52,13 +52,13 @@ def test_dependencies_resolve_for_apple_silicon(python: str) -> None:
     resolved = resolve("--python-version", python, *extras)
 
     assert {"mlx", "mlx-metal", "mlx-lm", "trackio", "gguf"} <= resolved
-    # Linux's extras add none of their own packages.
+    # On a Mac, Linux's extras add no package.
     assert resolved & {*MLX_LIBRARIES, "mkl", "numba"} == {"mlx-metal"}
 
 
 @pytest.mark.slow
 def test_macos_before_14_is_refused_by_mlx() -> None:
-    """This shows that the test above fails when a dependency drops macOS 14."""
+    """Shows that `resolve` notices a dependency without support for a macOS version."""
     with pytest.raises(LookupError, match="macosx_13_0_arm64"):
         resolve("--python-version", "3.11", macos="13.0")
 

@@ -1,4 +1,4 @@
-"""docs/devices.md is made from shared proofs of strangers."""
+"""docs/devices.md is generated from proofs that users share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exception tree, and the one-line message of each error."""
+"""The exception hierarchy, and one-line error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of property tests: fixed by default, different with a seed."""
+"""Property tests use fixed examples by default, and other examples with a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A complete run on a disk that sometimes fails, or in a process that dies.
+"""`mlxtune train` on a disk that fails at some operations, or in a process that dies there.
 
 `python -m tests.long.check_faults --whole` fails every operation.
 """

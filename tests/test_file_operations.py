@@ -14,7 +14,7 @@ import mlxtune
 PACKAGE = Path(mlxtune.__file__).parent
 ROOM = PACKAGE / "core" / "files"
 
-# Modules whose every function counts, and functions that only read names or free space.
+# Modules of which every function counts, except functions that change and open no file.
 MODULES = {"shutil", "tempfile", "fcntl"}
 LOOKING = {"shutil.which", "shutil.disk_usage", "tempfile.gettempdir"}
 OF_OS = {
@@ -24,7 +24,7 @@ OF_OS = {
 }
 OF_OTHERS = {("io", "open"), ("io", "FileIO"), ("gzip", "open"), ("gzip", "GzipFile")}
 OF_OTHERS |= {(module, "open") for module in ("bz2", "lzma", "codecs", "tarfile", "shelve", "dbm")}
-# Methods of a path; methods of text or of a dataclass have two or named arguments.
+# Methods of a path. `replace` is separate: a path's takes one argument, a string's two.
 OF_PATHS = {
     *("open", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "unlink", "rename"),
     *("rmdir", "symlink_to", "hardlink_to", "link_to", "mkdir", "chmod", "lchmod"),
@@ -45,7 +45,7 @@ EXCEPTIONS = {
 
 
 def operations(tree: ast.AST) -> Iterator[str]:
-    """Yield the functions called, named or imported by code that could change or open a file."""
+    """Yield the operations in the code that could open or change a file."""
     nodes = list(ast.walk(tree))
     names = dict(imported(nodes))
     for node in nodes:
@@ -68,7 +68,7 @@ def operations(tree: ast.AST) -> Iterator[str]:
 
 
 def imported(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, str]]:
-    """Yield the names that code gives to modules and their members, with their full names."""
+    """Yield each imported name and its full name."""
     for node in nodes:
         if isinstance(node, ast.Import):
             for each in node.names:
@@ -92,7 +92,7 @@ def shown(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else f"({type(node).__name__})"
 
 
-# A file without any of these has no operations and is not parsed.
+# A file without any of these words has no operation and is not parsed.
 WORDS = MODULES | OF_OS | OF_PATHS | {name for _, name in OF_OTHERS}
 MENTIONED = re.compile(rf"\b(?:{'|'.join(sorted(WORDS))})\b")
 

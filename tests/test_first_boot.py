@@ -1,10 +1,10 @@
 """The commands of docs/first-boot.md exist, and their possible failures are simulated.
 
-Elsewhere: kernels that raise (tests/diagnosis/test_kernels.py) and end a run
+Other tests simulate kernels that raise errors (tests/diagnosis/test_kernels.py) and end a run
 (tests/cli/test_gpu_faults.py), a proof on a busy machine, a failing proof, and Ctrl-C
 (tests/diagnosis/test_prove.py), memory that another run holds (tests/cli/test_memory_ledger.py), no
-fused attention for a gradient (tests/backend/models/mixers/test_attention.py), a machine without a
-library (tests/test_package.py).
+fused attention for a gradient (tests/backend/models/mixers/test_attention.py), and a machine
+without a library (tests/test_package.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.paths import DATA, DOCS, ROOT
 from tests.slow import long, slow
 
 QWEN, ROWS = DATA / "demo-qwen3", DATA / "bookings.jsonl"
-# Sockets between processes of one machine still work.
+# Python code that blocks the network except for sockets within the machine.
 NO_NETWORK = """
 import socket
 def refuse(self, address, real=socket.socket.connect):
@@ -62,7 +62,7 @@ def test_every_command_option_and_file_of_the_page_exists() -> None:
 
 @pytest.fixture
 def no_network(tmp_path: Path) -> dict[str, str]:
-    """An environment whose Python processes reach no other machine."""
+    """Environment variables under which Python processes reach no other machine."""
     folder = tmp_path / "no-network"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(NO_NETWORK)
@@ -94,7 +94,7 @@ def test_plan_of_a_model_on_the_hub_without_a_network_is_one_line(
     )
 
 
-# Each kind of check on one model.
+# Runs one check of each kind on one model.
 SHORT_PROOF = """
 import sys
 from mlxtune.cli import main
@@ -168,7 +168,7 @@ def test_demo_is_trained_judged_and_benched_without_a_network(
 def test_a_run_is_planned_with_metal_and_without(
     cpu: bool, metal: bool, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The CPU, as in a Mac's virtual machine; Metal; and a GPU without Metal."""
+    """Covers the CPU (as in a Mac's virtual machine), Metal, and a GPU without Metal."""
     monkeypatch.setattr(device, "on_cpu", lambda: cpu)
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
     rounding = device.rounding()

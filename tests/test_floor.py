@@ -1,4 +1,4 @@
-"""The number of matrix products in a step, by formula, and their time."""
+"""The matrix products that a step needs, against formulas, and their time."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mlxtune.config import InstructConfig
 from tests.long.floor import Product, _rounded, product_seconds, step_products
 from tests.models import VOCAB_SIZE, write_model
 
-# The shape of tests/models.py.
+# The sizes of tests/models.py.
 HIDDEN, INNER, HEADS, KV_HEADS, WIDTH, RANK = 64, 96, 4, 2, 16, 4
 ATTENTION = HIDDEN * WIDTH * (2 * HEADS + 2 * KV_HEADS)
 MLP = 3 * HIDDEN * INNER
-# The sum of in and out of the q and v projections.
+# The parameters of LoRA on q_proj and v_proj in one layer.
 LORA = RANK * (HIDDEN + HEADS * WIDTH + HIDDEN + KV_HEADS * WIDTH)
 LENGTHS = [10, 37, 100]
 T, PAIRS = sum(LENGTHS), sum(n * (n + 1) // 2 for n in LENGTHS)
@@ -47,7 +47,6 @@ def flops_of(model: nn.Module, stretches: list[tuple[int, int]] = STRETCHES) -> 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of four layers."""
     return write_model(tmp_path_factory.mktemp("products") / "m", "qwen3", num_hidden_layers=4)
 
 
@@ -113,7 +112,7 @@ def test_chunks_of_a_gated_delta_rule_count_in_its_layers(tmp_path: Path) -> Non
     states = sum(3 * 2 * (n - chunk) * width * width for n in LENGTHS if n > chunk)
     # LoRA is on the attention of layers 2 and 4, so one recurrence is above it.
     assert found["recurrence"] == pytest.approx((1 + 3) * heads * (squares + states))
-    # Its query projections also return a gate, which attention does not use in its products.
+    # q_proj also returns a gate, which is in none of attention's products.
     assert found["attention"] == pytest.approx((1 + 3) * 2 * (2 * HEADS * WIDTH * PAIRS))
 
 
@@ -138,11 +137,12 @@ def test_experts_are_a_product_each_over_the_tokens_that_they_get(tmp_path: Path
     counts = step_products(model, STRETCHES, 50, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN)
     kinds = {product: n for product, n in counts.items() if product.kind == "experts"}
     assert {product.batch for product in kinds} == {4}
-    # Two layers, forward and backward; in LoRA's, five products in the first layer and six above.
+    # Frozen experts run forward and backward in both layers; LoRA has five products in the first
+    # layer and six in the second.
     frozen, lora = 2 * T * 2 * 3 * HIDDEN * 32, 2 * T * 2 * RANK * (HIDDEN + 32)
     expected = 2 * 2 * frozen + 2 * 3 * lora - 2 * T * 2 * RANK * 32
     assert sum(n * product.flops for product, n in kinds.items()) == pytest.approx(expected)
-    # Fewer tokens than experts: some get none.
+    # With fewer tokens than experts, some experts get none.
     few = step_products(model, [(1, 0)], 1, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN)
     assert {product.batch for product in few if product.kind == "experts"} == {2}
 
@@ -168,7 +168,7 @@ def test_large_product_is_timed_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("tests.long.floor._LARGEST_FLOPS_CPU", 1e6)
     monkeypatch.setattr("tests.long.floor._LARGEST_FLOPS_GPU", 1e6)
     large = product_seconds({Product("head", 4000, 50, 100): 1}, "float32")["head"]
-    # Products of one shape are timed once.
+    # The time of each shape is cached.
     small = product_seconds({Product("head", 100, 50, 100): 1}, "float32")["head"]
     assert large == pytest.approx(40 * small)
 

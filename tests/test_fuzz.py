@@ -1,4 +1,4 @@
-"""Some of the cases of tests/long/fuzz.py, and proof that it finds faults."""
+"""Some cases of tests/long/fuzz.py, and faults that it must detect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEED = 2
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """The files from which cases are made."""
+    """The folders of cases, with the files that cases start from."""
     before = Path.cwd()
     made = Place(tmp_path_factory.mktemp("fuzz") / "place")
     prepare(made)
@@ -43,7 +43,7 @@ def test_damaged_files_end_in_success_or_in_one_line(
         result = run_case(place, SEED, f"{kind}:{number}")
         assert not result["problem"], f"{kind}:{number}: {result['problem']}\n{result['said']}"
         found[number] = result["code"]
-    # Some cases fail and some succeed; a report rarely fails, since it shows readable parts.
+    # Of 12 cases, some fail and some succeed. Reports rarely fail, as they show all readable parts.
     assert {0} < set(found.values()) or count < 12 or kind == "report"
 
 
@@ -92,7 +92,7 @@ def test_command_that_does_what_it_must_not_is_found_and_its_files_are_kept(
     monkeypatch.chdir(place.cases)
     monkeypatch.setattr(fuzz_cases, "SECONDS", 0.15 if "took" in said else 10)
     monkeypatch.setattr("mlxtune.commands.inspect.show", lambda config: fault(place))
-    # The first that is inspected.
+    # The first case that runs `inspect`.
     results = ((name, run_case(place, SEED, name)) for name in names_of(20, 0))
     name, result = next(each for each in results if each[1]["problem"])
     assert result["problem"].startswith(said)
@@ -122,7 +122,7 @@ def test_case_that_ends_or_hangs_its_process_is_named_and_the_others_are_run(
     monkeypatch.setattr(fuzz, "_SILENT", 8.0)
     made = Place(tmp_path / "place")
     prepare(made)
-    # Of these, all are inspected.
+    # All of these cases run `inspect`.
     results = fuzz.fuzz(made, 5, [f"data:{number}" for number in range(4)])
     assert {each["name"]: each["problem"] for each in results} == {
         "data:0": "",

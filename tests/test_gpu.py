@@ -1,4 +1,4 @@
-"""The report of tests/long/gpu.py, whose parts run on a GPU; `.ci/run` runs them on tiny models."""
+"""The report of tests/long/gpu.py without a GPU; `.ci/run` runs its parts on tiny models."""
 
 from __future__ import annotations
 

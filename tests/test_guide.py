@@ -23,18 +23,18 @@ BY_NAME = {str(command.name): command for command in COMMANDS}
 
 
 def in_blocks() -> list[str]:
-    """Return the complete mlxtune commands in the guide's blocks."""
+    """Return the mlxtune commands in the guide's code blocks."""
     found = re.findall(r"(?ms)^```sh[^\n]*\n(.*?)^```$", GUIDE)
     return sorted({line for block in found for line in re.findall(r"(?m)^mlxtune .*$", block)})
 
 
 def in_text() -> list[str]:
-    """Return the commands in its text and tables, where … replaces the rest."""
+    """Return the mlxtune commands in the guide's text and tables, where … replaces a part."""
     return sorted(set(re.findall(r"`(mlxtune [a-z]+ [^`]*)`", GUIDE)))
 
 
 def typed(line: str) -> tuple[click.Command, dict[str, Any]]:
-    """Return the command that a line calls, and its options. Raises UsageError."""
+    """Return the command that a line calls, and its options. Raises UsageError if invalid."""
     name, *words = (word for word in shlex.split(line)[1:] if word != "…")
     command = BY_NAME[name]
     with command.make_context(name, words) as context:
@@ -103,7 +103,7 @@ def test_block_that_fails_is_found_out(
 
 @pytest.fixture(scope="module")
 def said_by_the_code() -> list[str]:
-    """Return every text of the package, with … in place of values."""
+    """Every string in the package's code, with … in place of values."""
     texts = []
     for path in sorted((ROOT / "mlxtune").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -116,7 +116,7 @@ def said_by_the_code() -> list[str]:
 
 
 def messages() -> list[str]:
-    """Return the first column of the tables of messages."""
+    """Return the messages in the guide's two tables of messages."""
     tables = re.findall(r"(?ms)^\| message \| what to do \|\n\| --- \| --- \|\n(.*?)\n\n", GUIDE)
     assert len(tables) == 2
     return re.findall(r"(?m)^\| `(.*?)` \|", "\n".join(tables) + "\n")
@@ -136,7 +136,7 @@ def test_message_of_the_guide_is_one_that_the_code_says(
 
 @pytest.fixture(scope="module")
 def maker() -> ModuleType:
-    from tests.long import memory_table  # which imports mlx
+    from tests.long import memory_table  # imports mlx
 
     return memory_table
 
@@ -146,7 +146,7 @@ def test_memory_of_a_model_is_what_the_planner_says_now(maker: ModuleType, bits:
     with maker.on_a_gpu():
         found = maker.predicted("Qwen3 0.6B", bits)
     assert f"| {found.cells()} |" in GUIDE, "out of date: run python -m tests.long.memory_table"
-    # According to the model's own page: 0.6B parameters, 0.44B without embeddings.
+    # The model's own page says 0.6B parameters.
     assert found.parameters == 596_049_920 or bits == 4
 
 

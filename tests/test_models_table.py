@@ -35,7 +35,7 @@ def test_architecture_trains_with_the_loss_of_mlx_lms_trainer(name: str, tmp_pat
     step = fixed_step()
     losses = []
     for side in (OURS, "mlx-lm"):
-        # The second step shows that the first changed both adapters equally.
+        # The second step's loss shows that the first step changed both adapters equally.
         job = Job(side, folder, config, tmp_path / "adapter", [step, step], 2 * len(step), "auto")
         *steps, _ = run_job(job)
         losses.append([each["step"]["loss"] for each in steps])

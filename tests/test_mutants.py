@@ -1,4 +1,4 @@
-"""The short form of tests/long/mutants.py: each mutant's text still exists."""
+"""The text that each mutant replaces exists once, and its tests exist."""
 
 from __future__ import annotations
 

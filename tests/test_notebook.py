@@ -1,4 +1,4 @@
-"""Runs in a notebook: output, interrupts, a dying kernel, and the project's own notebook."""
+"""Runs in a notebook: their output, interrupts and a dying kernel; and docs/notebook.ipynb."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def training(**changes: Any) -> str:
 
 
 def has_taken(shown: Shown, step: int) -> bool:
-    """Return whether a live line has shown this step, or one after it."""
+    """Return whether a live line has shown this step or a later one."""
     texts = [state["text/plain"] for states in shown.displays.values() for state in states[-1:]]
     found = [re.match(r"epoch \d+/\d+ step (\d+)/", text) for text in texts]
     return any(match and int(match[1]) >= step for match in found)
@@ -55,7 +55,7 @@ def test_run_has_a_live_line_and_a_result_with_its_curve(
     assert "step 1/" not in shown.text
     lines = [state["text/plain"] for states in shown.displays.values() for state in states]
     assert any(re.match(r"validating|epoch 1/2 step \d+/8  loss ", line) for line in lines)
-    # The live output disappears.
+    # The live line disappears at the end.
     assert all(states[-1]["text/html"] == "" for states in shown.displays.values())
 
     result = opened.run("result").result
@@ -85,7 +85,7 @@ def test_interrupt_of_the_kernel_saves_and_says_how_to_resume(
     assert said[2] == str(tmp_path / "checkpoints" / f"step-{said[1]}")
     assert (Path(said[2]) / "manifest.json").is_file()
     assert said[3] == said[4] == str(tmp_path)
-    # The kernel and its run continue.
+    # The kernel still runs, and the run can be resumed in it.
     again = opened.run(f"mlxtune.resume({said[4]!r}, samples=0)", lambda shown: has_taken(shown, 5))
     assert not again.error
     opened.manager.interrupt_kernel()

@@ -1,4 +1,4 @@
-"""The names that the package offers, and the modules that its import loads."""
+"""The package's public names, and the modules that importing it loads."""
 
 from __future__ import annotations
 

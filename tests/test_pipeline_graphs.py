@@ -1,4 +1,4 @@
-"""The products of our steps against formulas; counting does not change a step."""
+"""The matrix products and launches in our steps' graphs, against formulas."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.long.counts import StepCounts, count_steps, counted_evaluations
 from tests.long.pipeline_graphs import PipelineGraphs
 from tests.models import VOCAB_SIZE, write_model
 
-# The shape of tests/models.py.
+# The sizes of tests/models.py.
 HIDDEN, INNER, HEADS, KV_HEADS, WIDTH, RANK = 64, 96, 4, 2, 16, 4
 OUTPUT = HIDDEN * HEADS * WIDTH
 ATTENTION = HIDDEN * WIDTH * (2 * HEADS + 2 * KV_HEADS)
 MLP = 3 * HIDDEN * INNER
 Q_AND_V = HEADS * WIDTH + KV_HEADS * WIDTH
 STEP = examples()
-# No example predicts after its last supervised token.
+# The number of tokens that run in each example: all before its last supervised token.
 RUNS = [int(each.assistant_mask.nonzero()[0][-1]) for each in STEP]
 T, SUPERVISED = sum(RUNS), sum(each.supervised for each in STEP)
 
@@ -49,24 +49,24 @@ def test_products_of_a_layer_are_those_of_real_tokens(folder: Path) -> None:
     found = counted(folder)
     head = 2 * 2 * SUPERVISED * HIDDEN * VOCAB_SIZE
     forward, backward = 2 * T * (ATTENTION + MLP), 2 * T * (MLP + OUTPUT)
-    # Forward, LoRA's own gradients, and onto A's output.
+    # LoRA's products: forward, for its own gradients, and for the gradient of A's output.
     lora = 2 * T * RANK * (2 * 2 * HIDDEN + 3 * Q_AND_V)
     assert found.matmul_flops == head + forward + backward + lora
-    # Squares of the longest example for each: two products forward, and three for the gradients of
-    # queries and values; no gradient of the keys is needed.
+    # Examples are padded to the longest. Attention has two products forward, and three for the
+    # gradients of queries and values; keys need no gradient.
     assert found.attention_flops == 5 * 2 * HEADS * WIDTH * len(STEP) * max(RUNS) ** 2
 
 
 def test_layer_that_runs_again_is_counted_again(folder: Path) -> None:
     once, again = counted(folder), counted(folder, recompute=True)
-    # All but the layer's last product, which its backward pass does not read.
+    # The layer again, without its last product, which its backward pass does not read.
     forward = 2 * T * (ATTENTION + MLP - HIDDEN * INNER)
     lora = 2 * T * RANK * (2 * HIDDEN + Q_AND_V)
-    # And the gradient of the first layer's inputs, which its other gradients need.
+    # The gradient of the first layer's inputs, on which its other gradients depend.
     inputs = 2 * T * (ATTENTION - OUTPUT + RANK * 2 * HIDDEN)
     assert again.matmul_flops - once.matmul_flops == forward + lora + inputs
     assert again.attention_flops / once.attention_flops == 8 / 5
-    # Six of the layer and LoRA's three, and four for the inputs.
+    # Six of the layer, three of LoRA, and four for the gradient of the inputs.
     products = [each.launches["Matmul"] + each.launches["AddMM"] for each in (once, again)]
     assert products[1] - products[0] == 13
 
@@ -87,7 +87,7 @@ def test_step_of_36_layers_launches_few_kernels(
         return launches.total()
 
     two, four = launched(2), launched(4)
-    # Each layer adds the same number.
+    # Each layer adds the same number of launches.
     assert two + (36 - 2) * (four - two) / 2 <= most
 
 
@@ -101,7 +101,7 @@ def test_smaller_micro_batches_launch_more_for_the_same_products(folder: Path) -
 def test_head_is_a_part_of_the_launches(folder: Path) -> None:
     whole, chunks = (counted(folder, dtype="bfloat16", loss_chunk=n) for n in (256, 16))
     assert 0 < whole.head_launches < whole.launches.total()
-    # Further chunks launch nothing elsewhere.
+    # Further chunks add launches only in the head.
     assert chunks.head_launches > 2 * whole.head_launches
     assert chunks.launches.total() - chunks.head_launches == pytest.approx(
         whole.launches.total() - whole.head_launches, abs=4

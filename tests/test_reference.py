@@ -1,4 +1,4 @@
-"""The pages generated from the code match the code."""
+"""The pages generated from the code are up to date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules for the package's folders that import contracts cannot express."""
+"""Rules for the sizes of folders and modules, which import contracts cannot express."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.paths import ROOT
 PACKAGE = ROOT / "mlxtune"
 MOST_MODULES = 16
 FEWEST_LINES = 80
-# Each command, format and tracker has a file, and each child process starts from a file.
+# May hold short modules: each command, format, tracker and child process has its own file.
 ONE_FILE_EACH = ("commands/", "backend/adapters/formats/", "tracking/")
 SCRIPTS = ("worker", "_child", "probe", "__main__")
 
@@ -29,7 +29,7 @@ def test_no_folder_has_too_many_modules() -> None:
 
 
 def imported(path: Path) -> Iterator[Path]:
-    """Yield the files of the package that a file imports, anywhere in it."""
+    """Yield the package's files that a file imports, also within functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names: list[str] = []
         if isinstance(node, ast.Import):

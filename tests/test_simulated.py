@@ -1,4 +1,4 @@
-"""The simulated machines of tests/long/simulated.py, as their processes see them."""
+"""Every process in an environment of tests/long/simulated.py is simulated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="simulates a Mac
 def answer(python: Path, code: str, **variables: str) -> Any:
     """Return the JSON that code prints in a grandchild process."""
     inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}], check=True)"
-    # The environment of a test's processes does not matter.
+    # The simulation must not depend on the processes' environment variables.
     kept = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **variables}
     done = subprocess.run([python, "-c", inner], env=kept, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -64,5 +64,5 @@ def test_device_answers_and_the_code_takes_a_gpus_ways(tmp_path: Path, device: s
     if metal:
         assert limit == DEVICES[device]["max_recommended_working_set_size"]
     else:
-        # Without a recommended working set: a share of the GPU's memory, limited by the free part.
+        # CUDA recommends no limit: a share of the GPU's memory is used, below the free memory.
         assert 0.8 * 140 * 2**30 < limit < 139 * 2**30

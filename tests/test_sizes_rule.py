@@ -1,4 +1,4 @@
-"""The package reads files only within limits; the exceptions are listed here with reasons."""
+"""The package reads files only within size limits; exceptions are listed here with reasons."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import mlxtune
 
 PACKAGE = Path(mlxtune.__file__).parent
-# Calls that read a whole file or build objects from its content, from any author.
+# Calls that read a whole file, or build objects from its content.
 READS = {
     *("json.load", "json.loads", "np.load", "numpy.load", "pickle.load", "pickle.loads"),
     *("mx.load", "safetensors.safe_open", "safe_open", "load_file", "yaml.load", "tomllib.load"),
     *("tomllib.loads", "load_config", "shutil.copyfile", "shutil.copytree", "hashlib.file_digest"),
 }
-# Without an argument, which would limit the size.
+# Methods that are bounded only with an argument that limits the size.
 METHODS = {"read_text", "read_bytes", "read"}
 
 OWN_CHILD = "from a process that this one started, in a folder that nobody else knows"
@@ -25,7 +25,7 @@ LIMITED_PROCESS = "in a process whose memory and time are limited"
 LINE = "a line of bounded length from such a process"
 PEERS = "from the other workers, which run the same command"
 ALLOWED: dict[str, dict[str, str]] = {
-    # The bounded readers
+    # Bounded readers
     "config/limits.py": {"json.loads": "the bounded reader: values are counted before"},
     "config/files.py": dict.fromkeys(("yaml.load", "tomllib.loads"), "64 KB at most"),
     "core/files/files.py": {"hashlib.file_digest": "by pieces, after the blocks were checked"},
@@ -76,7 +76,7 @@ def _dotted(node: ast.expr) -> str:
 
 
 def reads_in(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and name of each function that reads a file, called or passed on."""
+    """Yield the line and name of each unbounded read, called or passed as a function."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and _dotted(node) in READS:
             yield node.lineno, _dotted(node)
@@ -85,7 +85,7 @@ def reads_in(source: str) -> Iterator[tuple[int, str]]:
             last = name.rpartition(".")[2]
             if last in {"load_config", "safe_open", "load_file"}:
                 yield node.lineno, last
-            # The function in core/files/reading.py takes a gigabyte without a limit.
+            # core/files/reading.py's functions read up to a gigabyte without a limit.
             if name in ("read_text", "read_bytes") and len(node.args) == 1 and not node.keywords:
                 yield node.lineno, name
             # The functions of the module `sizes` take limits.

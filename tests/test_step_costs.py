@@ -1,4 +1,4 @@
-"""The short form of tests/long/step_costs.py, and the environment of Unsloth's side."""
+"""tests/long/step_costs.py on a tiny model, and the environment of Unsloth's side."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_costs_of_both_sides_are_those_of_the_same_steps(costs: dict[str, Any]) 
     ours, theirs = costs["ours"], costs["theirs"]
     needed = ours["matmul_flops"]["needed"]
     assert needed == theirs["matmul_flops"]["needed"]
-    # The gradient of the first layer's output projection is not needed.
+    # The run also computes the gradient of the first layer's output projection.
     assert needed < ours["matmul_flops"]["run"] < 1.1 * needed
     assert theirs["matmul_flops"]["run"] > 1.5 * needed
     assert 0 < ours["launches_per_step"]["head"] < ours["launches_per_step"]["rest"]

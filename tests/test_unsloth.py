@@ -1,4 +1,4 @@
-"""Unsloth's side of a benchmark: the same steps as ours, from callbacks in a thread."""
+"""Unsloth's side of a benchmark takes the same steps as ours, through callbacks in a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel: its files, and a demo that runs from the wheel without the rest of the project."""
+"""The wheel's files, and a demo that runs from the installed wheel alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build(source: Path, target: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel as `pip` and `uv build` make it: from the source distribution."""
+    """The wheel, built from the source distribution, as `pip` and `uv build` do."""
     folder = tmp_path_factory.mktemp("built")
     with tarfile.open(build(ROOT, "sdist", folder / "sdist")) as archive:
         archive.extractall(folder, filter="data")
@@ -59,13 +59,14 @@ def test_wheel_holds_the_package_and_what_the_demo_needs_and_nothing_else(wheel:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command of the wheel in a new environment, on top of this environment's packages."""
+    """The installed wheel's command, in an environment that also sees this one's packages."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
     script = "import sysconfig; print(sysconfig.get_path('purelib'))"
     found = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True)
-    # Packages found through a .pth file bring none of their own: an editable mlxtune stays out.
+    # A folder named in a .pth file is added without its own .pth files, so an editable mlxtune is
+    # not found.
     below = Path(found.stdout.strip()) / "below.pth"
     below.write_text(sysconfig.get_path("purelib"))
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]

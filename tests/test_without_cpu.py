@@ -1,4 +1,4 @@
-"""The package without mlxtune/backend/cpu: everything runs on MLX's own operations."""
+"""The package without mlxtune/backend/cpu: MLX's own operations compute everything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.paths import ROOT, SHARED
 
-# The tests of training on MLX's operations, from the step to the command.
+# Tests of training, from the step to the command.
 CORE = (
     "tests/cli/test_not_finite.py",
     "tests/backend/step/test_execution.py::test_step_equals_the_plain_one",
@@ -26,7 +26,7 @@ LONG = (
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the repository without the folder."""
+    """A copy of the repository without mlxtune/backend/cpu."""
     parent = tmp_path_factory.mktemp("without")
     ignored = shutil.ignore_patterns(".*", "__pycache__")
     shutil.copytree(ROOT, parent / "repository", ignore=ignored)

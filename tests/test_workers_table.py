@@ -10,7 +10,7 @@ from tests.paths import DOCS, SHARED
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs {SHARED}")
 def test_gains_are_up_to_date() -> None:
-    from tests.long import workers_table  # which imports mlx
+    from tests.long import workers_table  # imports mlx
 
     gains = []
     for model, options in workers_table.ADAPTERS.values():

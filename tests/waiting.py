@@ -1,4 +1,4 @@
-"""Wait in tests for conditions, even on a busy machine."""
+"""Wait for a condition in tests, even on a busy machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SECONDS = 180
 
 
 def wait_until(happens: Callable[[], bool]) -> None:
-    """Wait until something happens; fail once it is too late."""
+    """Wait until the function returns True; fail after SECONDS."""
     started = time.monotonic()
     while not happens():
         assert time.monotonic() - started < SECONDS
