@@ -1,7 +1,7 @@
 """Objectives against TRL's trainers on torch: log-probabilities, losses, metrics and gradients.
 
 A step is one batch there, as its KL and its means depend on how a step is split. Tokens and masks
-are those of TRL's collators. `pytest -s` prints the largest deviations, for docs/preferences.md.
+come from TRL's collators. `pytest -s` prints the largest deviations, for docs/preferences.md.
 """
 
 from __future__ import annotations
