@@ -42,7 +42,7 @@ from mlxtune.errors import ConfigError, ModelError, one_line
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model whose adapter can be switched off and on. `weights` is the adapter's file."""
+    """A model whose adapter can be switched off and on. `weights` is the adapter file's path."""
 
     base: BaseModel
     weights: Path
@@ -55,7 +55,7 @@ class Adapted:
         return self.base.model
 
     def use_adapter(self, on: bool) -> None:
-        """Switch the adapter on or off, even for a `Forward` that was built with the adapter on."""
+        """Switch the adapter on or off, also for a `Forward` that was built while it was on."""
         chosen = [(path, module if on else module.linear) for path, module in self.modules.items()]
         self.model.update_modules(tree_unflatten(chosen))
 
@@ -63,7 +63,7 @@ class Adapted:
 def load_adapted(base: BaseModel, adapter: str) -> Adapted:
     """Attach an adapter in mlx-lm's layout to the modules that its tensors name.
 
-    Raises ModelError if it does not fit.
+    Raises ModelError if the adapter does not fit the base model.
     """
     weights = find_adapter(adapter)
     info, header = read_info(weights), adapter_header(weights)
@@ -102,11 +102,11 @@ def _config_of(weights: Path, info: AdapterInfo, names: list[str]) -> InstructCo
 
 
 def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Return the options of `load_base` for the base that an adapter was trained on.
+    """Return the `load_base` options that quantise a model folder as in an adapter's training.
 
     They are empty if training used the folder as stored, or if the folder is already quantised in
-    the same format, as by `mlx_lm.convert`. Raises ModelError if it is quantised in a different
-    format.
+    the same format, for example by `mlx_lm.convert`. Raises ModelError if the folder is quantised
+    in a different format, or if this version does not support the format.
     """
     saved, path = read_info(weights).mlxtune, weights.with_name(ADAPTER_CONFIG)
     quantize, double = saved.get("quantize"), saved.get("double_quant", False)
@@ -129,13 +129,14 @@ def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False
 
 
 def base_difference(weights: Path, folder: Path) -> str | None:
-    """Return how an adapter's base differs from a model's folder, or None if it does not.
+    """Return a message if an adapter was trained on a model other than `folder`, else None.
 
-    Adapters of other tools have no fingerprint of their base. Raises ModelError.
+    The result is None if the adapter has no fingerprint of its base, as from other tools. Raises
+    ModelError if a file cannot be read.
     """
     info, own = read_info(weights), base_fingerprint(folder)
     trained = info.mlxtune.get("base")
-    # A fingerprint with other entries is ignored: it is forged, or from a later version.
+    # A fingerprint with other keys is ignored: it is forged, or from a later version.
     if not isinstance(trained, Mapping) or trained.keys() != own.keys():
         return None
     if is_same_base(trained, own):
@@ -145,13 +146,13 @@ def base_difference(weights: Path, folder: Path) -> str | None:
 
 
 def check_base(weights: Path, folder: Path, *, other_base: bool) -> None:
-    """Raise ModelError if an adapter's base differs from a model's folder, unless allowed."""
+    """Raise ModelError if an adapter was trained on another model, unless `other_base` is set."""
     if not other_base and (problem := base_difference(weights, folder)) is not None:
         raise ModelError(f"{problem}: give the right --model-path, or --other-base if it is meant")
 
 
 def base_mismatch(weights: Path, base: BaseModel, *, trust_remote_code: bool = False) -> str | None:
-    """Return a warning if an adapter was trained on a different base, else None."""
+    """Return a warning if an adapter was trained on a differently quantised base, else None."""
     try:
         trained = base_options(weights, base.folder, trust_remote_code=trust_remote_code)
     except ModelError as problem:

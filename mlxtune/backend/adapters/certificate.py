@@ -1,4 +1,4 @@
-"""The proof of an export: how much its logits differ, and may differ, from the trained model's.
+"""The certificate of an export: its differences from the trained model, and the allowed ones.
 
 Both models see the same tokens: prompts, each followed by the trained model's greedy answer.
 """
@@ -23,7 +23,7 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass
 class Comparison:
-    """How two models' logits differ over the prompts added so far."""
+    """The differences of two models' logits over the prompts added so far."""
 
     prompts: int = 0
     tokens: int = 0
@@ -33,9 +33,9 @@ class Comparison:
     generated: int = 0
 
     def add(self, trained: Logits, written: Logits, generated: int) -> None:
-        """Compare float32 (T, V) logits of equal tokens; the last `generated` are an answer.
+        """Add both models' logits, float32 (T, V), for a prompt and its answer.
 
-        A difference that is not finite counts as infinite.
+        The last `generated` positions predict the answer. A NaN counts as an infinite difference.
         """
         difference = float(np.abs(trained - written).max(initial=0.0))
         if not math.isfinite(difference):
@@ -88,9 +88,9 @@ class Certificate:
     """A written model's comparison with the trained model.
 
     `tolerance` is the largest logit difference that rounding explains; None if the weights were
-    quantised again, so that `weights` alone decides. `effect` is the largest change of a logit by
-    the adapter, for scale. `retention` is the cost of quantising weights again, None if none were.
-    `quantized` is the type that llama.cpp rounded the weights to after the comparison.
+    quantised again, so that `weights` alone decides. `effect` is the adapter's largest change to a
+    logit, for scale. `retention` is the quality lost by quantising weights again, None if none
+    were. `quantized` is the type that llama.cpp rounded the weights to after the comparison.
     """
 
     format: str
@@ -106,7 +106,7 @@ class Certificate:
 
     @property
     def problems(self) -> list[str]:
-        """Sentences on tensors that differ by more than rounding."""
+        """Messages on logits and tensors that differ by more than rounding; empty if it passes."""
         difference = self.comparison.largest_difference
         problems = list(self.weights.problems) if self.weights else []
         if not (math.isfinite(self.effect) and math.isfinite(self.tolerance or 0.0)):
@@ -180,7 +180,7 @@ class Certificate:
 
 
 def check(certificate: Certificate, target: Path) -> None:
-    """Raise OutputError with the first problem unless a certificate passes."""
+    """Raise OutputError, with the first problem, if a certificate does not pass."""
     if problems := certificate.problems:
         more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise OutputError(

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors: the adapter, the trained parameters if they differ, the optimizer."""
+"""A checkpoint's tensor files: adapter, optimizer, and parameters if the adapter lacks them."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,14 +20,14 @@ from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import ModelError, one_line
 
 OPTIMIZER = "optimizer.safetensors"
-# The trained tensors, in checkpoints whose adapter is padded or converted.
+# Holds the trained tensors if the adapter file has them padded or converted.
 PARAMETERS = "parameters.safetensors"
-# PiSSA's initial factors, which are needed in addition to the trained tensors.
+# Names of PiSSA's initial factors, which are saved with the trained tensors.
 _PRINCIPAL = (".taken_a", ".taken_b")
 
 
 def trained_tensors(model: nn.Module) -> dict[str, mx.array]:
-    """Return the trainable tensors by their full names."""
+    """Return a model's trainable tensors by their full names."""
     return dict(tree_flatten(model.trainable_parameters()))
 
 
@@ -42,8 +42,8 @@ def _saved_parameters(model: nn.Module) -> dict[str, mx.array]:
 def _updates(model: nn.Module, lora: LoRASummary) -> dict[str, Update]:
     """Return an adapter's updates by module, in the form that mlx-lm applies.
 
-    An adapter file has one rank and one scale, and changes the stored weights. So lower ranks are
-    padded with zeros, B absorbs differing scales, and PiSSA's initial product is subtracted by
+    An adapter file has one rank and one scale, and applies to the stored weights. So lower ranks
+    are padded with zeros, B absorbs differing scales, and PiSSA's initial product is subtracted by
     doubling the rank: (A | A0), (B / -B0).
     """
     updates = {}
@@ -57,7 +57,7 @@ def _updates(model: nn.Module, lora: LoRASummary) -> dict[str, Update]:
 
 
 def adapter_tensors(model: nn.Module, lora: LoRASummary) -> dict[str, Matrix]:
-    """Return an adapter's tensors by their names in mlx-lm."""
+    """Return the tensors of a model's adapter by their mlx-lm names."""
     return tensors_of(_updates(model, lora))
 
 
@@ -92,7 +92,7 @@ def adapter_writer(
 def parameters_writer(model: nn.Module, lora: LoRASummary) -> Callable[[Path], None]:
     """Return a function that writes the current trained tensors into a folder.
 
-    The function writes nothing if the adapter file holds the same tensors. It raises OutputError.
+    It writes nothing if the adapter file holds these tensors unchanged. It raises OutputError.
     """
     if lora.trained_as_written:
         return lambda folder: None
@@ -101,9 +101,9 @@ def parameters_writer(model: nn.Module, lora: LoRASummary) -> Callable[[Path], N
 
 
 def read_parameters(folder: Path, model: nn.Module, lora: LoRASummary) -> None:
-    """Put a checkpoint's trained tensors into a model with LoRA of the same shapes.
+    """Load a checkpoint's trained tensors into a model whose LoRA has the same shapes.
 
-    Raises ModelError, naming every tensor that does not fit, and then changes nothing.
+    Raises ModelError if a tensor does not fit, and then leaves the model unchanged.
     """
     path = folder / (ADAPTER if lora.trained_as_written else PARAMETERS)
     tensors, _ = load_tensors(path, _saved_parameters(model))
@@ -117,7 +117,7 @@ def read_parameters(folder: Path, model: nn.Module, lora: LoRASummary) -> None:
 def check_adapter(weights: Path, model: nn.Module, lora: LoRASummary) -> int:
     """Return the number of tensors in a checkpoint's adapter.
 
-    Raises ModelError if they, or the trained tensors, do not fit the model with LoRA.
+    Raises ModelError if they, or the checkpoint's trained tensors, do not fit the model.
     """
     if not lora.trained_as_written:
         load_tensors(weights.with_name(PARAMETERS), _saved_parameters(model))
@@ -127,7 +127,7 @@ def check_adapter(weights: Path, model: nn.Module, lora: LoRASummary) -> int:
 def optimizer_writer(
     state: Mapping[str, Any], settings: Mapping[str, int]
 ) -> Callable[[Path], None]:
-    """Return a function that writes an optimizer's present state, and its settings, to a path."""
+    """Return a function that writes an optimizer's current state and its settings to a path."""
     tensors = dict(tree_flatten(state))
     metadata = {name: str(value) for name, value in settings.items()}
     return lambda path: write_tensors(path, tensors, metadata)

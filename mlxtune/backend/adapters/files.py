@@ -1,4 +1,4 @@
-"""Finding, reading, checking and writing adapter files in mlx-lm's layout."""
+"""Finds, reads, checks and writes adapter files in mlx-lm's layout."""
 
 import json
 import os
@@ -23,11 +23,11 @@ from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, OutputError, one_line
 
-# The entry of an adapter's metadata that holds its config.
+# The key in an adapter file's metadata that holds its config.
 OWN_CONFIG = "adapter_config"
 LEAVES = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.(.+)")
-# The names of dtypes in a header.
+# Names in a safetensors header: of floating-point dtypes, and of dtypes by their MLX names.
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _NAMES = {
     **{"float32": "F32", "bfloat16": "BF16", "float16": "F16"},
@@ -41,7 +41,7 @@ _UNREADABLE = (OSError, RuntimeError, TypeError, ValueError)
 
 @dataclass(frozen=True)
 class AdapterInfo:
-    """The contents of adapter_config.json. `mlxtune` is the part that only mlxtune writes."""
+    """The contents of adapter_config.json. `mlxtune` has the entries that only mlxtune writes."""
 
     kind: str
     rank: int
@@ -55,8 +55,8 @@ class AdapterInfo:
 def find_adapter(path: str, option: str = "--adapter") -> Path:
     """Return the adapter file at a path: the file itself, its folder, or a run's folder.
 
-    A run without an adapter next to its checkpoints has the adapter of the best checkpoint.
-    `option` is the option that gave the path. Raises ModelError.
+    For a run without an adapter next to its checkpoints, the best checkpoint's is returned.
+    `option` is the command-line option with the path. Raises ModelError.
     """
     given = as_path(path)
     places = ("", ADAPTER, f"{BEST}/{ADAPTER}", f"checkpoints/{BEST}/{ADAPTER}")
@@ -74,7 +74,7 @@ def find_adapter(path: str, option: str = "--adapter") -> Path:
 
 
 def check_replaceable(weights: Path) -> None:
-    """Raise OutputError if a folder or link has the name of an adapter or its config."""
+    """Raise OutputError if writing would replace a file that is not an adapter or its config."""
     config = weights.with_name(ADAPTER_CONFIG)
     for path, is_ours in ((weights, _holds_adapter), (config, _describes_adapter)):
         ours = not os.path.lexists(path)
@@ -90,7 +90,8 @@ def check_replaceable(weights: Path) -> None:
 def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str, str]) -> None:
     """Raise OutputError if the folder has a different adapter, whose config would be replaced.
 
-    Adapters differ if an entry of `described`, or the fingerprint `base` of the model, differs.
+    The config there differs if it lacks an entry of `described`, or names a base model with a
+    fingerprint other than `base`.
     """
     try:
         config = read_json(weights.with_name(ADAPTER_CONFIG), CONFIG_LIMITS)
@@ -132,9 +133,10 @@ def _describes_adapter(path: Path) -> bool:
 
 
 def read_adapter_config(weights: Path) -> dict[str, Any]:
-    """Return the adapter_config.json, mlx-lm's or PEFT's, next to an adapter. Raises ModelError.
+    """Return an adapter's config, in mlx-lm's or PEFT's form. Raises ModelError.
 
-    The config in the adapter's metadata wins, as the file next to it may belong to another adapter.
+    The config in the adapter's metadata overrides adapter_config.json, which another adapter in the
+    folder may have replaced.
     """
     path, own = weights.with_name(ADAPTER_CONFIG), _own_config(weights)
     try:
@@ -160,7 +162,7 @@ def _own_config(weights: Path) -> dict[str, Any]:
 
 
 def read_info(weights: Path) -> AdapterInfo:
-    """Return the kind, rank and scale of an adapter from its config. Raises ModelError."""
+    """Return an adapter's settings from its checked config. Raises ModelError."""
     config, path = read_adapter_config(weights), weights.with_name(ADAPTER_CONFIG)
     parameters = config.get("lora_parameters")
     # The first versions of mlx-lm did not write fine_tune_type, and later versions default to lora.
@@ -173,7 +175,7 @@ def read_info(weights: Path) -> AdapterInfo:
     layers, extra = config.get("num_layers"), config.get("mlxtune")
     try:
         rank, scale = parameters["rank"], parameters["scale"]
-        # mlx-lm does not check the values, and fails if they are text.
+        # mlx-lm does not check the values, and crashes if they are text.
         if type(rank) is not int or not 0 < rank < 2**31 or not is_valid_scale(scale * 1.0, rank):
             raise ValueError(f"rank {rank!r:.40} and scale {scale!r:.40} are out of range")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -192,7 +194,7 @@ def read_info(weights: Path) -> AdapterInfo:
 
 
 def is_valid_scale(scale: float, rank: int) -> bool:
-    """Return whether a scale and the alpha that it implies are in the range of float32."""
+    """Return whether a scale, and the alpha that it implies, are in the supported range."""
     return scale > _LEAST_SCALE and scale * rank < _MOST_ALPHA
 
 
@@ -220,8 +222,8 @@ def load_tensors(
 ) -> tuple[dict[str, mx.array], dict[str, str]]:
     """Return a safetensors file's tensors and its metadata.
 
-    The header, which MLX does not check, is checked before any data is read. It must list the
-    `expected` tensors, of MLX or numpy, with their shapes and dtypes. Raises ModelError.
+    The header, which MLX does not check, is checked before any data is read. The tensors must have
+    the names, shapes and dtypes of the `expected` MLX or numpy arrays. Raises ModelError.
     """
     header = tensor_header(path)
     if expected is not None:
@@ -243,7 +245,7 @@ def load_tensors(
 
 
 def adapter_header(weights: Path) -> Mapping[str, TensorInfo]:
-    """Return the tensors in an adapter's header. Raises ModelError for other kinds of tensors."""
+    """Return the tensors in an adapter's header. Raises ModelError for tensors no adapter has."""
     tensors = tensor_header(weights).tensors
     for name, info in tensors.items():
         if info.dtype not in _FLOATS or len(info.shape) > 3 or not all(info.shape):
@@ -254,7 +256,7 @@ def adapter_header(weights: Path) -> Mapping[str, TensorInfo]:
 
 
 def read_tensors(weights: Path) -> dict[str, mx.array]:
-    """Return an adapter's tensors in float32, whatever their dtype. Raises ModelError."""
+    """Return an adapter's tensors, cast to float32. Raises ModelError, also for infinite values."""
     adapter_header(weights)
     tensors = {name: value.astype(mx.float32) for name, value in load_tensors(weights)[0].items()}
     if broken := [name for name, value in tensors.items() if not mx.isfinite(value).all()]:
@@ -263,7 +265,7 @@ def read_tensors(weights: Path) -> dict[str, mx.array]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    """Write arrays of MLX or numpy. Raises OutputError.
+    """Write MLX or numpy arrays as a safetensors file. Raises OutputError.
 
     Arrays are sorted by name, so that equal tensors give equal bytes.
     """
@@ -282,7 +284,7 @@ def _sort_metadata(content: bytes) -> bytes:
     if "__metadata__" in header:
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    # Padded like the library's headers, so that the tensors start at a multiple of 8.
+    # Padded as by the library, so that the tensors start at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
@@ -290,9 +292,9 @@ def _sort_metadata(content: bytes) -> bytes:
 def check_shapes(
     path: Path, tensors: Mapping[str, TensorInfo], expected: Mapping[str, Any], base: str = ""
 ) -> None:
-    """Raise ModelError, naming a tensor whose shape is not the expected one.
+    """Raise ModelError if names or shapes differ from the expected tensors.
 
-    `base` is the name of the model on which an adapter was made, if it is known.
+    `base` names the model that an adapter was trained on, if known, for the message.
     """
     shapes, needed = (
         {name: tuple(value.shape) for name, value in each.items()} for each in (tensors, expected)
@@ -308,7 +310,7 @@ def check_shapes(
 
 
 def other_base_error(path: Path, base: str, problem: str) -> ModelError:
-    """Return the error for an adapter that was made on a different model."""
+    """Return the error for an adapter that was trained on a different model."""
     made = f"was made on another model, {base:.200}, and " if base else ""
     return ModelError(
         f"{path}: {made}does not fit the model: {problem}: name its base with --model-path"
@@ -318,8 +320,8 @@ def other_base_error(path: Path, base: str, problem: str) -> ModelError:
 def module_names(weights: Path, tensors: Mapping[str, TensorInfo], info: AdapterInfo) -> list[str]:
     """Return the modules that an adapter's tensors belong to, sorted.
 
-    Raises ModelError for missing or surplus tensors and, before it allocates anything of that size,
-    for a rank that differs from the config's.
+    Raises ModelError for missing or surplus tensors, and for a rank that differs from the config's,
+    before anything of that rank is allocated.
     """
     modules = sorted({name.rpartition(".")[0] for name in tensors})
     needed = {f"{module}.{leaf}" for module in modules for leaf in LEAVES[info.kind]}
@@ -341,7 +343,7 @@ def module_names(weights: Path, tensors: Mapping[str, TensorInfo], info: Adapter
 
 
 def training_options(info: AdapterInfo, rslora: bool | None = None) -> dict[str, Any]:
-    """Return the rank, alpha, target_rank, rslora and dora that describe an adapter.
+    """Return the options that describe an adapter: rank, alpha, target_rank, rslora and dora.
 
     If `rslora` is given, alpha is converted so that the adapter keeps its scale.
     """
@@ -354,7 +356,7 @@ def training_options(info: AdapterInfo, rslora: bool | None = None) -> dict[str,
         "rslora": rslora,
         "dora": info.kind == "dora",
     }
-    # A PiSSA adapter has twice the rank of its options, and continues as plain LoRA of that rank.
+    # A written PiSSA adapter has twice its options' rank, and resumes as plain LoRA of that rank.
     same = saved.get("init", "lora") == "lora" and rslora == saved.get("rslora", False)
     if same and {"rank", "alpha"} <= saved.keys():
         ranks = saved.get("target_ranks", {})
@@ -363,6 +365,6 @@ def training_options(info: AdapterInfo, rslora: bool | None = None) -> dict[str,
 
 
 def split_layer(name: str) -> tuple[int, str] | None:
-    """Return the number of a module's layer and its path in the layer; None outside the layers."""
+    """Return a module's layer number and its path in the layer; None outside the layers."""
     match = _IN_LAYER.search(name)
     return (int(match[1]), match[2]) if match else None

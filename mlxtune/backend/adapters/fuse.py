@@ -1,8 +1,8 @@
-"""An adapter fused into the weights of its base model: a model folder that needs no adapter.
+"""Fuses an adapter into its base model's weights: a model folder that needs no adapter.
 
 A fused weight is `W + scale * (a b)ᵀ`, with its rows scaled to the norms `m` for DoRA, computed in
 float32 and rounded once to the dtype of the folder. Weights are computed when they are written and
-freed afterwards, so that no more than one file's worth is in memory.
+freed afterwards, so that at most one file's weights are in memory.
 """
 
 import json
@@ -39,30 +39,30 @@ from mlxtune.core.files.files import as_output_error, copy_file, make_folder, wr
 from mlxtune.core.files.sizes import check_file
 from mlxtune.errors import ModelError, OutputError, one_line
 
-# The size of a weight file, which is in memory while it is written; mlx-lm's are five times as
-# large.
+# The largest weight file. Its weights are in memory while it is written; mlx-lm's files are five
+# times as large.
 _SHARD_GB = 1
-# The other files of a model folder.
+# Patterns of the other files of a model folder, which are copied.
 _COPIED = (
     *("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"),
     *("additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 _WRITTEN_ANEW = ("config.json", "adapter_config.json", "certificate.json", "hf_quant_config.json")
-# Allowance for intermediate rounding in float32, besides one rounding to the dtype.
+# A factor and an addend that allow for float32 rounding before the rounding to the dtype.
 _SLACK = 1.02
 _FLOAT32_SLACK = 2.0**-20
 
 
 @dataclass(frozen=True)
 class _Base:
-    """A lazily loaded model. `dtypes` are the weights' dtypes before quantising."""
+    """A lazily loaded model. If loading quantised it, `dtypes` has the weights' dtypes before."""
 
     model: nn.Module
     config: dict[str, Any]
     dtypes: Mapping[str, mx.Dtype]
 
     def dtype_of(self, name: str, module: nn.Module) -> mx.Dtype:
-        """Return the dtype of a module's weight when it is not quantised."""
+        """Return the dtype that a module's weight has without quantisation."""
         if name in self.dtypes or "scales" not in module:
             return self.dtypes.get(name) or module.weight.dtype
         # MLX dequantises to bfloat16 if the scales are not floating-point numbers.
@@ -90,12 +90,11 @@ def fused_model(
     quantization: Mapping[str, Any] = MappingProxyType({}),
     storage: str = AS_BASE,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a base model, whose lazy weights contain the adapter, and its config.
+    """Return a base model with the adapter fused into its lazy weights, and its config.
 
-    `quantization` has the options of `load_base` for a base that was quantised while loading.
-    Weights have the base's dtype and, without `dequantize`, its quantisation, which must not be
-    nf4; weights with an update are stored as `storage` says. Raises ModelError if the adapter does
-    not fit.
+    `quantization` has the options of `load_base` that quantised the base for training. Weights keep
+    the base's dtype and, without `dequantize`, its quantisation, which must not be nf4. Weights
+    with an update use `storage`. Raises ModelError if the adapter does not fit.
     """
     base = _open(folder, trust_remote_code, quantization)
     model, config = base.model, base.config
@@ -134,7 +133,7 @@ def _weight(name: str, module: nn.Module) -> mx.array:
 
 
 def write_model(model: nn.Module, config: Mapping[str, Any], base: Path, folder: Path) -> None:
-    """Write a model's weights file by file, its config, and the other files of its base's folder.
+    """Write a model's weights file by file and its config; copy the base folder's other files.
 
     The model cannot be used afterwards: its weights are freed as they are written. Raises
     OutputError.
@@ -183,10 +182,10 @@ def _copied_files(base: Path) -> Iterator[Path]:
 
 
 def check_copied(base: Path) -> None:
-    """Raise ModelError if a file to be copied is too large, or links to outside the folder.
+    """Raise ModelError if a file to be copied is too large, or is a link out of the folder.
 
-    A link may lead to a private file, and the copy is made to be shared. Hugging Face's cache keeps
-    its files in `blobs`, and has a folder of links to them for each snapshot.
+    A link may lead to a private file, and the copy is made to be shared. Links into `blobs` are
+    allowed in Hugging Face's cache, whose snapshots consist of them.
     """
     real = Path(os.path.realpath(base))
     allowed = [real]
@@ -237,11 +236,11 @@ def check_fused(
     quantization: Mapping[str, Any] = MappingProxyType({}),
     storage: str = AS_BASE,
 ) -> WeightCheck:
-    """Compare every tensor of a fused folder with its expected value, from base and adapter.
+    """Compare every tensor of a fused folder with the value computed from base and adapter.
 
-    Both are read from disk again, one module at a time. Fused weights may be off by one rounding to
-    their dtype, quantised weights by the error of quantising the exact weight. All other tensors
-    must be equal.
+    The folders `base` and `fused` are read again, one module at a time. Fused weights may differ by
+    one rounding to their dtype, quantised weights by the error of quantising the exact weight. All
+    other tensors must be equal.
     """
     opened = _open(base, trust_remote_code, quantization)
     before = opened.model
@@ -273,7 +272,7 @@ def check_fused(
 
 
 def _errors(module: nn.Module, expected: nn.Module, wanted: mx.array) -> tuple[float, float]:
-    """Return a weight's error, and the error of rounding alone, relative to its largest entry."""
+    """Return a weight's error and its allowed error, both as shares of the largest wanted entry."""
     off, rounding = (
         mx.abs(dequantized_weight(each) - wanted).max() / mx.abs(wanted).max()
         for each in (module, expected)
@@ -282,7 +281,7 @@ def _errors(module: nn.Module, expected: nn.Module, wanted: mx.array) -> tuple[f
 
 
 def _others(before: nn.Module, after: nn.Module, adapter: Adapter) -> Iterator[tuple[str, bool]]:
-    """Yield the tensors without an update, and whether they are equal in both models."""
+    """Yield each tensor without an update by name, and whether both models have equal values."""
     own, tensors = tuple(f"{name}." for name in adapter.modules), []
     for model in (before, after):
         tensors.append(
@@ -301,7 +300,7 @@ def _others(before: nn.Module, after: nn.Module, adapter: Adapter) -> Iterator[t
 
 
 def stored_dtype(model: nn.Module) -> str:
-    """Return the coarsest floating dtype that a model's weights have."""
+    """Return the coarsest floating-point dtype of a model's tensors, such as bfloat16."""
     return coarsest(
         *(str(v.dtype).removeprefix("mlx.core.") for _, v in tree_flatten(model.parameters()))
     )
@@ -319,7 +318,7 @@ def storages(
     trust_remote_code: bool,
     quantization: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """Return the storages to try for the weights with an update, without reading weights."""
+    """Return the storages to try for the weights with an update; reads no weights."""
     model = _open(folder, trust_remote_code, quantization).model
     return storages_for(_trained(model, adapter))
 

@@ -30,16 +30,16 @@ from mlxtune.config.ranks import pissa_iterations
 from mlxtune.core.files.files import file_hash
 from mlxtune.errors import ModelError
 
-# The scales of an adapter and of the options are rounded separately.
+# The relative difference that rounding causes between an adapter's scale and the options' scale.
 _SCALE_TOLERANCE = 1e-9
-# Extra directions, which make the power iteration converge faster.
+# Extra random directions, which make the power iteration converge faster.
 _OVERSAMPLING = 8
 
 Matrix = npt.NDArray[Any]
 
 
 def initialise(model: nn.Module, lora: LoRASummary) -> str | None:
-    """Give LoRA its initial values; return the SHA-256 of the adapter it starts from, if any.
+    """Set LoRA's initial values; return the SHA-256 of the adapter that they come from, if any.
 
     Raises ModelError if the adapter does not fit the options.
     """
@@ -91,11 +91,11 @@ def _disagreements(info: AdapterInfo, lora: LoRASummary) -> list[str]:
 
 
 def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of a run with the rank, alpha, targets, layers and kind of its `init_adapter`.
+    """Return a run's options, with defaults for LoRA from its `init_adapter`.
 
-    Options that the user gave stay, and are an error later if they contradict the adapter. With
-    --rslora, the scale is expressed as alpha / √rank. Raises ModelError if training cannot continue
-    from the adapter.
+    These are rank, alpha, targets, layers and kind. Options in `given` take precedence, and
+    `initialise` reports contradictions. With `rslora`, the scale is expressed as alpha / √rank.
+    Raises ModelError if training cannot continue from the adapter.
     """
     adapter = given.get("init_adapter")
     if not isinstance(adapter, str) or not adapter.strip() or given.get("init", "lora") != "lora":
@@ -114,14 +114,14 @@ def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **training_options(info, rslora),
         "targets": sorted({path for _, path in places}),
-        # mlx-lm reads a num_layers beyond the model's as all layers.
+        # mlx-lm takes a num_layers above the model's as all layers.
         "num_layers": info.num_layers if (info.num_layers or last) < last else None,
         **given,
     }
 
 
 def init_pissa(modules: dict[str, nn.Module], init: str, seed: int) -> None:
-    """Initialise LoRA to the largest singular vectors of each weight.
+    """Initialise LoRA with the principal singular vectors of each weight.
 
     The stored weights do not change: the initial product is subtracted in the forward pass (see
     `PrincipalFactors`), so that a quantised weight is not quantised again, and the written adapter
@@ -135,21 +135,21 @@ def init_pissa(modules: dict[str, nn.Module], init: str, seed: int) -> None:
             rank, key = module.lora_a.shape[1], hash_of(f"{seed}/{name}", 8)
             u, s, v = principal_svd(weight, rank, pissa_iterations(init), key)
             root = np.sqrt(s / module.scale)
-            # Row-major, as a resumed run reads them: products in another layout round differently.
+            # Row-major, as when a resumed run reads them: other layouts round products differently.
             a, b = (np.ascontiguousarray(x, dtype=np.float32) for x in (v * root, (u * root).T))
             module.lora_a, module.lora_b = mx.array(a), mx.array(b)
-            # Separate arrays: a compiled step takes the trained arrays as its inputs.
+            # New arrays: a compiled step takes the trained arrays as its inputs.
             module.principal = PrincipalFactors(mx.array(a), mx.array(b))
 
 
 def principal_svd(
     weight: Matrix, rank: int, iterations: int | None, seed: int
 ) -> tuple[Matrix, Matrix, Matrix]:
-    """Return the largest part of a weight (out, in): U (out, rank), S (rank,) and V (in, rank).
+    """Return a weight's (out, in) truncated SVD: U (out, rank), S (rank,) and V (in, rank).
 
-    Without `iterations` the result is exact: float64 eigenvectors of W W^T or W^T W, whichever is
-    smaller, take an eighth of the time of a singular value decomposition. Otherwise, random
-    directions are refined by that many power iterations, arXiv:0909.4061, algorithms 4.4 and 5.1.
+    Without `iterations` it is exact, from the float64 eigenvectors of W W^T or W^T W, whichever is
+    smaller: this takes an eighth of a full SVD's time. Otherwise, random directions are refined by
+    that many power iterations, arXiv:0909.4061, algorithms 4.4 and 5.1.
     """
     if iterations is not None:
         return _randomized_svd(weight, rank, iterations, seed)
@@ -160,7 +160,7 @@ def principal_svd(
     u = np.linalg.eigh(wide @ wide.T)[1][:, ::-1][:, :rank]
     projected = u.T @ wide
     s = np.linalg.norm(projected, axis=1)
-    # A weight of lower rank has singular values of zero, whose vectors contribute nothing.
+    # If the weight has a lower rank, vectors of zero singular values contribute nothing.
     return u, s, (projected / np.where(s > 0, s, 1)[:, None]).T
 
 

@@ -1,4 +1,4 @@
-"""Compares the logits of a trained model and of its export."""
+"""Compares an export's logits with the trained model's, and measures the effect of rounding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +14,10 @@ from mlxtune.backend.adapters.certificate import Comparison, Logits
 from mlxtune.backend.lora.targets import PROJECTIONS
 
 NEW_TOKENS = 64
-# Positions compared in each sequence; each has a logit for every token of the vocabulary.
+# Positions compared at the end of a sequence, or the answer if it is longer. Each has V logits.
 _POSITIONS = 128
-# Differences up to this multiple of the effect of rounding each product once count as rounding:
-# products are sums of many terms, and tools split their computation differently.
+# The tolerance as a multiple of the effect of rounding each product once: products are sums of many
+# terms, and tools compute them in different orders.
 _MARGIN = 4
 # The largest relative error of one rounding.
 _UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -25,9 +25,9 @@ _UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and the trained model's greedy answer, which is the last `generated` of `tokens`.
+    """A prompt and the trained model's greedy answer, the last `generated` of `tokens`.
 
-    `logits` are the trained model's, float32 (T, V), at the last T positions before the last token.
+    `logits`, float32 (T, V), are the trained model's predictions of the last T tokens.
     """
 
     tokens: list[int]
@@ -50,7 +50,7 @@ class Reference:
 
 
 class _Rounded(nn.Module):
-    """A module whose output is off by one rounding, up or down at random."""
+    """Wraps a module and moves each output by one rounding error, up or down at random."""
 
     def __init__(self, module: nn.Module, unit: float, key: mx.array) -> None:
         super().__init__()
@@ -63,17 +63,17 @@ class _Rounded(nn.Module):
 
     @property
     def weight(self) -> mx.array:
-        """Some models read a projection's weight, not only its output."""
+        """The wrapped module's weight, which some models read directly."""
         return self._inner.weight
 
 
 def reference_of(
     adapted: Adapted, prompts: Sequence[Sequence[int]], rounding: str, *, everywhere: bool
 ) -> Reference:
-    """Return the trained model's outputs for prompts, and the effect of rounding on them.
+    """Return the trained model's outputs for prompts, and the tolerance for rounding.
 
-    `rounding` is the dtype of the written tensors. With `everywhere`, the weights of all
-    projections are rounded, otherwise only the weights with LoRA.
+    `rounding` is the dtype of the written tensors. With `everywhere`, the tolerance allows for
+    rounding in all projections, otherwise only in projections with LoRA.
     """
     sequences = []
     for prompt in prompts:
@@ -115,7 +115,7 @@ def _logits(model: nn.Module, tokens: list[int], generated: int) -> Logits:
 
 
 def _products(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost projections of a model by path, not the layers inside LoRA layers."""
+    """Return a model's projections by path; a LoRA layer counts, but not the layer inside it."""
     modules = dict(model.named_modules())
     inner = {f"{path}.linear" for path, module in modules.items() if hasattr(module, "lora_a")}
     return {
@@ -135,6 +135,6 @@ def _product_roundoff() -> float:
 
 
 def coarsest(*dtypes: str) -> str:
-    """Return the coarsest floating dtype among these names."""
+    """Return the coarsest floating-point dtype among these names; float32 if there is none."""
     known = [name for name in dtypes if name in _UNIT_ROUNDOFF]
     return max(known, key=_UNIT_ROUNDOFF.__getitem__, default="float32")

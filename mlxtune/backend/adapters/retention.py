@@ -1,21 +1,21 @@
-"""The share of an adapter's gain that is left once its weights are quantised again.
+"""The share of an adapter's gain that remains after its fused weights are quantised again.
 
-A measure is a number that training lowered: the loss on validation rows, or the KL divergence
-from the trained model. With its values `base` without the adapter and `trained` with it, a model
-whose value is v has lost (v - trained) / (base - trained) of the gain.
+A measure is a number that training lowers: the validation loss, or the KL divergence from the
+trained model. Its value is `base` without the adapter and `trained` with it. A model with the
+value v has lost (v - trained) / (base - trained) of the gain.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# The largest share of the gain that may be lost before other storages are tried.
+# If a storage loses more than this share of the gain, the next storage is tried.
 MOST_LOST = 0.1
 
 
 @dataclass(frozen=True)
 class StorageTrial:
-    """A way to store the trained projections: its measure, and the share of the gain it loses."""
+    """A storage of the trained projections, its measured value, and the share of the gain lost."""
 
     storage: str
     value: float
@@ -24,9 +24,9 @@ class StorageTrial:
 
 @dataclass(frozen=True)
 class Retention:
-    """The cost of quantising again. `tried` ends with the storage in use; the values have a `unit`.
+    """The gain lost by quantising again. `tried` ends with the storage in use.
 
-    `base` and `trained` are the measure without and with the adapter.
+    `base` and `trained` are the measure without and with the adapter. Values are in `unit`.
     """
 
     measure: str
@@ -53,7 +53,7 @@ class Retention:
 
 
 def share_lost(base: float, trained: float, value: float) -> float:
-    """Return the share of the gain that is lost at a value; 1 if the value is not finite."""
+    """Return the share of the gain lost if the measure is `value`; 1 if it is not finite."""
     gain = base - trained
     if not math.isfinite(value) or not math.isfinite(gain):
         return 1.0

@@ -1,4 +1,4 @@
-"""How the trained projections of a fused model are stored: as in the base, in more bits, or plain.
+"""Storage of a fused model's trained projections: as in the base, in more bits, or plain.
 
 All other weights keep the base's storage. A layer whose format differs from the model's has an
 entry under its path in the config's `quantization`, as in the mixed plans of `mlx_lm.convert`.
@@ -25,7 +25,7 @@ def quantized_among(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def storages_for(modules: Iterable[nn.Module]) -> list[str]:
-    """Return the storages to try for the projections trained, the smallest first."""
+    """Return the storages to try for trained projections, the smallest first."""
     if not (quantized := quantized_among(modules)):
         return [AS_BASE]
     fewest = min(module.bits for module in quantized)
@@ -35,7 +35,7 @@ def storages_for(modules: Iterable[nn.Module]) -> list[str]:
 def layer_like(module: nn.Module, weight: mx.array, storage: str = AS_BASE) -> nn.Module:
     """Return a copy of a layer with this weight in the given storage.
 
-    A plain layer, or a layer with enough bits, keeps its format.
+    A plain layer stays plain; a layer with at least the storage's bits keeps its format.
     """
     made: Any
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
@@ -64,7 +64,7 @@ def _format(module: nn.Module, storage: str) -> dict[str, Any]:
 def add_to_config(
     config: dict[str, Any], layers: Iterable[tuple[str, nn.Module, nn.Module]], storage: str
 ) -> None:
-    """Record layers whose storage differs from the model's in a quantised model's config.
+    """In a quantised model's config, record the layers that differ from the model's format.
 
     Each layer is given as its path, the base's module and its replacement.
     """

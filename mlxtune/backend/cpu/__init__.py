@@ -1,8 +1,8 @@
 """The CPU's operations: numpy's BLAS for products, kernels compiled by numba for everything else.
 
-Nothing outside this folder needs it: `forward.operations` uses `CPU` if the folder exists. The
-modules are imported at first use: numba takes long to import, and only the extra `cpu` installs it,
-on Linux.
+This folder is optional: `forward.operations` uses `CPU` if it exists. numba and the modules that
+use it are imported at first use: importing it takes long, and only the extra `cpu` installs it, on
+Linux.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from mlxtune.backend.cpu.layers import KernelLayers
 from mlxtune.backend.cpu.memory import KernelMemory
 from mlxtune.backend.lora.targets import EXPERTS
 
-# The number of parameters from which the kernels save more time than their calls cost.
+# In models with at least this many parameters, kernels save more time than their calls cost.
 _LARGE_MODEL = 10_000_000
-# Modules of layers with experts or recurrences.
+# Modules that reveal experts or recurrences, which have no kernels.
 _WITHOUT_KERNELS = (*EXPERTS, nn.Conv1d, Rwkv7TimeMixing)
 
 
 class CpuOperations:
-    """See `Operations`."""
+    """The CPU's operations; see `Operations`."""
 
     by_segments = True
     lazy = False
@@ -45,8 +45,8 @@ class CpuOperations:
     def pay_off(self, parameters: int, dtype: mx.Dtype, model: nn.Module | None) -> bool:
         """Return whether the kernels train a base of this size and dtype faster than MLX does.
 
-        They do not if layers have recurrences or experts: each layer is evaluated as it runs, so
-        MLX's own recurrences and experts hold all their values.
+        They are not faster if layers have recurrences or experts: each layer is evaluated as it
+        runs, so MLX's own recurrences and experts hold all their values.
         """
         # The extra `cpu` installs these packages.
         installed = all(map(find_spec, ("numba", "threadpoolctl")))
@@ -55,7 +55,7 @@ class CpuOperations:
         return parameters >= _LARGE_MODEL and installed and self.serves(dtype) and is_dense
 
     def linear_head(self, dtype: mx.Dtype | None) -> ModuleType:
-        """Return the module that computes cross-entropy by blocks of the vocabulary."""
+        """Return the module that computes cross-entropy in blocks of the vocabulary."""
         from mlxtune.backend.cpu import products
 
         return products
@@ -78,7 +78,7 @@ class CpuOperations:
         return self.linear_head(mx.float32).losses(logits, targets)
 
     def layer_passes(self, recompute: bool) -> KernelLayers:
-        """Return passes that keep each layer's products, or only its input."""
+        """Return passes that keep each layer's products, or with `recompute` only its input."""
         return KernelLayers(keep_products=not recompute)
 
 

@@ -1,4 +1,4 @@
-"""MLX arrays as numpy sees them, and work that threads share."""
+"""Numpy views of MLX arrays, and work divided among threads."""
 
 import math
 import os
@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def _thread_count() -> int:
-    """Return the number of threads: OMP_NUM_THREADS, as for BLAS libraries, or all."""
+    """Return the number of threads: OMP_NUM_THREADS, as for BLAS, or else one per CPU."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdigit() and int(given):
         return int(given)
@@ -23,13 +23,13 @@ def _thread_count() -> int:
 
 
 THREADS = _thread_count()
-# With fewer elements, waking another thread takes longer than it saves.
+# With fewer elements, waking another thread costs more time than it saves.
 _WORTH_SHARING = 1 << 17
-# The same threshold for multiplications in a product.
+# The same threshold for products, as a number of multiplications.
 WORTH_MULTIPLYING = 1 << 23
 _ZEROS = np.zeros(1 << 19, dtype=np.float32)
 _OTHERS = ThreadPoolExecutor(max(THREADS - 1, 1), thread_name_prefix="mlxtune")
-# Whether a thread already runs a part of shared work.
+# Marks threads that are running a part of shared work.
 _inside = threading.local()
 
 
@@ -39,7 +39,7 @@ def view(x: mx.array) -> Floats:
 
 
 def empty(*shape: int) -> mx.array:
-    """Return a new float32 array whose memory numpy can write."""
+    """Return a new float32 array that numpy can write to through `view`."""
     size = math.prod(shape)
     if size <= _ZEROS.size:
         # Copying here avoids waking MLX's own thread.
@@ -50,14 +50,14 @@ def empty(*shape: int) -> mx.array:
 
 
 def copied(x: mx.array) -> mx.array:
-    """Return a contiguous copy whose memory numpy can write."""
+    """Return a contiguous copy that numpy can write to through `view`."""
     made = empty(*x.shape)
     view(made)[...] = view(x)
     return made
 
 
 def detached(x: mx.array) -> mx.array:
-    """Return a copy with the same layout that no gradient is traced through."""
+    """Return a copy with the same memory layout, which passes on no gradient."""
     return mx.array(view(x))
 
 
@@ -67,9 +67,9 @@ def matrix(x: mx.array) -> Floats:
 
 
 def unshared_products() -> Callable[[], None]:
-    """Have numpy run each product on one thread; return a function that undoes it.
+    """Make numpy run each product on one thread; return a function that undoes it.
 
-    OpenBLAS's own threads spin until the next product, which takes the processors from the threads
+    OpenBLAS's own threads spin until the next product, and so take processor time from the threads
     of `in_parts`.
     """
     # The extra `cpu` installs threadpoolctl and numba.
@@ -118,7 +118,7 @@ def by_rows(
 def in_parts(work: Callable[[int, int, int], None], count: int) -> None:
     """Call `work(part, start, end)` for parts of `count` items, one part on each thread.
 
-    Within shared work, the calling thread does all of it.
+    Inside such a part, the calling thread does all nested work.
     """
     parts = min(THREADS, count)
     if parts < 2 or getattr(_inside, "part", False):

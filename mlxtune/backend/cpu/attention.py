@@ -1,4 +1,4 @@
-"""Scaled dot-product attention on the CPU: blocks of queries, products by the tuned BLAS."""
+"""Scaled dot-product attention on the CPU, in blocks of queries with products by BLAS."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from mlxtune.backend.models.autograd import differentiable
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of the heads and queries of one line, and the range of keys that they see."""
+    """A block of groups and queries of one line, and the ranges of keys that they see."""
 
     line: int
     groups: slice
@@ -76,7 +76,7 @@ class _Attention:
                 yield line, slice(start, end), (slice(0, seen),)
 
     def for_each_part(self, run: Callable[[_Part], None]) -> None:
-        """Call `run` for all parts. Threads divide the groups if there are enough."""
+        """Call `run` for every part. Threads divide the groups if there are enough for all."""
 
         def run_those(_: int, first: int, last: int) -> None:
             for line, queries, keys in self.blocks():
@@ -110,7 +110,7 @@ class _Attention:
     def scores(self, q: Floats, part: _Part) -> Floats:
         """Return the scores (groups, H / G * queries, keys) of scaled queries.
 
-        An array mask is applied; the softmax applies a causal mask.
+        An array mask is added here; the softmax applies a causal mask.
         """
         scores = multiplied(q, self.seen(self.k, part).swapaxes(1, 2))
         if self.mask is not None:
@@ -119,7 +119,7 @@ class _Attention:
         return scores
 
     def forward(self) -> mx.array:
-        # The next projection reads the output token by token.
+        # Memory is ordered by token, as the next projection reads it.
         made = empty(self.batch, self.length, self.heads, self.v.shape[-1])
         whole = self.by_group(view(made).swapaxes(1, 2))
 
@@ -163,12 +163,12 @@ def _additive(mask: mx.array) -> Floats:
 
 
 def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any) -> mx.array:
-    """Return softmax(scale * q k^T + mask) v of shape (B, H, T, n), never holding all scores.
+    """Return softmax(scale * q k^T + mask) v, (B, H, T, n), from one block of scores at a time.
 
     q is (B, H, T, D), k (B, G, S, D) and v (B, G, S, n) with H a multiple of G; `mask` is None,
     "causal" with the queries aligned to the end of the keys, or broadcasts to (B, H, T, S).
     """
-    # The layout is kept: by the time of the backward pass, another line may be running.
+    # The layout is kept, because another line may be running by the time of the backward pass.
     layout = packed.layout()
     if not isinstance(mask, str):
         packed.check_not_packed()

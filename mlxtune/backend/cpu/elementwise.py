@@ -1,4 +1,4 @@
-"""Activations, norms and rotary embeddings in float32, with the results of MLX's functions."""
+"""Activations, norms and rotary embeddings in float32 that replace MLX's functions."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,7 +13,7 @@ from mlxtune.backend.cpu.layers import reads_gate, unread
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable
 
-# The lengths of packed lines are rounded to this, so that they need few tables.
+# Table lengths for packed lines are rounded up to this multiple, so that few tables are needed.
 _LENGTH_MULTIPLE = 256
 
 
@@ -24,10 +24,10 @@ def _by_rows(
     *constants: Any,
     is_read: bool = True,
 ) -> mx.array:
-    """Return a differentiable function of inputs of one shape, computed by two kernels.
+    """Apply `kernel` to inputs of one shape; `gradient_kernel` computes the gradients.
 
     The kernels take (start, end, *inputs, out, *constants), and (start, end, *inputs, cotangent,
-    one gradient for each input, *constants).
+    one gradient for each input, *constants). Without `is_read`, nothing is computed.
     """
 
     def run(*arrays: mx.array) -> mx.array:
@@ -71,7 +71,7 @@ def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
 def _table(
     length: int, dims: int, offset: int, base: float | None, scale: float, freqs: bytes | None
 ) -> tuple[Floats, Floats]:
-    """Return the cosines and sines (T, dims / 2) by which MLX turns a unit vector."""
+    """Return the cosines and sines (T, dims / 2) of MLX's rotary embedding at T positions."""
     half = (1, 1, length, dims // 2)
     turned = mx.fast.rope(
         mx.concatenate([mx.ones(half), mx.zeros(half)], axis=-1),
@@ -112,7 +112,7 @@ def rope(
         whole = _table(length, dims, offset, base, scale, given)
         cosines, sines = (values[layout.positions] for values in whole)
 
-    # The projection before it orders entries by token, the attention after it by head.
+    # The projection before it orders memory by token, and the attention after it by head.
     def run(x: mx.array) -> mx.array:
         source = np.ascontiguousarray(view(x).swapaxes(1, 2))
         made, lines = empty(*x.shape), source.shape[0] * source.shape[1]

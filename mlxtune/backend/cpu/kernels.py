@@ -1,6 +1,6 @@
 """Loops over float32 rows, compiled by numba for the processor at hand and cached on disk.
 
-MLX's CPU operations run on one thread, and `exp` and functions that use it take some 12 to 25 ns an
+MLX's CPU operations run on one thread, and `exp` and functions that use it take 12 to 25 ns per
 element on x86; here they take less than 1 ns. Arrays are contiguous rows (m, n). A call computes
 the rows from `start` to `end`.
 """
@@ -8,7 +8,7 @@ the rows from `start` to `end`.
 import numba
 import numpy as np
 
-# Sums may be reordered, which lets them be vectorised. Infinities and NaN keep their meaning.
+# Sums may be reordered, so that they can be vectorised. Infinities and NaN keep their meaning.
 _MATH = {"reassoc", "contract", "arcp", "nsz", "afn"}
 kernel = numba.njit(nogil=True, fastmath=_MATH, error_model="numpy", cache=True)
 inline = numba.njit(fastmath=_MATH, error_model="numpy", inline="always")
@@ -37,7 +37,7 @@ def exp(x):  # type: ignore[no-untyped-def]
 
 @inline
 def _weight(x):  # type: ignore[no-untyped-def]
-    """Return e to the x, or 0 if it is too small to change a sum: subnormal numbers are slow."""
+    """Return exp(x), or 0 if that is too small to change a sum: subnormal numbers are slow."""
     return exp(x) if x > _NOTHING else _ZERO
 
 
@@ -165,7 +165,7 @@ def softmax_(start, end, x, queries, causal):  # type: ignore[no-untyped-def]
 
 @kernel
 def softmax_gradient_(start, end, x, d, queries, causal):  # type: ignore[no-untyped-def]
-    """Replace scores by their softmax, and its gradient by the gradient of the scores."""
+    """Replace scores x by their softmax, and its gradient d by the gradient of the scores."""
     for i in range(start, end):
         seen = _seen(i, x.shape[1], queries, causal)
         total = _softmax_row(x, i, seen)
@@ -181,9 +181,9 @@ def softmax_gradient_(start, end, x, d, queries, causal):  # type: ignore[no-unt
 
 @kernel
 def online_softmax_(start, end, x, highest, total, correction):  # type: ignore[no-untyped-def]
-    """Add a block of logits: replace them by exp(logit - the highest so far).
+    """Add a block of logits x to a softmax; replace them by exp(logit - the highest so far).
 
-    `highest` and `total` (m,) cover the blocks so far; `correction` (m,) rescales the earlier sums.
+    `highest` and `total` (m,) cover the blocks so far; `correction` (m,) rescales earlier sums.
     """
     for i in range(start, end):
         top = highest[i]
@@ -231,7 +231,7 @@ def turn_back(start, end, d, cosines, sines, out):  # type: ignore[no-untyped-de
 
 @kernel
 def widen(start, end, x, out):  # type: ignore[no-untyped-def]
-    """Write bfloat16 rows, given as uint16, as the uint32 of the same float32."""
+    """Cast bfloat16 rows x, given as uint16 bits, to float32 rows out, given as uint32 bits."""
     for i in range(start, end):
         for j in range(x.shape[1]):
             out[i, j] = np.uint32(x[i, j]) << np.uint32(16)

@@ -22,25 +22,25 @@ from mlxtune.backend.cpu.arrays import detached
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
 from mlxtune.backend.models.autograd import differentiable
 
-# Layers in which only o_proj reads attention's output, and only down_proj the gate's.
+# Layers in which only o_proj reads attention's output, and only down_proj the gate's output.
 _ONE_READER = (
     *(llama.TransformerBlock, qwen2.TransformerBlock, qwen3.TransformerBlock),
     gemma3_text.TransformerBlock,
 )
-# Blocks in which no norm reads the MLP's output, which is added to the residual.
+# Layers that add the MLP's output to the residual without a norm in between.
 _ADDS_MLP = (llama.TransformerBlock, qwen2.TransformerBlock, qwen3.TransformerBlock)
 
 
 class FrozenProduct(nn.Module):
-    """A layer that keeps its product with its frozen weight and never reads its input again.
+    """A linear layer whose backward pass does not read its input, as its weight is frozen.
 
-    LoRA on it does read the input: the gradient of A is a product with it.
+    LoRA on the layer does read the input: the gradient of A is a product with it.
     """
 
 
 @dataclass(frozen=True)
 class BackwardReads:
-    """The values that a layer's backward pass reads, besides the products before the last."""
+    """Flags for values that a layer's backward pass may not read; `last` is its last product."""
 
     attention: bool = True
     gate: bool = True
@@ -48,11 +48,11 @@ class BackwardReads:
 
     @classmethod
     def of(cls, layer: nn.Module) -> BackwardReads:
-        """Return the values that a layer reads, by its class in mlx-lm and the place of LoRA."""
+        """Return the flags of a layer, from its mlx-lm class and the projections with LoRA."""
         if not isinstance(layer, _ONE_READER):
             return cls()
         output, down = layer.self_attn.o_proj, layer.mlp.down_proj
-        # DoRA's magnitudes read the product that they scale.
+        # The gradient of DoRA's magnitudes reads the product that they scale.
         with_lora = isinstance(down, LoRALinear) and not isinstance(down, DoRALinear)
         is_kept = isinstance(down.linear if with_lora else down, FrozenProduct)
         return cls(
@@ -63,7 +63,7 @@ class BackwardReads:
 
 
 class KeptProducts:
-    """The products of one layer, in the order of their computation."""
+    """The products of one layer, kept in the order in which they are computed."""
 
     def __init__(self, reads: BackwardReads) -> None:
         self.reads = reads
@@ -96,32 +96,32 @@ class KeptProducts:
         return self._made[self._taken - 1]
 
 
-# The products of the layer that is running, if it keeps any.
+# The kept products of the running layer, None if it keeps none.
 _running: ContextVar[KeptProducts | None] = ContextVar("kept products", default=None)
 
 
 def product(make: Callable[[], mx.array]) -> mx.array:
-    """Return a product of the running layer, recomputed only if it is not kept."""
+    """Return the running layer's next product, computed by `make` unless it is kept."""
     kept = _running.get()
     return make() if kept is None else kept.product(make)
 
 
 def reads_attention() -> bool:
-    """Return whether a backward pass reads the output of attention, not only its gradient."""
+    """Return whether the running pass needs attention's output, not only its gradient."""
     kept = _running.get()
     return kept is None or not kept.replays or kept.reads.attention
 
 
 def reads_gate() -> bool:
-    """Return whether a backward pass reads the output of a gate, not only its gradient."""
+    """Return whether the running pass needs the gate's output, not only its gradient."""
     kept = _running.get()
     return kept is None or not kept.replays or kept.reads.gate
 
 
 def unread(*shape: int) -> mx.array:
-    """Return an array that takes no memory, in place of a value that a backward pass never reads.
+    """Return NaNs that take no memory, in place of a value that a backward pass never reads.
 
-    If a layer did read the value, the run's first step would end with an error.
+    If a layer did read them, the run's first step would fail with an error.
     """
     return mx.broadcast_to(mx.array(math.nan), shape)
 
@@ -154,7 +154,7 @@ class KernelLayers:
         return list(differentiable(forward, backward)(*inputs))
 
     def run_frozen(self, output: Any) -> Any:
-        """Return the output, without a gradient, of a layer below the first trained layer."""
+        """Return the output of a layer below the first trained layer, without a gradient."""
         return tree_map(lambda leaf: detached(leaf) if _is_floating(leaf) else leaf, output)
 
 

@@ -1,4 +1,4 @@
-"""The memory of a step by the CPU's kernels, in entries of arrays; see `MemoryUse`."""
+"""The memory of a step with the CPU's kernels, in entries of arrays; see `MemoryUse`."""
 
 from mlxtune.core.steps.graph_memory import GRADIENTS, LOGITS
 from mlxtune.core.steps.memory_estimate import (
@@ -10,28 +10,28 @@ from mlxtune.core.steps.memory_estimate import (
     held_logits,
 )
 
-# Rows of the vocabulary that the head casts at once, and the number of casts in memory.
+# Rows of the vocabulary that the head casts in one block, and the number of blocks in memory.
 _VOCABULARY_BLOCK, _BLOCKS = 4096, 2
 # Copies of a chunk's logits that cross-entropy and its gradient hold.
 _CPU_LOGITS = 2
-# Scores that attention holds at once, and queries of a head in each block of scores. Copies of the
-# scores, and arrays as wide as the heads, that the backward pass holds in numpy.
+# Scores in a block of attention, over all threads, and queries of a head in a block. Copies of the
+# block, and arrays as wide as all heads, that the backward pass holds in numpy.
 ATTENTION_SCORES, ATTENTION_QUERIES = 1 << 21, 128
 _NUMPY_SCORES, _NUMPY_WIDTHS = 2, 3
-# DoRA adds its scaled products, and their gradients.
+# DoRA adds two arrays: its scaled products, and their gradients.
 _SCALED = 2
 # Arrays as wide as a layer's convolution that the layer's backward pass holds.
 _MIXED = 8
 
 
 class KernelMemory:
-    """The memory of the kernels, which keep the products of a layer."""
+    """The memory of the CPU's kernels, which keep each layer's products."""
 
     casts_quantized = True
     head_copies = 1
 
     def kept(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
-        """Return the entries that all layers keep: inputs, and products except the last."""
+        """Return the entries that all layers keep: products, or inputs with `recompute`."""
         if settings.recompute:
             return Entries(0, load.tokens * shapes.inputs, 0)
         return Entries(0, load.tokens * shapes.products + load.repeated * shapes.mixed, 0)
@@ -47,13 +47,13 @@ class KernelMemory:
         return Entries(shapes.largest_cast, load.tokens * widths + mixed, scores)
 
     def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
-        """Return the entries that numpy holds in attention, which MLX does not count."""
+        """Return the entries of numpy arrays in attention, which MLX does not count."""
         width = shapes.heads * shapes.head_size
         scores = min(ATTENTION_SCORES, shapes.heads * ATTENTION_QUERIES * load.width)
         return _NUMPY_SCORES * scores + _NUMPY_WIDTHS * load.tokens * width
 
     def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
-        """Return the working entries of the head; a linear head holds no logits."""
+        """Return the working entries of the head; a single-product head holds no logits."""
         positions, hidden = head_states(shapes, settings, load)
         if settings.split_head and shapes.plain_head:
             return hidden + (_BLOCKS * _VOCABULARY_BLOCK * shapes.hidden if shapes.head_cast else 0)
@@ -61,5 +61,5 @@ class KernelMemory:
         return hidden + shapes.head_cast + copies * held_logits(settings, positions, shapes)
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
-        """Return whether the head holds logits, which a head of one product does not."""
+        """Return whether the head holds logits; a single-product head does not."""
         return not shapes.plain_head

@@ -1,4 +1,4 @@
-"""Makes one model compute with the functions of this folder, without changing shared classes."""
+"""Makes one model compute with this folder's kernels, without changing shared classes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ def _product(x: mx.array, module: nn.Module) -> mx.array:
 
 
 def _product_with_update(x: mx.array, layer: LoRALinear) -> mx.array:
-    """Return x W^T + scale * (x A) B of a layer, with gradients for x, A and B."""
+    """Return a LoRA layer's x W^T + scale * (x A) B, with gradients for x, A and B."""
 
     def run(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
         def make() -> mx.array:
@@ -60,8 +60,7 @@ def _product_with_update(x: mx.array, layer: LoRALinear) -> mx.array:
 
 
 def _frozen_weight(module: nn.Module) -> products.Weight:
-    # Quantised weights are unpacked for each use, as MLX's quantised products take 30 times as
-    # long.
+    # Quantised weights are unpacked for each use: MLX's quantised products take 30 times as long.
     return PackedRows(module) if hasattr(module, "unpacked") else module["weight"]
 
 
@@ -89,7 +88,7 @@ class _LoRALinear(LoRALinear):
 
 
 class _DoRALinear(DoRALinear):
-    """A DoRA layer whose products leave out the bias, which must not be scaled."""
+    """A DoRA layer with fast products. They leave out the bias, which must not be scaled."""
 
     def product(self, x: mx.array) -> mx.array:
         return _product(x, self.linear) if _serves(self, x) else super().product(x)
@@ -110,7 +109,7 @@ class _RMSNorm(nn.Module):
 
 
 class _GemmaRMSNorm(nn.Module):
-    """Gemma's norm, whose stored weight is 1 less than its factor."""
+    """Gemma's norm, which multiplies by 1 plus its stored weight."""
 
     def __call__(self, x: mx.array) -> mx.array:
         if not computes(x):
@@ -131,7 +130,7 @@ class _RoPE(nn.Module):
 
 
 class _FrequencyRoPE(nn.Module):
-    """Rotary embeddings with given frequencies, which Llama 3, Gemma 4 and others scale."""
+    """Rotary embeddings with precomputed frequencies, as in Llama 3, Gemma 4 and others."""
 
     def __call__(self, x: mx.array, offset: Any = 0, **options: Any) -> mx.array:
         if options or getattr(self, "mscale", 1.0) != 1.0:
@@ -184,7 +183,7 @@ def _attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    # A mask that is added may carry a gradient, as in DeepSeek's attention.
+    # An additive mask may have a gradient, as in DeepSeek's attention.
     constant = not isinstance(mask, mx.array) or mask.dtype == mx.bool_
     fast = constant and sinks is None and not hasattr(cache, "bits")
     if fast and computes(queries, keys, values):
@@ -201,7 +200,7 @@ _FUNCTIONS: dict[int, Any] = {
     id(gemma3n.logit_softcap): _capped,
 }
 
-# The faster subclass of each layer. Quantised layers that use MLX's own products have none.
+# The faster subclass of each class. Quantised layers that use MLX's own products have none.
 _KINDS: dict[type, type] = {
     **subclasses(_Linear, nn.Linear, StoredLinear, DequantizedLinear, NF4Linear),
     **subclasses(_Head, nn.Embedding, StoredEmbedding, DequantizedEmbedding),
@@ -220,7 +219,7 @@ _FAST = Replacements({**FUNCTIONS, **_FUNCTIONS}, {**KINDS, **_KINDS})
 
 
 def make_fast(module: nn.Module) -> Callable[[], None]:
-    """Make a module and its children compute with the functions of this folder.
+    """Make a module and its children compute with this folder's kernels.
 
     Returns a function that undoes it, so that a model can generate text after an evaluation.
     """

@@ -1,7 +1,7 @@
 """Products with frozen weights on the CPU, by numpy's BLAS, and the cross-entropy of a linear head.
 
 The weights may be stored in bfloat16 or float16, which halves their memory: each use casts one
-matrix to float32, which is exact and takes a few percent of the product.
+matrix to float32, which is exact and takes a few percent of the product's time.
 """
 
 import math
@@ -33,7 +33,7 @@ from mlxtune.backend.models.layers import PackedRows
 # A frozen matrix (out, in), plain or quantised.
 Weight = mx.array | PackedRows
 
-# Rows of the vocabulary in a block: as many for each thread as fit in its cache.
+# Rows of the vocabulary that fit in a thread's cache, and rows in a block for all threads.
 _ROWS = 1024
 _VOCABULARY = _ROWS * THREADS
 # One thread casts weights with fewer elements faster than two threads.
@@ -59,7 +59,7 @@ _scratch = _Scratch()
 
 
 def in_float32(weight: Weight) -> Floats:
-    """Return a weight (m, n) as float32, valid until the next call on this thread."""
+    """Return a weight (m, n) in float32; the next call on this thread may overwrite it."""
     if isinstance(weight, PackedRows):
         return view(weight[:])
     stored = _stored(weight)
@@ -67,16 +67,16 @@ def in_float32(weight: Weight) -> Floats:
 
 
 def _stored(weight: Weight) -> npt.NDArray[Any] | None:
-    """Return the matrix that `widened` can cast on any thread; None if only MLX can."""
+    """Return a weight's matrix in a form that `widened` accepts; None if only MLX can cast it."""
     if isinstance(weight, PackedRows) or weight.dtype not in (mx.float32, mx.bfloat16):
         return None
     return view(weight) if weight.dtype == mx.float32 else view(weight.view(mx.uint16))
 
 
 def widened(narrow: npt.NDArray[Any]) -> Floats:
-    """Return (m, n) in float32, or bfloat16 given as uint16, as float32.
+    """Return a matrix (m, n), in float32 or in bfloat16 given as uint16, as float32.
 
-    The result is valid until the next call on this thread.
+    The next call on this thread may overwrite the result.
     """
     if narrow.dtype == np.float32:
         return narrow
@@ -103,7 +103,7 @@ def forward(x: mx.array, weight: Weight) -> mx.array:
 
 
 def _multiply_stored(rows: Floats, stored: npt.NDArray[Any], outs: Floats) -> None:
-    """Set `outs` to rows times the transpose of a matrix; each thread casts its own part of it."""
+    """Set `outs` to rows times the transpose of `stored`; each thread casts a part of `stored`."""
 
     def run(_: int, start: int, end: int) -> None:
         np.matmul(rows, widened(stored[start:end]).T, out=outs[:, start:end])
@@ -115,7 +115,7 @@ def _multiply_stored(rows: Floats, stored: npt.NDArray[Any], outs: Floats) -> No
 
 
 def backward(cotangent: mx.array, weight: Weight) -> mx.array:
-    """Return the gradient with respect to x (..., in) of `forward`."""
+    """Return the gradient of `forward` with respect to x (..., in)."""
     made = empty(*cotangent.shape[:-1], weight.shape[1])
     rows, outs = matrix(cotangent), matrix(made)
     if weight.size <= _LARGEST:
@@ -155,11 +155,11 @@ def update_gradients(
 
 
 def trained_head_losses(weight: Weight, hidden: mx.array, targets: mx.array) -> mx.array:
-    """Return the cross-entropy of each hidden state of a head that is one product, float32 (P,).
+    """Return the cross-entropy of each hidden state, float32 (P,), for a single-product head.
 
-    weight is (V, H), hidden float32 (P, H), targets int32 (P,). Loss and gradient with respect to
-    the hidden states are computed in one pass over blocks of the vocabulary, with an online softmax
-    (arXiv:1805.02867): only one block of logits is in memory.
+    weight is (V, H), hidden float32 (P, H), targets int32 (P,). The losses and their gradients with
+    respect to the hidden states take one pass over blocks of the vocabulary, with an online softmax
+    (arXiv:1805.02867), so that only one block of logits is in memory.
     """
 
     def forward(hidden: mx.array) -> tuple[mx.array, mx.array]:
@@ -203,7 +203,7 @@ def losses(logits: mx.array, targets: mx.array) -> mx.array:
 
 
 class _OnlineSoftmax:
-    """The softmax of some rows whose logits are taken in blocks."""
+    """The softmax of each row, whose logits arrive in blocks."""
 
     def __init__(self, rows: int) -> None:
         self.highest = np.full(rows, -np.inf, dtype=np.float32)
@@ -219,7 +219,7 @@ class _OnlineSoftmax:
 
 
 class _Head(_OnlineSoftmax):
-    """An online softmax over the head's logits (P, V), with the weighted sum of its rows."""
+    """A softmax over the head's logits (P, V); with `expects`, also its weighted sum of rows."""
 
     def __init__(self, hidden: Floats, *, expects: bool) -> None:
         super().__init__(len(hidden))
@@ -228,7 +228,7 @@ class _Head(_OnlineSoftmax):
         self._logits, self._product = np.empty(0, np.float32), np.empty_like(hidden)
 
     def take_rows(self, block: Floats) -> None:
-        """Add rows (v, H) of the vocabulary."""
+        """Add a block (v, H) of the head's weight."""
         size = len(self._hidden) * len(block)
         if self._logits.size < size:
             self._logits = np.empty(size, dtype=np.float32)
@@ -255,7 +255,7 @@ class _Head(_OnlineSoftmax):
 
 
 def _over_vocabulary(weight: Weight, hidden: Floats, *, expects: bool) -> _Head:
-    """Return the softmax over the whole vocabulary; each thread takes a part of it."""
+    """Return the softmax over the whole vocabulary; each thread takes a part of the tokens."""
     heads = [_Head(hidden, expects=expects) for _ in range(THREADS)]
     stored = _stored(weight)
     if stored is None:
@@ -282,7 +282,7 @@ def _share(block: Floats, heads: list[_Head]) -> None:
 
 
 def _right(weight: Weight, hidden: Floats, targets: mx.array) -> tuple[Floats, Floats]:
-    """Return the logits (P,) of the targets, and their weights (P, H)."""
+    """Return the logits (P,) of the targets, and their rows (P, H) of the weight."""
     rows = in_float32(weight[targets])
     logits: Floats = np.einsum("ph,ph->p", hidden, rows)
     return logits, rows

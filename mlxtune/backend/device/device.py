@@ -5,7 +5,7 @@ import mlx.core as mx
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 # Metal's fused attention takes blocks of 32 queries (`steel_attention_*_bq32_*` in mlx.metallib).
-# On CUDA its gradient is fused for multiples of 128 only, and cuDNN plans each new shape
+# On CUDA its gradient is fused for multiples of 128 only, and cuDNN makes a plan for each new shape
 # (`ScaledDotProductAttentionVJP::use_fallback` in mlx/backend/cuda).
 _METAL, _CUDA = Rounding(line=64, width=32), Rounding(line=64, width=128)
 
@@ -16,7 +16,7 @@ def on_cpu() -> bool:
 
 
 def has_metal() -> bool:
-    """Return whether this MLX has Metal and a device for it."""
+    """Return whether MLX was built with Metal and has a Metal device."""
     return bool(mx.metal.is_available())
 
 
@@ -39,5 +39,5 @@ def finish() -> None:
 
 
 def compiles() -> bool:
-    """Return whether compiling pays: on the CPU, MLX compiles with a C++ compiler, for no gain."""
+    """Return whether `mx.compile` saves time; on the CPU, it runs a C++ compiler for no gain."""
     return not on_cpu()

@@ -1,4 +1,4 @@
-"""Memory limits, and peaks of memory use."""
+"""MLX's memory limits, and peaks of memory use."""
 
 import gc
 import os
@@ -19,11 +19,11 @@ from mlxtune.core.machine.facts import available_memory
 from mlxtune.core.machine.reservation import reservations
 
 GB = 10**9
-# Shares of the limit: MLX's cache of freed buffers, and the use above which it is cleared.
+# Shares of the limit: for MLX's cache of freed buffers, and the use above which it is cleared.
 _CACHE_SHARE = 1 / 8
 _PRESSURE = 0.9
-# The share of a CUDA device to use, as CUDA recommends no size. The rest goes to the context, the
-# libraries of each process, and fragmentation. MLX's own limit there is 0.95.
+# The share of a CUDA device's memory to use, because CUDA recommends no size. The rest is for the
+# context, the libraries of each process, and fragmentation. MLX's own limit on CUDA is 0.95.
 _CUDA_SHARE = 0.9
 # The share of the GPU's memory that is wired. Wiring all of it starves the window server and other
 # programs, which then stall.
@@ -35,7 +35,7 @@ _since_start = [0]
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Limits in bytes. `recommended` is the most that the device can give, None for a CPU."""
+    """Limits in bytes. `recommended` is the most memory to use on a GPU, None on a CPU."""
 
     memory: int
     cache: int
@@ -53,11 +53,11 @@ class MemoryLimits:
 
 
 def find_limits(memory_limit_gb: float) -> MemoryLimits:
-    """Return the limits that `set_limits` sets."""
+    """Return the limits that `set_limits` would set."""
     info = mx.device_info()
     recommended = _recommended(info)
     if recommended is not None and (free := info.get("free_memory")) is not None:
-        # Memory of other programs is not available. Memory of other runs is, once they end: their
+        # Memory of other programs is not available. Memory of other runs counts as available: their
         # reservations make this run wait, or stop with an error that names them.
         held = mx.get_active_memory() + mx.get_cache_memory() + _reserved_by_others()
         recommended = min(recommended, int(free) + held)
@@ -72,7 +72,7 @@ def find_limits(memory_limit_gb: float) -> MemoryLimits:
 
 
 def capacity() -> int:
-    """Return how many bytes all runs on this machine share."""
+    """Return the memory, in bytes, that all runs on this machine share."""
     info = mx.device_info()
     if size := _recommended(info) or info.get("memory_size"):
         return int(size)
@@ -80,7 +80,7 @@ def capacity() -> int:
 
 
 def free_now() -> int | None:
-    """Return how many bytes of the device, or of its machine, are free; None if unknown."""
+    """Return the free memory of the device or its machine, in bytes; None if unknown."""
     if (free := mx.device_info().get("free_memory")) is not None:
         return int(free)
     return available_memory()
@@ -102,7 +102,7 @@ def _reserved_by_others() -> int:
 def set_limits(memory_limit_gb: float) -> MemoryLimits:
     """Limit MLX's memory and cache, before a model is loaded.
 
-    The limit is at most what the device can give.
+    On a GPU, the limit is at most `MemoryLimits.recommended`.
     """
     limits = find_limits(memory_limit_gb)
     mx.set_memory_limit(limits.memory)
@@ -114,7 +114,7 @@ def set_limits(memory_limit_gb: float) -> MemoryLimits:
 
 
 def relieve_pressure() -> None:
-    """Clear the cache when used and cached memory near the limit."""
+    """Clear MLX's cache if used and cached memory are close to the limit."""
     limit = mx.get_memory_limit()
     if mx.get_cache_memory() and mx.get_active_memory() + mx.get_cache_memory() > _PRESSURE * limit:
         mx.clear_cache()
@@ -128,13 +128,13 @@ def release() -> None:
 
 
 def peak_bytes() -> int:
-    """Return the most memory that MLX has held at once, in bytes."""
+    """Return MLX's peak memory use, in bytes."""
     # MLX updates its peak only when it allocates.
     return max(_highest[0], int(mx.get_peak_memory()), int(mx.get_active_memory()))
 
 
 def peak_gb() -> float:
-    """Return the most memory that MLX has held at once, in GB."""
+    """Return MLX's peak memory use, in GB."""
     return peak_bytes() / GB
 
 
@@ -150,7 +150,7 @@ def peak_rss() -> int:
 
 
 def last_peak_bytes() -> int:
-    """Return the most memory that MLX has held at once since `start_peak`, in bytes."""
+    """Return MLX's peak memory use since `start_peak`, in bytes."""
     return max(_since_start[0], int(mx.get_peak_memory()))
 
 
@@ -162,7 +162,7 @@ def start_peak() -> None:
 
 
 def lap_peak() -> int:
-    """Return the most bytes that MLX has held at once since the last call; other peaks persist."""
+    """Return MLX's peak use in bytes since the last call or reset; keep the other peaks."""
     peak = int(mx.get_peak_memory())
     _highest[0], _since_start[0] = peak_bytes(), last_peak_bytes()
     mx.reset_peak_memory()
@@ -170,7 +170,7 @@ def lap_peak() -> int:
 
 
 def peak_of(compute: Callable[[], Any]) -> int:
-    """Return the most bytes that MLX holds at once in `compute`, beyond those in use before."""
+    """Return MLX's peak use in bytes during `compute`, beyond the memory in use before it."""
     mx.clear_cache()
     start_peak()
     before = mx.get_active_memory()

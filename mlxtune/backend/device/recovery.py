@@ -1,4 +1,4 @@
-"""Retries work after a fault of the GPU."""
+"""Retries work after GPU faults."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,11 +19,11 @@ def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) ->
 
 
 def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
-    """Yield a context for each try of some work, until a try ends without a fault of the GPU.
+    """Yield a context for each try of some work, until a try ends without a GPU fault.
 
-    After a fault, `change` is called with MLX's text, to ask for less or to free memory; it raises
-    if nothing is left to change. Then the work is tried again, once after each transient fault,
-    which earlier work or another program may have caused.
+    After a fault, `change` is called with it and MLX's message, to shrink the work or free memory;
+    it raises if nothing is left to change. Then the work is tried again. Each kind of transient
+    fault, which earlier work or another program may have caused, is retried only once.
 
     Raises MemoryLimitError or GpuError.
     """
@@ -48,7 +48,7 @@ def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
 
 
 class Attempt:
-    """A try of some work: suppresses a fault of the GPU, but no other error, and keeps its text."""
+    """A try of some work. It suppresses a GPU fault, but no other error, and keeps its message."""
 
     fault: Fault | None = None
     text = ""

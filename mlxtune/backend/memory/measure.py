@@ -1,6 +1,6 @@
-"""Short passes through a few layers of a loaded model, measured on the device.
+"""Measures short passes through a few layers of a loaded model on the device.
 
-Their peaks at three lengths correct the estimate of a run's memory from sizes alone: per token, per
+Their peaks at three lengths correct the size-based estimate of a run's memory: per token, per
 attention score, and fixed.
 """
 
@@ -27,16 +27,16 @@ from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.memory_estimate import Entries, Factors, Measured, ModelShapes, load_of
 from mlxtune.core.steps.pack import Pack
 
-# Tokens of the passes. A graph that is built ahead of the device holds more short passes than long
-# ones; kernels that run immediately do not.
+# Tokens of the passes. A lazy graph is built ahead of the device, so short passes hold relatively
+# more memory than long ones; kernels that run immediately do not.
 _LAZY, _EAGER = (64, 192, 512), (32, 96, 256)
-# Layers of each kind in the passes, as a lazy graph holds arrays of two neighbours together, and
-# the most layers. A pass with twice as many layers shows the memory that they keep.
+# Layers of each kind in the passes (two in a lazy graph, which holds arrays of neighbouring layers
+# together), and the most layers. Passes with twice the layers show the memory that layers keep.
 _LAZY_LAYERS, _EAGER_LAYERS, _MOST_LAYERS = 2, 1, 4
-# The weight of the estimated shares against a pass, and against the difference of two passes.
+# The weights of the size-based estimate in a fit to a pass, and to the difference of two passes.
 _PRIOR, _PRIOR_OF_DIFFERENCE = 0.15, 0.5
-# Factors and bytes are rounded up to multiples, so that runs rarely differ. Excess below the second
-# value is noise.
+# Factors and bytes are rounded up to these multiples, so that runs rarely differ. An excess below
+# a quarter of a multiple is noise.
 _FACTOR, _BYTES, _NOISE = 1 / 16, 1 << 18, 0.25
 
 Floats = npt.NDArray[np.float64]
@@ -45,18 +45,17 @@ Floats = npt.NDArray[np.float64]
 def measure(
     pipeline: InstructPipeline, shapes: ModelShapes, modes: Sequence[bool]
 ) -> Measured | None:
-    """Measure passes with activations kept or recomputed, for each of the `modes` of `recompute`.
+    """Measure passes in each of the `modes`: activations recomputed if True, else kept.
 
-    Returns None if the architecture cannot run some of its layers alone. The pipeline returns to
-    the mode in which it began.
+    Returns None if the architecture cannot run some of its layers alone. The pipeline's own mode is
+    restored.
     """
     began, found = pipeline.forward.execution.recompute, Measured()
     try:
         for recompute in modes:
             pipeline.forward.recompute(recompute)
             found = _measured(pipeline, replace(shapes, measured=None), found)
-    # Any error may occur: layers may take unusual arguments, or memory may be too small for a few
-    # layers.
+    # Any error may occur: layers may need unusual arguments, or memory may not fit a few layers.
     except Exception:  # noqa: BLE001
         return None
     finally:
@@ -66,7 +65,7 @@ def measure(
 
 
 def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) -> Measured:
-    """Return the measurement `found`, with the factors of the pipeline's mode added."""
+    """Measure the pipeline's mode; return `found` with its factors added."""
     execution = pipeline.forward.execution
     operations = execution.operations
     lengths = _LAZY if operations.lazy else _EAGER
@@ -97,7 +96,7 @@ def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) 
 
 
 def _covering(layers: Sequence[nn.Module]) -> int:
-    """Return how many of the last layers include enough of each kind; 1 if that takes too many."""
+    """Return how many of the last layers include every kind of layer; 1 if that is too many."""
     kinds = [
         str([(name, value.shape) for name, value in tree_flatten(layer.parameters())])
         for layer in layers
@@ -107,7 +106,7 @@ def _covering(layers: Sequence[nn.Module]) -> int:
 
 
 def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[dict[str, Any]]) -> Floats:
-    """Return the peaks in bytes (L,) of passes of micro-batches through the last layers."""
+    """Return the peak in bytes of a pass of each micro-batch through the last `count` layers."""
     model, forward = pipeline.model, pipeline.forward
     layers = list(model.layers)
     active = layers[max(len(layers) - count, first_trained(layers)) :]
@@ -142,9 +141,9 @@ def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[dict[str, Any
 
 @contextmanager
 def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, mx.array]]:
-    """Make other layers pass on their inputs; the first active layer adds the yielded array.
+    """Make inactive layers return their input, and add the yielded array to the first active one's.
 
-    So its backward pass computes the gradient of its input, like a layer above it.
+    The array makes its backward pass compute the gradient of its input, as in the layers above.
     """
     shift: dict[int, mx.array] = {}
     layers, chosen = list(model.layers), {id(layer) for layer in active}
@@ -166,7 +165,7 @@ def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, 
 def _group(
     pipeline: InstructPipeline, tokens: int
 ) -> tuple[Group, MicroBatch | Pack, list[Example]]:
-    """Return two examples of about `tokens` tokens in all, as a micro-batch.
+    """Return two examples, of about `tokens` tokens in total, as a micro-batch.
 
     They share a prefix of a quarter, and the last token of each is supervised.
     """
@@ -185,12 +184,12 @@ def _group(
 def _fitted(
     estimates: Sequence[Entries], peaks: Floats, itemsize: int, prior: float = _PRIOR
 ) -> Factors:
-    """Return the factors, none below 0, that bring estimates to peaks, weighted by length."""
+    """Return the non-negative factors that fit estimates to peaks with the least relative error."""
     grown = itemsize * np.array([[each.tokens, each.scores] for each in estimates], dtype=float)
     ratio = max(peaks[-1], 1.0) / max(float(grown[-1].sum()), 1.0)
     weights = 1 / np.maximum(peaks, peaks.max() / 10)
     terms = np.column_stack([grown, np.ones(len(peaks))]) * weights[:, None]
-    # The estimated shares of tokens and scores decide what the passes leave undetermined.
+    # The estimate decides how tokens and scores share what the passes leave undetermined.
     rows = np.vstack([terms, prior / ratio * np.eye(2, 3)])
     wanted = np.concatenate([peaks * weights, [prior, prior]])
     free, found = np.ones(3, dtype=bool), np.full(3, -1.0)

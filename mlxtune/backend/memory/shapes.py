@@ -1,4 +1,4 @@
-"""The shapes of a model that memory depends on, before its weights are read."""
+"""Finds the shapes of a model that its memory use depends on, before its weights are read."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,19 +21,19 @@ from mlxtune.backend.workers.split import Split
 from mlxtune.config import InstructConfig
 from mlxtune.core.steps.memory_estimate import MemoryUse, ModelShapes
 
-# Copies of the scores of a layer that its backward pass holds, where MLX computes attention.
+# Copies of a layer's scores that its backward pass holds if MLX computes attention on the CPU.
 _COPIES = 10
-# Arrays as large as the state: kept by Mamba's loop for each token, and held by RWKV 7's loop.
+# State-sized arrays per token: kept by Mamba's loop, and held by RWKV 7's loop for a block.
 _KEPT_STATES, _HELD_STATES = 4, 3
 _MAMBA = (MambaBlock, JambaMambaMixer)
 
 
 @dataclass(frozen=True)
 class _StoredMatrix(Matrix):
-    """A stored matrix, with LoRA of this rank, 0 for none.
+    """A stored matrix. `rank` is the rank of its LoRA, 0 for none.
 
-    `cast` counts the entries cast for each use; `unpacked` tells whether it is dequantised for each
-    product. `trained` counts LoRA's parameters, of the whole layer even if a worker has a part.
+    `cast` counts the entries cast for each use; `unpacked` is set if each product dequantises the
+    matrix. `trained` counts LoRA's parameters of the whole layer, even if a worker has a part.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class _StoredMatrix(Matrix):
 
 
 def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> ModelShapes:
-    """Return the shapes of an opened model, as the operations that `memory` describes run it.
+    """Return an opened model's shapes, when run by the operations that `memory` describes.
 
     Raises ModelError if LoRA cannot be applied.
     """
@@ -55,7 +55,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
     if config.dora:
         trained += sum(m.outputs for m in updated)
     products = [sum(m.width for m in layer) for layer in sizes]
-    # A recurrence behind a convolution keeps outputs and states, at most as wide as the latter.
+    # A recurrence after a convolution keeps outputs and states, at most as wide as its channels.
     mixed = [_mixed(layer) for layer in list(base.model.layers)[-len(sizes) :]]
     products = [each + width for each, width in zip(products, mixed, strict=True)]
     # A layer of experts gathers its inputs, or their gradients, for each expert.
@@ -63,7 +63,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
     given = [sum(m.width for m in layer if m.experts > 1) for layer in sizes]
     parameters = [value for _, value in tree_flatten(base.model.parameters())]
     return ModelShapes(
-        # PiSSA keeps the factors it subtracts from the weights, which are as large as LoRA's.
+        # PiSSA keeps its initial factors, which it subtracts and which are as large as LoRA's.
         weights=sum(value.nbytes for value in parameters) + 4 * trained * (config.init != "lora"),
         stored_itemsize=(
             0 if base.quantization else max(parameters, key=lambda value: value.size).itemsize
@@ -147,7 +147,7 @@ def _head_cast(base: BaseModel, dtype: mx.Dtype, memory: MemoryUse) -> int:
 
 
 def _mixed(layer: nn.Module) -> int:
-    """Return the channels of a layer's convolutions."""
+    """Return the number of channels of a layer's convolutions."""
     return sum(m.weight.shape[0] for m in layer.modules() if isinstance(m, nn.Conv1d))
 
 
@@ -164,7 +164,7 @@ def _looped_block(layer: nn.Module) -> int:
 
 
 def _attention(base: BaseModel, layers: int) -> dict[str, Any]:
-    """Return the heads, and which scores MLX's graph holds, as fields of `ModelShapes`."""
+    """Return the fields of `ModelShapes` on attention: its heads, and the scores held."""
     text = base.text_config
     heads = int(text.get("num_attention_heads") or 1)
     size = text.get("head_dim") or base.hidden_size // heads
@@ -172,7 +172,7 @@ def _attention(base: BaseModel, layers: int) -> dict[str, Any]:
     scored = sum(not any(isinstance(m, nn.Conv1d) for m in layer.modules()) for layer in last)
     added, window = bool(_held_scores(base)), 0
     if _is_fused(base, size) and not added:
-        # The fused kernel does not take masks of a window.
+        # The fused kernel does not support masks of a sliding window.
         window = text.get("sliding_window") or 1 << 40
     kept, held = (2, 5) if added else (1, 3)
     heads //= base.parts
@@ -195,9 +195,9 @@ def _is_fused(base: BaseModel, head_size: int) -> bool:
 
 
 def _held_scores(base: BaseModel) -> int:
-    """Return the copies of scores of all heads that a layer's backward pass holds on the CPU."""
+    """Return how many scores per pair of tokens a layer's backward pass holds on the CPU."""
     heads = int(base.text_config.get("num_attention_heads") or 1)
-    # No kernel caps scores; latent attention adds other scores, with a gradient.
+    # No kernel caps scores, and latent attention adds other scores, which have a gradient.
     held = _caps(base, attention=True) or base.text_config.get("kv_lora_rank")
     return _COPIES * heads if held else 0
 
@@ -205,7 +205,7 @@ def _held_scores(base: BaseModel) -> int:
 def _caps(base: BaseModel, *, attention: bool) -> bool:
     """Return whether the scores of attention, or else the logits, are capped or scaled."""
     text = getattr(base.model, "language_model", base.model)
-    # The model has the defaults of options that config.json leaves out.
+    # The model's arguments have defaults for options that config.json leaves out.
     options = {**base.text_config, **vars(getattr(text, "args", object))}
     return any(
         bool(value) and ("attn" in name) == attention

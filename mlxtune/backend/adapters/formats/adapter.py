@@ -1,4 +1,4 @@
-"""An adapter's tensors by module, without a model: the common form of all formats."""
+"""The common form of all adapter formats in memory: an adapter's tensors by module."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ Matrix = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Update:
-    """The tensors of a module: float32 `a` (in, rank) and `b` (rank, out); `m` (out,) for DoRA.
+    """A module's LoRA: float32 `a` (in, rank) and `b` (rank, out); `m` (out,) for DoRA.
 
     For experts, `a` is (experts, rank, in) and `b` (experts, out, rank), as in mlx-lm.
     """
@@ -53,7 +53,7 @@ class Update:
         return np.pad(x, [(0, missing * (axis == i)) for i in range(x.ndim)]) if missing else x
 
     def unpadded(self, rank: int, factor: float) -> "Update":
-        """Undo `padded`. Raises ValueError unless there are only zeros beyond the rank."""
+        """Undo `padded`. Raises ValueError unless all values beyond the rank are zero."""
         a, extra_a = np.split(self.a, [rank], axis=1)
         b, extra_b = np.split(self.b, [rank], axis=self._rank_axis)
         if extra_a.any() or extra_b.any():
@@ -63,11 +63,10 @@ class Update:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter, with its modules by their path in mlx-lm's model.
+    """An adapter: the update of each module, by its path in mlx-lm's model.
 
-    The update of a module is `scale * (x @ a) @ b`. `num_layers` counts the last layers, to which
-    mlx-lm attaches it; -1 stands for all layers. `settings` are further entries of
-    adapter_config.json.
+    An update adds `scale * (x @ a) @ b` to the module's output. mlx-lm attaches the adapter to the
+    last `num_layers` layers, -1 for all. `settings` are further entries of adapter_config.json.
     """
 
     scale: float
@@ -102,7 +101,7 @@ class Adapter:
 
 
 def path_in_layer(name: str) -> tuple[int, str]:
-    """Return the number of a module's layer, and the module's path in it.
+    """Return a module's layer number, and its path in the layer.
 
     Raises ModelError for a module outside the layers, such as a head.
     """
@@ -114,11 +113,11 @@ def path_in_layer(name: str) -> tuple[int, str]:
 def updates_in(
     path: Path, tensors: Mapping[str, Any], names: Mapping[str, str]
 ) -> dict[str, Update]:
-    """Return the updates of modules from a file's tensors.
+    """Return the update of each module from a file's tensors.
 
     The tensors of a module are `{name}.lora_a` (rank, in) and `{name}.lora_b` (out, rank), where
-    `names` gives the name of each module of the base model. For experts, both have a first axis,
-    the expert. Raises ModelError for tensors of other modules and for incomplete pairs.
+    `names` maps the base model's modules to their names in the file. For experts, the first axis of
+    both is the expert. Raises ModelError for tensors of other modules and for incomplete pairs.
     """
     rest, updates = dict(tensors), {}
     for module, name in names.items():
@@ -136,8 +135,8 @@ def updates_in(
 def completed(adapter: Adapter, modules: Mapping[str, nn.Module]) -> Adapter:
     """Return an adapter with the same projections in each of its layers, as mlx-lm expects.
 
-    `modules` are the base model's projections by path. Added modules are all zeros: they have no
-    effect and do not learn. Raises ModelError if the adapter does not fit them.
+    `modules` are the base model's projections by path. Added updates are all zeros: they have no
+    effect and do not learn. Raises ModelError if the adapter does not fit `modules`.
     """
     if unknown := [name for name in adapter.modules if name not in modules]:
         raise ModelError(f"the base model has no {join_few(unknown)}, which the adapter needs")
@@ -172,7 +171,7 @@ def shapes_for(module: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int
 def check_shapes_fit(
     module: nn.Module | None, a: Sequence[int], b: Sequence[int], name: str
 ) -> None:
-    """Raise ModelError if A and B do not fit their projection, if its shape is known."""
+    """Raise ModelError if A and B do not fit `module`; a `module` of None is not checked."""
     found = (tuple(a), tuple(b))
     needed = found if module is None else shapes_for(module, a[1] if len(a) > 1 else 0)
     if found != needed:
@@ -183,7 +182,7 @@ def check_shapes_fit(
 
 
 def check_fits(module: nn.Module | None, update: Update, name: str) -> None:
-    """Raise ModelError if an update's shapes do not fit its projection, if its shape is known.
+    """Raise ModelError if an update does not fit `module`; None skips the check of A and B.
 
     DoRA has one magnitude for each row.
     """

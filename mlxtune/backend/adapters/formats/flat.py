@@ -1,7 +1,7 @@
 """The flat file: `lora.{layer}.{projection}.lora_a` (rank, in) and `.lora_b` (out, rank), float32.
 
 The file's metadata holds `rank`, `alpha` and `scale`, and `epoch` and `val_loss` if they are known.
-A projection goes by the last part of its name, such as `q_proj`.
+`{projection}` is the last part of a module's path, such as `q_proj`.
 """
 
 import json
@@ -16,9 +16,9 @@ WEIGHTS = "adapter.safetensors"
 
 
 def write_flat(adapter: Adapter, folder: Path, metadata: Mapping[str, object]) -> None:
-    """Write an adapter as a flat file, with further metadata as JSON.
+    """Write an adapter as a flat file; each `metadata` value is written as JSON.
 
-    Raises ModelError for parts that the file cannot hold, and OutputError.
+    Raises ModelError if the format cannot hold the adapter, and OutputError if writing fails.
     """
     adapter.check_plain("the flat file")
     tensors: dict[str, Matrix] = {}
@@ -32,7 +32,7 @@ def write_flat(adapter: Adapter, folder: Path, metadata: Mapping[str, object]) -
 
 
 def read_flat(folder: Path, modules: Iterable[str]) -> Adapter:
-    """Return the adapter of a file that `write_flat` wrote; `modules` are the base model's."""
+    """Read a flat file that `write_flat` wrote; `modules` are the base model's module paths."""
     path = folder / WEIGHTS
     tensors, metadata = load_tensors(path)
     present = {name.rpartition(".")[0] for name in tensors}
@@ -41,7 +41,7 @@ def read_flat(folder: Path, modules: Iterable[str]) -> Adapter:
 
 
 def _flat_names(modules: Iterable[str]) -> dict[str, str]:
-    """Return the name of each module in the file. Raises ModelError if two modules share a name."""
+    """Map modules to their names in the file. Raises ModelError if two modules share a name."""
     names: dict[str, str] = {}
     for module in modules:
         if (name := _flat_name(module)) in names.values():

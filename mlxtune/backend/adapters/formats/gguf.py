@@ -3,7 +3,7 @@
 Names, shapes and keys are as llama.cpp's convert_lora_to_gguf.py writes them:
 `blk.N.attn_q.weight.lora_a` (rank, in) and `.lora_b` (out, rank) in numpy's order, scaled by
 `adapter.lora.alpha / rank`. Rows and columns are permuted like the base model's (`orders`). For a
-stack of experts, such as `blk.N.ffn_gate_exps`, both have a first axis, the expert.
+stack of experts, such as `blk.N.ffn_gate_exps`, the first axis of both is the expert.
 """
 
 import re
@@ -37,7 +37,7 @@ ARCHITECTURES = {
     "qwen3_5": "qwen35",
     "qwen3_5_moe": "qwen35moe",
 }
-# mlx-lm's names for a stack of experts, and the gguf package's name.
+# mlx-lm's names for a stack of experts, and the name that the gguf package knows.
 _STACK = re.compile(r"(?:mlp|block_sparse_moe)\.(?:switch_mlp|experts)\.")
 _KNOWN_STACK = "mlp.experts."
 Order = npt.NDArray[np.intp]
@@ -46,7 +46,7 @@ Order = npt.NDArray[np.intp]
 def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
     """Write an adapter as GGUF.
 
-    Raises ModelError for parts that llama.cpp cannot hold, and OutputError.
+    Raises ModelError if llama.cpp does not support the adapter, and OutputError if writing fails.
     """
     otherwise = "use --format peft and llama.cpp's convert_lora_to_gguf.py"
     check_supported(base.model_type, "--format gguf", otherwise)
@@ -78,7 +78,7 @@ def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
 
 
 def check_supported(model_type: str, option: str, otherwise: str) -> None:
-    """Raise ModelError if this module knows no GGUF names for a model, or gguf is not installed."""
+    """Raise ModelError if a model type has no known GGUF names, or gguf is not installed."""
     if model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ModelError(f"{option} supports {known}, not {model_type}: {otherwise}")
@@ -87,7 +87,7 @@ def check_supported(model_type: str, option: str, otherwise: str) -> None:
 
 
 def read_gguf(folder: Path, modules: Iterable[str], base: BaseModel) -> Adapter:
-    """Return the adapter of a file that `write_gguf` wrote; `modules` are the base model's."""
+    """Read a file that `write_gguf` wrote; `modules` are the base model's module paths."""
     import gguf
 
     reader = gguf.GGUFReader(folder / WEIGHTS)
@@ -104,11 +104,11 @@ def read_gguf(folder: Path, modules: Iterable[str], base: BaseModel) -> Adapter:
 
 
 def orders(module: str, update: Update, base: BaseModel) -> tuple[Order, Order]:
-    """Return llama.cpp's order of the columns and of the rows of a module's weight.
+    """Return the order of the columns and of the rows of a module's weight in llama.cpp.
 
-    The halves of each Llama head are interleaved, as rotary embeddings pair neighbours there. Value
-    heads of the gated delta rule, which mlx-lm groups by their key head (k0 k0 k1 k1), are tiled
-    (k0 k1 k0 k1).
+    llama.cpp interleaves the halves of each Llama head, because its rotary embeddings pair
+    neighbours. It tiles the value heads of the gated delta rule (k0 k1 k0 k1), which mlx-lm groups
+    by key head (k0 k0 k1 k1).
 
     Source: LlamaModel.permute and _LinearAttentionVReorderBase in llama.cpp's conversion/.
     """
@@ -138,9 +138,9 @@ def _parent(module: str, base: BaseModel) -> Any:
 
 
 def _heads(module: str, rows: int, base: BaseModel) -> int:
-    """Return a projection's number of heads, as mlx-lm's attention has it.
+    """Return a projection's number of heads, from the head size of its attention module.
 
-    The config may give a different number in a part that mlx-lm does not read.
+    The config may state a different number in a part that mlx-lm does not read.
     """
     head_dim = getattr(_parent(module, base), "head_dim", 0)
     if not isinstance(head_dim, int) or head_dim <= 0 or head_dim % 2 or rows % head_dim:
@@ -149,7 +149,7 @@ def _heads(module: str, rows: int, base: BaseModel) -> int:
 
 
 def gguf_names(modules: Iterable[str], base: BaseModel) -> dict[str, str]:
-    """Return llama.cpp's names for the weights of those modules that llama.cpp has."""
+    """Map modules to llama.cpp's names of their weights; omit modules that llama.cpp lacks."""
     import gguf
 
     by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}

@@ -1,4 +1,4 @@
-"""A fused model as GGUF, made by llama.cpp's own tools and checked against the fused folder."""
+"""Converts a fused model to GGUF with llama.cpp's tools, and checks the GGUF's weights."""
 
 import shlex
 import shutil
@@ -34,40 +34,40 @@ _OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 def check_convertible(model_type: str, option: str) -> None:
-    """Raise ModelError if `check_merged` could not read a GGUF of this type of model."""
+    """Raise ModelError if `check_merged` cannot check a GGUF of this model type."""
     check_supported(model_type, option, "run llama.cpp's convert_hf_to_gguf.py yourself")
 
 
 def converter() -> str | None:
-    """Return llama.cpp's converter, if it is on the PATH."""
+    """Return the path of llama.cpp's converter; None if it is not on the PATH."""
     return next(filter(None, map(shutil.which, _CONVERTERS)), None)
 
 
 def quantizer() -> str | None:
-    """Return llama.cpp's program that quantises, if it is on the PATH."""
+    """Return the path of llama.cpp's quantiser; None if it is not on the PATH."""
     return shutil.which(_QUANTIZER)
 
 
 def conversion(program: str, folder: Path, dtype: str) -> list[str]:
-    """Return the command that converts a folder, whose weights have the dtype, to GGUF."""
+    """Return the command that converts a folder with weights of this dtype to GGUF."""
     target = ["--outfile", str(folder / MERGED), "--outtype", _OUTTYPES[dtype]]
     return [program, str(folder), *target]
 
 
 def advice(folder: Path, dtype: str) -> str:
-    """Return how to convert a folder if the converter is not installed."""
+    """Return a message on how to get the missing converter, and convert a folder with it."""
     command = shlex.join(conversion(_CONVERTERS[0], folder, dtype))
     return f"llama.cpp's converter is not on the PATH: {_GET_CONVERTER}, then run {command}"
 
 
 def write_modelfile(folder: Path) -> None:
-    """Write a Modelfile that makes Ollama load the folder's GGUF, or else the folder itself."""
+    """Write a Modelfile that makes Ollama load the folder's GGUF, or the folder if it has none."""
     model = f"./{MERGED}" if (folder / MERGED).is_file() else "."
     write_file(folder / MODELFILE, [f"FROM {model}\n".encode()])
 
 
 def ollama_advice(folder: Path, quantize: str | None, *, converted: bool) -> str:
-    """Return which tool is missing, and the Ollama command that replaces it."""
+    """Return a message that names the missing tool, and an Ollama command that replaces it."""
     missing, written, get = _QUANTIZER, f"{MERGED} is not quantised", _GET_QUANTIZER
     if not converted:
         missing, get = _CONVERTERS[0], _GET_CONVERTER
@@ -83,7 +83,7 @@ def convert(program: str, folder: Path, dtype: str, remedy: str) -> None:
 
 
 def quantise(program: str, plain: Path, target: Path, type_name: str) -> None:
-    """Write a GGUF rounded to one of llama.cpp's types, such as Q4_K_M. Raises OutputError."""
+    """Quantise a GGUF to one of llama.cpp's types, such as Q4_K_M. Raises OutputError."""
     remedy = f"choose another --quantize: {_QUANTIZER} --help lists the types"
     _run([program, str(plain), str(target), type_name], target, remedy)
     shapes = [
@@ -98,20 +98,20 @@ def _tensors(path: Path) -> dict[str, Any]:
     """Return the tensors of a GGUF by name; none if it cannot be read."""
     import gguf
 
-    # The package raises all kinds of errors for files that are truncated or damaged.
+    # The package raises many kinds of errors for truncated or damaged files.
     with suppress(Exception):
         return {each.name: each for each in gguf.GGUFReader(path).tensors}
     return {}
 
 
 def _run(command: Sequence[str], made: Path, remedy: str) -> None:
-    """Run a tool that makes a file. Raises OutputError with the last line that it printed."""
+    """Run a tool that writes `made`. Raises OutputError with the tool's last line if it fails."""
     program = command[0]
     try:
         done = output_of(command)
     except OSError as error:
         raise OutputError(f"{program}: cannot be run: {error.strerror}") from error
-    # A link would lead out of the folder, so it is refused.
+    # A link could lead out of the folder, so it is refused.
     if done.status or not is_ours(made):
         lines = (done.stdout + done.stderr).split("\n")
         said = next((line for line in reversed(lines) if line.strip()), "no output")
@@ -120,10 +120,10 @@ def _run(command: Sequence[str], made: Path, remedy: str) -> None:
 
 
 def check_merged(folder: Path, adapter: Adapter, *, trust_remote_code: bool) -> str:
-    """Compare the GGUF in a fused folder with the folder's weights; return a line about it.
+    """Compare the GGUF in a fused folder with the folder's weights; return a summary line.
 
     Every weight with an update must have the folder's values, in llama.cpp's order of rows and
-    columns. Raises OutputError, naming what differs, and ModelError.
+    columns. Raises OutputError, which names a missing or different weight, and ModelError.
     """
     import gguf
 

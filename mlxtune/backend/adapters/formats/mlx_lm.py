@@ -1,4 +1,4 @@
-"""mlx-lm's adapter folder: read, written, copied, and loaded by mlx-lm itself."""
+"""Reads, writes and copies mlx-lm's adapter folder, and loads it with mlx-lm itself."""
 
 import json
 from collections.abc import Mapping
@@ -37,8 +37,8 @@ _NONE: Mapping[str, nn.Module] = MappingProxyType({})
 def read_mlx_lm(weights: Path, modules: Mapping[str, nn.Module] = _NONE) -> Adapter:
     """Return an adapter in mlx-lm's layout.
 
-    Its shapes are compared with a base model's projections, given by path, before its tensors are
-    read. Raises ModelError.
+    Its shapes are checked against `modules`, a base model's projections by path, before its tensors
+    are read. Raises ModelError.
     """
     info = read_info(weights)
     header = adapter_header(weights)
@@ -64,7 +64,7 @@ def read_mlx_lm(weights: Path, modules: Mapping[str, nn.Module] = _NONE) -> Adap
 
 
 def tensors_of(modules: Mapping[str, Update]) -> dict[str, Matrix]:
-    """Return the tensors of an adapter by their names in mlx-lm."""
+    """Return the tensors of all updates by their mlx-lm names."""
     tensors: dict[str, Matrix] = {}
     for name, update in modules.items():
         tensors |= {f"{name}.lora_a": update.a, f"{name}.lora_b": update.b}
@@ -74,9 +74,9 @@ def tensors_of(modules: Mapping[str, Update]) -> dict[str, Matrix]:
 
 
 def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
-    """Write an adapter's file, and adapter_config.json next to it, each whole or not at all.
+    """Write an adapter file, and adapter_config.json next to it, each atomically.
 
-    The file's metadata holds the config too, as another adapter may replace adapter_config.json.
+    The metadata also holds the config, because another adapter may replace adapter_config.json.
     Tensors are sorted by name, so that equal adapters give equal bytes. Raises OutputError.
     """
     config = {
@@ -91,7 +91,7 @@ def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
         },
     }
     config |= adapter.settings
-    # The model's path is left out: it is private.
+    # The model's path is left out, because it is private.
     own = {name: value for name, value in config.items() if name != "model"}
     write_tensors(
         weights,

@@ -1,4 +1,4 @@
-"""PEFT's adapter folder: adapter_model.safetensors and adapter_config.json, written and read.
+"""Writes and reads PEFT's adapter folder: adapter_model.safetensors and adapter_config.json.
 
 PEFT's `lora_A.weight` (rank, in) and `lora_B.weight` (out, rank) are the transposes of mlx-lm's
 `lora_a` and `lora_b`, and its `lora_magnitude_vector` (out,) is `m`. The update is
@@ -33,7 +33,7 @@ from mlxtune.errors import ModelError, one_line
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
 CONFIG = "adapter_config.json"
-# From the layer number on, a module has the same name in all libraries.
+# From `layers.N` on, a module has the same name in PEFT and mlx-lm.
 _TAIL = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
 _PREFIX = "base_model.model."
 _MAGNITUDE = "lora_magnitude_vector"
@@ -41,7 +41,7 @@ _PART = re.compile(rf"(.+?)\.(lora_A|lora_B|{_MAGNITUDE})(?:\.default)?(?:\.weig
 # rank_pattern and alpha_pattern hold untrusted regular expressions, some of which never finish
 # matching: only names are accepted, without repetitions or groups.
 _NAMES = re.compile(r"(?:[\w.^|-]|\\[.-])+")
-# Limits of padding unequal ranks: in bytes, and as a multiple of the file's size.
+# Limits of the padded size of unequal ranks: bytes, or if larger, a multiple of the file's size.
 _PADDED_BYTES, _PADDED_TIMES = 256 * 2**20, 16
 # Features of PEFT's adapters that mlx-lm's LoRA does not have.
 _REFUSED = (
@@ -54,14 +54,14 @@ _REFUSED = (
 def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
     """Write a PEFT folder, with the module names that the base model's folder uses.
 
-    Raises ModelError for parts that PEFT cannot hold, and OutputError.
+    Raises ModelError if PEFT cannot hold the adapter, and OutputError if writing fails.
     """
     model_type = str(json_object(base / "config.json").get("model_type"))
     placed = model_type in peft_experts.PLACES
     adapter.check_plain(f"PEFT's format for {model_type}", dora=True, experts=placed)
     weights = weight_names(base)
     present = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
-    # Modules that are zero throughout are padding: mlx-lm needs the same modules in every layer.
+    # All-zero modules are padding: mlx-lm needs the same modules in every layer.
     kept = {path: each for path, each in adapter.modules.items() if each.a.any() or each.b.any()}
     kept = kept or dict(adapter.modules)
     modules = {path: each for path, each in kept.items() if not each.of_experts}
@@ -130,16 +130,16 @@ def _expert_tensors(
 
 
 def _rank_in_use(update: Update) -> int:
-    """Return the rank without padding, which is zero in both `a` and `b`."""
+    """Return an update's rank without the padding, where both `a` and `b` are zero."""
     used = np.flatnonzero(update.a.any(axis=0) | update.b.any(axis=1))
     return int(used[-1]) + 1 if len(used) else update.a.shape[1]
 
 
 def read_peft(folder: Path, modules: Mapping[str, nn.Module], model_type: str) -> Adapter:
-    """Return the adapter of a PEFT folder for a base model of this type with these modules.
+    """Read a PEFT folder's adapter for a base model of this type with these modules.
 
     Lower ranks are padded with zeros to the largest, and `b` absorbs differing scales. Raises
-    ModelError, naming the features that mlx-lm's LoRA does not have.
+    ModelError, for example for features that mlx-lm's LoRA does not have.
     """
     config, weights = _read_config(folder / CONFIG), folder / WEIGHTS
     if config.get("target_parameters") and model_type not in peft_experts.PLACES:
@@ -183,7 +183,7 @@ def read_peft(folder: Path, modules: Mapping[str, nn.Module], model_type: str) -
 def _expert_parts(
     config: Mapping[str, Any], parts: Iterable[str], model_type: str
 ) -> dict[str, tuple[str, str]]:
-    """Return the module and parameter, in transformers, of each part that belongs to experts."""
+    """Map each part that belongs to experts to its module and parameter in transformers."""
     targets = [f".{each}" for each in config.get("target_parameters") or ()]
     found: dict[str, tuple[str, str]] = {}
     for module in {re.sub(r"(\.base_layer)+$", "", name) for name in parts} if targets else ():
@@ -199,7 +199,7 @@ def _expert_parts(
 
 
 def _match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[str, str]:
-    """Return the name in `present` of each wanted module, which may have another prefix there.
+    """Map each wanted module to its name in `present`, which may have a different prefix.
 
     Names that differ are matched from the layer number on. Raises ModelError for modules that have
     no name, two names, or the same name as another module; `where` describes the source of
@@ -229,10 +229,10 @@ def _match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[st
 def _shortest_targets(
     chosen: Mapping[str, tuple[int, str]], present: Iterable[str]
 ) -> tuple[list[str], list[int] | None]:
-    """Return PEFT's target_modules and layers_to_transform for exactly the chosen modules.
+    """Return the target_modules and layers_to_transform that select exactly the chosen modules.
 
-    `chosen` gives the layer of each module and the path in it; `present` are all modules. Full
-    names are returned if last names would match other modules too.
+    `chosen` maps a module to its layer and its path there; `present` are all modules. Full names
+    are returned if last names would match other modules too.
     """
     layers = sorted({layer for layer, _ in chosen.values()})
     last_names = sorted({path.rsplit(".", 1)[-1] for _, path in chosen.values()})
@@ -272,7 +272,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _parts(path: Path, *, dora: bool) -> dict[str, dict[str, Matrix]]:
-    """Return the tensors by module and part, such as `lora_A`. Raises ModelError."""
+    """Read a file's tensors by module and part, such as `lora_A`. Raises ModelError."""
     parts: dict[str, dict[str, Matrix]] = {}
     others = []
     for name, value in read_tensors(path).items():
@@ -301,7 +301,7 @@ def _rank_and_scale(
 ) -> tuple[int, float]:
     """Return the rank of a module or parameter, and the scale of its update as PEFT computes it.
 
-    `rows` is the length of A: the rank, or a multiple of it if experts are stacked. Raises
+    `rows` counts the rows of A: the rank, or with `stacked` experts a multiple of it. Raises
     ModelError.
     """
     try:
@@ -338,7 +338,7 @@ def _by_pattern(patterns: Any, name: str, default: Any) -> Any:
 
 
 def _check_padding(path: Path, updates: Sequence[Update], rank: int) -> None:
-    """Raise ModelError if padding to one rank would take many times the file's size."""
+    """Raise ModelError if padding to one rank exceeds the limits of the padded size."""
     sizes = [each.a.nbytes + each.b.nbytes for each in updates]
     padded = sum(rank * size // each.rank for each, size in zip(updates, sizes, strict=True))
     if padded > max(_PADDED_BYTES, _PADDED_TIMES * sum(sizes)):

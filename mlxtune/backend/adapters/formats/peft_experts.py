@@ -1,9 +1,9 @@
-"""LoRA on experts as PEFT stores it, for stacked parameters of transformers.
+"""LoRA on experts in PEFT's layout, which applies to stacked parameters of transformers.
 
 transformers has two such parameters in the `experts` of a layer: `gate_up_proj`, with the outputs
 of gate and up concatenated or interleaved, and `down_proj`. PEFT wraps the module once for each of
 its `target_parameters`, so with both, the LoRA of the first is at `experts.base_layer`. `lora_A` is
-(experts * rank, in), by expert and rank, and `lora_B` (out, rank * experts), by rank and expert.
+(experts * rank, in), expert-major, and `lora_B` (out, rank * experts), rank-major.
 
 Source: ParamWrapper in PEFT's tuners/lora/layer.py.
 """
@@ -24,7 +24,7 @@ PLACES = {
 }
 # Models that interleave the outputs of gate and up.
 _IN_TURNS = ("gpt_oss",)
-# In the order in which PEFT wraps them.
+# The stacked parameters, in the order in which PEFT wraps them.
 PARAMETERS = ("gate_up_proj", "down_proj")
 # mlx-lm's names for a stack of experts.
 _STACKS = ("switch_mlp", "switch_glu", "experts")
@@ -55,7 +55,7 @@ def joined(modules: Mapping[str, Update], model_type: str) -> dict[tuple[int, st
 
 
 def split(parameter: str, update: Update, model_type: str) -> dict[str, Update]:
-    """Return a parameter's update as updates of mlx-lm's projections, by name."""
+    """Split a parameter's update into updates of mlx-lm's projections, by name."""
     if parameter == "down_proj":
         return {parameter: update}
     rows = _rows(update.b.shape[1], model_type)
@@ -71,7 +71,7 @@ def _rows(outputs: int, model_type: str) -> tuple[slice, slice]:
 
 
 def _without_padding(update: Update) -> Update:
-    """Return an update without the directions for which B is zero in all experts."""
+    """Return an update without the ranks at which B is zero in all experts."""
     used = update.b.any(axis=(0, 1))
     return (
         update if used.all() or not used.any() else Update(update.a[:, used], update.b[..., used])
@@ -85,12 +85,12 @@ def to_matrices(update: Update) -> tuple[Matrix, Matrix]:
 
 
 def from_matrices(a: Matrix, b: Matrix, rank: int) -> Update:
-    """Undo `to_matrices`. Raises ValueError if no experts have these shapes."""
+    """Undo `to_matrices`. Raises ValueError if the shapes are not a whole number of experts."""
     return Update(a.reshape(-1, rank, a.shape[1]), b.reshape(len(b), rank, -1).transpose(2, 0, 1))
 
 
 def wrapped(module: str, parameters: Iterable[str]) -> dict[str, str]:
-    """Return the module at which PEFT keeps the LoRA of each of a module's parameters."""
+    """Map a module's parameters to the wrapped modules that hold their LoRA in PEFT."""
     chosen = [name for name in PARAMETERS if name in parameters]
     depths = range(len(chosen) - 1, -1, -1)
     return {
@@ -99,7 +99,7 @@ def wrapped(module: str, parameters: Iterable[str]) -> dict[str, str]:
 
 
 def stacks(modules: Iterable[str]) -> dict[tuple[int, str], str]:
-    """Return the stacks of experts among mlx-lm's modules, by layer and name."""
+    """Return the paths of expert stacks among mlx-lm's modules, by layer and projection."""
     return {
         (path_in_layer(name)[0], name.rsplit(".", 1)[-1]): name
         for name in modules
