@@ -26,9 +26,9 @@ def _command(
 ) -> click.Command:
     """Return a command that calls a function with its params, and exits with 1 on False.
 
-    A function that loads mlx is given by name, as --help must not load it. It gets a config that is
-    built from flags and a file, if the command has one; a callable gets the flags, and the path of
-    the file. The field `argument` of the config is not a flag.
+    A function that loads mlx is given by name, because --help must not load mlx. It gets the config
+    built from flags and a file, if the command has a config; a callable gets the flags and the path
+    of the file. The field `argument` of the config is a positional argument.
     """
 
     def run(**values: Any) -> None:
@@ -138,12 +138,12 @@ COMMANDS: tuple[click.Command, ...] = (
         _doctor,
         "Check whether training works on this machine, and how fast.\n\n"
         "Under mlx.launch, check all machines and the network between them. Each problem comes "
-        "with its remedy. The exit code is 1 if training is impossible or, with --prove, if "
-        "something is not as it should be.",
+        "with its remedy. The exit code is 1 if training is impossible or, with --prove, if a "
+        "result is wrong.",
         "mlxtune doctor; mlxtune doctor --prove",
         _flag(
             "--prove",
-            "Train small models here for a minute or two, and compare with what should come out.",
+            "Train small models here for a minute or two, and compare with the expected results.",
         ),
         _option(
             "--share",
@@ -219,7 +219,7 @@ COMMANDS: tuple[click.Command, ...] = (
         "generate",
         "mlxtune.commands.generate:show",
         "Answer a prompt or a conversation.\n\n"
-        "The model sees it exactly as training shows it. Without --prompt or --messages, standard "
+        "The model sees it exactly as in training. Without --prompt or --messages, standard "
         "input is read.",
         "mlxtune generate --model-path data/demo-qwen3 --adapter . "
         "--prompt 'A table for two, Sunday at noon. Ida Park'",
@@ -236,7 +236,7 @@ COMMANDS: tuple[click.Command, ...] = (
     _command(
         "report",
         "mlxtune.commands.report:show",
-        "Write an HTML page about a run, or comparing several.\n\n"
+        "Write an HTML page that shows a run or compares several.\n\n"
         "It shows curves, the plan, the data, sample answers and options.",
         "mlxtune report out; mlxtune report out/a out/b --html both.html",
         click.Argument(
@@ -247,13 +247,13 @@ COMMANDS: tuple[click.Command, ...] = (
             "Page to write; default: report.html in the run's folder, comparison.html for several.",
             type=click.Path(),
         ),
-        _flag("--json as_json", "Print JSON; the page only with --html."),
+        _flag("--json as_json", "Print JSON; write a page only with --html."),
     ),
     _command(
         "runs",
         "mlxtune.commands.runs:show",
         "List the runs below a folder with their results.\n\n"
-        "Without a folder, those below the current one.",
+        "By default, lists the runs below the current folder.",
         "mlxtune runs; mlxtune runs ~/adapters --sort val",
         click.Argument(["folders"], metavar="[DIR]...", type=click.Path(), nargs=-1),
         _option(
@@ -266,7 +266,7 @@ COMMANDS: tuple[click.Command, ...] = (
         click.Option(
             ["--remove"],
             is_flag=True,
-            help="Remove the runs in these folders with their checkpoints, but for their adapters.",
+            help="Remove the runs in these folders with their checkpoints; keep their adapters.",
         ),
         click.Option(["--yes"], is_flag=True, help="Remove without asking."),
         _JSON,
@@ -278,7 +278,7 @@ COMMANDS: tuple[click.Command, ...] = (
         "The exit code is 1 if a check fails.",
         "mlxtune verify out --replay",
         _RUN,
-        _flag("--replay", "Train again from the first checkpoint, and compare."),
+        _flag("--replay", "Train again from the first checkpoint, and compare the results."),
         _MOVED_MODEL,
         _JSON,
     ),
@@ -310,7 +310,7 @@ COMMANDS: tuple[click.Command, ...] = (
         "push",
         "mlxtune.commands.push:show",
         "Upload a run's adapter with a model card to Hugging Face.\n\n"
-        "It shows both first, and asks. Neither data nor paths are uploaded.",
+        "Shows both first, and asks before uploading. Uploads neither data nor paths.",
         "mlxtune push out me/bookings --dry-run",
         _RUN,
         click.Argument(["repository"], metavar="OWNER/NAME"),

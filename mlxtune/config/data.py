@@ -21,7 +21,7 @@ ROW_NAMES = (
 )
 MESSAGE_NAMES = ("role", "content", "from", "value")
 FIELD_NAMES = (*ROW_NAMES, *MESSAGE_NAMES)
-# Fields by the names of other tools.
+# Fields by the names that other tools give them.
 _MEANT = {
     **dict.fromkeys(("context", "passage", "document"), "input"),
     **dict.fromkeys(("question", "query", "user"), "prompt"),
@@ -47,20 +47,20 @@ class _Source(Checked):
         False,
         "Run Python code from the model's folder; read it first.",
         EXECUTION,
-        encodes=True,  # a template may bring another tokenizer
+        encodes=True,  # the code may define another tokenizer
         inherited=False,
     )
     template: str = DATA.option(
         "auto",
-        "Chat template: auto is the model's own, or a built-in one for its type; chatml, qwen3 and "
-        "gemma are built in, FILE.jinja is a file.",
+        "Chat template: auto (the model's own, else the built-in one for its type), a built-in "
+        "(chatml, qwen3, gemma), or the path of a Jinja file.",
         RESULT,
         encodes=True,
         metavar="auto|chatml|qwen3|gemma|FILE.jinja",
     )
     thinking: str = DATA.option(
         "auto",
-        "Whether the template turns thinking on; auto follows each conversation.",
+        "Turn thinking on or off in the template; auto follows each conversation.",
         RESULT,
         encodes=True,
         choices=("auto", "on", "off"),
@@ -90,7 +90,7 @@ class ModelConfig(_Source):
 
     memory_limit: float = RUN.option(
         24.0,
-        "Memory that MLX may use, in GB (10^9 bytes); at most what the device can give.",
+        "Memory that MLX may use, in GB (10^9 bytes); capped at what the device can give.",
         EXECUTION,
         above=0,
         at_most=1e6,
@@ -118,14 +118,14 @@ class ModelConfig(_Source):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsConfig(RowObjectiveConfig):
-    """How rows are read and encoded."""
+    """Options of reading and encoding rows."""
 
     max_seq_len: int = DATA.option(
         512, "Longest example in tokens; the rest is cut off.", RESULT, at_least=2, at_most=10**9
     )
     cut: str = DATA.option(
         "end",
-        "Where a longer example is cut: at its end, or at its start, which keeps the last answer.",
+        "Where to cut a longer example: at its end, or at its start to keep the last answer.",
         RESULT,
         choices=("end", "start"),
     )
@@ -180,7 +180,7 @@ class DataConfig(RowsConfig, _Source):
 
     data: tuple[str, ...] = FILES.option(
         (),
-        "Data to train on: .jsonl, .json, .csv or .tsv, perhaps .gz, or .parquet; a folder with "
+        "Data to train on: .jsonl, .json, .csv or .tsv (also .gz), or .parquet; a folder with "
         "train.jsonl and valid.jsonl; or owner/name[/config][@revision][:split] on "
         "Hugging Face; may be repeated. a.jsonl=2 uses its rows twice an epoch.",
         INPUT,
@@ -203,9 +203,9 @@ class DataConfig(RowsConfig, _Source):
         path=True,
     )
     val_rows: int = DATA.option(
-        1000, "Most rows to hold out; the others train.", RESULT, at_least=1
+        1000, "Most rows to hold out; all other rows are trained on.", RESULT, at_least=1
     )
-    batch_size: int = TRAINING.option(4, "Rows in an optimizer step.", RESULT, at_least=1)
+    batch_size: int = TRAINING.option(4, "Rows per optimizer step.", RESULT, at_least=1)
     seed: int = RUN.option(
         42, "Seed of the split, the order, the LoRA matrices and dropout.", RESULT, at_least=0
     )
@@ -249,14 +249,14 @@ class InspectConfig(DataConfig):
 
 
 def is_jinja(template: str) -> bool:
-    """Return whether a value of --template is a template's text, as an adapter keeps it."""
+    """Return whether a value of --template is a template's text, as adapters record it."""
     return "{%" in template or "{{" in template
 
 
 def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
     """Parse `name=key` pairs: a field's name, and the key that the file uses for it.
 
-    Raises ValueError with one sentence for the first wrong pair.
+    Raises ValueError with a sentence on the first invalid pair.
     """
     fields: dict[str, str] = {}
     for pair in pairs:
@@ -280,7 +280,7 @@ def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
 def weighted(value: str) -> tuple[str, float]:
     """Return a value of --data without its weight, and the weight, by default 1.
 
-    Text after the name of an existing file is a weight, NaN if it is no number.
+    Text after the name of an existing file is its weight: NaN if it is not a number.
     """
     name, _, weight = value.rpartition("=")
     if not name or os.path.lexists(as_path(value)):
@@ -292,7 +292,7 @@ def weighted(value: str) -> tuple[str, float]:
 
 
 def user_cache() -> Path:
-    """Return the folder that this user's runs share: encoded data, hashes, reserved memory."""
+    """Return this user's cache folder, with encoded data, hashes and reservations of memory."""
     import platformdirs
 
     return Path(platformdirs.user_cache_path("mlxtune"))

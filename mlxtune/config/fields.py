@@ -1,4 +1,4 @@
-"""The fields of a config: the meaning, the values and the parsing of each option.
+"""The fields of a config: the meaning, valid values and parsing of each option.
 
 Flags, config files and the Python API go through the same conversion.
 """
@@ -62,14 +62,14 @@ class Option:
     """The meaning of an option, and the restrictions on its values beyond the type."""
 
     help: str
-    # It has no default, so that each new option decides it.
+    # No default, so that each new option must state it.
     affects: Affects
     section: Section
-    # Changes the examples of a data file, so it is part of the key of cached files.
+    # The option changes the examples of a data file, so the key of cached files includes it.
     encodes: bool = False
     # A file or folder: a relative path starts in the folder where the run was started.
     path: bool = False
-    # False: never taken from a checkpoint, which may come from a stranger.
+    # False: never taken from a checkpoint, which another user may have written.
     inherited: bool = True
     at_least: float | None = None
     at_most: float | None = None
@@ -89,7 +89,7 @@ class Option:
 
     @property
     def missing(self) -> str:
-        """The problem if a required option is not given."""
+        """The error message if a required option is not given."""
         return "is required" + (f": {_one_of(self.choices)}" if self.choices else "")
 
     def read(self, value: Any, annotation: Any) -> Any:
@@ -124,7 +124,7 @@ class Option:
         return _read_number(value, annotation)
 
     def _spelt(self, value: Any) -> Any:
-        """Return a choice in our spelling: `DPO` becomes dpo."""
+        """Return a choice in its defined case: `DPO` becomes dpo."""
         spelling = {each.lower(): each for each in self.choices}
         if isinstance(value, tuple):
             return tuple(spelling.get(each.lower(), each) for each in value)
@@ -132,8 +132,8 @@ class Option:
 
     def _check(self, value: Any) -> None:
         for text in value if isinstance(value, tuple) else (value,):
-            # Such text comes from file names in another encoding. MLX and tokenizers take UTF-8
-            # only.
+            # File names in another encoding give lone surrogates. MLX and tokenizers take only
+            # UTF-8.
             if isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
                 rename = ": rename it" if self.path else ""
                 raise ValueError(f"must be text in UTF-8, {_not(text)}{rename}")
@@ -169,7 +169,7 @@ def _not(value: Any) -> str:
 
 class _Short(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
-        """Return an integer that Python may refuse to write in decimals."""
+        """Return an integer as text, in hexadecimal if Python may refuse decimals."""
         return hex(x)[:20] + "…" if x.bit_length() > 1000 else super().repr_int(x, level)
 
 
@@ -195,14 +195,14 @@ def _read_items(value: Any, are_paths: bool) -> tuple[str, ...]:
 
 
 def _is_short(value: Any) -> bool:
-    """Return whether a value may become text.
+    """Return whether a value is safe to convert to text.
 
-    Other values can be unbounded, or refused by Python.
+    Other values can be huge, or numbers that Python refuses to convert.
     """
     return isinstance(value, str) or (isinstance(value, int | float) and abs(value) < _TOO_LARGE)
 
 
-# Such as 12GB or 20%.
+# A number with a unit, such as 12GB or 20%.
 _WITH_UNIT = re.compile(r"[\d.]{1,20} ?([A-Za-z%]{1,8})")
 
 
@@ -238,7 +238,7 @@ def as_path(text: str) -> Path:
 def same(
     config: type, name: str, default: Any = dataclasses.MISSING, help: str = "", **changes: Any
 ) -> Any:
-    """Reuse an option of another config as a field, whose name, default or help may differ.
+    """Reuse an option of another config as a field; its name, default and help may differ.
 
     `changes` replace other fields of Option.
     """
@@ -250,7 +250,7 @@ def same(
 
 
 def document(config: type) -> None:
-    """Add a sentence on each field to the docstring of a config, for help()."""
+    """Add the help text of each field to the docstring of a config, for help()."""
     lines = [
         f"    {each.name}: {each.metadata['option'].help}"
         + (f" Default: {each.default!r}." if each.default not in (None, "", ()) else "")

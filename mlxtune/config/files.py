@@ -1,4 +1,4 @@
-"""Config files: YAML or TOML, read in time and memory in proportion to their size."""
+"""Reads YAML and TOML config files in time and memory proportional to their size."""
 
 import re
 import tomllib
@@ -78,7 +78,7 @@ def _parse_toml(path: Path, text: str) -> Any:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError([f"{problem}: {one_line(error)}"]) from error
-    except ValueError as error:  # int(), which takes at most some thousand digits
+    except ValueError as error:  # int() accepts a few thousand digits
         raise ConfigError([f"{problem}: a number has too many digits"]) from error
 
 
@@ -89,7 +89,7 @@ def _parse_yaml(path: Path, text: str) -> Any:
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ConfigError([f"{problem}: {line}{one_line(str(error.problem))}"]) from error
-    # PyYAML raises some of Python's own: `!!bool maybe` is a KeyError.
+    # PyYAML lets some of Python's exceptions pass: `!!bool maybe` raises KeyError.
     except (yaml.YAMLError, ValueError, LookupError, ArithmeticError) as error:
         raise ConfigError([problem]) from error
     except (AttributeError, TypeError, RecursionError) as error:

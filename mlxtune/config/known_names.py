@@ -1,4 +1,4 @@
-"""Names of options of mlx-lm, TRL, Unsloth and Axolotl, each with ours and the difference."""
+"""Options of mlx-lm, TRL, Unsloth and Axolotl, each with our equivalent and the difference."""
 
 import difflib
 import shlex
@@ -22,9 +22,9 @@ _OWN_CHOICE = "mlxtune decides that from the machine"
 class Known:
     """Our equivalent of another tool's option.
 
-    `ours` are options of which each command has at most one, perhaps with a value (`quantize=4`)
-    that replaces the given value. `differs` names further differences or, without `ours`, the
-    reason why we lack the option.
+    `ours` lists equivalent options, of which a command has at most one. A value in it, as in
+    `quantize=4`, replaces the given value. `differs` states other differences or, without `ours`,
+    the reason why we have no such option.
     """
 
     ours: tuple[str, ...]
@@ -133,7 +133,7 @@ KNOWN: Mapping[str, Known] = {
     for names, ours, differs in _TABLE
     for name in names.split()
 }
-# By command: options that only other commands have, and alternatives.
+# By command: options that it lacks, and what to use instead.
 _ELSEWHERE: tuple[tuple[str, str, str], ...] = (
     ("report inspect", "output out", "--html FILE writes the page"),
     ("runs", "output out html", "mlxtune report writes a page"),
@@ -203,8 +203,8 @@ def answer(
 ) -> str | None:
     """Return our equivalent of another tool's name, to end a message; None if unknown.
 
-    `own` are the command's options, and `flags` its options without a value; `value` was given,
-    None if it should not be repeated.
+    `own` has the command's options, and `flags` its options without a value. `value` is the given
+    value, or None to leave it out.
     """
     known = KNOWN.get(name)
     if known is None:
@@ -232,23 +232,20 @@ def _shown(value: Any) -> str:
 def suggestion(
     name: str, value: Any, own: Collection[str], write: Writer, flags: Collection[str] = ()
 ) -> str:
-    """Return the end of a message about an unknown option.
-
-    Our equivalent, or a similar spelling.
-    """
+    """Return the end of a message about an unknown option: our equivalent, or a similar name."""
     plain = name[:60].replace("-", "_")
     if plain in KNOWN:
         return answer(plain, value, own, write, flags) or ""
     close = difflib.get_close_matches(plain, own, n=1)
     hint = "".join(close)
     if close and write is as_flag:
-        # An option with a similar name may take another kind of value.
+        # Only an option of the same name surely takes this value.
         shown = _shown(value) if hint == plain and hint not in flags and value else None
         hint = as_flag(hint, shown)
     return f" (did you mean {hint}?)" if hint else ""
 
 
 def unknown_keyword(name: str, value: Any, own: Collection[str], flags: Collection[str]) -> str:
-    """Return the problem with a Python keyword that is no option."""
+    """Return the message for a Python keyword that is not an option."""
     shown = repr(value) if isinstance(value, str | int | float | list | tuple) else "…"
     return f"no option {shorten(name)}{suggestion(name, shown, own, as_keyword, flags)}"

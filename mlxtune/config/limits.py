@@ -1,7 +1,7 @@
-"""Limits of the files that are read, by their kind, and JSON read within them.
+"""Limits for each kind of file that is read, and a JSON parser that enforces them.
 
-Python's objects take up to 40 times their JSON: `[],` takes 3 bytes, and 64 in memory. So the
-values are counted in the text before any is created.
+Python objects take up to 40 times the memory of their JSON: `[],` is 3 bytes, and 64 in memory.
+So the values are counted in the text before any object is created.
 """
 
 import json
@@ -32,10 +32,9 @@ class Limits:
     depth: int = 64
 
 
-# Strangers name the files of tokenizers and models; the other files are ours.
+# Files of models, tokenizers and adapters, which may come from strangers.
 CONFIG = Limits(16 * _MB, values=500_000, entries=100_000, text=10_000)
-# Each control token costs time at every load; in a list, the time grows with the square of their
-# number.
+# Each control token takes time at every load; for a list of them, the time is quadratic.
 CONTROL_TOKENS = 50_000
 TOKENIZER_CONFIG = Limits(
     32 * _MB, values=600_000, entries=CONTROL_TOKENS, text=4 * _MB, items=10_000
@@ -59,10 +58,10 @@ REFERENCES = Limits(256 * _MB, values=10_000_000, entries=10_000_000)
 MANIFEST = Limits(_MB, values=1000, entries=100, text=1000)
 RECORD = Limits(_MB, values=20_000, entries=20_000)
 RECORDS = Limits(256 * _MB)
-# Records of validations, epochs and skipped steps in a run; other steps are kept as columns.
+# The most records of validations, epochs and skipped steps; other steps are kept as columns.
 OTHER_RECORDS = 200_000
 HUB_ANSWER = Limits(32 * _MB, values=1_000_000, entries=500_000, text=_MB)
-# Limits of a config file, in which each option reports its own errors.
+# A config file: nearly no limit on digits or nesting, because each option reports its own errors.
 OPTIONS = Limits(64 * 1024, values=40_000, entries=20_000, digits=100_000, depth=200)
 
 _BY_NAME = {
@@ -94,7 +93,7 @@ class TooLarge(ValueError):
 
 
 def check_bytes(name: str, size: int, limits: Limits) -> None:
-    """Raise TooLarge, naming the file, if it has more bytes than its kind may."""
+    """Raise TooLarge, naming the file, if it has more bytes than its kind may have."""
     if size > limits.bytes:
         raise TooLarge(f"{name} is too large: {size:,} bytes, of at most {limits.bytes:,}")
 
@@ -108,7 +107,7 @@ def parse_json(content: bytes, limits: Limits, name: str, *, constants: bool = T
     check_bytes(name, len(content), limits)
     check_count(content, limits, name)
     try:
-        # `int` rejects the names of the constants.
+        # `int` raises ValueError for the constants NaN and Infinity.
         kinds: dict[str, Any] = {} if constants else {"parse_constant": int, "parse_float": _finite}
         value = json.loads(content.decode("utf-8"), **kinds)
     except RecursionError as error:
@@ -130,8 +129,8 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 def has_more_values(content: bytes, most: int) -> bool:
-    """Return whether JSON may hold more than `most` values, by its brackets and commas."""
-    # Stripping long texts full of brackets, such as templates, takes time.
+    """Return whether JSON may have more than `most` values, counting brackets and commas."""
+    # Skipping strings takes time, so first count with the brackets and commas inside strings.
     if len(content) <= most or _marks(content, 0, len(content)) <= most:
         return False
     values = end = 0
@@ -144,7 +143,7 @@ def has_more_values(content: bytes, most: int) -> bool:
 
 
 def check_count(content: bytes, limits: Limits, name: str) -> None:
-    """Raise TooLarge, naming the file, for JSON of more values than its kind may have."""
+    """Raise TooLarge, naming the file, if JSON has more values than its kind may have."""
     if has_more_values(content, limits.values):
         raise TooLarge(f"{name} has more than {limits.values:,} values")
 
@@ -170,7 +169,7 @@ def check_value(value: Any, limits: Limits, name: str) -> None:
 
 
 def _is_longer(number: int, digits: int) -> bool:
-    # Three bits are less than a digit.
+    # Three bits hold less than a digit, so most numbers need no power of ten.
     return number.bit_length() > 3 * digits and abs(number) >= 10**digits
 
 

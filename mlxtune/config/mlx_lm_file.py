@@ -1,4 +1,4 @@
-"""Config files of mlx-lm's trainer as our options, with a remark on each line.
+"""Translates config files of mlx-lm's trainer to our options, with a line on each entry.
 
 mlx_lm.lora takes such a file with --config; its keys and defaults are in mlx_lm/lora.py.
 """
@@ -25,7 +25,7 @@ Entries = Mapping[str, Any]
 
 @dataclass
 class Translation:
-    """Options for the entries of a file, and a line for each entry."""
+    """Our options for the entries of a file, a line on each entry, and problems."""
 
     options: Options = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
@@ -37,7 +37,7 @@ class _Impossible(ValueError):
 
 
 def is_mlx_lm_file(entries: Mapping[Any, Any], own: Collection[str]) -> bool:
-    """Return whether the entries are for mlx-lm; `own` are the options of all our commands."""
+    """Return whether the entries are for mlx-lm; `own` has the options of all our commands."""
     names = {str(key).replace("-", "_") for key in entries}
     return bool(names & _SIGNS) and not any(name in own for name in names - _ENTRIES.keys())
 
@@ -106,7 +106,7 @@ def _whole(value: Any, by: int = 1) -> int:
 
 
 def _accumulated(entries: Entries) -> int:
-    """Return how many of mlx-lm's batches make a step here."""
+    """Return the number of mlx-lm's batches that make one step here."""
     return _whole(entries.get("grad_accumulation_steps") or 1)
 
 
@@ -253,7 +253,7 @@ _ENTRIES: Mapping[str, _Converter] = {
     "trust_remote_code": _same("trust_remote_code"),
     "config": _nothing("this file"),
 }
-# Our options that replace a missing entry, if mlx-lm's default differs from ours.
+# Our defaults for entries that a file lacks, where mlx-lm's default differs.
 _DEFAULTS = {
     "iters": "--epochs 1, mlx-lm 1000",
     "learning_rate": "--lr 1e-4, mlx-lm 1e-5",

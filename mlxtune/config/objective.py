@@ -1,4 +1,4 @@
-"""Options of objectives: the function that a step minimises."""
+"""Options of the objective: the function that a step minimises."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ RESULT, TRAINING = Affects.RESULT, Section.TRAINING
 # The objectives whose rows are pairs of answers, and the objectives whose rows have a label.
 PAIRED, LABELLED = ("dpo", "orpo", "cpo", "simpo"), ("kto",)
 OBJECTIVES = ("sft", *PAIRED, *LABELLED)
-# The default peak learning rates: of `sft`, and of all other objectives.
+# The default peak learning rates: for `sft`, and for all other objectives.
 DEFAULT_RATE, PREFERENCE_RATE = 1e-4, 5e-6
 
 
@@ -44,15 +44,15 @@ class RowObjectiveConfig(Checked):
 
     objective: str = TRAINING.option(
         "sft",
-        "What a step minimises: sft the loss of answers; dpo, orpo, cpo and simpo prefer a chosen "
-        "answer over a rejected one; kto learns from answers with a label.",
+        "Training objective: sft learns answers; dpo, orpo, cpo and simpo learn to prefer a chosen "
+        "answer over a rejected one; kto learns from labelled answers.",
         RESULT,
         encodes=True,
         choices=OBJECTIVES,
     )
     orpo_nll: str = TRAINING.option(
         "answer",
-        "Tokens whose loss orpo adds: the chosen answer's, or the prompt's too, as TRL does.",
+        "Tokens whose loss orpo adds: the chosen answer, or also the prompt, as in TRL.",
         RESULT,
         encodes=True,
         choices=("answer", "prompt"),
@@ -61,11 +61,11 @@ class RowObjectiveConfig(Checked):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObjectiveConfig(RowObjectiveConfig):
-    """The loss that a step minimises: of answers, or of preferences."""
+    """Options of the loss that a step minimises, for answers or for preferences."""
 
     beta: float | None = TRAINING.option(
         None,
-        "Strength of a preference; default: 0.1, for simpo 2.0.",
+        "Beta of a preference objective; default: 0.1, for simpo 2.0.",
         RESULT,
         above=0,
         at_most=1e6,
@@ -73,18 +73,19 @@ class ObjectiveConfig(RowObjectiveConfig):
     dpo_loss: str = TRAINING.option("sigmoid", "Loss of dpo.", RESULT, choices=_DPO_LOSSES)
     label_smoothing: float = TRAINING.option(
         0.0,
-        "Share of pairs whose answers may be the wrong way round: dpo with "
-        f"{', '.join(_SMOOTHED)}, cpo and simpo.",
+        "Assumed share of pairs with swapped answers, for cpo, simpo, and dpo with "
+        f"{', '.join(_SMOOTHED)}.",
         RESULT,
         at_least=0,
         below=0.5,
     )
     sft_weight: float = TRAINING.option(
-        0.0, "Add this times the mean loss of the chosen answers to dpo.", RESULT, at_least=0
+        0.0, "Weight in dpo of the mean loss of the chosen answers.", RESULT, at_least=0
     )
     cpo_alpha: float | None = TRAINING.option(
         None,
-        "Weight of the mean loss of the chosen answers; default: 1 for cpo, 0 for simpo.",
+        "Weight in cpo and simpo of the mean loss of the chosen answers; default: 1 for cpo, 0 for "
+        "simpo.",
         RESULT,
         at_least=0,
     )
@@ -92,10 +93,10 @@ class ObjectiveConfig(RowObjectiveConfig):
         1.0, "Margin by which simpo prefers the chosen answer.", RESULT, at_least=0
     )
     desirable_weight: float = TRAINING.option(
-        1.0, "Weight of kto's answers with a true label.", RESULT, at_least=0
+        1.0, "Weight of answers labelled true, for kto.", RESULT, at_least=0
     )
     undesirable_weight: float = TRAINING.option(
-        1.0, "Weight of kto's answers with a false label.", RESULT, at_least=0
+        1.0, "Weight of answers labelled false, for kto.", RESULT, at_least=0
     )
     kto_loss: str = TRAINING.option(
         "kto", "Loss of kto.", RESULT, choices=("kto", "apo_zero_unpaired")

@@ -1,4 +1,4 @@
-"""The rank, scale and initial LoRA of each projection, from the options."""
+"""Reads the rank, scale and initialisation of LoRA from the options."""
 
 import math
 import re
@@ -32,7 +32,7 @@ def target_ranks(options: Iterable[str]) -> dict[str, int]:
 def pattern_of(name: str, ranks: Mapping[str, int]) -> str | None:
     """Return the first target that matches a module's full name, or None.
 
-    A target is the last parts of the name: `q_proj`, `self_attn.q_proj`,
+    A target matches the last parts of a name: `q_proj`, `self_attn.q_proj`,
     `layers.3.self_attn.q_proj`. PEFT's `rank_pattern` matches the same way.
     """
     return next((target for target in ranks if f".{name}".endswith(f".{target}")), None)

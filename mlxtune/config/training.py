@@ -53,28 +53,28 @@ class _StepConfig(ModelConfig, ObjectiveConfig, DataConfig):
     )
     order: str = TRAINING.option(
         "shuffle",
-        "Rows that share a step: shuffle mixes all, length groups rows of similar length.",
+        "Order of the rows: shuffle mixes all, length puts rows of similar length into a step.",
         RESULT,
         choices=("shuffle", "length"),
     )
     quantized_compute: str = RUN.option(
         "auto",
-        "Multiply by quantised weights, or dequantise them for each product; auto takes "
-        "dequantized on the CPU, and times both on a GPU.",
+        "Multiply by quantised weights, or dequantise them for each product; auto is "
+        "dequantized on the CPU, and the faster of both on a GPU.",
         RESULT,
         choices=("auto", "quantized", "dequantized"),
     )
     grad_checkpoint: str = RUN.option(
         "auto",
-        "Recompute activations in the backward pass, which saves memory and costs time; auto "
-        "recomputes if needed.",
+        "Recompute activations in the backward pass, which saves memory but takes time; auto "
+        "recomputes only if memory requires it.",
         EXECUTION,
         choices=("auto", "on", "off"),
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The given rate or the objective's default, recorded as a number.
+        # Record a number, even for the objective's default rate.
         object.__setattr__(self, "lr", self.rate)
 
     @property
@@ -116,8 +116,8 @@ class _LoraConfig(Checked):
     dora: bool = LORA.option(False, "Also train the magnitude of each weight row (DoRA).", RESULT)
     init: str = LORA.option(
         "lora",
-        "Initial LoRA values: lora is random, pissa the weights' largest singular vectors, "
-        "pissa_niter_N the same by N iterations, which is faster.",
+        "Initial LoRA values: lora is random, pissa takes the weights' largest singular vectors, "
+        "pissa_niter_N approximates these by N iterations, which is faster.",
         RESULT,
         metavar="lora|pissa|pissa_niter_N",
     )
@@ -128,7 +128,7 @@ class _LoraConfig(Checked):
         path=True,
     )
     lr_ratio: float = TRAINING.option(
-        1.0, "Learning rate of B, as a multiple of that of A (LoRA+).", RESULT, above=0, at_most=1e6
+        1.0, "Learning rate of B, as a multiple of A's (LoRA+).", RESULT, above=0, at_most=1e6
     )
     weight_decay: float = TRAINING.option(0.01, "AdamW weight decay.", RESULT, at_least=0)
 
@@ -165,12 +165,12 @@ class _LoopConfig(Checked):
     )
     schedule: str = TRAINING.option(
         "warmup-cosine",
-        "Learning rate over the run.",
+        "Learning rate schedule.",
         RESULT,
         choices=("warmup-cosine", "linear-warmup", "constant"),
     )
     warmup_fraction: float = TRAINING.option(
-        0.1, "Share of the steps that warm up.", RESULT, at_least=0, at_most=1
+        0.1, "Share of the steps in which the rate warms up.", RESULT, at_least=0, at_most=1
     )
     lr_min: float = TRAINING.option(
         1e-6, "Learning rate at the end of warmup-cosine.", RESULT, at_least=0
@@ -197,8 +197,8 @@ class _LoopConfig(Checked):
     )
     on_nonfinite: str = RUN.option(
         "skip",
-        "If a loss or gradient is not finite, skip the step and stop after 3 in a row, or stop at "
-        "once.",
+        "If a loss or gradient is not finite, skip the step and stop after 3 in a row, or stop "
+        "immediately.",
         EXECUTION,
         choices=("skip", "stop"),
     )
@@ -233,7 +233,7 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
     )
     patience: int = TRAINING.option(
         5,
-        "Stop after this many validations, of epochs and --val-steps, without a better loss.",
+        "Stop after this many validations in a row without a better loss, with --val-steps too.",
         RESULT,
         at_least=1,
     )
@@ -246,15 +246,15 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
     )
     parallel: str = RUN.option(
         "data",
-        "What the workers that mlx.launch starts share: the examples of each step (data), or the "
-        "model, of which each holds a part (tensor).",
+        "What to divide among the workers of mlx.launch: the examples of each step (data), or the "
+        "model's weights (tensor).",
         EXECUTION,
         metavar="data|tensor",
     )
     auto: bool = TRAINING.option(
         False,
         "Choose the other options from data, model and memory: targets, rank, rate, length, "
-        "epochs, validations; prints the command that it stands for.",
+        "epochs, validations; print the equivalent command.",
         RESULT,
         inherited=False,
     )
@@ -271,7 +271,7 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
         False, "Train even if other runs hold the memory.", EXECUTION, inherited=False
     )
     allow_sleep: bool = RUN.option(
-        False, "Let an idle machine fall asleep while it trains.", EXECUTION, inherited=False
+        False, "Let the machine sleep when idle, even during training.", EXECUTION, inherited=False
     )
     pause_on_battery: bool = RUN.option(
         False, "Pause between steps while the machine runs on battery.", EXECUTION, inherited=False
@@ -284,7 +284,7 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
     )
     track: tuple[str, ...] = RUN.option(
         (),
-        "Also write the run to a tracker; may be repeated.",
+        "Also record the run in a tracker; may be repeated.",
         EXECUTION,
         several=True,
         choices=("trackio", "tensorboard", "wandb"),
@@ -340,7 +340,7 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
         """Return the trainer's part of these options."""
         return self.part(
             InstructTrainingConfig,
-            # The trainer's own split is above 0; a run without validation gives it an empty set.
+            # The trainer requires a split above 0; without validation, it gets an empty set.
             val_split=self.val_split or InstructTrainingConfig.val_split,
             checkpoint_dir=str(self.checkpoint_path),
         )
@@ -419,7 +419,7 @@ class PlanConfig(TrainConfig):
         required=False,
     )
     longest: bool = PLAN.option(
-        False, "Say how long an example may be to fit --memory-limit.", COMMAND
+        False, "Print the longest example that fits --memory-limit.", COMMAND
     )
     workers: int = PLAN.option(
         1, "Machines to plan for, as mlx.launch starts them.", COMMAND, at_least=1
@@ -450,8 +450,8 @@ class BenchConfig(_StepConfig):
     )
     execution: str = BENCH.option(
         "auto",
-        "How our side computes: auto is what train does, gpu what Metal and CUDA get on any "
-        "device, cpu what Linux gets, plain the reference.",
+        "How mlxtune computes: auto as train does, gpu as on Metal and CUDA, cpu as on Linux, "
+        "plain as the reference.",
         COMMAND,
         choices=("auto", "gpu", "cpu", "plain"),
     )
@@ -478,9 +478,9 @@ class BenchConfig(_StepConfig):
         return None if self.json in (None, "-") else as_path(str(self.json))
 
     def training(self, dtype: str) -> TrainConfig:
-        """Return the options of the timed run: without clipping, the default of other trainers.
+        """Return the options of the timed run: without clipping, like other trainers by default.
 
-        Its memory is estimated, not taken from a cache.
+        The plan estimates the memory, and uses no cached measurement.
         """
         own: dict[str, Any] = {"schedule": "constant", "max_grad_norm": 0.0, "no_cache": True}
         return self.part(TrainConfig, dtype=dtype, **own)

@@ -22,11 +22,11 @@ from mlxtune.config.training import TrainConfig
 from mlxtune.errors import shorten
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-# The wheel carries these files in the package; a clone, also an editable install, has them here.
+# Demo files: inside the package in a wheel, in data/ in a clone or an editable install.
 _CARRIED, _CLONED = _PACKAGE / "demo", _PACKAGE.parent / "data"
 MODEL, DATA = "demo-qwen3", "bookings.jsonl"
 _WEIGHTS = (".safetensors", ".gguf")
-# The file with the weights in an export's folder, by its format.
+# The file with the weights in the folder of an export, by format.
 _MAIN_FILES = {
     "mlx-lm": "adapters.safetensors",
     "peft": "adapter_model.safetensors",
@@ -34,7 +34,7 @@ _MAIN_FILES = {
     "flat": "adapter.safetensors",
 }
 _LONGEST_PATTERN = 1000
-# Compiling takes memory for each repetition.
+# Repetition counts of five digits or more: compiling takes memory for each repetition.
 _REPEATED = re.compile(r"\{[^}]*\d{5}")
 # llama.cpp's names of types, such as Q4_K_M, IQ2_XXS and BF16.
 _GGUF_TYPE = re.compile(r"[A-Za-z]+[0-9]+(_[A-Za-z0-9]+)*")
@@ -48,7 +48,7 @@ class UseConfig(ModelConfig):
         ModelConfig,
         "model_path",
         None,
-        "Folder of the base model; default: the one that --adapter names.",
+        "Folder of the base model; default: the base that --adapter names.",
         required=False,
     )
     adapter: str | None = FILES.option(
@@ -71,7 +71,7 @@ class UseConfig(ModelConfig):
         return problems
 
     def reading(self, **options: Any) -> DataConfig:
-        """Return the options that read data as `train` reads it, with `options`."""
+        """Return the options that read data as `train` does, changed by `options`."""
         # Prompts need no data file, and EvalConfig has its own data.
         changes = {"data": getattr(self, "data", ("none",)), "val_split": 0.0}
         return self.part(DataConfig, **changes | options)
@@ -81,8 +81,8 @@ class UseConfig(ModelConfig):
 class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     """Options of an evaluation, for the command and for `mlxtune.commands.evaluate`.
 
-    Every row of the data is evaluated; of a folder, its `test` or else its `valid` file. Without an
-    adapter, only the base model is evaluated.
+    Evaluates every row of the data; in a folder, of its `test` or else its `valid` file. Without an
+    adapter, evaluates only the base model.
 
     Raises ConfigError, which lists every problem.
     """
@@ -90,7 +90,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     data: tuple[str, ...] = same(
         DataConfig,
         "data",
-        help="Data to evaluate: .jsonl, .json, .csv or .tsv, perhaps .gz, or .parquet; a folder "
+        help="Data to evaluate: .jsonl, .json, .csv or .tsv (also .gz), or .parquet; a folder "
         "with test.jsonl or valid.jsonl; or owner/name[/config][@revision][:split] on "
         "Hugging Face; may be repeated.",
     )
@@ -100,8 +100,8 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     )
     match: str = GENERATION.option(
         "exact",
-        "With --generate, also count answers that match the data's: as JSON of equal values, "
-        "containing it, or where a pattern (its first group) finds the same in both.",
+        "With --generate, also count answers that match the expected answer: as equal JSON, by "
+        "containing it, or by the same text found by a pattern or its first group.",
         COMMAND,
         metavar="exact|json|contains|regex=PATTERN",
     )
@@ -113,7 +113,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
         if self.match != "exact" and not self.generate:
             problems += ["--match counts answers: add --generate"]
         if self.match.startswith("regex="):
-            # This import takes time that few commands need to spend.
+            # Import only for a pattern, because it takes time.
             import regex
 
             pattern = self.match.removeprefix("regex=")
@@ -121,7 +121,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
                 if _REPEATED.search(pattern):
                     raise ValueError("it repeats more than 9,999 times")
                 regex.compile(pattern)
-                # A search has a time limit, but only the pattern's length bounds some steps of it.
+                # The time limit of a search does not cover all its steps, so limit the pattern too.
                 if not 0 < len(pattern) <= _LONGEST_PATTERN:
                     problems += [f"--match regex= takes 1 to {_LONGEST_PATTERN:,} characters"]
             except (regex.error, ValueError, RecursionError, MemoryError) as error:
@@ -135,7 +135,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
 
 @dataclasses.dataclass(frozen=True)
 class AnswerConfig(UseConfig):
-    """How answers are sampled."""
+    """Options of sampling answers."""
 
     system: str | None = GENERATION.option(
         None, "System message before the conversation.", COMMAND, metavar="TEXT"
@@ -148,11 +148,11 @@ class AnswerConfig(UseConfig):
         at_most=100,
     )
     top_k: int = GENERATION.option(
-        0, "Sample from the likeliest K tokens; 0 is off.", COMMAND, at_least=0
+        0, "Sample from the likeliest K tokens; 0 turns it off.", COMMAND, at_least=0
     )
     top_p: float = GENERATION.option(
         1.0,
-        "Sample from the likeliest tokens that together have this probability; 1 is off.",
+        "Sample from the likeliest tokens with this total probability; 1 turns it off.",
         COMMAND,
         above=0,
         at_most=1,
@@ -201,7 +201,7 @@ class GenerateConfig(AnswerConfig):
     messages: str | None = GENERATION.option(
         None,
         "JSON file of a conversation to answer: a list of messages, or an object with 'messages' "
-        "and perhaps 'tools'; - is standard input.",
+        "and optional 'tools'; - is standard input.",
         COMMAND,
     )
     json: bool = RUN.option(False, "Print the answer and its figures as JSON.", COMMAND)
@@ -231,7 +231,7 @@ class ImportConfig(Checked):
         UseConfig,
         "model_path",
         None,
-        "Folder of the base model; default: the one that the adapter names.",
+        "Folder of the base model; default: the base that the adapter names.",
         required=False,
     )
     trust_remote_code: bool = same(UseConfig, "trust_remote_code")
@@ -271,7 +271,7 @@ class FuseConfig(ImportConfig):
     other_base: bool = same(TrainConfig, "other_base")
     dequantize: bool = EXPORT.option(False, "Dequantise the base model's weights.", COMMAND)
     force: bool = EXPORT.option(
-        False, "Quantise the trained projections as the base does, whatever that loses.", COMMAND
+        False, "Quantise the trained projections like the base, however much is lost.", COMMAND
     )
     gguf: bool = EXPORT.option(False, "Also write model.gguf with llama.cpp's converter.", COMMAND)
     json: bool = RUN.option(
@@ -295,11 +295,11 @@ class ExportConfig(ImportConfig):
         required=True,
     )
     merge: bool = EXPORT.option(
-        False, "With gguf, write one model of base and adapter by llama.cpp's converter.", COMMAND
+        False, "With gguf, merge base and adapter into one model by llama.cpp's converter.", COMMAND
     )
     quantize: str | None = EXPORT.option(
         None,
-        "With --merge, quantise it by llama-quantize, to Q4_K_M for example.",
+        "With --merge, quantise the model with llama-quantize, for example to Q4_K_M.",
         COMMAND,
         metavar="TYPE",
     )
@@ -326,7 +326,7 @@ OutgoingConfig = FuseConfig | ExportConfig
 
 
 def demo_file(name: str) -> Path:
-    """Return a file or folder of the demo: a model by its name, or its data."""
+    """Return the path of a demo model's folder or of the demo's data file, by its name."""
     return (_CARRIED if _CARRIED.is_dir() else _CLONED) / name
 
 
