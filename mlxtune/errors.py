@@ -7,7 +7,7 @@ MlxTuneError
 ├── OutputError            a file or folder to be written      (also OSError)
 ├── MemoryLimitError       a run that does not fit             (also MemoryError)
 ├── GpuError               work that the GPU stopped           (also RuntimeError)
-├── WorkerError              another worker of a run              (also RuntimeError)
+├── WorkerError            another worker of a run             (also RuntimeError)
 └── NonFiniteLossError     a loss that is not a number         (also FloatingPointError)
 
 Each message is one line that names the file, line or option and the remedy. Any other exception
@@ -25,7 +25,7 @@ class MlxTuneError(Exception):
 class ConfigError(MlxTuneError, ValueError):
     """Options are missing, unknown or out of range.
 
-    `problems` holds one sentence for each; the message joins them.
+    `problems` has a sentence for each problem; the message joins them.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -38,7 +38,7 @@ class ModelError(MlxTuneError, ValueError):
 
 
 class DataError(MlxTuneError, ValueError):
-    """A data file cannot be read, or holds no row to train on."""
+    """A data file cannot be read, or has no row to train on."""
 
 
 class OutputError(MlxTuneError, OSError):
@@ -46,15 +46,15 @@ class OutputError(MlxTuneError, OSError):
 
 
 class MemoryLimitError(MlxTuneError, MemoryError):
-    """Even one example at a time exceeds the available memory."""
+    """Not even one example fits into memory, or other runs have reserved the memory."""
 
 
 class GpuError(MlxTuneError, RuntimeError):
-    """The GPU stopped the work, and trying again did not help."""
+    """The GPU stopped the work, and a second attempt failed too."""
 
 
 class WorkerError(MlxTuneError, RuntimeError):
-    """Another worker of the run is gone, or differs in its run."""
+    """Another worker is gone, or its data, weights, options or versions differ."""
 
 
 class NonFiniteLossError(MlxTuneError, FloatingPointError):
@@ -62,7 +62,7 @@ class NonFiniteLossError(MlxTuneError, FloatingPointError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The signal `signal` ended the work, and unfinished files were removed."""
+    """A signal ended the work, and unfinished files were removed; `signal` is its number."""
 
     signal = 2  # SIGINT
 
@@ -70,8 +70,8 @@ class Interrupted(KeyboardInterrupt):
 class TrainingInterrupted(KeyboardInterrupt):
     """Training stopped between two steps on request, with its state saved.
 
-    `checkpoint` is the folder that holds the state, None before the first step; `signal` is the
-    number of the signal that stopped it, if `by_signal`.
+    `checkpoint` is the folder with the state, or None before the first step. `signal` is the number
+    of the signal that stopped the run, if `by_signal`.
     """
 
     signal = 2  # SIGINT
@@ -103,24 +103,24 @@ def resume_command(run: Path) -> str:
 
 
 def _short(run: Path) -> Path:
-    """Return the folder that holds the run's checkpoint folder, if that has its usual name."""
+    """Return the parent of a folder named `checkpoints`; other folders stay unchanged."""
     return run.parent if run.name == "checkpoints" and run.parent.name else run
 
 
 def printable(text: str) -> str:
-    """Escape terminal control characters, but no newlines."""
+    """Escape unprintable characters, such as terminal controls, except newlines."""
     return "".join(
         c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text
     )
 
 
 def shorten(text: str) -> str:
-    """Quote text from a file for a message: bounded, and with control characters escaped."""
+    """Quote at most 60 characters of a text for a message, with control characters escaped."""
     return repr(text if len(text) <= 60 else text[:60] + "…")
 
 
 def one_line(error: BaseException | str) -> str:
-    """Return another library's message on one bounded line, to quote in ours."""
+    """Return another library's message as one line of at most 300 characters, to quote it."""
     spaced = "".join(c if c.isprintable() else " " for c in str(error))
     text = " ".join(spaced.split()) or type(error).__name__
     return text if len(text) <= 300 else text[:299] + "…"

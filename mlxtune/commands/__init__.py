@@ -1,1 +1,1 @@
-"""Commands: a file for each, which is also a public function, and the code they share."""
+"""Commands: a file and a public function for each command, and the code that they share."""

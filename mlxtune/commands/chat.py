@@ -42,7 +42,7 @@ HELP = """\
 /help          show this help
 /quit          quit; Ctrl-D does too
 Ctrl-C stops an answer. Start a line with // to send a message that starts with /."""
-# A pipe may send a line without an end.
+# The most characters in a line of input: a pipe may send an endless line.
 _LONGEST_LINE = 2**20
 _SAVE_FILE = "conversations.jsonl"
 _NAMES = {False: "base model", True: "adapter"}
@@ -51,9 +51,9 @@ _note = partial(print_line, stderr=True)
 
 
 def chat(config: ChatConfig) -> None:
-    """Chat with a model until the person quits or standard input ends.
+    """Chat with a model until the user quits or standard input ends.
 
-    Raises a child of MlxTuneError for errors in options, files or the model.
+    Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
     config = with_base_model(prompted_as_trained(config))
     folder = find_model(config)
@@ -80,7 +80,7 @@ def chat(config: ChatConfig) -> None:
 
 @dataclass
 class _Conversation:
-    """The messages so far of each answering model: False is the base model, True the adapter."""
+    """A conversation; `messages` has key False for the base model, and True for the adapter."""
 
     config: ChatConfig
     loaded: LoadedModel
@@ -104,7 +104,7 @@ class _Conversation:
         return f"{adapter if True in self.messages else base} answers"
 
     def send(self, text: str) -> None:
-        """Send a message and print the answer; without an answer, the message is dropped."""
+        """Send a message and print the answer; if there is no answer, forget the message."""
         asked = {
             on: [*messages, {"role": "user", "content": text}]
             for on, messages in self.messages.items()
@@ -173,7 +173,7 @@ class _Conversation:
         if self.loaded.adapted is None:
             _note("there is no adapter: start chat with --adapter")
             return
-        # A model continues its own messages or, if it has none, the other model's.
+        # A newly chosen model continues the conversation of the other model.
         latest = self.messages[max(self.messages)]
         chosen = {"base": (False,), "adapter": (True,), "both": (False, True)}[name]
         self.messages = {on: self.messages.get(on, latest) for on in chosen}

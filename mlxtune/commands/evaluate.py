@@ -1,4 +1,4 @@
-"""`mlxtune eval`: whether an adapter helps on rows of data."""
+"""`mlxtune eval`: measures whether an adapter helps on rows of data."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -32,9 +32,9 @@ from mlxtune.views.run_text import evaluation_lines
 def evaluate(config: EvalConfig) -> Evaluation:
     """Compare a base model with its adapter on the supervised tokens of every row of the data.
 
-    Rows that the adapter was trained on are left out, if its run is available.
+    Leaves out rows that the adapter was trained on, if the records of its run are available.
 
-    Raises a child of MlxTuneError for errors in options, files or the model.
+    Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
     given = config.given
     config = judged_as_trained(with_base_model(config), given)

@@ -1,4 +1,4 @@
-"""`mlxtune export`: an adapter in another tool's format, proved equal."""
+"""`mlxtune export`: writes an adapter in another tool's format, and tests the result."""
 
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ from mlxtune.core.run.checkpoint import ADAPTER
 def export(config: ExportConfig) -> ExportResult:
     """Write an adapter in a format, load it again, and compare it with the trained model.
 
-    Raises a child of MlxTuneError; the output folder is then not written.
+    Raises a subclass of MlxTuneError, without writing the output folder.
     """
     source = find_source(config)
     with output_folder(source) as folder:
@@ -55,7 +55,7 @@ def show(config: ExportConfig) -> None:
 
 
 def _merge(config: ExportConfig, source: Source, folder: Path) -> Certificate:
-    """Write base and adapter as one GGUF, or without llama.cpp's converter as a model folder.
+    """Merge base and adapter into a GGUF or, without llama.cpp's converter, a model folder.
 
     The folder also gets a Modelfile for Ollama. The proof covers the weights before quantisation.
     """
@@ -109,7 +109,7 @@ def _write(config: ExportConfig, source: Source, folder: Path) -> None:
 
 
 def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
-    """Return a fresh base model with the adapter of a folder, read in the export format."""
+    """Load the base model again, with the adapter that was exported to a folder."""
     base = load_base(source)
     if config.format == "mlx-lm" and source.adapter.is_dora and base.quantize == "nf4":
         # mlx-lm's DoRA unpacks the base with MLX's functions, which do not support nf4.

@@ -1,4 +1,4 @@
-"""`mlxtune fuse`: a model folder with the adapter in its weights, proved equal."""
+"""`mlxtune fuse`: writes a model with the adapter in its weights, and tests the result."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from mlxtune.config import FuseConfig
 def fuse(config: FuseConfig) -> ExportResult:
     """Write a model folder with an adapter in its weights, and compare it with the trained model.
 
-    Raises a child of MlxTuneError; the output folder is then not written.
+    Raises a subclass of MlxTuneError, without writing the output folder.
     """
     source = find_source(config)
     fusing.check_copied(source.folder)
@@ -46,7 +46,7 @@ def fuse(config: FuseConfig) -> ExportResult:
 
 
 def _dequantizes(config: FuseConfig, source: Source) -> bool:
-    """Return whether to write plain weights, as the options or the target format require.
+    """Return whether to dequantise the weights, as the options or the format require.
 
     Raises ModelError if this model cannot be written as GGUF.
     """

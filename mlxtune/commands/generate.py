@@ -1,4 +1,4 @@
-"""`mlxtune generate`: one answer, to a prompt, a conversation or standard input."""
+"""`mlxtune generate`: answers a prompt, a conversation or standard input once."""
 
 import sys
 from collections.abc import Callable
@@ -31,7 +31,7 @@ _STDIN = "standard input"
 def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda text: None) -> Answer:
     """Answer a prompt or a conversation; `on_text` gets each piece of the answer as it arrives.
 
-    Raises a child of MlxTuneError for errors in options, files or the model.
+    Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
     named = "template" in config.given
     config = with_base_model(prompted_as_trained(config))
@@ -56,7 +56,7 @@ def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda tex
 
 
 def _completes_text(config: GenerateConfig, reader: Reader, *, named: bool) -> str:
-    """Return that and why the model completes the prompt as plain text; "" if it answers.
+    """Return a line on why the prompt is completed as plain text; empty if it is answered.
 
     `named` says whether the options name a template.
     """
@@ -102,7 +102,7 @@ def _content(config: GenerateConfig) -> tuple[dict[str, Any], str]:
         prompt = config.prompt if config.prompt is not None else _read_prompt()
         content = {"messages": [{"role": "user", "content": prompt}]}
     messages = content.get("messages")
-    # Encoding the prompt refuses messages that are no list, with a reason.
+    # Messages that are not a list are rejected later, when the prompt is encoded.
     if config.system is None or not isinstance(messages, list):
         return content, where
     first = messages[0] if messages else None
@@ -113,7 +113,7 @@ def _content(config: GenerateConfig) -> tuple[dict[str, Any], str]:
 
 
 def _read_prompt() -> str:
-    """Return the text on standard input. Raises DataError."""
+    """Read the prompt from standard input. Raises DataError."""
     if sys.stdin is not None and sys.stdin.isatty():
         print_line("Type the prompt and end it with Ctrl-D:", stderr=True)
     try:
@@ -128,7 +128,7 @@ def _read_prompt() -> str:
 
 
 def _read(name: str) -> bytes:
-    """Return a file's content, or slightly more than is accepted. Raises DataError."""
+    """Read a file, or standard input for `-`, up to a byte over the limit. Raises DataError."""
     try:
         if name == "-":
             return b"" if sys.stdin is None else sys.stdin.buffer.read(MAX_BYTES + 1)

@@ -1,4 +1,4 @@
-"""`mlxtune import`: an adapter of mlx-lm or PEFT, in the layout of `train`."""
+"""`mlxtune import`: converts an adapter of mlx-lm or PEFT to the layout of `train`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +18,13 @@ from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
 from mlxtune.views.output import print_line
 
-# The SHA-256 of the written files, so that --overwrite replaces no other files.
+# The file with the SHA-256 of the written files; --overwrite replaces no other files.
 FILES = "mlxtune-files.json"
 
 
 @takes_options(ImportConfig)
 def import_adapter(config: ImportConfig) -> Path:
-    """Write an adapter of mlx-lm or PEFT in mlx-lm's layout; return the adapter's file.
+    """Write an adapter of mlx-lm or PEFT in mlx-lm's layout; return the path of the written file.
 
     Names and shapes are checked against the base model, whose weights are not read. Raises
     ModelError, which names the parts that mlx-lm's LoRA cannot hold, or OutputError.
@@ -53,7 +53,7 @@ def show(config: ImportConfig) -> None:
 
 
 def _find(path: str) -> tuple[Path, bool]:
-    """Return the weights file that a path names, and whether it is PEFT's. Raises ModelError."""
+    """Return an adapter's weights file, and whether PEFT wrote it. Raises ModelError."""
     given = as_path(path)
     for candidate in (given, given / WEIGHTS, given / ADAPTER):
         if candidate.is_file() and candidate.name != PICKLED:

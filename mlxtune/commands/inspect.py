@@ -1,4 +1,4 @@
-"""`mlxtune inspect`: the data as the model will see it, without any weights."""
+"""`mlxtune inspect`: shows the data as the model will see it, without loading weights."""
 
 import json
 from collections.abc import Iterator
@@ -30,15 +30,15 @@ from mlxtune.views.output import print_json, print_line
 from mlxtune.views.pages.inspect_page import PAGE, render_page
 from mlxtune.views.tables import result_console
 
-# The most examples on a page and in other outputs; a terminal shows a few of them.
+# The most examples on a page, and in JSON or on a terminal, which shows a few of them.
 ON_PAGE, ELSEWHERE = 200, 12
 
 
 @takes_options(InspectConfig)
 def inspect(config: InspectConfig) -> inspection.Inspection:
-    """Read the data as `train` with the same options would, and return its contents.
+    """Read the data as `train` with the same options would, and return an inspection of it.
 
-    Writes the files that --html and --dump name.
+    Also writes the files that --html and --dump name.
 
     Raises DataError, ModelError or OutputError.
     """
@@ -132,7 +132,7 @@ def why_not_shown(row: int, reader: Reader, dataset: Dataset) -> str:
 
 
 def dump_lines(dataset: Dataset) -> Iterator[bytes]:
-    """Yield every example as a JSON line: the examples that `train` with the same options uses."""
+    """Yield each example that `train` would use with the same options, as a JSON line."""
     for corpus in filter(None, (dataset.corpus, dataset.validation)):
         for example in corpus:
             line = {

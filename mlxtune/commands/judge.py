@@ -1,4 +1,4 @@
-"""Judges whether an adapter helped: the losses and answers of one model, without and with it."""
+"""Judges whether an adapter helped, by a model's losses and answers without and with it."""
 
 import json
 import operator
@@ -44,12 +44,12 @@ from mlxtune.errors import MlxTuneError, shorten
 from mlxtune.views.console import RunConsole
 from mlxtune.views.run_text import less_likely_line
 
-# The longest sample of an answer at the end of a run, in tokens.
+# The most tokens of a sample answer at the end of a run.
 _LONGEST_SAMPLE = 128
 _NOTHING_TO_ANSWER = "no row has a prompt and a whole answer, as plain text has none"
-# The longest answer after a validation, in tokens, for which the run waits.
+# The most tokens of a sample answer after a validation, because training waits for it.
 _LONGEST_LIVE = 64
-# The longest search for a pattern in an answer, and how many searches may take longer.
+# Time limit of a pattern search, and the number of searches that may exceed it.
 _SEARCH_SECONDS, _MOST_SLOW = 0.5, 8
 
 
@@ -82,11 +82,10 @@ def _sums(
     workers: Workers,
     objective: Objective,
 ) -> list[Any]:
-    """Compute the losses of rows without or with the adapter; each worker computes a share.
+    """Sum the losses of rows without or with the adapter; each worker computes a share.
 
-    Returns Sums for each model, or AnswerSums under an objective of preferences.
-
-    Meanwhile, the model may compute with faster functions.
+    Returns Sums, or AnswerSums under a preference objective, for each of `models`: False is the
+    base model, True the adapter.
     """
     base, found = loaded.base, []
     with closing(
@@ -111,7 +110,7 @@ def answer_rows(
 ) -> Generated:
     """Answer the last turn of each row greedily, without and with the adapter.
 
-    Exact matches are counted and, with another `match`, its matches too.
+    Counts exact matches and, with another `match`, also the answers that match by that rule.
     """
     ends = tokenizer.control_ids | tokenizer.eos_ids
     asked = [(i, turn) for i, row in enumerate(rows) if (turn := last_turn(row, ends)) is not None]
@@ -170,8 +169,8 @@ class ValidationAnswers(TrainingObserver):
         self._works = True
 
     def on_validation(self, step: int, loss: float) -> None:
-        """Write the current model's answers after a step."""
-        # An error must not fail the run: it only ends the answers on the page.
+        """Write the current model's answers to the run's folder."""
+        # An error must not fail the run, so it only ends these answers.
         try:
             if self._works:
                 self._answer(step)
@@ -196,10 +195,9 @@ def judge(
 ) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
-    It is compared with the adapter from which training started, or else with the base model.
-
-    The run has ended and its adapter is written, so problems are warnings. The losses come first,
-    because people wait for the verdict; the samples only serve the run's page.
+    Compares it with the adapter from which training started, or else with the base model. The run
+    has ended and its adapter is written, so problems are only warnings. The losses come first,
+    because users wait for the verdict; the sample answers only serve the run's page.
     """
     adapter = str(config.output_path)
     # The adapter's own config says how the base was quantised.
@@ -274,18 +272,18 @@ def _show(console: RunConsole, activity: str, with_adapter: bool) -> Callable[[i
 def matcher(
     by: str, warn: Callable[[str], None] = lambda problem: None
 ) -> Callable[[str, str], bool]:
-    """Return a function of an answer and the expected one that says whether they match.
+    """Return a function that compares an answer with the expected answer.
 
-    With `json` both are JSON of equal values, with `contains` the expected one is part of the
-    answer, and with `regex=PATTERN` the pattern finds the same text in both: its first group, if it
-    has one. A search that takes too long finds nothing, and after several of them there are no
-    more. `warn` is called at the first and at the last. Raises regex.error.
+    They match by `json` if both are JSON with equal values, by `contains` if the answer contains
+    the expected answer, and by `regex=PATTERN` if the pattern, or its first group, finds the same
+    text in both. After several timeouts, searching stops. `warn` is called at the first timeout and
+    when searching stops. Raises regex.error.
     """
     if by == "json":
         return _same_json
     if by == "contains":
         return lambda answer, expected: expected.strip() in answer
-    # Python's own library searches without an end.
+    # Python's `re` has no timeout.
     import regex
 
     pattern, slow = regex.compile(by.removeprefix("regex=")), 0
@@ -314,6 +312,6 @@ def _same_json(answer: str, expected: str) -> bool:
         values = [parse_json(each.encode(), RECORD, "the answer") for each in (answer, expected)]
     except ValueError:
         return False
-    # Compared as values, 1 and true would be equal.
+    # Compare JSON text, because in Python 1 == True.
     one, other = (json.dumps(value, sort_keys=True) for value in values)
     return one == other

@@ -45,8 +45,8 @@ from mlxtune.views.plan_text import few_steps_line, plan_lines
 def plan(config: PlanConfig) -> RunPlan:
     """Plan the run of `train` with the same options, without reading any weights.
 
-    Raises a child of MlxTuneError for errors in options, files or the model, MemoryLimitError
-    if even one example does not fit.
+    Raises a subclass of MlxTuneError for errors in options, files or the model, and
+    MemoryLimitError if not even one example fits.
     """
     given = config.given
     folder = model_folder.find_folder(config.model_path)
@@ -135,11 +135,11 @@ def _on_workers(planned: RunPlan, config: PlanConfig, costs: Sequence[Sequence[f
     step_s = None
     if planned.speed is not None:
         step_s = planned.tokens / planned.steps_per_epoch / planned.speed.tokens_per_s
-    # Gradients are added in float32.
+    # Workers exchange gradients in float32.
     gradients = 4 * planned.trainable_parameters
     scaling = Scaling(config.workers, config.link, dearest_share(costs, config.workers), gradients)
     if config.parallel == "tensor":
-        # Each layer sums twice in its forward and in its backward pass, and again to recompute.
+        # Workers sum twice in a layer's forward pass, its backward pass and its recomputation.
         shapes, execution = planned.memory.shapes, planned.memory.execution
         sums = shapes.layers * (6 if execution.recompute else 4)
         hidden = planned.tokens / planned.steps_per_epoch * shapes.hidden * shapes.itemsize

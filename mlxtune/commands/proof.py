@@ -1,4 +1,4 @@
-"""The shared part of `fuse` and `export`: adapter and base, output folder, proof."""
+"""Code that `fuse` and `export` share: finding adapter and base, output folder, proof."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -47,9 +47,9 @@ _PROMPTS = (
 class Source:
     """A trained adapter and its base model on disk, named by the options of `config`.
 
-    `metadata` comes from the checkpoint with the same adapter, or is empty; `run` is the folder of
-    that checkpoint's run. `quantization` has the keywords with which `load_base` makes the base
-    that the adapter was trained on.
+    `metadata` is from the checkpoint with the same adapter, or empty; `run` is the folder of that
+    checkpoint's run. `quantization` has the keywords with which `loading.load_base` quantises the
+    base as in training.
     """
 
     config: OutgoingConfig
@@ -86,10 +86,10 @@ def find_source(config: OutgoingConfig) -> Source:
 
 @contextmanager
 def output_folder(source: Source) -> Iterator[Path]:
-    """Yield a folder that is put in place at --output if all goes well.
+    """Yield a temporary folder, and move it to --output if no error occurs.
 
-    Reports the base first, if it was quantised while loading. Nothing is left if a signal ends the
-    process; the next command removes the leftovers of a killed process. Raises OutputError.
+    First reports a base that is quantised while loading. A signal that ends the process removes the
+    folder; a killed process leaves it to the next `fuse` or `export`. Raises OutputError.
     """
     config, console = source.config, source.console
     if source.quantization:
@@ -128,8 +128,8 @@ def prove_export(
     """Compare the model that `load` returns with the trained one; return the certificate.
 
     `rounding` is the dtype of the written tensors; with `everywhere`, all weights were rounded to
-    it. With `exact` false, they were quantised again, which logits cannot judge. Only one model is
-    loaded at a time. Raises OutputError if rounding does not explain the difference.
+    it. If `exact` is false, weights were quantised again, so no limit applies. Loads one model
+    at a time. Raises OutputError if rounding does not explain the difference.
     """
     source.console.say("Proving", "running the trained model, then what was written")
     prompts = prompts_for(source)
@@ -161,7 +161,7 @@ def certify(source: Source, folder: Path, certificate: Certificate) -> ExportRes
 
 
 def prompts_for(source: Source) -> list[list[int]]:
-    """Return the tokens of the prompts to compare on, made as `generate` makes them."""
+    """Return the tokens of prompts on which to compare models, encoded as `generate` does."""
     trust = source.config.trust_remote_code
     data = DataConfig(str(source.folder), data=_PROMPTS, trust_remote_code=trust)
     reader = Reader(data, source.folder)
@@ -190,9 +190,9 @@ def print_result(result: ExportResult, config: OutgoingConfig) -> None:
 def write_fused(
     source: Source, folder: Path, options: Mapping[str, Any], retention: Retention | None = None
 ) -> tuple[Certificate, str]:
-    """Write the fused model into a folder; return its proof, and the dtype that it is stored in.
+    """Write the fused model into a folder; return its certificate and the dtype of its weights.
 
-    `options` are `fused_model`'s. Raises a child of MlxTuneError.
+    `options` are keywords of `fused_model`. Raises a subclass of MlxTuneError.
     """
     config = source.config
     trust = config.trust_remote_code
@@ -218,7 +218,7 @@ def write_fused(
 
 
 def _write_template(source: Source, folder: Path) -> None:
-    """Write the template of training, if it is not the base model's own, and its end of turn.
+    """Write the chat template of training, unless it is the base model's, and its end token.
 
     Raises OutputError.
     """
@@ -238,7 +238,7 @@ def _write_template(source: Source, folder: Path) -> None:
 
 
 def _write_end(source: Source, reader: Reader, folder: Path) -> None:
-    """Have generation end at the token that ends an answer, if it does not in the base model."""
+    """Add the template's end of turn to the model's end tokens, if it is not one of them."""
     asked = {"messages": [{"role": "user", "content": _PROMPTS[0]}]}
     end = prompt_of(reader.encoder, asked, f"{source.folder}: a prompt of the proof").end
     known = reader.tokenizer.eos_ids

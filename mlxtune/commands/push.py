@@ -1,4 +1,4 @@
-"""`mlxtune push`: an adapter and its model card to the hub, after a preview."""
+"""`mlxtune push`: uploads an adapter and its model card to the hub, after a preview."""
 
 import re
 from dataclasses import replace
@@ -37,10 +37,10 @@ def push(
 ) -> str:
     """Upload the adapter of a run with a model card, and return the address of the repository.
 
-    `base_model` is the base model's name on the hub, `model_path` its folder, if they differ from
-    the run's.
+    `base_model` is the base model's name on the hub, and `model_path` its folder; by default, both
+    are taken from the run.
 
-    Raises a child of MlxTuneError; the hub is then unchanged.
+    Raises a subclass of MlxTuneError, without changing the hub.
     """
     with end_in_order(), scratch_folder("push") as folder:
         write_package(folder, str(run), repository, base_model, model_path, RunConsole(quiet=True))
@@ -58,7 +58,7 @@ def show(
     yes: bool,
     dry_run: bool,
 ) -> None:
-    """Print the files to upload, ask, and upload them. Raises as `push` does."""
+    """Print the files, ask for permission, and upload them. Raises the errors of `push`."""
     with end_in_order(), scratch_folder("push") as folder:
         write_package(folder, run, repository, base_model, model_path, RunConsole())
         _print_package(folder)
@@ -131,8 +131,8 @@ def _check_adapter(run: Run, view: RunView, source: Source) -> None:
     """Raise OutputError for an adapter to which the run's records do not apply."""
     own = file_hash(source.weights)
     if not view.sha256:
-        # An unfinished run has written only checkpoints: an adapter next to them is an earlier
-        # run's.
+        # An unfinished run has only checkpoints, so an adapter next to them may be from an earlier
+        # run.
         if own not in map(file_hash, run.folder.glob(f"*/{ADAPTER}")):
             raise OutputError(
                 f"{source.weights}: is not the adapter of this unfinished run: finish it with "
@@ -146,7 +146,7 @@ def _check_adapter(run: Run, view: RunView, source: Source) -> None:
 
 
 def _name_of(base: Path) -> str:
-    """Return a base model's name on the hub or, if it is not from there, its folder's name."""
+    """Return the hub name of a base model in the hub's cache, or else its folder's name."""
     if base.parent.name == "snapshots" and (match := _IN_CACHE.fullmatch(base.parents[1].name)):
         return f"{match[1]}/{match[2]}"
     return base.resolve().name

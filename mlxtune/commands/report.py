@@ -1,4 +1,4 @@
-"""`mlxtune report`: a run's folder as a page, as lines, as JSON."""
+"""`mlxtune report`: shows runs as an HTML page, as lines of text or as JSON."""
 
 import errno
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from mlxtune.views.output import print_json, print_line
 from mlxtune.views.pages.run_page import PAGE, comparison_headline, render_runs
 
 COMPARISON = "comparison.html"
-# The errors of read-only folders.
+# Error codes for read-only folders.
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -42,8 +42,8 @@ def report(*runs: str | Path, html: str | Path | None = None) -> list[RunView]:
 def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
     """Write the page of runs and print a summary of it, or print JSON.
 
-    Without `html`, the page of one run goes into its folder, the page of several runs into this
-    folder; with `as_json`, no page is written. If the folder is read-only, the summary says so.
+    Without `html`, the page of one run goes into its folder, and the page of several runs into the
+    current folder. With `as_json`, no page is written. A read-only folder is reported.
     Raises the errors of `report`.
     """
     if html is not None and not html.strip():
@@ -110,7 +110,7 @@ def _lines(runs: Sequence[Run]) -> list[str]:
 
 
 def _write(runs: Sequence[Run], target: Path) -> None:
-    """Write the page, which may only replace an earlier page."""
+    """Write the page. Raises OutputError if it would replace a file that is not such a page."""
     check_outputs([target], [], "--html")
     PAGE.check_replaceable(target, "--html")
     make_folder(target.parent)

@@ -1,4 +1,4 @@
-"""Chooses how `fuse` stores the trained projections of a quantised model, to lose little."""
+"""Chooses how `fuse` stores the trained projections of a quantised model with little loss."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -26,19 +26,19 @@ from mlxtune.core.steps import order
 from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
 
-# The number of rows to measure on: more rows take longer and hardly change the share lost.
+# The most rows to measure on: more rows take longer and hardly change the result.
 _MOST_ROWS = 100
 
-# The measure of a model; lower is better.
+# Measures the quality of a model; lower is better.
 _Measure = Callable[[BaseModel], float]
 
 
 def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention | None]:
-    """Return the storage of the trained projections, and its cost.
+    """Return how to store the trained projections, and the quality that each tried way keeps.
 
-    The cost is the loss on the run's validation rows, if this user made the run and its data is
-    still there, or else the KL divergence from the trained model on the proof's prompts. Nothing is
-    measured, and None returned, if the projections are not quantised.
+    Measures the loss on the run's validation rows, if this user made the run and its data is still
+    there, or else the KL divergence from the trained model on the proof's prompts. Measures nothing
+    and returns None if there is only one way, as without quantised projections.
 
     Raises the errors of `load_base` and `load_adapted`.
     """
@@ -80,9 +80,9 @@ def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention |
 
 
 def _measure_of(source: Source, adapted: Adapted) -> tuple[str, str, float, float, _Measure]:
-    """Return a measure of the model's quality.
+    """Return a measure of a model's quality.
 
-    The tuple holds its name and unit, its values without and with the adapter, and a function.
+    Returns its name, its unit, its values without and with the adapter, and its function.
     """
     if (rows := _validation_rows(source)) is not None:
 
@@ -110,7 +110,7 @@ def _measure_of(source: Source, adapted: Adapted) -> tuple[str, str, float, floa
 def _validation_rows(source: Source) -> CorpusRows | None:
     """Return rows that the adapter's run held out, or None.
 
-    A stranger's run is not used, as it would choose which files are read.
+    Ignores another user's run, which could choose the files to read.
     """
     if source.run is None or not is_own(source.run):
         return None

@@ -1,4 +1,4 @@
-"""`mlxtune runs`: the runs under a folder, with their results, and their removal."""
+"""`mlxtune runs`: lists the runs below folders with their results, or removes runs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from mlxtune.views.tables import result_console, show_runs
 
 
 def runs(*folders: str | Path, sort: str = "when") -> list[RunView]:
-    """Return summaries of the runs below folders, by default below this one.
+    """Return summaries of the runs below folders, by default the current folder.
 
     `sort` is one of when, name, val, train, speed and steps. Raises OutputError if a folder is
     missing.
@@ -30,7 +30,7 @@ def runs(*folders: str | Path, sort: str = "when") -> list[RunView]:
 
 
 def remove_runs(*folders: str | Path) -> None:
-    """Remove runs by their folders, with their checkpoints; their adapters and earlier runs stay.
+    """Remove the runs in these folders with their checkpoints; keep adapters and earlier runs.
 
     Raises OutputError if a folder holds no run, a run in training, or other programs' files.
     """

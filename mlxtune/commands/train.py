@@ -1,4 +1,4 @@
-"""`mlxtune train`: a run, new or resumed, from its options to its adapter."""
+"""`mlxtune train`: trains an adapter, in a new run or a resumed run."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -72,17 +72,17 @@ from mlxtune.views import plan_text, run_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.pages.run_page import ResultCard, write_page
 
-# Endings of weights and configs in other formats.
+# Suffixes of weights and configs in formats that `train` does not write.
 _OTHER_FILES = (".bin", ".gguf", ".json", ".npz", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run. `adapter` is the file written; None, like `training`, after a dry run.
+    """The result of a run. After a dry run, `training` and `adapter`, the written file, are None.
 
     `ledgers` account for the rows of each data file, validation files last. `evaluation` says
     whether the adapter helped on the validation rows, if there are any. A notebook shows the result
-    as a page with the loss curve.
+    as a card with the loss curve.
     """
 
     training: InstructTrainResult | None = field(repr=False)
@@ -102,7 +102,7 @@ class TrainResult:
         printer.text(repr(self) if card is None else card.text())
 
     def _card(self) -> ResultCard | None:
-        """Return the card of these values, as the run's folder may hold another run by now."""
+        """Build the card from this result; another run may have replaced the files."""
         if self.training is None:
             return None
         run = Run(
@@ -130,14 +130,13 @@ def train(
 ) -> TrainResult:
     """Fine-tune a model as the options say, and write the adapter.
 
-    With `dry_run`, stop before the first step and print the plan. With `resume`, which
-    `mlxtune.resume` finds, continue from that checkpoint. After step `stop_after`, stop as if
-    Ctrl-C had been pressed. `observers` receive the events of the run, from the first worker. With
-    `live`, for the live page, the `samples` rows are also answered after each validation. `on_step`
-    gets the record of each step, and `on_validation` the step and the loss of each validation, 0
-    before the first step.
+    With `dry_run`, print the plan and stop before the first step. With `resume`, continue from that
+    checkpoint, which `mlxtune.resume` finds. After step `stop_after`, stop as on Ctrl-C. On the
+    first worker, `observers` receive the events of the run. With `live`, the model also answers the
+    `samples` rows after each validation, for the live page. `on_step` gets the record of each step,
+    and `on_validation` the step (0 before training) and the loss of each validation.
 
-    Raises a child of MlxTuneError for errors in options, files or the model, and
+    Raises a subclass of MlxTuneError for errors in options, files or the model, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
     """
     check_trackers(config.track)
@@ -154,7 +153,7 @@ def train(
         result = evaluation = None
         if not (dry_run or config.allow_sleep) and worker_run.first_on_machine:
             held.enter_context(kept_awake())
-        # A missing folder is created only when it gets content.
+        # A missing folder is created and locked only before training starts.
         if is_locked := not dry_run and config.checkpoint_path.is_dir():
             lock_folder(config, resume, held)
         if config.init_adapter is not None and resume is None:
@@ -201,7 +200,7 @@ def train(
         if result is not None:
             finish(setup, trainer, result, worker_run)
             peak_gb, judged = memory.peak_gb(), JudgedRows.of(trainer.val_rows, trained)
-            # The adapter is judged on a newly loaded model, so nothing may hold the old model here.
+            # Free the model, because the adapter is judged on a newly loaded one.
             del setup, trainer
             memory.release()
             evaluation = _judged(worker_run, folder, judged)
@@ -220,7 +219,7 @@ def train(
 def _judged(
     worker_run: WorkerRun[RunConsole], folder: Path, judged: JudgedRows
 ) -> Evaluation | None:
-    """Report whether the adapter helped on the rows, if there are any, and write the run's page."""
+    """Report whether the adapter helped on any held-out rows, and write the run's page."""
     config, console, workers = worker_run.config, worker_run.console, worker_run.workers
     try:
         return judge(config, folder, judged, console, workers) if judged.rows else None
@@ -303,7 +302,7 @@ def check_paths(config: TrainConfig) -> Path:
 def lock_folder(config: TrainConfig, resume: ResumePoint | None, held: ExitStack) -> None:
     """Lock the run's folder and its adapter for as long as `held`, or this process, lives.
 
-    Raises OutputError if another process trains there, or if it holds another unfinished run.
+    Raises OutputError if another process trains there, or a new run finds an unfinished run there.
     """
     folder = config.checkpoint_path
     for new in (config.output_path.parent, folder):
@@ -327,9 +326,9 @@ def prepare(
     held: ExitStack | None,
     resume: ResumePoint | None,
 ) -> RunParts:
-    """Read the data, plan the memory, reserve it for as long as `held` lives, and load the model.
+    """Read the data, plan the memory, reserve it until `held` closes, and load the model.
 
-    Without `held`, nothing is reserved. With `resume`, the trainer sets LoRA's values.
+    Without `held`, reserve nothing. With `resume`, the trainer later loads the trained LoRA.
     """
     config, console, workers = worker_run.config, worker_run.console, worker_run.workers
     operations.load_ahead(folder)
@@ -379,13 +378,13 @@ def make_trainer(
     observers: Sequence[TrainingObserver],
     live: bool,
 ) -> InstructTrainer:
-    """Make the trainer, and count the rows that it holds out in the ledgers."""
+    """Make the trainer, and record in the ledgers the rows that it holds out."""
     config, dataset, console = worker_run.config, setup.dataset, worker_run.console
     trackers = [
         TrackingObserver(each, config, console.warn) for each in dict.fromkeys(config.track)
     ]
     first = list(observers) if worker_run.workers.index == 0 else []
-    # A single worker cannot answer while the other workers wait for it.
+    # With several workers, the others would wait while the first one answers.
     if live and config.samples and worker_run.workers.size == 1 and setup.pipeline.objective.is_sft:
         first.append(ValidationAnswers(config, setup.base, lambda: trainer.val_rows))
     observer = Observers([console, *trackers, *first, worker_run.last_step])
@@ -443,9 +442,9 @@ def print_plan(
     *,
     chose_epochs: bool,
 ) -> None:
-    """Print where the rows and tokens went, and how training will use them.
+    """Print how many rows and tokens are used, and the plan of training.
 
-    `chose_epochs` says whether --auto did.
+    `chose_epochs` says whether --auto chose the epochs.
     """
     dataset = setup.dataset
     for ledger in dataset.ledgers:

@@ -1,4 +1,4 @@
-"""`mlxtune verify`: checks a run's files and adapters, and may train it again."""
+"""`mlxtune verify`: checks a run's files and adapters, and can replay its training."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -34,12 +34,12 @@ from mlxtune.views.output import print_json, print_line
 
 
 def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Verification:
-    """Check the folder of a run: every file, its records, and its adapters against the base model.
+    """Check a run's files, its records, and its adapters against the base model.
 
-    With `replay`, train it again from its first checkpoint (from the start if it has only one) to
-    its newest, and compare both. `model_path` is the current folder of the base model.
+    With `replay`, also retrain from the first checkpoint (from the start if there is only one) to
+    the newest, and compare the results. `model_path` is the current folder of the base model.
 
-    Raises OutputError if there is no such folder. Problems of the run itself are not raised.
+    Raises OutputError if there is no such run. Problems in the run are returned, not raised.
     """
     folder = run_folder_at(as_path(str(run)))
     found, good = verify_files(folder)
@@ -55,7 +55,7 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
         if replay:
             _replay(found, config, good)
     except DataError as problem:
-        # The command has no --data.
+        # Drop advice on options such as --data, which `verify` does not have.
         text, advised, _ = str(problem).partition(": check --")
         found.add("data", f"{text}: bring it back" if advised else text, "")
     except MlxTuneError as problem:
@@ -110,15 +110,15 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             output=str(scratch / ADAPTER),
             checkpoint_dir=str(scratch / "checkpoints"),
             quiet=True,
-            # Timing products again could choose the other form.
+            # Timing the products again might change the choice of --quantized-compute auto.
             quantized_compute=recorded_products(newest.metadata) or config.quantized_compute,
-            # A replay is neither tracked nor measured.
+            # A replay needs no tracker, profile or sample answers.
             track=(),
             profile_interval=0,
             samples=0,
         )
         if resumed is not None:
-            # A replay from the first step makes them again.
+            # A replay from the start recreates these files.
             make_folder(scratch / "checkpoints")
             for name in (REFERENCE, TRAINED_ROWS):
                 with suppress(OSError):  # training reports it
@@ -127,7 +127,7 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             train(own, resume=resumed, stop_after=newest.step)
         except TrainingInterrupted as stopped:
             if stopped.by_signal or stopped.checkpoint is None:
-                # The saved steps are removed with the folder, and a partial replay proves nothing.
+                # A partial replay proves nothing, and its scratch folder is removed.
                 interrupt = Interrupted()
                 interrupt.signal = stopped.signal
                 raise interrupt from None

@@ -1,4 +1,4 @@
-"""The facts behind --auto, from data, model and machine, and the options that it chooses."""
+"""Options that --auto chooses from facts about the data, the model and the machine."""
 
 from collections.abc import Collection
 from contextlib import closing
@@ -24,7 +24,7 @@ def with_auto(
 ) -> tuple[C, str]:
     """Return the options with --auto's choices, and the equivalent command.
 
-    `given` names the options that the user chose. The data is encoded for the choice, and cached.
+    `given` names the options that the user chose. Encodes and caches the data to choose the others.
     """
     if not config.auto:
         return config, ""
@@ -42,7 +42,7 @@ def with_auto(
         fitting=_UNCUT,
     )
     settled = replace(config, auto=False, **choose(facts, config, given))
-    # The room for an example depends on the options of LoRA.
+    # The longest example that fits depends on the chosen LoRA options.
     facts = replace(facts, fitting=longest_example(settled, base).recomputed)
     settled = replace(config, auto=False, **choose(facts, config, given))
     line = command_line(settled)

@@ -1,4 +1,4 @@
-"""The base model of an adapter: the folder named by an option, or by the adapter."""
+"""Finds the base model of an adapter, by an option or by its name in the adapter."""
 
 import shlex
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ Use = TypeVar("Use", bound=UseConfig)
 
 
 def with_base_model(config: Use) -> Use:
-    """Return the options with the adapter's base model, unless they name one. Raises ModelError."""
+    """Add the adapter's base model to options that name no model. Raises ModelError."""
     if config.model_path is not None or config.adapter is None:
         return config
     weights = find_adapter(config.adapter)
@@ -65,12 +65,13 @@ def find_base(
 def metadata_of(weights: Path) -> tuple[Mapping[str, Any], Path | None]:
     """Return the metadata of the checkpoint with the same adapter, and the folder of its run.
 
-    The checkpoint is the adapter's own folder, or belongs to the run that wrote it.
+    The checkpoint is the adapter's own folder, or is in `checkpoints` next to the adapter. Without
+    one, the metadata is empty and the folder None.
     """
     for folder in [weights.parent, *sorted(weights.parent.glob("checkpoints/*"))]:
         try:
             same = folder / ADAPTER == weights or (
-                # A pipe or device could be read forever.
+                # Reading a pipe or device might never end.
                 (folder / ADAPTER).is_file()
                 and (folder / ADAPTER).stat().st_size == weights.stat().st_size
                 and file_hash(folder / ADAPTER) == file_hash(weights)

@@ -1,4 +1,4 @@
-"""From data files to examples, for every command that reads data."""
+"""Reads data files into examples, for every command that needs data."""
 
 import datetime
 import importlib.metadata
@@ -48,12 +48,12 @@ Config = TypeVar("Config", bound=DataConfig | EvalConfig)
 
 @dataclass(frozen=True)
 class Dataset:
-    """The data that a run trains on and validates with, and the place of every row of its files.
+    """The training and validation data of a run, with ledgers that account for every row.
 
-    `validation` is None if rows of `corpus` are to be held out, and empty if there is none. `files`
-    and `ledgers` list the training data, then the validation data. `hub` is the run's record of the
-    hub's data sets among them. `template_added` says that the options name a template, and that
-    the model has none.
+    `validation` is None if rows of `corpus` will be held out, and empty if validation is off.
+    `files` and `ledgers` list the training files, then the validation files. `hub` describes each
+    data set that was downloaded. `template_added` says that the options name a template for a model
+    that has none.
     """
 
     template: str
@@ -71,7 +71,7 @@ class Dataset:
         return all(file.arrays.plain_text for file in self.files)
 
     def hold_out(self, rows: Iterable[int]) -> None:
-        """Count rows of the corpus, by their index, as held out in the ledgers."""
+        """Record in the ledgers that rows of the corpus, given by index, are held out."""
         for index in rows:
             self.ledgers[self.corpus.place_of(index)[0]].hold_out(1)
 
@@ -137,7 +137,7 @@ class Reader:
 
     @cached_property
     def template_source(self) -> dict[str, str]:
-        """The templates by name, from the model or from a file; empty for a built-in template."""
+        """The templates of the model or of a file, by name; empty for a built-in template."""
         template = self._config.template
         if template == "auto":
             return read_chat_template(self._folder)
@@ -158,7 +158,7 @@ class Reader:
 
     @property
     def written_template(self) -> str | None:
-        """The Jinja text of a template that is not the model's own; None if there is none."""
+        """The Jinja text of the template; None if it is the model's own, or there is none."""
         if self._config.template == "auto" and self.template_source:
             return None
         if (named := self.template_source.get("default")) is not None:
@@ -170,12 +170,12 @@ class Reader:
         """Whether the options name a template for a model that has none."""
         try:
             return self._config.template != "auto" and not read_chat_template(self._folder)
-        except ModelError:  # it has one, which cannot be read
+        except ModelError:  # the model has a template, but it cannot be read
             return False
 
     @property
     def has_template(self) -> bool:
-        """Whether conversations can be rendered, by the model's own template or another."""
+        """Whether there is a template for conversations: the model's own or another."""
         return bool(self.template_source) or self._built_in is not None
 
     def require_template(self) -> None:
@@ -193,7 +193,7 @@ class Reader:
         )
 
     def _fitting(self) -> str:
-        """Return the options for templates that end turns with a token of this tokenizer."""
+        """Return --template options for templates that end turns with a token of the tokenizer."""
         tokenizer = self.tokenizer
         first = {end: name for name, end in reversed(END_OF_TURN.items())}
         known = [name for end, name in reversed(first.items()) if _is_token(tokenizer, end)]
@@ -235,7 +235,7 @@ class Reader:
         return (unread.problems | file.skipped.problems).get(row)
 
     def rows(self, path: Path, skipped: SkippedRows) -> Iterator[Row]:
-        """Yield the conversations of a file, and count the rows without one."""
+        """Yield the conversations in a file's rows; count the other rows in `skipped`."""
         config = self._config
         fields = parse_fields(config.field)
         return read_rows(
@@ -282,7 +282,7 @@ def _is_token(tokenizer: ModelTokenizer, text: str) -> bool:
 
 
 def template_text(template: str) -> str:
-    """Return the text of a template that is given as a file, or as its text. Raises ModelError."""
+    """Return the text of a template, given as a path or as text. Raises ModelError."""
     return template if is_jinja(template) else read_template_file(as_path(template))
 
 
@@ -298,9 +298,9 @@ def _code_hashes() -> dict[str, str]:
 
 
 def with_hub_data(config: Config, console: RunConsole) -> Config:
-    """Download the options' data sets from the hub, and name them with their commits.
+    """Download the data sets that the options name, and add their commits to the names.
 
-    With its commit, a resumed run reads the same files. Raises DataError.
+    By the commit, a resumed run finds the same files. Raises DataError.
     """
     held_out = isinstance(config, EvalConfig)
     data = tuple(_pinned(each, config, console, held_out=held_out) for each in config.data)
@@ -317,7 +317,7 @@ def with_hub_data(config: Config, console: RunConsole) -> Config:
 def _pinned(
     value: str, config: DataConfig | EvalConfig, console: RunConsole, *, held_out: bool = False
 ) -> str:
-    """Return a value of --data: a path unchanged, or the name of a data set with its commit."""
+    """Return a value of --data, with a commit if it names a data set of the hub."""
     plain, _ = weighted(value)
     if (name := dataset_name(plain)) is None:
         return value
@@ -340,10 +340,7 @@ def data_files(config: DataConfig) -> DataFiles:
 
 
 def _find_data(config: DataConfig) -> tuple[DataFiles, list[HubData], list[float]]:
-    """Return training and validation files, the hub's data sets included, and weights.
-
-    There is one weight for each training file.
-    """
+    """Return the data files, the hub's data sets, and a weight for each training file."""
     found: list[HubData] = []
 
     def files_of(value: str) -> list[Path]:
@@ -364,7 +361,7 @@ def _find_data(config: DataConfig) -> tuple[DataFiles, list[HubData], list[float
     if config.val_data is not None:
         given = find_data_files(files_of(config.val_data), "--val-data").train
         files = DataFiles(files.train, given)
-    # The file of a folder has the folder's weight.
+    # A file from a folder has the folder's weight.
     own = [weights[path if path in weights else path.parent] for path in files.train]
     return files, found, own
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and other signals: the first one stops the work at its next step."""
+"""Handles Ctrl-C and other signals: the first signal stops the work at its next step."""
 
 import signal
 import threading
@@ -16,14 +16,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def stop_on_interrupt(
     notify: Callable[[], None] = lambda: None, signals: Sequence[signal.Signals] = _SIGNALS
 ) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns True after a first signal, which also calls `notify`.
+    """Yield a function that returns whether a signal has arrived; the first calls `notify`.
 
-    A second signal ends the process as usual, SIGINT with KeyboardInterrupt. Outside the main
-    thread, where Python cannot handle signals, nothing changes.
+    A second signal ends the process as usual: SIGINT raises KeyboardInterrupt. Does nothing outside
+    the main thread, where Python cannot handle signals.
     """
     received: list[int] = []
-    # In a thread: the handler may interrupt the printing of a line, and consoles are safe to call
-    # from another thread, but not from their own methods.
+    # Notify in a thread, because the handler may interrupt a method of a console, and consoles are
+    # thread-safe but not reentrant.
     notifier = threading.Thread(target=notify, daemon=True)
     # A process started with nohup outlives its terminal.
     hung_up = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -55,9 +55,9 @@ def stop_on_interrupt(
 
 @contextmanager
 def end_in_order() -> Iterator[None]:
-    """Make a signal that would end the process raise Interrupted, so that scratch is removed.
+    """Raise Interrupted on a signal that would end the process, so that scratch is removed.
 
-    A second signal ends it as usual. Outside the main thread, nothing changes.
+    A second signal ends the process as usual. Does nothing outside the main thread.
     """
 
     def handle(number: int, before: dict[int, Any]) -> None:
@@ -76,7 +76,7 @@ def end_in_order() -> Iterator[None]:
 def _handled(
     numbers: Sequence[int], handle: Callable[[int, dict[int, Any]], None]
 ) -> Iterator[None]:
-    """Handle signals. `handle` also gets the previous handlers, which are restored at the end."""
+    """Call `handle` with each signal and the previous handlers; restore these at the end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Options as keywords of the public functions, and rows from Python in place of a data file."""
+"""Lets public functions take options as keywords, and rows in place of a data file."""
 
 import hashlib
 import inspect
@@ -23,9 +23,9 @@ from mlxtune.core.text import byte_size
 from mlxtune.errors import ConfigError, DataError
 
 Result = TypeVar("Result")
-# The most rows, and bytes, of an iterable that may be endless.
+# The most rows and bytes to read from an iterable of unknown length.
 _MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
-# The name of a file with rows: their keyword, and the hash of their content.
+# The name of a file of rows: the keyword, and a hash of the content.
 _NAME = re.compile(r"(data|val_data)-[0-9a-f]{16}\.jsonl$")
 _VALIDATION = ("validation", "valid", "val")
 
@@ -67,14 +67,14 @@ def takes_options(
 
 
 def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options in which rows are files in the user's cache. Raises DataError.
+    """Write rows to files in the user's cache, and put these into the options. Raises DataError.
 
-    The files are named by content and kept, so that a run can be resumed and verified.
+    Files are named by their content and kept, so that a run can be resumed and verified.
     """
     changed = dict(options)
     data = changed.get("data")
     if isinstance(data, Mapping) and "train" in data and _is_rows(data["train"]):
-        # Several splits, as datasets.load_dataset returns them.
+        # A dictionary of splits, as datasets.load_dataset returns.
         validation = next((data[name] for name in _VALIDATION if name in data), None)
         changed["data"] = data["train"]
         if validation is not None:
@@ -137,7 +137,7 @@ def _saved(rows: Iterable[Any], name: str, length: int | None) -> Path:
 
 
 def _prune(keep: Path) -> None:
-    """Remove the least recently used rows."""
+    """Remove the least recently used files of rows, but not `keep`."""
     with suppress(OSError):  # another process removed it
         files = [(file.stat(), file) for file in keep.parent.iterdir() if _NAME.match(file.name)]
         for each in least_used([(at.st_mtime, file, at.st_size) for at, file in files], keep):

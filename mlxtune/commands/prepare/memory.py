@@ -1,4 +1,4 @@
-"""Fits the steps of a run into memory: the work to plan, the chosen plan, its reservation."""
+"""Fits the steps of a run into memory: chooses a plan, confirms it and reserves its memory."""
 
 import datetime
 import json
@@ -37,11 +37,11 @@ from mlxtune.errors import MemoryLimitError, MlxTuneError, OutputError
 from mlxtune.views import plan_text
 from mlxtune.views.console import RunConsole
 
-# The least share of time that a wide micro-batch must save on the CPU, where it rarely saves any.
+# A larger micro-batch must save at least this share of time on the CPU, where it rarely does.
 _CPU_TOLERANCE = 0.05
 # The values of `recompute` that --grad-checkpoint allows.
 _CHECKPOINTING = {"on": (True,), "off": (False,), "auto": (False, True)}
-# The context of a model whose config does not give one.
+# The context length of a model whose config gives none.
 _LONGEST = 1 << 20
 
 
@@ -69,10 +69,10 @@ def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[Sequence[E
 def planned_work(
     config: TrainConfig, steps: Sequence[Sequence[Example]], dataset: Dataset | None = None
 ) -> DataSample:
-    """Return the work to plan: steps, and the single examples that need most memory.
+    """Return the work to plan: steps, and the single examples that need the most memory.
 
-    The single examples come from the whole data set or else from the steps. Without either, the
-    work is one example of --max-seq-len tokens.
+    Looks for these examples in the whole data set or else in the steps. Without either, the work is
+    one example of --max-seq-len tokens.
     """
     sizes = [(len(example), example.supervised) for step in steps for example in step]
     if dataset is not None:
@@ -92,10 +92,10 @@ def planned_work(
 def choose_plan(
     config: TrainConfig, base: BaseModel, work: DataSample, execution: str = "auto"
 ) -> MemoryPlan:
-    """Choose how to run the steps in the memory limit.
+    """Choose how to run the steps within the memory limit.
 
-    The memory is an estimate unless an earlier run measured and cached it. Raises MemoryLimitError
-    if nothing fits.
+    Estimates the memory unless an earlier run measured and cached it. Raises MemoryLimitError if
+    not even one example fits.
     """
     allowed, shapes = _possible(config, base, execution)
     return _choose(config, shapes, allowed, work, memory.find_limits(config.memory_limit).memory)
@@ -104,8 +104,8 @@ def choose_plan(
 def _possible(
     config: TrainConfig, base: BaseModel, execution: str = "auto"
 ) -> tuple[Execution, ModelShapes]:
-    """Return the executions that the model allows, and its shapes with measured memory."""
-    # The CPU's own functions compute whole layers.
+    """Return the model's fastest execution, and its shapes with any measured memory."""
+    # Our CPU kernels need whole layers, not the parts that --parallel tensor gives a worker.
     kind = "gpu" if base.parts > 1 else execution
     allowed = best_execution(base.parameters, base.dtype, kind, base.model)
     shapes = model_shapes(base, config.lora(), allowed.operations.memory)
@@ -135,11 +135,11 @@ def confirm(
     recorded: Measured | None = None,
     workers: Workers = ALONE,
 ) -> MemoryPlan:
-    """Return the plan for the loaded model, by passes measured on it, and apply it.
+    """Choose the plan again from memory measured on the loaded model, apply it and return it.
 
-    Only a loaded model shows whether its head can be split off, and its examples packed in one
-    line. Its memory is measured once and kept in the cache; a resumed run keeps the memory it
-    `recorded`. Worker 0 decides for all. Raises MemoryLimitError if not even one example fits.
+    Only the loaded model shows whether its head can be split off and whether examples can be packed
+    into one sequence. Memory is measured once and cached; a resumed run uses its `recorded` memory.
+    Worker 0 decides for all workers. Raises MemoryLimitError if not even one example fits.
     """
     allowed = pipeline.forward.execution
     execution = replace(
@@ -186,7 +186,7 @@ def _choose(
 
 
 def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str:
-    """Return a line on the gain of a larger --memory-limit here; empty if there is none."""
+    """Return a line on what a larger --memory-limit would gain; empty if nothing."""
     recommended = memory.find_limits(config.memory_limit).recommended or 0
     most = recommended // memory.GB
     if most * memory.GB <= plan.limit:
@@ -196,7 +196,7 @@ def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str
 
 
 def cut_loss_line(config: TrainConfig, base: BaseModel, work: DataSample, dataset: Dataset) -> str:
-    """Return a line on the supervised tokens that --max-seq-len costs, empty if they are few."""
+    """Return a line on the supervised tokens that --max-seq-len cuts off; empty if few."""
     loss = cut_loss(dataset.files, config.max_seq_len, config.cut)
     if loss is None:
         return ""
@@ -209,12 +209,12 @@ def cut_loss_line(config: TrainConfig, base: BaseModel, work: DataSample, datase
 
 
 def speed_key(plan: MemoryPlan, dtype: str) -> str:
-    """Return the key of a speed: the model's shapes, its LoRA, dtype and device."""
+    """Return the cache key of a measured speed: model and LoRA shapes, dtype and device."""
     return key_of([_sizes(plan.shapes), dtype, device.device_name()])
 
 
 def memory_key(shapes: ModelShapes, execution: Execution, dropout: float, dtype: str) -> str:
-    """Return the key of measured memory: a speed's key, and everything else a pass depends on."""
+    """Return the cache key of measured memory: all facts on which the memory depends."""
     operations = type(execution.operations).__name__
     return key_of(
         [_sizes(shapes), dtype, device.device_name(), operations, dropout > 0, versions()]
@@ -229,7 +229,7 @@ def _sizes(shapes: ModelShapes) -> dict[str, Any]:
 def save_run_speed(
     cache: Path | None, plan: MemoryPlan, dtype: str, steps: Sequence[StepRecord]
 ) -> None:
-    """Keep the speed of a finished run for the next plan."""
+    """Cache the speed of a finished run for the next plan."""
     speed = speed_of(steps, str(datetime.date.today()))
     if speed is not None:
         save_speed(cache, speed_key(plan, dtype), speed)
@@ -240,7 +240,7 @@ def reserve_memory(
 ) -> None:
     """Reserve the planned memory among the runs on this machine.
 
-    Raises MemoryLimitError if others hold it and neither --wait nor --ignore-ledger is given.
+    Raises MemoryLimitError if other runs hold it, without --wait and --ignore-ledger.
     """
     folder, owner = user_cache() / "memory", str(config.checkpoint_path.absolute())
     size, capacity = plan.peak.total, memory.capacity()

@@ -1,4 +1,4 @@
-"""The model of a command: opened and given LoRA to train, or loaded with its adapter to run."""
+"""Loads the model of a command: with new LoRA to train, or with an adapter to run."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -34,7 +34,7 @@ from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
 from mlxtune.errors import ConfigError, DataError, ModelError, one_line
 from mlxtune.views.console import RunConsole
 
-# The key of an adapter that was trained on plain text alone.
+# The metadata key that marks an adapter as trained on plain text alone.
 _PLAIN_TEXT = "plain_text"
 # Options that shape a prompt.
 _PROMPT = ("template", "thinking", "merge_system")
@@ -48,9 +48,9 @@ U = TypeVar("U", bound=UseConfig)
 def open_model(
     config: TrainConfig, folder: Path, console: RunConsole, workers: Workers = ALONE
 ) -> BaseModel:
-    """Set the memory limits and open the model to train, or this worker's part.
+    """Set the memory limits and open the model to train, or this worker's part of it.
 
-    Its weights are not read yet.
+    Does not read the weights yet.
     """
     console.say("Memory", memory.set_limits(config.memory_limit).describe())
     base = loading.open_base(folder, config.dtype, **config.loading())
@@ -73,11 +73,11 @@ def build_pipeline(
     *,
     plain_text: bool = False,
 ) -> tuple[InstructPipeline, MemoryPlan]:
-    """Apply LoRA and set up the optimizer, to run as planned.
+    """Apply LoRA, set up the optimizer, and choose the plan again for the loaded model.
 
-    `provenance` returns the facts of the model that checkpoints record. The plan is made again from
-    memory that the resumed run recorded, that the cache holds, or that is measured now. Adapters
-    record `plain_text`, which says that the data is plain text alone.
+    `provenance` returns the facts about the model that checkpoints record. The new plan uses memory
+    that the resumed run recorded, that is cached, or that is measured now. Adapters record
+    `plain_text`, which says that all the data is plain text.
     """
     resumed = {} if resume is None else resume.checkpoint.metadata
     pipeline = InstructPipeline(
@@ -111,7 +111,7 @@ def build_pipeline(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A base model and, if there is one, the adapter on it, which can be switched off and on."""
+    """A base model, and perhaps an adapter on it, which can be switched off and on."""
 
     base: BaseModel
     adapted: Adapted | None
@@ -122,7 +122,7 @@ class LoadedModel:
 
 
 def find_model(config: UseConfig) -> Path:
-    """Return the model's folder, after the checks of model and adapter that need no weights.
+    """Check model and adapter as far as possible without weights; return the model's folder.
 
     Raises ModelError.
     """
@@ -133,7 +133,7 @@ def find_model(config: UseConfig) -> Path:
 
 
 def prompted_as_trained(config: U) -> U:
-    """Return the options with the prompt options of the adapter, unless one is given.
+    """Return the options with the adapter's prompt options, unless any of these is given.
 
     Raises ModelError.
     """
@@ -143,7 +143,7 @@ def prompted_as_trained(config: U) -> U:
 
 
 def judged_as_trained(config: EvalConfig, given: Collection[str]) -> EvalConfig:
-    """Return the options with the adapter's objective and its options, unless it is `given`.
+    """Return the options with the adapter's objective, unless an objective is `given`.
 
     Raises ModelError.
     """
@@ -153,7 +153,7 @@ def judged_as_trained(config: EvalConfig, given: Collection[str]) -> EvalConfig:
 
 
 def _with_recorded(config: U, adapter: str, record: str, names: Collection[str]) -> U:
-    """Return the options, with the values that an adapter records for `names`."""
+    """Return the options, with the values that the adapter records for `names`."""
     weights = find_adapter(adapter)
     trained = read_info(weights).mlxtune.get(record)
     known = {} if trained is None else trained
@@ -166,7 +166,7 @@ def _with_recorded(config: U, adapter: str, record: str, names: Collection[str])
 
 
 def _trained_as(config: TrainConfig, plain_text: bool) -> dict[str, Any]:
-    """Return the facts that an adapter records for the commands that use it."""
+    """Return the options of training that the adapter records for later commands."""
     own = ((name, getattr(config, name)) for name in _OBJECTIVE)
     objective = {name: value for name, value in own if value != _OBJECTIVE[name]}
     found = {"objective": objective, _PLAIN_TEXT: plain_text}
@@ -191,9 +191,9 @@ def trained_on_text(config: UseConfig) -> bool:
 def load_model(
     config: UseConfig, folder: Path, console: RunConsole, workers: Workers = ALONE
 ) -> LoadedModel:
-    """Load the model, or this worker's part, and put its adapter on it, within the limits given.
+    """Set the memory limits, and load the model, or this worker's part of it, with its adapter.
 
-    Each stage is reported on the console. Raises ModelError.
+    Reports each stage on the console. Raises ModelError.
     """
     console.say("Memory", memory.set_limits(config.memory_limit).describe())
     base = loading.open_base(folder, config.dtype, **_base_options(config, folder))
@@ -218,7 +218,7 @@ def load_model(
 
 
 def _base_options(config: UseConfig, folder: Path) -> dict[str, Any]:
-    """Return the keywords of `load_base`: quantised as the options say, or as in training."""
+    """Return keywords of `open_base` that quantise as the options say, or as in training."""
     trust = {"trust_remote_code": config.trust_remote_code}
     if config.quantize is None and config.adapter is not None:
         return trust | base_options(find_adapter(config.adapter), folder, **trust)
@@ -231,9 +231,9 @@ def _base_options(config: UseConfig, folder: Path) -> dict[str, Any]:
 
 
 def check_prompt_length(prompt: Prompt, base: BaseModel, where: str) -> None:
-    """Raise DataError for a prompt that is longer than the model reads.
+    """Raise DataError for a prompt that is longer than the model's context.
 
-    Its answer would be empty, after hours for a prompt of a few hundred thousand tokens.
+    Without this check, a prompt of a few hundred thousand tokens would take hours to no answer.
     """
     longest = base.text_config.get("max_position_embeddings")
     if isinstance(longest, int) and 0 < longest < len(prompt.ids):
@@ -250,9 +250,9 @@ def start_generator(config: AnswerConfig, loaded: LoadedModel, reader: Reader) -
 
 
 class Answerers:
-    """The base model and the adapter. One of them answers, or both alternate token by token.
+    """The base model and the adapter: one of them answers, or both alternate token by token.
 
-    Each keeps the cache of its conversation. False is the base model, True the adapter.
+    Each keeps a cache of its conversation. False is the base model, True the adapter.
     """
 
     def __init__(self, config: AnswerConfig, loaded: LoadedModel, reader: Reader) -> None:
@@ -262,7 +262,7 @@ class Answerers:
     def answer(
         self, prompts: Mapping[bool, Prompt], should_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[bool, str | Answer]]:
-        """Answer each model's prompt: yield the speaker, with the next text or, last, the answer.
+        """Answer each model's prompt: yield the model with its next text or, last, its Answer.
 
         Raises MemoryLimitError, GpuError or ModelError.
         """

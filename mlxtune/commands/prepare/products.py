@@ -1,4 +1,4 @@
-"""The form in which a run multiplies by quantised weights, measured on the device."""
+"""Chooses how a run multiplies by quantised weights, by timing both ways on the device."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,10 +19,10 @@ def settle_products(
     resume: ResumePoint | None = None,
     workers: Workers = ALONE,
 ) -> tuple[BaseModel, str]:
-    """Return the model with the products that --quantized-compute auto chooses, and a line on it.
+    """Apply the choice of --quantized-compute auto; return the model and a line that explains it.
 
-    The choice is measured on a GPU, for the tokens of a micro-batch; a resumed run keeps its
-    choice, and worker 0 decides for all. The line is empty if only the device decides.
+    On a GPU, both ways are timed for the tokens of a micro-batch; a resumed run keeps its choice,
+    and worker 0 decides for all workers. The line is empty if nothing was timed.
     """
     if config.quantized_compute != "auto" or base.quantized_compute is None or workers.split_model:
         return base, ""
@@ -37,13 +37,13 @@ def settle_products(
 
 
 def recorded_products(metadata: Mapping[str, Any]) -> str:
-    """Return the form of a checkpoint's quantised products, empty if it records none."""
+    """Return the --quantized-compute choice in a checkpoint's metadata, or an empty string."""
     form = metadata.get("quantized_compute")
     return form if form in loading.PRODUCTS else ""
 
 
 def _tokens(work: DataSample, plan: MemoryPlan) -> int:
-    """Return the tokens of a large micro-batch: a step may have fewer than the plan allows."""
+    """Return the most tokens that a micro-batch of the run can have."""
     steps = [[len(example) for example in step] for step in work.steps if step]
     if not steps:
         return max(plan.execution.micro_batch_tokens, *(load.tokens for load in work.alone))

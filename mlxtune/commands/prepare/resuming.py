@@ -1,4 +1,4 @@
-"""Resuming a run: its folder, its options, and checks that model and data are the same."""
+"""Resumes a run: finds its folder and options, and checks that model and data are the same."""
 
 import dataclasses
 import os
@@ -27,7 +27,7 @@ from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, Out
 from mlxtune.hub.names import dataset_name
 from mlxtune.views.console import RunConsole
 
-# Options of a run that choose its downloads and its trackers.
+# Options that another user's run must not set: they choose downloads and trackers.
 _ASKED_AGAIN = ("model_path", "data", "val_data", "track")
 # Facts that a resumed run must share with its checkpoint, and the error if they differ.
 _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
@@ -62,7 +62,7 @@ _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
 def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, ResumePoint]:
     """Return the options of the run in a folder, changed by `given`, and its checkpoint.
 
-    Without a folder, look where the given options would put the checkpoints.
+    If `folder` is empty, looks where the given options would put the checkpoints.
 
     Raises ConfigError or OutputError.
     """
@@ -90,9 +90,9 @@ def _find_point(folder: str, given: Mapping[str, Any]) -> tuple[Path, ResumePoin
 def check_asked_again(
     run: Path, found: Checkpoint, given: Mapping[str, Any], names: Sequence[str] = _ASKED_AGAIN
 ) -> None:
-    """Raise ConfigError if a stranger's run names downloads, or trackers that would get its data.
+    """Raise ConfigError if another user's run chooses downloads or trackers.
 
-    These options count only if they are given again.
+    Such options are used only if the caller gives them again.
     """
     own = mapping(found.metadata, "config")
     asked = []
@@ -164,7 +164,7 @@ def run_config(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
 
 
 def _difference(name: str, value: Any, own: Any) -> str | None:
-    """Return how a given option differs from the run's, if it must not."""
+    """Return the problem with a given option that may not differ from the run's, or None."""
     option = OPTIONS[name]
     if option.affects not in (Affects.RESULT, Affects.LENGTH):
         return None
@@ -190,7 +190,7 @@ def _shown(value: Any, option: Option) -> str:
 
 
 def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[str, Any]:
-    """Return the paths among a run's options relative to this place, even if the run has moved."""
+    """Resolve a run's path options against its working directory, even if the run has moved."""
     places: dict[str, Any] = {}
     if working_directory and Path(working_directory) != Path.cwd():
         for name, value in own.items():
@@ -210,7 +210,7 @@ def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[s
 
 
 def _from(working_directory: str, path: str, name: str) -> str:
-    """Return a path relative to this place; names of downloads stay unchanged."""
+    """Resolve a path against the run's working directory; names of downloads stay unchanged."""
     if path.startswith(("~", "/")):
         return path
     there = Path(working_directory, path)
@@ -257,9 +257,9 @@ def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunCon
 
 
 def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
-    """Raise ModelError if a run started from another adapter.
+    """Raise ModelError unless the run started from this adapter.
 
-    Only a replay of the run needs it.
+    Only a replay of the run needs the adapter.
     """
     weights = find_adapter(adapter, "--init-adapter")
     if file_hash(weights) != metadata.get("init_adapter_hash"):

@@ -1,4 +1,4 @@
-"""A run's records about itself, for reports and for resuming."""
+"""Records that a run writes about itself, for reports and for resuming."""
 
 import datetime
 import os
@@ -29,10 +29,10 @@ from mlxtune.core.training.trainer import InstructTrainer
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of a run. `plan` is `planned`, corrected to how the loaded model runs.
+    """The parts of a run. `plan` is `planned`, chosen again after the model was loaded.
 
-    `larger_limit` is the gain of a larger --memory-limit here, if any, and `products` is the reason
-    for the form of quantised products, if it was chosen.
+    `larger_limit` is a line on what a larger --memory-limit would gain, and `products` a line on
+    the choice of --quantized-compute auto; either may be empty.
     """
 
     dataset: Dataset
@@ -53,8 +53,8 @@ def about_run(
 ) -> dict[str, Any]:
     """Return the content of run.json: options, model, plan and data.
 
-    `stands_for` is the command that --auto chose, if given. A resumed run keeps its first command
-    and start time.
+    `stands_for` is the command with the choices of --auto, or empty. A resumed run keeps its
+    original command and start time.
     """
     base, pipeline, dataset = setup.base, setup.pipeline, setup.dataset
     started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
@@ -136,14 +136,14 @@ def about_result(
         **({"best_val_loss_of_files": files} if files else {}),
         "total_time_ms": result.total_time_ms,
         "peak_memory": memory.peak_bytes(),
-        # Relative to the run's folder, so that both may be moved together.
+        # Relative to the run's folder, so that folder and adapter can be moved together.
         "adapter": os.path.relpath(config.output_path, config.checkpoint_path),
         "sha256": file_hash(config.output_path),
     }
 
 
 def provenance_of(base: BaseModel, model_hash: Future[str]) -> dict[str, Any]:
-    """Return the facts, apart from options and data, on which a result depends."""
+    """Return the facts on which a result depends, other than options and data."""
     return {
         "model_type": base.model_type,
         "dtype": base.dtype,

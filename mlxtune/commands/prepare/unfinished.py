@@ -1,6 +1,6 @@
-"""Incomplete folders, noted in the user's cache, so that a later command can remove them.
+"""Notes in the user's cache on incomplete folders, so that later commands can remove these.
 
-A note names the folder and its inode number, and is locked while its process lives. Only mlxtune
+A note names a folder and its inode number, and is locked while its process lives. Only mlxtune
 writes notes, so folders of other programs are never removed.
 """
 
@@ -20,11 +20,11 @@ _NOTES = "unfinished"
 
 @contextmanager
 def noted(folder: Path) -> Iterator[None]:
-    """Note that this process fills a folder with a temporary name, until it is done."""
+    """Keep a note that this process is filling a folder, which has a temporary name."""
     status = folder.stat()
     note = {"folder": str(folder.absolute()), "device": status.st_dev, "inode": status.st_ino}
     lock = None
-    # Without a note, a killed process leaves its folder behind.
+    # Best effort: without a note, a killed process's folder is not cleaned up later.
     with suppress(OSError, LockHeldError):
         notes = user_cache() / _NOTES
         make_folder(notes)
@@ -37,7 +37,7 @@ def noted(folder: Path) -> Iterator[None]:
 
 
 def remove_unfinished() -> list[Path]:
-    """Remove the folders that killed processes of this user left; return the removed folders."""
+    """Remove and return the incomplete folders that this user's killed processes left."""
     removed = []
     with suppress(OSError):
         for path in sorted((user_cache() / _NOTES).iterdir()):
