@@ -34,7 +34,7 @@ EXIT_CODES = {
     130: "Ctrl-C; the run was saved",
     143: "SIGTERM; the run was saved",
 }
-# Shells set it to their completion request; click expects this name.
+# The variable in which shells pass a completion request, under the name that click expects.
 _COMPLETE = "_MLXTUNE_COMPLETE"
 _INTERRUPTED = "mlxtune: interrupted"
 
@@ -48,7 +48,7 @@ class _OrderedGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command. Raises UsageError, which names our command for another tool's."""
+        """Return the command. Raises UsageError; for another tool's command, it names ours."""
         if args and args[0] not in self.commands and (known := KNOWN_COMMANDS.get(args[0])):
             raise click.UsageError(f"no command {args[0]}, here: {known}", ctx)
         return super().resolve_command(ctx, args)
@@ -65,7 +65,7 @@ def command() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit. Errors that a user can fix are one line on stderr."""
+    """Run the command and exit. Print an error that users can fix as one line on stderr."""
     try:
         unguard()
         _main(list(sys.argv[1:] if arguments is None else arguments))
@@ -98,7 +98,7 @@ def _main(arguments: list[str]) -> NoReturn:
         message = error.format_message() if isinstance(error, click.ClickException) else str(error)
         _fail(message, MISUSED if usage else FAILED)
     except BrokenPipeError:
-        # The reader of stdout has closed it.
+        # The program that reads stdout has closed it.
         drop_results()
         sys.exit(FAILED)
     except TrainingInterrupted as interrupt:
@@ -107,7 +107,7 @@ def _main(arguments: list[str]) -> NoReturn:
     except Exception as error:
         if (behind := _interrupt_behind(error)) is not None:
             _exit(_INTERRUPTED, _code_of(behind))
-        # Training reports its checkpoint. This line is for other stages, such as loading a model.
+        # Faults in training name a checkpoint. Faults in other stages, such as loading, end here.
         fault = fault_of(error) if isinstance(error, RuntimeError | MemoryError) else None
         if fault is None or "--debug" in arguments:
             raise

@@ -1,4 +1,4 @@
-"""Click options from the fields of a config, and a config from flags and a file."""
+"""Turns the fields of a config into click options, and flags and a file into a config."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +31,7 @@ _MAX_NAMED = 10
 def config_options(config: type) -> list[click.Option]:
     """Return a click option for each field of a config.
 
-    Values stay text, or None if not given: the config converts and checks all of them together.
+    Values stay text, or None if not given, because the config converts and checks them together.
     """
     types = field_types(config)
     return [
@@ -58,7 +58,7 @@ def _metavar(option: Option, annotation: Any) -> str | None:
 
 
 def _complete(_: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete paths and choices, which click sees as text because the config checks them."""
+    """Complete paths and choices, which are plain text for click."""
     metavar = param.metavar or ""
     if metavar in ("PATH", "FILE", "DIR"):
         return [CompletionItem(incomplete, type="file")]
@@ -79,7 +79,7 @@ class Command(click.Command):
     """A command that recognises options of other tools and of our other commands."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. Report options of other tools together, each with our option."""
+        """Parse the arguments. Report all options of other tools at once, each with our option."""
         problems = [] if ctx.resilient_parsing else list(self._unknown(args))
         if problems:
             raise click.UsageError("; ".join(problems), ctx)
@@ -92,7 +92,7 @@ class Command(click.Command):
             raise click.UsageError(f"{error.message}: {remedy}; --help lists them", ctx) from error
 
     def _such_as(self, message: str) -> str:
-        """Return the option that the first extra argument in click's message may need."""
+        """Return a hint at the option that may be missing before an extra argument."""
         kind, _, given = message.partition(" (")
         value = given.removesuffix(")")
         value = value.split(" ")[0] if kind.endswith("arguments") else value
@@ -103,9 +103,9 @@ class Command(click.Command):
         return f", such as {as_flag(_plain(found), value)}" if found else ""
 
     def _unknown(self, args: list[str]) -> Iterator[str]:
-        """Yield a suggestion for each unknown option, if we know an equivalent of any.
+        """Yield a suggestion for each unknown option, if any of them has an equivalent here.
 
-        An option with several choices but no value, as in other tools, counts as unknown.
+        An option with choices but no value, as other tools allow, counts as unknown.
         """
         own = {name: each for each in self.params for name in each.opts}
         options = {_plain(name): each for name, each in own.items() if name.startswith("--")}
@@ -140,7 +140,7 @@ def _plain(name: str) -> str:
 class ConfigCommand(Command):
     """A command with an option for each field of a config, and help in sections.
 
-    The field `argument` is an argument instead of an option.
+    The field `argument` is a positional argument instead of an option.
     """
 
     def __init__(self, *args: Any, config: type, argument: str | None = None, **kwargs: Any):
@@ -167,7 +167,7 @@ class ConfigCommand(Command):
 
 
 def _takes(param: click.Parameter | None, following: str) -> bool:
-    """Return whether an option, None if unknown, takes the next argument as its value."""
+    """Return whether an option takes the next argument as its value; unknown ones are None."""
     if isinstance(param, click.Option) and param.is_flag:
         return False
     required = isinstance(param, click.Option) and not isinstance(param.flag_value, str)
@@ -194,7 +194,7 @@ def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Con
 def given(
     kind: type, config: str | None, flags: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the options in a file and flags, unchecked, and a problem for each unknown one."""
+    """Return the unchecked options in a file and flags, and a problem for each unknown option."""
     options: dict[str, Any] = {}
     problems: list[str] = []
     if config is not None:
@@ -221,8 +221,8 @@ def load_config_file(
     """Read options from a YAML or TOML file; keys are field names, with `-` or `_`.
 
     Returns the options of `config`, and a problem for each unknown option. Options of other
-    commands are ignored, so that one file serves all. `say` gets a title and lines about the
-    entries of a file that is mlx-lm's.
+    commands are ignored, so that one file serves all. For a file of mlx-lm, `say` gets a title and
+    lines that explain its entries.
 
     Raises ConfigError when the file cannot be read.
     """

@@ -21,8 +21,8 @@ _TEMPORARY = ("TMPDIR", "TEMP", "TMP", "TEMPDIR")
 def open_streams() -> None:
     """Open closed streams on the null device, and report failed writes as our own errors.
 
-    Otherwise the next file that is opened would take the stream's number, and receive the output of
-    other code.
+    Otherwise the next opened file would get the stream's descriptor, and with it other code's
+    output.
     """
     for number in (_STDIN, _STDOUT, _STDERR):
         try:
@@ -49,7 +49,7 @@ def flush_results() -> None:
 
 
 def drop_results() -> None:
-    """Drop the buffer of stdout; Python would report its failure again at the exit."""
+    """Drop the buffer of stdout, so that Python does not report the failure again at exit."""
     with suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -71,9 +71,9 @@ class _Stream(io.FileIO):
     """Standard output, whose failures are reported, or standard error, whose failures are not."""
 
     def write(self, data: Any, /) -> int:
-        """Write some bytes. Raises OutputError, or BrokenPipeError if nobody reads stdout."""
+        """Write bytes. Raises OutputError, or BrokenPipeError if nobody reads stdout."""
         try:
-            # Waits if a write would block, as other programs may make shared streams non-blocking.
+            # Wait if a write would block: other programs can make shared streams non-blocking.
             while (written := super().write(data)) is None:
                 select.select([], [self], [])
             return written
@@ -103,6 +103,6 @@ def set_temporary_folder() -> None:
     Unlike Python, they fail if the environment names a missing folder.
     """
     if any(name in os.environ for name in _TEMPORARY):
-        # Without such a folder, the code that needs it reports the problem.
+        # If there is no such folder, the code that needs it reports the problem.
         with suppress(OSError):
             os.environ["TMPDIR"] = tempfile.gettempdir()

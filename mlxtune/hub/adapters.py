@@ -1,7 +1,7 @@
 """Uploads of adapters to the hub, in one commit or none, and their model cards.
 
-A card has the facts of a run's folder about its adapter, without data and paths: names stand for
-paths, and rows are quoted only if they are public on the hub.
+A card states facts about an adapter from the run's folder. It gives names instead of paths, and
+quotes only rows that are public on the hub.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ _SAMPLES = 3
 
 
 def check_may_write(repository: str, *, public: bool) -> bool:
-    """Return whether a repository exists already. Nothing is uploaded.
+    """Return whether a repository exists. Uploads nothing.
 
-    Raises OutputError if the token may not write there, and for a repository that is public without
-    `public`, or private with it, as the hub would not change that.
+    Raises OutputError if the token may not write there, or if the visibility of an existing
+    repository differs from `public`: an upload would not change it.
     """
     with asking(repository, _MISSING, OutputError) as hub:
         account = hub.whoami()
@@ -66,7 +66,7 @@ def check_may_write(repository: str, *, public: bool) -> bool:
 def upload(folder: Path, repository: str, *, public: bool, exists: bool) -> str:
     """Upload a folder's files, and return the address of the repository. Raises OutputError.
 
-    A repository created for them is removed if the upload fails.
+    A repository that was created for the upload is removed if the upload fails.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     with asking(repository, _MISSING, OutputError) as hub:
@@ -89,7 +89,7 @@ def upload(folder: Path, repository: str, *, public: bool, exists: bool) -> str:
 def model_card(run: Run, view: RunView, *, repository: str, base: str, peft: bool) -> str:
     """Return a card as Markdown with the hub's metadata; `base` is the base model's name.
 
-    A base model whose name shows that it is not on the hub is left out of the metadata.
+    The metadata leave out a base model whose name is not `owner/name`, as it is not on the hub.
     """
     evaluation = run.evaluation
     if evaluation is None or evaluation.adapted is None or evaluation.difference is None:
@@ -127,7 +127,7 @@ def model_card(run: Run, view: RunView, *, repository: str, base: str, peft: boo
 
 
 def _results(run: Run, evaluation: Evaluation, datasets: list[str]) -> list[EvalResult]:
-    """Return the losses on the held-out rows before and after training."""
+    """Return the losses on the held-out rows, without and with the adapter."""
     losses = {"base model": evaluation.base, "with the adapter": evaluation.adapted}
     return [
         EvalResult(
@@ -226,5 +226,5 @@ def _block(content: str) -> str:
 
 
 def _code(value: str) -> str:
-    """Return text as code, without Markdown in it."""
+    """Return text as inline code, with backticks and bars replaced."""
     return f"`{one_line(value).replace('`', chr(39)).replace('|', '/')}`"

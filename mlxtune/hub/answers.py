@@ -1,7 +1,7 @@
-"""Answers of a hub, checked before its client uses them: sizes, names that become paths, waits.
+"""Checks answers of a hub before its client uses them: sizes, names that become paths, waits.
 
-The client makes paths in its cache from a file's ETag and from commits, and sleeps as long as an
-answer asks. A process has one session, which also serves models that mlx-lm downloads.
+The client makes paths in its cache from a file's ETag and from commits, and waits as long as an
+answer requests. A process has one session, which mlx-lm also uses to download models.
 """
 
 import importlib
@@ -14,27 +14,27 @@ import huggingface_hub
 from mlxtune.config.limits import HUB_ANSWER, TooLarge, parse_json
 from mlxtune.core.names import is_commit, is_file_name, is_relative_path
 
-# Seconds that the hub may be silent, and that it may ask to wait. The client would wait forever.
+# Longest silence of the hub, and longest wait it may request, in seconds. The client has no limit.
 SILENCE, MOST_WAIT = 60.0, 60
-# Bytes a second that an answer must have after SILENCE, on average.
+# Lowest average speed of an answer after SILENCE seconds, in bytes per second.
 SLOWEST = 1000
-# Headers that become a file's name in the cache, and headers with a time to wait.
+# Headers whose values become file names in the cache.
 _ETAGS = ("ETag", "X-Linked-Etag", "X-Xet-Hash")
 _COMMIT = "X-Repo-Commit"
 # A few megabytes of gzip unpack to gigabytes in memory, so only unpacked answers are requested.
 _PLAIN = "identity"
-# Marks the address of a file, which goes to disk piece by piece; other answers are read whole. The
-# second marks a request that began at such an address, as it may be redirected.
+# The part of an address that marks a file, which is written to disk in pieces; other answers are
+# read whole. The second name marks a request for a file, which may be redirected.
 _FILE, _IS_FILE = "/resolve/", "mlxtune.is_file"
 _RETRY, _LIMITS = "Retry-After", ("ratelimit", "ratelimit-policy")
 
 
 class BadAnswerError(ValueError):
-    """An answer that a hub would never give."""
+    """An answer of a hub with an invalid commit or file name."""
 
 
 def check_answers() -> None:
-    """Make every answer of a hub to this process checked, and limit each wait."""
+    """Check every answer of the hub to this process, and limit each wait."""
     session = huggingface_hub.get_session()
     hooks = session.event_hooks
     if _check not in hooks["response"]:
@@ -46,10 +46,7 @@ def check_answers() -> None:
 
 
 def _limit(request: Any) -> None:
-    """Make a request give up on silence, even if the client would wait forever.
-
-    It asks for an uncompressed answer.
-    """
+    """Limit how long a request waits for data, and ask for an uncompressed answer."""
     request.headers["Accept-Encoding"] = _PLAIN
     request.extensions.setdefault(_IS_FILE, _FILE in request.url.path)
     waits = request.extensions["timeout"]
@@ -62,7 +59,8 @@ def _limit(request: Any) -> None:
 def _check(response: Any) -> None:
     """Raise BadAnswerError for an answer with an invalid name, and shorten its waits.
 
-    Raises TooLarge for a compressed answer. The stream raises it beyond a limit, except for files.
+    Raises TooLarge for a compressed answer; the stream raises TooLarge for an answer that is too
+    long and not a file.
     """
     headers = response.headers
     if (packed := headers.get("Content-Encoding", _PLAIN)) != _PLAIN:
@@ -82,7 +80,7 @@ def _check(response: Any) -> None:
 def _check_file_headers(headers: Mapping[str, str]) -> None:
     """Raise BadAnswerError for a file whose ETag or commit is not a safe file name."""
     for name in _ETAGS:
-        # The client cuts the header in the same way.
+        # The client strips the header in the same way.
         if not is_file_name(headers.get(name, "none").removeprefix("W/").strip('"')):
             raise BadAnswerError(f"{name} is no name of a file: {headers[name]!r:.60}")
     if _COMMIT in headers and not is_commit(headers[_COMMIT]):
@@ -94,7 +92,7 @@ def _short(wait: str) -> bool:
 
 
 def _check_facts(response: Any) -> None:
-    """Raise BadAnswerError for facts about a repository with an invalid commit or file name."""
+    """Raise BadAnswerError if JSON about a repository has an invalid commit or file name."""
     try:
         facts = parse_json(response.read(), HUB_ANSWER, "the hub's answer")
     except TooLarge:
@@ -114,9 +112,9 @@ def _check_facts(response: Any) -> None:
 
 
 def _within_limits(response: Any, most: int | None) -> Any:
-    """Return an answer's stream; it raises the client's ReadTimeout if data arrives too slowly.
+    """Return a stream of an answer that is limited in speed and size.
 
-    It raises TooLarge beyond `most` bytes.
+    It raises the client's ReadTimeout below SLOWEST, and TooLarge beyond `most` bytes.
     """
     library = importlib.import_module(type(response).__module__.partition(".")[0])
     stream = response.stream

@@ -1,4 +1,4 @@
-"""The hub's own client: its requests and output, and its errors in one line."""
+"""Uses the hub's client, hides its output, and turns its errors into one line."""
 
 import importlib.metadata
 import sys
@@ -21,10 +21,10 @@ _LOG_IN = "log in with hf auth login, or set HF_TOKEN"
 def asking(
     name: str, kind: str, error: type[MlxTuneError], *, quiet: bool = False
 ) -> Iterator[huggingface_hub.HfApi]:
-    """Yield the client.
+    """Yield the client, and raise `error` with one line about `name` for any failure.
 
-    Raise `error`, one line about `name`, for any failure. `kind` is the kind of thing with that
-    name. The client's warnings, such as a line for each retry, are hidden.
+    `kind` is the type of object that the error calls missing. Hides the client's warnings, such as
+    a line for each retry.
     """
     # Uploads would draw progress bars into a pipe, too.
     if quiet or not sys.stderr.isatty():

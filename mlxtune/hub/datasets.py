@@ -1,4 +1,4 @@
-"""Data sets of the hub as local files of one commit, in the hub's own cache."""
+"""Downloads data sets of the hub, by commit, into the hub's own cache."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,9 +21,9 @@ from mlxtune.hub.splits import DEFAULT, choose, converted_splits, own_splits
 
 # The branch with the hub's own conversion to parquet.
 _CONVERTED = "refs/convert/parquet"
-# The error for a name that is neither a path nor a data set, most often a mistyped path.
+# The error for a name that is neither a path nor a data set: most often a mistyped path.
 _MISSING = "file or folder here, and no such dataset"
-# Seconds for an answer that is not a file.
+# Time limit of an answer that is not a file, in seconds.
 _TIMEOUT = 20.0
 _LONGEST_LICENSE = 100
 
@@ -32,7 +32,7 @@ _LONGEST_LICENSE = 100
 class HubData:
     """A data set of the hub: its name, with configuration and commit, and its files by split.
 
-    `license` is empty if its card names none; `public` says whether anybody may read it.
+    `license` is empty if the data set names none; `public` says whether anybody may read it.
     """
 
     name: DatasetName
@@ -77,10 +77,10 @@ class HubData:
 
 
 def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> HubData:
-    """Return a data set's files, downloaded unless they are cached.
+    """Download the files of a data set that are not cached; return them all.
 
-    Without a split, these are the training data and, if there is some, the validation data; with
-    `held_out` the data to evaluate on. The cached files of a pinned name need no network.
+    A name without a split stands for the training data and any validation data or, if `held_out`,
+    for the data to evaluate on. A pinned name with cached files needs no network.
 
     Raises DataError.
     """
@@ -100,7 +100,7 @@ def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> 
 
 
 def _listing(hub: huggingface_hub.HfApi, name: DatasetName, held_out: bool) -> HubData:
-    """Ask the hub for the files that a name stands for, by their names in the repository."""
+    """Ask the hub for the files of a data set, by their names in the repository."""
     about = hub.dataset_info(name.repository, timeout=_TIMEOUT)
     info, splits = about, None
     if name.revision is None:
@@ -142,7 +142,7 @@ def _license(info: huggingface_hub.DatasetInfo) -> str:
     return one_line(text)[:_LONGEST_LICENSE] if text else ""
 
 
-# The hub's answers about a commit, which never change: a run resumes without asking again.
+# Keeps the hub's answers about a commit, which never change, so that a run resumes offline.
 
 
 def _place(name: DatasetName) -> Path:

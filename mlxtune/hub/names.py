@@ -19,7 +19,7 @@ _NAME = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class DatasetName:
-    """A data set on the hub. None stands for the hub's default."""
+    """The name of a data set on the hub. None stands for the hub's default."""
 
     repository: str
     config: str | None = None
@@ -28,7 +28,7 @@ class DatasetName:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it names one commit, whose files never change."""
+        """Whether the name has a commit, whose files never change."""
         return self.revision is not None and is_commit(self.revision)
 
     def __str__(self) -> str:

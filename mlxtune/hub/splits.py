@@ -1,4 +1,4 @@
-"""The files of each split of each configuration in a data set's repository.
+"""Finds the files of each configuration and split in a data set's repository.
 
 A configuration is one of several data sets in a repository; most repositories have only one.
 """
@@ -15,13 +15,13 @@ from mlxtune.core.text import join_few
 from mlxtune.errors import DataError, shorten
 from mlxtune.hub.names import DatasetName
 
-# Files by split, by configuration.
+# Configurations by name, each with the files of its splits.
 Splits = Mapping[str, Mapping[str, Sequence[str]]]
 DEFAULT, TRAIN, TEST = "default", "train", "test"
-# The branch with the hub's own conversion to parquet. Very large data sets are only partly in it.
+# Paths in the branch with the hub's conversion to parquet, which has very large data sets in part.
 _CONVERTED = re.compile(r"([^/]+)/([^/]+)/\d+\.parquet")
 _PARTIAL = "partial-"
-# The file names that the `datasets` library reads, and the file names that it ignores.
+# Files that the `datasets` library ignores, and file names that it assigns to splits.
 _NOT_DATA = ("config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 _SHARD = re.compile(r"(?:^|/)([\w.]+)-\d{5}-of-\d{5}\.")
 _WORDS = {
@@ -50,8 +50,8 @@ def converted_splits(files: Iterable[str]) -> Splits:
 def own_splits(files: Iterable[str], configs: Any) -> Splits:
     """Return the splits of a repository's own files.
 
-    `configs` is the entry of that name in its card, which may be anything. Without it, the names
-    of files and folders decide.
+    `configs` is the entry of that name in the repository's card, which may be any value. Without a
+    usable entry, the names of files and folders decide.
     """
     data = _data_files(files)
     declared = {
@@ -83,7 +83,7 @@ def _data_files(files: Iterable[str]) -> list[str]:
 
 
 def _declared(entries: Any, data: Sequence[str]) -> dict[str, list[str]]:
-    """Return the files by split that a configuration declares: a pattern, or one for each split."""
+    """Return the files that a card declares by split; without a split, a pattern is for train."""
     by_split: dict[str, list[str]] = {}
     for entry in entries if isinstance(entries, list) else [entries]:
         one = entry if isinstance(entry, Mapping) else {"path": entry}
@@ -106,7 +106,7 @@ def _matches(file: str, pattern: str) -> bool:
 def _split_in(file: str) -> str | None:
     if shard := _SHARD.search(file):
         return shard[1]
-    # The file's own name comes first, as a folder may be named after something else.
+    # The file's name comes before its folder's, which may have another meaning.
     for text in (PurePosixPath(file).name, file):
         if split := next((each for each, word in _IN_NAME.items() if word.search(text)), None):
             return split
@@ -118,9 +118,9 @@ def choose(
 ) -> tuple[str, dict[str, Sequence[str]]]:
     """Return the configuration that a name stands for, and the files of the wanted splits.
 
-    Without a split, these are the training data and, if there is some, the validation data; with
-    `held_out` the test data, or else the validation data, as for a folder. Raises DataError, naming
-    the existing splits.
+    A name without a split stands for the training data and any validation data or, if `held_out`,
+    for the test data or else the validation data. Raises DataError, which names the existing
+    configurations or splits.
     """
     if not splits:
         raise DataError(

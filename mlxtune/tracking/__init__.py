@@ -1,1 +1,1 @@
-"""Trackers, which record runs in addition to their folders, for comparison."""
+"""Trackers: services and files that record runs for comparison, besides a run's own folder."""

@@ -1,4 +1,4 @@
-"""Passes a run on to a tracker, under the names that trackers commonly use."""
+"""Records a run in a tracker, under the names of metrics that trackers commonly use."""
 
 import importlib.util
 import os
@@ -35,11 +35,11 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class TrackingObserver(TrainingObserver):
-    """Records a run in a tracker until that fails, which calls `warn` once."""
+    """Records a run in a tracker. If the tracker fails, warns once and stops recording."""
 
     def __init__(self, name: str, config: TrainConfig, warn: Callable[[str], None]) -> None:
         self._name, self._config, self._warn = name, config, warn
-        # None before the start, after the end, and after a failure.
+        # None before the start, after the end and after a failure of the tracker.
         self._tracker: Tracker | None = None
         self._step = 0
         self._result: dict[str, Value] = {}
@@ -128,14 +128,14 @@ class TrackingObserver(TrainingObserver):
     def _until_failure(self) -> Iterator[None]:
         try:
             yield
-        # Each library raises different exceptions, and a run is worth more than its tracking.
+        # Trackers raise exceptions of any type, and must not fail the run.
         except Exception as error:  # noqa: BLE001
             self._tracker = None
             self._warn(f"--track {self._name}: {one_line(error)}; training continues without it")
 
 
 def _hyperparameters(config: TrainConfig, run: RunStart) -> dict[str, Value]:
-    """Return the options of a run, and the sizes that follow from them, as plain values."""
+    """Return the options of a run, with its steps and rows, as plain values."""
     values = {
         **asdict(config),
         "total_steps": run.total_steps,

@@ -1,4 +1,4 @@
-"""The trackers of --track: each a function that opens a run there, or resumes one.
+"""The trackers of --track: one function each, which opens or resumes a run there.
 
 Their packages are extras, imported when training starts.
 """
@@ -35,10 +35,10 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class Tracker:
-    """An open run: `log` records values after a step, `finish` the result, and closes the run.
+    """An open run: `log` records values after a step; `finish` records the result and closes it.
 
-    `finish` also gets whether the run is complete. Both may raise anything: the run continues
-    without its tracker.
+    `finish` also gets whether the run is complete. Both may raise any exception: the run then
+    continues without the tracker.
     """
 
     log: Callable[[Mapping[str, float], int], None]
@@ -61,7 +61,7 @@ def open_trackio(run: TrackedRun) -> Tracker:
             config=dict(run.hyperparameters),
             resume="allow",
             embed=False,
-            # The run records its memory; the machine's load may come from other programs.
+            # Other programs contribute to the machine's load; the run records its own memory.
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
@@ -84,7 +84,7 @@ def open_trackio(run: TrackedRun) -> Tracker:
 
 
 def open_tensorboard(run: TrackedRun) -> Tracker:
-    """Open event files in a folder inside the run's own.
+    """Open event files in a subfolder of the run's folder.
 
     A resumed run discards the events after its checkpoint's step.
     """
@@ -119,8 +119,8 @@ def open_tensorboard(run: TrackedRun) -> Tracker:
 def open_wandb(run: TrackedRun) -> Tracker:
     """Open a run of the project WANDB_PROJECT, `mlxtune` by default, on Weights & Biases.
 
-    Without a login, the run stays in files, for `wandb sync` to upload later. It never prompts, and
-    captures nothing from the terminal. Raises RuntimeError if it must be online without a login.
+    Without a login, writes files that `wandb sync` can upload later. Never prompts, and captures
+    nothing from the terminal. Raises RuntimeError if WANDB_MODE is online without a login.
     """
     import wandb
 
@@ -139,7 +139,7 @@ def open_wandb(run: TrackedRun) -> Tracker:
         mode=mode,
         config=dict(run.hyperparameters),
         save_code=False,
-        # The system monitor writes into the home folder, whatever `dir` says.
+        # The system monitor would write into the home folder, even with `dir`.
         settings=wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True),
     )
 

@@ -1,1 +1,1 @@
-"""A run as a person sees it: in text, on a page or in a notebook."""
+"""Shows runs, plans and data to people: as text, on pages and in notebooks."""

@@ -1,4 +1,4 @@
-"""A run's messages: with rich on a terminal, as plain lines when piped, and in a notebook.
+"""Prints a run's messages: styled on a terminal, as plain lines in a pipe, in a notebook.
 
 Messages go to stderr, but in a notebook to stdout, because notebooks show stderr as an error.
 """
@@ -29,12 +29,12 @@ from mlxtune.views import run_text
 from mlxtune.views.output import print_line
 
 _STAGE_WIDTH = 12
-# The number of steps in the mean loss that is shown.
+# The displayed loss is the mean of this many steps.
 _AVERAGED = 10
 _VERDICT = re.compile(r"(?:the adapter )?(helped|hardly helped|hardly hurt|hurt|cannot tell)\b")
 _VERDICT_COLOURS = {"helped": "green", "hurt": "red"}
 _VERDICT_COLOURS |= dict.fromkeys(("hardly helped", "hardly hurt", "cannot tell"), "yellow")
-# Each change of a notebook's line sends a message to the browser.
+# Least time between updates of a notebook's line, as each sends a message to the browser.
 _SECONDS_BETWEEN = 0.1
 
 
@@ -80,7 +80,7 @@ class RunConsole(TrainingObserver):
         self._quiet = quiet
         self._log_every = log_every
         self._peak_gb = peak_gb
-        # The current activity, until the next line is printed, and the bar of a run.
+        # The line of the current activity, until another line is printed, and the bar of a run.
         self._activity: NotebookLine | TerminalLine | None = None
         self._bar: NotebookLine | TerminalLine | None = None
         self._run: RunStart | None = None
@@ -90,7 +90,7 @@ class RunConsole(TrainingObserver):
         self._profile = run_text.ProfileSummary()
 
     def _open_line(self, *, bar: bool) -> "NotebookLine | TerminalLine | None":
-        """Return a line that changes in place; None if there is none."""
+        """Return a line that changes in place; None if quiet or not live."""
         if self._quiet or not self.is_live:
             return None
         return NotebookLine() if self._notebook else TerminalLine(self._console, bar=bar)
@@ -106,9 +106,9 @@ class RunConsole(TrainingObserver):
         return f"stopping after this step; {again} to stop at once"
 
     def say(self, stage: str, message: str, *, copyable: bool = False) -> None:
-        """Print a line of a stage; its text is never parsed as markup.
+        """Print a message with the name of its stage; markup in it is printed as text.
 
-        On a terminal, a long line wraps at words, indented, unless it is for copying.
+        On a terminal, wrap a long message at words, indented, unless it is `copyable`.
         """
         if self._quiet:
             return
@@ -167,9 +167,9 @@ class RunConsole(TrainingObserver):
             self._bar.update(f"validating {done}/{total}")
 
     def on_validation(self, step: int, loss: float) -> None:
-        """Print the loss before the first step or within an epoch.
+        """Print a validation loss before the first step or within an epoch.
 
-        The line of an epoch has its last loss.
+        `on_epoch` prints the loss at the end of an epoch.
         """
         assert self._run is not None
         if step == 0:
@@ -212,7 +212,7 @@ class RunConsole(TrainingObserver):
 
 
 def print_stages(lines: Iterable[str]) -> None:
-    """Print lines as results on stdout; each starts with a stage, or with spaces in its place.
+    """Print results on stdout; each line starts with a stage, or with spaces in its place.
 
     On a terminal, lines wrap at words and verdicts are coloured.
     """
@@ -241,13 +241,13 @@ def _marked(name: Text, message: str) -> Text:
 
 
 def in_notebook() -> bool:
-    """Return whether this process is a notebook's kernel, which has imported IPython."""
+    """Return whether this process is the kernel of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 
 
 class TerminalLine:
-    """The last line of a terminal: a text, with a `bar` and the time left if requested."""
+    """The last line of a terminal: a text and, with `bar`, a progress bar and the time left."""
 
     def __init__(self, console: Console, *, bar: bool) -> None:
         text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=bar))
@@ -263,7 +263,7 @@ class TerminalLine:
         self.progress.start()
 
     def update(self, text: str, share: float | None = None) -> None:
-        """Show `text`; show a first share immediately, as the run may end before a refresh."""
+        """Show `text`; refresh at the first share, as the run may end before the next refresh."""
         first = share is not None and not self._progressed
         self._progressed = self._progressed or first
         self.progress.update(self._task, description=text, completed=share, refresh=first)

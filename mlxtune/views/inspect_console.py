@@ -1,4 +1,4 @@
-"""An inspection on a terminal: the content of the page, legible without colour too."""
+"""Prints an inspection on a terminal, with or without colour: the content of its page."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -27,7 +27,7 @@ _HEAD, _TAIL = 240, 80
 _EXAMPLES = 3
 # The narrowest terminal for two columns.
 _TWO_COLUMNS = 60
-# The style of text that only one side of a pair has.
+# The style of text in which the two answers of a pair differ.
 _DIFFERS = {"chosen": "bold black on green", "rejected": "bold white on red"}
 _MARKS: dict[visible.Kind, str] = {"newline": "↵\n", "tab": "→   "}
 
@@ -35,7 +35,7 @@ _MARKS: dict[visible.Kind, str] = {"newline": "↵\n", "tab": "→   "}
 def show_inspection(
     inspection: Inspection, console: Console, *, examples: Sequence[ShownExample] | None = None
 ) -> None:
-    """Print an inspection; without `examples`, three rows, rows with findings first.
+    """Print an inspection; by default with three examples, preferably with findings.
 
     Control characters in the data are escaped.
     """
@@ -49,9 +49,9 @@ def show_inspection(
 
 
 def _choose(shown: Sequence[ShownExample]) -> Sequence[ShownExample]:
-    """Return an example with each set of findings, then others, in the order of the file.
+    """Return up to three examples, preferably with different findings, in the order of the file.
 
-    A pair counts as one.
+    A pair counts as one example.
     """
     items = [each.sides if isinstance(each, ShownPair) else (each,) for each in together(shown)]
     first = {item[0].kinds: item for item in reversed(items)}
@@ -61,13 +61,13 @@ def _choose(shown: Sequence[ShownExample]) -> Sequence[ShownExample]:
 
 
 def _line(markup: str) -> Padding:
-    """Return a line of rich's markup, whose continuation keeps its indentation."""
+    """Return a line of rich's markup that keeps its indentation when it wraps."""
     text = Text.from_markup(markup.lstrip(" "), emoji=False)
     return Padding(text, (0, 0, 0, len(markup) - len(markup.lstrip(" "))), expand=False)
 
 
 def _safe(value: object) -> str:
-    """Return a value in rich's markup, with escapes for control characters."""
+    """Escape a value for rich's markup, and its control characters."""
     return escape(visible.escape(str(value)))
 
 
@@ -157,7 +157,7 @@ def _single(example: ShownExample, max_seq_len: int, coloured: bool) -> Iterator
 
 
 def _pair(pair: ShownPair, coloured: bool, beside: bool) -> Iterator[Padding | Text | Table]:
-    """Yield the prompt of a pair, then its two sides, next to each other if `beside`."""
+    """Yield the prompt of a pair, then its two answers, next to each other if `beside`."""
     common = pair.chosen.pieces[: pair.common]
     yield _heading(pair.chosen, f"{count(sum(p.tokens for p in common), 'token')} in common")
     yield _example_text(common, coloured)
@@ -184,7 +184,7 @@ def _heading(example: ShownExample, facts: str) -> Padding:
 
 
 def _example_text(pieces: Sequence[Piece], coloured: bool, role: str = "") -> Text:
-    """Return pieces as text; many pieces lose their middle."""
+    """Return pieces as text, without the middle of a long text."""
     runs = list(visible.stretches(pieces))
     start, end = visible.middle_of(pieces, _HEAD, _TAIL)
     text = _styled(runs[:start], coloured, role)

@@ -1,4 +1,4 @@
-"""Results on stdout: JSON for programs, and lines in which a terminal shows control characters."""
+"""Prints results on stdout: JSON for programs, and lines with control characters escaped."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 def print_json(value: Any) -> None:
     """Print a JSON document. Raises ValueError for NaN and infinity, which JSON lacks."""
-    # Build the whole document first: half a document is worse than none.
+    # Build the whole document first, because half a document is worse than none.
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def print_line(line: str = "", *, stderr: bool = False, flush: bool = False) -> None:
-    """Print a line, or several, with escapes for all other control characters."""
+    """Print text that may have several lines, with all other control characters escaped."""
     print(printable(line), file=sys.stderr if stderr else sys.stdout, flush=flush)
 
 
 def print_answer(text: str) -> None:
-    """Print a piece of a model's answer as it arrives; nothing in it controls the terminal."""
+    """Print a piece of a model's answer as it arrives, with terminal controls escaped."""
     # This import loads numpy, which doctor does not need.
     from mlxtune.views.visible import escape_controls
 
@@ -36,13 +36,13 @@ def print_answer(text: str) -> None:
 
 
 class AnswerConsole:
-    """Prints an answer as it arrives; several are side by side or, in a pipe, at the end."""
+    """Prints an answer as it arrives; several go side by side or, in a pipe, in turn at the end."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._texts = dict.fromkeys(names, "")
         self._live: Live | None = None
         if len(names) > 1:
-            # The caller loads rich's table only for a comparison.
+            # Load rich only to compare several answers.
             from rich.console import Console
             from rich.live import Live
 
@@ -84,14 +84,14 @@ class AnswerConsole:
 
 
 def render_lines(template: str, show: Callable[[Any], str], **values: Any) -> list[str]:
-    """Return the lines of a text template of this folder; `show` turns its values into text."""
-    # Only the commands that use it load it.
+    """Fill a text template of this folder; `show` turns the values into text."""
+    # Load Jinja only in commands that need it.
     from jinja2 import Environment, PackageLoader
     from markupsafe import Markup
 
     environment = Environment(
         loader=PackageLoader("mlxtune", "views"),
-        # All values go through `show` instead of HTML's escapes.
+        # `show` replaces the HTML escapes of all values.
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup) else Markup(show(value)),
         line_statement_prefix="%",

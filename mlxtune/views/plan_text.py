@@ -30,7 +30,7 @@ def peak_line(plan: MemoryPlan) -> str:
 
 
 def free_line(plan: MemoryPlan, free: int | None) -> str:
-    """Return how a plan compares with free memory now, empty if unknown."""
+    """Return a line that compares a plan with the memory free now; empty if that is unknown."""
     if free is None:
         return ""
     line = f"{byte_size(free)} free now"
@@ -39,7 +39,7 @@ def free_line(plan: MemoryPlan, free: int | None) -> str:
     return f"{line}, enough for this run"
 
 
-# Fewer steps hardly change an adapter; after the second number, most adapters have learned.
+# Fewer steps teach an adapter little; after the second number, most adapters have learned.
 _FEWEST_STEPS, _ENOUGH_STEPS = 30, 100
 # Even the demo's small models learn best at a tenth of this rate.
 _LARGE_RATE = 0.05
@@ -50,7 +50,7 @@ def few_steps_line(
 ) -> str:
     """Return the advice for a run that is too short to learn from; empty for longer runs.
 
-    `auto` are the options if --auto chose the epochs, and more of them would overfit.
+    `auto` has the options if --auto chose the epochs: more epochs would overfit.
     """
     if not 0 < steps < _FEWEST_STEPS:
         return ""
@@ -68,14 +68,17 @@ def few_steps_line(
 
 
 def large_rate_line(rate: float) -> str:
-    """Return a warning of a learning rate at which adapters hardly learn, empty for others."""
+    """Return a warning of a learning rate at which adapters hardly learn; empty if lower."""
     if rate <= _LARGE_RATE:
         return ""
     return f"--lr {rate:g} is far above the usual {DEFAULT_RATE:g}: lower it, or expect bad answers"
 
 
 def cut_line(loss: CutLoss, max_seq_len: int, peak: int | None) -> str:
-    """Return the cost of a limit, and a limit that keeps 99%; `peak` is None if it does not fit."""
+    """Return how many supervised tokens --max-seq-len cuts off, and the length that keeps 99%.
+
+    `peak` is the memory for that length, or None if it does not fit.
+    """
     memory = f"in {byte_size(peak)}" if peak else "which does not fit into --memory-limit"
     return (
         f"--max-seq-len {max_seq_len} cuts off {loss.share:.0%} of the supervised tokens: "
@@ -84,20 +87,23 @@ def cut_line(loss: CutLoss, max_seq_len: int, peak: int | None) -> str:
 
 
 def larger_limit_line(plan: MemoryPlan, larger: MemoryPlan, most: int) -> str:
-    """Return the gain of a larger limit, empty if there is none. `most` GB are available."""
+    """Return a line on what a larger memory limit gains; empty if nothing.
+
+    The device has `most` GB.
+    """
     now, then, gains = plan.execution, larger.execution, ""
     if then.micro_batch_tokens > now.micro_batch_tokens:
         gains += f" run micro-batches of up to {then.micro_batch_tokens:,} tokens"
     if now.recompute and not then.recompute:
         gains += "" if gains else " run"
         gains += " without recomputing activations, which takes 25 to 33% of a step"
-    # The plan keeps its margin if possible.
+    # Leave the plan's safety margin, if the device has room for it.
     needed = min(math.ceil(larger.peak.total * (1 + MARGIN) / 1e9), most)
     return gains and f"the device has {most} GB: --memory-limit {needed} would{gains}"
 
 
 def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a plan with their headings; a line without a heading continues one."""
+    """Yield a plan as pairs of heading and line; an empty heading continues the last one."""
     plan, peak = run.memory, run.memory.peak
     yield "Model", run.model
     yield "LoRA", run.lora

@@ -26,18 +26,18 @@ from mlxtune.views.visible import escape, without_template_tokens
 # The most characters of a sample to show.
 _LONGEST = 400
 _PHASE_WIDTH = 16
-# With fewer losses, there is no trend to see.
+# Fewer losses show no trend.
 _FEWEST_LOSSES = 5
-# A loss this many times the untrained model's does not occur in normal training.
+# In normal training, no loss is this many times the untrained model's loss.
 _JUMP = 1.5
 # Nats per token by which chosen answers may become less likely without a warning.
 _LESS_LIKELY = 0.1
 
 
 def loss_and_perplexity(value: float, objective: str = "sft") -> str:
-    """Return `1.2817 (perplexity 3.603)`.
+    """Format a loss, such as `1.2817 (perplexity 3.603)`.
 
-    Losses of preferences have no perplexity, as they are not losses of text.
+    The loss of a preference objective has no perplexity, as it is not a loss of text.
     """
     if objective != "sft":
         return f"{value:.4f}"
@@ -79,7 +79,7 @@ def tokens_line(ledger: Ledger) -> str:
 
 
 def template_line(template: str, config: DataConfig, *, added: bool = False) -> str:
-    """Return the line of a run's template; `added` says that the model itself has none."""
+    """Return a line on a run's template; `added` says that the model itself has none."""
     turns = "every assistant turn" if config.turns == "all" else "the last assistant turn"
     thinking = "" if config.thinking == "auto" else f", thinking {config.thinking}"
     alone = "; mlx-lm applies it to what mlxtune fuse writes, not to the adapter" if added else ""
@@ -113,7 +113,7 @@ def step_state(record: StepRecord, average: float, peak_gb: float, thermal: str 
 
 
 def _preferences(record: StepRecord) -> str:
-    """Return the preference metrics of a step that fit into a line."""
+    """Return the preference metrics to show in a step's line."""
     shown = ("rewards/accuracies", "rewards/margins", "kl")
     found = ((name, record.metrics[name]) for name in shown if name in record.metrics)
     return "".join(f"{name} {value:.3g}  " for name, value in found)
@@ -133,7 +133,7 @@ def epoch_line(
     objective: str = "sft",
     initial: float | None = None,
 ) -> str:
-    """Return an epoch's losses; `initial` is the validation loss before training."""
+    """Return a line on an epoch's losses; `initial` is the validation loss before training."""
     validation = ""
     if metrics.val_loss is not None:
         validation = f", validation {loss_and_perplexity(metrics.val_loss, objective)}"
@@ -150,7 +150,7 @@ def epoch_line(
 def validation_line(
     step: int, epochs: float, loss: float, best: bool, objective: str = "sft"
 ) -> str:
-    """Return a validation within an epoch; `epochs` may have a fraction."""
+    """Return a line on a validation within an epoch; `epochs` may be fractional."""
     so_far = ", best so far" if best else ""
     return f"step {step} (epoch {epochs:.2f}): {loss_and_perplexity(loss, objective)}{so_far}"
 
@@ -186,7 +186,7 @@ def risen_loss_line(
     if len(steps) < 2 * some:
         return None
     start, end = _mean_loss(steps[:some]), _mean_loss(steps[-some:])
-    # Steps differ in their rows, so a rise within their scatter means nothing.
+    # Steps have different rows, so a rise within their scatter means nothing.
     scatter = math.hypot(_scatter(steps[:some]), _scatter(steps[-some:]))
     if end > start + 2 * scatter:
         return (
@@ -250,7 +250,7 @@ def summary_lines(view: RunView, config: TrainConfig) -> Iterator[str]:
 
 
 def quantized_base_lines(config: TrainConfig) -> Iterator[str]:
-    """Yield how to load the base model of an adapter if it was quantised while loading."""
+    """Yield lines on how to load a base model that was quantised while loading."""
     if config.quantize is None:
         return
     yield (
@@ -266,7 +266,7 @@ def quantized_base_lines(config: TrainConfig) -> Iterator[str]:
         yield f"mlx-lm has no {config.quantize}: {same} loads the same base in mlxtune"
 
 
-# The options of mlx_lm.convert that quantise as --quantize does.
+# The mlx_lm.convert options that match values of --quantize.
 _CONVERT_OPTIONS = {
     "4": "--q-bits 4",
     "8": "--q-bits 8",
@@ -277,7 +277,7 @@ _CONVERT_OPTIONS = {
 
 
 def usage_line(config: TrainConfig, *, plain_text: bool = False) -> str:
-    """Return the command that talks to the model, or continues a text, with the adapter alone."""
+    """Return a command that chats with the trained model or, for plain text, completes a text."""
     own = config.output_path
     adapter = shlex.quote(str(own.parent if own.name == ADAPTER else own))
     if plain_text:
@@ -293,7 +293,7 @@ def python_usage(model_path: str, adapter: str) -> str:
 
 
 def before_and_after(row: str, sample: Sample) -> Iterator[tuple[str, str]]:
-    """Yield the last message of a row of chat data and both models' answers, with their stages."""
+    """Yield a row's last user message and the answers before and after, each with a heading."""
     asked = [each["content"] for each in json.loads(row)["messages"] if each["role"] == "user"]
     for stage, text in (
         ("Question", asked[-1]),

@@ -14,7 +14,7 @@ from mlxtune.errors import printable
 from mlxtune.views.pages.axis import spans_much
 from mlxtune.views.visible import escape
 
-# In a pipe, lines are not wrapped.
+# Wide enough that no line wraps in a pipe.
 _PIPE_WIDTH = 10_000
 _BLOCKS = "▁▂▃▄▅▆▇█"
 # The columns that a narrow terminal drops, in this order.
@@ -37,7 +37,7 @@ def shown(text: str, style: str = "") -> Text:
 
 
 def plain_table(headings: Sequence[str]) -> Table:
-    """Return a table without lines, right-aligned except for its first column."""
+    """Return a table without borders, right-aligned except for its first column."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for i, name in enumerate(headings):
         table.add_column(name, justify="right" if i else "left", overflow="fold")
@@ -45,7 +45,7 @@ def plain_table(headings: Sequence[str]) -> Table:
 
 
 def show_runs(runs: Sequence[RunView], console: Console) -> None:
-    """Print a table of runs, with as many columns as a terminal has room for.
+    """Print a table of runs, with the columns that fit the terminal.
 
     Below it are the adapters, the commands that resume unfinished runs, and damaged folders.
     """
@@ -96,7 +96,7 @@ def _cells(run: RunView) -> dict[str, str]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return values as blocks of eight heights, on the scale that a chart would choose."""
+    """Draw values as blocks of eight heights, on a linear or logarithmic scale as in charts."""
     if spans_much(values):
         values = [math.log(value) for value in values]
     low, high = min(values, default=0.0), max(values, default=0.0)

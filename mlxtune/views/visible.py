@@ -1,7 +1,7 @@
 r"""Makes text from data safe and fully visible.
 
 Control, bidi, zero-width and other unseen characters become escapes such as `\u202e`. Newlines,
-tabs and spaces that are easy to overlook are separated, for a page or a terminal to mark.
+tabs and spaces that are easy to overlook are separated, so that pages and terminals can mark them.
 """
 
 import re
@@ -19,7 +19,7 @@ Stretch = tuple[Kind, str]
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")
 # Characters that may control a terminal.
 _ACTING = ("Cc", "Cf", "Cs", "Zl", "Zp")
-# Letters and marks that are invisible or look like a gap.
+# Letters and marks that are invisible or look like a space.
 _BLANK = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
 _SPACES = " \u3000"  # the second is the ideographic space
 _ODD = re.compile(r"[^ -~]")
@@ -40,7 +40,7 @@ def _escape(character: str) -> str:
 
 
 def without_template_tokens(answer: str) -> str:
-    """Return a model's answer without control tokens of a chat template, as a chat shows it."""
+    """Remove the control tokens of chat templates from a model's answer, to show it."""
     return _TEMPLATE_TOKENS.sub("", answer)
 
 

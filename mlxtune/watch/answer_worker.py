@@ -33,7 +33,7 @@ _NAMES = {False: "base", True: "adapter"}
 
 
 def answers(options: dict[str, Any], questions: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """Yield the lines for the page, question by question. Raises MlxTuneError if nothing loads."""
+    """Answer each question; yield lines for the page. Raises MlxTuneError if loading fails."""
     config = with_base_model(prompted_as_trained(AnswerConfig(**options)))
     folder = find_model(config)
     reader = Reader(config.reading(turns="last"), folder)
@@ -69,6 +69,6 @@ def main(out: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    # Output of libraries must not mix with the lines.
+    # Keep the output of libraries out of the JSON lines.
     out, sys.stdout = sys.stdout, sys.stderr
     main(out)

@@ -19,8 +19,8 @@ from mlxtune.core.run.run import Run, read_run
 from mlxtune.core.run.summary import RunView
 from mlxtune.errors import ConfigError, MlxTuneError, OutputError
 
-# The longest question in characters, and the longest answer in tokens and, with the loading of the
-# model, in seconds.
+# The longest question in characters, the longest answer in tokens, and the time limit for loading
+# the model and answering, in seconds.
 LONGEST_QUESTION, _LONGEST_ANSWER, _SECONDS = 16_000, 512, 600.0
 # Seconds without a question after which the model is freed.
 _KEPT_SECONDS = 300.0
@@ -31,7 +31,7 @@ _WORKER = "mlxtune.watch.answer_worker"
 class Question:
     """A question to the model of a run, and both answers so far.
 
-    `status` is the process's current work, empty at the end.
+    `status` is the current work of the process, and empty at the end.
     """
 
     run: Path
@@ -74,7 +74,7 @@ class Asker:
         threading.Thread(target=self._answer, args=(asked, options), daemon=True).start()
 
     def question_of(self, run: Path) -> Question | None:
-        """Return the last question, if it was for this run."""
+        """Return the last question, if it was to the model of this run."""
         asked = self._question
         return asked if asked is not None and asked.run == run else None
 
@@ -116,8 +116,8 @@ class Asker:
                 line = parse_json(process.stdout.readline(RECORD.bytes), RECORD, "the answer")
                 self._add(asked, line)
         except (OSError, ValueError):
-            # The process ended unexpectedly, for example for lack of memory; `hush` and the limit
-            # give their reasons.
+            # The process ended, for example for lack of memory; `hush` and the time limit have set
+            # the problem before.
             asked.problem = asked.problem or "the process that answers has ended"
             self.close()
         finally:
@@ -127,7 +127,7 @@ class Asker:
             self.on_change()
 
     def _add(self, asked: Question, line: dict[str, Any]) -> None:
-        """Add the process's messages to the question."""
+        """Add a line of the process to the question's answers and state."""
         asked.base += line.get("base", "")
         asked.adapter += line.get("adapter", "")
         asked.notes += line.get("notes", [])

@@ -1,4 +1,4 @@
-"""The runs of a folder as parts of a page, read again while a page follows them."""
+"""Reads the runs of a folder into parts of the live page, repeatedly while a page is open."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ _FILES = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, SAMPLES)
 _LOOK_EVERY, _FIND_EVERY, _MOST_READING = 1.0, 5.0, 0.1
 # Seconds after which an empty event is sent, to see whether the page is still open.
 _SIGN_OF_LIFE = 10.0
-# How many of a folder's newest runs are shown.
+# The most runs to show: the newest runs of a folder.
 MOST_RUNS = 12
 
 
@@ -45,7 +45,7 @@ def key_of(run: Path) -> str:
 
 @dataclass
 class _View:
-    """The view of a page: its parts, and the time of their next reading."""
+    """A view that pages follow: its parts, and the time to read them again."""
 
     parts: Parts = field(default_factory=dict)
     seen: Any = None
@@ -55,9 +55,9 @@ class _View:
 class Live:
     """The site of `mlxtune watch`: all runs of a folder, or one of them, and the model's answers.
 
-    A page follows one view, the name of a run or "" for all. Files are only read while a page
-    follows them. `folder` is one run's folder, under any of its paths, or the folder of several
-    runs. Raises OutputError if it has no run.
+    A page follows a view: the name of a run, or "" for all runs. Files are only read while a page
+    is open. `folder` is the path of a run, or a folder with runs below it. Raises OutputError if
+    it has no run.
     """
 
     def __init__(self, folder: Path, asker: Asker) -> None:
@@ -68,7 +68,7 @@ class Live:
         self._views: dict[str, _View] = {}
         self._runs: dict[str, Path] = {}
         self._found = 0.0
-        # The holders that were asked to stop, by run.
+        # The lock holders that were asked to stop, by run.
         self._asked: dict[str, Mapping[str, Any] | None] = {}
         self._pages, self._left = 0, time.monotonic()
         self._closed = False
@@ -80,7 +80,7 @@ class Live:
         return render_page(self.folder)
 
     def follow(self, view: str, last: str) -> Iterator[tuple[str, str] | None]:
-        """Yield the parts that changed, at first all parts, each time with a hash of all parts."""
+        """Yield events as in `Site.follow`: a hash of all parts, and the changed parts as JSON."""
         sent: Parts = {}
         with self._followed():
             quiet_since = time.monotonic()
@@ -148,7 +148,7 @@ class Live:
         self._notify()
 
     def _find(self) -> dict[str, Path]:
-        """Return the runs to show, searched for again now and then."""
+        """Return the runs to show; search for them again every few seconds."""
         if time.monotonic() >= self._found:
             started = time.monotonic()
             try:
@@ -165,7 +165,7 @@ class Live:
     def _parts(self, name: str) -> Parts:
         with self._lock:
             runs = self._find()
-            # A deleted run leaves the view of all runs.
+            # If the run was deleted, show all runs.
             name = name if name in runs else ""
             chosen = {name: runs[name]} if name else runs
             view = self._views.setdefault(name, _View())
@@ -184,7 +184,7 @@ class Live:
         view.due = time.monotonic() + max(_LOOK_EVERY, took / _MOST_READING)
 
     def _read(self, runs: Mapping[str, Path]) -> Parts:
-        # The page continues, whatever a run's files contain.
+        # Errors in a run's files must not end the page.
         try:
             read = {key: read_run(run) for key, run in runs.items()}
             stopping = {
@@ -215,7 +215,7 @@ def _state_of(run: Path) -> list[Any]:
 
 
 def _changed_at(run: Path) -> float:
-    """Return when a run's records last changed; 0 without any."""
+    """Return the time of a run's last record, or 0 without records."""
     try:
         return (run / METRICS).stat().st_mtime
     except OSError:

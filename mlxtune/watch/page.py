@@ -32,7 +32,7 @@ _RECENT_STEPS = 50
 
 
 def render_page(folder: Path) -> str:
-    """Return the page without its parts."""
+    """Return the frame of the page, without its parts."""
     return PAGE.render("watch.html", folder=str(folder), longest_question=LONGEST_QUESTION)
 
 
@@ -47,7 +47,7 @@ def render_run(key: str, run: Run, why_not: str, *, several: bool, stopping: boo
         **_charts(charts_of(run, view)),
         can_ask=not why_not,
         why_not=why_not if view.finished else "",
-        # The pairs of answers at the end are for the same rows.
+        # The final evaluation has newer answers for the same rows.
         latest=_latest(run) if run.samples and not run.evaluation else "",
         samples=_fragment("evaluation.html", **evaluation_context(run)) if run.evaluation else "",
         data=_fragment("ledgers.html", ledgers=run.ledgers),

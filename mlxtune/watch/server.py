@@ -25,7 +25,7 @@ from mlxtune.errors import MlxTuneError
 
 ADDRESS = "127.0.0.1"
 _HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?")
-# The most seconds and bytes of a request, including its head.
+# Limits of a request in seconds and bytes, including its headers.
 _SECONDS, _LONGEST = 10.0, 128 * 1024
 _BODY = Limits(64 * 1024, values=100, entries=20, text=32 * 1024)
 # The most connections; each page keeps one connection for events.
@@ -47,10 +47,9 @@ class Site(Protocol):
         """Return the page."""
 
     def follow(self, view: str, last: str) -> Iterator[tuple[str, str] | None]:
-        """Yield events, each with its id and data.
+        """Yield events, each with its id and data, and sometimes None, to notice a closed page.
 
-        None now and then, to notice closed pages. `last` is the id of the last event that the page
-        received.
+        `last` is the id of the last event that the page received.
         """
 
     def act(self, action: str, values: Mapping[str, Any]) -> bool:
@@ -77,7 +76,7 @@ class PageServer(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, or not at all if there are too many."""
+        """Answer in a thread, or close the connection if there are too many."""
         if self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
@@ -90,13 +89,13 @@ class PageServer(ThreadingHTTPServer):
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Show the traceback of a bug, unless the browser has just disconnected."""
+        """Show the traceback of an error, unless the browser has just disconnected."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 class _Request(io.RawIOBase):
-    """The data of a connection; raises TimeoutError beyond a time or a size."""
+    """Reads a connection. Raises TimeoutError beyond the limits of time and size."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -128,11 +127,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing: the address contains the token."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        del explain  # of a page of HTML
+        del explain  # for pages of HTML
         self._answer(code, message or HTTPStatus(code).phrase)
 
     def do_GET(self) -> None:
-        """Answer with the page or its events; nothing changes."""
+        """Answer with the page or its events; change nothing."""
         if (place := self._place()) is None:
             return
         path, query = place
@@ -182,7 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_events(self, view: str) -> None:
         self._start(HTTPStatus.OK, "text/event-stream")
-        # Milliseconds after which a page that lost the server asks again.
+        # Milliseconds until a page that lost the server connects again.
         self.wfile.write(b"retry: 1000\n\n")
         # The browser ends the connection by closing the page.
         with suppress(OSError):

@@ -23,7 +23,7 @@ from mlxtune.watch.server import PageServer
 
 # Seconds without an open page or a run in progress after which the server ends.
 _IDLE_SECONDS, _LOOK_EVERY = 600.0, 2.0
-# The port and the token of each folder, so that an open page finds the next server.
+# A file with the last port and token of each folder, so that open pages find the next server.
 _ADDRESSES, _MOST_ADDRESSES = "watch.json", 100
 _LONGEST_LINE, _START_SECONDS = 4096, 20.0
 
@@ -62,7 +62,7 @@ def start_server(live: Live, folder: Path) -> PageServer:
         server = PageServer(live, secrets.token_urlsafe(24))
     known.pop(key, None)
     known[key] = [server.server_address[1], server.token]
-    # Without the file, only pages that are open now find the next server.
+    # If this fails, open pages will not find the next server.
     with suppress(OutputError):
         make_folder(place.parent)
         write_json(place, dict(list(known.items())[-_MOST_ADDRESSES:]), private=True)

@@ -1,4 +1,4 @@
-"""Axes of a chart: the position of a value, and the ticks with their labels."""
+"""Axes of a chart: positions of values, and ticks with labels."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# The empty share of the range above and below the values.
+# The empty space above and below the values, as a share of their range.
 _MARGIN = 0.05
 # An axis starts at 0 if the lowest value is below this share of the highest.
 _NEAR_ZERO = 0.4
@@ -38,7 +38,7 @@ def linear_axis(values: Sequence[float], *, from_zero: bool = False) -> Axis:
     low, high = min(values, default=0.0), max(values, default=1.0)
     if low >= 0 and (from_zero or low < _NEAR_ZERO * high or not high):
         return Axis(0.0, max(high * (1 + _MARGIN), _NARROWEST) if high else 1.0)
-    # Nearly equal values should not look far apart.
+    # Keep nearly equal values close together.
     margin = max(_MARGIN * (high - low), abs(low) * 1e-3, abs(high) * 1e-3, _NARROWEST)
     return Axis(low - margin, high + margin)
 
@@ -75,7 +75,7 @@ def _log_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def tick_label(value: float) -> str:
-    """Return a value in up to six digits: 1.5, 2,000, 3e-5."""
+    """Format a value with up to six significant digits: 1.5, 2,000, 3e-5."""
     if value and not 1e-3 <= abs(value) < 1e6:
         rounded = float(f"{value:.6g}")
         return np.format_float_scientific(rounded, trim="-", exp_digits=1).replace("e+", "e")

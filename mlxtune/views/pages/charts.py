@@ -12,15 +12,15 @@ import numpy as np
 from mlxtune.views.pages.axis import Axis, linear_axis, log_axis, spans_much, tick_label
 from mlxtune.views.pages.page import render
 
-# The units that a plot's width and height are divided into for its lines.
+# The width and height of a plot, in the units of its lines.
 _WIDE, _HIGH = 1000, 500
-# At most this many points of a curve are drawn.
+# The most points to draw of a curve.
 _POINTS = 1000
 
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: its points, and whether it is drawn as a `line`, `faint` or with `points`.
+    """A curve: its points, and whether it is drawn as a `line`, as a `faint` line or as `points`.
 
     `style` is a CSS class, `run` the number of its run in a comparison.
     """
@@ -54,9 +54,9 @@ class Chart:
 
 
 def draw(chart: Chart, number: int) -> tuple[str, dict[str, Any]]:
-    """Return a chart as a figure, and its values for a script that shows them on request.
+    """Return a chart as a figure, and its values for the script that shows them.
 
-    `number` is its place among the charts of the page.
+    `number` is the index of the chart on its page.
     """
     series = [each for each in map(_thinned, chart.series) if len(each.y)]
     x_axis = Axis(0.0, max((x for each in series for x in each.x), default=0.0) or 1.0)
@@ -113,9 +113,9 @@ def _points_at(series: Series, shown: Sequence[int]) -> Series:
 
 
 def decimate(values: Sequence[float], points: int = _POINTS) -> list[int]:
-    """Return the indices of at most `points` finite values that draw the same picture.
+    """Return the indices of at most `points` finite values whose curve looks the same.
 
-    It keeps the first, the last, and the lowest and highest value of each stretch: all peaks.
+    Keeps the first, the last, and the lowest and highest value of each stretch, and so all peaks.
     """
     every = np.asarray(values, dtype=np.float64)
     finite = np.flatnonzero(np.isfinite(every))
@@ -134,7 +134,7 @@ def _path(series: Series, x_axis: Axis, y_axis: Axis) -> str:
         for x, y in zip(series.x, series.y, strict=True)
     ]
     if len(points) == 1:
-        # A line of zero length has round ends.
+        # Double the point: a line of zero length is drawn as a dot by its round ends.
         points *= 2
     return "M" + "L".join(points)
 
@@ -149,7 +149,7 @@ def _data(series: Series) -> dict[str, Any]:
 
 
 def _short(value: float) -> float | int:
-    """Return a number in six digits, one more than the page shows."""
+    """Round to six significant digits, one more than the page shows; keep integers below 1e9."""
     if value == int(value) and abs(value) < 1e9:
         return int(value)
     return float(f"{value:.6g}")

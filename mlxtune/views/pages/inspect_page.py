@@ -104,7 +104,7 @@ def _findings(inspection: Inspection) -> Iterator[dict[str, Any]]:
 
 
 def _examples(inspection: Inspection) -> Iterator[dict[str, Any]]:
-    """Yield the examples with their text as markup; a pair has the text of its prompt and sides."""
+    """Yield the examples with their text as markup; a pair has its prompt and both answers."""
     errors = {finding.kind for finding in inspection.findings if finding.level == "error"}
     for shown in together(inspection.shown):
         if isinstance(shown, ShownPair):
@@ -133,7 +133,7 @@ def _folded(pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def _markup(runs: Sequence[tuple[Piece, list[Stretch]]]) -> Markup:
-    """Return tokens as markup, without a template: whitespace counts, and tokens are many."""
+    """Return tokens as markup; a template would be slow, and could change whitespace."""
     text = ""
     for supervised, run in groupby(runs, key=lambda pair: pair[0].supervised):
         tokens = "".join(

@@ -1,7 +1,7 @@
-"""The frame of all pages: one HTML file that loads nothing, in which data is never code.
+"""The frame of all pages: one HTML file that loads nothing and never runs data as code.
 
-Templates are in `templates/`. All values are escaped, and invisible characters made visible; only
-markup rendered by this package is inserted unchanged.
+Templates are in `templates/`. All values are escaped, including invisible characters; only markup
+rendered by this package is inserted unchanged.
 """
 
 import base64
@@ -20,7 +20,7 @@ from mlxtune.core.text import byte_size, count, duration, loss_text, signed_loss
 from mlxtune.errors import OutputError
 from mlxtune.views import visible
 
-# A page names its generator within this many characters.
+# A page names its generator within this many bytes.
 _START = 4096
 
 
@@ -28,8 +28,8 @@ _START = 4096
 class PageType:
     """The pages of one command.
 
-    `styles` and `scripts` are files of `templates/`, added to the files of all pages. `package` is
-    the package of the page's own templates, `connects` has the addresses that its script fetches.
+    `styles` and `scripts` are files in `templates/` besides those of all pages. `package` has the
+    page's own templates, and `connects` the addresses that its script fetches.
     """
 
     command: str
@@ -57,7 +57,7 @@ class PageType:
         return str(page)
 
     def fragment(self, template: str, **context: Any) -> Markup:
-        """Return a filled template, which may belong to the page's own package."""
+        """Return a filled template of this page's package, or of this folder."""
         return render(template, self.package, **context)
 
     def check_replaceable(self, target: Path, option: str) -> None:
@@ -107,14 +107,14 @@ def _environment(package: str) -> Environment:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value as text without invisible characters; markup stays, and None is a dash."""
+    """Return a value with invisible characters escaped; markup stays, and None is a dash."""
     if isinstance(value, Markup):
         return value
     return "–" if value is None else visible.escape(str(value))
 
 
 def _multiline(text: str) -> Markup:
-    """Return a text as markup with its line ends."""
+    """Escape a text except for its newlines."""
     return Markup("\n").join(map(visible.escape, text.split("\n")))
 
 

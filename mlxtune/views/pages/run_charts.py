@@ -13,9 +13,9 @@ from mlxtune.core.run.summary import RunView
 from mlxtune.core.text import byte_size, count, loss_text
 from mlxtune.views.pages.charts import Chart, Series
 
-# The number of colours for runs; further runs repeat them with other dashes.
+# The number of colours for runs; more runs repeat the colours with other dashes.
 COLOURS, _DASHES = 8, 3
-# A level is drawn if the highest value comes this close to it, as a factor.
+# A level is drawn if the highest value is between _NEAR times and 1 / _NEAR² times the level.
 _NEAR = 0.4
 _MOST_EPOCHS = 24
 _LOSS_UNIT = "nats per supervised token"
@@ -23,7 +23,7 @@ _LOSS_UNIT = "nats per supervised token"
 
 @dataclass(frozen=True)
 class _Measure:
-    """A value of each step. `averaged` adds its moving average, which is easier to read."""
+    """A value of each step to draw. `averaged` adds its moving average, which is smoother."""
 
     title: str
     unit: str
@@ -38,7 +38,7 @@ def _measures(views: Sequence[RunView]) -> tuple[_Measure, ...]:
     size, unit = (1e9, "GB") if peak >= 1e9 else (1e6, "MB")
 
     def memory(run: Run) -> list[float]:
-        """Return the peak of each step; 0 means that it was not measured."""
+        """Return the peak memory of each step; NaN if it was not measured."""
         return [(value or math.nan) / size for value in run.column("memory")]
 
     rate, norm = (lambda run: run.column("learning_rate")), (lambda run: run.column("grad_norm"))
@@ -58,7 +58,7 @@ def charts_of(run: Run, view: RunView) -> list[Chart]:
 
 
 def _rewards_chart(run: Run) -> Chart:
-    """Return the rewards of chosen and of rejected answers, averaged over steps."""
+    """Draw the rewards of chosen and rejected answers, as moving averages."""
     series, last = [], []
     for name, style in (("chosen", "train"), ("rejected", "val")):
         found = [
@@ -176,7 +176,7 @@ def _validation(name: str, style: str, run: Run, place: int | None = None) -> Se
 
 
 def _validation_by_file(run: Run) -> list[Series]:
-    """Return the validation loss of each file, if there are several, by the names of the files."""
+    """Return a curve of the validation loss of each file, if there are several files."""
     points: dict[str, tuple[list[float], list[float]]] = {}
     for each in run.progress.validations:
         for file in each.files:
@@ -205,8 +205,8 @@ def span_for(steps: int) -> int:
 def smooth(values: Sequence[float]) -> list[float]:
     """Return the moving average of the finite values, with NaN in place of other values.
 
-    It is exponential, with the centre of mass of a window of `span_for` values, and corrects the
-    bias of its start as Adam does (arXiv:1412.6980, section 3).
+    It is exponential, with the centre of mass of a window of `span_for` values, and its start is
+    corrected for bias as in Adam (arXiv:1412.6980, section 3).
     """
     span = span_for(len(values))
     keep = (span - 1) / (span + 1)

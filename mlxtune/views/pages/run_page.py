@@ -1,4 +1,4 @@
-"""A run, or several compared, as one HTML page that needs no network, and a notebook's card."""
+"""Shows one or several runs on an HTML page that needs no network, and in a notebook's card."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -31,11 +31,11 @@ PAGE = PageType(
     styles=("chart.css", "run_page.css"),
     scripts=("chart.js", "run_page.js"),
 )
-# The most answers on a page, and the most unfolded answers.
+# The most sample answers on a page, and how many are unfolded at first.
 _MOST_SAMPLES, _OPEN_SAMPLES = 40, 3
 # Longer texts are cut.
 _MOST_TEXT = 4000
-# The most skipped steps, rows of each, and epochs on a page.
+# The most skipped steps on a page, rows of a skipped step, and epochs.
 _MOST_SKIPPED, _MOST_ROWS, _MOST_EPOCHS = 100, 8, 200
 
 
@@ -169,7 +169,7 @@ def _figures(evaluation: Evaluation) -> dict[str, str]:
 
 
 def _lengths(run: Run) -> dict[str, Any] | None:
-    """Return the distributions of the tokens of an example; None if the run recorded none."""
+    """Return statistics of the tokens per example; None if the run recorded none."""
     recorded = mapping(run.about, "lengths")
     lengths = {
         name: {key: number(recorded, name, key) for key in ("p50", "p95", "max", "mean", "total")}
@@ -217,7 +217,7 @@ def _comparison_context(runs: Sequence[Run], views: Sequence[RunView]) -> dict[s
 
 
 def comparison_headline(views: Sequence[RunView], comparable: bool) -> str:
-    """Return a sentence that names the best run, if all were validated on the same rows."""
+    """Return a headline, which names the best run if all were validated on the same rows."""
     validated = [each for each in views if each.best_val_loss is not None]
     runs = count(len(views), "run")
     if not validated:
@@ -230,7 +230,7 @@ def comparison_headline(views: Sequence[RunView], comparable: bool) -> str:
 
 @dataclass(frozen=True)
 class ResultCard:
-    """Shows a run; `code` is the code to type next."""
+    """Shows a run in a notebook; `code` is the code to type next."""
 
     run: Run
     code: str
