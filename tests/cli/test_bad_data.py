@@ -1,4 +1,4 @@
-"""The command with files and rows that cannot be trained on."""
+"""`train` and `inspect` on files and rows that cannot be trained on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from tests.command import ROWS, Cli, Outcome, files_in
 from tests.models import sums, write_chat
 
-# The bytes must not depend on the time, because names of tests contain them.
+# Test ids contain these bytes, so they must not depend on the time.
 packed = functools.partial(gzip.compress, mtime=0)
 
 # The data file
@@ -114,7 +114,7 @@ def test_pipe_in_place_of_a_file_is_refused_and_not_waited_for(
 def test_line_without_an_end_is_refused_before_it_fills_the_memory(
     train: Cli, tmp_path: Path
 ) -> None:
-    # Four megabytes on the disk, 300 in memory: below the limit for files that expand.
+    # 4 MB compressed and 300 MB decompressed, which the limit for compressed files allows.
     file = tmp_path / "bomb.jsonl.gz"
     with gzip.open(file, "wb", compresslevel=1) as zipped:
         zipped.write(json.dumps({"messages": []}).encode() + b"\n{")
@@ -123,7 +123,7 @@ def test_line_without_an_end_is_refused_before_it_fills_the_memory(
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     error = train("--data", file).error
     assert error == f"{file}:2: is longer than 67,108,864 bytes: write one JSON object per line"
-    # Kilobytes on Linux, bytes on macOS.
+    # ru_maxrss is in kilobytes on Linux, and in bytes on macOS.
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 200 * (2**10 if sys.platform == "linux" else 2**20)
 

@@ -1,4 +1,4 @@
-"""The command with a model that is broken, missing or in conflict with the options."""
+"""`train` and `inspect` with a model that is broken, missing or in conflict with the options."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def to_sparse(name: str, size: int) -> Callable[[Path], object]:
 
 
 def change_header(old: bytes, new: bytes) -> Callable[[Path], object]:
-    """Change the header of the weights, not its length."""
+    """Replace bytes in the weights' header by as many others."""
 
     def damage(folder: Path) -> None:
         path = folder / "model.safetensors"
@@ -288,7 +288,7 @@ def test_advice_of_transformers_to_the_makers_of_a_model_is_not_shown(
 
 
 def test_tokenizer_of_another_model_is_refused(train: Cli, broken: Path, output: Path) -> None:
-    # Tokens beyond the vocabulary would read past the end of the embeddings.
+    # Larger token ids would read past the end of the embeddings.
     write_tokenizer(broken, extra=[f"<extra_{i}>" for i in range(100)])
     outcome = train("--model-path", broken, "--max-steps", 1)
     assert re.search(

@@ -1,4 +1,4 @@
-"""The command with outputs that cannot or must not be written."""
+"""Outputs that cannot or must not be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invalid preferences give one line with the remedy."""
+"""Invalid preference data gives a one-line error with the remedy."""
 
 from __future__ import annotations
 

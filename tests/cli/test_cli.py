@@ -1,4 +1,4 @@
-"""The command for a newcomer: its help, its options and its output."""
+"""The command line: help, options, --config, messages and --debug."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.command import Cli, Outcome, files_in, read_terminal, start
 
 @pytest.fixture
 def config_of_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[], TrainConfig]:
-    """Replace the recipe; return the config of its call."""
+    """Replace `train`; return a function that returns the config of its only call."""
     calls: list[TrainConfig] = []
     monkeypatch.setattr("mlxtune.commands.train.train", lambda config, **_: calls.append(config))
 
@@ -278,7 +278,7 @@ def test_quiet_says_nothing_when_all_is_well(train: Cli, extra: list[str]) -> No
 
 def test_every_stage_is_set_apart_from_its_message(train: Cli) -> None:
     train("--max-steps", 1)
-    # The second run reports the first run's checkpoints.
+    # Train again in the same folder, so that the earlier run is reported too.
     lines = train("--max-steps", 1, quiet=False).err.splitlines()
     assert any("earlier run" in line for line in lines)
     for line in lines:
@@ -331,7 +331,7 @@ def test_terminal_shows_a_live_bar(model: Path, chat: Path, output: Path) -> Non
     assert process.returncode == 0
     assert re.search(r"step \d+/12 ", shown)
     assert "loss " in shown
-    assert "\x1b[2K" in shown  # the bar redraws in place, and is erased at the end
+    assert "\x1b[2K" in shown  # the bar erases its line
 
 
 # --debug

@@ -1,4 +1,4 @@
-"""Requirements on every command: help with a valid example, and a light start."""
+"""Rules for every command: help with a valid example, and a fast start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlxtune.cli.options import ConfigCommand
 from tests.command import Cli
 from tests.paths import ROOT
 
-# Commands whose result is a file, a conversation, or text to read or run.
+# Commands without --json: their result is a file, a conversation, or text to read or run.
 NEEDS_NO_JSON = [
     "demo",
     "train",
@@ -67,7 +67,7 @@ def test_example_can_be_typed_as_it_stands(command: click.Command) -> None:
     typed = examples(command)
     assert [words[1] for words in typed].count(str(command.name)) >= 1
     for words in typed:
-        # The words after < and > do not belong to the command.
+        # The command's words end before a redirection by < or >.
         end = next((i for i, word in enumerate(words) if word[:1] in "<>"), len(words))
         called = next(each for each in COMMANDS if each.name == words[1])
         with called.make_context(called.name, words[2:end]) as context:

@@ -1,4 +1,4 @@
-"""Completion as shells request it, by an environment variable."""
+"""Shell completion, which shells request through an environment variable."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Completed = Callable[..., list[str]]
 
 @pytest.fixture
 def completed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Completed:
-    """Return the completions for words, the last of which is incomplete."""
+    """Return a function that completes the word `last`, after other words."""
 
     def run(shell: str, *words: str, last: str = "") -> list[str]:
         monkeypatch.setenv("_MLXTUNE_COMPLETE", f"{shell}_complete")
         monkeypatch.setenv("COMP_WORDS", " ".join(["mlxtune", *words, last]))
-        # fish gives the word itself, other shells its index.
+        # fish passes the incomplete word, other shells its index.
         monkeypatch.setenv("COMP_CWORD", last if shell == "fish" else str(len(words) + 1))
         outcome = cli()
         assert (outcome.code, outcome.err) == (0, "")
@@ -111,7 +111,7 @@ def test_script_is_taken_by_its_shell_and_completes(tmp_path: Path, shell: str) 
     asked = {
         "bash": f"source {script}; COMP_WORDS=(mlxtune trai); COMP_CWORD=1; "
         "_mlxtune_completion mlxtune; echo ${COMPREPLY[@]}",
-        # Its functions need a terminal; without one, the test only reads the script.
+        # zsh completes only on a terminal, so this only checks that it loads the script.
         "zsh": f"autoload -U compinit; compinit -D; source {script}; echo ${{_comps[mlxtune]}}",
         "fish": f"source {script}; complete -C 'mlxtune trai'",
     }

@@ -1,4 +1,4 @@
-"""The call path from the command to the loss is short enough to read."""
+"""The number of Python frames between the command and the loss."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mlxtune.core.steps.execution import Execution
 from tests.models import sums, write_chat, write_model
 from tests.paths import DOCS
 
-# From `train` of the command line to the function that calls mx.fast.cross_entropy.
+# The most frames from the command line's `train` to the caller of mx.fast.cross_entropy.
 MOST = 10
 
 
 def test_cross_entropy_is_few_frames_from_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Count mlxtune's Python frames on a GPU in bfloat16, without click's and MLX's own frames."""
+    """Counts mlxtune's own frames in a step on a GPU in bfloat16."""
     train = next(each for each in COMMANDS if each.name == "train")
     assert isinstance(train.callback, FunctionType)
     start = train.callback.__code__

@@ -21,7 +21,7 @@ NO_MEMORY = "[malloc] Unable to allocate 78643200 bytes."
 
 
 def failing(function: Callable[..., Any], text: str, calls: int = 0) -> Callable[..., Any]:
-    """Return the function, which fails with the text after a number of calls."""
+    """Return the function, made to raise an error with the text after some calls."""
     count = iter(range(10**9))
 
     def run(*args: Any, **options: Any) -> Any:
@@ -44,7 +44,7 @@ def test_run_that_a_fault_ends_is_resumed_by_the_command_that_it_names(
     whole = tmp_path / "whole" / "adapters.safetensors"
     assert train(*OPTIONS, "--output", whole).code == 0
     with pytest.MonkeyPatch.context() as patch:
-        # In the third epoch of four steps.
+        # The tenth call is in the third epoch, because an epoch has four steps.
         patch.setattr(Forward, "scaled_loss", failing(Forward.scaled_loss, text, 9))
         outcome = train(*OPTIONS)
     assert (outcome.code, outcome.out) == (1, "")

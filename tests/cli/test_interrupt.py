@@ -1,4 +1,4 @@
-"""The command when it is interrupted: once, twice, and before it trains."""
+"""Runs that are interrupted once, twice, and before they train."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def long_run(model: Path, chat: Path, output: Path) -> list[object]:
 
 
 def signalled(run: list[object], heard: str, number: signal.Signals) -> Outcome:
-    """Send a signal to a run after its first output, and wait for its end."""
+    """Send a signal to a run once it prints `heard`, and wait for its end."""
     process = start(*run)
     read = read_until(process, heard)
     process.send_signal(number)
@@ -34,8 +34,8 @@ def signalled(run: list[object], heard: str, number: signal.Signals) -> Outcome:
 
 
 def signalled_twice(model: Path, output: Path, number: signal.Signals) -> Outcome:
-    """Send a second signal to a run after it has announced its stop."""
-    # The steps are long enough for both signals.
+    """Signal a run, and again once it says that it is stopping; wait for its end."""
+    # Long steps, so that the second signal still arrives within a step.
     rows = write_chat(output.parents[1] / "many.jsonl", sums(6000))
     paths = ["--model-path", model, "--data", rows, "--output", output, "--val-split", 0]
     process = start("train", *paths, "--batch-size", 6000)
@@ -57,7 +57,7 @@ def test_interrupt_finishes_the_step_saves_and_says_where(
     assert outcome.code == 130
     assert "Traceback" not in outcome.err
     lines = outcome.err.splitlines()
-    assert len(set(lines)) == len(lines)  # the handler prints while another line may be incomplete
+    assert len(set(lines)) == len(lines)  # the handler may print within another line
     said = re.fullmatch(
         r"mlxtune: interrupted after step (\d+); saved to (.+); "
         r"resume with mlxtune train --resume (.+)",
@@ -93,7 +93,7 @@ def test_signal_in_a_step_lets_the_step_end(
     folder = output.parent / "checkpoints" / "step-2"
     assert outcome.code == code
     *warnings, last = outcome.err.splitlines()
-    # A closed terminal shows no warning.
+    # After SIGHUP, the terminal is closed and shows no warning.
     assert len(warnings) == (number != signal.SIGHUP)
     assert all(each.startswith("warning: stopping after this step") for each in warnings)
     assert last == (
@@ -122,7 +122,7 @@ def test_interrupt_within_a_locks_own_code_is_still_an_interrupt(
     train: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Lock:
-        """A lock interrupted before its `with` block was entered."""
+        """A lock whose `__enter__` is interrupted."""
 
         def __enter__(self) -> None:
             try:
@@ -173,7 +173,7 @@ def test_interrupt_while_encoding_leaves_nothing(
 
 
 def test_interrupt_within_exec_is_an_exit_and_no_signal(tmp_path: Path) -> None:
-    """dataclasses call exec, and Python would end `-m` by the signal there."""
+    """An interrupt within `exec`, which dataclasses call, would end `python -m` by the signal."""
     script = """
 from mlxtune import cli
 cli._main = lambda arguments: exec("raise KeyboardInterrupt")
@@ -210,7 +210,7 @@ def test_run_whose_terminal_is_closed_saves_and_ends(long_run: list[object], out
     process = start(*long_run, stdout=its, stderr=its, text=False, start_new_session=True)
     os.close(its)
     seen = b""
-    while not re.search(rb"step \d\d+/", seen):  # the bar does not show each step
+    while not re.search(rb"step \d\d+/", seen):  # the bar skips some steps
         seen += os.read(ours, 4096)
     os.close(ours)
     process.send_signal(signal.SIGHUP)

@@ -1,4 +1,4 @@
-"""Two runs on one machine that together need more memory than it has."""
+"""A run on a machine whose memory another run has reserved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.command import Cli
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The ledger's folder of a machine of 8 GB, nearly all of which another run holds."""
+    """The ledger's folder on a machine with 8 GB, nearly all reserved by another run."""
     from mlxtune.backend.device import memory
 
     monkeypatch.setattr(memory, "capacity", lambda: 8 * 10**9)
@@ -38,7 +38,7 @@ def test_second_run_is_told_what_it_needs_and_who_holds_it(
 def test_second_run_that_insists_trains(train: Cli, output: Path, full: Path) -> None:
     assert train("--ignore-ledger").code == 0
     assert output.is_file()
-    assert len(list(full.glob("*.run"))) == 1  # the run's own reservation is gone
+    assert len(list(full.glob("*.run"))) == 1  # only the other run's reservation is left
 
 
 def test_plan_and_dry_run_reserve_nothing_and_are_not_refused(train: Cli, full: Path) -> None:
@@ -58,7 +58,7 @@ def test_second_run_that_waits_trains_when_the_first_has_ended(
         for path in full.glob("*.run"):
             path.unlink()
 
-    # The waiting function has bound it as a default.
+    # `sleep` is a default argument, so patching time.sleep would have no effect.
     from mlxtune.core.machine import reservation
 
     whole = reservation.reserve_when_free

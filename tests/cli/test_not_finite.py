@@ -1,4 +1,4 @@
-"""The command when a loss, or a weight, is no longer a finite number."""
+"""Runs in which a loss or a weight becomes infinite or NaN."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_validation_loss_that_is_not_finite_names_step_and_learning_rate(
 
 
 def test_adapter_that_is_not_finite_is_never_written(train: Cli, output: Path) -> None:
-    # Without validation, no computation uses the weights after the last step.
+    # Without validation, nothing reads the weights after the last step.
     arguments = ["--lr", "1e39", "--schedule", "constant", "--val-split", 0, "--max-steps", 1]
     error = train(*arguments, "--on-nonfinite", "stop").error
     assert "step 1" in error

@@ -52,7 +52,7 @@ def test_yaml_and_toml_give_the_same_options(tmp_path: Path, name: str, content:
     assert unknown == []
     expected = config(lr=1e-4, max_seq_len=64, targets=("q_proj", "k_proj"), strict=True)
     assert TrainConfig(**options) == expected
-    # As in the command, flags win.
+    # Options given later win, like flags on the command line.
     assert TrainConfig(**options | {"lr": "2e-4"}).lr == 2e-4
 
 
@@ -136,7 +136,7 @@ def test_wrong_value_in_a_config_file_is_named_by_its_option(tmp_path: Path) -> 
     ]
 
 
-# Names of other tools
+# Names from other tools
 
 
 def test_options_of_other_tools_are_answered_all_at_once(cli: Cli) -> None:

@@ -61,7 +61,7 @@ def test_workers_share_each_step(plan: Cli) -> None:
     workers = found["workers"]
     assert workers["exchanged"] == 4 * found["lora"]["trainable_parameters"]
     assert workers["gbps"] == 40
-    # Four rows a step, of slightly different lengths.
+    # A step has four rows of similar lengths, so the largest share is a little over 1/4.
     assert 1 / 4 < workers["dearest"] < 1 / 3
     assert found["memory"]["peak"] < alone["memory"]["peak"]
     assert found["data"]["steps"] == alone["data"]["steps"]
@@ -75,7 +75,7 @@ def test_longest_example_grows_with_the_limit(plan: Cli) -> None:
         json.loads(plan("--longest", "--json", "--memory-limit", gb).out)["longest"]
         for gb in (0.003, 0.02)
     ]
-    # A GPU rounds lengths, and the longer ones to the same number.
+    # `<=`, because a GPU rounds lengths up to the same number.
     for longest in found:
         assert 0 < longest["kept"] <= longest["recomputed"] <= longest["context"]
     assert found[0]["kept"] < found[0]["recomputed"] < found[1]["kept"]
@@ -83,7 +83,7 @@ def test_longest_example_grows_with_the_limit(plan: Cli) -> None:
     assert json.loads(off)["longest"]["recomputed"] == found[1]["kept"]
     bare = json.loads(plan("--json").out)
     assert bare["longest"] is None
-    # Null if the system does not report it.
+    # Null if the system does not report it
     assert bare["free_memory"] is None or bare["free_memory"] > 0
     assert "with --grad-checkpoint on" in plan("--longest", "--memory-limit", 0.003).out
 
@@ -144,7 +144,7 @@ def test_what_cannot_fit_is_an_error_before_training_that_says_what_would(
 
 
 def test_run_says_its_plan_and_what_it_took(train: Cli) -> None:
-    # Less than the smallest machine has, so that no machine caps it.
+    # 3 GB is less than any machine has.
     outcome = train("--memory-limit", 3, quiet=False)
     assert re.search(r"micro-batches of up to \d+ tokens, \d\.\d a step", outcome.err)
     assert re.search(r"predicted peak memory \S+ MB of 3 GB", outcome.err)
@@ -190,7 +190,7 @@ def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
 
 
 def run_as_planned(step: Any, base: Any, pipeline: Any, work: Any, plan: Any, *_: Any) -> Any:
-    """Replace `confirm`, which would find that the plan does not fit."""
+    """Replaces `confirm`, which would find that the plan does not fit."""
     pipeline.run_as(plan.execution)
     return plan
 
@@ -202,11 +202,11 @@ def test_gain_of_a_larger_limit_is_said_and_kept(
     from mlxtune.backend.device import memory
 
     monkeypatch.setattr(memory.mx, "device_info", lambda: {info: 8_000_000_000})
-    # Enough for one example at a time, with the width that a GPU rounds to.
+    # Each limit fits one example at a time; the second allows for a GPU's rounding.
     lines: list[str] = []
     cache = ("--cache-dir", tmp_path / "cache")
     for small in (("--memory-limit", 0.0012), ("--memory-limit", 0.002)):
-        train("--dry-run", *cache, *small)  # measures the memory
+        train("--dry-run", *cache, *small)  # the dry run measures memory for the plan
         lines = [each.strip() for each in plan(*small).out.splitlines() if "device has" in each]
         if lines:
             break

@@ -1,4 +1,4 @@
-"""A model folder's code runs only with the option for it."""
+"""Code in a model folder runs only with --trust-remote-code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def change(path: Path, **entries: Any) -> None:
 
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
-    """The file that the code writes when it runs."""
+    """The file that the model folder's code writes when it runs."""
     return tmp_path / "marker"
 
 

@@ -30,7 +30,7 @@ def metrics_of(output: Path) -> list[dict[str, Any]]:
 
 
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate Ctrl-C in a step."""
+    """Simulate Ctrl-C during a step."""
     from mlxtune.backend.step.pipeline import InstructPipeline
 
     whole = InstructPipeline.start_batch
@@ -58,7 +58,7 @@ def stopped_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The adapter of the same run without interruption."""
+    """The adapter of an uninterrupted run with the same options."""
     folder = tmp_path_factory.mktemp("whole")
     config = run_config(model, write_chat(folder / "chat.jsonl", sums(ROWS)), folder)
     run_training(config)
@@ -81,7 +81,7 @@ def run_config(model: Path, chat: Path, folder: Path) -> TrainConfig:
 
 @pytest.fixture
 def stopped(stopped_run: Path, output: Path) -> Path:
-    """The folder of checkpoints of a run stopped after its sixth step of twelve."""
+    """The checkpoints of a run stopped after its sixth step of twelve."""
     return Path(shutil.copytree(stopped_run, output.parent)) / "checkpoints"
 
 
@@ -101,7 +101,7 @@ def test_resumed_run_says_where_it_goes_on(cli: Cli, train: Cli, output: Path) -
         stop_after(6, monkeypatch)
         assert train(*OPTIONS, quiet=False).code == 130
     checkpoints = output.parent / "checkpoints"
-    # The adapter's folder also names the run.
+    # --resume also accepts the adapter's folder.
     outcome = cli("train", "--resume", output.parent)
     assert outcome.code == 0
     (line,) = [line for line in outcome.err.splitlines() if line.startswith("Resume")]
@@ -205,7 +205,7 @@ def test_other_weights_are_an_error(cli: Cli, stopped: Path, model: Path, tmp_pa
     other = write_model(tmp_path / "other", "qwen3", seed=1)
     error = cli("train", "--resume", stopped, "--model-path", other).error
     assert error.startswith("--model-path: its weights are not those")
-    # Equal weights in another place are the same model.
+    # A copy with equal weights is the same model.
     assert cli("train", "--resume", stopped, "--model-path", copy).code == 0
 
 
@@ -234,7 +234,7 @@ def test_unfinished_run_is_not_overwritten_unless_asked(train: Cli, stopped: Pat
     short = (*OPTIONS, "--max-steps", 1)
     assert train(*short, "--overwrite").code == 0
     assert (stopped / "previous-1" / "metrics.jsonl").read_bytes() == before
-    # The run is now finished, and is archived without --overwrite.
+    # A finished run is archived even without --overwrite.
     assert train(*short).code == 0
 
 
@@ -268,14 +268,14 @@ def test_dry_run_of_a_resume_changes_nothing(cli: Cli, stopped: Path, output: Pa
 def test_run_killed_in_a_validation_within_an_epoch_ends_as_the_whole_run(
     cli: Cli, train: Cli, model: Path, chat: Path, output: Path, tmp_path: Path
 ) -> None:
-    # With this many rows, the validation after step 6 has hardly begun when the run is killed.
+    # Many rows, so that the validation after step 6 still runs when the run is killed.
     held_out = write_chat(tmp_path / "held_out.jsonl", sums(40))
     options = [*OPTIONS, "--max-steps", 8, "--val-steps", 2, "--val-data", held_out, "--samples", 0]
     whole = tmp_path / "whole" / "adapters.safetensors"
     assert train(*options, "--output", whole).code == 0
 
     paths = ["--model-path", model, "--data", chat, "--output", output]
-    # No result may depend on the order of a set.
+    # The result does not depend on set order.
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     process = start("train", *paths, *options, "--log-every", 1, env=environment)
     read_until(process, "step 6/")
@@ -296,11 +296,11 @@ def test_second_run_in_a_folder_is_told_who_trains_there(
     error = train().error
     assert f"process {first.pid} is training here" in error
     assert train("--overwrite").error == error
-    # The first run continues undisturbed.
+    # The first run must continue.
     read += read_until(first, "step 9/")
     first.send_signal(signal.SIGKILL)
     finish(first)
-    # A dead process holds no memory.
+    # The killed run holds neither its folder nor memory.
     assert "resume it with mlxtune train --resume" in train().error
 
 

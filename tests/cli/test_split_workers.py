@@ -26,7 +26,7 @@ OPTIONS = {"max_steps": 8, "save_steps": 2, "parallel": "tensor"}
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run."""
+    """The folder of an uninterrupted run on two workers."""
     folder = tmp_path_factory.mktemp("whole")
     run(2, arguments(folder, **OPTIONS), folder / "log")
     return folder

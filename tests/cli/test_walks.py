@@ -1,4 +1,4 @@
-"""docs/architecture.md lists the files that a row passes."""
+"""docs/architecture.md lists the files that process a row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models import CHATML, sums, write_chat
 from tests.paths import ROOT
 
 MOST = 20
-# Modules that only answer a question about a row, count it, or wrap other modules.
+# Modules that need not be listed, with their roles.
 ASIDE = {
     "core/data/cache.py": "wraps reading, rendering and tokenising",
     "core/data/contents.py": "looks for problems in the words of a row",
@@ -38,11 +38,11 @@ ASIDE = {
 
 @contextmanager
 def executed() -> Iterator[set[str]]:
-    """Yield a set that collects the package's files whose functions run."""
+    """Yield a set that collects the package's files in which a function runs."""
     package, files = f"{ROOT / 'mlxtune'}/", set()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        # Modules and class bodies run when they are imported.
+        # Count functions only: modules and class bodies run at import.
         if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             path = frame.f_code.co_filename
             if path.startswith(package):
@@ -69,7 +69,7 @@ def test_row_passes_the_files_that_are_listed_and_no_more(
     with executed() as files:
         options = ("--max-steps", 1, "--no-cache", "--quiet")
         assert train("--model-path", broken, "--data", chat, *options).code == 0
-    # The child's script runs in another process.
+    # The child runs in another process, which is not traced.
     assert listed - files == {"backend/text/template_child.py"}
     of_rows = {each for each in files if each.startswith(("core/data/", "backend/text/"))}
     assert of_rows - listed <= ASIDE.keys()

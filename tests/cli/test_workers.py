@@ -73,7 +73,7 @@ def resumed(workers: int, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run on two workers."""
+    """The folder of an uninterrupted run on two workers."""
     folder = tmp_path_factory.mktemp("whole")
     run(2, arguments(folder), folder / "log")
     return folder
@@ -90,7 +90,7 @@ def test_two_workers_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
     )
     train(config)
     assert_same_but_for_rounding(whole, tmp_path)
-    # One worker writes, the other keeps a log; the verdict covers all rows.
+    # Only worker 0 writes the run, and worker 1 a log; the verdict covers all rows.
     files = {path.name for path in (whole / "checkpoints").iterdir()}
     assert {"best", "worker-1.log", "report.html", "result.json"} <= files
     assert "Training" in (whole / "checkpoints" / "worker-1.log").read_text()
@@ -148,7 +148,7 @@ def test_a_killed_worker_ends_all_and_the_run_resumes(whole: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_ctrl_c_stops_all_after_one_step_and_saves_once(whole: Path, tmp_path: Path) -> None:
-    # Worker 0 waits in a step, so that the run does not end first, and then waits for its disk.
+    # Worker 0 waits in step 8, so that the run cannot end before Ctrl-C; then its disk is slow.
     pressed = tmp_path / "pressed"
     patch = f"""import time
 from mlxtune.backend.step.pipeline import InstructPipeline
@@ -167,7 +167,7 @@ InstructPipeline.start_batch, os.fsync = waiting, slow"""
     with launched(2, command, tmp_path / "log") as launch:
         wait_until(lambda: steps_in(tmp_path) > 4)
         workers = [pid_of(launch, worker) for worker in range(2)]
-        # The signal must not go to mlx.launch, which ends all workers once one has ended.
+        # Not to mlx.launch, which would end all workers as soon as one ends.
         for process in workers:
             os.kill(process, signal.SIGINT)
         pressed.touch()
@@ -177,7 +177,7 @@ InstructPipeline.start_batch, os.fsync = waiting, slow"""
     said = (tmp_path / "log").read_text().splitlines()
     (line,) = [line for line in said if line.startswith("mlxtune: ")]
     assert f"; saved to {saved};" in line
-    # A changed number of workers is reported with its meaning.
+    # Resuming with a different number of workers reports that the result differs by rounding.
     assert "goes on with 1 worker: its result is the same but for rounding" in resumed(1, tmp_path)
     found, expected = (load_file(each / "adapters.safetensors") for each in (tmp_path, whole))
     largest = max(np.abs(value).max() for value in expected.values())
@@ -201,7 +201,7 @@ def test_workers_with_other_data_end_before_the_first_step(tmp_path: Path) -> No
 
 
 def patched(folder: Path, worker: int, patch: str, **changed: object) -> list[object]:
-    """Return the command of a run in which one worker first runs some Python code."""
+    """Return the command of a run in which one worker first runs the code of `patch`."""
     script = folder / "patched.py"
     lines = [
         "import errno, os, sys, importlib.metadata as metadata",
@@ -256,7 +256,7 @@ def test_a_worker_that_hangs_ends_all(tmp_path: Path) -> None:
         first, second = pid_of(launch, 0), pid_of(launch, 1)
         os.kill(second, signal.SIGSTOP)
         wait_until(lambda: has_ended(first))
-        # The launcher waits for the other worker.
+        # The launcher still waits for worker 1, so the error is read from the log.
         wait_until(lambda: "worker 1 is gone after step" in (tmp_path / "log").read_text())
 
 

@@ -1,4 +1,4 @@
-"""Uploads by the real client to a local hub: everything in one commit, or nothing."""
+"""Uploads by the real client to a local hub are one complete commit, or nothing."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_hub_that_is_out_of_order_is_an_error_in_one_line(
 ) -> None:
     hub.faults.append(failing(part, how))
     if part == "PUT /storage" and message == "is not that of a hub":
-        # The storage's answers do not matter.
+        # The client ignores the content of the storage's answers.
         return
     assert message in refusal(folder)
     assert hub.models == {}

@@ -1,4 +1,4 @@
-"""Data sets of a local hub, fetched by the real client: a whole file, or a one-line error."""
+"""The real client downloads data sets from a local hub completely, or gives a one-line error."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def refusal(text: str) -> str:
 
 
 def kept() -> list[str]:
-    """Return the names of the files in the hub's cache, complete or not."""
+    """Return the names of the hub cache's files, complete or partial."""
     cache = Path(constants.HF_HUB_CACHE)
     return sorted(each.name for each in cache.glob("datasets--*/blobs/*"))
 
 
 def drop_after(count: int, times: int = 1000) -> object:
-    """Break the connection in the middle of a file, `times` times."""
+    """Return a fault that breaks a download after `count` bytes, `times` times."""
     left = [times]
 
     def fault(handler: Handler, method: str, path: str) -> bool:

@@ -1,4 +1,4 @@
-"""The text of a model card has the facts that readers need, and no paths or private data."""
+"""The text of a model card has all facts that readers need, and no paths or private data."""
 
 from __future__ import annotations
 

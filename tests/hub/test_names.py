@@ -1,4 +1,4 @@
-"""The values of --data that name a data set of the hub, and the values that are paths."""
+"""Which values of --data are names of data sets on the hub, and which are paths."""
 
 from __future__ import annotations
 

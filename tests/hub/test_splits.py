@@ -1,4 +1,4 @@
-"""The splits of a repository's files, by the layouts found on the hub."""
+"""Finding the splits of a repository's files, in the layouts that are common on the hub."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""Comparisons with other libraries. Import mlxtune first: it loads a fast BLAS before mlx."""
+"""Comparisons with other libraries. mlxtune must load first, with a fast BLAS for mlx."""
 
 import mlxtune.backend  # noqa: F401

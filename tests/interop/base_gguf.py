@@ -1,4 +1,4 @@
-"""A Llama folder with a SentencePiece vocabulary as a GGUF model, for llama.cpp to run."""
+"""Write a Llama folder with a SentencePiece vocabulary as a GGUF model for llama.cpp."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def write_base_gguf(folder: Path, vocabulary: Path, target: Path) -> Path:
     writer.add_eos_token_id(pieces.eos_id())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
     for name, tensor in safetensors.numpy.load_file(folder / "model.safetensors").items():
-        if name == "lm_head.weight":  # tied
+        if name == "lm_head.weight":  # equal to the embeddings
             continue
         if name.endswith("q_proj.weight"):
             tensor = interleaved(tensor, heads)

@@ -1,4 +1,4 @@
-"""Model folders as transformers saves them, with random weights, and adapters trained on them."""
+"""Model folders that transformers writes with random weights, and adapters trained on them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHAPE: dict[str, Any] = {
 
 
 def write_hf_model(folder: Path, kind: str, dtype: str = "float32") -> Path:
-    """Write a folder by transformers' own save_pretrained, and return it."""
+    """Write a model folder with transformers' save_pretrained, and return it."""
     import torch
     import transformers
 
@@ -61,10 +61,10 @@ def write_hf_model(folder: Path, kind: str, dtype: str = "float32") -> Path:
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim > 1:  # transformers' own weights give almost no output
+            if parameter.ndim > 1:  # the default weights give almost zero logits
                 parameter.normal_(std=parameter.shape[1] ** -0.5)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
-    if kind in ("gpt_oss", "olmoe", "qwen3_moe"):  # as transformers 4 wrote it, which mlx-lm reads
+    if kind in ("gpt_oss", "olmoe", "qwen3_moe"):  # mlx-lm needs the keys of transformers 4
         path = folder / "config.json"
         older = {"num_experts": 4, "rope_theta": 10000.0}
         path.write_text(json.dumps(json.loads(path.read_text()) | older))
@@ -76,7 +76,7 @@ def write_hf_model(folder: Path, kind: str, dtype: str = "float32") -> Path:
 
 
 def write_split_experts(model: Path, folder: Path) -> Path:
-    """Write a folder of gpt-oss in mlx-lm's layout, whose converter supports only mxfp4."""
+    """Write a gpt-oss folder in mlx-lm's layout; mlx-lm's own converter supports only mxfp4."""
     import safetensors.numpy
 
     shutil.copytree(model, folder)

@@ -28,7 +28,7 @@ peft = pytest.importorskip("peft", reason="compares with PEFT")
 optimizers = pytest.importorskip("peft.optimizers")
 transformers = pytest.importorskip("transformers")
 
-# Ignore the libraries' warnings about each other.
+# The libraries warn about each other.
 pytestmark = pytest.mark.filterwarnings("ignore")
 Arrays = dict[str, npt.NDArray[Any]]
 TARGETS = ["q_proj", "v_proj", "down_proj"]
@@ -70,7 +70,7 @@ _LEAVES = {
 
 
 def tensor_of(model: Any, name: str) -> Any:
-    """Return PEFT's parameter for one of ours, by name."""
+    """Return PEFT's parameter that corresponds to one of our names."""
     module, _, leaf = name.rpartition(".")
     return model.get_parameter(f"base_model.model.{module}.{_LEAVES[leaf]}")
 
@@ -147,7 +147,7 @@ def test_dora_drops_what_peft_drops(bias: bool) -> None:
     layer.lora_b = 0.3 * mx.random.normal((3, 12))
     layer.m = layer.m * mx.linspace(0.7, 1.4, 12)
     x = mx.random.normal((2, 5, 16))
-    factor = np.array(layer._drop(mx.ones_like(x)))  # 0 or 1 / 0.6
+    factor = np.array(layer._drop(mx.ones_like(x)))  # dropout: 0 or 1 / 0.6
 
     base = torch.nn.Sequential(torch.nn.Linear(16, 12, bias=bias))
     config = peft.LoraConfig(
@@ -193,13 +193,13 @@ def test_steps_with_two_rates_are_those_of_peft(folder: Path, member: str) -> No
     for name, value in parameters(pipeline).items():
         moved = tensor_of(model, name).detach().numpy().T - before[name]
         assert np.abs(moved).max() > (1 if name.endswith("lora_a") else ratio) * rate
-        # Adam turns gradients of rounding errors into full steps, so a few entries may differ.
+        # Adam turns rounding errors in tiny gradients into full steps, so a few entries differ.
         wrong = np.abs((value - before[name]) - moved) > 1e-3 * np.abs(moved).max()
         assert wrong.mean() < 1e-2, name
 
 
 def effective(weight: npt.NDArray[Any], module: Any) -> npt.NDArray[Any]:
-    """Return the weight (out, in) that one of our modules applies."""
+    """Return the weight (out, in) with the update of one of our LoRA modules."""
     a, b = (np.array(x, dtype=np.float64) for x in module.factors())
     return weight + module.scale * (a @ b).T
 
@@ -215,11 +215,11 @@ def test_pissa_begins_as_in_peft(folder: Path) -> None:
         left, values, right = np.linalg.svd(weight.astype(np.float64), full_matrices=False)
         rank = a.shape[1]
         assert_near(residual, weight - (left[:, :rank] * values[:rank]) @ right[:rank], 1e-6)
-        # PEFT's error, by torch in float32, is up to 1.1e-5.
+        # PEFT's own error, in torch's float32, is up to 1.1e-5.
         assert_near(residual, other.base_layer.weight.detach().numpy(), 2e-5)
         their_a = other.lora_A["default"].weight.detach().numpy().T
         their_b = other.lora_B["default"].weight.detach().numpy().T
-        # In either library, a singular vector may have the opposite sign.
+        # Singular vectors may differ in sign.
         signs = np.sign((a * their_a).sum(axis=0))
         np.testing.assert_allclose(a * signs, their_a, atol=1e-4)
         np.testing.assert_allclose(b * signs[:, None], their_b, atol=1e-4)
@@ -234,7 +234,8 @@ def test_pissa_trains_as_in_peft_and_is_written_as_peft_converts_it(
     rate = 1e-3
     pipeline = ours(folder, init="pissa", learning_rate=rate, weight_decay=0.0)
     model = theirs(folder, init_lora_weights="pissa")
-    model.peft_config["default"].init_lora_weights = True  # otherwise PEFT removes it again
+    # Otherwise PEFT would subtract the principal part again when it loads this adapter.
+    model.peft_config["default"].init_lora_weights = True
     model.save_pretrained(tmp_path / "start")
     model.peft_config["default"].init_lora_weights = "pissa"
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -269,7 +270,7 @@ def test_pissa_trains_as_in_peft_and_is_written_as_peft_converts_it(
 
 
 def test_iterations_find_what_peft_finds() -> None:
-    # A weight with decaying singular values, as in a trained model.
+    # Singular values decay, as in a trained model's weights.
     rng = np.random.default_rng(0)
     u, v = (np.linalg.qr(rng.standard_normal((n, 24)))[0] for n in (40, 24))
     weight = (u * 0.4 ** np.arange(24)) @ v.T

@@ -1,4 +1,4 @@
-"""LoRA adapters as GGUF: names and shapes of llama.cpp's converter, and llama.cpp itself."""
+"""LoRA adapters as GGUF, against llama.cpp's converter and llama.cpp itself."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def exported(adapter: Path, output: Path) -> Path:
 def tiled(tensor: Any, projection: str, part: str) -> Any:
     """Return a matrix of the gated delta rule in the order of llama.cpp's converter.
 
-    Two key heads of 16 serve two value heads of 16 each: 0 1 of the first, 2 3 of the second.
+    Heads have size 16; value heads 0 and 1 use key head 0, and 2 and 3 use key head 1.
     """
     if part == "lora_a":
         if projection != "out_proj":
@@ -118,7 +118,7 @@ def test_names_shapes_and_values_are_those_of_llama_cpps_converter(
         found = re.fullmatch(r".*layers\.(\d+)\.(.+)\.(lora_[ab])", name)
         assert found
         layer, inside, part = found.groups()
-        # LoraTorchTensor stacks the A and the B of experts, as mlx-lm does.
+        # The A and B of experts are stacked, as in mlx-lm and in LoraTorchTensor.
         tensor = tensor if tensor.ndim == 3 else tensor.T
         projection = inside.split(".")[-1]
         if part == "lora_b" and architecture == "llama" and projection in HEADS:

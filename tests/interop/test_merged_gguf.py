@@ -1,4 +1,4 @@
-"""`fuse --gguf` and `export --format gguf --merge`, with stand-ins for llama.cpp's programs."""
+"""`fuse --gguf` and `export --format gguf --merge`, with fakes of llama.cpp's programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.paths import DATA, ROOT  # noqa: E402
 from tests.slow import slow  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("short_checks")
-# Writes a folder as the real converter does, or fails as named.
+# A fake converter that writes a folder's model, or fails in the way of `fault`.
 CONVERTER = """#!{python}
 import sys
 sys.path.insert(0, {root!r})
@@ -43,7 +43,7 @@ base_gguf.write_base_gguf(Path(folder), Path({vocabulary!r}), Path(target))
 """
 
 
-# Copies the file, in place of rounding it.
+# A fake quantizer that copies the file instead of rounding it.
 QUANTIZER = """#!{python}
 import shutil, sys
 plain, target, kind = sys.argv[1:]

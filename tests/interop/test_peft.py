@@ -1,4 +1,4 @@
-"""Exported adapters and fused folders in transformers and PEFT, and PEFT's adapters here."""
+"""Exported adapters and fused folders in transformers and PEFT, and imported PEFT adapters."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_exported_adapter_gives_the_trained_models_logits_in_peft(
     with_peft = peft.PeftModel.from_pretrained(base, output)
     np.testing.assert_allclose(torch_logits(with_peft), expected, rtol=0, atol=1e-4)
     assert np.abs(plain - expected).max() > 0.1
-    # Our file has all of PEFT's LoRA parameters.
+    # The file has all of PEFT's LoRA parameters.
     assert {name for name, _ in with_peft.named_parameters() if "lora_" in name} == {
         name.replace(".weight", ".default.weight")
         for name in safetensors.numpy.load_file(output / "adapter_model.safetensors")
@@ -80,7 +80,8 @@ def test_exported_adapter_gives_the_trained_models_logits_in_peft(
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "mixtral", "olmoe", "qwen3_moe"])
-# PEFT looks for these patterns only among modules, but applies them to parameters too.
+# PEFT warns because it checks these patterns against modules only; it applies them to parameters
+# too.
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning")
 def test_experts_give_the_trained_models_logits_in_peft_and_back(tmp_path: Path, kind: str) -> None:
     theirs = write_hf_model(tmp_path / "theirs", kind)
@@ -153,7 +154,7 @@ def imported(path: Path, model: Path, output: Path) -> Path:
 
 
 def data_of(weights: Path) -> bytes:
-    """Return a safetensors file without its header, which holds the config."""
+    """Return a safetensors file's bytes after the header, which differs by the config."""
     content = weights.read_bytes()
     return content[8 + int.from_bytes(content[:8], "little") :]
 
@@ -168,12 +169,12 @@ def test_exported_and_imported_again_is_the_same_to_the_bit(
     ours, theirs = (
         json.loads((folder / "adapter_config.json").read_text()) for folder in (adapter, back)
     )
-    # PEFT's config has no fields for our options.
+    # PEFT's config cannot hold mlxtune's own options.
     assert {name: said for name, said in ours.items() if name != "mlxtune"} == theirs
 
 
 def peft_made(model: Path, output: Path, **config: Any) -> tuple[Path, np.ndarray[Any, Any]]:
-    """Make PEFT write an adapter with random tensors; return its folder and its model's logits."""
+    """Make PEFT write an adapter with random tensors; return its folder and the logits with it."""
     settings = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj"]}
     wrapped = peft.get_peft_model(base_of(model), peft.LoraConfig(**settings | config))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""`--track` with the real libraries: they read back the values of metrics.jsonl."""
+"""`--track` with the real libraries, which must read back the values of metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a separate process, with a home folder to inspect afterwards."""
+    """Run Python code in a separate process whose home folder is below `folder`."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "TRACKIO", "HF_"))}
-    # Cache files do not count as files that trackers leave in the home folder.
+    # The cache is elsewhere, so that only the trackers' files are left in the home folder.
     own = {"HOME": str(home), "XDG_CACHE_HOME": str(folder / "cache"), **environment}
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -45,9 +45,9 @@ def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProc
 
 
 def trained(folder: Path, model: Path, chat: Path, tracker: str, **environment: str) -> Path:
-    """Train, stop after step 4, resume from step 2 as after a crash; return the run's folder.
+    """Train, stop after step 4, and resume from step 2 as after a crash; return the run's folder.
 
-    Checks that stdout is empty and that nothing prompts.
+    Checks that nothing is written to stdout and that there is no warning.
     """
     options = {
         "output": str(folder / "run/adapters.safetensors"),
@@ -74,7 +74,7 @@ def trained(folder: Path, model: Path, chat: Path, tracker: str, **environment: 
 
 
 def expected(checkpoints: Path) -> Series:
-    """Return the expected losses by name."""
+    """Return the run's metrics as (step, value) pairs, by the trackers' names."""
     series: Series = defaultdict(list)
     for line in (checkpoints / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -96,7 +96,7 @@ def assert_series(found: Series, wanted: Series, tolerance: float = 1e-6) -> Non
 
 
 def outside(folder: Path) -> list[str]:
-    """Return the files in the home folder."""
+    """Return the files that trackers left in the home folder."""
     home = folder / "home"
     return sorted(str(path.relative_to(home)) for path in home.rglob("*") if path.is_file())
 
@@ -191,13 +191,13 @@ def test_wandb_keeps_the_run_in_its_folder_without_a_login(
     result = json.loads((checkpoints / "result.json").read_text())
     assert summary["best_val_loss"] == result["best_val_loss"]
     assert options["rank"] == 8
-    # The run was stopped the first time, and is complete the second time.
+    # The first process was stopped, and the second completed the run.
     assert exits == [1, 0]
     assert outside(tmp_path) == []
 
 
 def wandb_records(path: Path) -> list[Any]:
-    """Return the records of wandb's own file of a run: LevelDB's log format after 7 bytes."""
+    """Return the records of wandb's run file: LevelDB's log format after 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     content, place, records, parts = path.read_bytes(), 7, [], b""
@@ -209,7 +209,7 @@ def wandb_records(path: Path) -> list[Any]:
         size, kind = struct.unpack("<HB", content[place + 4 : place + 7])
         parts += content[place + 7 : place + 7 + size]
         place += 7 + size
-        if kind in (1, 4):  # whole, or the last of several
+        if kind in (1, 4):  # a whole record, or the last part of one
             record = wandb_internal_pb2.Record()
             record.ParseFromString(parts)
             records.append(record)

@@ -1,6 +1,6 @@
 """Objectives against TRL's trainers on torch: log-probabilities, losses, metrics and gradients.
 
-A step is one batch there, as its KL and its means depend on how a step is split. Tokens and masks
+Each step is one batch, because TRL's KL and means depend on how a step is split. Tokens and masks
 come from TRL's collators. `pytest -s` prints the largest deviations, for docs/preferences.md.
 """
 
@@ -37,7 +37,7 @@ torch = pytest.importorskip("torch", reason="compares with TRL, which needs torc
 pytest.importorskip("trl", reason="compares with TRL")
 transformers = pytest.importorskip("transformers")
 
-# Ignore the libraries' warnings about each other.
+# The libraries warn about each other.
 pytestmark = pytest.mark.filterwarnings("ignore")
 FAMILIES = ("llama", "qwen3", "gemma3_text")
 
@@ -96,7 +96,7 @@ def objective_of(case: Case) -> Objective:
 
 
 def nll_of_answers(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make ORPO add the loss of the answers alone, as CPO does."""
+    """Make TRL's ORPO compute its NLL on answers only, as its CPO does."""
     forward = trainer.concatenated_forward
 
     def concatenated_forward(model: Any, batch: Any) -> tuple[Any, ...]:
@@ -108,7 +108,7 @@ def nll_of_answers(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def deviation(found: Any, expected: Any) -> float:
-    """Return the largest difference over the largest entry."""
+    """Return the largest difference, relative to the largest expected entry."""
     found, expected = np.asarray(found), np.asarray(expected)
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
@@ -142,10 +142,10 @@ def test_step_is_that_of_trl(family: str, name: str, monkeypatch: pytest.MonkeyP
     metrics = dict(theirs.metrics)
     if name == "sigmoid and sft":  # TRL does not report this loss
         metrics["nll_loss"] = -theirs.logps["chosen"].sum() / supervised(batch, objective)
-    # TRL reports a KL or a loss of answers of zero if an objective has none.
+    # TRL reports zero for a KL or NLL that an objective lacks; mlxtune reports nothing.
     absent = {"kl": not objective.needs_kl, "nll_loss": not objective.options.chosen_weight}
     assert {k for k in _REPORTED if k in metrics and not absent.get(k)} == ours.metrics.keys()
-    assert ours.metrics.get("kl", 1) > 0 or family == "qwen3"  # its estimate is below 0
+    assert ours.metrics.get("kl", 1) > 0 or family == "qwen3"  # whose KL estimate is negative
     for metric, value in ours.metrics.items():
         found[metric] = abs(value - metrics[metric]) / max(1.0, abs(metrics[metric]))
     largest = max(np.abs(value).max() for value in theirs.gradients.values())
@@ -167,7 +167,7 @@ _REPORTED = (
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["sigmoid", "kto"])
 def test_twenty_steps_give_the_adapter_of_trl(family: str, name: str) -> None:
-    """Rows come in the same order, four a step; training starts from the reference's matrices."""
+    """Both sides take the same rows, four a step, and start from the reference's matrices."""
     rows, size = 20, 4
     case = CASES[name]
     objective = objective_of(case)
@@ -208,7 +208,7 @@ def test_pairs_and_their_log_probabilities_are_those_of_trl(family: str, tmp_pat
     folder, rows = write_model(tmp_path / family, family), generated(100, longest=10)
     (folder / "chat_template.jinja").write_text(CHATML if family == "llama" else THINKING)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    # Answers without thinking match a model with thinking disabled.
+    # The answers have no thinking, so it is off.
     thinking = None if family == "llama" else False
     counts, same = compare_rows(folder, tokenizer, rows, tmp_path / "pairs.jsonl", thinking)
     assert counts == {"pairs": 100, "same": 200, "tails": 200} and len(same) == 100
@@ -220,7 +220,7 @@ def test_pairs_and_their_log_probabilities_are_those_of_trl(family: str, tmp_pat
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared")
 def test_pairs_of_a_real_vocabulary_are_those_of_trl(tmp_path: Path) -> None:
-    """A newline at an answer's start merges with the header's newline into one token."""
+    """In Qwen's vocabulary, an answer's first newline merges with the header's newline."""
     folder = shutil.copytree(SHARED / "tokenizers" / "qwen3", tmp_path / "qwen2.5")
     shutil.copy(SHARED / "templates" / "qwen2_5.jinja", folder / "chat_template.jinja")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Pairs against TRL's DPOTrainer: tokens, masks and log-probabilities."""
+"""Compare pairs with TRL's DPOTrainer: tokens, masks and log-probabilities."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _EDGES = ("",) * 8 + ("\n", "\n\n", " ", "  ", "\t", "...\n")
 
 
 def generated(count: int, *, seed: int = 0, longest: int = 40, system: bool = True) -> list[Row]:
-    """Return pairs as messages: prompts of one or three turns, answers of all lengths and edges."""
+    """Return random pairs as messages; some texts have blanks or newlines at their ends."""
     rng = np.random.default_rng(seed)
 
     def text() -> Any:
@@ -73,14 +73,14 @@ def generated(count: int, *, seed: int = 0, longest: int = 40, system: bool = Tr
 
 
 def as_texts(row: Row) -> Row | None:
-    """Return a pair of one turn as three texts."""
+    """Return a pair with one turn as three texts; None if it has more turns."""
     if len(row["prompt"]) > 1:
         return None
     return {key: row[key][0]["content"] for key in ("prompt", *SIDES)}
 
 
 def our_rows(folder: Path, rows: Sequence[Row], path: Path, **options: Any) -> list[list[Example]]:
-    """Return the examples of each row, as `train` reads them from a file."""
+    """Return the examples of each row, read from a file as `train` does."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     defaults = {"max_seq_len": 10**9, "val_split": 0, "no_cache": True, "objective": "dpo"}
     config = DataConfig(str(folder), str(path), **defaults | options)
@@ -108,12 +108,12 @@ def their_rows(tokenizer: Any, rows: Sequence[Row], **template: Any) -> list[Row
 def compare_rows(
     folder: Path, tokenizer: Any, rows: Sequence[Row], path: Path, thinking: bool | None = None
 ) -> tuple[Counter[str], list[Row]]:
-    """Compare every pair's tokens and masks; raises AssertionError at the first difference.
+    """Compare every pair's tokens and masks; raise AssertionError at the first difference.
 
-    Either both have the same side, or a token crosses the edge of an answer. Then TRL starts both
-    answers of the pair before that token, while ours keep the prompt of inference. After the end of
-    the turn, TRL also trains on the template's text, and ours does not. Return the number of sides
-    of each kind, and the pairs in TRL's terms, without this text.
+    Both sides must agree, unless a token crosses the start of an answer: then TRL's answers start
+    before that token, while ours keep the prompt of inference. TRL also trains on the template's
+    text after the end of the turn; ours do not. Return the number of sides by kind, and the pairs
+    as TRL's rows, without that text.
     """
     template = {} if thinking is None else {"enable_thinking": thinking}
     options = {} if thinking is None else {"thinking": "on" if thinking else "off"}
@@ -147,7 +147,7 @@ def compare_rows(
 
 
 def compare_texts(folder: Path, rows: Sequence[Row], path: Path, **options: Any) -> int:
-    """Check that pairs encode equally as texts and as messages; return the number of pairs."""
+    """Check that pairs give the same examples as texts and as messages; return their number."""
     texts = [(row, text) for row in rows if (text := as_texts(row))]
     messages, plain = zip(*texts, strict=True)
     both = (our_rows(folder, each, path, **options) for each in (messages, plain))

@@ -1,4 +1,4 @@
-"""Numbers of one step of preferences, in TRL's trainers and in this package."""
+"""One step of preference training in TRL's trainers and in this package."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.interop.test_family_peft import give, parameters, tensor_of
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 RATE = 1e-3
-# Seeds of the LoRA matrices.
+# Seeds of the LoRA matrices, for the reference and for the policy.
 REFERENCE, POLICY = 11, 12
 _TRAINERS = {"dpo": "DPO", "orpo": "ORPO", "cpo": "CPO", "simpo": "CPO", "kto": "KTO"}
 Arrays = dict[str, npt.NDArray[Any]]
@@ -52,7 +52,7 @@ class Numbers:
 
 
 def pipeline(family: str, seed: int, objective: Objective = SFT) -> InstructPipeline:
-    """Return a model with LoRA whose A and B are both random."""
+    """Return a pipeline whose LoRA matrices A and B are both random."""
     config = InstructConfig(
         lora_rank=4,
         lora_alpha=8.0,
@@ -75,7 +75,7 @@ def pipeline(family: str, seed: int, objective: Objective = SFT) -> InstructPipe
 
 @cache
 def sft_pipeline(family: str, seed: int) -> InstructPipeline:
-    """Return a pipeline that is never trained."""
+    """Return a cached pipeline, which must not be trained."""
     return pipeline(family, seed)
 
 
@@ -105,9 +105,9 @@ def labelled_rows(count: int) -> list[dict[str, Any]]:
 
 @cache
 def trainer_of(family: str, objective: str, rows: int = 6, loss: str = "") -> Any:
-    """Return TRL's trainer for an objective, whose reference has our reference's matrices.
+    """Return TRL's trainer for an objective, with our reference's matrices.
 
-    It copies the given matrices, and takes all rows as one batch.
+    TRL's own reference is a copy of these matrices. A step takes all rows as one batch.
     """
     import datasets
     import peft
@@ -147,14 +147,14 @@ def trainer_of(family: str, objective: str, rows: int = 6, loss: str = "") -> An
 
 
 def batch_of(trainer: Any, rows: Iterable[int] | None = None) -> dict[str, Any]:
-    """Return rows from TRL's collator, by default all."""
+    """Return a batch of the given rows, or of all, from TRL's collator."""
     data = trainer.train_dataset
     batch = trainer.data_collator([data[i] for i in (range(len(data)) if rows is None else rows)])
     return dict(batch)
 
 
 def examples_of(batch: Mapping[str, Any], objective: Objective) -> list[Example]:
-    """Return the rows of TRL's batch as our examples, without references."""
+    """Return a TRL batch as our examples, without reference log-probabilities."""
     if "label" in batch:
         roles = [DESIRABLE if label else UNDESIRABLE for label in batch["label"].tolist()]
         answers = _examples(batch, "", batch["completion_mask"], roles)
@@ -199,7 +199,7 @@ _NAMES = {
 
 
 def by_role(examples: Sequence[Example], values: Sequence[float]) -> Arrays:
-    """Return a value of each example by its role, in the order of rows."""
+    """Return the examples' values by role, in the order of rows."""
     found: dict[str, list[float]] = {}
     for example, value in zip(examples, values, strict=True):
         found.setdefault(_NAMES[example.role], []).append(float(value))
@@ -216,7 +216,7 @@ def our_step(family: str, objective: Objective, batch: Mapping[str, Any]) -> Num
     assert found.preference is not None
     metrics = found.preference.metrics(np.array(found.logps, dtype=np.float64))
     evaluated = policy.evaluate(examples)
-    # Evaluation and steps agree.
+    # Evaluation must agree with the step.
     assert abs(evaluated.avg_loss - found.loss) <= 1e-5 * max(1.0, abs(found.loss))
     assert metrics.keys() == evaluated.metrics.keys()
     gradients = {name: np.array(value) for name, value in tree_flatten(found.gradients)}
@@ -227,7 +227,7 @@ def our_step(family: str, objective: Objective, batch: Mapping[str, Any]) -> Num
 def their_step(
     trainer: Any, family: str, batch: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Numbers:
-    """Return the results of TRL's trainer after setting its attributes."""
+    """Return the results of a step by TRL's trainer, with `settings` as its attributes."""
     model, policy = trainer.model, sft_pipeline(family, POLICY)
     give(model, policy)
     model.train()
@@ -248,9 +248,9 @@ def their_step(
 
 @contextmanager
 def _recorded(trainer: Any) -> Iterator[list[npt.NDArray[Any]]]:
-    """Record the log-probabilities of each forward pass, (B,)."""
+    """Yield a list that collects the log-probabilities (B,) of each forward pass."""
     passes: list[npt.NDArray[Any]] = []
-    if hasattr(trainer, "get_batch_logps"):  # the model returns logits; this may average them
+    if hasattr(trainer, "get_batch_logps"):  # it returns sums, or averages on request
         plain = trainer.get_batch_logps
 
         def logps_of(logits: Any, labels: Any, average_log_prob: bool = False, **rest: Any) -> Any:
@@ -276,7 +276,7 @@ def _recorded(trainer: Any) -> Iterator[list[npt.NDArray[Any]]]:
 
 def _named(batch: Mapping[str, Any], passes: Sequence[npt.NDArray[Any]]) -> tuple[Arrays, Arrays]:
     """Return the policy's and the reference's log-probabilities by role."""
-    if "label" in batch:  # the mismatched answers' values come first, if they are needed
+    if "label" in batch:  # if needed, mismatched answers run first
         half = len(passes) // 2
         names = ("mismatched", "answer")[-half:]
         policy, reference = (

@@ -1,4 +1,4 @@
-"""A run's messages on a terminal: a closed terminal, and text with control characters."""
+"""A run's messages on a terminal, also a closed one, and with control characters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.core.training.records import step_record
 
 
 class Gone(io.StringIO):
-    """A terminal that closes after some writes."""
+    """A terminal that can be closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_validations_within_an_epoch_have_lines_and_say_which_is_the_best_so_far
     taken = [step_record(1), ValidationRecord(1, 2.5, 12.0)]
     start = dataclasses.replace(run_start(), steps_per_epoch=4, progress=Progress(taken))
     console.on_start(start, None)
-    # The last step of an epoch, and of the run, is in the epoch's line.
+    # The last step of an epoch or run has no line of its own, as the epoch's line shows it.
     for step, loss in ((0, 1.0), (2, 3.0), (3, 2.0), (4, 1.5), (6, 1.5), (10, 1.0)):
         console.on_validation(step, loss)
     lines = [" ".join(line.split()) for line in terminal.getvalue().splitlines()]
@@ -145,7 +145,7 @@ VERDICTS = {
 def test_verdict_has_its_colour_on_a_terminal(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     colour, words = VERDICTS[line]
-    for wide in (True, False):  # wrapped, or on one line
+    for wide in (True, False):  # on one line, and wrapped
         stream = io.StringIO()
         console = Console(
             file=stream, force_terminal=True, color_system="standard", width=100 if wide else 60

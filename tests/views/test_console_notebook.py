@@ -1,4 +1,4 @@
-"""The line that a notebook replaces in place; runs in a kernel are in tests/test_notebook.py."""
+"""A run's live line in a notebook; tests/test_notebook.py runs real kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxtune.views.console import NotebookLine, in_notebook
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """Return the states that a notebook received, one second apart."""
+    """The states that a notebook receives; its clock advances by a second at each reading."""
     states: list[dict[str, str]] = []
 
     def display(content: dict[str, str], **options: Any) -> SimpleNamespace:
@@ -62,7 +62,7 @@ def test_changes_in_quick_succession_are_left_out(
 def test_only_a_kernel_is_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     for shell, expected in (
         (None, False),
-        (SimpleNamespace(), False),  # IPython in a terminal
+        (SimpleNamespace(), False),  # IPython without a kernel
         (SimpleNamespace(kernel=object()), True),
     ):
         ipython = SimpleNamespace(get_ipython=lambda shell=shell: shell)

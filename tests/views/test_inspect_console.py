@@ -1,4 +1,4 @@
-"""An inspection in a terminal: the same numbers for any width, colour and encoding."""
+"""An inspection on a terminal shows equal numbers for any width, colour and encoding."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def printed(
     examples: list[ShownExample] | None = None,
     **options: Any,
 ) -> str:
-    """Return the output in a pipe, or with `force_terminal` on a terminal."""
+    """Return an inspection's output in a pipe, or on a terminal with `force_terminal`."""
     options = {"width": 80, "color_system": None, "force_terminal": False, "_environ": {}} | options
     options["width"] = options["width"] if options["force_terminal"] else 10_000
     console = Console(file=io.StringIO(), legacy_windows=False, **options)
@@ -36,7 +36,7 @@ def printed(
 
 
 def on_terminal(inspection: Inspection = INSPECTION, width: int = 80, **options: Any) -> str:
-    """Return the output on a terminal with colours."""
+    """Return an inspection's output on a terminal with colours."""
     return printed(
         inspection, **{"force_terminal": True, "color_system": "standard", "width": width} | options
     )
@@ -166,13 +166,13 @@ def test_lines_of_a_pipe_are_not_wrapped(capsys: pytest.CaptureFixture[str]) -> 
     assert "word " * 99 + "word·<|im_end|>↵" in capsys.readouterr().out.splitlines()
 
 
-# The second file has no lone surrogate, so that it can be encoded for a terminal.
+# The second text has no lone surrogate, so that a terminal can encode it.
 @pytest.mark.parametrize("hostile", [HOSTILE, HOSTILE.replace("\ud800", "")])
 def test_hostile_text_anywhere_reaches_no_terminal_raw(hostile: str) -> None:
     for text in (on_terminal(with_text(hostile)), printed(with_text(hostile))):
         plain = COLOUR.sub("", text).replace("\n", "")
         assert not {unicodedata.category(c) for c in plain} & {"Cc", "Cf", "Cs", "Zl"}
-        # Only the program sets colours, and it always resets them at the end.
+        # The only escape sequences are the program's own colours.
         assert not re.search(r"\x1b(?!\[[0-9;]*m)", text)
         text.encode("utf-8")
     assert r"\x1b[31m\x1b]0;owned\x07\x9b2J\x00" in printed(with_text(hostile))

@@ -1,4 +1,4 @@
-"""Output on stdout: JSON, and lines without terminal control characters."""
+"""Output on stdout is JSON, or lines without control characters."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_micro_batches_and_peak_take_a_line_each() -> None:
 
 def test_larger_limit_is_named_with_what_it_gains() -> None:
     recomputed = replace(MEMORY, execution=Execution(None, 256, recompute=True))
-    # 1.9 GB with the plan's margin of 15% are 2.185.
+    # A peak of 1.9 GB with the margin of 15% needs 2.185 GB, so the limit is rounded up to 3.
     peak = replace(MEMORY.peak, weights=1_400_000_000)
     wide = replace(MEMORY, execution=Execution(None, 8192), peak=peak)
     assert larger_limit_line(recomputed, wide, 64) == (
@@ -151,7 +151,7 @@ def test_time_is_given_once_a_speed_is_known() -> None:
 
 
 def test_workers_say_what_they_gain_and_what_it_takes() -> None:
-    # 4 workers: 12.5 MB take 15.6 ms at 10 Gbit/s, with 6 messages.
+    # 4 workers exchange 12.5 MB in 15.6 ms at 10 Gbit/s, in 6 messages.
     scaling = Scaling(4, 10.0, 0.3, 12_500_000)
     unknown = text(replace(RUN, scaling=scaling))
     share = "one computes up to 30% of a step"

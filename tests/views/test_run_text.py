@@ -1,4 +1,4 @@
-"""The text of a run, word for word."""
+"""The texts of a run, word for word."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_step_line_has_loss_rate_norm_speed_and_memory() -> None:
         "step 10/100  loss 2.3457  average 2.5000  lr 0.0001  grad norm 0.988  "
         "6,000 tokens/s  peak 3.46 GB"
     )
-    # A clock may not have moved during a step.
+    # The clock may show equal times before and after a step.
     assert "tokens/s" in run_text.step_line(record(1, seconds=0.0), 1, 2.5, 0.0)
 
 
@@ -153,7 +153,7 @@ def test_template_that_the_model_lacks_is_said_to_be_left_out_by_mlx_lm() -> Non
 def summary(
     folder: Path, *val_losses: float | None, within: float | None = None, early: bool = False
 ) -> list[str]:
-    """Return the last lines of a run of one step an epoch; `within` validates after the first."""
+    """Return a run's summary, with one step per epoch; `within` is a first validation's loss."""
     records: list[Record] = [] if None in val_losses else [ValidationRecord(0, 3.0, 20.0)]
     for number, loss in enumerate(val_losses, start=1):
         records.append(record(number, epoch=number, tokens=2000, rows=3, seconds=1.0))

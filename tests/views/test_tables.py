@@ -1,4 +1,4 @@
-"""The table of runs fits the terminal and keeps the important columns."""
+"""The table of runs fits the terminal, and keeps its most important columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["runs"]
 
 
 def shown(runs: Sequence[RunView], width: int | None = None) -> list[str]:
-    """Return the lines on a terminal of a width, or in a pipe."""
+    """Return the table's lines on a terminal of this width, or in a pipe."""
     file, terminal = io.StringIO(), width is not None
     console = Console(
         file=file, width=width or 10_000, force_terminal=terminal, color_system=None, _environ={}

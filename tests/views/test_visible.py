@@ -1,4 +1,4 @@
-"""Invisible characters become visible; other text stays unchanged."""
+"""Invisible characters are made visible, and other text stays unchanged."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_stretches_of_text_without_unseen_characters_join_to_the_text(text: str)
 
 
 def marked(*pieces: Piece) -> str:
-    """Return all the text, with marked spaces as `·`."""
+    """Return the whole text, with `·` for each space that is made visible."""
     return "".join(
         "·" * len(words) if kind == "space" else words
         for _, parts in stretches(pieces)

@@ -1,4 +1,4 @@
-"""The model that answers on the page: one question at a time, in a process that ends in time."""
+"""Questions to the model on the live page: one at a time, in a process that always ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.models import sums, write_chat
 from tests.runs import write_run
 from tests.waiting import wait_until
 
-# Answers each question, or obeys its command.
+# A fake worker that answers each question at once, or does what the question says.
 WORKER = """
 import json, sys, time
 for line in sys.stdin:
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def asker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An asker whose process only imitates the real process's output."""
+    """An asker with the fake worker."""
     (tmp_path / "fake_answer_worker.py").write_text(WORKER)
     monkeypatch.setattr(module, "_WORKER", "fake_answer_worker")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")

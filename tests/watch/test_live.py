@@ -33,7 +33,7 @@ def following(live: Live, view: str = "", last: str = "") -> Events:
 
 
 def parts_of(events: Events) -> dict[str, Any]:
-    """Return the parts of the next event that is not empty."""
+    """Return the parts of the page in the next event that is not None."""
     event = next(each for each in events if each is not None)
     parts: dict[str, Any] = json.loads(event[1])
     return parts
@@ -96,7 +96,7 @@ def test_several_runs_stand_side_by_side_and_each_has_its_view(tmp_path: Path) -
     own = parts_of(following(live, key_of(a)))
     assert own["back"]
     assert own["title"] == str(tmp_path / "a")
-    # A view of a missing run shows all runs.
+    # The view of an unknown run shows all runs.
     assert parts_of(following(live, "../../etc"))["title"] == "2 runs"
     lock.release()
 
@@ -193,7 +193,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 def test_forged_file_is_named_and_the_page_goes_on(tmp_path: Path, name: str) -> None:
     run = write_run(tmp_path)
     with (run / name).open("wb") as file:
-        file.truncate(2**40)  # a hole
+        file.truncate(2**40)  # a sparse file
     parts = parts_of(following(Live(run, Asker())))
     assert f"{name} is too large" in parts["head"]
 

@@ -1,4 +1,4 @@
-"""The server of the live page: access, sizes of requests, and time limits."""
+"""The server of the live page: access, limits on requests, and time limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKEN = "t" * 32
 
 
 class FakeSite:
-    """A page, two events, and a record of the requests."""
+    """A site with a fixed page and two events, which records its requests."""
 
     def __init__(self) -> None:
         self.followed: list[tuple[str, str]] = []
@@ -71,7 +71,7 @@ def ask(
     body: bytes | None = None,
     **headers: str | None,
 ) -> tuple[int, str, Mapping[str, str]]:
-    """Return the status, text and headers of an answer; None leaves a header out."""
+    """Return the status, text and headers of an answer; a header that is None is not sent."""
     given = {"Host": f"127.0.0.1:{port(server)}"}
     if method == "POST":
         given |= {"Origin": f"http://127.0.0.1:{port(server)}", "Content-Type": "application/json"}
@@ -91,7 +91,7 @@ def ask(
 
 
 def send(server: PageServer, content: bytes) -> bytes:
-    """Return the whole answer to bytes that need not be a request."""
+    """Send bytes, which need not be a valid request, and return the whole answer."""
     with socket.create_connection(("127.0.0.1", port(server)), timeout=30) as connection:
         connection.sendall(content)
         answer = b""
@@ -232,7 +232,7 @@ def test_request_that_is_huge_or_none_ends_at_once(
 ) -> None:
     try:
         answer = send(server, request_line)
-    except ConnectionError:  # the server refuses unread content
+    except ConnectionError:  # the server closed with content unread
         return
     assert status in answer.partition(b"\n")[0] + b"  "
 

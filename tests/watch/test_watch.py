@@ -1,4 +1,4 @@
-"""`mlxtune watch` and `mlxtune train --open`: the address, the browser, and the end."""
+"""`mlxtune watch` and `mlxtune train --open`: the address, opening the browser, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_ctrl_c_ends_the_server(tmp_path: Path) -> None:
     process = start("watch", write_run(tmp_path))
     assert process.stdout is not None
     address = process.stdout.readline().strip().removeprefix("page: ")
-    # An open page does not delay the end.
+    # The server ends even while a page is open.
     host, port = address.split("/")[2].split(":")
     with socket.create_connection((host, int(port))) as page:
         token = address.split("/")[3]

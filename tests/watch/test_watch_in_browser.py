@@ -1,4 +1,4 @@
-"""The live page in a real browser: two tabs of a run in progress, and a server that restarts."""
+"""The live page in a headless browser: two tabs of a running run, and a restarted server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.runs import EVALUATION, as_lines, step_line, write_run
 from tests.views.pages.test_run_page import hostile
 from tests.waiting import wait_until
 
-# True if the page reports that the server is gone.
+# True if the page says that the server is gone.
 GONE = "document.getElementById('gone') && !document.getElementById('gone').hidden"
 pytestmark = [needs_browser, pytest.mark.slow]
 
@@ -81,7 +81,7 @@ def test_two_tabs_follow_a_run_through_a_restart_to_its_stop(tmp_path: Path) -> 
                     first.show_as(width, 900, theme)
                     assert overflow(first) <= 0, (width, theme)
             assert first.evaluate("document.querySelectorAll('path.line').length") >= 5
-            # A chart still shows its values just after it is replaced.
+            # A chart that was just replaced still shows values on hover.
             told = first.evaluate(
                 "(() => { const plot = document.querySelector('.plot'); const b = plot"
                 ".getBoundingClientRect(); plot.dispatchEvent(new PointerEvent('pointermove', "
@@ -99,7 +99,7 @@ def test_two_tabs_follow_a_run_through_a_restart_to_its_stop(tmp_path: Path) -> 
             for tab in tabs:
                 tab.wait_for(f"{text('head')}.includes('step 62 of 80')")
                 tab.wait_for(f"!({GONE})")
-            # The first press only asks for confirmation.
+            # The first click only opens a confirmation.
             first.evaluate("document.querySelector('[data-stop]').click()")
             assert first.wait_for("document.getElementById('confirm').open")
             first.evaluate("document.getElementById('cancel').click()")
@@ -112,7 +112,7 @@ def test_two_tabs_follow_a_run_through_a_restart_to_its_stop(tmp_path: Path) -> 
             first.wait_for(f"{text('head')}.includes('unfinished')")
         for tab in tabs:
             assert all(url.startswith((address, "data:")) for url in tab.requested), tab.requested
-            # The page reported only that the server was gone.
+            # The only console messages are about the stopped server.
             assert [each for each in tab.said if "ERR_CONNECTION_REFUSED" not in each] == []
 
 
@@ -123,7 +123,7 @@ def test_page_tries_again_after_an_answer_that_is_none(tmp_path: Path) -> None:
         tab.open(server.address)
         tab.wait_for(f"{text('head')}.includes('epochs')")
         assert not tab.evaluate(GONE)
-        # A server with another token answers like this, and the browser stops reconnecting.
+        # With another token, the server answers 404, and the browser's EventSource gives up.
         token, server.token = server.token, "other"
         tab.evaluate("document.querySelector('[data-view]').click()")
         tab.wait_for(GONE)
@@ -146,7 +146,7 @@ def test_model_is_asked_and_hostile_text_stays_text(tmp_path: Path) -> None:
         assert "<img src=x onerror=alert(1)>" in shown
         assert "<i>4</i>" in shown
         assert "four" in shown
-        # Typed text stays while parts of the page are replaced.
+        # The typed question stays while parts of the page are replaced.
         assert tab.evaluate("document.getElementById('question').value")
         assert tab.evaluate("document.querySelectorAll('img, main script').length") == 0
         assert tab.said == []

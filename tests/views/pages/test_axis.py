@@ -1,4 +1,4 @@
-"""Axes: the positions of values, and the ticks."""
+"""Axes of charts: the positions of values, and the ticks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_marks_are_round_numbers_in_as_few_digits_as_they_need(
 
 
 @given(VALUES, st.booleans())
-# Nothing lies between 0 and this value.
+# There is no float between 0 and 5e-324 for a tick.
 @example([5e-324], False)
 @example([5e-324], True)
 @example([-5e-324, 5e-324], False)

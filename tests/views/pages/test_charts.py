@@ -1,4 +1,4 @@
-"""Charts: the SVG's points are at the positions of the values."""
+"""Charts: the points of the SVG match the values."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LINE = Series("training", "train", [0, 50, 100], [1.0, 2.0, 3.0])
 def test_line_stands_where_its_values_are() -> None:
     (points,) = paths(chart(LINE))
     assert [x for x, _ in points] == [0, 500, 1000]
-    # From 0 to 3 and a twentieth more, 500 high and downwards.
+    # The y axis goes from 0 to 3.15, on 500 units downwards.
     assert [y for _, y in points] == [round(500 * (1 - v / 3.15), 1) for v in (1, 2, 3)]
 
 
@@ -71,7 +71,7 @@ def test_single_step_is_a_dot_and_none_says_so() -> None:
 def test_points_are_joined_and_each_has_a_circle() -> None:
     pair = chart(Series("validation", "val", [0, 10], [4.0, 1.0], "points"))
     assert pair.count("<circle") == 2
-    assert not paths(pair)  # nothing is known between two validations
+    assert not paths(pair)  # two validations are not joined by a line
 
     html = chart(Series("validation", "val", [0, 5, 10], [4.0, 2.0, 1.0], "points"))
     assert html.count("<circle") == 3

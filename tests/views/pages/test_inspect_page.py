@@ -1,4 +1,4 @@
-"""The page of an inspection shows all of it as text, for any data."""
+"""The page of an inspection shows all of the inspection as text, even hostile data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Attributes = dict[str, str]
 
 
 class Page(HTMLParser):
-    """The elements of a page, and their text."""
+    """The parsed elements of a page, and their text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Page(HTMLParser):
         self._texts.append((list(self._open), data))
 
     def texts(self, wanted: Callable[[str, Attributes], bool]) -> list[str]:
-        """Return the text of each element that `wanted` accepts."""
+        """Return the text of each element for which `wanted` is true."""
         found: dict[int, str] = {}
         for parents, data in self._texts:
             for element in parents:
@@ -66,7 +66,7 @@ class Page(HTMLParser):
         return list(found.values())
 
     def of(self, name: str) -> list[str]:
-        """Return the text of each element of a class or a tag, with joined blanks."""
+        """Return the text of each element with this class or tag, with single blanks."""
         texts = self.texts(lambda tag, has: name == tag or name in has.get("class", "").split())
         return [" ".join(text.split()) for text in texts]
 
@@ -125,7 +125,7 @@ def test_place_links_to_its_row_where_that_is_on_the_page() -> None:
     links = {has["href"] for tag, has in shown.tags if tag == "a"}
     targets = {has["id"] for _, has in shown.tags if "id" in has}
 
-    # Row 12 is the fifth example and row 33 the seventh; row 999 is not shown.
+    # Links count from 0: row 12 is the fifth example, and row 33 the seventh. Row 999 is not shown.
     assert {link for link in links if link.startswith("#e")} == {"#e4", "#e6"}
     assert {link for link in links if "q=" in link} == {
         "#q=kind:looks%20wrong",
@@ -175,7 +175,7 @@ def test_marked_text_is_the_supervised_text_and_control_tokens_are_chips() -> No
     assert shown.texts(lambda _, has: has.get("class") == "text") == [
         "".join(piece.text for piece in pieces)
     ]
-    # The first label of each belongs to the legend.
+    # The first element of each kind belongs to the legend.
     assert shown.of("s")[1:] == ["Hello!<|im_end|>", "So long.<|im_end|>"]
     assert shown.of("code")[1:] == ["<|im_start|>", "<|im_end|>"] * 4
 
@@ -220,7 +220,7 @@ def test_long_example_shows_its_ends_and_folds_its_middle() -> None:
 
 
 def skeleton(html: str) -> list[tuple[str, list[str]]]:
-    """Return the elements and the names of their attributes, without the marks within tokens."""
+    """Return a page's elements and the names of their attributes, without <u> in tokens."""
     return [(tag, sorted(has)) for tag, has in Page(html).tags if tag != "u"]
 
 
@@ -354,6 +354,6 @@ def test_pair_is_one_article_with_its_sides_beside_each_other_and_what_differs_m
     marked = page.texts(lambda tag, attributes: tag == "mark")
     assert marked[2:] == ["30", "00"]
     assert "desirable" in articles[1]
-    # The finding's link leads to the article of its row.
+    # The finding links to the article of its row.
     assert [a["href"] for tag, a in page.tags if a.get("href", "").startswith("#e")] == ["#e1"]
     assert "All 3 examples" in " ".join(page.texts(lambda tag, a: a.get("class") == "note"))

@@ -1,4 +1,4 @@
-"""The page in a headless browser: search, theme, width, and harmless data."""
+"""The page of an inspection in a headless browser: search, theme, width, and harmless data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxtune.views.pages.inspect_page import render_page
 from tests.browser import browse, drive, needs_browser
 from tests.inspections import HOSTILE, INSPECTION, with_text
 
-# Uses the page like a reader.
+# Uses the page as a reader would.
 STEPS = """
   const later = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
   const shown = (page) => page.querySelectorAll("article.example:not([hidden])").length;
@@ -105,7 +105,7 @@ def test_hostile_data_neither_runs_nor_loads_nor_speaks(folder: Path) -> None:
     assert page.dom.count("<script") == 1
     assert page.said == []
     assert not [address for address in page.requested if "evil" in address]
-    # A page with this text would have loaded something.
+    # The test can see requests: a page that contains this text unescaped makes them.
     control = browse(folder, "control.html")
     assert [address for address in control.requested if "evil.example" in address]
     assert len(control.said) == 2
@@ -152,7 +152,7 @@ def test_search_and_filters_show_what_matches_and_write_the_address(
 
 
 def test_number_finds_the_row_and_the_text(seen: dict[str, Any]) -> None:
-    # Row 33, and `word33` in row 20.
+    # Found are row 33, and the text `word33` in row 20.
     assert seen["number"][0] == "2 of 7 shown"
 
 

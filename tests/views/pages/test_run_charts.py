@@ -1,4 +1,4 @@
-"""The charts of runs: averages follow the paper."""
+"""The averages in the charts of runs follow their formula."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_average_is_the_exponential_one_corrected_for_its_start() -> None:
     span = span_for(len(values))
     assert span == 3
     keep = (span - 1) / (span + 1)
-    # A sum with weights that decay by `keep`, divided by the sum of the weights.
+    # The mean of all values so far, with weights that decay by `keep`.
     expected = [
         sum(keep ** (i - j) * values[j] for j in range(i + 1))
         / sum(keep ** (i - j) for j in range(i + 1))

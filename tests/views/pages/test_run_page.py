@@ -1,4 +1,4 @@
-"""The page of a run shows all its records as text, with any contents of its files."""
+"""The page of a run shows all its records as text, even hostile data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOSTILE = "</script><script>owned()</script><img src=x onerror=alert(1)>\u202e\x
 
 
 class Page(HTMLParser):
-    """The elements of a page and the text in each section; unclosed elements fail."""
+    """The parsed elements of a page, and the text in each section; all elements must be closed."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def test_many_answers_are_folded_away_and_bounded(tmp_path: Path) -> None:
 
 
 def hostile(value: Any) -> Any:
-    """Return the value with every text and every option name replaced by hostile text."""
+    """Return the value with every text in it replaced by hostile text."""
     if isinstance(value, str):
         return HOSTILE
     if isinstance(value, list):
@@ -235,7 +235,7 @@ def test_what_files_hold_is_inert(tmp_path: Path) -> None:
         assert "\x1b" not in html
         assert "&lt;script&gt;owned()" in html
         found = Page(html)
-        # No attribute that runs a script, nothing that loads.
+        # No attribute runs a script or loads a file.
         assert not [n for _, attributes in found.tags for n in attributes if n.startswith("on")]
         loads = {"src", "srcset", "action", "formaction", "poster", "data", "background", "style"}
         assert not [name for _, attributes in found.tags for name in attributes if name in loads]
@@ -258,7 +258,7 @@ def test_policy_allows_nothing_but_its_own_script_and_style(run: Run) -> None:
 
 
 def test_colours_of_text_stand_out_from_what_is_behind_them() -> None:
-    """WCAG 2.1, 1.4.3 and 1.4.11: 4.5 for text, 3 for curves."""
+    """WCAG 2.1, 1.4.3 and 1.4.11, require a contrast of 4.5 for text and 3 for curves."""
     from importlib import resources
 
     folder = resources.files("mlxtune.views.pages") / "templates"
@@ -320,7 +320,7 @@ def test_runs_that_were_judged_by_other_rows_are_not_compared_in_silence(tmp_pat
         assert (found.text("h1") == "2 runs side by side, validated on different rows") is differs
         assert ("1.00 best" in found.text("results")) is not differs
 
-    # With a validation file, the seed selects no rows.
+    # The seed does not select the rows of a validation file.
     file = {"validation_hash": "sha256:file"}
     first, second = (
         read_run(write_run(tmp_path / name, options={"seed": seed}, about=file))

@@ -1,4 +1,4 @@
-"""A notebook's card of a run: the numbers of its record, and its curve."""
+"""The card of a run in a notebook: the numbers of its record, and its curve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of runs in a real browser: both widths, both themes, and values shown on request."""
+"""The page of runs in a headless browser: both widths, both themes, and values on hover."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.views.pages.test_run_page import HOSTILE, hostile
 
 pytestmark = needs_browser
 
-# Uses the pages like a reader.
+# Uses the pages as a reader would.
 STEPS = """
   const colour = (element, name) => getComputedStyle(element)[name];
   const point = (view, plot, x, y) => plot.dispatchEvent(new view.PointerEvent("pointermove",
@@ -83,7 +83,7 @@ STEPS = """
 
 
 def write_pages(folder: Path) -> None:
-    """Write pages of one run, three runs, 20,000 steps, hostile text, and almost no records."""
+    """Write pages of one run, three runs, 20,000 steps, hostile text, and an almost empty run."""
     runs = folder / "runs"
     one = read_run(write_run(runs / "one", evaluation=EVALUATION))
     three = [
