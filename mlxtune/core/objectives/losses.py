@@ -1,7 +1,7 @@
-"""The losses of preferences, as formulas over log-probabilities.
+"""Preference losses, as formulas over log-probabilities.
 
-Each takes the sides of a step's rows and the options, and returns the loss of each row. `xp` is the
-module that computes: numpy, or mlx.core for a gradient.
+Each takes the `Sides` of a step's rows and the options, and returns the loss of each row. `xp` is
+the array module: numpy, or mlx.core if a gradient is needed.
 
 Sources: TRL 1.16 (`DPOTrainer`, `KTOTrainer`, `CPOTrainer` and `ORPOTrainer`) and the papers that
 it cites; the losses have TRL's names.
@@ -19,10 +19,10 @@ from mlxtune.config.objective import ObjectiveConfig
 class Sides:
     """The log-probabilities of a step's rows, each an array (R,).
 
-    A row has a chosen and a rejected answer, or one answer, in `chosen`, with its `desirable`: 1 or
-    0. `count_…` are supervised tokens. `reference_…` are log-probabilities of the policy before its
-    first step, zeros if the objective needs none. `kl` is the step's estimate of the divergence
-    from the reference, in nats.
+    A row has a chosen and a rejected answer, or only the answer in `chosen`, with the label 1 or 0
+    in `desirable`. `count_…` are numbers of supervised tokens. `reference_…` are log-probabilities
+    under the model before its first step, zeros if the objective needs none. `kl` is the step's
+    estimate of the divergence from the reference, in nats.
     """
 
     chosen: Any
@@ -36,7 +36,7 @@ class Sides:
 
     @property
     def chosen_ratio(self) -> Any:
-        """The logarithm of the policy's probability over the reference's."""
+        """The log-ratio of the chosen answer's probabilities: trained model over reference."""
         return self.chosen - self.reference_chosen
 
     @property
@@ -49,7 +49,7 @@ class Sides:
 
     @property
     def mean_delta(self) -> Any:
-        """The difference of the mean ratios per token, as IPO's authors confirmed to TRL."""
+        """The difference between the log-ratios per token, as IPO's authors confirmed to TRL."""
         chosen = self.chosen_ratio / self.count_chosen
         return chosen - self.rejected_ratio / self.count_rejected
 
@@ -66,7 +66,7 @@ def _sigmoid(xp: Any, x: Any) -> Any:
 
 
 def _smoothed(xp: Any, x: Any, smoothing: float) -> Any:
-    """Return the negative log-sigmoid, with labels swapped in a share of rows."""
+    """Return -log sigmoid(x), averaged as if a share `smoothing` of the labels were swapped."""
     loss = -_log_sigmoid(xp, x)
     return loss if not smoothing else (1 - smoothing) * loss - smoothing * _log_sigmoid(xp, -x)
 
@@ -132,7 +132,7 @@ def _aot_unpaired(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
     return _smoothed(xp, o.strength * delta, o.label_smoothing)
 
 
-# TRL's default temperature of the blend.
+# TRL's default temperature for blending the two losses of DiscoPOP.
 _DISCOPOP_TAU = 0.05
 
 
@@ -154,7 +154,7 @@ def _orpo(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
 
 
 def log_odds_ratio(s: Sides, xp: Any) -> Any:
-    """Return log(odds(chosen) / odds(rejected)), of mean probabilities; Hong et al. 2024, (4)."""
+    """Return log(odds(chosen) / odds(rejected)), of means per token; Hong et al. 2024, (4)."""
     chosen, rejected = s.chosen / s.count_chosen, s.rejected / s.count_rejected
     return (chosen - rejected) - (_log1mexp(xp, chosen) - _log1mexp(xp, rejected))
 
@@ -208,5 +208,5 @@ DPO_LOSSES: Mapping[str, Loss] = {
 }
 KTO_LOSSES: Mapping[str, Loss] = {"kto": _kto, "apo_zero_unpaired": _apo_zero_unpaired}
 OTHER_LOSSES: Mapping[str, Loss] = {"orpo": _orpo, "cpo": _cpo, "simpo": _simpo}
-# Losses in which the loss of a row depends on other rows of the step.
+# DPO losses in which a row's loss depends on the other rows of its step.
 ACROSS_ROWS = ("aot", "aot_unpaired")

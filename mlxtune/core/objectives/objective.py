@@ -1,8 +1,8 @@
 """The loss that a step minimises, as a function of the log-probabilities of all its examples.
 
-A pair has examples of its chosen and of its rejected answer, a row with a label has examples of one
-answer. The log-probability of an answer is the sum over its supervised tokens, in nats. How a step
-is split into micro-batches, or over workers, changes none of the functions here.
+A pair has examples of a chosen and of a rejected answer; a labelled row has examples of one answer.
+The log-probability of an answer is the sum over its supervised tokens, in nats. No function here
+depends on how a step is split into micro-batches or over workers.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from mlxtune.core.objectives.losses import (
 from mlxtune.core.steps.batch import predicted_tokens
 
 _Floats = npt.NDArray[np.float64]
-# The place of a role among the columns of a step's log-probabilities.
+# The index of each role's column in arrays (columns, R) of a step's log-probabilities.
 _PLACES = {CHOSEN: 0, DESIRABLE: 0, UNDESIRABLE: 0, REJECTED: 1, WHOLE: 2, MISMATCHED: 3}
 _COLUMNS = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The place of each example of some rows among the rows' answers.
+    """The layout of rows' answers in arrays (columns, R), and the place of each example in them.
 
-    `slots` is int64 (E,): the place of each example in an array (columns, R) of the rows' answers,
-    flattened; an answer of several turns has several examples. `references` and `counts` are
-    (columns, R): sums of the examples' references, and of their supervised tokens. `desirable` is
-    (R,), 1 for a row whose label is true.
+    `slots` is int64 (E,): the index of each example's answer in such an array, flattened; an answer
+    of several turns has several examples. `references` and `counts` are (columns, R): each answer's
+    reference log-probability, and its number of supervised tokens. `desirable` is (R,), 1 for a row
+    whose label is true.
     """
 
     slots: npt.NDArray[np.int64]
@@ -62,7 +62,7 @@ class Layout:
         return int(self.counts.shape[1])
 
     def sums(self, logps: _Floats) -> _Floats:
-        """Return the log-probabilities (E,) summed by answer, (columns, R)."""
+        """Sum the examples' log-probabilities (E,) for each answer; return (columns, R)."""
         sums = np.zeros(self.counts.size)
         np.add.at(sums, self.slots, logps)
         return sums.reshape(self.counts.shape)
@@ -70,9 +70,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Totals:
-    """The facts of a step that the loss of some of its rows depends on.
+    """Totals over all rows of a step, which the loss of each part of its rows depends on.
 
-    `tokens` are the tokens whose loss is added to the preference; `kl` is the step's divergence.
+    `tokens` counts the tokens whose cross-entropy is added to the loss; `kl` is the divergence.
     """
 
     rows: int
@@ -92,10 +92,7 @@ class Objective:
 
     @property
     def is_sft(self) -> bool:
-        """Whether the objective is supervised fine-tuning.
-
-        Its loss weights need no forward pass.
-        """
+        """Whether this is supervised fine-tuning, whose loss weights need no forward pass."""
         return self.name == "sft"
 
     @property
@@ -108,7 +105,7 @@ class Objective:
 
     @property
     def needs_kl(self) -> bool:
-        """Whether a step needs the divergence, measured on another row's answer to each prompt."""
+        """Whether a step needs the divergence, estimated from other rows' answers to prompts."""
         return self.name in LABELLED and self.options.kto_loss == "kto"
 
     @property
@@ -118,7 +115,7 @@ class Objective:
 
     @property
     def description(self) -> str:
-        """The objective in a few words, as the plan and the model card name it."""
+        """The objective, its loss and its beta, as the plan and the model card show them."""
         options = self.options
         loss = {"dpo": options.dpo_loss, "kto": options.kto_loss}.get(self.name)
         named = f" ({loss})" if loss not in (None, "sigmoid", self.name) else ""
@@ -135,7 +132,7 @@ class Objective:
         return _PLACES[WHOLE if self.options.orpo_nll == "prompt" else CHOSEN]
 
     def lay_out(self, examples: Sequence[Example]) -> Layout:
-        """Return the layout of whole rows, in the order of their first examples."""
+        """Return the layout of all rows of the examples, in the order of their first examples."""
         rows: dict[int, int] = {}
         index = [rows.setdefault(example.key, len(rows)) for example in examples]
         columns = np.array([_PLACES[example.role] for example in examples], dtype=np.int64)
@@ -153,9 +150,9 @@ class Objective:
         return Totals(layout.rows, float(layout.counts[self._nll_column].sum()), kl)
 
     def kl(self, layout: Layout, sums: Any) -> float:
-        """Return the mean divergence of answers of other rows, at least 0; `sums` is (columns, R).
+        """Return the divergence, at least 0: the mean log-ratio of the other rows' answers.
 
-        The gradient does not go through it.
+        `sums` is (columns, R). The gradient does not flow through the result.
         """
         column = _PLACES[MISMATCHED]
         there = layout.counts[column] > 0
@@ -164,9 +161,9 @@ class Objective:
         return max(float((sums[column] - layout.references[column])[there].mean()), 0.0)
 
     def loss(self, sums: Any, layout: Layout, totals: Totals, xp: Any = np) -> Any:
-        """Return the contribution of rows to the loss of their step, a scalar.
+        """Return the part of a step's loss that these rows contribute, a scalar.
 
-        `sums` are the log-probabilities of their answers (columns, R), an array of the module `xp`.
+        `sums` (columns, R) has their answers' log-probabilities, as an array of the module `xp`.
         """
         losses = self._loss(self._sides(sums, layout, totals, xp), self.options, xp)
         loss = losses.sum() / totals.rows
@@ -177,7 +174,7 @@ class Objective:
     def evaluate(
         self, examples: Sequence[Example], logps: _Floats
     ) -> tuple[float, dict[str, float]]:
-        """Return loss and metrics of whole rows, from their examples' log-probabilities (E,)."""
+        """Return the loss and metrics of rows from their examples' log-probabilities (E,)."""
         mismatched = np.array([example.role == MISMATCHED for example in examples])
         rows = [example for example in examples if example.role != MISMATCHED]
         layout, kl = self.lay_out(rows), 0.0
@@ -189,7 +186,7 @@ class Objective:
         return float(loss), self.metrics(own, layout, kl)
 
     def metrics(self, logps: _Floats, layout: Layout, kl: float = 0.0) -> dict[str, float]:
-        """Return TRL's metrics of whole rows, from the log-probabilities of their examples (E,)."""
+        """Return TRL's metrics of rows from their examples' log-probabilities (E,)."""
         sums = layout.sums(logps)
         sides = self._sides(sums, layout, self.totals(layout, kl), np)
         if not self.has_pairs:
@@ -229,13 +226,16 @@ class Objective:
         return {name: float(value) for name, value in found.items()}
 
     def expected_first_loss(self, layout: Layout) -> float | None:
-        """Return the loss of rows under the reference itself; None without a reference."""
+        """Return the loss before the first update, when the model equals its reference.
+
+        Returns None without a reference.
+        """
         if not self.needs_reference:
             return None
         return float(self.loss(layout.references, layout, self.totals(layout)))
 
     def _sides(self, sums: Any, layout: Layout, totals: Totals, xp: Any) -> Sides:
-        # Without a second answer, or a reference, zeros take their place: no loss reads them.
+        # Zeros replace a missing second answer or reference; no loss reads them.
         counts = np.maximum(layout.counts, 1)
         references, labels = layout.references, layout.desirable
         given: list[Any] = [references[0], references[1], counts[0], counts[1], labels]
@@ -248,7 +248,7 @@ SFT = Objective(ObjectiveConfig())
 
 
 def with_references(examples: Sequence[Example], references: Sequence[float]) -> list[Example]:
-    """Return examples with their references."""
+    """Return copies of examples, with their reference log-probabilities set."""
     return [
         replace(example, reference=float(reference))
         for example, reference in zip(examples, references, strict=True)

@@ -1,4 +1,4 @@
-"""Rows of preferences, each with the reference's log-probability of its examples."""
+"""Preference rows, with the reference model's log-probability of each example."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.objectives.objective import Objective, with_references
 from mlxtune.errors import OutputError
 
-# The folder in the user's cache.
+# The folder for reference log-probabilities in the user's cache.
 _CACHE = "references"
 
 
 @dataclass(frozen=True, eq=False)
 class PreferenceRows(CorpusRows):
-    """Rows of a corpus, with their objective's references and pairs.
+    """Rows of a corpus, with the examples and reference log-probabilities of an objective.
 
-    If it needs the divergence, each row gets an example of its prompt with the answer of the
-    previous row, or of the last row for the first, as in TRL. `references` has the reference's
-    log-probabilities of each row's examples.
+    With `adds_mismatched`, each row gets an example of its prompt with the previous row's answer
+    (the first row with the last row's), as in TRL. `references` has a log-probability for each
+    example of each row.
     """
 
     adds_mismatched: bool = False
@@ -63,7 +63,7 @@ class PreferenceRows(CorpusRows):
             yield replace(example, tokens=tokens, assistant_mask=mask, role=MISMATCHED)
 
     def digest(self) -> str:
-        """Return a hash over tokens, masks and roles of all examples, in their order."""
+        """Return a hash of the tokens, masks and roles of all examples, in order."""
         digest = hashlib.sha256()
         for examples in self:
             for example in examples:
@@ -73,20 +73,20 @@ class PreferenceRows(CorpusRows):
         return digest.hexdigest()
 
     def with_references(self, values: Sequence[float]) -> PreferenceRows:
-        """Return the rows with the references of their examples, in order."""
+        """Return the rows with reference log-probabilities, one for each example in order."""
         sizes = [len(row) for row in replace(self, references=None)]
         parts = np.split(np.asarray(values), np.cumsum(sizes)[:-1])
         return replace(self, references=[part.tolist() for part in parts])
 
 
 def reference_key(model: Mapping[str, Any], rows: Sequence[PreferenceRows]) -> str:
-    """Return a hash of a reference's inputs: the model at the start, and the examples."""
+    """Return a hash of the inputs of reference log-probabilities: starting model and examples."""
     parts = {**model, "examples": [each.digest() for each in rows]}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def read_references(places: Sequence[Path], key: str, examples: int) -> list[float] | None:
-    """Return the log-probabilities that a run wrote; None if no file has them."""
+    """Return the log-probabilities stored under a key; None if no valid file has them all."""
     for path in places:
         with suppress(OSError, ValueError):
             found = read_json(path, REFERENCES)
@@ -100,7 +100,7 @@ def read_references(places: Sequence[Path], key: str, examples: int) -> list[flo
 
 
 def check_references(path: Path) -> str:
-    """Return how many log-probabilities a file holds. Raises OSError, or ValueError if damaged."""
+    """Describe a file's content for `verify`. Raises OSError, or ValueError if it is damaged."""
     found = read_json(path, REFERENCES)
     values: list[float] = from_json(list[float], found.get("logps"))
     if found != _content(str(found.get("key")), values):
@@ -125,12 +125,12 @@ def _content(key: str, logps: Sequence[float]) -> dict[str, Any]:
 
 
 def cached(cache: Path | None, key: str) -> list[Path]:
-    """Return the file of a reference in the user's cache; None without a cache."""
+    """Return the cache's file for this key, as a list of one path; empty without a cache."""
     return [] if cache is None else [cache / _CACHE / f"{key[:32]}.json"]
 
 
 def keep(cache: Sequence[Path], key: str, logps: Sequence[float]) -> None:
-    """Write computed references to a cache, which may be full or read-only."""
+    """Write log-probabilities to the cache, unless it is full or read-only."""
     for path in cache:
         with suppress(OutputError):
             write_references(path, key, logps)

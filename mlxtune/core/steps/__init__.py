@@ -1,1 +1,1 @@
-"""The layout of steps: order of rows, groups, packs, memory."""
+"""How steps are planned: order of rows, padded groups, packed lines, memory and workers."""

@@ -11,11 +11,11 @@ from mlxtune.core.data.encode import Example
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Examples padded on the right to one width, after the shift.
+    """Examples padded on the right to one width, with targets shifted by one token.
 
     `inputs` and `targets` are int32 of shape (B, T), `mask` is float32 of shape (B, T) and 1 where
-    the target carries loss. `rows` identifies each line's example to seed its random numbers;
-    `lengths` counts its real tokens.
+    the target carries loss. `rows` has the row key of each example, which seeds its random numbers;
+    `lengths` counts its tokens without padding.
     """
 
     inputs: npt.NDArray[np.int32]
@@ -34,14 +34,14 @@ class MicroBatch:
 
     @property
     def stretches(self) -> list[tuple[int, int]]:
-        """The stretches of real tokens: the length of each, and the number of tokens before it."""
+        """Each example's tokens without padding: their number, and their first position, 0."""
         return [(length, 0) for length in self.lengths]
 
 
 def run_length(example: Example) -> int:
-    """Return how many tokens of an example run: all before its last supervised token.
+    """Return how many tokens the model must process: all before the last supervised token.
 
-    The last token predicts nothing that carries loss. At least 1.
+    Later tokens predict nothing that carries loss. At least 1.
     """
     supervised = example.assistant_mask[:0:-1]
     return len(supervised) - int(supervised.argmax()) if supervised.any() else 1
@@ -56,7 +56,7 @@ def rows_of(examples: Sequence[Example]) -> list[list[int]]:
 
 
 def predicted_tokens(example: Example) -> int:
-    """Return the number of supervised tokens with loss: nothing predicts the first token."""
+    """Return the number of supervised tokens after the first token, which nothing predicts."""
     return int(example.assistant_mask[1:].sum())
 
 
@@ -67,8 +67,8 @@ def collate(examples: Sequence[Example], width: int | None = None) -> MicroBatch
         assistant_mask   0 0 1 1 0      targets  b c d
                                         mask     0 1 1
 
-    `pack` does the same in one line. Each is padded to `width`, by default the widest example's,
-    with token 0 and mask 0. Under causal attention no token before the padding can see it.
+    `pack` lays examples in one line instead. Examples are padded to `width`, by default the widest
+    example's, with token 0 and mask 0. Under causal attention, no real token sees the padding.
 
     Raises ValueError when an example is wider than `width`.
     """

@@ -14,10 +14,10 @@ from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 
 class LinearHead(Protocol):
-    """The cross-entropy of a single-product head, in blocks, so that few logits are in memory.
+    """The cross-entropy of an output head that is one matrix product, in blocks to save memory.
 
     `weight` is (V, H), `hidden` float32 (P, H) and `targets` int32 (P,); the losses are float32
-    (P,). The model of several workers also passes its `vocabulary`.
+    (P,). Workers that share a model also pass their `vocabulary`, whose rows they split.
     """
 
     def trained_head_losses(self, weight: Any, hidden: Any, targets: Any) -> Any:
@@ -30,8 +30,8 @@ class LinearHead(Protocol):
 class Operations(Protocol):
     """The operations that compute a step on a device; arrays and modules are the backend's.
 
-    `by_segments`: causal attention keeps a line's examples separate. `lazy`: building a graph
-    computes none of it. `joins`: projections of the same input run together in training.
+    `by_segments`: causal attention keeps the examples of a packed line separate. `lazy`: building a
+    graph computes nothing. `joins`: projections of the same input run together in training.
     """
 
     by_segments: bool
@@ -43,10 +43,10 @@ class Operations(Protocol):
         """Load libraries and kernels ahead of their first use."""
 
     def serves(self, dtype: Any) -> bool:
-        """Return whether models with hidden states of this dtype (None: unknown) can run."""
+        """Return whether the operations support hidden states of this dtype (None: unknown)."""
 
     def linear_head(self, dtype: Any) -> LinearHead | None:
-        """Return the loss of a single-product head; None if the head is computed like any other."""
+        """Return the blockwise loss of a single-product head, if there is one for this dtype."""
 
     def prepare(self, model: Any) -> Callable[[], None]:
         """Make a model compute with these operations; return a function that restores the model."""
@@ -55,7 +55,7 @@ class Operations(Protocol):
         """Return the losses, float32 (P,), in nats, for logits (P, V) and targets int32 (P,)."""
 
     def layer_passes(self, recompute: bool) -> Any:
-        """Return a memory-saving runner of layers; None if MLX runs them as usual."""
+        """Return an object that runs layers in less memory; None if MLX runs them as usual."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The memory of a step in MLX's own graph, counted in array entries; see `MemoryUse`."""
+"""The memory of a step that runs in MLX's own graph, in array entries; see `MemoryUse`."""
 
 from dataclasses import replace
 
@@ -11,8 +11,8 @@ from mlxtune.core.steps.memory_estimate import (
     held_logits,
 )
 
-# The most and the fewest rows of the vocabulary in a block of the head, and the most logits in it;
-# how many blocks of casts and of logits coexist, and the most copies of all logits.
+# The most and the fewest vocabulary rows in a block of the head, and the most logits in it; the
+# number of blocks of cast weights, and of logits, in memory, and the most copies of all logits.
 _VOCABULARY_BLOCK, _FEWEST, _BLOCK_LOGITS = 4096, 512, 1 << 21
 _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 5, 9, 2
 # Copies of a chunk's logits that cross-entropy and its gradient hold, and copies that are not freed
@@ -23,12 +23,12 @@ LOGITS, _IN_FLIGHT = 5, 2
 GRADIENTS = 3
 # Copies of a quantised matrix while it is unpacked.
 _UNPACKED = 2
-# Copies of products, and arrays as wide as its input, that a layer keeps in MLX's own graph.
+# Copies of a layer's products, and arrays as wide as its input, that it keeps in MLX's own graph.
 _COPIES, _WIDTHS = 2, 4
 # Copies of the experts' inputs and outputs that a layer's backward pass holds in MLX's own graph.
 _GATHERED = 2
-# Arrays, as wide as a convolution and its successors, that a layer's backward pass holds; and such
-# arrays that the layer keeps.
+# Arrays as wide as a layer's convolution: the number that its backward pass holds, and the number
+# that the layer keeps.
 _MIXED, _MIXED_COPIES = 4, 5
 
 
@@ -48,11 +48,11 @@ class GraphMemory:
         return self._kept_in_full(shapes, load)
 
     def _kept_in_full(self, shapes: ModelShapes, load: BatchLoad) -> Entries:
-        # Products and functions of them, inputs and residuals; and the scores.
+        # Products, functions of products, inputs and residuals; the scores follow below.
         width = _COPIES * shapes.products + shapes.scaled + _WIDTHS * shapes.inputs
         tokens = load.tokens * (width + shapes.gathered + shapes.mixed)
         tokens += load.beside * shapes.looped
-        # Recurrences have some of these arrays for examples side by side.
+        # Recurrences keep some of these arrays with examples side by side, padding included.
         tokens += _MIXED_COPIES * shapes.mixed * (load.beside - load.tokens)
         scores = load.scores if shapes.holds_scores(load) else 0
         return Entries(0, tokens, shapes.scores * scores)
@@ -74,7 +74,7 @@ class GraphMemory:
         return Entries(fixed, tokens, scores)
 
     def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
-        """Return the head's entries in flight, which measured passes without a head miss."""
+        """Return the head's unfreed entries, which measurements without a head leave out."""
         positions, _ = head_states(shapes, settings, load)
         logits = held_logits(settings, positions, shapes)
         if settings.split_head and not self.holds_logits(shapes):
@@ -92,5 +92,5 @@ class GraphMemory:
         return hidden + shapes.head_cast + LOGITS * held_logits(settings, positions, shapes)
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
-        """Return whether the head holds logits: in 16 bits, or if it is not a single product."""
+        """Return whether the head holds logits, as in 16 bits or if it is not a single product."""
         return shapes.itemsize != 4 or not shapes.plain_head

@@ -1,7 +1,7 @@
-"""The grouping of a step's examples that cannot be packed into one line.
+"""Groups the examples of a step into padded micro-batches if they cannot be packed.
 
-An example runs up to the prediction of its last supervised token; the other examples of its group
-are padded to the widest.
+An example runs up to the token before its last supervised one, and is padded to the widest example
+of its group.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
 
-# Examples planned together: the time grows with their square, and more examples gain little.
+# The number of examples planned together: time grows with its square, and larger plans gain little.
 AT_ONCE = 256
 
 
@@ -21,9 +21,9 @@ AT_ONCE = 256
 class Group:
     """The examples of a micro-batch, as indices into the step's examples.
 
-    `tokens` run through the model, padding included. `width` is the number of the longest example's
-    tokens: side by side, each example takes `width` tokens. `added` of the tokens are padding at
-    the end of a line.
+    `tokens` counts the tokens that run through the model, padding included. `width` is the length
+    of the longest example, to which all are padded side by side. `added` counts the padding tokens
+    at the end of a packed line.
     """
 
     examples: tuple[int, ...]
@@ -41,9 +41,9 @@ class Group:
 def plan_step(examples: Sequence[Example], max_tokens: int, fixed: int) -> list[Group]:
     """Group the examples of a step at the least cost; the largest group comes first.
 
-    A group costs its tokens and `fixed`, in units of one token's time. Each example is in exactly
+    A group costs its tokens plus `fixed`, in units of one token's time. Each example is in exactly
     one group, which runs at most `max_tokens` tokens, except for a single longer example. The plan
-    is a function of the arguments.
+    depends on the arguments only.
     """
     runs = [run_length(example) for example in examples]
     order = sorted(range(len(examples)), key=lambda i: (-runs[i], i))
@@ -67,8 +67,8 @@ def plan_step(examples: Sequence[Example], max_tokens: int, fixed: int) -> list[
 def cheapest_cut(size: int, costs: Callable[[int], Iterable[float]]) -> list[range]:
     """Cut a sequence into parts at the least total cost; return the parts, last first.
 
-    `costs(start)` yields the cost of the part of 1, 2, … items from `start` on, up to the longest
-    that is allowed.
+    `costs(start)` yields the costs of parts of 1, 2, … items that begin at `start`, up to the
+    longest allowed part.
     """
     least, begin = [0.0] + [math.inf] * size, [0] * (size + 1)
     for start in range(size):

@@ -1,11 +1,11 @@
-"""The memory of a micro-batch, by sizes and by measured passes.
+"""Estimates the memory of a micro-batch from sizes, and corrects it by measured passes.
 
 Memory peaks either in the head or in the backward pass of a layer, and consists of
 
     weights      as stored, with the LoRA matrices
     optimizer    the gradients of the step and of the micro-batch, and AdamW's two moments
-    activations  what each layer keeps for its backward pass, and what one layer works with
-    head         logits, or the block of them that is held, and a cast copy of the weights
+    activations  arrays kept for the backward passes of layers, and working arrays of one layer
+    head         logits, or one block of logits, and a cast copy of the weights
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mlxtune.core.steps.groups import Group
 
 @dataclass(frozen=True)
 class Factors:
-    """Measured bytes over estimated bytes, by tokens and by scores; and the fixed bytes.
+    """Ratios of measured to estimated bytes that grow with tokens and with scores.
 
-    Without `fixed`, the estimate's fixed bytes apply.
+    `fixed` is the measured number of fixed bytes; without it, the estimate's applies.
     """
 
     tokens: float = 1.0
@@ -43,10 +43,10 @@ class Factors:
 
 @dataclass(frozen=True)
 class Measured:
-    """The factors by which short passes on the device differ from the estimate.
+    """The factors by which short passes, measured on the device, differ from the estimate.
 
     `kept` is for the values that layers keep, `working` for one layer's backward pass, and `again`
-    for a layer that runs again in it.
+    for a backward pass that first runs its layer again.
     """
 
     kept: Factors = field(default_factory=Factors)
@@ -65,26 +65,26 @@ class Measured:
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """A model with LoRA. Sizes are bytes, all else counts entries of arrays.
+    """The sizes of a model with LoRA, in array entries unless bytes are mentioned.
 
-    `weights` is the base as stored, at `stored_itemsize` an entry (0 if quantised); `itemsize` is
-    the compute dtype's. `trainable` counts the LoRA parameters. `layers` start at the first with
-    LoRA; the outputs of all their linear layers are `products` wide together, the outputs of one
-    layer `layer_products`, with the inputs that its experts gather, and the output of a single
-    linear layer at most `widest_product`. `updated` is the width of one layer's outputs with LoRA,
-    `scaled` the width of all outputs that DoRA scales. `largest_cast` and `unpacked` are the
-    entries of the largest matrix that is cast, and of the largest quantised one that is unpacked,
-    for each product; `head_cast` the head's. `plain_head`: the head is one product. `heads` of
-    `head_size` attend.
+    `weights` counts the bytes of the stored base, with `stored_itemsize` bytes an entry (0 if
+    quantised); `itemsize` is the compute dtype's. `trainable` counts the LoRA parameters. `layers`
+    counts the layers from the first with LoRA on; the outputs of all their linear layers are
+    `products` wide together, the outputs of one layer `layer_products`, including inputs that its
+    experts gather, and the output of a single linear layer at most `widest_product`. `updated` is
+    the width of one layer's outputs with LoRA, `scaled` the width of all outputs that DoRA scales.
+    `largest_cast` and `unpacked` are the sizes of the largest matrix that is cast, and of the
+    largest quantised matrix that is unpacked, for a product; `head_cast` is the head's.
+    `plain_head`: the head is one product. Attention has `heads` heads of `head_size`.
 
     `scores` counts the copies of one head's scores that MLX's graph keeps in all layers,
     `layer_scores` the copies that one layer's backward pass adds, if examples are wider than
-    `window`; `held_scores` the copies in the CPU's functions. `gathered` is the width of the inputs
-    that the experts of all layers gather, `layer_gathered` the width of one layer's gathered inputs
-    and outputs. `mixed` counts the channels of the convolutions of all layers, `layer_mixed` the
-    most in one layer. `looped` counts the entries per token that the loops over tokens keep in all
+    `window`; `held_scores` the copies that the CPU's functions hold. `gathered` is the width of the
+    inputs that the experts of all layers gather, `layer_gathered` the width of one layer's gathered
+    inputs and outputs. `mixed` counts the channels of the convolutions of all layers, `layer_mixed`
+    the most in one layer. `looped` counts the entries per token that loops over tokens keep in all
     layers, `layer_looped` the most that one layer's loop holds for a block of tokens. `measured`
-    corrects the estimate by passes that ran.
+    corrects the estimate by measured passes.
     """
 
     weights: int
@@ -119,7 +119,7 @@ class ModelShapes:
 
     @property
     def inputs(self) -> int:
-        """Width of the inputs of all layers with LoRA."""
+        """The total width of the inputs of all `layers`."""
         return self.layers * self.hidden
 
     def with_layers(self, layers: int) -> ModelShapes:
@@ -130,7 +130,7 @@ class ModelShapes:
         return replace(self, layers=layers, **fewer)
 
     def holds_scores(self, load: BatchLoad) -> bool:
-        """Return whether attention holds the scores of examples this wide."""
+        """Return whether attention keeps the scores of examples of this width."""
         return load.width > self.window
 
 
@@ -138,7 +138,7 @@ class ModelShapes:
 class BatchLoad:
     """The load of a micro-batch: `tokens` run through the model, `positions` through its head.
 
-    Operations that mix tokens run `lines` of `width` tokens, padding included.
+    Operations that mix tokens, such as attention, run `lines` examples padded to `width` tokens.
     """
 
     lines: int
@@ -156,12 +156,12 @@ class BatchLoad:
 
     @property
     def beside(self) -> int:
-        """Tokens of examples side by side, padding included."""
+        """The number of tokens of the examples side by side, padding included."""
         return self.lines * self.width
 
     @property
     def repeated(self) -> int:
-        """Tokens that run once per example to mix tokens, and once for all examples elsewhere."""
+        """The number of tokens that side-by-side examples add: repeated prefixes and padding."""
         return max(self.lines * self.width - self.tokens, 0)
 
 
@@ -184,7 +184,7 @@ class Settings(Protocol):
 
 
 def head_states(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> tuple[int, int]:
-    """Return the positions of the head, and the entries of hidden states and gradients."""
+    """Return the number of the head's positions, and the entries of states and gradients."""
     positions = load.positions if settings.split_head else load.tokens
     return positions, shapes.hidden * (3 * load.tokens + 4 * positions)
 
@@ -206,7 +206,7 @@ class Entries(NamedTuple):
 class MemoryUse(Protocol):
     """How operations use memory, in entries of arrays of the compute dtype.
 
-    `casts_quantized`: one quantised matrix at a time is cast; else each is unpacked for its
+    `casts_quantized`: quantised matrices are cast one at a time; if not, each is unpacked for its
     product, the head in `head_copies` copies.
     """
 
@@ -220,7 +220,7 @@ class MemoryUse(Protocol):
         """Return the entries of one layer's backward pass, in addition to kept entries."""
 
     def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
-        """Return the entries that measured passes without a head miss."""
+        """Return the head's entries that measurements without a head leave out."""
 
     def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
         """Return the working entries of the head, in addition to kept entries."""
@@ -231,7 +231,7 @@ class MemoryUse(Protocol):
 
 @dataclass(frozen=True)
 class Prediction:
-    """The peak of a micro-batch in bytes, by part."""
+    """The predicted peak memory of a micro-batch in bytes, by part."""
 
     weights: int
     optimizer: int

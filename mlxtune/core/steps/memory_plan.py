@@ -20,17 +20,17 @@ from mlxtune.core.text import byte_size
 
 # The largest expected error of a prediction, as a share: plans leave this much free if they can.
 MARGIN = 0.15
-# The range of the peak around an estimate from sizes only, as shares.
+# The range of the real peak, as shares of an estimate from sizes only.
 ESTIMATE = (0.7, 1.4)
 # The values to try: tokens of a micro-batch, and supervised positions of a chunk of the head.
 _TOKENS = [1, *sorted(base << power for base in (64, 96) for power in range(14))]
 _CHUNKS = (256, 64, 16)
-# The cost of recomputing layers, as a factor of a step's time; and the assumed cost of a chunk a
-# quarter as large: if all fits, it exceeds the worth of memory, but recomputing costs more.
+# Factors of a step's time: for recomputing layers, and an assumed one for a chunk a quarter as
+# large. So plans use smaller chunks only if needed to fit, and before they recompute layers.
 _RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
 # A shorter --max-seq-len is not worth advising.
 _SHORTEST = 16
-# The bits of a weight with --quantize 4, and the weights that share a scale and a bias.
+# The bits of a weight with --quantize 4, and the number of weights that share a scale and a bias.
 _BITS, _GROUP = 4, 64
 # The most examples in the sample from which a plan is chosen.
 _PLANNED = 256
@@ -42,7 +42,7 @@ class MemoryPlan:
 
     `limit` and `estimate`, the peak by sizes only, are in bytes; `time` is in units of one token's
     time. The other fields describe the planned steps: `padding_share` is the padding's share of the
-    tokens that run; `run_share`: tokens run over tokens of the data, below 1 with shared prefixes.
+    tokens that run; `run_share` divides the tokens that run by the tokens of the data.
     """
 
     shapes: ModelShapes
@@ -70,9 +70,9 @@ def planned(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
 
 @dataclass(frozen=True)
 class DataSample:
-    """A sample of the data: the first steps, and the examples that take most memory.
+    """A sample of the data: the first steps, and the loads of the examples that take most memory.
 
-    With `keyed`, only examples of equal key share tokens.
+    With `keyed`, only examples of the same row share the tokens of a common prefix.
     """
 
     steps: Sequence[Sequence[Example]]
@@ -84,12 +84,12 @@ def _candidates(work: DataSample) -> list[int]:
     longest = max(load.tokens for load in work.alone)
     largest = max([longest, *(sum(map(run_length, step)) for step in work.steps)])
     enough = next((tokens for tokens in _TOKENS if tokens >= largest), _TOKENS[-1])
-    # Without steps, a single example runs.
+    # Without steps, only single examples are planned.
     return [tokens for tokens in _TOKENS if tokens <= enough] if work.steps else [enough]
 
 
 def _chunks(shapes: ModelShapes, execution: Execution) -> tuple[int, ...]:
-    """Return the chunks of the head that are worth trying: one if it holds no logits."""
+    """Return the chunk sizes of the head to try: only one if the head holds no logits."""
     logits = execution.operations.memory.holds_logits(shapes)
     return _CHUNKS if logits else (execution.loss_chunk,)
 
@@ -140,12 +140,12 @@ def choose(
 ) -> MemoryPlan | None:
     """Return the plan with the least memory among plans about as fast as the fastest that fits.
 
-    Measured memory decides whether a plan fits. The estimate from sizes ranks plans, as
-    measurements vary a little, and another plan rounds differently.
+    Measured memory decides whether a plan fits. The estimate from sizes ranks the plans:
+    measurements vary a little, and a different plan changes float rounding.
 
-    `limit` is in bytes; MARGIN of it is left if possible. `checkpointing` are the values of
-    `recompute` that are allowed, `tolerance` the share of time that memory may cost. None if
-    nothing fits. The choice is a function of the arguments.
+    `limit` is in bytes; MARGIN of it stays free if possible. `checkpointing` has the allowed values
+    of `recompute`. A plan may be slower than the fastest by the share `tolerance`. Returns None if
+    nothing fits. The choice depends on the arguments only.
     """
     plans = list(_plans(shapes, work, base, limit, checkpointing))
     for bound in (limit / (1 + MARGIN), limit):
@@ -159,7 +159,7 @@ def choose(
 
 
 def least(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Prediction:
-    """Return the least memory in which a micro-batch can run, for any chunk of its head."""
+    """Return the least memory that a micro-batch needs, over all chunk sizes of its head."""
     chunked = (replace(execution, loss_chunk=each) for each in _chunks(shapes, execution))
     return min((predict(shapes, each, load) for each in chunked), key=lambda peak: peak.total)
 
@@ -167,9 +167,9 @@ def least(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Predict
 def longest(
     shapes: ModelShapes, base: Execution, limit: int, most: int, checkpointing: Sequence[bool]
 ) -> int:
-    """Return the tokens of the longest example, all supervised, that can be planned.
+    """Return the length of the longest example that fits if all its tokens are supervised.
 
-    Leaves MARGIN of the limit. Returns at most `most` tokens; 0 if not even one fits.
+    Leaves MARGIN of the limit free. Returns at most `most` tokens; 0 if not even one fits.
     """
 
     def needs(tokens: int) -> int:
@@ -202,7 +202,7 @@ def remedies(
     *,
     may_checkpoint: bool,
 ) -> list[str]:
-    """Return the changes that would each make one example fit, with numbers."""
+    """Return changes to options that may let one example fit, such as `--max-seq-len 512`."""
     changes = []
     if may_checkpoint:
         execution = replace(execution, recompute=True)
@@ -230,12 +230,12 @@ def remedies(
 
 
 def _most(needs: Callable[[int], int], most: int, limit: int) -> int:
-    """Return the largest number up to `most` that is within the limit; 0 if there is none."""
+    """Return the largest number up to `most` whose memory is within the limit; 0 if none is."""
     return bisect_right(range(1, most + 1), limit, key=needs)
 
 
 def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Prediction:
-    """Return the memory of a micro-batch at its peak: an estimate, unless passes were measured."""
+    """Return a micro-batch's peak memory: estimated, and corrected if passes were measured."""
     memory, size = execution.operations.memory, shapes.itemsize
     measured = shapes.measured or Measured()
     # Layers that run again keep only their inputs.
@@ -243,7 +243,7 @@ def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Predi
     in_working = measured.again if execution.recompute else measured.working
     kept = in_kept.of(memory.kept(shapes, execution, load), size)
     working = in_working.of(memory.in_layer(shapes, execution, load), size)
-    # All in float32: the matrices, their two moments, and two gradients.
+    # In float32: the LoRA matrices, their two moments, and two gradients.
     weights, optimizer = shapes.weights + 4 * shapes.trainable, 4 * 4 * shapes.trainable
     in_layer = kept + working + size * memory.unseen(shapes, execution, load)
     in_head = size * memory.in_head(shapes, execution, load)

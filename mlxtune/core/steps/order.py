@@ -1,4 +1,4 @@
-"""The training rows and their order, which depend on the seed only."""
+"""The choice of training rows, and their order: for given data, the seed decides both."""
 
 import random
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ def hold_out_rows(
 ) -> tuple[list[int], list[int]]:
     """Return the training rows and the held-out rows, as indices in their order.
 
-    ceil(n * val_split) rows are held out, at most `val_rows` of them, at least one on each side.
-    `files` gives the file of each row; each file then has its share. Rows of one group stay on one
-    side, so fewer may be held out. The choice depends on the seed, n and the groups.
+    ceil(n * val_split) of n rows are held out, at most `val_rows`, with at least one on each side.
+    `files` gives each row's file; the same share of each is then held out. Rows of one group stay
+    on one side, so fewer may be held out. The choice depends on the seed, n and the groups.
 
-    Raises ValueError when there are no two rows that differ.
+    Raises ValueError if all rows are in one group.
     """
     _, first, which, copies = np.unique(
         np.asarray(groups, dtype=np.uint64),
@@ -50,7 +50,7 @@ def hold_out_rows(
     rows_of = np.argsort(which, kind="stable")
     ends = np.cumsum(copies)
     for i in _permutation(len(which), f"{seed}/split"):
-        # Only a group's first copy is drawn, so that copies do not raise its chance.
+        # Only the first row of a group is drawn, so that copies do not raise the group's chance.
         if first[which[i]] != i or not left[files[i]]:
             continue
         same = rows_of[ends[which[i]] - copies[which[i]] : ends[which[i]]]
@@ -60,7 +60,7 @@ def hold_out_rows(
             left -= needed
         if not left.any():
             break
-    if not chosen.any():  # copies of a row may exceed the need
+    if not chosen.any():  # each group has too many rows
         chosen[copies.argmin()] = True
     held_out = chosen[which]
     return np.flatnonzero(~held_out).tolist(), np.flatnonzero(held_out).tolist()
@@ -72,7 +72,7 @@ def _shares(rows: npt.NDArray[np.int64], val_split: float, val_rows: int) -> npt
     wanted = np.minimum(wanted, np.maximum(rows - 1, 0))
     if (total := int(wanted.sum())) <= val_rows:
         return wanted
-    # Each file has its share of the maximum, rounded down; the largest files get the rest.
+    # Each file gets its share of the maximum, rounded down; the largest remainders get the rest.
     shares: npt.NDArray[np.int64] = wanted * val_rows // total
     for file in np.argsort(-(wanted * val_rows % total), kind="stable")[: val_rows - shares.sum()]:
         shares[file] += 1
@@ -80,7 +80,7 @@ def _shares(rows: npt.NDArray[np.int64], val_split: float, val_rows: int) -> npt
 
 
 def rows_of_epoch(rows: CorpusRows, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Return the places in `rows` of an epoch's rows, by the weights of their files.
+    """Return the indices of the rows that an epoch uses, by the weights of their files.
 
     With a weight of 2.25, each row is used twice, and a quarter of the rows once more: each epoch
     takes the next quarter in an order that depends on the seed.
@@ -112,8 +112,8 @@ def steps_by_length(
 ) -> list[list[int]]:
     """Return the rows of each step of an epoch, of similar lengths, with the steps shuffled.
 
-    `lengths` are tokens by row. One step, at a random place, has the rows that do not fill a batch.
-    The order depends on the arguments only.
+    `lengths` counts the tokens of each row. If the rows do not fill all steps, one step, chosen at
+    random, is smaller. The order depends on the arguments only.
     """
     draw = random.Random(f"{seed}/length/{epoch}")
     # Lengths grow a little at random, so that batches differ from epoch to epoch.
@@ -137,7 +137,7 @@ def _permutation(n: int, key: str) -> list[int]:
 def steps_of(
     rows: CorpusRows, batch_size: int, order: str, seed: int, epoch: int
 ) -> list[list[int]]:
-    """Return the places in `rows` of the rows of each step of an epoch."""
+    """Return the indices in `rows` of the rows of each step of an epoch."""
     used = rows_of_epoch(rows, seed, epoch)
     if order == "length":
         steps = steps_by_length(rows.lengths[used], batch_size, seed, epoch)

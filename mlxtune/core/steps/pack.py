@@ -2,10 +2,10 @@
 
     tokens           a b c d e      a b x y      p q r
     in one line      a b c d   x    p q          the last token of each is predicted, not run
-    segments         [a b] [c d] [x] [p q]       c and x continue a b, p starts afresh
+    segments         [a b] [c d] [x] [p q]       c and x continue a b, p continues none
 
-A token attends to earlier tokens of its segment and to the segments that this one continues, at its
-position in its example. So no token sees another example.
+A token attends to earlier tokens of its segment and to the segments that its segment continues, and
+has its position in its example. So no token sees tokens of another example.
 """
 
 from bisect import bisect, insort
@@ -28,8 +28,8 @@ _Ints = npt.NDArray[np.int32]
 class Segment:
     """The tokens `start` to `end` of a line, which continue the segment `parent`.
 
-    `parent` is its index, -1 for none; it comes earlier. `position` is the place of the first
-    token in its example: the number of tokens in the segments before.
+    `parent` is the index of an earlier segment, or -1. `position` is the first token's position in
+    its example: the number of tokens in its ancestors.
     """
 
     start: int
@@ -43,12 +43,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """Examples in one line, after the shift.
+    """Examples packed into one line, with the targets that their tokens predict.
 
     `inputs` is int32 (1, T). `places` int32 (P,) are the positions in the line that predict
-    `targets` int32 (P,), one for each supervised token; `counts` gives their number for each
-    example. `rows` identifies the examples for their randomness, and `owners` int32 (T,) the
-    example of each token. With `is_rounded`, the last segment is padding, which no token sees.
+    `targets` int32 (P,), one for each supervised token; `counts` gives the number of targets of
+    each example. `rows` has each example's row key, which seeds its random numbers, and `owners`
+    int32 (T,) each token's example. With `is_rounded`, the last segment is padding, which no token
+    sees.
     """
 
     inputs: _Ints
@@ -66,7 +67,7 @@ class Pack:
 
     @property
     def stretches(self) -> list[tuple[int, int]]:
-        """The stretches of real tokens, each with the number of tokens before it."""
+        """Each segment without padding: its length, and its first token's position."""
         real = self.segments[:-1] if self.is_rounded else self.segments
         return [(len(segment), segment.position) for segment in real]
 
@@ -81,9 +82,9 @@ def plan_packs(
 ) -> list[Group]:
     """Pack the examples of a step into lines of at most `max_tokens` tokens, the largest first.
 
-    `fixed` is the cost of a line beyond its tokens, in units of one token's time. A single longer
-    example has its own line. The shared prefix of a line's examples counts once, with `keyed` only
-    if their `key` is equal. Lengths are rounded last. The packs depend on the arguments only.
+    `fixed` is the cost of a line beyond its tokens, in units of one token's time. A longer example
+    gets a separate line. The shared prefix of a line's examples counts once, with `keyed` only if
+    their `key` is equal. Lengths are rounded after packing. The packs depend on the arguments only.
     """
     texts = [_run(example) for example in examples]
     packs: list[Group] = []
@@ -105,10 +106,10 @@ def _run(example: Example) -> _Ints:
 def _neighbours(
     examples: Sequence[Example], texts: Sequence[_Ints], keyed: bool
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield parts of a step, in an order in which neighbours share the longest prefixes.
+    """Yield parts of a step, sorted so that neighbours share the longest prefixes.
 
     A part has the indices of its examples, and the number of tokens that each shares with the next;
-    with `keyed`, none if their `key` differs.
+    with `keyed`, 0 if their `key` differs.
     """
     keys = [example.key if keyed else 0 for example in examples]
     # As big-endian bytes, tokens sort by value, and a text comes before its continuations.
@@ -134,9 +135,10 @@ def _common_tokens(a: _Ints, b: _Ints) -> int:
 
 
 class _Lines:
-    """Distributes examples over lines, each named by its place in the order of tokens.
+    """Distributes examples over lines. A place is an example's index in the sorted order.
 
-    `runs` counts the tokens that each runs, `neighbours` the tokens that each shares with the next.
+    `runs` has the length of each example, `neighbours` the length of its common prefix with the
+    next.
     """
 
     def __init__(self, runs: list[int], neighbours: list[int], max_tokens: int) -> None:
@@ -146,10 +148,10 @@ class _Lines:
         self._shared = [list(accumulate(neighbours[i:], min)) for i in range(len(runs))]
 
     def least(self, fixed: int) -> list[list[int]]:
-        """Return the cheapest lines of places, each in order.
+        """Return the cheapest distribution: for each line, its places in order.
 
-        A line costs `fixed` and its tokens. Compares the best cut of the order with fillings of the
-        fewest possible lines, or more.
+        A line costs its tokens plus `fixed`. Compares the best cut of the sorted order with greedy
+        fillings of the fewest possible lines, and of more lines.
         """
         options = [self._cut(fixed)]
         beyond = sum(max(run - self._max_tokens, 0) for run in self._runs)
@@ -163,7 +165,7 @@ class _Lines:
         return sum(self._runs[i] for i in line) - sum(self._common(i, j) for i, j in pairwise(line))
 
     def shortest(self, line: Sequence[int]) -> int:
-        """Return the tokens of the shortest example that no other example continues."""
+        """Return the length of the shortest example that is no prefix of the next one."""
         ends = [self._runs[i] for i, j in pairwise(line) if self._common(i, j) < self._runs[i]]
         return min([*ends, self._runs[line[-1]]])
 
@@ -181,7 +183,7 @@ class _Lines:
         return added
 
     def _cut(self, fixed: int) -> list[list[int]]:
-        """Cut the order, in which examples that share most are neighbours, into lines."""
+        """Cut the sorted order, in which neighbours share the longest prefixes, into lines."""
 
         def costs(start: int) -> Iterator[int]:
             tokens = 0
@@ -194,8 +196,9 @@ class _Lines:
         return [list(part) for part in cheapest_cut(len(self._runs), costs)]
 
     def _fill(self, count: int, *, sharing_first: bool) -> list[list[int]] | None:
-        """Put each place, the longest first, in the line where it adds least, or else the emptiest.
-        Returns None if this many lines cannot hold them.
+        """Put each place, the longest first, into the line where it adds the fewest tokens.
+
+        Without `sharing_first`, choose the emptiest line. Returns None if the lines are too few.
         """
         lines: list[list[int]] = [[] for _ in range(count)]
         tokens = [0] * count
@@ -217,9 +220,8 @@ class _Lines:
 def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) -> Pack:
     """Lay examples end to end and shift them: each position predicts the token after it.
 
-    An example shares the tokens with which it and the previous example start. `padding` tokens of
-    id 0 follow at the end, as a continuation of the shortest example, which has the most room side
-    by side.
+    A prefix that an example shares with the previous one runs once. `padding` tokens of id 0 at the
+    end continue the shortest example, which has the most room when examples are side by side.
     """
     inputs: list[_Ints] = []
     owners: list[_Ints] = []
@@ -234,7 +236,7 @@ def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) 
             shared = _common_tokens(_run(examples[i - 1]), _run(example))
         if run > shared:
             links.append((total, shared, int(at[shared - 1]) if shared else -1))
-        # The place of each token of this example.
+        # The place in the line of each token of this example.
         at = np.append(at[:shared], np.arange(total, total + run - shared, dtype=np.int32))
         total += run - shared
         inputs.append(example.tokens[shared:run])
@@ -260,7 +262,7 @@ def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) 
 
 
 def _behind_shortest(segments: Sequence[Segment], length: int) -> Segment:
-    """Return a segment at the end of a line, which continues the shortest example in it."""
+    """Return a segment at the end of a line that continues the line's shortest example."""
     continued = {segment.parent for segment in segments}
     ends = [i for i in range(len(segments)) if i not in continued]
     parent = min(ends, key=lambda i: segments[i].position + len(segments[i]))
@@ -269,14 +271,15 @@ def _behind_shortest(segments: Sequence[Segment], length: int) -> Segment:
 
 
 def _segments(links: Sequence[tuple[int, int, int]], total: int) -> Iterator[Segment]:
-    """Cut a line where an example starts, and where another one branches off.
+    """Cut a line where an example's own tokens start, and where another example branches off.
 
-    A link has the place where tokens start, their position, and the previous token's place or -1.
+    A link has the place where own tokens start, their position, and the previous token's place or
+    -1.
     """
     begins = {start: (position, before) for start, position, before in links}
     branches = {before + 1 for _, _, before in links if before >= 0}
     edges = sorted({*begins, *branches, total})
-    index: dict[int, int] = {}  # The parent is the segment that ends before a place.
+    index: dict[int, int] = {}  # Maps a place to the segment that ends there.
     position = 0
     for i, (start, end) in enumerate(pairwise(edges)):
         before = start - 1

@@ -1,4 +1,4 @@
-"""Lengths rounded up, so that a GPU runs fewer shapes, which its kernels support.
+"""Rounds lengths up, so that a GPU runs fewer shapes, and shapes that its kernels support.
 
 A line and its examples side by side, where each `.` is padding that no token sees:
 
@@ -15,7 +15,7 @@ _MOST_PADDING, _LEAST_MULTIPLE = 0.03, 8
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The multiple for the tokens of a line, a power of two, and for the width of its examples."""
+    """The multiples of a line's length (a power of two) and of its examples' padded width."""
 
     line: int = 1
     width: int = 1
@@ -23,8 +23,8 @@ class Rounding:
     def padding(self, tokens: int, max_tokens: int) -> int:
         """Return the number of padding tokens at a line's end.
 
-        They make its length a multiple of `line`, or of a half, a quarter and so on: of the first
-        that adds at most 3%, as every layer runs the padding. A line never grows beyond
+        They make its length a multiple of `line`, or of its half, quarter and so on: the first of
+        these that adds at most 3%, as every layer runs the padding. A line never grows beyond
         `max_tokens`.
         """
         multiple = self.line
@@ -36,7 +36,7 @@ class Rounding:
         return 0
 
     def rounded_width(self, width: int) -> int:
-        """Return the padded width of examples side by side; only mixers run this padding."""
+        """Return the padded width of examples side by side; only mixing layers run this padding."""
         return -(-width // self.width) * self.width
 
 

@@ -1,4 +1,4 @@
-"""The speed of a step on several machines: its largest share, and the bytes exchanged."""
+"""Estimates the speed of a step on several machines from its division and its exchanges."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from mlxtune.core.steps.deal import deal
 
-# Seconds of a message between machines over TCP, with the system's overhead.
+# Seconds that a message between machines takes over TCP, with the system's overhead.
 _LATENCY = 1e-4
 
 
@@ -14,9 +14,9 @@ _LATENCY = 1e-4
 class Scaling:
     """A step on `workers` machines with links of `gbps` Gbit/s.
 
-    One of them computes at most the share `dearest` of the step. In `exchanges`, `exchanged` bytes
-    are added over all workers: gradients or, if they share the model, the results of its parts.
-    `step_s` is the time of a step on one machine, if known.
+    `dearest` is the largest share of the step's cost on one machine. `exchanges` exchanges sum
+    `exchanged` bytes in total over all workers: gradients and, if they share the model, partial
+    results. `step_s` is the time of a step on one machine, if known.
     """
 
     workers: int
@@ -53,7 +53,7 @@ class Scaling:
 
 
 def dearest_share(steps: Iterable[Sequence[float]], workers: int) -> float:
-    """Return the dearest workers' share of all costs; `steps` hold the costs of their examples."""
+    """Return the most loaded workers' share of all costs; `steps` has each example's cost."""
     dearest = total = 0.0
     for costs in steps:
         dearest += max(sum(costs[i] for i in items) for items in deal(costs, workers))
