@@ -36,7 +36,7 @@ METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
 MANIFEST = "manifest.json"
 BEST = "best"
-# The version of the layout above; others are rejected.
+# The version of this layout; checkpoints of other versions are rejected.
 FORMAT = 1
 _NUMBERED = re.compile("(epoch|step)-[0-9]+")
 _ALWAYS = {ADAPTER, METADATA, METRICS, MANIFEST}
@@ -55,10 +55,7 @@ class Checkpoint:
         return int(self.metadata["step"])
 
     def seconds(self, name: str) -> float:
-        """Return a duration in seconds, which the metadata has in milliseconds.
-
-        0 if it is missing.
-        """
+        """Return a duration from the metadata, converted to seconds; 0 if it is missing."""
         value = self.metadata.get(name)
         return value / 1000 if isinstance(value, int | float) else 0.0
 
@@ -74,11 +71,11 @@ def write_checkpoint(
     metadata: Mapping[str, Any],
     metrics: Iterable[bytes] = (),
 ) -> None:
-    """Write a checkpoint folder: the files of `save`, then metrics, metadata and manifest.
+    """Write a checkpoint folder: the files that `save` writes, metrics, metadata, manifest.
 
     An existing checkpoint of that name is replaced only once the new one is complete.
 
-    Raises OutputError, also if a folder of that name is no checkpoint.
+    Raises OutputError, also if a folder of that name is not a checkpoint.
     """
     aside = target.with_name(f".{target.name}.old")
     with replaced_folder(target, "--checkpoint-dir", aside, is_checkpoint) as folder:
@@ -139,9 +136,9 @@ def is_named_checkpoint(path: Path) -> bool:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a checkpoint of ours, valid or not.
+    """Return whether mlxtune wrote a folder as a checkpoint, valid or not.
 
-    It has our manifest, which may be damaged, and no other files than a checkpoint's.
+    It has a manifest, which may be damaged, and only files that a checkpoint may have.
     """
     try:
         if not is_folder(folder):
@@ -160,7 +157,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def _is_listed(folder: Path, files: Mapping[str, Any], name: str) -> bool:
-    """Return whether a file that only some checkpoints have equals its manifest's entry."""
+    """Return whether the manifest lists a file, with the hash of its content."""
     expected = files.get(name)
     return isinstance(expected, dict) and file_hash(folder / name) == expected.get("sha256")
 
@@ -179,9 +176,9 @@ def recover(run: Path) -> None:
 
 
 def find_checkpoints(run: Path) -> tuple[list[Checkpoint], dict[Path, str]]:
-    """Return the valid checkpoints of a run, the newest first, and why others are invalid.
+    """Return a run's valid checkpoints, the newest first, and the problems of invalid ones.
 
-    After the same step, `epoch-N` comes before `best` and `step-N`.
+    Among checkpoints of one step, `epoch-N` comes first, then `best`, then `step-N`.
     """
     good, bad = [], {}
     for folder in checkpoint_folders(run):
@@ -195,7 +192,7 @@ def find_checkpoints(run: Path) -> tuple[list[Checkpoint], dict[Path, str]]:
 
 
 def prune(run: Path, keep: set[Path]) -> None:
-    """Remove a run's other numbered checkpoints, and leftovers of killed processes."""
+    """Remove numbered checkpoints that are not in `keep`, and leftovers of killed processes."""
     for path in run.iterdir():
         numbered = _NUMBERED.fullmatch(path.name) and path not in keep
         # A backup is removed only if its replacement exists.
@@ -204,7 +201,7 @@ def prune(run: Path, keep: set[Path]) -> None:
             _remove_temporary(path)
         elif (numbered or backup) and is_checkpoint(path):
             with suppress(OSError):
-                # If the process is killed here, the remaining folder is no checkpoint.
+                # Renamed first: a removal that is cut short leaves no incomplete checkpoint.
                 aside = beside(path)
                 move(path, aside)
                 discard(aside)

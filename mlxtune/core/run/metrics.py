@@ -10,7 +10,7 @@ _ROWS_SHOWN = 8
 
 @dataclass(frozen=True)
 class InstructStepResult:
-    """An example's update. `loss` is in nats per supervised token."""
+    """The result of an update on one example. `loss` is in nats per supervised token."""
 
     loss: float
     num_response_tokens: int
@@ -19,15 +19,15 @@ class InstructStepResult:
 
 @dataclass(frozen=True)
 class InstructBatchResult:
-    """One step, or one evaluation.
+    """The result of one step or one evaluation.
 
     `avg_loss` is the sum over all supervised tokens divided by their count, in nats; `grad_norm`
     the L2 norm before clipping, None for an evaluation; `total_tokens` counts context too. The
     other fields describe the execution, 0 if not measured: peak `memory` in bytes, `micro_batches`,
-    and `run_tokens`, all that the model processed, `padding` included.
+    and `run_tokens`, the tokens that the model processed, including `padding`.
 
-    Under an objective of preferences, `avg_loss` is the objective's loss, and `metrics` has rewards
-    and log-probabilities under TRL's names.
+    Under a preference objective, `avg_loss` is the objective's loss, and `metrics` has rewards and
+    log-probabilities under TRL's names.
     """
 
     avg_loss: float
@@ -67,7 +67,7 @@ class StepRecord:
 
     @property
     def weight(self) -> int:
-        """The weight in a mean of losses: supervised tokens, or rows under preferences."""
+        """The weight in a mean loss: supervised tokens, or rows under a preference objective."""
         return self.rows if self.metrics else self.supervised_tokens
 
 
@@ -134,7 +134,7 @@ class SkippedStep:
 
 @dataclass(frozen=True)
 class FileLoss:
-    """The loss over the validation rows of one file, and metrics of preferences."""
+    """The loss over one file's validation rows, with metrics under a preference objective."""
 
     path: str
     val_loss: float
@@ -159,8 +159,8 @@ class ValidationRecord:
 class InstructEpochMetrics:
     """One pass over the training rows; epochs count from 1.
 
-    `train_loss` is over all supervised tokens of the epoch, `val_loss` over the whole validation
-    set after it, None without one; both are in nats per supervised token.
+    `train_loss` is the mean over the epoch's supervised tokens, `val_loss` over the whole
+    validation set after the epoch, None without one; both are in nats per supervised token.
     """
 
     epoch: int
@@ -181,9 +181,9 @@ class TrainingMetrics:
     history: Sequence[StepRecord] = ()
 
     def average_loss(self) -> float | None:
-        """Return the loss over all supervised tokens so far, or None before the first step.
+        """Return the mean loss over all supervised tokens so far; None before the first step.
 
-        Under an objective of preferences, the mean is over all rows.
+        Under a preference objective, the mean is over all rows.
         """
         weight = sum(record.weight for record in self.history)
         if not weight:

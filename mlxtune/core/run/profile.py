@@ -26,7 +26,7 @@ OTHER = "other"
 class Phase:
     """A phase of a step.
 
-    `bytes` is its peak memory above the use at its start, `peak_bytes` the total peak.
+    `bytes` is the peak memory minus the memory in use at the start, `peak_bytes` the total peak.
     """
 
     seconds: float
@@ -69,7 +69,7 @@ class PhaseTimer:
         """Add everything since the last boundary to a phase, which may end more than once."""
         now = self.clock()
         active, peak = self.memory()
-        # If nothing was allocated, no peak was counted.
+        # If nothing was allocated, the reported peak is too low.
         peak = max(peak, active, self._active)
         stretch = Phase(now - self._last, peak - self._active, peak)
         before = self._phases.get(name)
@@ -77,15 +77,15 @@ class PhaseTimer:
         self._last, self._active = now, active
 
     def finish(self, step: int) -> StepProfile:
-        """Add the rest to `other`, and return the step."""
+        """Add the remaining time and memory to `other`, and return the step's profile."""
         self.end(OTHER)
         return StepProfile(step, self._last - self._started, self._phases)
 
 
 class ProfilerBackend(Protocol):
-    """The interface of the backend to the profiler.
+    """The backend's interface for the profiler.
 
-    It reports the phases of a step to its `timer`, if it has one.
+    The backend reports the phases of a step to its `timer`, if one is set.
     """
 
     timer: PhaseTimer | None
@@ -96,10 +96,10 @@ class ProfilerBackend(Protocol):
 
 @dataclass
 class StepProfiler:
-    """Profiles one step in `interval`.
+    """Profiles every `interval`-th step.
 
     Each record is passed to `on_record` and appended to a file in the run's folder; if that fails,
-    `on_problem` is called once. Steps that a resumed run takes again are appended again.
+    `on_problem` is called once. Steps that a resumed run repeats are appended a second time.
     """
 
     interval: int
@@ -116,7 +116,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Measure the step taken inside, if it is due and applied."""
+        """Measure the step taken in this context, if it is due and succeeds."""
         if step % self.interval:
             yield
             return

@@ -1,6 +1,6 @@
 """The record of a run, in the order of metrics.jsonl, and values derived from it.
 
-The copy of metrics.jsonl in a checkpoint is all a trainer needs to know where to resume.
+A checkpoint's copy of metrics.jsonl tells a trainer where to resume.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _KINDS: dict[str, type] = {
     "validation": ValidationRecord,
     "epoch": InstructEpochMetrics,
 }
-# Limits of most lines. There may be a million of them, so no line may take much memory.
+# Lines of fewer bytes, nearly all of up to a million, are parsed without checking limits.
 _SHORT_LINE = 4096
-# Limits of a skipped step, which names its rows.
+# Only skipped steps, which name their rows, may have longer lines.
 _LONG_LINE, _KIND_SKIPPED = 65_536, b'"kind": "skipped"'
 _KIND_OF = {kind: name for name, kind in _KINDS.items()}
 
@@ -95,7 +95,7 @@ class Progress:
 
     @property
     def best_place(self) -> str:
-        """The best validation's place: `epoch 2` or `step 40 (epoch 2)`; empty without one."""
+        """The time of the best validation: `epoch 2` or `step 40 (epoch 2)`; empty without one."""
         best, epoch = self.best, self.best_epoch
         if best is None or epoch is None:
             return ""
@@ -134,7 +134,7 @@ class Progress:
     def from_jsonl(cls, content: bytes) -> Progress:
         """Parse metrics.jsonl.
 
-        Raises ValueError, with the line, for an invalid record or a gap between steps.
+        Raises ValueError, with the line number, for an invalid record or a gap between steps.
         """
         progress = cls()
         step = 0
@@ -180,10 +180,10 @@ class Progress:
         )
 
     def reopen_epoch(self, steps_per_epoch: int, total_steps: int, validated: bool = False) -> None:
-        """Drop the end of an epoch that was cut short, if more steps may follow.
+        """Drop the records that end an epoch cut short, if more steps may follow.
 
-        Its validation stays if a continued run has it too (`validated`), or if its adapter has
-        replaced the adapter of a worse validation in `best/`.
+        The last validation stays if an uninterrupted run has it too (`validated`), or if its
+        adapter has replaced the adapter of a worse validation in `best/`.
         """
         if self.step < total_steps and self.step % steps_per_epoch:
             earlier = any(0 < each.step < self.step for each in self.validations)
@@ -204,7 +204,7 @@ def progress_of(result: InstructTrainResult) -> Progress:
 
 def record_values(record: Record) -> dict[str, Any]:
     values = {"kind": _KIND_OF[type(record)], **asdict(record)}
-    # Only objectives of preferences have metrics, and only runs with several files a loss per file.
+    # Only preference objectives have metrics, and only runs with several files a loss per file.
     optional = ("metrics", "files")
     for part in (values, *values.get("files", ())):
         for name in optional:
@@ -233,7 +233,7 @@ def parse_records(content: bytes) -> Iterator[Record | ValueError]:
 
 
 def parse_record(line: bytes) -> Record:
-    """Parse a line of metrics.jsonl. Raises ValueError; the caller names the line."""
+    """Parse a line of metrics.jsonl. Raises ValueError; the caller adds the line number."""
     if len(line) > _LONG_LINE and _KIND_SKIPPED not in line[:_SHORT_LINE]:
         raise ValueError("is not a record of a run: it is too long")
     text = line.decode()

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass
 class Run:
-    """A run as described by its folder; `problems` are sentences on unreadable files.
+    """A run as described by its folder; `problems` describe missing and invalid files.
 
     `about` is run.json, `metadata` the metadata.json of the newest checkpoint; `holder` is the
     process that is training it now.
@@ -77,7 +77,7 @@ class Run:
 
 
 def run_folder_at(path: Path) -> Path:
-    """Return the run's folder for a path to it, its parent, its adapter or one of its checkpoints.
+    """Return a run's folder, given its path, or its parent's, its adapter's or a checkpoint's.
 
     Raises OutputError if there is no run.
     """
@@ -113,7 +113,7 @@ def _written_name(run: Path) -> str:
 
 
 def find_runs(folder: Path, depth: int = 6) -> Iterator[Path]:
-    """Yield the folders of runs at or some levels below a folder, sorted by name."""
+    """Yield the folders of runs in a folder and up to `depth` levels below, sorted by name."""
     try:
         with os.scandir(folder) as entries:
             is_folder = {each.name: each.is_dir(follow_symlinks=False) for each in entries}
@@ -140,7 +140,7 @@ def read_run(folder: Path) -> Run:
     run.samples = _read(run, SAMPLES, read_samples, None)
     run.ledgers = _read(run, LEDGER, read_ledgers, [])
     run.checkpoints = [folder.name for folder in checkpoint_folders(folder)]
-    # The files of these folders are not checked.
+    # These checkpoints are not verified.
     every: list[dict[str, Any]] = [
         _read(run, f"{name}/{METADATA}", read_json, {}) for name in run.checkpoints
     ]
@@ -229,26 +229,26 @@ def _add_record(progress: Progress, record: Record | ValueError) -> bool:
 
 
 def number(values: Mapping[str, Any], *names: str) -> float | None:
-    """Return the finite number at a path of names; None if there is no such number."""
+    """Return the finite number under nested keys; None if there is no such number."""
     value = _at(values, names)
     # Rejects NaN and infinity too.
     return float(value) if type(value) in (int, float) and abs(value) < _LARGEST else None
 
 
 def whole(values: Mapping[str, Any], *names: str) -> int | None:
-    """Return the number at a path of names, without its fraction; None if there is no number."""
+    """Return the number under nested keys, cut to an integer; None if there is no number."""
     value = number(values, *names)
     return None if value is None else int(value)
 
 
 def text(values: Mapping[str, Any], *names: str) -> str:
-    """Return the text at a path of names, or an empty text."""
+    """Return the text under nested keys, or an empty text."""
     value = _at(values, names)
     return value if isinstance(value, str) else ""
 
 
 def mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the object under a name, or an empty object."""
+    """Return the object under a key, or an empty object."""
     value = values.get(name)
     return value if isinstance(value, Mapping) else {}
 

@@ -46,13 +46,13 @@ TRAINED_ROWS = "trained_rows.bin"
 REPORT = "report.html"
 # Answers after the last validation, with --open.
 SAMPLES = "samples.json"
-# The folder of an earlier run. The newest has the highest number; earlier versions gave no number.
+# The folder of an earlier run. The newest has the highest number; old versions wrote no number.
 _PREVIOUS = re.compile(r"previous(?:-([1-9]\d{0,8}))?")
 _MOVING = ".previous.moving"
 LOCK = ".mlxtune.lock"
-# Requests that the process training here stop after its step, and save.
+# A file that asks the process training here to stop after its step, and to save.
 STOP = ".mlxtune.stop"
-# The reference's log-probabilities, under an objective of preferences.
+# The reference's log-probabilities, under a preference objective.
 REFERENCE = "reference.json"
 # The run's identity with each tracker, and folders in which trackers keep their files.
 TRACKING = "tracking.json"
@@ -88,7 +88,7 @@ def find_resume_point(run: Path) -> ResumePoint | None:
     Raises OutputError when there are checkpoints but none is usable.
     """
     if is_checkpoint(run / f".{BEST}.old") and not os.path.lexists(run / BEST):
-        # If another process trains there, the checkpoint will be back in a moment.
+        # Locking restores `best/`. If another process holds the lock, it is just replacing `best/`.
         with suppress(OutputError):
             lock_run(run).release()
     good, skipped = find_checkpoints(run)
@@ -128,7 +128,7 @@ def is_unfinished(run: Path) -> bool:
 
 
 def reopen(run: Path) -> None:
-    """Remove the files of a run's end before it resumes. Raises OutputError."""
+    """Remove the files that a finished run wrote last, before it resumes. Raises OutputError."""
     for name in (RESULT, EVALUATION):
         with as_output_error(run / name):
             remove_file(run / name)
@@ -140,7 +140,7 @@ def reopen(run: Path) -> None:
 def lock_run(run: Path, *, new: bool = False) -> Lock:
     """Lock a run's folder, created if missing, for the lifetime of this process.
 
-    The folder must be ours and, for a `new` run, hold nothing in its way.
+    The run must change no other program's files there, as `check_own` checks.
 
     Raises OutputError when another process trains there, or the folder cannot be written.
     """
@@ -158,7 +158,7 @@ def lock_run(run: Path, *, new: bool = False) -> Lock:
                 f"{run}: cannot be locked against other runs: {error.strerror}: choose a "
                 "--checkpoint-dir on a local disk"
             ) from error
-        # An unanswered request was for the previous run.
+        # An unanswered request to stop was for the previous run.
         remove_file(run / STOP)
         recover(run)
         return lock
@@ -175,7 +175,7 @@ def request_stop(run: Path) -> None:
 
 
 class StopRequest:
-    """Tells whether another process has asked the run in a folder to stop; calls `notify` once."""
+    """Returns whether another process has asked the run in a folder to stop; notifies once."""
 
     def __init__(self, run: Path, notify: Callable[[], None]) -> None:
         self._path, self._notify = run / STOP, notify
@@ -193,7 +193,7 @@ class StopRequest:
 def lock_output(adapter: Path) -> Lock | None:
     """Lock a run's adapter for the lifetime of this process; None if the file system has no locks.
 
-    Raises OutputError when another run is to write it, or its folder cannot be written.
+    Raises OutputError when another run has locked it, or its folder cannot be written.
     """
     with as_output_error(adapter, "--output"):
         make_folder(adapter.parent, "--output")
@@ -265,7 +265,7 @@ def previous_number(name: str) -> int | None:
 
 
 def archive_previous_run(run: Path) -> Path | None:
-    """Move an earlier run's files into a new folder `previous-N/`, and mark the folder.
+    """Move an earlier run's files into a new folder `previous-N/`; mark `run` for a new run.
 
     If interrupted, the next call completes the move. Returns `previous-N/`, or None when the folder
     holds no run. Raises OutputError, also if other files are in the way.

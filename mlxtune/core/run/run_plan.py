@@ -10,7 +10,7 @@ from mlxtune.core.steps.scaling import Scaling
 
 @dataclass(frozen=True)
 class LongestFit:
-    """Tokens of the longest example that fits, with activations kept and recomputed.
+    """The tokens of the longest example that fits, with activations kept or recomputed.
 
     Neither exceeds `context`, the model's own limit.
     """
@@ -24,10 +24,11 @@ class LongestFit:
 class RunPlan:
     """The expected cost of a run; without data, only the memory of the longest example.
 
-    `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` is the gain of a
-    larger --memory-limit here, if any. `tokens` and `supervised` count the training rows' tokens,
-    `all_tokens` the tokens of all steps. With `scaling`, memory is one worker's. `few_steps` is the
-    advice if the run is too short; `free_memory` counts bytes that are free now, None if unknown.
+    `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` describes the
+    gain of a larger --memory-limit, if any. `tokens` and `supervised` count the training rows'
+    tokens, `all_tokens` the tokens of all steps. With `scaling`, memory is one worker's.
+    `few_steps` is the advice if the run is too short; `free_memory` counts bytes that are free now,
+    None if unknown.
     """
 
     model: str

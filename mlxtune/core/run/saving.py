@@ -26,7 +26,7 @@ class CheckpointContent:
 
 
 def saves_epoch(epoch: int, epochs: int, save_every: int) -> bool:
-    """Return whether to write `epoch-N/`: every `save_every` epochs, or each in a shorter run."""
+    """Return whether to write `epoch-N/`: every `save_every` epochs; in short runs, each epoch."""
     return epochs <= save_every or epoch % save_every == 0
 
 
@@ -68,7 +68,7 @@ class CheckpointSaver:
         return self.is_due_by_steps(step) or 0 < self.every_minutes * 60 <= elapsed
 
     def is_due_by_steps(self, step: int) -> bool:
-        """Return whether a checkpoint is due by steps, whatever the time."""
+        """Return whether a checkpoint is due by the number of steps alone."""
         return self.every_steps is not None and step - self._saved_step >= self.every_steps
 
     def try_save(self, name: str, content: CheckpointContent) -> None:

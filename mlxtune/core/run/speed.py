@@ -1,4 +1,4 @@
-"""A model's speed and memory as runs measured them, saved next to the encoded data for plans."""
+"""A model's speed and memory, measured by runs and cached for later plans."""
 
 from collections.abc import Sequence
 from contextlib import suppress

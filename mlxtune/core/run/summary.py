@@ -1,4 +1,4 @@
-"""A run described once, for every text, page, card and table; and options compared between runs."""
+"""The description of a run that all texts, pages, cards and tables share, and compared options."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class RunView:
     `status` is finished, stopped early, running or unfinished; `started` is in ISO 8601. Losses are
     in nats per supervised token, memory in bytes; `tokens_per_second` counts tokens of examples.
     `train_loss` is the mean of the last epoch, or of the steps so far in the first epoch. `curve`
-    is the validation loss or, with fewer than three, the training loss in a few means. `judged` is
-    the verdict of the evaluation, `best_place` the epoch or step of the best validation.
+    has means of the validation losses or, with fewer than three, of the training losses. `judged`
+    is the verdict of the evaluation, `best_place` the epoch or step of the best validation.
     """
 
     name: str
@@ -225,14 +225,14 @@ class RunView:
 def _judged(evaluation: Evaluation | None) -> Verdict | None:
     if evaluation is None or evaluation.verdict is None or evaluation.difference is None:
         return None
-    # A small gain is no success, so it is not green.
+    # A small gain is no success, so it is not shown in green.
     certain = evaluation.verdict == HURT or not evaluation.hardly
     style, sign = _STYLES[evaluation.verdict if certain else CANNOT_TELL]
     return Verdict(style, f"{sign} {' '.join(map(sentence, verdict_lines(evaluation)))}")
 
 
 def hub_data(run: Run) -> list[Mapping[str, Any]]:
-    """Return a run's records of each data set of the hub."""
+    """Return a run's records about its data sets from the hub."""
     recorded = run.about.get("hub")
     found = recorded if isinstance(recorded, list) else []
     return [each for each in found if isinstance(each, Mapping)]
@@ -288,7 +288,7 @@ def _seconds(run: Run) -> float | None:
 
 
 def _speed(run: Run, name: str, seconds: float) -> float | None:
-    # In the shortest time that a float holds, even one token gives an infinite speed.
+    # A division by a tiny time may overflow to infinity.
     speed = sum(run.column(name)) / seconds if seconds > 0 else math.inf
     return speed if math.isfinite(speed) else None
 
@@ -385,7 +385,7 @@ def planned_shares(run: Run) -> dict[str, float | None]:
 
 
 def measured_shares(run: Run) -> dict[str, float | None]:
-    """Return the measured values, without `micro_batch_tokens`; None for unmeasured ones."""
+    """Return measured values under the names of `planned_shares`; None if not measured."""
     micro_batches = [number for number in run.column("micro_batches") if number]
     tokens, tokens_run = sum(run.column("tokens")), sum(run.column("run_tokens"))
     return {

@@ -19,7 +19,7 @@ NO_ROWS: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
 
 
 def identities_of(rows: CorpusRows) -> npt.NDArray[np.uint64]:
-    """Return the identities of rows, and of their answers, which hold under any objective."""
+    """Return the identities of rows, and of their answers, which no objective changes."""
     return np.union1d(rows.identities, rows.answers[1])
 
 
@@ -33,7 +33,7 @@ def as_bytes(identities: npt.NDArray[np.uint64]) -> bytes:
 
 
 def check_trained_rows(run: Path) -> str:
-    """Return how many identities a run keeps. Raises OSError, or ValueError if they are damaged."""
+    """Describe a run's recorded identities. Raises OSError, or ValueError if they are damaged."""
     return f"{len(_identities(run / TRAINED_ROWS)):,} hashes of rows and answers"
 
 
@@ -46,7 +46,7 @@ def _identities(path: Path) -> npt.NDArray[np.uint64]:
 
 
 def read_trained_rows(run: Path, warn: Callable[[str], None]) -> npt.NDArray[np.uint64]:
-    """Return the identities that a run keeps; none, and a warning, if they cannot be read."""
+    """Return the identities that a run recorded; warn and return none if they are unreadable."""
     path = run / TRAINED_ROWS
     try:
         return _identities(path)
@@ -58,8 +58,8 @@ def read_trained_rows(run: Path, warn: Callable[[str], None]) -> npt.NDArray[np.
 def rows_behind(adapter: Path, warn: Callable[[str], None]) -> npt.NDArray[np.uint64]:
     """Return the identities of the rows that an adapter was trained on, as far as is known.
 
-    The run is in the folder of the adapter's checkpoint, or next to the adapter if the run's result
-    has this file's hash.
+    The run is found around the adapter's checkpoint, or next to the adapter unless the run's result
+    has another adapter's hash.
     """
     with suppress(OSError, ValueError, OutputError):
         run = run_folder_at(adapter)
