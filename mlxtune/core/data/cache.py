@@ -1,8 +1,8 @@
 """Encoded files on disk, so that no file is encoded twice.
 
-An entry is a folder named by a key over everything that its content depends on. It holds the
-columns of ExampleArrays, account.json with the skipped rows and the notes, and, written last, the
-checksums of these files. An entry whose checksums differ is ignored.
+An entry is a folder named by a hash of everything that its content depends on. It holds the columns
+of ExampleArrays, account.json with the skipped rows and the notes, and, written last, the checksums
+of these files. An entry whose checksums differ is ignored.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ Encode = Callable[[SkippedRows, RowTally], Iterable[EncodedRows]]
 
 
 def key_of(parts: Any) -> str:
-    """Return a key for JSON-ready values."""
+    """Return a hash of JSON-ready values, as the key of an entry."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -101,7 +101,7 @@ def least_used(entries: Iterable[tuple[float, Path, int]], keep: Path) -> Iterat
 
 
 def _remove(entry: Path) -> None:
-    """Remove an entry, or a killed process's leftovers of one, unless it holds other files."""
+    """Remove an entry, complete or not, unless it holds other files."""
     with suppress(OSError):
         remove_folder(entry, {*COLUMNS, ACCOUNT, CHECKSUMS}.__contains__)
 

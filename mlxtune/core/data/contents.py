@@ -1,6 +1,6 @@
-"""Notes on faults in the text of trainable rows, by kind.
+"""Notes on likely faults in the text of rows, by kind.
 
-Only faults that are hardly ever intended are noted, so that every note deserves a look.
+Only text that is hardly ever intended is noted, so that every note deserves a look.
 """
 
 import re
@@ -25,7 +25,7 @@ from mlxtune.core.data.problems import (
 )
 from mlxtune.errors import shorten
 
-# How an assistant's refusals begin, with a straight apostrophe.
+# The beginnings of refusals, in lower case and with straight apostrophes.
 _CANNOT = r"[^.!?]{0,100}\b(?:cannot|can't|unable|not able|don't|do not|have no|not capable)\b"
 _REFUSES = re.compile(
     "|".join(
@@ -45,7 +45,7 @@ _MOJIBAKE = re.compile(
     "Ã[\u0080-\u00bf\u0192\u02c6\u02dc\u2013-\u2026\u2030\u2039\u203a\u20ac\u2122]"
     "|â€[\u0080-\u00ff\u0152-\u2122]|ðŸ|Â[\u00a0-\u00bf]"
 )
-# How turns begin in the templates of Qwen, Gemma, Llama, Mistral, Phi and gpt-oss.
+# The beginnings of turns in the templates of Qwen, Gemma, Llama, Mistral, Phi and gpt-oss.
 _TURN = re.compile(
     r"<\|im_start\|>|<start_of_turn>|<\|turn>|<\|start_header_id\|>|\[INST\]|<\|user\|>"
     r"|<\|start\|>user"
@@ -88,7 +88,7 @@ def _on_answer(row: Conversation, message: Message, where: str) -> Iterator[tupl
 
 
 def _is_declared(row: Conversation, name: str) -> bool:
-    """Return whether a tool is in the row's list or, as in some files, in its system text."""
+    """Return whether a row lists a tool or, as in some files, names it in a system message."""
     if any(function_name(tool) == name for tool in row.tools):
         return True
     return any(name in message.content for message in row.messages if message.role == "system")

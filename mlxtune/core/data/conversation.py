@@ -21,8 +21,8 @@ class Message:
 
     `thinking` is an assistant's reasoning before its answer, from its own field or from between
     `<think>` tags. `trained` is False for an assistant turn that is only context. `fields` is the
-    message for a model's own template: the file's message with plain content and arguments, without
-    `weight` and nulls.
+    message for a model's own template: the file's message with text content and parsed arguments,
+    without `weight` and nulls.
     """
 
     role: str
@@ -190,7 +190,7 @@ def _thinking_and_answer(content: str) -> tuple[str, str]:
 def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
     """Return a call with its arguments parsed from JSON text, if they are text.
 
-    OpenAI's files have text; templates expect an object, which mlx_lm.server gives them too.
+    OpenAI's files have JSON text; templates expect an object, and mlx_lm.server parses it too.
     """
     nested = isinstance(call.get("function"), dict)
     function = call["function"] if nested else call

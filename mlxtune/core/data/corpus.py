@@ -94,7 +94,7 @@ class ExampleArrays:
 
     @property
     def plain_text(self) -> bool:
-        """Whether every example carries loss from its second token on, as only plain text does."""
+        """Whether the second token of every example carries loss, as only in plain text."""
         starts = self.ends - self.lengths
         return bool(self.mask[np.minimum(starts + 1, self.ends - 1)].all())
 
@@ -120,7 +120,7 @@ class ExampleArrays:
     def _supervised_within(
         self, lengths: npt.NDArray[np.int32], skipped: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:
-        """Return int32 (E,): supervised tokens of `lengths` tokens after the first `skipped`."""
+        """Return int32 (E,): the supervised ones among `lengths` tokens after `skipped` tokens."""
         counts = np.zeros(len(lengths), dtype=np.int32)
         # Sum block by block: numpy would convert the whole array first.
         blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
@@ -177,10 +177,10 @@ class CutExamples:
 
 
 def _tokens_to_skip(mask: npt.NDArray[np.uint8], max_seq_len: int) -> int:
-    """Return how many tokens to skip at the start of an example, so that `max_seq_len` follow.
+    """Return how many tokens to skip at the start of an example, to cut it to `max_seq_len`.
 
-    Answers are skipped whole. The last answer is kept from its start, after a token to predict it
-    from, even if its end is cut.
+    Answers are skipped whole. The last answer keeps its start, and the token before it, even if its
+    end is cut.
 
     mask 0 0 1 1 0 0 0 1 1 max_seq_len 6: skip 4, as the first answer does not fit whole
     """
@@ -196,7 +196,7 @@ def _tokens_to_skip(mask: npt.NDArray[np.uint8], max_seq_len: int) -> int:
 
 
 def _as_columns(rows: Sequence[Sequence[Example]], start: int = 0) -> dict[str, Any]:
-    """Return the columns of rows whose first token is number `start` of a file."""
+    """Return the columns of rows; `start` tokens of the file precede them."""
     examples = [example for row in rows for example in row]
     columns = {
         "tokens": np.concatenate([example.tokens for example in examples]),
@@ -256,9 +256,9 @@ class Corpus(Sequence[Example]):
     A row with no such example is left out. `weights` say how often the rows of each file are used
     in an epoch, once by default.
 
-    `lengths` and `supervised` are int32 (E,): the tokens of each example after truncation, and how
-    many of them carry loss. `row_numbers` and `row_of_example` are int64 (E,): the number of its
-    row in its file, and the index of its row here. `identities` is uint64 (R,).
+    `lengths` and `supervised` are int32 (E,): each example's tokens after truncation, and the
+    number of them that carry loss. `row_numbers` and `row_of_example` are int64 (E,): the number of
+    the example's row in its file, and the row's index here. `identities` is uint64 (R,).
     """
 
     def __init__(
@@ -344,9 +344,9 @@ class Corpus(Sequence[Example]):
         return int(self._file[first]), int(self.row_numbers[first])
 
     def part_of_example(self, index: int) -> tuple[int, int, int]:
-        """Return an example's part number, from 1, the parts of its row, and its full length.
+        """Return an example's part number in its row, the number of parts, and its full length.
 
-        Only parts in its role count, truncated parts included.
+        Parts count from 1. Only parts with the example's role count, truncated parts included.
         """
         arrays = self.files[int(self._file[index])].arrays
         own = int(np.searchsorted(arrays.ends, self._start[index], side="right"))
@@ -363,7 +363,7 @@ class Corpus(Sequence[Example]):
         return largest
 
     def data_hash(self) -> str:
-        """Return `sha256:` over examples per row, lengths, tokens and masks, each little-endian.
+        """Return a SHA-256 over examples per row, lengths, tokens and masks, each little-endian.
 
         Roles are part of it unless all are answers, and weights of files unless all are 1.
 
@@ -427,7 +427,7 @@ class CorpusRows:
 
     @cached_property
     def answers(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """The row of each answer, int64 (A,), and a hash of its tokens, uint64 (A,).
+        """The place of each answer's row, int64 (A,), and a hash of its tokens, uint64 (A,).
 
         An answer's tokens, its prompt included, are the same under every objective.
         """
@@ -440,7 +440,7 @@ class CorpusRows:
         return np.array(places, dtype=np.int64), np.array(hashes, dtype=np.uint64)
 
     def without(self, identities: npt.NDArray[np.uint64]) -> CorpusRows:
-        """Return all rows but the given rows and rows that share an answer with them."""
+        """Return the rows whose own identity and answers' identities are not among these."""
         known = np.isin(self.identities, identities)
         if len(identities):
             places, hashes = self.answers

@@ -185,15 +185,15 @@ class ControlTokens:
 class Encoder:
     """Turns rows into examples.
 
-    `notes` apply to every conversation. `prefetch` gets the next rows before the previous rows are
-    rendered one by one.
+    `notes` apply to every conversation. `prefetch` is called with the next rows before the previous
+    rows are rendered one by one.
     """
 
     template: Template
     tokenizer: Tokenizer
     notes: Mapping[str, str] = field(default_factory=dict)
     prefetch: Callable[[Sequence[Row]], None] = lambda rows: None
-    # Whether to add an example in which a pair's chosen text carries loss from its first token on.
+    # If true, pairs get an example whose chosen text carries loss from its first token on.
     trains_prompts: bool = False
     _tails: dict[str, Sequence[int]] = field(default_factory=dict)
     _prompt_budget: int = _MOST_PROMPTS
@@ -330,7 +330,7 @@ class Encoder:
     def _token_span(
         self, text: str, whole: Encoding, span: tuple[int, int]
     ) -> tuple[int, int] | None:
-        """Return the token range of a span, or None if the prompt alone has other tokens.
+        """Return the token range of a span; None if its prompt alone is tokenised differently.
 
         Tokenizers split a text at control tokens first, so only the prompt's tail after the last
         control token can differ and is compared.
@@ -371,7 +371,7 @@ class Encoder:
     def _example(
         self, row: int, text: Rendered, ids: Sequence[int], spans: Iterable[tuple[int, int]]
     ) -> Example:
-        """Add BOS before the tokens unless it is there, and the end-of-text token after them."""
+        """Return an example; add BOS (once) and the end-of-text token if `text` asks for them."""
         bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
         before = [bos] if text.add_bos and bos is not None and (not ids or ids[0] != bos) else []
         after = [eos] if text.add_end and eos is not None else []

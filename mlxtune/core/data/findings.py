@@ -28,7 +28,7 @@ from mlxtune.core.data.problems import (
 )
 
 _PLACES = 5
-# The ratio of mean lengths from which length alone could tell preferred answers.
+# The ratio of mean lengths at which length alone could identify preferred answers.
 _MUCH_LONGER = 1.5
 
 
@@ -156,7 +156,7 @@ def length_findings(corpus: Corpus) -> Iterator[Finding]:
 
 
 def _mean_length(corpus: Corpus, role: int) -> float:
-    """Return the mean supervised tokens of a row's answers in a role."""
+    """Return the mean number of supervised tokens per row in answers with a role."""
     there = corpus.roles == role
     return float(corpus.supervised[there].sum() / len(np.unique(corpus.row_of_example[there])))
 

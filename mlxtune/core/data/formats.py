@@ -61,10 +61,10 @@ def read_rows(
 ) -> Iterator[Row]:
     """Yield the conversation of each good row, and add bad rows to `skipped`.
 
-    With `auto`, the first row whose format is recognised decides for the file. `fields` maps field
-    names to the keys that the file uses for them. An `objective` of preferences accepts only rows
-    of preferences; other objectives reject them. Raises DataError when the file cannot be read, has
-    rows of two formats under `auto`, or many rows of which nearly all are bad.
+    With `auto`, the first row whose format is recognised decides the file's format. `fields` maps
+    field names to the keys that the file uses for them. An `objective` of preferences accepts only
+    rows of preferences; other objectives reject them. Raises DataError when the file cannot be
+    read, has rows of two formats under `auto`, or many rows of which nearly all are bad.
     """
     fields, formats = fields or {}, formats_of(objective)
     file_format = None if format == "auto" else formats[format]
@@ -122,7 +122,7 @@ def preference_kind(content: JsonObject) -> Literal["pair", "labelled"] | None:
 
 
 def _check_kind(content: JsonObject, objective: str) -> None:
-    """Raise BadRow for a row of another objective, which would teach something else."""
+    """Raise BadRow for a row that belongs to another objective."""
     kind = preference_kind(content)
     if objective == "sft":
         if kind == "pair":
@@ -150,7 +150,7 @@ _PAIR = "'chosen' and 'rejected'"
 
 
 def _with_our_keys(content: JsonObject, formats: Mapping[str, Format]) -> JsonObject:
-    """Return a row of unknown format with our keys, if other tools' keys have one reading.
+    """Return a row of unknown format with our keys, if its keys have only one reading.
 
     Raises BadRow for several readings; --field chooses one of them.
     """
@@ -206,7 +206,7 @@ def _missing_keys(
 
 
 def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
-    """Return the remedy for a row of unknown keys."""
+    """Return the remedy for a row with unknown keys."""
     for key, value in content.items():
         first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, dict) and recognise(first, formats) is not None:
@@ -224,7 +224,7 @@ def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
 
 
 def _letters(key: str) -> str:
-    """Return a key without case, spaces and signs."""
+    """Return a key in lower case, without spaces or punctuation."""
     return "".join(filter(str.isalnum, key[:200])).casefold()
 
 
@@ -284,7 +284,7 @@ def _from_prompt(row: int, content: JsonObject) -> Conversation:
     completion = _turns(content, "completion", "assistant")
     if not any(map(_is_answer, completion)):
         raise BadRow("no assistant turn", "in 'completion'")
-    # All of the prompt is context, its assistant turns included.
+    # The whole prompt is context, including its assistant turns.
     context = [one | {"weight": 0} if _is_answer(one) else one for one in prompt]
     return parse_conversation(row, {**content, "messages": context + completion})
 

@@ -51,7 +51,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """The losses under a `--max-seq-len`; `rows_lost` keep no supervised token."""
+    """Rows and tokens cut by a `--max-seq-len`; `rows_lost` keep no supervised token."""
 
     max_seq_len: int
     rows_cut: int
@@ -92,7 +92,7 @@ class Piece:
 class ShownExample:
     """An example as the model sees it. It is part `part` of `parts` if a row was split.
 
-    `role` is its part in a row of preferences, by its name. `cut` tokens beyond --max-seq-len are
+    `role` is the name of its role in a row of preferences. `cut` tokens beyond --max-seq-len are
     not in `pieces`. `kinds` are the kinds of the findings that name its row.
     """
 
@@ -135,7 +135,7 @@ class ShownPair:
 
 
 def together(shown: Sequence[ShownExample]) -> list[ShownExample | ShownPair]:
-    """Return the examples shown side by side: both sides of a pair, or one other example."""
+    """Group examples for display: the two sides of a pair together, other examples alone."""
     roles = ROLE_NAMES[CHOSEN], ROLE_NAMES[REJECTED]
     by_place = {(each.path, each.row, each.part, each.role): each for each in shown}
     found: list[ShownExample | ShownPair] = []
@@ -150,7 +150,7 @@ def together(shown: Sequence[ShownExample]) -> list[ShownExample | ShownPair]:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A whole inspection. `files` are ledgers as in ledger.json; lengths are before truncation."""
+    """An inspection's result. `files` are ledgers as in ledger.json; lengths are uncut."""
 
     model: str
     template: str
@@ -180,7 +180,7 @@ class Inspection:
 class InspectedExamples:
     """Every example that trains or validates, in order.
 
-    `validates` are the validation rows, by their index among the rows of all files.
+    `validates` has the indices of the validation rows among the rows of all files.
     """
 
     def __init__(self, parts: Sequence[Corpus], validates: Sequence[int]) -> None:
@@ -322,9 +322,9 @@ class CutLoss:
 
 
 def cut_loss(files: Sequence[EncodedFile], max_seq_len: int, at: str) -> CutLoss | None:
-    """Return the loss of supervised tokens by cutting examples.
+    """Return the loss of supervised tokens at a --max-seq-len.
 
-    None if it is below 1%. The sufficient limit is a power of two, or halfway between two powers.
+    None if it is at most 1%. The sufficient limit is a power of two, or halfway between two powers.
     """
     most, share = 1 - _MOST_CUT, _supervised_share(files, max_seq_len, at)
     if share >= most:
@@ -343,7 +343,7 @@ def _supervised_share(files: Sequence[EncodedFile], max_seq_len: int, at: str) -
 
 
 def limits(files: Sequence[EncodedFile], current: int, at: str) -> tuple[LengthLimit, ...]:
-    """Return the losses under the current limit, and powers of two up to the longest example."""
+    """Return the losses under the current limit, and under powers of two that may cut rows."""
     longest = max((int(file.arrays.lengths.max(initial=0)) for file in files), default=0)
     sizes = {current}
     size = _SHORTEST_LIMIT

@@ -74,8 +74,8 @@ class EncodedFile:
     def account(self, cut: CutExamples, title: str | None = None) -> Ledger:
         """Return the ledger of the file's examples after they were cut.
 
-        Its path is the file's `title`, if it has one: files of the hub do. Call it once: it adds
-        notes for truncated answers, and skips rows with no supervised token left.
+        Its path is `title`, which files of the hub have, or else the file's path. Call it once: it
+        adds notes for truncated answers, and skips rows with no supervised token left.
         """
         arrays, kept_rows = self.arrays, cut.rows_kept
         lost = arrays.per_row(arrays.supervised - cut.supervised)

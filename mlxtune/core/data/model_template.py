@@ -223,7 +223,7 @@ class ModelTemplate:
             rest = rest.removeprefix(header)
         end, unknown_end = self._end(rest, message)
         answer = rest[:end]
-        # The thinking and the content may mention a call's name, too.
+        # The thinking and the content may also name the tool, so they are left out.
         shown = self._ends.sub("", answer)
         for text in (message.thinking, _content_after_thinking(message)):
             shown = shown.replace(text, "", 1)
@@ -239,8 +239,8 @@ class ModelTemplate:
     def _end(self, rest: str, message: Message) -> tuple[int, str]:
         """Return where the answer at the start of `rest` ends, after its end-of-turn token.
 
-        If no token ends it, it ends after the text behind its content, which is returned too, with
-        a remedy.
+        If no token ends it, the answer ends after the text behind its content; this text is
+        returned too, with a remedy.
         """
         ends = [match.span() for match in self._ends.finditer(rest)]
         last = ends[-1][1] if ends else 0
@@ -275,7 +275,7 @@ class ModelTemplate:
     def _calls_of_turn(
         self, conversation: Conversation, position: int
     ) -> tuple[Message, RenderCall, RenderCall]:
-        """Return a turn's message as it is rendered, and the calls for its prompt and its text."""
+        """Return a turn's message as rendered, and the arguments to render its prompt and text."""
         thinks = self._thinks(conversation)
         message, tools = conversation.messages[position], conversation.tools
         if thinks is False and message.thinking:
@@ -287,7 +287,7 @@ class ModelTemplate:
         return message, asked, _call([*before, message.fields], tools, thinks)
 
     def _thinks(self, conversation: Conversation) -> bool | None:
-        """Return `enable_thinking` for the template; None if it does not use it."""
+        """Return `enable_thinking` for the template; None if the template does not read it."""
         if "enable_thinking" not in self.source:
             return None
         if self.thinking != "auto":

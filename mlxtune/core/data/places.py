@@ -12,12 +12,12 @@ _HEAD_BYTES = 8192
 
 
 def rows_folder() -> Path:
-    """Return the folder of rows that came from Python, each file named `data-HASH.jsonl`."""
+    """Return the folder for rows passed from Python, in files such as `data-HASH.jsonl`."""
     return user_cache() / "rows"
 
 
 def shown(path: str | Path) -> str:
-    """Return a file's name in messages; for rows from Python, their keyword."""
+    """Return a file's path for messages; for rows passed from Python, their argument's name."""
     file = Path(path)
     return file.name.partition("-")[0] if file.parent == rows_folder() else str(path)
 
@@ -38,7 +38,7 @@ def has_elements(head: bytes) -> bool:
 
 
 def is_zipped(path: Path) -> bool:
-    """Return whether a file is gzip. Raises OSError."""
+    """Return whether a file is gzipped. Raises OSError."""
     with open_regular(path) as file:
         return file.read(len(GZIP)) == GZIP
 

@@ -96,7 +96,7 @@ def _pair(
         raise BadRow("no prompt", "the messages before 'chosen' and 'rejected'")
     if chosen == rejected:
         raise BadRow("chosen and rejected are the same")
-    # All of the prompt is context, its assistant turns included.
+    # The whole prompt is context, including its assistant turns.
     context = [
         one | {"weight": 0} if isinstance(one, dict) and one.get("role") == "assistant" else one
         for one in prompt
@@ -136,7 +136,7 @@ def _messages(value: Any, key: str, role: str, to_message: ToMessage) -> list[An
 
 
 def _common(chosen: list[Any], rejected: list[Any]) -> list[Any]:
-    """Return the messages that both sides start with, up to the last that is not an answer."""
+    """Return the messages that both sides start with; each side keeps at least one more."""
     both = zip(chosen, rejected, strict=False)
     same = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
     shortest = min(len(chosen), len(rejected))

@@ -60,7 +60,7 @@ ADVICE = {
     UNCLOSED_THINKING: "the model learns to answer within its thinking: write </think> after it",
     UNDECLARED_TOOL: "the model learns to invent tools: add it to the row's tools",
 }
-# The most values of a row. They take some 20 times their text in memory.
+# The most JSON values in a row. Values take some 20 times the memory of their text.
 _MAX_VALUES = 4_000_000
 # Kinds of notes that `train` refuses.
 ERRORS = (DOUBLE_BOS,)
@@ -129,7 +129,7 @@ class SkippedRows(RowTally):
 
 
 def check_values(text: bytes) -> None:
-    """Raise BadRow for JSON with more values than a row needs: they take far more memory."""
+    """Raise BadRow for JSON with too many values: they take far more memory than their text."""
     if has_more_values(text, _MAX_VALUES):
         raise BadRow(f"holds more than {_MAX_VALUES:,} values")
 

@@ -79,7 +79,7 @@ def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Promp
 
 
 def text_prompt(encoder: Encoder, text: str, where: str) -> Prompt:
-    """Return the prompt that a model completes as it was trained on plain text.
+    """Return plain text as a prompt to complete, encoded as training encodes plain text.
 
     Raises DataError if the text cannot be encoded.
     """
@@ -108,7 +108,7 @@ def _before_answer(encoder: Encoder, conversation: Conversation) -> Prompt:
 
 
 def last_answer(example: Example) -> tuple[int, int]:
-    """Return the [start, end) range of the last tokens that carry loss."""
+    """Return the [start, end) range of the last run of tokens that carry loss."""
     edges = np.flatnonzero(np.diff(example.assistant_mask.astype(np.int8), prepend=0, append=0))
     start, end = edges[-2:].tolist()
     return start, end

@@ -59,11 +59,11 @@ class Rendering:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def in_role(self, role: int) -> "Rendering":
-        """Return this rendering with its texts in a row's role."""
+        """Return this rendering with all its texts in a role."""
         return replace(self, texts=tuple(replace(text, role=role) for text in self.texts))
 
 
-# Raises BadRow.
+# Renders a conversation, or raises BadRow.
 Template = Callable[[Conversation], Rendering]
 
 
@@ -158,8 +158,8 @@ def _holds_thinking(message: Message) -> bool:
 def render_gemma(conversation: Conversation, turns: str = "all") -> Rendering:
     r"""Render as `<start_of_turn>user|model\ncontent<end_of_turn>\n`.
 
-    A system message becomes its own user turn, `[System: content]`. Raises BadRow for tools, which
-    Gemma does not support.
+    A system message becomes a separate user turn, `[System: content]`. Raises BadRow for tools,
+    which Gemma does not support.
 
     Source: the chat template of Gemma's tokenizer_config.json, which refuses system messages.
     """
@@ -195,6 +195,6 @@ END_OF_TURN = {"chatml": "<|im_end|>", "qwen3": "<|im_end|>", "gemma": "<end_of_
 
 
 def built_in_jinja(name: str) -> str:
-    """Return a built-in template as Jinja, which writes the same text after the BOS."""
+    """Return a built-in template as Jinja, which renders the same text after the BOS."""
     file = "gemma.jinja" if name == "gemma" else "chatml.jinja"
     return resources.files(__package__).joinpath(file).read_text(encoding="utf-8")

@@ -52,7 +52,7 @@ class DataFiles:
 def find_data_files(
     paths: Sequence[Path], option: str = "--data", *, validation_files: Sequence[Path] = ()
 ) -> DataFiles:
-    """Return the files that `option` names: a folder stands for its train and validation files.
+    """Return the files that `option` names; from folders, the train and validation files.
 
     `validation_files` are further validation files.
 
@@ -142,7 +142,7 @@ def _reading(path: Path, option: str = "--data") -> Iterator[None]:
 def _stat(path: Path, option: str) -> os.stat_result:
     with _reading(path, option):
         info = path.stat()
-        # A pipe could not be read twice.
+        # Files are read twice, and a pipe can be read only once.
         if not stat.S_ISDIR(info.st_mode) and not stat.S_ISREG(info.st_mode):
             raise DataError(f"{path}: is not a regular file: save the data in one")
         if stat.S_ISREG(info.st_mode):

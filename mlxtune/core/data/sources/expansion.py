@@ -1,4 +1,4 @@
-"""How much a data file may unpack to: a file of a few kilobytes can hold gigabytes."""
+"""Limits the unpacked size of data files: a file of a few kilobytes can hold gigabytes."""
 
 import gzip
 import zlib

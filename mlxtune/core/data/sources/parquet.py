@@ -1,4 +1,4 @@
-"""Rows of parquet files, read by pyarrow in a process that the system ends at its limits.
+"""Rows of parquet files, read by pyarrow in a process with limits of memory and time.
 
 A parquet file of a kilobyte may hold any number of rows of any size, and pyarrow unpacks a batch of
 them before anything can be counted.

@@ -1,7 +1,7 @@
-"""Reads parquet: the script of parquet.py, which imports nothing of mlxtune.
+"""Script that parquet.py runs to read Parquet files; imports nothing from mlxtune.
 
-core/files/limited_child.py runs it. Each row is a line, as JSON: an object, or a list of two texts:
-why there is no object, and a detail. The last line is text: why the file cannot be read, or empty.
+core/files/limited_child.py starts it. Writes one JSON line per row: the object, or `[reason,
+detail]` if the row has none. The last line is a text: the reason why reading failed, or empty.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Rows of CSV and TSV files with a header. Files of spreadsheets are refused.
+"""Rows of CSV and TSV files with a header. Spreadsheet files are refused.
 
 A row's number is the line on which it starts; a value in quotes may span several lines.
 """
@@ -43,7 +43,7 @@ def check_no_spreadsheet(path: Path, head: bytes) -> None:
 
 
 def table_rows(path: Path, file: IO[bytes], longest: int) -> Iterator[tuple[int, Any]]:
-    """Yield each row's number and its object, None for empty cells, or why it has none.
+    """Yield each row's number, and its object (empty cells are None) or a BadRow.
 
     `longest` is the most bytes of a line, and of a value. Raises DataError.
     """
@@ -76,7 +76,7 @@ def _lines(path: Path, file: IO[bytes], longest: int) -> Iterator[str]:
 
 
 def _header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str]:
-    """Return the header's number of lines, the names of the columns, and their separator.
+    """Return the line number of the header, the column names, and their separator.
 
     Spreadsheets write `;` if the comma is the decimal point.
     """
