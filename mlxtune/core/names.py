@@ -8,9 +8,9 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def is_file_name(name: object) -> bool:
-    """Return whether a name can only be one file or folder inside the folder it is joined to.
+    """Return whether a name, joined to a folder, can only lead to an entry of that folder.
 
-    It holds no separator of any system, leads nowhere else, and shows unchanged on a terminal.
+    It has no path separator of any system, is not `.` or `..`, and prints unchanged on a terminal.
     """
     return (
         isinstance(name, str)
@@ -22,7 +22,7 @@ def is_file_name(name: object) -> bool:
 
 
 def is_relative_path(name: object) -> bool:
-    """Return whether a name, with `/` between its parts, can only lead into a folder."""
+    """Return whether a path, with `/` between its parts, stays in the folder it is joined to."""
     return isinstance(name, str) and all(map(is_file_name, name.split("/")))
 
 

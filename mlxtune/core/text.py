@@ -9,7 +9,7 @@ def count(number: int, noun: str) -> str:
 
 
 def short_number(number: int) -> str:
-    """Return 596M for 596,049,920, in three digits."""
+    """Return 596M for 596,049,920, to three significant digits."""
     for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         # Rounding comes first: 999,999 is 1M, not 1000k.
         if (rounded := float(f"{number / size:.3g}")) >= 1:
@@ -18,7 +18,7 @@ def short_number(number: int) -> str:
 
 
 def byte_size(number: float) -> str:
-    """Return `12 kB`, `3.4 MB` or `24 GB`, in three digits."""
+    """Return `12 kB`, `3.4 MB` or `24 GB`, to three significant digits."""
     for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if (rounded := float(f"{number / size:.3g}")) >= 1:
             return f"{rounded:g} {unit}"
@@ -26,14 +26,14 @@ def byte_size(number: float) -> str:
 
 
 def loss_text(loss: float | None) -> str:
-    """Return a loss in three digits, `–` for none."""
+    """Return a loss to three significant digits, or one decimal from 10 up; `–` for None."""
     if loss is None:
         return "–"
     return f"{loss:#.3g}" if abs(loss) < 10 else f"{loss:,.1f}"
 
 
 def signed_loss(change: float) -> str:
-    """Return the change of a loss in three digits, with its sign."""
+    """Format a change in loss, with its sign."""
     return ("−" if change < 0 else "+") + loss_text(abs(change))
 
 
@@ -48,7 +48,7 @@ def duration(seconds: float) -> str:
 
 
 def short_duration(seconds: float) -> str:
-    """Return `1.23 s` or `12.3 ms`, in three digits."""
+    """Return `1.23 s` or `12.3 ms`, to three significant digits."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 

@@ -1,1 +1,1 @@
-"""Whether an adapter helped: losses and preferences of rows, intervals and verdicts."""
+"""Tells whether an adapter helped: losses and preferences of rows, intervals, verdicts."""

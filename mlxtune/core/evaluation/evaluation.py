@@ -61,7 +61,7 @@ class RowLosses:
 class FileVerdict:
     """The loss of one file's rows under both models, in nats per token, and their verdict.
 
-    Under an objective of preferences, it also has the preferred shares before and after.
+    Under a preference objective, it also has the preferred shares before and after.
     """
 
     path: str
@@ -89,7 +89,7 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class Matches:
-    """The number of answers that match the data's, `by` json, contains or regex=PATTERN."""
+    """The number of answers that match the data's answer, `by` json, contains or regex=PATTERN."""
 
     by: str
     base: int
@@ -128,7 +128,7 @@ class StepSamples:
 
 @dataclass(frozen=True)
 class Misjudged:
-    """A row whose bad answer the adapted model prefers, in nats per token; `row` is its number."""
+    """A row whose bad answer the adapted model prefers; margins are in nats per token."""
 
     path: str
     row: int
@@ -165,11 +165,11 @@ class Evaluation:
 
     `tokens` counts supervised tokens. The difference and the verdict compare with the base model,
     or with the adapter from which training started: then `start` is its loss, and `base_difference`
-    compares with the base model. Below 1% of the loss, the adapter `hardly` helped or hurt.
-    `gained` and `lost` are the rows that contribute most to the difference from the base model, in
-    nats, for the better and for the worse.
+    compares with the base model. If the difference is below 1% of the loss, the adapter `hardly`
+    helped or hurt. `gained` and `lost` are the rows that contribute most to the difference from the
+    base model, in nats, for the better and for the worse.
 
-    Under an objective of preferences, the losses are of the good answers, the verdict is about
+    Under a preference objective, the losses are of the good answers, the verdict is about
     `preference`, and without an adapter `preferred` is the share of pairs that the base prefers.
 
     `left_out` counts rows that are left out because they were trained on too; with `only_trained`,

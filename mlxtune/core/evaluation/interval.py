@@ -69,7 +69,7 @@ def _resampled(change: Floats, tokens: npt.NDArray[np.int64], seed: int, resampl
 
 
 def _acceleration(change: Floats, tokens: npt.NDArray[np.int64]) -> float:
-    """Return the skewness of the statistic without each row in turn (the jackknife), over 6."""
+    """Return a sixth of the skewness of the jackknife values, which leave out one row each."""
     if len(change) < 2:
         return 0.0
     without = (change.sum() - change) / (tokens.sum() - tokens)
@@ -79,7 +79,7 @@ def _acceleration(change: Floats, tokens: npt.NDArray[np.int64]) -> float:
 
 
 def equal_change_interval(change: float, rows: int) -> tuple[float, float]:
-    """Return the interval of a change that is equal in all rows, within -1 and 1.
+    """Return the interval, within -1 and 1, of a change that is equal in all rows.
 
     Source: Clopper and Pearson (1934): if none of n rows differs, a share of at most 1 - (0.05 /
     2)^(1 / n), about 3.7 / n, may differ.

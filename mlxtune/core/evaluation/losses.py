@@ -27,9 +27,9 @@ from mlxtune.core.evaluation.interval import Floats, paired_difference
 from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.errors import NonFiniteLossError
 
-# A smaller share of the loss hardly matters, however certain it is.
+# A change below this share of the loss hardly matters, however certain it is.
 _HARDLY = 0.01
-# How many of the most improved, and of the most worsened, rows are reported.
+# The number of most improved rows, and of most worsened rows, to report.
 _TOP_ROWS = 5
 
 # Returns the summed loss of each example, float64 (B,), and reports its progress.
@@ -160,7 +160,7 @@ def compare_rows(
 def verdicts_by_file(
     judged: JudgedRows, evaluate: Callable[[JudgedRows, npt.NDArray[np.int64]], Evaluation]
 ) -> tuple[FileVerdict, ...]:
-    """Return the verdict on each file; none for a single file, or if rows were trained on.
+    """Return the verdict on each file; none for a single file, or if all rows were trained on.
 
     `evaluate` compares the losses of rows, given their places.
     """

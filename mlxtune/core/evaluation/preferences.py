@@ -1,4 +1,4 @@
-"""Whether an adapter learned preferences: its choices on held-out pairs, before and after.
+"""Tells whether an adapter learned preferences: its choices on held-out pairs.
 
 A model prefers the answer whose tokens have the higher mean log-probability; the sum would prefer
 short answers. An answer with a label has no counterpart: good answers should gain more than bad
@@ -97,8 +97,8 @@ def evaluate_preferences(
 ) -> Evaluation:
     """Compare the preferences of models; losses are over the good answers.
 
-    `start` are the answers under the adapter from which training started. With several files, each
-    has a verdict.
+    `start` has the answers' losses under the adapter from which training started. With several
+    files, each has a verdict.
     """
     evaluation = _compare_rows(judged, objective, base, adapted, seed, start)
     if adapted is None:
@@ -164,7 +164,7 @@ def _compare_labelled(
     share = float(_ranks(gains, good).mean())
     count = int(good.sum())
     low, high = rank_interval(share, count, len(good) - count)
-    # Each row is compared with the mean of the other label.
+    # Each answer's gain is compared with the mean gain under the other label.
     margins = np.zeros(len(good)), _against_others(gains, good)
     fewest = min(count, len(good) - count)
     found = _difference(rows, (0.5, share), (low - 0.5, high - 0.5), *margins, fewest)

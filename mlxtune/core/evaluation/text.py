@@ -16,9 +16,10 @@ _FEWEST_ANSWERS = 10
 
 
 def verdict_lines(evaluation: Evaluation) -> list[str]:
-    """Return the verdict with its size as a line, and for further training a second line.
+    """Return a line with the verdict and the size of the change, and sometimes a second line.
 
-    The second line compares with the base model. Needs an evaluation with an adapter.
+    The second compares further training with the base model, or gives the losses of preferences.
+    Needs an evaluation with an adapter.
     """
     if evaluation.preference is not None:
         return _preference_lines(evaluation, evaluation.preference)
@@ -89,7 +90,7 @@ def _verdict_line(evaluation: Evaluation, evidence: str) -> str:
 
 
 def _amount(difference: Difference, other: str = "") -> str:
-    """Return the size of a difference; the sentence gives the amount without its sign."""
+    """Describe a difference; a verb replaces its sign."""
     verb, low, high = "adds", difference.low, difference.high
     if difference.loss <= 0:
         verb, low, high = "takes", -high, -low

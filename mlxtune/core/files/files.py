@@ -19,7 +19,7 @@ from mlxtune.core.files.ours import NotOurs
 from mlxtune.core.files.reading import open_regular
 from mlxtune.errors import OutputError
 
-# The length of the longest name that is written into a folder, temporary names included.
+# A name as long as the longest that is written into a folder, temporary names included.
 _LONG_NAME = "long-name".ljust(64, "-")
 _TEMPORARY = re.compile(r"\.mlxtune-.+\.[0-9a-f]{16}\.tmp")
 # Remedies for an error, in addition to choosing another place.
@@ -123,7 +123,7 @@ def append_line(target: Path, line: str) -> None:
 def read_own(path: Path, limits: Limits = RECORDS) -> bytes:
     """Return the content of a file that we wrote.
 
-    Raises ValueError if it is too large or not a regular file, such as a link or a pipe; OSError.
+    Raises ValueError if it is too large or not a regular file (a link, a pipe), or OSError.
     """
     return sizes.read_bytes(path, limits, links=False)
 
@@ -173,8 +173,8 @@ def _sync(descriptor: int) -> None:
 def check_writable(folder: Path, option: str, name: str = _LONG_NAME) -> None:
     """Raise OutputError unless a file of this name can be written into the folder.
 
-    The folder may not exist yet. Both names are tried next to their future place, as file systems
-    refuse different names; nothing is left behind. `option` named the folder.
+    The folder may not exist yet. Both names are tried in the nearest existing folder, as file
+    systems refuse different names; nothing is left behind. `option` names the folder's option.
     """
     with as_output_error(folder / name if name != _LONG_NAME else folder, option):
         real = _real(folder)

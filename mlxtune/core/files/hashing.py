@@ -20,7 +20,7 @@ _PARTS = ("layout", "weights", "vectors")
 
 
 def hash_in_background(folder: Path, cache: Path | None) -> Future[str]:
-    """Start computing `model_hash`, as gigabytes take seconds."""
+    """Compute `model_hash` in a thread, because hashing gigabytes takes seconds."""
     result: Future[str] = Future()
 
     def compute() -> None:
@@ -65,7 +65,7 @@ def base_fingerprint(folder: Path) -> dict[str, str]:
 
 
 def is_same_base(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Return whether two fingerprints are of one model, even if one of them is quantised."""
+    """Return whether two fingerprints are of the same model, even if one is quantised."""
     layout, weights, vectors = (one[name] == other[name] for name in _PARTS)
     return weights if layout else vectors
 
@@ -73,7 +73,7 @@ def is_same_base(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 def model_hash(folder: Path, cache: Path | None) -> str:
     """Return `sha256:` over a model's config.json and weights, by name and content.
 
-    A file with the size and times that an earlier run saw is not read again. Raises ModelError if
+    A file whose size and times an earlier run recorded is not read again. Raises ModelError if
     a file cannot be read.
     """
     known: dict[str, object] = {}

@@ -1,8 +1,8 @@
-"""Limits its own memory and runs another script: the script of processes.LimitedProcess.
+"""The child of `processes.LimitedProcess`: limits its own memory, then runs a given script.
 
-It imports nothing of mlxtune. The other script has two functions: `prepare()` imports the necessary
-libraries before memory is limited, and `serve(prepared, *arguments)` works until stdin is closed.
-Both ends exchange lines. This process ends when its parent does, even in the middle of its work.
+It imports nothing from mlxtune. The given script has two functions: `prepare()` imports the
+necessary libraries before memory is limited, and `serve(prepared, *arguments)` works until stdin is
+closed. Both exchange lines. The child ends when its parent does, even in the middle of its work.
 """
 
 import os

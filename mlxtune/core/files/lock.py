@@ -40,7 +40,8 @@ class Lock:
     and the time, for others to read.
 
     Raises LockHeldError if another process still holds it after `seconds`, NoLocks if the file
-    system has none, NotOurs for a file that is not our lock, and OSError if it cannot be created.
+    system has no locks, NotOurs for a file that is not our lock, and OSError if it cannot be
+    created.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Lock:
 def holder_of(path: Path) -> dict[str, Any] | None:
     """Return the note of a lock's holder; None if no living process holds it.
 
-    Changes nothing, and works in a folder that may only be read.
+    Changes nothing, and works in a read-only folder.
     """
     try:
         with open_regular(path, links=False) as file:

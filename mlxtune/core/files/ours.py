@@ -30,9 +30,9 @@ class NotOurs(OSError):
 
 
 def open_ours(path: Path, flags: int) -> int:
-    """Return the descriptor of a file that is ours, or that `flags` create.
+    """Return the descriptor of a file that is ours, or that this call creates.
 
-    Nothing is truncated until the file is known. Raises NotOurs or OSError.
+    `flags` must not truncate, as the file is not checked yet. Raises NotOurs or OSError.
     """
     assert not flags & os.O_TRUNC
     try:
@@ -52,7 +52,7 @@ def open_ours(path: Path, flags: int) -> int:
 
 
 def check_file(path: Path) -> None:
-    """Raise NotOurs if the path is a file that is not ours; OSError."""
+    """Raise NotOurs if the path is a file that is not ours, or OSError if it is unreadable."""
     with suppress(FileNotFoundError):
         _check(path, path.lstat())
 
@@ -141,7 +141,7 @@ def others_in(folder: Path, known: Callable[[str], bool]) -> list[str]:
 def remove_folder(folder: Path, known: Callable[[str], bool]) -> None:
     """Remove a folder whose every file is known, by its relative path, and ours.
 
-    Raises NotOurs, and removes nothing, if there are others; OSError.
+    Raises NotOurs, and removes nothing, if there are other files, or OSError.
     """
     if not is_folder(folder):
         raise NotOurs(folder, "it is not a folder")
@@ -153,7 +153,8 @@ def remove_folder(folder: Path, known: Callable[[str], bool]) -> None:
 def discard(folder: Path, *, ignore_errors: bool = False) -> None:
     """Remove a folder that is known to be ours, and all its content.
 
-    Links in it are removed, not followed. Raises NotOurs if folders are nested too deeply; OSError.
+    Links in it are removed, not followed. Raises NotOurs if folders are nested too deeply, or
+    OSError.
     """
     if is_folder(folder) and not is_shallow(folder):
         if ignore_errors:
@@ -176,7 +177,7 @@ def _check(path: Path, status: os.stat_result) -> None:
 
 @cache
 def _owner_of_new_files(device: int, folder: Path) -> int:
-    """Return the user whom a file system names as the owner of our files, if not this user.
+    """Return the id of the user whom a file system names as the owner of new files.
 
     Some network and shared file systems give all files one owner.
     """

@@ -20,7 +20,7 @@ from mlxtune.core.files.remembered import is_remembered, remember
 from mlxtune.core.text import join_few
 from mlxtune.errors import OutputError
 
-# A file's inode, size and time of change when it was known to be ours.
+# Each file's inode, size and time of change when it was checked to be ours.
 _Known = Mapping[str, tuple[int, int, int]]
 
 
@@ -59,7 +59,7 @@ def replaced_folder(
     """Yield an empty folder to fill, which replaces the target if all goes well.
 
     Otherwise the target stays as it was. `option` named the target, which moves `aside` until the
-    new folder is in place. Only files that `is_known` accepts change. Raises OutputError.
+    new folder is in place. Both folders change only if `is_known` accepts them. Raises OutputError.
     """
     temporary = beside(target)
 
@@ -123,7 +123,7 @@ def _check_apart(target: Path, sources: Iterable[Path]) -> None:
 
 
 def _check_free(target: Path, manifest: str, overwrite: bool) -> _Known:
-    """Return the files of the folder to be replaced, all of them ours."""
+    """Check that the target may be written; return the files in it, all of them ours."""
     with as_output_error(target, "--output"):
         if not os.path.lexists(target):
             return {}

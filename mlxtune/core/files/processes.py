@@ -82,7 +82,7 @@ def end(process: Process) -> None:
 
 @dataclass(frozen=True)
 class Output:
-    """The end of a process: its exit status, below 0 for a signal, and its output."""
+    """The result of a process: its exit status, below 0 for a signal, and its output."""
 
     status: int
     stdout: str
@@ -97,8 +97,8 @@ def output_of(
     environment: Mapping[str, str] | None = None,
 ) -> Output:
     """Run a process to its end. Raises OSError, and ChildTimeoutError after `seconds`."""
-    # Unless `apart`, Python uses posix_spawn for a path: a fork would mark all memory of a training
-    # process.
+    # Without `apart`, Python starts a path by posix_spawn, not by fork, which copies the page
+    # tables of a training process.
     with start(
         command, stdout=PIPE, stderr=PIPE, folder=folder, environment=environment, apart=False
     ) as process:
@@ -113,7 +113,7 @@ def output_of(
 
 
 def own_environment(**variables: str) -> dict[str, str]:
-    """Return the environment of a process that imports this copy of the package."""
+    """Return an environment in which a child imports this copy of the package."""
     paths = (str(_PACKAGE), os.environ.get("PYTHONPATH"))
     path = os.pathsep.join(path for path in paths if path)
     return {**os.environ, "PYTHONPATH": path, **variables}
@@ -138,7 +138,7 @@ class Children:
         until: Callable[[], bool] = lambda: False,
         stop: signal.Signals = signal.SIGKILL,
     ) -> int:
-        """Run in a new folder; return the exit status. The output goes to files there.
+        """Run Python in a folder, made if missing, and write its output there; return its status.
 
         Once `until` returns true, the process gets the signal `stop`. Raises ChildTimeoutError
         if it takes too long. Any end of this call also ends the process and its children.
@@ -201,9 +201,9 @@ class LimitedProcess:
         self.pid = self._process.pid
 
     def write(self, lines: bytes) -> None:
-        """Send lines. A process that has ended loses them."""
+        """Send lines. They are lost if the process has ended."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # reading shows the same error
+        with suppress(BrokenPipeError):  # the next read reports that the process ended
             self._process.stdin.write(lines)
             self._process.stdin.flush()
 

@@ -1,4 +1,4 @@
-"""Opens regular files for reading, which neither block nor are endless."""
+"""Opens only regular files: unlike pipes and devices, they neither block nor are endless."""
 
 import errno
 import gzip
@@ -17,7 +17,7 @@ class NotRegular(OSError, ValueError):
 
 
 def open_regular(path: Path, *, links: bool = True) -> io.BufferedReader:
-    """Open a regular file to read it. Raises OSError; NotRegular for other files."""
+    """Open a regular file to read it. Raises NotRegular for other files, or OSError."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)

@@ -9,9 +9,9 @@ from typing import Any
 from mlxtune.config.limits import Limits, TooLarge, check_bytes, check_count, parse_json
 from mlxtune.core.files.reading import open_regular, read_at_most
 
-# The smallest share of a file's bytes on disk is 1 in this number. File systems that compress
-# (APFS, btrfs, ZFS) store text in a tenth, and drop the zeros of an untrained matrix, half of an
-# adapter. A file with less consists almost entirely of holes.
+# At least one byte in this number must be on disk. If APFS, btrfs or ZFS compress a file, text
+# shrinks to about a tenth, and an untrained adapter, half of it zeros, to about half. A file with
+# fewer bytes on disk consists almost entirely of holes.
 _LEAST_STORED = 64
 # Smaller files take little memory, and some file systems store them in no block.
 _SMALL = 2**20
@@ -59,14 +59,14 @@ def stored_bytes(file: io.BufferedReader, size: int) -> int:
 
 
 def check_file(path: Path, limits: Limits) -> None:
-    """Raise TooLarge, naming the file, for a file beyond its limits or made of holes; OSError."""
+    """Raise TooLarge, naming the file, if it exceeds limits or is made of holes, or OSError."""
     with open_regular(path) as file:
         check_bytes(path.name, os.fstat(file.fileno()).st_size, limits)
         check_open(path.name, file)
 
 
 def check_values(path: Path, limits: Limits) -> None:
-    """Raise ValueError for a JSON file with too many values or bytes; OSError."""
+    """Raise ValueError for a JSON file with too many values or bytes, or OSError."""
     check_count(read_bytes(path, limits), limits, path.name)
 
 
@@ -74,7 +74,7 @@ def read_bytes(path: Path, limits: Limits = _ANY, *, links: bool = True) -> byte
     """Return the content of a regular file within limits.
 
     Raises ValueError, which names the file, if it is not a regular file, exceeds the limits, or is
-    a link without `links`; OSError.
+    a link without `links`. Raises OSError if it cannot be read.
     """
     with open_regular(path, links=links) as file:
         check_bytes(path.name, os.fstat(file.fileno()).st_size, limits)

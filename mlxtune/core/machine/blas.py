@@ -1,4 +1,4 @@
-"""A fast BLAS and allocator settings for the CPU on Linux, before mlx is loaded.
+"""Loads a fast BLAS for the CPU on Linux, and sets the allocator, before mlx is loaded.
 
 The Linux CPU wheel of mlx bundles the reference BLAS, about 27 times slower in float32 than a tuned
 one. A tuned BLAS that is loaded first, with global symbols, replaces it.
@@ -48,7 +48,7 @@ def load_blas() -> Blas:
     try:
         Path.cwd()
     except FileNotFoundError:
-        # MKL would end the process.
+        # In a removed folder, MKL would end the process.
         return Blas(problem="the current folder no longer exists, so no fast BLAS can be loaded")
     _keep_freed_memory()
     # Set even if the environment names MKL, so that each run gives the same bits at any alignment

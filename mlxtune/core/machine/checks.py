@@ -86,7 +86,7 @@ def check_lines(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def _check(name: str, found: str, remedy: str = "", level: str = NOTE) -> Check:
-    """Return a check of a level; it is `ok` if there is no remedy."""
+    """Return a check of the given level, or of level `ok` if there is no remedy."""
     return Check(level if remedy else OK, name, found, remedy)
 
 

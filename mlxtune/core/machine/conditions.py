@@ -49,7 +49,7 @@ class Pressure(IntEnum):
 
 @dataclass(frozen=True)
 class Conditions:
-    """A reading. `on_battery` is None if unknown, `thermal` empty if nominal or unknown."""
+    """A reading: `on_battery` is None if unknown, `thermal` is empty if nominal or unknown."""
 
     pressure: Pressure = Pressure.NORMAL
     on_battery: bool | None = None
@@ -91,14 +91,14 @@ class Sensors:
         return None if plugged is None else not plugged
 
     def saves_power(self) -> bool | None:
-        """Return whether a Mac is in Low Power Mode; None if that is unknown."""
+        """Return whether a Mac is in Low Power Mode; None if unknown."""
         settings = tool_output("pmset", "-g") if self.system == "Darwin" else ""
         # The name is `powermode` on Macs that also have High Power Mode.
         mode = re.search(r"(?m)^\s*(?:lowpowermode|powermode)\s+(\d)", settings)
         return None if mode is None else mode[1] == "1"
 
     def thermal(self) -> str:
-        """Return how heat slows the machine, in one or two words; empty if it does not."""
+        """Describe in a few words how heat slows the machine; empty if it does not."""
         if self.system != "Darwin":
             return "hot" if _is_hot() else ""
         speed = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", tool_output("pmset", "-g", "therm"))
@@ -163,9 +163,9 @@ class ConditionsWatch:
 
 @contextmanager
 def kept_awake(system: str = platform.system()) -> Iterator[None]:
-    """Keep the machine, but not its display, from sleeping while idle, until this process ends.
+    """Keep the machine, but not its display, from sleeping while idle in this context.
 
-    Does nothing if the system has no such command, or refuses.
+    Ends with this process at the latest. Does nothing if the system has no such command or refuses.
     """
     command = ("caffeinate", "-i", "-w", str(os.getpid())) if system == "Darwin" else _INHIBIT
     process = None
@@ -179,7 +179,7 @@ def kept_awake(system: str = platform.system()) -> Iterator[None]:
 
 
 def seconds_asleep() -> float:
-    """Return how long the machine has slept since it was started; 0 if that is unknown.
+    """Return how long the machine has slept since it was started; 0 if unknown.
 
     Unlike the wall clock, these clocks are never set. `time.monotonic` and `time.perf_counter` stop
     while the machine sleeps.

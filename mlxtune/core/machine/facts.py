@@ -1,4 +1,4 @@
-"""The facts of a machine, and reading them from the system's own tools. Nothing here needs mlx.
+"""The facts of a machine, read with the system's own tools. Nothing here needs mlx.
 
 checks.py interprets the facts.
 """
@@ -36,9 +36,9 @@ _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 @dataclass(frozen=True)
 class Package:
-    """A required package: which versions are accepted, and which is installed, if any.
+    """A required package: the accepted versions, and the installed version, if any.
 
-    `extra` is the extra that requires it; the command works without it.
+    `serves`: the installed version is accepted. `extra` is the optional extra that requires it.
     """
 
     name: str
@@ -101,8 +101,8 @@ class Machine:
 
     `libraries` are the installed packages with MLX's own library. `mlx_first`: mlx was imported
     before mlxtune. `translated`: Python runs through Rosetta. `wired_limit_mb` is macOS's limit of
-    GPU memory, 0 for its default. `thermal` says how heat slows it, empty if it does not. `offline`
-    is the variable that forbids downloads, if any.
+    GPU memory, 0 for its default. `thermal` describes how heat slows the machine, and is empty if
+    it does not. `offline` is the variable that forbids downloads, if any.
     """
 
     system: str

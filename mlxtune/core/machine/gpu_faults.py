@@ -1,4 +1,4 @@
-"""The faults of a GPU, recognised by the texts with which MLX reports them.
+"""The faults of a GPU, recognised by the messages of MLX.
 
 MLX raises all of them as RuntimeError. Metal's texts are in MLX's backend/metal/allocator.cpp, and
 in the NSError that device.cpp appends to "Command buffer execution failed" (mlx#479, mlx#3267,
@@ -24,7 +24,7 @@ class Fault(Enum):
     """A fault of the GPU: the texts that report it, its meaning, and its remedy."""
 
     OUT_OF_MEMORY = (
-        # Includes the texts of the CPU and of numpy.
+        # Includes messages of MLX's CPU backend and of numpy.
         r"unable to allocate|attempting to allocate|out of memory|insufficient memory"
         r"|memory allocation|ALLOC_FAILED",
         "memory ran out",
@@ -82,7 +82,7 @@ def fault_of(error: BaseException) -> Fault | None:
 
 
 def fault_error(fault: Fault, text: str, when: str = "", remedy: str = "") -> MlxTuneError:
-    """Return the error, in one line, for a fault that ends a command; `text` is MLX's own.
+    """Return the one-line error for a fault that ends a command; `text` is MLX's message.
 
     `when` names the work at that time; `remedy` replaces the fault's own.
     """

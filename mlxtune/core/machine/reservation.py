@@ -1,4 +1,4 @@
-"""The memory reserved by runs on this machine: the amount of each run, and the free memory.
+"""Reservations of memory by the runs on this machine.
 
 Each run keeps a small file in one folder, locked while it runs, with the amount that it reserves.
 When its process dies the lock is released, and the next reader removes the file.
@@ -43,8 +43,8 @@ def reserve(folder: Path, size: int, capacity: int, run: str) -> Lock:
 
     `size` and `capacity` are in bytes.
 
-    Raises MemoryLimitError, which names the other runs, if their sum exceeds `capacity`; OSError if
-    the folder cannot be written.
+    Raises MemoryLimitError, which names the other runs, if the sum exceeds `capacity`, or OSError
+    if the folder cannot be written.
     """
     ensure_folder(folder)
     try:

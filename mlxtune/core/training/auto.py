@@ -10,7 +10,7 @@ from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import flag
 from mlxtune.config.objective import DEFAULT_RATE
 
-# One or two passes hardly overfit; from the third on, small data does.
+# One or two epochs hardly overfit; from the third on, they do on small data sets.
 _MOST_EPOCHS, _FEWEST_STEPS = 3, 100
 _VALIDATIONS = 10
 # Half of the validations: many runs improve again at the end, when the rate falls.
@@ -64,7 +64,7 @@ def choose(facts: Facts, config: TrainConfig, given: Collection[str]) -> dict[st
 
 
 def _rate(parameters: int, share: float) -> float:
-    """Return the peak rate for a model's size, in one digit; less for preferences."""
+    """Return the peak rate for a model's size, to one significant digit; less for preferences."""
     rate = _RATE * (_RATE_SIZE / max(parameters, 1)) ** _RATE_POWER
     return float(f"{share * min(max(rate, _LOWEST_RATE), _HIGHEST_RATE):.0e}")
 

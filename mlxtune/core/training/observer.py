@@ -39,7 +39,7 @@ class TrainingObserver:
         """The validation set was evaluated after `step` steps, 0 before the first."""
 
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
-        """An epoch ended; `best` if its validation loss is the lowest so far."""
+        """An epoch ended; `best` says whether its validation loss is the lowest so far."""
 
     def on_checkpoint(self, folder: Path) -> None:
         """A checkpoint was written."""
@@ -74,12 +74,12 @@ class Callbacks(TrainingObserver):
         self._on_step, self._on_validation = on_step, on_validation
 
     def on_step(self, record: StepRecord) -> None:
-        """Pass a step on."""
+        """Call the function for steps, if there is one."""
         if self._on_step is not None:
             self._on_step(record)
 
     def on_validation(self, step: int, loss: float) -> None:
-        """Pass a validation on."""
+        """Call the function for validations, if there is one."""
         if self._on_validation is not None:
             self._on_validation(step, loss)
 

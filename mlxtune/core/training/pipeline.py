@@ -14,7 +14,7 @@ from mlxtune.core.run.saving import Snapshot
 
 
 class PendingStep(Protocol):
-    """An optimizer step that was started; it was computed at `ended` by `time.perf_counter`."""
+    """An optimizer step in progress; `ended` is the `time.perf_counter` at its completion."""
 
     ended: float
 
@@ -27,7 +27,7 @@ class PendingStep(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a run, of an `epoch`, on some `rows`. Numbers count from 1."""
+    """A step of a run. `number` and `epoch` count from 1; `rows` are indices of training rows."""
 
     number: int
     epoch: int
@@ -57,7 +57,7 @@ class Step:
 
 @dataclass(frozen=True)
 class StartedStep:
-    """A step that was started, at the time `started`."""
+    """A step in progress, with the `time.perf_counter` at its start."""
 
     step: Step
     started: float
@@ -77,10 +77,10 @@ class Pipeline(Protocol):
         """Start one optimizer step on all examples, after the previously started step."""
 
     def relieve_memory(self, halve_for: Sequence[Example] | None = None) -> int | None:
-        """Release memory that is only kept for later use.
+        """Release memory that is only cached.
 
-        With the examples of a step, also halve the micro-batches from its largest. Return the new
-        bound in tokens, or None if each one is already a single example.
+        With `halve_for`, the examples of a step, also limit micro-batches to half its largest.
+        Return the new limit in tokens, or None if each micro-batch is already a single example.
         """
 
     def logps(
@@ -94,7 +94,7 @@ class Pipeline(Protocol):
     def measure(
         self, examples: Sequence[Example], logps: npt.NDArray[np.float64]
     ) -> InstructBatchResult:
-        """Return the loss of whole rows from their examples' log-probabilities (E,)."""
+        """Return the loss and metrics of rows from all their examples' log-probabilities (E,)."""
 
     def reference(self) -> Mapping[str, Any]:
         """Return the facts that decide the starting model's log-probabilities, as JSON values."""

@@ -87,7 +87,7 @@ class RunRecorder:
             metrics = self._epoch_metrics(val_loss)
             self.add(metrics)
             self.observer.on_epoch(metrics, self._is_best())
-        # A run resumed here may have ended between the checkpoints of the epoch.
+        # A killed run that is resumed here may lack checkpoints of the epoch.
         metrics = self.progress.epochs[-1]
         saved = saves_epoch(epoch, self.config.epochs, self.config.save_every)
         self._save(metrics, f"epoch-{epoch}" if saved else None)
@@ -100,14 +100,14 @@ class RunRecorder:
         self.saver.try_save(f"step-{self.progress.step}", self._checkpoint())
 
     def interrupted(self) -> TrainingInterrupted:
-        """Return the error that ends a run early, with its state saved."""
+        """Save the run's state, and return the error that ends the run early."""
         step = self.progress.step
         if step == 0:
             return TrainingInterrupted(None, 0)
         return TrainingInterrupted(self.saver.save(f"step-{step}", self._checkpoint()), step)
 
     def finish(self, stopped_early: bool) -> InstructTrainResult:
-        """Write the files that are still due, and return the run as a whole."""
+        """Write the files that are still due, and return the run's result."""
         self.saver.finish()
         self._metrics_file.write(self.progress)
         return self.progress.result(stopped_early, _milliseconds_since(self._started))

@@ -22,8 +22,8 @@ def make_schedule(
 ) -> Schedule:
     """Return the named schedule over a run of `total_steps`.
 
-    `linear-warmup` rises linearly to the peak and stays there; `warmup-cosine` then falls along
-    half a cosine to `lr_min` at `total_steps`.
+    `linear-warmup` rises linearly to the peak and stays there; `warmup-cosine` rises likewise, then
+    falls along half a cosine to `lr_min` at `total_steps`.
 
     Source: SGDR, arXiv:1608.03983, equation 5, one cycle after the warm-up.
     """

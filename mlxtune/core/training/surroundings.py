@@ -49,9 +49,8 @@ class Surroundings:
     def look(self, step: int) -> Demand | None:
         """Read the machine's conditions after a step, and report changes; return its demands.
 
-        A pressure is demanded once per event, which ends when the pressure is normal again: a
-        warning is the normal state of a small Mac, and clearing the cache at each reading would
-        disable it.
+        Each level of pressure is demanded once until the pressure is normal again: small Macs are
+        often at the warning level, and clearing the cache at each reading would make it useless.
         """
         self._latest = latest = self.conditions()
         before, self._slept = self._slept, self.asleep()

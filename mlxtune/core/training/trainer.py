@@ -1,4 +1,4 @@
-"""The trainer: its one loop over steps, validation and early stopping. It knows no mlx."""
+"""The trainer: one loop over steps, validation and early stopping. It does not use mlx."""
 
 import math
 import time
@@ -50,10 +50,10 @@ class InstructTrainer:
     With `validation`, no rows are held out: its examples are evaluated and the whole corpus trains;
     if it is empty, there is no validation. `run_config` is saved in each checkpoint. The run stops
     once `should_stop`, called after each step and during validation, returns true, and after step
-    `stop_after`. With several workers, `decide` takes whether this worker would save, and returns
-    whether all stop, and whether all save. The pipeline minimises `objective`; its reference is
-    kept in the run's folder, and in `cache`. `progress` has the records of the run so far,
-    `best_folder` the checkpoint of the best validation.
+    `stop_after`. With several workers, `decide` is given whether this worker would save, and
+    returns whether all workers stop, and whether all save. The pipeline minimises `objective`; the
+    reference's log-probabilities are kept in the run's folder and in `cache`. `progress` has the
+    records of the run so far, `best_folder` the checkpoint of the best validation.
 
     Raises ValueError when the corpus is empty or too small to hold rows out.
     """
@@ -218,7 +218,7 @@ class InstructTrainer:
     def _refer(self, resume: ResumePoint | None) -> None:
         """Read or compute the reference's log-probabilities for the rows of preferences.
 
-        A new run computes them before its first step; a resumed run must have kept them.
+        A new run computes them before its first step, if not cached; a resumed run must find them.
         """
         if not self.objective.needs_reference:
             return
@@ -229,7 +229,7 @@ class InstructTrainer:
         key = preference_rows.reference_key(self.pipeline.reference(), rows)
         own, cached = self._folder / run_folder.REFERENCE, preference_rows.cached(self._cache, key)
         examples = [example for part in parts for example in part]
-        # The cache comes first: a run's folder may be a stranger's, and never goes into the cache.
+        # The cache comes first: a run's folder may be a stranger's, so it is never cached.
         known = [*cached, own] if resume is not None else cached
         logps = preference_rows.read_references(known, key, len(examples))
         if logps is None and resume is not None:
@@ -277,7 +277,7 @@ class InstructTrainer:
             step = Step(number + 1, epoch + 1, self._schedule(number + 1), rows, examples)
             yield step
             due = saver.is_due_by_steps(step.number)
-            # A resumed run must halve its micro-batches at the same step.
+            # Save after halving, so that a resumed run continues with the halved micro-batches.
             stopping, saving = self._decide(not due and (halved or saver.is_due(step.number)))
             stopping, saving = stopping or step.number == self._stop_after, saving or due
             if stopping or saving or self._profiler:
@@ -323,7 +323,7 @@ class InstructTrainer:
             skipped = SkippedStep(step.number, step.epoch, step.learning_rate, str(error), rows)
             self._skip(skipped, error)
             return
-        # The stop may have waited for the previous step.
+        # The step may have waited for the previous step.
         started, self._step_ended = max(taken.started, self._step_ended), taken.pending.ended
         record = step.record(result, self._step_ended - started)
         self._recorder.add(record)
