@@ -1,1 +1,1 @@
-"""Times training against a peer: the command, its worker process, its result and its view."""
+"""The `bench` command, which times training against a peer, with its worker, result and view."""

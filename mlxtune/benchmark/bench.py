@@ -38,18 +38,18 @@ from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json
 from mlxtune.views.tables import result_console
 
-# The command that runs the job in a file in a new process.
+# Returns the command line of a process that runs the job in a file.
 Command = Callable[[Path], list[str]]
 
 
 @takes_options(BenchConfig)
 def bench(config: BenchConfig) -> Benchmark:
-    """Time the first steps of `train` with the same options, by us and by a peer.
+    """Time the first steps of `train` with the same options, in mlxtune and in a peer.
 
     Writes the file that --json names.
 
-    Raises a subclass of MlxTuneError for faults of options, files or the model, and MlxTuneError
-    when our own process is killed.
+    Raises a subclass of MlxTuneError for faults of options, files or the model, and MlxTuneError if
+    mlxtune's own process fails or is killed.
     """
     with closing(RunConsole(quiet=config.quiet)) as console, prepared(config, console) as job:
         result = measured(config, job, console)
@@ -61,9 +61,9 @@ def bench(config: BenchConfig) -> Benchmark:
 
 @contextmanager
 def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
-    """Read the data, write the adapter that all sides start from, and yield our job.
+    """Read the data, write the adapter that both sides start from, and yield mlxtune's job.
 
-    A peer's job differs only in its name. No weights are read. Raises ModelError, and
+    A peer's job differs only in `side`. No weights are read. Raises ModelError, and
     MemoryLimitError if not even one example fits.
     """
     folder = model_folder.find_folder(config.model_path)
@@ -90,9 +90,9 @@ def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
 def measured(
     config: BenchConfig, job: Job, console: RunConsole, peer: tuple[str, Command] | None = None
 ) -> Benchmark:
-    """Time the steps by us, and by the given peer or the options' peer.
+    """Time the steps in mlxtune, and in the given peer or the peer of --against, if any.
 
-    Raises MlxTuneError when our own process is killed.
+    Raises MlxTuneError if mlxtune's own process fails or is killed.
     """
     if peer is None and config.against is not None:
         peer = config.against, worker_command
@@ -130,7 +130,7 @@ def first_steps(config: BenchConfig, dataset: Dataset) -> list[list[Sequence[Exa
 def _report_work(
     config: BenchConfig, steps: Sequence[Sequence[Example]], rows: int, console: RunConsole
 ) -> None:
-    """Report the steps; warn if the data has fewer steps than the options request."""
+    """Report the number of steps and tokens; warn if the data has too few rows for --steps."""
     each = [example for step in steps for example in step]
     tokens, supervised = sum(map(len, each)), sum(example.supervised for example in each)
     console.say(
@@ -148,9 +148,9 @@ def _report_work(
 def _alternate(
     repeats: int, job: Job, peer: tuple[str, Command] | None, console: RunConsole
 ) -> tuple[Side, Side | None]:
-    """Run our side and the peer in turn, one process at a time, `repeats` times each.
+    """Run mlxtune and the peer in turn, one process at a time, `repeats` times each.
 
-    A peer that fails is not run again. Raises MlxTuneError if our side fails.
+    A peer that fails is not run again. Raises MlxTuneError if mlxtune fails.
     """
     commands: list[tuple[Side, Command]] = [(Side(OURS), worker_command)]
     if peer is not None:
@@ -179,7 +179,7 @@ def _alternate(
 
 
 def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> BenchmarkRun:
-    """Do a job in a new process; `on_step` gets the number of steps taken.
+    """Run a job in a new process; `on_step` is called with the number of steps done.
 
     Raises MlxTuneError with the error that the process reports or, without a report, its exit
     status.
@@ -188,7 +188,7 @@ def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> 
     files.write_file(path, [pickle.dumps(replace(job, started=time.time()))])
     steps: list[TimedStep] = []
     with scratch_file() as errors:
-        # Nothing is written to stdin: the worker ends when it closes.
+        # stdin stays open without input: the worker ends when this process closes it.
         process = processes.start(
             command(path), stdin=processes.PIPE, stdout=processes.PIPE, stderr=errors
         )
@@ -210,7 +210,7 @@ def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> 
 
 
 def worker_command(job: Path) -> list[str]:
-    """Return the command that runs our process for the job in a file."""
+    """Return the command line of mlxtune's worker for the job in a file."""
     run = "from mlxtune.benchmark.worker import main; main()"
     return [sys.executable, "-c", run, str(job)]
 

@@ -1,4 +1,4 @@
-"""A benchmark on a terminal: a line for each run, and the table."""
+"""Shows a benchmark on a terminal: a line for each run, and a table."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def show_benchmark(benchmark: Benchmark, console: Console) -> None:
 
 
 def run_line(side: str, run: BenchmarkRun) -> str:
-    """Return the speed, memory and start-up time of a run in a line."""
+    """Return a line with the speed, memory and start-up time of a run."""
     step = Spread.of(step.seconds for step in run.steps).median
     return (
         f"{side}: {run.real_tokens_per_s:,.0f} tokens/s, {short_duration(step)} a step, "
@@ -36,7 +36,7 @@ def run_line(side: str, run: BenchmarkRun) -> str:
 
 
 def table(benchmark: Benchmark) -> list[tuple[str, ...]]:
-    """Return the rows of the table, the header first; a peer adds its column and the ratios."""
+    """Return the table's rows, the header first; a peer adds two columns, its own and ratios."""
     sides = [side for side in (benchmark.ours, benchmark.theirs) if side is not None]
     ratios = benchmark.ratios()
     rows = [("", *(side.name for side in sides), *(["ratio"] if len(sides) > 1 else []))]
@@ -48,7 +48,7 @@ def table(benchmark: Benchmark) -> list[tuple[str, ...]]:
 
 
 def remarks(benchmark: Benchmark) -> list[str]:
-    """Return remarks on agreement of the losses, on another loss function, and on a failure."""
+    """Return remarks on whether the losses agree, and on a peer's masked loss or failure."""
     lines = []
     theirs = benchmark.theirs
     if (agreed := benchmark.agreement()) is not None:
@@ -64,7 +64,7 @@ def remarks(benchmark: Benchmark) -> list[str]:
 
 
 def agreement_line(agreed: Agreement) -> str:
-    """Return whether the losses agree, and how far they differ."""
+    """Return a line on whether the losses agree, and how far they differ."""
     if agreed.first is None or agreed.largest is None:
         return "losses do NOT agree: one is not finite"
     verdict = "agree" if agreed.agree else "do NOT agree: the ratios compare different work"
@@ -80,7 +80,7 @@ def _range(values: Spread, show: Callable[[float], str]) -> str:
     return middle if low == high else f"{middle} ({low}-{high})"
 
 
-# The rows of the table: a name, a quantity, and the cell that shows its spread over the runs.
+# The rows of the table: a name, a quantity, and the function that formats its spread over runs.
 _QUANTITIES: tuple[tuple[str, str, Callable[[Spread], str]], ...] = (
     ("real tokens/s", "real_tokens_per_s", lambda values: f"{values.median:,.0f}"),
     ("supervised tokens/s", "supervised_tokens_per_s", lambda values: f"{values.median:,.0f}"),

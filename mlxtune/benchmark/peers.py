@@ -1,4 +1,4 @@
-"""mlx-lm as the peer of `mlxtune bench`: it takes its own steps on the same examples."""
+"""mlx-lm as the peer of `mlxtune bench`: it trains on the same examples with its own steps."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,16 +28,16 @@ from mlxtune.core.steps.batch import run_length
 
 
 class MlxLm:
-    """mlx-lm's trainer: its batches, its loss, its LoRA and its step, with our optimizer's numbers.
+    """mlx-lm's trainer: its batches, loss, LoRA and step, with mlxtune's optimizer settings.
 
     mlx-lm's spans of supervised tokens end one token after the row, on a token of padding. Here
-    they end at the last supervised token, so that both sides have equal targets. If rows make more
-    examples than a batch holds, the examples are taken batch by batch, sorted by length, and their
-    gradients added up before the update.
+    they end at the last supervised token, so that both sides have equal targets. If a step has more
+    examples than a batch holds, they run in several batches, sorted by length, whose gradients are
+    added before the update.
     """
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
-        # mlx-lm's train() sets this limit, too.
+        # mlx-lm's train() also sets this limit.
         recommended = mx.device_info().get("max_recommended_working_set_size")
         if recommended is not None:
             mx.set_wired_limit(int(recommended))
@@ -55,7 +55,7 @@ class MlxLm:
         mx.eval(self._model.parameters())
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
-        """Put mlx-lm's LoRA on the model and make its step, compiled if that is faster."""
+        """Attach mlx-lm's LoRA to the model, and build its step, compiled except on the CPU."""
         if not all(one_span(example) for step in steps for example in step):
             self.loss_function = "masked"
         model = self._model
@@ -76,10 +76,10 @@ class MlxLm:
         self._step = self.make_step(compiled=not on_cpu())
 
     def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
-        """Take the steps and undo them.
+        """Take the steps and undo them; return the first step's loss with mlx-lm's own spans.
 
-        Return the first loss with mlx-lm's own spans. The CPU compiles nothing for a step's shape,
-        so the shortest example is enough.
+        The loss is None if it is masked. On the CPU, the shortest example is enough, because
+        nothing is compiled for a step's shape.
         """
         with self.unchanged():
             for examples in [[min(steps[0], key=len)]] if on_cpu() else steps:
@@ -91,7 +91,7 @@ class MlxLm:
         for part, gradients in self.parts(self._step, examples):
             loss = loss + part
             mx.eval(self.state, loss, gradients)
-            # mlx-lm's train() clears the cache after each step by default.
+            # By default, mlx-lm's train() also clears the cache after each step.
             if mx.get_cache_memory() > TrainingArgs().clear_cache_threshold:
                 mx.clear_cache()
         return float(loss)
@@ -104,17 +104,17 @@ class MlxLm:
         return run, run - sum(map(run_length, examples))
 
     def batches(self, examples: Sequence[Example]) -> list[list[Example]]:
-        """Return the examples of a step in batches, sorted by length as mlx-lm sorts them."""
+        """Return the examples of a step in batches, sorted by length as in mlx-lm."""
         by_length, size = sorted(examples, key=len), self._batch_size
         return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
     def loss_and_gradients(self, tokens: mx.array, supervised: mx.array) -> Any:
-        """Return the loss and count of a batch, and its gradients."""
+        """Return a batch's loss and number of targets, as a pair, and its gradients."""
         loss = default_loss if self.loss_function == "default" else masked_loss
         return nn.value_and_grad(self._model, loss)(self._model, tokens, supervised)
 
     def make_step(self, *, compiled: bool) -> Callable[..., Any]:
-        """Return a function of a batch that adds up gradients and, after the last, updates."""
+        """Return a function that adds a batch's gradients, and updates LoRA after the last one."""
 
         def step(
             tokens: mx.array, supervised: mx.array, share: mx.array, before: Any, last: bool
@@ -139,7 +139,7 @@ class MlxLm:
     def parts(
         self, step: Callable[..., Any], examples: Sequence[Example]
     ) -> Iterator[tuple[mx.array, Any]]:
-        """Take a step batch by batch; yield the loss of each and the gradients so far."""
+        """Take a step batch by batch; yield each batch's part of the loss, and summed gradients."""
         batches = [self.batch(batch) for batch in self.batches(examples)]
         total = sum(count for _, _, count in batches)
         gradients = None
@@ -157,7 +157,7 @@ class MlxLm:
             yield
         finally:
             self._model.update(before)
-            # A compiled step reads its state from the list.
+            # A compiled step reads its state from the list `state`.
             self._optimizer.state = self.state[1] = state
 
     def batch(
@@ -165,8 +165,8 @@ class MlxLm:
     ) -> tuple[mx.array, mx.array, int]:
         """Return padded tokens (B, L), their supervised spans or mask, and the number of targets.
 
-        A span holds the first and the last supervised place. With `own`, it ends one place after
-        the row, as in mlx-lm.
+        A span holds the first and the last supervised position. With `own`, it ends one position
+        after the row, as in mlx-lm.
         """
         rows = [(each.tokens.tolist(), int(each.assistant_mask.argmax())) for each in examples]
         tokens, own_spans = next(iterate_batches(rows, len(rows), self._lora.max_seq_len))
@@ -190,9 +190,9 @@ def one_span(example: Example) -> bool:
 def masked_loss(
     model: nn.Module, tokens: mx.array, supervised: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Return mlx-lm's loss and count for a bool mask (B, L - 1) in place of a span per row.
+    """Return the mean loss and the number of targets, chosen by a bool mask (B, L - 1).
 
-    Equals its `default_loss` apart from the mask.
+    It equals mlx-lm's `default_loss`, which supports only one span per row.
     """
     logits = model(tokens[:, :-1])
     losses = nn.losses.cross_entropy(logits, tokens[:, 1:]) * supervised
@@ -201,9 +201,9 @@ def masked_loss(
 
 
 def write_start(base: BaseModel, config: InstructConfig, adapter: Path) -> None:
-    """Write the adapter that all sides start from, as `train` makes it, into the folder `adapter`.
+    """Write the adapter that both sides start from into the folder `adapter`, as `train` does.
 
-    Puts LoRA on the model, of which no weight is read. Raises ModelError.
+    It attaches LoRA to the model, but reads no weights. Raises ModelError.
     """
     summary = apply_lora(base.model, config)
     make_folder(adapter)

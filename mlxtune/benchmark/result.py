@@ -1,10 +1,10 @@
-"""A benchmark as numbers: steps, runs, sides, their ratios, and whether their losses agree.
+"""The numbers of a benchmark: steps, runs, sides, their ratios, and whether their losses agree.
 
     side      one trainer: this package, or a peer
     run       one process of a side, which takes all steps
     step      one optimizer update, timed
 
-Ratios are ours over theirs.
+Ratios are mlxtune's numbers over the peer's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 SCHEMA_VERSION = 2
 # The largest difference of losses, relative to the greater of 1 and the loss, at the first step and
-# later. Before the first update both sides compute the same function of the same numbers; AdamW
-# then turns rounding of a gradient near 0 into an update of full size.
+# later. Before the first update both sides compute the same function of the same numbers; later,
+# AdamW turns a rounding error in a gradient near 0 into an update of full size.
 _TOLERANCES = {"float32": (1e-4, 1e-3)}
 # The same in 16 bits: bfloat16 rounds a log-sum-exp of 10 to within 0.03.
 _TOLERANCES_16_BIT = (2e-2, 2e-2)
@@ -45,11 +45,11 @@ class TimedStep:
 class BenchmarkRun:
     """The measurements of one process of a side, in seconds and bytes.
 
-    `process_s` is the time from the start of the process to the first step, and `startup_s` the
-    part of it after the weights are read. `peak_rss` is the largest memory of the process.
-    `loss_function` names the loss of a peer, and `loss_with_pad_targets` is the peer's first loss
-    with its own targets. `execution` names how the side computes, and `reference_s` is the time for
-    the reference's log-probabilities, where an objective needs them.
+    `process_s` is the time from the start of the process until it is ready to train, and
+    `startup_s` the part of it after the weights are read. `peak_rss` is the largest memory of the
+    process. `loss_function` names the loss of a peer, and `loss_with_pad_targets` is the peer's
+    first loss with its own targets. `execution` names how the side computes, and `reference_s` is
+    the time for the reference's log-probabilities, if the objective needs them.
     """
 
     steps: list[TimedStep]
@@ -65,34 +65,34 @@ class BenchmarkRun:
 
     @property
     def seconds(self) -> float:
-        """The time of all steps together."""
+        """The time of all steps, in seconds."""
         return math.fsum(step.seconds for step in self.steps)
 
     @property
     def real_tokens_per_s(self) -> float:
-        """Tokens of the examples a second, over all steps."""
+        """The examples' tokens per second, over all steps."""
         return sum(step.tokens for step in self.steps) / self.seconds
 
     @property
     def supervised_tokens_per_s(self) -> float:
-        """Supervised tokens a second, over all steps."""
+        """Supervised tokens per second, over all steps."""
         return sum(step.supervised_tokens for step in self.steps) / self.seconds
 
     @property
     def peak_memory(self) -> int:
-        """The most bytes that MLX held at once."""
+        """MLX's peak memory in bytes, over all steps."""
         return max(step.peak_memory for step in self.steps)
 
     @property
     def padding_share(self) -> float:
-        """The share of the tokens run that are padding."""
+        """The share of padding in the tokens that the model processed."""
         run = sum(step.tokens_run for step in self.steps)
         return sum(step.padding for step in self.steps) / run
 
     def as_dict(self) -> dict[str, Any]:
         """Return the run for JSON."""
         entries = asdict(self)
-        # The report names the loss function once for each side.
+        # The report names the execution once for each side.
         del entries["execution"]
         return entries | {
             "steps": [asdict(step) | {"loss": _finite(step.loss)} for step in self.steps],
@@ -101,7 +101,7 @@ class BenchmarkRun:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return a number for JSON, which has no NaN and infinity."""
+    """Return a number for JSON; None for NaN and infinities, which JSON lacks."""
     return None if value is None or not math.isfinite(value) else value
 
 
@@ -122,7 +122,7 @@ class Spread:
 
 @dataclass
 class Side:
-    """A trainer and its runs; `failed` is the reason why there are no more."""
+    """A trainer and its runs; `failed` is the error that stopped further runs."""
 
     name: str
     runs: list[BenchmarkRun] = field(default_factory=list)
@@ -151,7 +151,8 @@ _SPREADS = (*_COMPARED, "seconds_per_step", "padding_share", "startup_s")
 class Agreement:
     """The difference of two sides' losses, relative to the greater of 1 and the loss.
 
-    `largest` is the difference after the `first` step; both are None if a loss is not finite.
+    `first` is for the first step, and `largest` is the largest after it; both are None if a loss is
+    not finite.
     """
 
     first: float | None
@@ -161,7 +162,7 @@ class Agreement:
 
     @property
     def agree(self) -> bool:
-        """Whether all steps are within their tolerance."""
+        """Whether the losses of all steps agree within their tolerances."""
         if self.first is None or self.largest is None:
             return False
         return self.first <= self.first_tolerance and self.largest <= self.tolerance
@@ -182,7 +183,7 @@ def agreement(ours: Sequence[float], theirs: Sequence[float], dtype: str) -> Agr
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The measurements and their conditions; all steps together have `rows` and `examples`."""
+    """The measurements and their conditions; `rows` and `examples` count all steps together."""
 
     model: str
     device: str
@@ -202,11 +203,11 @@ class Benchmark:
 
     @property
     def pairs(self) -> list[tuple[BenchmarkRun, BenchmarkRun]]:
-        """Each run of our side with the peer's run right after it."""
+        """Each run of mlxtune, paired with the peer's run right after it."""
         return list(zip(self.ours.runs, self.theirs.runs, strict=False)) if self.theirs else []
 
     def ratios(self) -> dict[str, Spread]:
-        """Return the spread of the ratios (ours over theirs) of all pairs; empty without a pair."""
+        """Return the spreads of ratios over all pairs, by quantity; empty without a pair."""
         if not (pairs := self.pairs):
             return {}
         return {
@@ -215,7 +216,7 @@ class Benchmark:
         }
 
     def agreement(self) -> Agreement | None:
-        """Return whether the losses of the first pair agree; None without a pair."""
+        """Compare the losses of the first pair of runs; None without a pair."""
         if not self.pairs:
             return None
         ours, theirs = ([step.loss for step in run.steps] for run in self.pairs[0])

@@ -37,16 +37,16 @@ class BenchSide(Protocol):
 
     @property
     def execution(self) -> str:
-        """The way to compute the steps."""
+        """The name of the way in which the side computes."""
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
-        """Put the adapter on the model. Raises MlxTuneError."""
+        """Attach the adapter to the model, and prepare the steps. Raises MlxTuneError."""
 
     def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
-        """Compile for the steps without updates; return the first loss with the side's targets."""
+        """Compile for the steps without training; return `loss_with_pad_targets`, if any."""
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
-        """Take step `number`, from 1, on all examples; return its loss."""
+        """Take step `number`, counted from 1, on all its examples; return its loss."""
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
         """Return the tokens that the model processed in the last step, and the padding in them."""
@@ -54,9 +54,9 @@ class BenchSide(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """The steps of a side with `rows` rows in total, and the start time of its process.
+    """The steps of a side, with `rows` rows in total. `started` is when its process started.
 
-    `adapter` is the folder of the adapter that all sides start from, `execution` is --execution.
+    `adapter` is the folder of the adapter that both sides start from, `execution` the --execution.
     """
 
     side: str
@@ -70,9 +70,9 @@ class Job:
 
 
 class OurSide:
-    """The steps of `train`, set up as `commands.train` does.
+    """mlxtune's side: the steps of `train`, set up as in `commands.train`.
 
-    Its methods import its libraries, so that a peer's process loads and measures none of them.
+    Its methods import its libraries, so that a peer's process neither loads nor measures them.
     """
 
     loss_function = "own"
@@ -115,7 +115,7 @@ class OurSide:
         return [with_references(step, [found[id(each)] for each in step]) for step in steps]
 
     def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
-        """Compute the first step or, on a GPU, take all steps and undo them."""
+        """Compute the first step's gradients or, on a GPU, take all steps and undo them."""
         if device.on_cpu():
             self.pipeline.loss_and_gradients(steps[0])
             return None
@@ -132,12 +132,12 @@ class OurSide:
         return self._result.avg_loss
 
     def overlapped(self, steps: Sequence[Sequence[Example]]) -> Iterator[TimedStep]:
-        """Take the steps as `train` does, which starts each during the previous step.
+        """Take the steps like `train`, which starts each step while the previous one runs.
 
-        A step's seconds begin when the previous step is computed.
+        A step is timed from the end of the previous step.
         """
         last = time.perf_counter()
-        # No step follows the last.
+        # The step that is running; the None after the last step only completes it.
         started: tuple[Sequence[Example], PendingStep] | None = None
         for number, examples in enumerate([*steps, None], 1):
             following = None if examples is None else (examples, self._start(number, examples))
@@ -158,7 +158,7 @@ class OurSide:
 
     @property
     def execution(self) -> str:
-        """The way to compute the steps, as `bench --execution` names it."""
+        """The name of the execution in `bench --execution`: gpu, cpu or plain."""
         from mlxtune.backend.forward.operations import MlxOperations
 
         operations = self.pipeline.forward.execution.operations
@@ -167,14 +167,14 @@ class OurSide:
 
 
 def open_side(job: Job) -> BenchSide:
-    """Read the weights of a side's model."""
+    """Return a job's side, with its model's weights read."""
     if job.side == OURS:
         return OurSide(job.folder, job.config, job.execution)
     return MlxLm(job.folder, job.config)
 
 
 def run_job(job: Job, opened: Callable[[Job], BenchSide] = open_side) -> Iterator[dict[str, Any]]:
-    """Do a job; yield each step, then the run, as the fields of TimedStep and BenchmarkRun."""
+    """Run a job; yield each step, then the run, as the fields of TimedStep and BenchmarkRun."""
     started = time.perf_counter()
     side = opened(job)
     device.finish()
@@ -184,7 +184,7 @@ def run_job(job: Job, opened: Callable[[Job], BenchSide] = open_side) -> Iterato
     steps = side.refer(job.steps) if isinstance(side, OurSide) else job.steps
     device.finish()
     referred = time.perf_counter()
-    # On a GPU kernels are compiled, and memory is cached, for every shape of the steps.
+    # On a GPU, this compiles kernels and caches memory for every shape of the steps.
     with_pads = side.warm_up(steps)
     device.finish()
     warm = time.perf_counter()
@@ -206,7 +206,7 @@ def run_job(job: Job, opened: Callable[[Job], BenchSide] = open_side) -> Iterato
 
 
 def _timed_steps(side: BenchSide, steps: Sequence[Sequence[Example]]) -> Iterator[TimedStep]:
-    """Take the steps of a benchmark, and time each until the device has finished."""
+    """Take the steps, and time each until the device has finished it."""
     memory.forget_peak()
     if isinstance(side, OurSide) and not device.on_cpu():
         yield from side.overlapped(steps)
@@ -235,7 +235,7 @@ def _timed(
 
 
 def main(opened: Callable[[Job], BenchSide] = open_side) -> None:
-    """Do the job that the command line names."""
+    """Run the job in the file that the command line names."""
     records = _claim_stdout()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job: Job = pickle.loads(read_bytes(Path(sys.argv[1])))
@@ -256,7 +256,7 @@ def _claim_stdout() -> TextIO:
 
 def _end_with_parent() -> None:
     # The pipe closes when the parent ends, even if it is killed. `sys.stdin` is not used: an exit
-    # by an error would wait for its lock, and abort.
+    # after an error would wait for its lock, and abort.
     while os.read(0, 1):
         pass
     os._exit(1)

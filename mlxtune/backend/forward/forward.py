@@ -31,9 +31,9 @@ from mlxtune.core.steps.execution import Execution, Operations
 from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
 
-# Scales up the loss if a model computes in float16: the gradients of single tokens are near its
-# smallest numbers, 6e-8 to 6e-5. A power of two changes no other bit, and one this small lets
-# entries of a gradient reach 256 before they overflow. The step divides by it in float32.
+# The factor of the loss if a model computes in float16: gradients of single tokens are near its
+# smallest numbers, 6e-8 to 6e-5. A power of two changes only exponents, and with this one, gradient
+# entries overflow only above 256. The step divides by it in float32.
 _RAISED_FLOAT16 = 256.0
 
 # Computes the losses (P,) of hidden states (P, H) at the supervised positions.
@@ -41,11 +41,11 @@ Head = Callable[[mx.array], mx.array]
 
 
 class Forward:
-    """Computes losses of one model, which has its LoRA already.
+    """Computes the losses of one model, to which LoRA is already applied.
 
-    `execution` is the given execution, as far as the model allows it. Without `trains`, it computes
-    no gradients, and the model may have no LoRA. An adapter that will be switched off and on must
-    be on the model at construction.
+    `execution` is the given execution, without options that the model does not support. Without
+    `trains`, it computes no gradients, and the model needs no LoRA. An adapter that will be
+    switched off and on must be on the model at construction.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Forward:
             self.recompute(execution.recompute)
         self._linear_head = None if split.weight is None else operations.linear_head(split.dtype)
         self._vocabulary: dict[str, Any] = {}
-        # In 16 bits, MLX's function, fused on Metal and CUDA, allocates no float32 logits.
+        # In 16 bits, MLX's function, which is fused on Metal and CUDA, allocates no float32 logits.
         dtype = split.logits_dtype
         in_16_bits = dtype is not None and dtype != mx.float32
         self._entropies: Losses = (
@@ -89,10 +89,7 @@ class Forward:
         self.preference_gradients = mx.value_and_grad(self.preference_loss)
 
     def recompute(self, value: bool) -> None:
-        """Switch between recomputing layers' activations in their backward passes and keeping them.
-
-        Layers drop the facts that they recorded about their backward passes.
-        """
+        """Switch between recomputing layers' activations in backward passes and keeping them."""
         if self.layerwise is not None:
             self.layerwise.restore()
         self.execution = replace(self.execution, recompute=value)
@@ -112,7 +109,7 @@ class Forward:
 
     @property
     def raised(self) -> float:
-        """The power of two by which `scaled_loss` scales up gradients."""
+        """The power of two to include in the `scale` of `scaled_loss`: 1 except in float16."""
         is_float16 = self.dtype is not None and self.dtype == mx.float16
         return _RAISED_FLOAT16 if is_float16 else 1.0
 
@@ -125,16 +122,16 @@ class Forward:
 
     @property
     def plain_head(self) -> bool:
-        """Whether the head is one product."""
+        """Whether the head is a single product."""
         return self._split.weight is not None
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """The matrices and sizes of the model."""
+        """The matrices of each layer, and the config's sizes."""
         return ModelFacts(self.model)
 
     def arrays(self, batch: MicroBatch | Pack, keys: mx.array | None) -> dict[str, Any]:
-        """Return a micro-batch as `scaled_loss` takes it.
+        """Return a micro-batch as the `arrays` of `scaled_loss`.
 
         `keys` are the dropout keys of its examples, uint32 (B,), or None for no dropout.
         """
@@ -163,7 +160,7 @@ class Forward:
     ) -> mx.array:
         """Return `scale` times the summed cross-entropy of a micro-batch, in nats, float32.
 
-        A function `reduce` in `arrays` replaces the sum. `parameters` are LoRA matrices, which stay
+        A function `reduce` in `arrays` replaces the sum. `parameters` are LoRA matrices; they stay
         in the model. `scale` is `raised`, which keeps float16 gradients in range, divided by the
         number of supervised tokens of the whole step.
         """
@@ -183,9 +180,9 @@ class Forward:
     def preference_loss(
         self, parameters: Mapping[str, Any], arrays: Mapping[str, Any], scale: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Return `scale` times the loss of a micro-batch under an objective of preferences.
+        """Return `scale` times the loss of a micro-batch under a preference objective.
 
-        The second array, float32 (B,), has the log-probabilities of its examples. `reduce` in
+        The second array, float32 (B,), has the examples' log-probabilities. `reduce` in
         `arrays` maps the losses (P,) of supervised tokens to one array with both results.
         """
         values = self.scaled_loss(parameters, arrays, mx.array(1.0))
@@ -194,12 +191,12 @@ class Forward:
     def losses(self, batch: MicroBatch | Pack, keys: mx.array | None = None) -> mx.array:
         """Return the cross-entropy of each supervised token, in nats, float32 (P,), not evaluated.
 
-        The losses are in the order of the batch. They have no gradient, and no dropout unless
-        `keys` are given.
+        The losses are in the batch's order and have no gradient. Dropout applies only if `keys` are
+        given.
         """
         arrays = self.arrays(batch, keys)
         targets = arrays["targets"]
-        # Losses that are not finite are reported elsewhere.
+        # The caller reports losses that are not finite.
         with laid_out(arrays.get("layout")), np.errstate(all="ignore"):
             caches = self._caches(arrays)
             if isinstance(batch, MicroBatch) and not self.execution.split_head:
@@ -220,7 +217,7 @@ class Forward:
 
     @contextmanager
     def watched(self, around: Callable[[Head, mx.array], mx.array]) -> Iterator[None]:
-        """Make `around(head, rows)` replace `head(rows)` if the model is split."""
+        """Call `around(head, rows)` in place of `head(rows)` if the model is split."""
         self._around_head = around
         try:
             yield
@@ -248,7 +245,7 @@ class Forward:
         )
 
     def _caches(self, arrays: Mapping[str, Any]) -> list[Any] | None:
-        """Set the keys of dropout, and return the cache of each layer."""
+        """Set the dropout keys; return the layers' caches for a packed line, else None."""
         keys, layout = arrays.get("keys"), arrays.get("layout")
         if layout is None:
             self._dropout.set(keys, None)

@@ -1,4 +1,4 @@
-"""SwiGLU and its gradient as one kernel each, for Metal and CUDA, used once they are checked.
+"""SwiGLU and its gradient as one kernel each, for Metal and CUDA, used only if a trial succeeds.
 
 `mx.compile` cannot fuse them: MLX inlines a compiled function where a gradient is taken.
 """
@@ -13,16 +13,15 @@ from mlxtune.backend.device.device import has_metal, on_cpu
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.errors import one_line
 
-# Elements that each thread computes, and threads of a group.
+# Elements per thread, and threads per group.
 PER_THREAD, GROUP = 4, 256
 # Kernels index elements with 32-bit integers.
 _MOST = 2**31 - GROUP * PER_THREAD
-# The largest difference from MLX's operations in float32, as a share of the largest value: the last
-# bit.
+# The largest allowed difference from MLX's operations in float32, as a share of the largest value.
 _TOLERANCES = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 
 # All inputs are flat. CUDA rounds a grid up to whole groups, so some threads may be idle. {thread}
-# and {exp} are spelt in the device's language.
+# and {exp} are replaced by their names in the device's language.
 _SOURCE = """
     uint first = {thread} * PER_THREAD;
     uint size = gate_shape[0];
@@ -44,7 +43,7 @@ _CUDA = {"thread": "(blockIdx.x * blockDim.x + threadIdx.x)", "exp": "expf"}
 
 
 def sources(metal: bool) -> tuple[str, str]:
-    """Return the bodies of the forward and the backward kernel in the language of a device."""
+    """Return the source of the forward and the backward kernel, for Metal or else CUDA."""
     language = _METAL if metal else _CUDA
     return tuple(_SOURCE.format(**language, body=body) for body in (_FORWARD, _BACKWARD))  # type: ignore[return-value]
 
@@ -91,23 +90,23 @@ class GateKernels:
 
 
 def serves(gate: mx.array, up: mx.array) -> bool:
-    """Return whether the kernels compute on these arrays."""
+    """Return whether the kernels support these arrays."""
     same = gate.shape == up.shape and gate.dtype == up.dtype
     return same and gate.dtype in _TOLERANCES and 0 < gate.size < _MOST
 
 
 def gate_kernels() -> GateKernels | None:
-    """Return the device's kernels if they equal MLX's operations in a trial."""
+    """Return the device's kernels; None on the CPU, or if they failed the trial."""
     return None if on_cpu() else _tried()[0]
 
 
 def gate_kernels_problem() -> str:
-    """Return why the device's kernels are not used; empty if they are, and on the CPU."""
+    """Return why the device's kernels are not used; empty if they are used, or on the CPU."""
     return "" if on_cpu() else _tried()[1]
 
 
 def device_kernels() -> GateKernels:
-    """Return the device's kernels, not checked yet. Raises MLX's error if it cannot make them."""
+    """Return the device's kernels without a trial. Raises MLX's error if it cannot build them."""
     metal = has_metal()
     return GateKernels(mx.fast.metal_kernel if metal else mx.fast.cuda_kernel, metal=metal)
 
@@ -124,8 +123,8 @@ def _tried() -> tuple[GateKernels | None, str]:
 
 
 def _problem(kernels: GateKernels) -> str:
-    """Return how values or gradients differ from plain operations; empty if only by rounding."""
-    # The size leaves a group of threads, and the last thread, only partly used.
+    """Return a message if values or gradients differ from MLX's by more than rounding, or empty."""
+    # With this size, the last group of threads and the last thread are only partly used.
     size = GROUP * PER_THREAD + PER_THREAD + 1
     key = mx.random.key(0)
     arrays = [4 * mx.random.normal((1, size), key=each) for each in mx.random.split(key, 3)]

@@ -1,4 +1,4 @@
-"""SwiGLU by a pair of kernels, or with a gradient of fewer operations than MLX's own."""
+"""SwiGLU by a pair of kernels, or by MLX's operations with a cheaper gradient than MLX's own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,12 +10,12 @@ from mlxtune.backend.forward.gate_kernels import gate_kernels, serves
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.models.autograd import differentiable, exporting
 
-# The largest difference of a trial from the formula.
+# The largest difference between an MLP and SwiGLU in a trial.
 _TOLERANCE = 1e-5
 
 
 def replace_gates(model: nn.Module) -> Callable[[], None]:
-    """Run the MLPs that compute SwiGLU by `swiglu`; return a function that undoes it."""
+    """Make MLPs that compute SwiGLU use `swiglu`; return a function that undoes it."""
     kinds: dict[type, bool] = {}
     chosen: list[nn.Module] = []
     for _, module in model.named_modules():
@@ -36,13 +36,13 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
 
 
 def plain_swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """Return SwiGLU by MLX's operations."""
+    """Return silu(gate) * up by MLX's operations."""
 
     def forward(gate: mx.array, up: mx.array) -> list[mx.array]:
         sigmoid = mx.sigmoid(gate)
         silu = gate * sigmoid
         slope = sigmoid + silu * (1 - sigmoid)
-        # The factors of the cotangent in the gradients. With them, neither gate nor up is kept.
+        # The last two are the gradients' factors of the cotangent, so gate and up are not kept.
         return [silu * up, up * slope, silu]
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
@@ -56,7 +56,7 @@ def _run(mlp: nn.Module, x: mx.array) -> mx.array:
     return output
 
 
-# Replaces the projections of an MLP, to reveal the function between them.
+# These functions replace an MLP's projections in a trial, to reveal the function between them.
 _TRIAL: dict[str, Callable[[mx.array], mx.array]] = {
     "gate_proj": lambda x: 2 * x + 1,
     "up_proj": lambda x: 3 * x - 1,

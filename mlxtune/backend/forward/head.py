@@ -1,4 +1,4 @@
-"""A model in two halves: the trunk, which gives hidden states, and the head, which gives logits."""
+"""Splits a model into its trunk, which gives hidden states, and its head, which gives logits."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +14,11 @@ from mlxtune.backend.models.packed import LineCache, laid_out
 from mlxtune.backend.workers.split import SplitRows, Vocabulary
 from mlxtune.errors import one_line
 
-# The largest difference of logits that should be equal, as a share of the largest logit.
+# The largest difference between equal logits by rounding, as a share of the largest logit.
 _TOLERANCE = 2e-2
 # Hidden states scaled up this much reveal any soft-capping of the logits.
 _LARGE = 1000.0
-# Rows of the vocabulary to compare.
+# Tokens of the vocabulary whose logits are compared with a product.
 _PART = 1024
 # The number of positions of each text at which the head is tried.
 _HEAD_POSITIONS = 4
@@ -27,8 +27,8 @@ _HEAD_POSITIONS = 4
 class _TrunkSlot:
     """Replaces the trunk, or its last norm, for one call of the model.
 
-    Without `given`, it runs the trunk, keeps its `hidden` states and returns the states at the
-    positions that the head runs on. With `given`, it returns the given states.
+    Without `given`, it runs the trunk, keeps its `hidden` states, and returns the first `positions`
+    of them for the head, by default all. With `given`, it returns the given states.
     """
 
     def __init__(
@@ -44,18 +44,17 @@ class _TrunkSlot:
         return self.hidden if self._positions is None else self.hidden[:, : self._positions]
 
     def __getattr__(self, name: str) -> Any:
-        # Tied heads take the embeddings from the trunk.
+        # Models with a tied head read the embeddings from the trunk.
         return getattr(self._trunk, name)
 
 
 class SplitModel:
     """An mlx-lm model whose head can run on chosen positions alone, including any soft-capping.
 
-    `splits` tells whether its trunk was found; otherwise the model can only run whole. `weight` (V,
-    H) is the weight of a head that is a single product, else None; `dtype` belongs to the hidden
-    states, and `logits_dtype` to the logits. `vocabulary` gives the tokens of this worker's logits,
-    None for all. `packing_problem` says why examples do not run in one line, once `packs` found
-    that they do not.
+    `splits` tells whether the split works; otherwise the model can only run whole. `weight` (V, H)
+    is the weight of a head that is a single product, else None. `dtype` is the hidden states', and
+    `logits_dtype` the logits'. `vocabulary` has the tokens of this worker's logits, None for all.
+    `packs` sets `packing_problem` to the reason why packed examples do not work, if they do not.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -70,7 +69,7 @@ class SplitModel:
         self.packing_problem = ""
         self.dtype: mx.Dtype | None = None
         self.logits_dtype: mx.Dtype | None = None
-        # The hidden states of a few texts, run separately: before the layers, and after them.
+        # Hidden states of a few texts, run separately: inputs of layers, and the trunk's output.
         self._inputs = LayerInputs(model, trial_texts())
         self._alone = mx.array(0.0)
         if isinstance(self._trunk, nn.Module):
@@ -92,7 +91,7 @@ class SplitModel:
         return slot.hidden
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Return the logits (P, V) of hidden states (P, H), for this worker's tokens."""
+        """Return the logits (P, V) of hidden states (P, H), for the tokens in `vocabulary`."""
         if self.vocabulary is not None:
             hidden = self.vocabulary.enter(hidden)
         with self._without_layers():
@@ -101,7 +100,7 @@ class SplitModel:
         return logits.squeeze(0)
 
     def packs(self, mixers: Mixers) -> bool:
-        """Return whether packed examples give the same results as separate examples, by a trial."""
+        """Try whether packed examples give the same results as separate examples."""
         if self._runs_in_line():
             return True
         if not mixers.by_segments:
@@ -116,7 +115,7 @@ class SplitModel:
                 line = self.hidden(mx.array([texts.line]), self.line_caches())
             inputs.compare(self._alone, line)
             self.packing_problem = inputs.problem()
-        # Any error may occur: some architectures add positions to tokens, or use other caches.
+        # Any error may occur: some architectures add positional embeddings, or use other caches.
         except Exception as error:  # noqa: BLE001
             self.packing_problem = one_line(f"{type(error).__name__}: {error}")
         return not self.packing_problem
@@ -148,7 +147,7 @@ class SplitModel:
                 self._owner["layers"] = layers
 
     def _compare(self) -> None:
-        """Check on a few tokens that trunk and head equal the model, and find the head's weight."""
+        """Try on a few tokens whether trunk and head equal the model; find the head's weight."""
         try:
             slot = _TrunkSlot(self._trunk, positions=_HEAD_POSITIONS)
             with self._inputs.kept():
@@ -165,7 +164,7 @@ class SplitModel:
             self.splits = False
 
     def _is_head(self, weight: mx.array | PackedRows, logits: mx.array, hidden: mx.array) -> bool:
-        """Return whether the head is a product with this weight, by part of the vocabulary."""
+        """Return whether the head is a product with this weight, from part of the vocabulary."""
         if weight.shape != (logits.shape[-1], hidden.shape[-1]):
             return False
         part, large = weight[:_PART], hidden[:1] * _LARGE
@@ -184,7 +183,7 @@ class SplitModel:
 
 
 def find_trunk(text: nn.Module) -> tuple[str, nn.Module | None]:
-    """Return the name of a text model's part that contains the layers, and the part."""
+    """Return the name and the module of a text model's part that contains the layers."""
     for name, part in text.children().items():
         layers = getattr(part, "layers", None) or getattr(part, "h", None)
         if isinstance(part, nn.Module) and layers:
@@ -214,7 +213,7 @@ def _close(one: mx.array, other: mx.array) -> bool:
 
 
 def _difference(one: mx.array, other: mx.array) -> float:
-    """Return the largest difference of two arrays as a share of the largest value of the first."""
+    """Return the largest difference between two arrays as a share of the first's largest value."""
     one, other = one.astype(mx.float32), other.astype(mx.float32)
     largest = mx.maximum(mx.abs(one).max(), 1e-6)
     return float(mx.abs(one - other).max() / largest)

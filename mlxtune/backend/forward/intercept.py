@@ -1,4 +1,4 @@
-"""Modules whose calls are intercepted by a function."""
+"""Intercepts the calls of a model's modules."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from mlx.utils import tree_unflatten
 
 
 class Intercepted(nn.Module):
-    """Replaces a module of a model, so that `call(module, *args, **options)` runs instead.
+    """Replaces a module of a model, and runs `call(module, *args, **options)` in its place.
 
     It has the children, parameters and attributes of the module, so that names stay unchanged, and
     is an instance of its class: some models choose a layer's mask by its class.
@@ -28,7 +28,7 @@ class Intercepted(nn.Module):
         return type(object.__getattribute__(self, "_intercepted"))
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        # Children may have been replaced since then, for example when an adapter is switched off.
+        # Children may have been replaced since the last call, as when an adapter is switched off.
         dict.update(self._intercepted, self)
         return self._call(self._intercepted, *args, **options)
 
@@ -39,7 +39,7 @@ class Intercepted(nn.Module):
 def intercept(
     model: nn.Module, modules: Sequence[nn.Module], calls: Sequence[Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Replace each of some modules by an `Intercepted`; return a function that undoes it."""
+    """Make each module run its function in `calls`; return a function that undoes it."""
     replaced = [Intercepted(module, call) for module, call in zip(modules, calls, strict=True)]
     put_in_place(model, modules, replaced)
     return lambda: put_in_place(model, replaced, modules)
@@ -48,7 +48,7 @@ def intercept(
 def put_in_place(
     model: nn.Module, modules: Sequence[nn.Module], replaced: Sequence[nn.Module]
 ) -> None:
-    """Replace modules of a model, each at its path."""
+    """Put each module of `replaced` at the path of the matching module in `modules`."""
     names = {id(module): name for name, module in model.named_modules()}
     pairs = zip(modules, replaced, strict=True)
     model.update_modules(tree_unflatten([(names[id(old)], new) for old, new in pairs]))

@@ -1,4 +1,4 @@
-"""Cross-entropy of a head that is one product, in float32, one block of logits at a time."""
+"""Cross-entropy of a single-product head, in float32, one block of logits at a time."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,14 +12,14 @@ from mlxtune.core.steps.graph_memory import vocabulary_block
 
 
 class _OnlineSoftmax:
-    """The softmax of some rows whose logits are taken in blocks, arXiv:1805.02867, algorithm 3."""
+    """The softmax of each row, whose logits arrive in blocks: arXiv:1805.02867, algorithm 3."""
 
     def __init__(self, rows: int) -> None:
         self._highest = mx.full((rows, 1), -mx.inf)
         self.total = mx.zeros((rows, 1))
 
     def take(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """Return exp(logit - the highest so far) of a block, and the factor for earlier blocks."""
+        """Add a block; return exp(logit - the highest so far), and the earlier blocks' factor."""
         highest = mx.maximum(self._highest, logits.max(axis=1, keepdims=True))
         shares, correction = mx.exp(logits - highest), mx.exp(self._highest - highest)
         self.total = self.total * correction + shares.sum(axis=1, keepdims=True)
@@ -44,18 +44,18 @@ def trained_head_losses(
     targets: mx.array,
     vocabulary: Vocabulary | None = None,
 ) -> mx.array:
-    """Return the cross-entropy of each hidden state of a head that is one product, float32 (P,).
+    """Return the cross-entropy of each hidden state, float32 (P,), for a single-product head.
 
     `weight` is (V, H), in any dtype, or a worker's rows if the `vocabulary` is split; `hidden` is
-    float32 (P, H), `targets` int32 (P,). The forward pass computes the gradient of the hidden
-    states, too.
+    float32 (P, H), `targets` int32 (P,). The forward pass also computes the gradient of the hidden
+    states.
     """
 
     def forward(hidden: mx.array) -> tuple[mx.array, mx.array]:
         softmax = _OnlineSoftmax(len(hidden))
         expected = mx.zeros_like(hidden)
         for block in _blocks(weight, len(hidden)):
-            # Blocks run one after the other, or the graph would hold several at once.
+            # Blocks run one after the other; otherwise the graph would hold several together.
             rows = mx.depends([hidden], [expected, softmax.total])[0]
             shares, correction = softmax.take(rows @ block.T)
             expected = mx.addmm(expected * correction, shares, block)
@@ -92,7 +92,7 @@ def head_losses(
 
 
 def _blocks(weight: mx.array | PackedRows, positions: int) -> Iterator[mx.array]:
-    """Yield the rows of a weight in float32, in blocks."""
+    """Yield blocks of a weight's rows in float32, sized for `positions` rows of logits."""
     rows = vocabulary_block(positions)
     for start in range(0, weight.shape[0], rows):
         yield weight[start : start + rows].astype(mx.float32)

@@ -1,4 +1,4 @@
-"""Cross-entropy: plain, of a vocabulary in parts, and of a head in chunks of few logits."""
+"""Cross-entropy: plain, over a vocabulary split among workers, and by chunks of positions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,14 +25,14 @@ Losses = Callable[[mx.array, mx.array], mx.array]
 def softmax_cross_entropies(logits: mx.array, targets: mx.array) -> mx.array:
     """Return the losses, float32 (P,), in nats, for float32 logits (P, V) and targets int32 (P,).
 
-    The softmax is computed once, for the loss and its gradient.
+    The softmax is computed only once for the loss and its gradient.
     """
     targets = targets[:, None]
 
     def forward(logits: mx.array) -> list[mx.array]:
         shares = mx.softmax(logits, axis=-1)
         largest = mx.argmax(logits, axis=-1, keepdims=True)
-        # The largest probability is never 0: log-sum-exp is the largest logit minus its logarithm.
+        # Log-sum-exp is the largest logit minus the log of its probability, which is never 0.
         total = _at(logits, largest) - mx.log(_at(shares, largest))
         return [(total - _at(logits, targets))[:, 0], shares]
 
@@ -81,14 +81,14 @@ def head_losses(
 ) -> mx.array:
     """Return the cross-entropy of each hidden state, in nats, float32 (P,), with no gradient.
 
-    It takes the arguments of `trained_head_losses`; at most `chunk` positions have logits at once.
+    It takes the arguments of `trained_head_losses`, and holds logits of `chunk` positions at most.
     """
     chunks: list[mx.array] = []
     for start in range(0, hidden.shape[0], chunk):
         at = slice(start, start + chunk)
         rows = hidden[at]
         if chunks:
-            # Chunks run one after the other, or the device would hold the logits of several.
+            # Chunks run one after the other; otherwise the device would hold the logits of several.
             rows = mx.depends(rows, chunks[-1])
         chunks.append(losses(logits(rows), targets[at]).astype(mx.float32))
     return mx.concatenate(chunks)
@@ -104,8 +104,8 @@ def trained_head_losses(
     """Return the cross-entropy of each hidden state, in nats, float32 (P,).
 
     `hidden` is (P, H), `targets` int32 (P,); `logits` maps (p, H) to (p, V), `losses` maps logits
-    and targets (p,) to (p,). At most `chunk` positions have logits at once: the forward pass also
-    computes the gradient of the hidden states, as each belongs to one loss.
+    and targets (p,) to (p,). To hold the logits of at most `chunk` positions, the forward pass also
+    computes the gradient of each hidden state, which affects only one loss.
     """
 
     def chunk_losses(rows: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
@@ -121,13 +121,13 @@ def trained_head_losses(
             at = slice(start, start + chunk)
             rows = hidden[at]
             if gradients:
-                # Chunks run one after the other, or the graph would hold the logits of all.
+                # Chunks run one after the other; otherwise the graph would hold all logits.
                 rows = mx.depends(rows, [gradients[-1], found[-1]])
             (_, each), gradient = losses_and_gradient(rows, targets[at])
             found.append(each)
             gradients.append(gradient)
         whole = mx.concatenate(found)
-        # The gradient is computed with the losses, so that no inputs are held for it.
+        # The gradient is computed together with the losses, so that no inputs are kept for it.
         return whole, mx.depends(mx.concatenate(gradients), whole)
 
     def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:

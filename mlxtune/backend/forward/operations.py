@@ -30,9 +30,8 @@ def run_again(
     cotangents: list[mx.array],
     vjp: Callable[..., Any] = mx.vjp,
 ) -> list[mx.array]:
-    """Return the gradients of a function, which runs again to compute them."""
-    # Without this, MLX may run the layer again before its gradient arrives, and keep all its
-    # values.
+    """Run a function again, and return its gradients."""
+    # Without this, MLX may run it again before the cotangents arrive, and keep all its values.
     primals = mx.depends(primals, cotangents)
     gradients = list(vjp(function, primals, cotangents)[1])
     # Without this, MLX defers the gradients of LoRA, and keeps each layer's inputs for them.
@@ -45,7 +44,7 @@ class LayerPasses(Protocol):
     def run(
         self, layer: nn.Module, function: Callable[..., list[mx.array]], inputs: Sequence[mx.array]
     ) -> list[mx.array]:
-        """Return the outputs of a layer, as a function of arrays."""
+        """Return the outputs of a layer, given as a `function` of the arrays `inputs`."""
 
     def run_frozen(self, output: Any) -> Any:
         """Return the output of a layer below the first trained layer."""
@@ -57,7 +56,7 @@ class Recompute:
     def run(
         self, layer: nn.Module, function: Callable[..., list[mx.array]], inputs: Sequence[mx.array]
     ) -> list[mx.array]:
-        """Return the outputs of a layer."""
+        """Return the outputs of a layer, with a backward pass that runs it again."""
 
         def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
             # MLX passes a single array without a list, as for a layer with no trained parameters.
@@ -84,14 +83,14 @@ class MlxOperations:
         self.joins = not plain
 
     def load(self) -> None:
-        """Do nothing: MLX is loaded."""
+        """Do nothing, as MLX is already loaded."""
 
     def serves(self, dtype: mx.Dtype | None) -> bool:
         """Return True: MLX computes in any dtype."""
         return True
 
     def linear_head(self, dtype: mx.Dtype | None) -> ModuleType | None:
-        """Return the module of a linear head in float32; in 16 bits, MLX's own loss is fused."""
+        """Return `linear_head` for float32, else None: MLX's own loss is fused in 16 bits."""
         return linear_head if dtype == mx.float32 else None
 
     def prepare(self, model: nn.Module) -> Callable[[], None]:
@@ -107,7 +106,7 @@ class MlxOperations:
         return undo
 
     def layer_passes(self, recompute: bool) -> Recompute | None:
-        """Return passes that run layers again; None if the graph keeps their values."""
+        """Return passes that run layers again; None without `recompute`."""
         return Recompute() if recompute else None
 
 
@@ -129,9 +128,9 @@ KERNELS = _cpu_operations()
 def best_execution(
     parameters: int, dtype: str = "float32", kind: str = "auto", model: nn.Module | None = None
 ) -> Execution:
-    """Return the execution that was measured as fastest for a device, model size and dtype.
+    """Return the execution that measurements found fastest for the device, model size and dtype.
 
-    `bench --execution` runs the others: a GPU's, the CPU's and the plain reference, on any device.
+    A `kind` other than auto, from `bench --execution`, chooses gpu, cpu or plain (the reference).
     """
     if kind == "plain":
         return Execution(PLAIN, split_head=False, packs=False)
@@ -143,9 +142,9 @@ def best_execution(
 
 
 def load_ahead(folder: Path) -> None:
-    """Start loading libraries for computing with a model, while the caller does something else.
+    """Load the libraries that compute with a model, in a background thread.
 
-    The size of the model's files decides which libraries.
+    The size of the model's files decides which libraries are loaded.
     """
     size = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
     execution = best_execution(size)

@@ -13,18 +13,19 @@ from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.models.packed import Layout
 from mlxtune.core.steps.pack import Segment
 
-# The largest difference in a layer between a token's hidden states in the line and alone, as the
-# root mean square relative to the states alone. A random last bit of attention's output, in both
-# forms, gives up to 0.02 in bfloat16 and 0.0025 in float16, at any depth.
+# The largest difference at a layer between a token's hidden states packed and separate, as a root
+# mean square relative to the separate states. Random last bits in both outputs of attention cause
+# up to 0.02 in bfloat16 and 0.0025 in float16, at any depth.
 _TOLERANCES = {mx.bfloat16: 3e-2, mx.float16: 4e-3, mx.float32: 1e-4}
-# Embeddings are looked up, so they are exact: added positions of 2% or more are detected.
+# The part of the tolerance that applies to embeddings, which are exact: it detects positional
+# embeddings from 2% of the embeddings on.
 _SHARE_OF_EMBEDDINGS = 0.25
 
 
 class Texts:
-    """Three texts of one length, two of which share a prefix, and the same texts in one line.
+    """Three texts of equal length, two of which share a prefix, and the same texts in one line.
 
-    `places` gives, for each token of the line, its place in the concatenated texts.
+    `places` maps each token of the line to its index in the concatenated texts.
     """
 
     def __init__(self, length: int, prefix: int) -> None:
@@ -54,8 +55,8 @@ class Texts:
         return [self.tokens[place // self.length][place % self.length] for place in self.places]
 
 
-# For up to 32 queries, times the query heads of a key head, Metal runs other kernels
-# (`sdpa_vector`). In that case, both forms are long enough for the kernels of training.
+# Up to 32 queries, times the query heads per key head, Metal runs other kernels (`sdpa_vector`).
+# The long texts are long enough, packed and separate, for the kernels used in training.
 _SHORT, _LONG = Texts(4, 2), Texts(36, 16)
 
 
@@ -67,7 +68,7 @@ def trial_texts() -> Texts:
 class LayerInputs:
     """The hidden states that enter each layer of a model, in the order of the calls.
 
-    `alone` (B, T, ...) are kept while the texts run side by side. While the packed line runs, each
+    `alone` has the states (B, T, ...) of the texts run separately. While the packed line runs, each
     layer gets these states again, and `differences` collects how far its actual inputs deviate.
     """
 
@@ -104,14 +105,14 @@ class LayerInputs:
             yield
 
     def compare(self, alone: mx.array, line: mx.array) -> mx.array:
-        """Record how far a line (1, N, ...) is off; return the texts (B, T, ...) in line."""
+        """Record how far `line` (1, N, ...) deviates from `alone`; return `alone` as a line."""
         expected = alone.flatten(0, 1)[mx.array(self.texts.places)][None]
         self.differences.append(_difference(expected, line))
         self._dtypes.add(line.dtype)
         return expected
 
     def problem(self) -> str:
-        """Return where the states differ by more than rounding, if they do."""
+        """Return where the states differ by more than rounding; empty if nowhere."""
         tolerance = max(map(_tolerance, self._dtypes))
         tolerances = np.full(len(self.differences), tolerance)
         tolerances[: len(self.alone) and 1] *= _SHARE_OF_EMBEDDINGS
@@ -137,14 +138,14 @@ class LayerInputs:
 
 
 def _tolerance(dtype: mx.Dtype) -> float:
-    # A GPU rounds the factors of a product in float32 to TF32, which has the bits of float16.
+    # A GPU rounds the factors of float32 products to TF32, which has float16's precision.
     if dtype == mx.float32 and not on_cpu():
         dtype = mx.float16
     return _TOLERANCES[dtype]
 
 
 def _difference(one: mx.array, other: mx.array) -> mx.array:
-    """Return the largest difference of a token's states (1, N, ...), relative to `one`."""
+    """Return the largest root mean square difference of a token's states, relative to `one`."""
     one, other = (each.astype(mx.float32).flatten(2).flatten(0, 1) for each in (one, other))
     squares = (one - other).square().mean(axis=1) / mx.maximum(one.square().mean(axis=1), 1e-12)
     return mx.sqrt(squares.max())

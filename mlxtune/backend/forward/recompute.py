@@ -1,4 +1,4 @@
-"""Layers as functions of arrays alone, with a backward pass that takes less memory than MLX's."""
+"""Runs layers as functions of arrays, with backward passes that take less memory than MLX's."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,14 +16,14 @@ from mlxtune.backend.models import packed
 
 
 class Layerwise:
-    """Runs the layers of one model by `passes`, within `running()`."""
+    """Makes `passes` run the layers of one model inside `running()`."""
 
     def __init__(self, model: nn.Module, dropout: DropoutKeys, passes: LayerPasses) -> None:
         self.passes = passes
         self._dropout = dropout
         self._running = False
         layers = list(model.layers)
-        # Layers below the first trained layer have no backward pass, and keep nothing.
+        # Layers below the first trained layer have no backward pass, and keep no arrays for it.
         first = first_trained(layers)
         calls = [self._run_frozen if i < first else self._run for i in range(len(layers))]
         # Calling this undoes the replacement of the layers.
@@ -50,10 +50,10 @@ class Layerwise:
 
 
 class LayerCall:
-    """A call of a layer as a function of arrays alone, for gradients.
+    """A call of a layer as a pure function of arrays, for gradients.
 
-    `run` takes `inputs`: the arrays `given` to the layer, then its `trained` parameters, which have
-    `names`. `result` turns its arrays into the layer's return value.
+    `run` takes `inputs`: the arrays `given` to the layer, then its `trained` parameters, called
+    `names`. `result` turns the arrays that `run` returns into the layer's return value.
     """
 
     def __init__(self, layer: nn.Module, dropout: DropoutKeys, args: Any, options: Any) -> None:
@@ -67,19 +67,19 @@ class LayerCall:
         self._output: Any = None
 
     def run(self, *inputs: mx.array) -> list[mx.array]:
-        """Run the layer on its arrays; return the arrays of its output."""
-        # Another forward pass may have set its own dropout keys since then.
+        """Run the layer on arrays like `inputs`; return the arrays in its output."""
+        # Another forward pass may have set other dropout keys since construction.
         self._dropout.set(self._keys.rows, self._keys.positions)
         self._update(inputs[len(self.given) :])
         args, options = _filled((self._args, self._options), inputs)
         with packed.laid_out(self._layout):
             output = self._layer(*args, **options)
-            # The arrays are returned, and the structure keeps placeholders in their places.
+            # The structure of the output is kept, with placeholders for the returned arrays.
             self._output = tree_map(lambda leaf: _ARRAY if _is_floating(leaf) else leaf, output)
             return _floating(output)
 
     def result(self, outputs: list[mx.array]) -> Any:
-        """Return the layer's output, and restore the layer's own arrays."""
+        """Return the layer's output with these arrays, and restore the layer's own parameters."""
         self._update(self.trained)
         return _filled(self._output, outputs)
 
@@ -88,7 +88,7 @@ class LayerCall:
 
 
 def first_trained(layers: Sequence[nn.Module]) -> int:
-    """Return the number of the first layer that has trained parameters."""
+    """Return the index of the first layer that has trained parameters."""
     return [bool(tree_flatten(layer.trainable_parameters())) for layer in layers].index(True)
 
 
@@ -101,13 +101,13 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _floating(tree: Any) -> list[mx.array]:
-    """Return the arrays in a tree that a gradient may flow through, in order."""
+    """Return the floating-point arrays in a tree, in order: gradients may flow through them."""
     arrays: list[mx.array] = []
     tree_map(lambda leaf: arrays.append(leaf) if _is_floating(leaf) else None, tree)
     return arrays
 
 
 def _filled(tree: Any, arrays: Sequence[mx.array]) -> Any:
-    """Return a tree with its arrays replaced."""
+    """Return a tree with its floating-point arrays replaced by `arrays`, in order."""
     left = iter(arrays)
     return tree_map(lambda leaf: next(left) if _is_floating(leaf) else leaf, tree)

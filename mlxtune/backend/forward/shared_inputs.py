@@ -1,4 +1,4 @@
-"""Finds the projections of a model that share an input, by trying a few tokens."""
+"""Finds the projections of a model that share an input, by running a few tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,25 +14,25 @@ from mlxtune.backend.lora.layers import LoRALinear
 from mlxtune.backend.workers.split import Split
 
 _TOKENS = 4
-# The projections of a module in the order of their calls, each with its input.
+# The called projections of each parent module, in the order of calls, each with its input.
 _Calls = dict[str, list[tuple[nn.Module, mx.array]]]
 
 
 def share_inputs(model: nn.Module) -> Callable[[], None]:
-    """Make projections of the same input run together; return a function that undoes it.
+    """Make projections that share an input run together; return a function that undoes it.
 
-    It also records the dtype of the inputs of projections with LoRA. A model that cannot be tried
-    stays unchanged.
+    It also records the input dtype of projections with LoRA. A model that cannot run on a few
+    tokens stays unchanged.
     """
     try:
         calls = _tried(model)
-    # Any error may occur: some models take more inputs than tokens.
+    # Any error may occur: some models need inputs other than tokens.
     except Exception:  # noqa: BLE001
         return lambda: None
     sharing: list[LoRALinear] = []
     frozen: list[tuple[nn.Module, Callable[..., Any]]] = []
     for module, x in (call for each in calls.values() for call in each):
-        # PiSSA's initial factors are float32, and joined to A and B before the cast.
+        # PiSSA's initial factors are float32, and are joined to A and B before the cast.
         if isinstance(module, LoRALinear) and module.principal is None:
             module.input_dtype = x.dtype
     for group in (group for each in calls.values() for group in _groups(each)):
@@ -58,7 +58,7 @@ def _run(shared: SharedInput, number: int, module: nn.Module, x: mx.array) -> mx
 
 
 def _tried(model: nn.Module) -> _Calls:
-    """Return the calls of projections in a model's layers, by the module that they belong to."""
+    """Run a few tokens; return the calls of trained layers' projections, by parent module."""
     names = {id(module): name for name, module in model.named_modules()}
     inner = {id(m.linear) for m in model.modules() if isinstance(m, LoRALinear)}
     # Layers below the first trained layer have no gradient.
@@ -88,7 +88,7 @@ def _runs_alone(module: nn.Module) -> bool:
 
 
 def _groups(calls: Sequence[tuple[nn.Module, mx.array]]) -> Iterator[list[nn.Module]]:
-    """Yield the projections of one module that share an input and run once each."""
+    """Yield groups of one module's projections that share an input and run once each."""
     inputs: dict[int, list[nn.Module]] = {}
     for module, x in calls:
         if _runs_alone(module):

@@ -1,8 +1,8 @@
-"""Keeps packed examples separate, with any operations and nearly any model.
+"""Keeps packed examples separate, for any operations and almost any model.
 
-Norms, projections, MLPs and experts compute each token alone, so they run on the line, without
-padding. A layer's mixers (attention, convolutions, recurrences), which look across tokens, see the
-examples side by side:
+Norms, projections, MLPs and experts compute each token independently, so they run on the line,
+without padding. A layer's mixers (attention, convolutions, recurrences) combine tokens, so they run
+on the examples side by side:
 
     line            a b c d x p q       x continues a b, as c d does
     side by side    a b c d
@@ -27,7 +27,7 @@ from mlxtune.backend.models.autograd import differentiable
 
 
 class Mixers:
-    """The mixers of one model, which see the examples of a line side by side.
+    """The mixers of one model, which run on the examples of a line side by side.
 
     With `by_segments`, purely causal attention runs on the line itself, and the operations keep its
     segments separate. `restore` undoes the changes to the model. `count` is the number of mixers;
@@ -96,11 +96,11 @@ def _find(layer: nn.Module) -> list[nn.Module]:
 
 
 class _OnLine(nn.Module):
-    """Runs a mixer's projection on the line."""
+    """Runs a mixer's projection on the line, for inputs side by side."""
 
     def __init__(self, projection: nn.Module, sides: _Sides) -> None:
         super().__init__()
-        # As a child, the projection would change the names of the model's parameters.
+        # If the projection were a child, the names of the model's parameters would change.
         object.__setattr__(self, "_projection", projection)
         object.__setattr__(self, "_sides", sides)
 
@@ -119,7 +119,7 @@ class _Sides:
         self._known: list[tuple[mx.array, mx.array]] = []
 
     def beside(self, line: Any) -> Any:
-        """Return an array of the line with its examples side by side, anything else unchanged."""
+        """Return an array of the line with its examples side by side; other values unchanged."""
         length = len(self._layout.positions)
         if not isinstance(line, mx.array) or line.ndim != 3 or line.shape[:2] != (1, length):
             return line
@@ -130,7 +130,7 @@ class _Sides:
     def _gather(self, line: mx.array) -> mx.array:
         """Return a line (1, N, C) side by side (B, T, C).
 
-        The gradient gathers, too: MLX's own adds into zeros, in any order on a GPU.
+        The gradient is gathered too: MLX's own adds into zeros, in random order on a GPU.
         """
         layout = self._layout
 
@@ -150,10 +150,10 @@ class _Sides:
         return differentiable(gather, gradient)(line)
 
     def line(self, beside: Any) -> Any:
-        """Return an array of examples side by side as a line; anything else unchanged.
+        """Return an array of examples side by side as a line; other values unchanged.
 
-        An array that was gathered from the line maps back to its source: MLX never computes the
-        other form if nothing else needs it.
+        An array that `beside` gathered from the line maps back to its source, so that MLX does not
+        compute the gathered form if nothing else needs it.
         """
         for known, line in self._known:
             if known is beside:
