@@ -87,7 +87,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
     @property
     def saved(self) -> str:
-        """The folder with the saved state, and the command that resumes the run."""
+        """A text that names the folder with the saved state, and the command to resume."""
         if self.checkpoint is None:
             return "nothing to save"
         return f"saved to {self.checkpoint}; resume with {resume_command(self.checkpoint.parent)}"

@@ -20,7 +20,7 @@ def is_command() -> bool:
 
 
 def end_at_once(number: int, _: FrameType | None) -> None:
-    """End the process immediately, before any work has started."""
+    """Print one line and end the process, which has not started any work."""
     os.write(2, _LINE)
     os._exit(_CODE)
 

@@ -82,7 +82,7 @@ def _main(arguments: list[str]) -> NoReturn:
     if request := os.environ.get(_COMPLETE):
         sys.exit(shell_complete(command, {}, "mlxtune", _COMPLETE, request))
     try:
-        # Bypasses click's own main(), which turns every KeyboardInterrupt into its Abort.
+        # Bypass click's own main(), which turns every KeyboardInterrupt into its Abort.
         with command.make_context("mlxtune", arguments) as context:
             check_current_folder()
             command.invoke(context)

@@ -32,7 +32,7 @@ def open_streams() -> None:
             os.open(os.devnull, os.O_RDONLY if number == _STDIN else os.O_WRONLY)
     if sys.stdin is None:
         sys.stdin = open(_STDIN, encoding="utf-8", closefd=False)  # noqa: SIM115
-    # Otherwise the streams belong to a test, or to a program that calls main().
+    # Leave other streams alone: they belong to a test, or to a program that calls main().
     if sys.stdout is sys.__stdout__:
         sys.stdout = _text(_Stream(_STDOUT, "w", closefd=False), sys.stdout)
     if sys.stderr is sys.__stderr__:
@@ -58,7 +58,7 @@ def drop_results() -> None:
 
 
 def _text(raw: io.FileIO, before: TextIO | None) -> TextIO:
-    # Characters outside the encoding must not end a command.
+    # Characters outside the encoding must not crash a command.
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
         encoding="utf-8" if before is None else before.encoding,

@@ -180,7 +180,7 @@ class _Conversation:
         _note(f"{self.who} from here on")
 
     def _save(self, name: str) -> None:
-        # If both answer, the messages of the trained model are saved.
+        # If both models answer, save the conversation with the adapter.
         messages = self.messages[max(self.messages)]
         if not messages:
             _note("nothing to save yet")

@@ -36,7 +36,7 @@ from mlxtune.core.run.checkpoint import ADAPTER
 
 @takes_options(ExportConfig)
 def export(config: ExportConfig) -> ExportResult:
-    """Write an adapter in a format, load it again, and compare it with the trained model.
+    """Write an adapter for another tool, load it again, and compare it with the trained model.
 
     Raises a subclass of MlxTuneError, without writing the output folder.
     """

@@ -93,7 +93,7 @@ def show(config: GenerateConfig) -> None:
 
 
 def _content(config: GenerateConfig) -> tuple[dict[str, Any], str]:
-    """Return the conversation to answer, and its name for an error. Raises DataError."""
+    """Return the conversation to answer, and its name for error messages. Raises DataError."""
     if config.messages is not None:
         where = _STDIN if config.messages == "-" else config.messages
         content = parse_content(_read(config.messages), where)

@@ -257,7 +257,7 @@ def _start(
 
 
 def _draw(rows: CorpusRows, count: int, seed: int, tokenizer: ModelTokenizer) -> CorpusRows:
-    """Draw rows that have a prompt and a whole answer; return them in file order."""
+    """Draw random rows that have a prompt and a whole answer; return them in file order."""
     ends = tokenizer.control_ids | tokenizer.eos_ids
     order = np.random.default_rng(seed).permutation(len(rows)).tolist()
     answerable = (i for i in order if last_turn(rows[i], ends) is not None)

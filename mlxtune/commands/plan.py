@@ -1,4 +1,4 @@
-"""`mlxtune plan`: the memory, steps and time of a run, before it starts."""
+"""`mlxtune plan`: predicts the memory, steps and time of a run."""
 
 from collections.abc import Sequence
 from contextlib import closing

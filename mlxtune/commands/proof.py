@@ -128,8 +128,8 @@ def prove_export(
     """Compare the model that `load` returns with the trained one; return the certificate.
 
     `rounding` is the dtype of the written tensors; with `everywhere`, all weights were rounded to
-    it. If `exact` is false, weights were quantised again, so no limit applies. Loads one model
-    at a time. Raises OutputError if rounding does not explain the difference.
+    it. If `exact` is false, weights were quantised again, and the difference has no limit. Loads
+    one model at a time. Raises OutputError if rounding does not explain the difference.
     """
     source.console.say("Proving", "running the trained model, then what was written")
     prompts = prompts_for(source)

@@ -22,7 +22,7 @@ from mlxtune.views.console import RunConsole
 from mlxtune.views.output import ask, print_line
 
 CARD = "README.md"
-# The folder of mlx-lm's adapter; PEFT looks for its adapter at the top.
+# The subfolder with mlx-lm's layout of the adapter; PEFT requires its layout at the top.
 MLX_LM = "mlx-lm"
 _IN_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
@@ -128,7 +128,7 @@ def _check_names(repository: str, base_model: str) -> None:
 
 
 def _check_adapter(run: Run, view: RunView, source: Source) -> None:
-    """Raise OutputError for an adapter to which the run's records do not apply."""
+    """Raise OutputError if the adapter is not the one that the run's records describe."""
     own = file_hash(source.weights)
     if not view.sha256:
         # An unfinished run has only checkpoints, so an adapter next to them may be from an earlier

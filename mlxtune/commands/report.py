@@ -43,7 +43,8 @@ def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
     """Write the page of runs and print a summary of it, or print JSON.
 
     Without `html`, the page of one run goes into its folder, and the page of several runs into the
-    current folder. With `as_json`, no page is written. A read-only folder is reported.
+    current folder. With `as_json`, no page is written. If the folder is read-only,
+    the summary says so.
     Raises the errors of `report`.
     """
     if html is not None and not html.strip():

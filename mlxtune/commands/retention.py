@@ -34,7 +34,7 @@ _Measure = Callable[[BaseModel], float]
 
 
 def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention | None]:
-    """Return how to store the trained projections, and the quality that each tried way keeps.
+    """Return how to store the trained projections, and how much of the gain this loses.
 
     Measures the loss on the run's validation rows, if this user made the run and its data is still
     there, or else the KL divergence from the trained model on the proof's prompts. Measures nothing

@@ -182,7 +182,7 @@ class DataConfig(RowsConfig, _Source):
         (),
         "Data to train on: .jsonl, .json, .csv or .tsv (also .gz), or .parquet; a folder with "
         "train.jsonl and valid.jsonl; or owner/name[/config][@revision][:split] on "
-        "Hugging Face; may be repeated. a.jsonl=2 uses its rows twice an epoch.",
+        "Hugging Face; may be repeated. a.jsonl=2 uses each row twice per epoch.",
         INPUT,
         path=True,
         required=True,

@@ -319,7 +319,7 @@ class Checked:
     def part(self, kind: type[_Part], **changes: Any) -> _Part:
         """Return the options that `kind` shares with this config, with `changes`.
 
-        Its fields may have other names. If this config has None, `kind` keeps its default.
+        The fields of `kind` may have other names. For a value of None, `kind` keeps its default.
         """
         own = {_name(each): getattr(self, each.name) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
         shared = {

@@ -446,7 +446,7 @@ class BenchConfig(_StepConfig):
     # Rows held out for validation would not be timed.
     val_split: float = same(DataConfig, "val_split", 0.0)
     against: str | None = BENCH.option(
-        None, "Measure another trainer on the same steps.", COMMAND, choices=("mlx-lm",)
+        None, "Also measure another trainer on the same steps.", COMMAND, choices=("mlx-lm",)
     )
     execution: str = BENCH.option(
         "auto",
@@ -456,13 +456,13 @@ class BenchConfig(_StepConfig):
         choices=("auto", "gpu", "cpu", "plain"),
     )
     steps: int = BENCH.option(
-        8, "Optimizer steps to time, the first of an epoch.", COMMAND, at_least=1
+        8, "Optimizer steps to time, from the start of an epoch.", COMMAND, at_least=1
     )
     repeats: int = BENCH.option(
         2, "Times to measure each side, each in a new process.", COMMAND, at_least=1
     )
     json: str | None = RUN.option(
-        None, "Write the report as JSON, - for stdout; docs/bench.md describes it.", COMMAND
+        None, "Write the report as JSON to a file, or - for stdout; see docs/bench.md.", COMMAND
     )
 
     def contradictions(self) -> list[str]:

@@ -165,7 +165,7 @@ class AnswerConfig(UseConfig):
         metavar="TEXT",
     )
     seed: int | None = same(
-        DataConfig, "seed", None, "Sampling seed; default: a new one each time."
+        DataConfig, "seed", None, "Sampling seed; default: a new seed each time."
     )
 
 

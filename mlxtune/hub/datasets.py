@@ -77,7 +77,7 @@ class HubData:
 
 
 def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> HubData:
-    """Download the files of a data set that are not cached; return them all.
+    """Return the files of a data set, after downloading files that are not cached.
 
     A name without a split stands for the training data and any validation data or, if `held_out`,
     for the data to evaluate on. A pinned name with cached files needs no network.
@@ -100,7 +100,7 @@ def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> 
 
 
 def _listing(hub: huggingface_hub.HfApi, name: DatasetName, held_out: bool) -> HubData:
-    """Ask the hub for the files of a data set, by their names in the repository."""
+    """Ask the hub which files a data set has; return their names in the repository."""
     about = hub.dataset_info(name.repository, timeout=_TIMEOUT)
     info, splits = about, None
     if name.revision is None:

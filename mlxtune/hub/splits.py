@@ -18,7 +18,7 @@ from mlxtune.hub.names import DatasetName
 # Configurations by name, each with the files of its splits.
 Splits = Mapping[str, Mapping[str, Sequence[str]]]
 DEFAULT, TRAIN, TEST = "default", "train", "test"
-# Paths in the branch with the hub's conversion to parquet, which has very large data sets in part.
+# Paths in the branch with the hub's conversion to parquet; a very large data set is cut there.
 _CONVERTED = re.compile(r"([^/]+)/([^/]+)/\d+\.parquet")
 _PARTIAL = "partial-"
 # Files that the `datasets` library ignores, and file names that it assigns to splits.
@@ -83,7 +83,7 @@ def _data_files(files: Iterable[str]) -> list[str]:
 
 
 def _declared(entries: Any, data: Sequence[str]) -> dict[str, list[str]]:
-    """Return the files that a card declares by split; without a split, a pattern is for train."""
+    """Return the files that a card declares for each split; the default split is train."""
     by_split: dict[str, list[str]] = {}
     for entry in entries if isinstance(entries, list) else [entries]:
         one = entry if isinstance(entry, Mapping) else {"path": entry}

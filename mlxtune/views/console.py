@@ -1,4 +1,4 @@
-"""Prints a run's messages: styled on a terminal, as plain lines in a pipe, in a notebook.
+"""Prints a run's messages: with rich on a terminal, plainly in a pipe or a notebook.
 
 Messages go to stderr, but in a notebook to stdout, because notebooks show stderr as an error.
 """
@@ -75,7 +75,7 @@ class RunConsole(TrainingObserver):
         stream = cast(TextIO, BestEffortStream(sys.stdout if self._notebook else sys.stderr))
         self._console = console or Console(file=stream, highlight=False, force_jupyter=False)
         terminal = self._console.is_terminal and not self._console.is_dumb_terminal
-        # A kernel's stream claims to be a terminal.
+        # The stream of a notebook's kernel claims to be a terminal.
         self._wraps = terminal and not self._notebook
         self._quiet = quiet
         self._log_every = log_every

@@ -48,9 +48,9 @@ _LARGE_RATE = 0.05
 def few_steps_line(
     steps: int, per_epoch: int, max_steps: int | None, auto: TrainConfig | None = None
 ) -> str:
-    """Return the advice for a run that is too short to learn from; empty for longer runs.
+    """Return advice for a run that is too short to learn from; empty for longer runs.
 
-    `auto` has the options if --auto chose the epochs: more epochs would overfit.
+    `auto` has the options if --auto chose the epochs; more epochs would then overfit.
     """
     if not 0 < steps < _FEWEST_STEPS:
         return ""
@@ -87,7 +87,7 @@ def cut_line(loss: CutLoss, max_seq_len: int, peak: int | None) -> str:
 
 
 def larger_limit_line(plan: MemoryPlan, larger: MemoryPlan, most: int) -> str:
-    """Return a line on what a larger memory limit gains; empty if nothing.
+    """Return a line on what a larger memory limit gains; empty if it gains nothing.
 
     The device has `most` GB.
     """

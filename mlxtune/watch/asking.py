@@ -116,8 +116,8 @@ class Asker:
                 line = parse_json(process.stdout.readline(RECORD.bytes), RECORD, "the answer")
                 self._add(asked, line)
         except (OSError, ValueError):
-            # The process ended, for example for lack of memory; `hush` and the time limit have set
-            # the problem before.
+            # `hush` or the time limit ended the process and set the problem, or the process ended
+            # unexpectedly, for example for lack of memory.
             asked.problem = asked.problem or "the process that answers has ended"
             self.close()
         finally:

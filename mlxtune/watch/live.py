@@ -202,7 +202,7 @@ class Live:
 
 
 def _state_of(run: Path) -> list[Any]:
-    """Return the state of a run's files, which changes with them."""
+    """Return a value that changes whenever the files of a run change."""
     state: list[Any] = [holder_of(run / LOCK)]
     for name in _FILES:
         try:

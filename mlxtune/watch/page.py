@@ -106,7 +106,7 @@ def _figures(view: RunView, limit: float | None) -> dict[str, str]:
 
 
 def render_answers(question: Question | None) -> str:
-    """Return a question and its answers so far."""
+    """Return the markup of a question and its answers so far."""
     if question is None:
         return ""
     return _fragment("answers.html", question=question)

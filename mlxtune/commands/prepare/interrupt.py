@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxtune.errors import Interrupted, TrainingInterrupted
 
-# Ctrl-C; `kill` or a shutdown; a closed terminal.
+# Sent by Ctrl-C, by `kill` or a shutdown, and when the terminal is closed.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -16,7 +16,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def stop_on_interrupt(
     notify: Callable[[], None] = lambda: None, signals: Sequence[signal.Signals] = _SIGNALS
 ) -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether a signal has arrived; the first calls `notify`.
+    """Yield a function that returns whether a signal has arrived; the first signal calls `notify`.
 
     A second signal ends the process as usual: SIGINT raises KeyboardInterrupt. Does nothing outside
     the main thread, where Python cannot handle signals.
@@ -76,7 +76,7 @@ def end_in_order() -> Iterator[None]:
 def _handled(
     numbers: Sequence[int], handle: Callable[[int, dict[int, Any]], None]
 ) -> Iterator[None]:
-    """Call `handle` with each signal and the previous handlers; restore these at the end."""
+    """Call `handle` with each signal and the previous handlers; restore them at the end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -67,9 +67,10 @@ def takes_options(
 
 
 def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Write rows to files in the user's cache, and put these into the options. Raises DataError.
+    """Write rows to files in the user's cache, and put their paths into the options.
 
-    Files are named by their content and kept, so that a run can be resumed and verified.
+    Files are named by their content and kept, so that a run can be resumed and verified. Raises
+    DataError.
     """
     changed = dict(options)
     data = changed.get("data")

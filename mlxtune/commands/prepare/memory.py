@@ -186,7 +186,7 @@ def _choose(
 
 
 def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str:
-    """Return a line on what a larger --memory-limit would gain; empty if nothing."""
+    """Return a line on what a larger --memory-limit would gain; empty if it gains nothing."""
     recommended = memory.find_limits(config.memory_limit).recommended or 0
     most = recommended // memory.GB
     if most * memory.GB <= plan.limit:
@@ -240,7 +240,7 @@ def reserve_memory(
 ) -> None:
     """Reserve the planned memory among the runs on this machine.
 
-    Raises MemoryLimitError if other runs hold it, without --wait and --ignore-ledger.
+    Raises MemoryLimitError if other runs hold it, unless --wait or --ignore-ledger is given.
     """
     folder, owner = user_cache() / "memory", str(config.checkpoint_path.absolute())
     size, capacity = plan.peak.total, memory.capacity()

@@ -233,7 +233,7 @@ def _base_options(config: UseConfig, folder: Path) -> dict[str, Any]:
 def check_prompt_length(prompt: Prompt, base: BaseModel, where: str) -> None:
     """Raise DataError for a prompt that is longer than the model's context.
 
-    Without this check, a prompt of a few hundred thousand tokens would take hours to no answer.
+    Without this check, a prompt of a few hundred thousand tokens would take hours and give none.
     """
     longest = base.text_config.get("max_position_embeddings")
     if isinstance(longest, int) and 0 < longest < len(prompt.ids):

@@ -1,4 +1,4 @@
-"""Notes in the user's cache on incomplete folders, so that later commands can remove these.
+"""Notes in the user's cache on incomplete folders, so that later commands can remove them.
 
 A note names a folder and its inode number, and is locked while its process lives. Only mlxtune
 writes notes, so folders of other programs are never removed.
