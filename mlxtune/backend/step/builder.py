@@ -1,4 +1,4 @@
-"""The builder of a step: its loss, gradients and update as a graph, from its micro-batches."""
+"""Builds the graph of a step: its loss, gradients and update, from its micro-batches."""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from mlxtune.errors import NonFiniteLossError
 class StepBuilder:
     """Builds the graphs of steps, which `runner` computes, and applies their updates.
 
-    With several `workers`, each builds its share of a step, and the graph adds the shares.
+    With several `workers`, each builds its share of a step, and the graph sums the shares.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StepBuilder:
         self._config = config
         self._lora = lora
         self._workers = workers
-        # The last step that was applied.
+        # The number of the last applied step.
         self.steps = 0
 
     def build(
@@ -79,7 +79,7 @@ class StepBuilder:
     ) -> StepGradients:
         """Return loss and gradients of a step and, given a learning `rate`, its update.
 
-        If given, the step starts from the update `after`, which may still be running. `step` keys
+        The step starts from the update `after`, if given, which may still be running. `step` seeds
         the dropout.
         """
         model, forward, runner = self._forward.model, self._forward, self._runner
@@ -99,7 +99,7 @@ class StepBuilder:
         try:
             for group, batch in runner.batches.of(own_examples):
                 if total.micro_batches:
-                    # The device computes the previous micro-batch, while this one is prepared.
+                    # The device computes the previous micro-batch while this one is prepared.
                     runner.start(total.graph)
                 arrays, scale = self.arrays(batch, step), mx.array(forward.raised / tokens)
                 if preference is not None:
@@ -108,7 +108,7 @@ class StepBuilder:
                     scale = mx.array(forward.raised)
                 self._phases.end("data", arrays)
                 runner.note_outputs(group.tokens)
-                # A loss that is not finite is reported as such.
+                # NumPy need not warn: `commit` reports a loss that is not finite.
                 with np.errstate(all="ignore"):
                     part, part_gradients = compute(parameters, arrays, scale)
                 if preference is not None:
@@ -123,7 +123,7 @@ class StepBuilder:
                 total.padding += group.padding(own_examples)
                 memory.relieve_pressure()
         finally:
-            # Tracing left its own arrays in the model.
+            # Tracing has replaced the model's parameters by arrays of the trace.
             model.update(own)
         self._finish(total, vectors)
         if rate is not None:
@@ -135,7 +135,7 @@ class StepBuilder:
         return total
 
     def _preference(self, examples: Sequence[Example], step: int) -> PreferenceStep | None:
-        """Return what defines the loss of preferences; None for plain cross-entropy."""
+        """Return the step's preference loss; None if the objective is cross-entropy."""
         if self.objective.is_sft:
             return None
         is_split = partial(self._splits_rows, examples)
@@ -144,7 +144,7 @@ class StepBuilder:
     def commit(
         self, examples: Sequence[Example], step: int, rate: float, computed: StepGradients
     ) -> InstructBatchResult | NonFiniteLossError:
-        """Make an update the state of model and optimizer; return the result of its step."""
+        """Apply an update to model and optimizer; return the step's result or its error."""
         update = computed.update
         assert update is not None
         metrics: dict[str, float] = {}
@@ -182,12 +182,12 @@ class StepBuilder:
         )
 
     def share(self, examples: Sequence[Example]) -> Sequence[Example]:
-        """Return the examples of a step whose gradient this worker computes."""
+        """Return the examples of a step whose gradients this worker computes."""
         examples = training_examples(examples)
         return [examples[i] for i in self._own_places(examples)]
 
     def _own_places(self, examples: Sequence[Example]) -> list[int]:
-        """Return the indices of this worker's examples; the rows of preferences stay whole."""
+        """Return the indices of this worker's examples; rows of preference data stay whole."""
         if self._workers.size == 1:
             return list(range(len(examples)))
         costs = self._forward.facts.costs(examples)
@@ -200,14 +200,14 @@ class StepBuilder:
     def can_build_ahead(self) -> bool:
         """Return whether a step can be built before the previous step is computed.
 
-        It cannot if log-probabilities must be known first, or workers must agree.
+        It cannot if the loss needs log-probabilities first, or several workers must agree.
         """
         objective = self.objective
         prepares = objective.needs_kl or objective.is_across_rows or self._workers.size > 1
         return objective.is_sft or not prepares
 
     def _splits_rows(self, examples: Sequence[Example]) -> bool:
-        """Return whether a row is split over micro-batches, on any worker."""
+        """Return whether any worker splits a row over several micro-batches."""
         own, batches = self.share(examples), self._runner.batches
         groups = [group.examples for group in batches.plan(own, batches.max_tokens)]
         found = np.zeros(self._workers.size)
@@ -215,11 +215,11 @@ class StepBuilder:
         return bool(self._workers.merge(found).any())
 
     def _logps(self, examples: Sequence[Example], step: int) -> npt.NDArray[np.float64]:
-        """Return log-probabilities (E,) of the whole step, with its dropout."""
+        """Return the log-probabilities (E,) of examples on all workers, with the step's dropout."""
         return -self._losses.of(examples, keys=partial(self._keys, step))
 
     def arrays(self, batch: MicroBatch | Pack, step: int) -> dict[str, Any]:
-        """Return a micro-batch of a step as the model takes it, its dropout keyed by the step."""
+        """Return the model's inputs for a micro-batch, with dropout keys of this step."""
         return self._forward.arrays(batch, self._keys(step, batch))
 
     def _keys(self, step: int, batch: MicroBatch | Pack) -> mx.array | None:
@@ -227,9 +227,9 @@ class StepBuilder:
         return step_keys(self._config.seed, step, batch.rows) if keyed else None
 
     def _finish(self, total: StepGradients, vectors: list[mx.array]) -> None:
-        """Undo the scale of float16, and add the shares of the other workers."""
+        """Undo float16's loss scale, and add the other workers' shares."""
         raised = self._forward.raised
-        if total.gradients is None:  # with more workers than examples, a worker has none
+        if total.gradients is None:  # if workers outnumber the examples
             total.gradients = tree_map(mx.zeros_like, vectors)
         if raised != 1:
             total.loss, total.gradients = tree_map(
@@ -248,7 +248,7 @@ class StepBuilder:
         counts = [total.micro_batches, total.run_tokens, total.padding]
         if not self._workers.split_model:
             return self._workers.sum_step(total.loss, total.gradients, counts, ())
-        # Gradients by name: `alike` gradients count once.
+        # By name, because gradients that all workers compute (`alike`) count once.
         named = self._vectors.split(total.gradients)
         alike = self._lora.alike
         loss, named, counts = self._workers.sum_step(total.loss, named, counts, alike)
@@ -256,14 +256,14 @@ class StepBuilder:
 
 
 def count_tokens(examples: Sequence[Example]) -> int:
-    """Return the number of supervised tokens that are predicted. Raises ValueError if it is 0."""
+    """Return the number of predicted supervised tokens. Raises ValueError if it is 0."""
     if tokens := sum(map(predicted_tokens, examples)):
         return tokens
     raise ValueError("no example has a supervised token after its first: nothing is predicted")
 
 
 def _describe_non_finite(step: int, rate: float, loss: float, grad_norm: float) -> str:
-    """Return why a step was not applied, and a remedy."""
+    """Return the reason why a step was not applied, and a remedy."""
     at = f"at learning rate {rate:g}"
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return (

@@ -1,4 +1,4 @@
-"""The losses of examples under a model, without values for a backward pass."""
+"""Computes the losses of examples without keeping values for a backward pass."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,12 +27,12 @@ from mlxtune.core.steps.memory_estimate import BatchLoad, load_of
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.pack import Pack
 
-# The most tokens of a batch, its operations for each parameter and token, and the most operations:
-# about a second on a fast GPU or ten on two CPU cores, the delay of Ctrl-C.
+# The maximum tokens of a batch, operations per parameter and token, and maximum operations of a
+# batch: about a second on a fast GPU, or ten on two CPU cores, by which Ctrl-C may be delayed.
 _MOST_TOKENS, _OPERATIONS = 16384, 2
 _GPU_OPERATIONS, _CPU_OPERATIONS = 1e13, 1e12
-# Copies of a layer's outputs, in use or in flight, and of the scores if attention holds them;
-# copies of a chunk's logits.
+# Copies in memory together: of a layer's outputs, of attention's scores if they are kept, and of a
+# chunk's logits.
 _PRODUCTS, _SCORES, _LOGITS = 4, 2, 5
 
 Keys = Callable[[MicroBatch | Pack], mx.array | None]
@@ -41,8 +41,8 @@ Keys = Callable[[MicroBatch | Pack], mx.array | None]
 class ExampleLosses:
     """Computes the losses of examples, in batches as large as memory allows.
 
-    The device computes a batch while the next is prepared, and never holds two. `held` are bytes in
-    use apart from the model; `parameters` counts the model's parameters.
+    The device computes a batch while the next is prepared, and never holds two. `held` is the
+    number of bytes in use besides the model; `parameters` counts the model's parameters.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ExampleLosses:
         self._memory = BatchMemory(forward, held)
 
     def limit_memory(self, most: int) -> None:
-        """Keep the peak of each batch below this many bytes, unless training's peak is higher."""
+        """Limit each batch's peak to `most` bytes, unless training's micro-batches need more."""
         self._memory.limit(most)
 
     def of(
@@ -72,12 +72,12 @@ class ExampleLosses:
     ) -> npt.NDArray[np.float64]:
         """Return each example's summed cross-entropy over its supervised tokens, float64 (B,).
 
-        `on_progress` gets the number of examples done after each batch; an error in it ends the
-        evaluation. `keys` returns the dropout keys of a batch, if there is dropout. Raises
+        `on_progress` is called after each batch with the number of finished examples; an error in
+        it ends the evaluation. `keys` returns a batch's dropout keys, None for no dropout. Raises
         MemoryLimitError if even one example takes too much memory.
         """
         workers, losses = self._workers, np.zeros(len(examples))
-        # A row's examples may share a prompt, and examples of similar length a micro-batch.
+        # Rows stay whole, as their examples may share a prompt. Sorting by length reduces padding.
         rows = sorted(rows_of(examples), key=lambda row: max(len(examples[i]) for i in row))
         if workers.size > 1:
             costs = self._forward.facts.costs(examples)
@@ -114,7 +114,7 @@ class ExampleLosses:
             batches.max_tokens = min(trained, batches.max_tokens)
 
     def _bound(self, examples: Sequence[Example]) -> int:
-        """Return the largest bound whose micro-batches fit; it depends on the arguments alone."""
+        """Return the largest `max_tokens` whose micro-batches fit in memory, found by halving."""
         tokens = self._most
         while tokens > self._batches.max_tokens:
             groups = self._batches.plan(examples, tokens)
@@ -143,7 +143,7 @@ class ExampleLosses:
             self._runner.note_outputs(group.tokens)
             each = self._forward.losses(batch, keys(batch))
             graph = self._runner.graph(group.tokens, {}, each)
-            # Waits for the previous batch.
+            # This waits for the previous batch.
             self._runner.start(graph)
             if waiting is not None:
                 read(*waiting)
@@ -154,7 +154,7 @@ class ExampleLosses:
 
 
 def most_tokens(parameters: int) -> int:
-    """Return the most tokens of a batch whose time is acceptable, by the size of the model."""
+    """Return the maximum tokens of a batch, so that a model of this size computes it in seconds."""
     operations = _CPU_OPERATIONS if on_cpu() else _GPU_OPERATIONS
     return min(_MOST_TOKENS, int(operations / (_OPERATIONS * parameters)))
 
@@ -167,9 +167,9 @@ def _sums(batch: MicroBatch | Pack, each: npt.NDArray[np.float64]) -> npt.NDArra
 
 
 class BatchMemory:
-    """The memory of an evaluation's batch, and whether it fits next to the model and `held` bytes.
+    """The estimated memory of an evaluation's batches, besides the model and `held` bytes.
 
-    It depends on sizes alone, so that the batches are always the same.
+    It depends only on sizes, so that the batches are always the same.
     """
 
     def __init__(self, forward: Forward, held: int) -> None:
@@ -183,18 +183,18 @@ class BatchMemory:
         self._splits_head = execution.split_head
 
     def limit(self, most: int) -> None:
-        """Reduce the free memory to the part of `most` bytes that is not held."""
+        """Limit the total memory to `most` bytes, including the model and the held bytes."""
         self._free = min(self._free, most - self._held)
 
     def fits(self, load: BatchLoad) -> bool:
         """Return whether a batch fits.
 
-        If a model computes the logits of all tokens, no batch larger than training's fits.
+        If the model computes the logits of all tokens together, this returns False.
         """
         return self._splits_head and self.of(load) <= self._free
 
     def of(self, load: BatchLoad) -> int:
-        """Return the bytes of a batch, its examples side by side and attention's scores held."""
+        """Return the estimated bytes of a padded batch, with attention's scores kept."""
         tokens = max(load.tokens, load.lines * load.width)
         entries = _PRODUCTS * self._facts.widest_layer * tokens
         entries += _SCORES * self._facts.heads * load.scores
@@ -207,9 +207,9 @@ class BatchMemory:
 class Evaluator:
     """Computes the losses of one model with the same fast computations as training.
 
-    `parameters` counts the base's, by which the execution is chosen unless one is given. An adapter
-    that will be switched off and on must be on the model at construction; evaluations then use its
-    current state.
+    `parameters` is the base's number of parameters, which decides the execution if none is given.
+    An adapter that is switched off and on later must be on the model at construction; evaluations
+    then use its current state.
     """
 
     def __init__(
@@ -237,5 +237,5 @@ class Evaluator:
         return self._losses.of(examples, on_progress)
 
     def close(self) -> None:
-        """Make the model compute as it did before it was evaluated."""
+        """Restore the model's original layers and functions."""
         self.forward.restore_model()

@@ -1,4 +1,4 @@
-"""Examples split into micro-batches."""
+"""Splits examples into micro-batches."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,9 +14,9 @@ from mlxtune.core.steps.pack import Pack, pack
 class MicroBatches:
     """Splits examples into micro-batches of at most `max_tokens`, by the execution of a `Forward`.
 
-    With `keyed`, only examples with equal keys share tokens. With `whole_rows`, a row's examples
-    run together, unless one of the rows is too long. If workers `run_alike`, the bound is never
-    halved, as all workers must use the same bound.
+    With `keyed`, only examples with equal dropout keys share tokens. With `whole_rows`, a row's
+    examples run together, unless any row is too long. With `run_alike`, `max_tokens` is never
+    halved, because all workers must use the same value.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class MicroBatches:
         self._whole_rows = whole_rows
 
     def of(self, examples: Sequence[Example]) -> Iterator[tuple[Group, MicroBatch | Pack]]:
-        """Yield the micro-batches of examples: the indices of each, and its arrays."""
+        """Yield each micro-batch of examples: the group of their indices, and its arrays."""
         for group in self.plan(examples, self.max_tokens):
             chosen = [examples[i] for i in group.examples]
             if self._forward.execution.packs:
@@ -43,22 +43,22 @@ class MicroBatches:
                 yield group, collate(chosen, group.width)
 
     def is_one(self, examples: Sequence[Example]) -> bool:
-        """Return whether the examples make one micro-batch."""
+        """Return whether the examples fit into one micro-batch."""
         if sum(map(run_length, examples)) > self.max_tokens:
             return False
         return len(self.plan(examples, self.max_tokens)) == 1
 
     def plan(self, examples: Sequence[Example], max_tokens: int) -> list[Group]:
-        """Return the examples of each micro-batch of at most `max_tokens` tokens."""
+        """Return the groups of examples for micro-batches of at most `max_tokens` tokens."""
         execution = replace(self._forward.execution, micro_batch_tokens=max_tokens)
         plan = partial(execution.plan, keyed=self._keyed)
         whole = _plan_rows(examples, plan) if self._whole_rows else None
         return plan(examples) if whole is None else whole
 
     def halve(self, examples: Sequence[Example]) -> bool:
-        """Set the bound to half the largest micro-batch of several examples, and return True.
+        """Set `max_tokens` to half the largest micro-batch of several examples, and return True.
 
-        Without such a micro-batch, or if the workers run alike, change nothing and return False.
+        Without such a micro-batch, or with `run_alike`, change nothing and return False.
         """
         if self.run_alike:
             return False
@@ -72,9 +72,9 @@ class MicroBatches:
 def _plan_rows(
     examples: Sequence[Example], plan: Callable[[Sequence[Example]], list[Group]]
 ) -> list[Group] | None:
-    """Put rows into micro-batches, the largest first, each where it first fits.
+    """Put rows into micro-batches: the largest row first, each into the first with enough room.
 
-    Returns None if a row does not fit into one.
+    Returns None if a row does not fit into one micro-batch.
     """
 
     def together(members: Sequence[int]) -> Group | None:

@@ -1,4 +1,4 @@
-"""The phases of a step, for measurements."""
+"""Measures the phases of a step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,15 +9,14 @@ from mlxtune.backend.device import memory
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.core.run.profile import PhaseTimer
 
-# The loss, with log-probabilities under an objective of preferences, and the gradients.
+# The loss, or for preferences the loss and the log-probabilities; and the gradients.
 Gradients = tuple[Any, dict[str, Any]]
 
 
 class Phases:
     """The boundaries between the phases of a step.
 
-    With a `timer`, each phase is evaluated at its end, and ends a lap. Without one, nothing is
-    measured.
+    With a `timer`, each phase is evaluated and timed when it ends; without, nothing is measured.
     """
 
     def __init__(self, forward: Forward) -> None:
@@ -25,25 +24,25 @@ class Phases:
         self._forward = forward
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes in use, and their peak since the last call."""
+        """Return the bytes in use, and their peak since the previous call."""
         return int(mx.get_active_memory()), memory.lap_peak()
 
     def end(self, name: str, *arrays: Any) -> None:
-        """End a phase that computed these arrays, evaluated or not."""
+        """End a phase; evaluate the arrays that it computes, so that their time counts."""
         if self.timer is not None:
             if arrays:
                 mx.eval(*arrays)
             self.timer.end(name)
 
     def gradients(self, *args: Any) -> Gradients:
-        """Return the result of `Forward.gradients` or `preference_gradients`, and end their phases.
+        """Return the result of `Forward.gradients` or `preference_gradients`, and time its phases.
 
         The phases are forward, loss (the head) and backward.
         """
         rows_seen: list[mx.array] = []
 
         def around(head: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:
-            # Layers that compute when called are finished here.
+            # Layers that are not lazy have finished here.
             rows_seen.append(rows)
             self.end("forward")
             return head(rows)

@@ -38,7 +38,7 @@ from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
 
-# The advice of the error raised when memory runs out with one example.
+# The remedy in the error for memory that is too small for one example.
 _LESS_MEMORY = (
     "lower --max-seq-len, set --grad-checkpoint on, or use --quantize 4 or fewer --num-layers"
 )
@@ -52,8 +52,8 @@ class InstructPipeline:
     out. Written adapters record `base_model`, and its quantisation while loading (`base_record`).
     Unless `fresh`, LoRA gets its values from `restore`, and `initial_hash` is the SHA-256 of the
     adapter that the run started from, if any. `provenance` returns further entries of a
-    checkpoint's metadata. A step minimises `objective`. With several `workers`, each has a pipeline
-    that is given the same steps, and computes its share of their examples.
+    checkpoint's metadata. A step minimises `objective`. With several `workers`, the pipeline of
+    each takes the same steps, and computes its share of the examples.
 
     Raises ModelError when a target matches nothing.
     """
@@ -117,7 +117,7 @@ class InstructPipeline:
         )
 
     def run_as(self, execution: Execution) -> None:
-        """Compute steps from now on with the micro-batches and the memory of an execution."""
+        """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
         self.forward.execution = replace(self.forward.execution, loss_chunk=execution.loss_chunk)
         self.forward.recompute(execution.recompute)
         self.batches.max_tokens = execution.micro_batch_tokens
@@ -136,11 +136,11 @@ class InstructPipeline:
     ) -> InstructBatchResult:
         """Take one optimizer step on all examples together.
 
-        The loss is the sum over their supervised tokens divided by their number, however the
-        examples are split into micro-batches. `step` counts from 1 and keys the randomness;
+        The loss is the objective's, by default the mean over their supervised tokens, however the
+        examples are split into micro-batches. `step` counts from 1 and seeds the dropout;
         `learning_rate` defaults to the config's.
 
-        Raises NonFiniteLossError, and changes nothing, when loss or gradient is not finite.
+        Raises NonFiniteLossError, and changes nothing, if loss or gradient is not finite.
         """
         return self.start_batch(examples, step=step, learning_rate=learning_rate).result()
 
@@ -153,7 +153,7 @@ class InstructPipeline:
     ) -> PendingStep:
         """Start the step that `train_batch` takes; its `result` waits for it.
 
-        The graph is built while the device computes the previous step, which must end first.
+        If possible, the graph is built while the device still computes the previous step.
         """
         before, share, built = self.runner.pending, self.builder.share(examples), None
         if step is None:
@@ -177,7 +177,7 @@ class InstructPipeline:
         )
 
     def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
-        """Return loss and gradients of a step; `step` keys the dropout, nothing is updated."""
+        """Return loss and gradients of a step without updating; `step` seeds the dropout."""
         self.runner.settle()
 
         def compute() -> StepGradients:
@@ -191,13 +191,16 @@ class InstructPipeline:
     def evaluate(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
     ) -> InstructBatchResult:
-        """Return the loss of whole rows; `on_progress` gets the number of examples done."""
+        """Return the loss and metrics of examples, which must include every example of each row.
+
+        `on_progress` is called with the number of examples done.
+        """
         return self.measure(examples, self.logps(examples, on_progress))
 
     def measure(
         self, examples: Sequence[Example], logps: npt.NDArray[np.float64]
     ) -> InstructBatchResult:
-        """Return the cross-entropy over the examples' supervised tokens, or the objective's loss.
+        """Return the examples' cross-entropy per supervised token, or the objective's loss.
 
         `logps` (E,) are the log-probabilities of the examples.
         """
@@ -220,17 +223,17 @@ class InstructPipeline:
         return -self.losses.of(examples, on_progress)
 
     def reference(self) -> Mapping[str, Any]:
-        """Return all JSON values that determine the log-probabilities of the initial model."""
+        """Return the JSON values on which the initial model's log-probabilities depend."""
         provenance, (_, record) = self._provenance(), self._base
         named, used = ("base_hash", "dtype", "quantized_compute"), ("prompt", "objective")
         lora: dict[str, Any] = {}
         if self.config.init != "lora":
-            # PiSSA's initial model equals the base up to rounding, which depends on rank and
-            # targets. Epochs may be added.
+            # PiSSA's initial model equals the base except for rounding, which depends on rank and
+            # targets. The number of epochs may change later.
             lora = dataclasses.asdict(self.config) | {"epochs": None}
         return {
             **{name: provenance.get(name) for name in named},
-            # Options that only matter when the adapter is used later are left out.
+            # Excludes entries that only matter when the adapter is used.
             "base": {name: value for name, value in (record or {}).items() if name not in used},
             "adapter": self.initial_hash,
             "lora": lora,
@@ -239,9 +242,9 @@ class InstructPipeline:
     def relieve_memory(self, halve_for: Sequence[Example] | None = None) -> int | None:
         """Free the memory that MLX keeps for later arrays.
 
-        With the examples of a step, also halve the bound of a micro-batch, from the largest of that
-        step, and return it. If each micro-batch is one example, or workers share the model, halve
-        nothing and return None.
+        Given the examples of a step, also set the micro-batches' `max_tokens` to half the largest
+        of that step, and return it. If each micro-batch is one example, or workers share the model,
+        halve nothing and return None.
         """
         mx.clear_cache()
         if halve_for is None or not self.batches.halve(self.builder.share(halve_for)):
@@ -256,8 +259,8 @@ class InstructPipeline:
     def snapshot(self) -> Callable[[Path], None]:
         """Return a function that writes the adapter and the optimizer into a folder.
 
-        It writes the state at the time of this call, with the adapter as mlx-lm loads it. It raises
-        OutputError.
+        The function writes the state at the time of this call, and the adapter in mlx-lm's format.
+        It raises OutputError.
         """
         self.runner.settle()
         self._workers.check_same(self.model.trainable_parameters(), self.builder.steps)
@@ -274,9 +277,9 @@ class InstructPipeline:
         return write
 
     def load(self, folder: Path) -> None:
-        """Read back the adapter of a snapshot; with several workers, worker 0 reads it for all.
+        """Load the adapter of a snapshot; with several workers, worker 0 reads it for all.
 
-        Raises ModelError when it does not fit.
+        Raises ModelError if it does not fit.
         """
         self.runner.settle()
         if self._workers.index == 0:
@@ -287,7 +290,7 @@ class InstructPipeline:
     def restore(self, folder: Path) -> None:
         """Resume from a snapshot as if the run had not stopped.
 
-        Raises ModelError when it does not fit.
+        Raises ModelError if the snapshot does not fit.
         """
         path = folder / checkpoints.OPTIMIZER
         state, settings = checkpoints.read_optimizer(path, self._optimizer.state)
@@ -298,11 +301,11 @@ class InstructPipeline:
         checkpoints.read_parameters(folder, self.model, self.lora)
         self._optimizer.adopt(self.model)
         self._optimizer.take_from_file(state)
-        # A halved bound stays halved. A lower bound than the snapshot's is for a smaller memory.
+        # A halved bound stays halved; a bound that is lower now, for less memory, stays too.
         self.batches.max_tokens, self.builder.steps = min(tokens, self.batches.max_tokens), steps
 
     def describe(self) -> Mapping[str, Any]:
-        """Return a checkpoint's description of the adapter and of the versions that made it."""
+        """Return the description of the adapter and its provenance for a checkpoint."""
         return {
             "lora_rank": self.config.lora_rank,
             "lora_alpha": self.config.lora_alpha,

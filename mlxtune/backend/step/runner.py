@@ -1,7 +1,7 @@
-"""The runner of a step: evaluation in stages, and retries after a fault of the GPU.
+"""Runs steps: in stages, and again after a fault of the GPU.
 
 macOS ends commands that keep the GPU from drawing the display for some seconds (mlx#3267), so on a
-Mac, no command takes much longer than a second.
+Mac, no stage takes much longer than a second.
 """
 
 import math
@@ -28,8 +28,8 @@ from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.text import byte_size
 from mlxtune.errors import NonFiniteLossError, one_line
 
-# The seconds that a stage may take; operations a second before any stage is timed, which the
-# slowest Macs reach; and operations for each parameter and token, forward and backward.
+# The maximum seconds of a stage; the operations per second that are assumed before any is timed,
+# which the slowest Macs reach; and operations per parameter and token, forward and backward.
 _SECONDS = 1.0
 _METAL_SPEED = 1e12
 _OPERATIONS = 6
@@ -39,7 +39,7 @@ _FORWARD = 1 / 3
 
 @dataclass(frozen=True)
 class Graph:
-    """A micro-batch to compute: first the `outputs` of layers, then `gradients`, then `arrays`.
+    """The arrays to evaluate for a micro-batch: layers' `outputs`, `gradients`, then `arrays`.
 
     Without gradients, it is a forward pass. `outputs` is emptied once the graph is started.
     """
@@ -57,7 +57,7 @@ class Graph:
             forward = max(int(self.stages * _FORWARD), 1)
             found += _divided(self.outputs, forward)
             self.outputs.clear()
-            # Gradients come from the last layer to the first.
+            # The backward pass runs from the last layer to the first.
             gradients = [array for _, array in tree_flatten(self.gradients)]
             found += _divided(gradients[::-1], max(self.stages - forward, 1))
         return [*found, [self.arrays]]
@@ -65,15 +65,14 @@ class Graph:
 
 @dataclass
 class StepGradients:
-    """Loss and gradients of a step, how they are computed, and the update that they make.
+    """Loss and gradients of a step, the graph that computes them, and the resulting update.
 
-    `loss` is in nats per supervised token, of which there are `tokens`; `gradients` are vectors, or
-    by parameter where a caller asks for them; both are float32. `run_tokens` go through the model
-    in `micro_batches`, `padding` among them. `graph` computes the last of them, and the `update`,
-    if there is one. With several workers, loss and gradients are sums over all of them, and
-    `counts` has the three numbers and the workers' requests, float32 (5,), as sums. Under an
-    objective of preferences, `preference` defines the loss, and `logps` float32 (E,) are of the
-    step's examples.
+    `loss` is in nats per supervised token; `tokens` counts these. `gradients` are vectors, or a
+    tree of parameters from `loss_and_gradients`; both are float32. `run_tokens` counts the tokens,
+    `padding` included, that run in `micro_batches`. `graph` computes the last micro-batch and the
+    `update`, if any. With several workers, loss and gradients are sums over all workers, as is
+    `counts`, float32 (5,): micro-batches, tokens and padding, and the workers' requests. For
+    preferences, `preference` defines the loss, and `logps`, float32 (E,), belong to the examples.
     """
 
     loss: Any
@@ -89,14 +88,14 @@ class StepGradients:
     logps: Any = None
 
     def add(self, loss: mx.array, gradients: list[mx.array]) -> None:
-        """Add loss and gradients of a micro-batch."""
+        """Add the loss and gradients of a micro-batch."""
         self.loss = self.loss + loss
         first = self.gradients is None
         self.gradients = gradients if first else tree_map(mx.add, self.gradients, gradients)
 
 
 class PendingStep:
-    """An optimizer step that was started. It ended at `ended` by `time.perf_counter`."""
+    """A started optimizer step; `ended` is its end by `time.perf_counter`, 0 until then."""
 
     def __init__(self, step: StepGradients, finish: Callable[["PendingStep"], Any]) -> None:
         # None once the step is finished, or has failed and must be built again.
@@ -108,7 +107,7 @@ class PendingStep:
     def finish(self) -> bool:
         """Wait for the step; return whether the first try succeeded.
 
-        Raises MemoryLimitError or GpuError, and changes nothing.
+        Raises MemoryLimitError or GpuError if all tries fail; the model is then unchanged.
         """
         if self._outcome is not None:
             return True
@@ -119,7 +118,7 @@ class PendingStep:
     def result(self) -> InstructBatchResult:
         """Wait for the step and return its result.
 
-        Raises NonFiniteLossError if it changed nothing because loss or gradient is not finite.
+        Raises NonFiniteLossError, with the model unchanged, if loss or gradient is not finite.
         """
         self.finish()
         if isinstance(self._outcome, NonFiniteLossError):
@@ -131,14 +130,14 @@ class PendingStep:
 class StepRunner:
     """Runs steps and evaluations, in stages if they take long, and again after a fault of the GPU.
 
-    A stage ends at the output of a layer's mixer or at the gradients of a layer. That changes no
-    arithmetic, so the number of stages may depend on measured times. `parameters` counts the
-    parameters of the model.
+    A stage ends at the output of a layer's mixer or at the gradients of a layer. Stages change no
+    arithmetic, so their number may depend on measured times. `parameters` counts the parameters of
+    the model.
 
-    After a fault, `max_tokens` of the micro-batches is halved where memory ran out, or where the
-    GPU stopped a command that took too long and stages cannot be shorter. `warn` is called each
-    time; `remedy` is an error's advice where not even one example fits. Where the workers run
-    alike, nothing is tried again: the other workers wait for this worker within the pass.
+    After a fault, the micro-batches' `max_tokens` is halved if memory ran out, or if the GPU
+    stopped a command that took too long and stages cannot be shorter. `warn` is called each time;
+    `remedy` is an error's advice if not even one example fits. If workers share the model, nothing
+    is retried, because the other workers wait for this one within the pass.
     """
 
     def __init__(
@@ -155,21 +154,21 @@ class StepRunner:
         self._warn = warn
         self._warned_of_limit = False
         self._mixers = forward.mixers
-        # CUDA ends no command of a card that draws no display.
+        # CUDA has no time limit on a card without a display.
         cuda = not on_cpu() and not has_metal()
         self._most = 1 if cuda else max(2 * forward.mixers.count, 1)
         # Nothing limits commands on the CPU.
         self.seconds_per_token = 0.0 if on_cpu() else _OPERATIONS * parameters / _METAL_SPEED
         self._shortened = 1
-        # Kinds of passes, with or without a gradient, that were timed; the first pass compiles
-        # kernels.
+        # The kinds of passes, with or without a gradient, that have run once: the first pass also
+        # compiles kernels, so it is not timed.
         self._compiled: set[bool] = set()
-        # The step started last, until it is finished.
+        # The last started step, until it is finished.
         self.pending: PendingStep | None = None
         self._running: Graph | None = None
         self._left: list[Sequence[Any]] = []
         self._started = 0.0
-        # Loading is not part of a pass.
+        # The peak of a pass excludes loading.
         memory.start_peak()
 
     # Steps
@@ -183,9 +182,9 @@ class StepRunner:
     ) -> PendingStep:
         """Make the device compute a step, without waiting for it.
 
-        After a fault, `build` builds it again, from this worker's `examples`. `commit` makes the
-        update that was computed the state of the pipeline; it returns the step's result, or the
-        error that the result raises.
+        After a fault, `build` builds it again, from this worker's `examples`. `commit` applies the
+        computed update to the pipeline, and returns the step's result, or the error that `result`
+        raises.
         """
 
         def finish(pending: PendingStep) -> tuple[Any, int]:
@@ -202,21 +201,21 @@ class StepRunner:
             self.pending = None
             return commit(computed), tries
 
-        # Errors surface in `finish`, which tries again.
+        # `finish` handles errors, and tries again.
         with suppress(RuntimeError, MemoryError):
             self.start(step.graph)
         self.pending = PendingStep(step, finish)
         return self.pending
 
     def settle(self) -> None:
-        """Wait for a step that was launched."""
+        """Wait for the launched step, if there is one."""
         if self.pending is not None:
             self.pending.finish()
 
     # Stages
 
     def shorten(self) -> bool:
-        """Halve the length of later stages; return whether that is possible."""
+        """Halve the length of later stages; return False if they cannot be shorter."""
         can = self._shortened < self._most
         self._shortened *= 2 if can else 1
         return can
@@ -227,7 +226,7 @@ class StepRunner:
         return min(needed * self._shortened, self._most)
 
     def note_outputs(self, tokens: int) -> None:
-        """Collect the outputs of the micro-batch whose graph is built next."""
+        """Record layers' outputs in the next micro-batch, if it needs several stages."""
         if self.stages_for(tokens) > 1:
             self._mixers.note()
 
@@ -238,7 +237,7 @@ class StepRunner:
         return Graph(tokens, self.stages_for(tokens) if outputs else 1, outputs, gradients, arrays)
 
     def start(self, graph: Graph) -> None:
-        """Start computing a graph once the previous graph is done: the device never holds two."""
+        """Start computing a graph after the previous one is done: the device never holds two."""
         if self._running is not None:
             self.finish(self._running)
         self._begin(graph)
@@ -247,7 +246,7 @@ class StepRunner:
         """Wait until a graph is computed."""
         if self._running is not graph:
             self._begin(graph)
-        # After a failure, nothing may hold its arrays.
+        # Clears all references first, so that a failed graph's arrays are freed.
         left, self._left, self._running = self._left, [], None
         while left:
             # The device runs the next stage while the host waits for this stage.
@@ -272,7 +271,7 @@ class StepRunner:
     # Faults
 
     def warn_of_limit(self) -> None:
-        """Warn once if a pass takes more memory than the limit, and change nothing.
+        """Warn once if a pass took more memory than the limit; settings stay unchanged.
 
         The peak includes buffers in flight, whose number depends on timing.
         """
