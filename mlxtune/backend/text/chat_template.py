@@ -1,4 +1,4 @@
-"""A model folder's own chat template, rendered by transformers as inference tools render it."""
+"""A model folder's chat template, rendered by transformers as inference tools render it."""
 
 import atexit
 import json
@@ -19,13 +19,13 @@ from mlxtune.core.files.sizes import read_text, read_value
 from mlxtune.errors import ModelError, one_line
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
-# Above this many characters of JSON, a round trip for each rendering costs little in comparison.
+# The maximum characters of JSON to prefetch: for more, separate round trips cost little.
 _MAX_PREFETCHED = 2**22
 _ADDRESS = re.compile(r"<[^\n]{1,80}? at 0x[0-9a-f]{6,16}>")
 
 
 class ChatTemplate:
-    """Jinja templates and the special tokens that they may use; see core's RenderChat.
+    """Jinja templates and the special tokens that they may use; implements core's RenderChat.
 
     `sources` are templates by name: `default`, and optionally `tool_use` for conversations with
     tools.
@@ -40,8 +40,8 @@ class ChatTemplate:
     def __call__(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Render messages, with the options of core's RenderChat.
 
-        Raises BadRow with the template's own reason if it rejects them, and ModelError if it is
-        invalid or harmful.
+        Raises BadRow, with the template's reason, if it rejects them, and ModelError if it is
+        invalid or harmful, or its output is not deterministic.
         """
         name, request = self._request(messages, **options)
         rendering = self._latest.get(request) or self._earlier.get(request)
@@ -56,10 +56,10 @@ class ChatTemplate:
         return text
 
     def prefetch(self, calls: Iterable[RenderCall]) -> None:
-        """Make the process render the messages of later calls, without waiting for it.
+        """Start rendering the messages of later calls in the child process, without waiting.
 
-        The replies are kept until the prefetch after the next. Raises ModelError if the template of
-        the last prefetch is harmful.
+        The replies are kept until the prefetch after the next. Raises ModelError if the previous
+        prefetch found that a template is harmful or its output is not deterministic.
         """
         requests: dict[str, list[str]] = {}
         size = 0
@@ -79,7 +79,7 @@ class ChatTemplate:
             self._latest |= self._submit(name, several)
 
     def _submit(self, name: str, requests: Sequence[str]) -> dict[str, "_Rendering"]:
-        """Start rendering by the template of this name; return the renderings by request."""
+        """Start rendering requests with the template `name`; return the renderings by request."""
         future = _process().submit(self._sources[name], requests)
         return {each: _Rendering(name, each, future, i) for i, each in enumerate(requests)}
 
@@ -92,7 +92,7 @@ class ChatTemplate:
     ) -> tuple[str, str]:
         """Return the name of the template to use, and the arguments for it as JSON.
 
-        Raises BadRow if they are nested too deeply.
+        Raises BadRow if the messages or tools are nested too deeply.
         """
         name = _WITH_TOOLS if tools and _WITH_TOOLS in self._sources else _DEFAULT
         arguments: dict[str, Any] = {"conversations": [messages], "tools": tools}
@@ -108,7 +108,7 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class _Rendering:
-    """A request among several to a named template, rendered in the background."""
+    """One of several requests that the template `name` renders in the background."""
 
     name: str
     request: str
@@ -116,7 +116,7 @@ class _Rendering:
     index: int
 
     def reply(self) -> Reply:
-        """Return the reply. Raises ModelError if the template is harmful, or its text varies."""
+        """Wait for the rendering. Raises ModelError if it is harmful or not deterministic."""
         try:
             kind, text = self.replies.result()[self.index]
         except Harmful as error:
@@ -125,7 +125,7 @@ class _Rendering:
                 "--template"
             ) from error
         problem = text if kind == UNSTEADY else ""
-        # Most Python objects print their address in memory.
+        # Most Python objects print with their address in memory, which differs in each run.
         if kind == TEXT and " at 0x" in text and " at 0x" not in self.request:
             found = _ADDRESS.search(text)
             problem = f"writes a Python object ({one_line(found.group())})" if found else ""
@@ -138,7 +138,7 @@ class _Rendering:
 
 
 def read_template_file(path: Path) -> str:
-    """Return the text of a Jinja file. Raises ModelError."""
+    """Return the text of a Jinja file. Raises ModelError if it cannot be read."""
     try:
         return read_text(path, TEMPLATE)
     except (OSError, ValueError) as error:
@@ -146,7 +146,7 @@ def read_template_file(path: Path) -> str:
 
 
 def start_process() -> None:
-    """Start the process that renders templates, which takes as long as loading a tokenizer."""
+    """Start the process that renders templates early: it takes as long as loading a tokenizer."""
     _process().start()
 
 

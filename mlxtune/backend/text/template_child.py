@@ -1,6 +1,6 @@
-"""Renders chat templates: the script of template_process.py, which imports nothing of mlxtune.
+"""Script that template_process.py runs to render chat templates; imports nothing from mlxtune.
 
-core/files/limited_child.py runs it.
+core/files/limited_child.py runs it under a memory limit.
 """
 
 import datetime
@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-# Kinds of replies: the text, a template's refusal of the messages, an invalid template, and the
-# reason why a template is unsteady: it uses random numbers or the time of day.
+# Kinds of replies: the rendered text; the error of a template that rejects the messages or is
+# invalid; or the reason why it is unsteady: it uses random numbers or the time of day.
 TEXT, REFUSED, INVALID, UNSTEADY = "text", "refused", "invalid", "unsteady"
 
 Reply = tuple[str, str]
@@ -24,7 +24,7 @@ _TIMES = datetime.time(), datetime.time(13, 37, 11, 123_457)
 
 
 class _Unsteady(Exception):
-    """A template asked for a value that changes between renderings."""
+    """A template uses a value that changes between renderings."""
 
 
 def _refuse(*_arguments: Any, **_options: Any) -> NoReturn:
@@ -32,7 +32,7 @@ def _refuse(*_arguments: Any, **_options: Any) -> NoReturn:
 
 
 class _Today(_Moment):
-    """The clock of templates, which knows the date but refuses the time of day."""
+    """The clock of templates, which gives the date but refuses the time of day."""
 
     def strftime(self, format: str) -> str:
         night, later = (_Moment.combine(self.date(), time).strftime(format) for time in _TIMES)
@@ -42,13 +42,13 @@ class _Today(_Moment):
 
 
 def prepare() -> Callable[..., Any]:
-    """Return transformers' renderer."""
+    """Return transformers' renderer, patched to detect random numbers and the time of day."""
     # Jinja's filter `random` and function `lipsum` call these functions, some by name.
     for name in ("choice", "choices", "randint", "random", "randrange", "sample", "shuffle"):
         setattr(random, name, _refuse)
     # transformers formats `datetime.now()` for the templates' `strftime_now`.
     datetime.datetime = _Today  # type: ignore[misc]
-    # Running the __init__ of these packages takes more than a second, to list all of the models.
+    # Skips the __init__ of these packages, which takes more than a second to list all models.
     for name in ("transformers", "transformers.utils"):
         spec = importlib.util.find_spec(name)
         if spec is not None:
@@ -62,11 +62,11 @@ def _replies(
     render: Callable[..., Any], source: str, requests: Sequence[bytes], seconds: float
 ) -> Iterator[Reply]:
     for request in requests:
-        # After this much CPU time, the system ends this process by SIGPROF.
+        # SIGPROF ends this process after this much CPU time.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         kind = INVALID
         try:
-            # Without conversations, only compile the template, and keep it.
+            # Without conversations, this only compiles the template, which transformers caches.
             render([], chat_template=source)
             kind = REFUSED
             yield TEXT, render(chat_template=source, **json.loads(request))[0][0]
@@ -81,7 +81,7 @@ def _replies(
 
 
 def serve(render: Callable[..., Any]) -> None:
-    """Render until stdin is closed."""
+    """Answer the requests on stdin, in JSON lines, until it is closed."""
     source = ""
     for header in sys.stdin.buffer:
         seconds, count, changed = json.loads(header)

@@ -1,10 +1,10 @@
-"""Chat templates rendered by transformers, in a process that the system ends at its limits.
+"""Renders chat templates with transformers, in a process with limited time and memory.
 
 A chat template is an untrusted program. transformers' sandbox keeps it from files and code, but not
 from running forever or filling the memory, so it runs in a limited process.
 
-Parent and child exchange lines of JSON: a header, a line for each rendering, and one line with all
-replies.
+Parent and child exchange lines of JSON: a header and a line for each request, then one line with
+all replies.
 """
 
 import json
@@ -17,23 +17,23 @@ from mlxtune.backend.text import template_child
 from mlxtune.backend.text.template_child import REFUSED, TEXT, Reply
 from mlxtune.core.files.processes import LimitedProcess, TooMuchMemory
 
-# A longer conversation gets more time and may give a longer result: this many characters double the
-# time, and each character may become this many.
+# Longer conversations get more time and longer results: the time grows by `seconds` for this many
+# characters, and the result may have this many characters for each one of the request.
 _CHARACTERS_AGAIN, _GROWTH = 2**22, 16
-# The most characters of one result, and of several results together.
+# Characters that any result may have, and that all results of an exchange may have together.
 _ALWAYS, _MAX_RESULT = 2**20, 2**25
 
 _TOO_LARGE = "produces more text or values than any conversation needs"
 
 
 class Harmful(Exception):
-    """A template does something that no template needs; the message names it."""
+    """A template exceeds the limits or ends its process; the message says how."""
 
 
 class TemplateProcess:
     """The child process: started on first use, and again after it has ended.
 
-    A rendering may take `seconds` on the CPU, and the child `memory` bytes.
+    A rendering may take `seconds` of CPU time, or more if it is long, and the child `memory` bytes.
     """
 
     def __init__(self, seconds: float = 10.0, memory: int = 2**30) -> None:
@@ -43,23 +43,23 @@ class TemplateProcess:
         self._lock = threading.Lock()
 
     def submit(self, source: str, requests: Sequence[str]) -> Future[list[Reply]]:
-        """Render in the background."""
+        """Return a future of what `render` returns or raises, computed in the background."""
         future: Future[list[Reply]] = Future()
 
         def work() -> None:
             try:
                 future.set_result(self.render(source, requests))
-            except BaseException as error:  # noqa: BLE001  it is raised where the result is read
+            except BaseException as error:  # noqa: BLE001  the future raises it
                 future.set_exception(error)
 
-        # A daemon thread: Python's exit does not wait for it.
+        # Python's exit does not wait for a daemon thread.
         threading.Thread(target=work, daemon=True).start()
         return future
 
     def render(self, source: str, requests: Sequence[str]) -> list[Reply]:
-        """Render a template with each of the requests: JSON of render_jinja_template's arguments.
+        """Render a template for each request: JSON of render_jinja_template's arguments.
 
-        Raises Harmful.
+        Raises Harmful if the template exceeds the limits or ends its process.
         """
         with self._lock:
             try:
@@ -107,7 +107,7 @@ class TemplateProcess:
 
 
 def _whole(kind: str, text: str) -> Reply:
-    """Return a reply, or a refusal for text that UTF-8, and so a tokenizer, cannot hold."""
+    """Return a reply; text that UTF-8 and so tokenizers cannot encode becomes a refusal."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

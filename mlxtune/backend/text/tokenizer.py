@@ -25,16 +25,16 @@ _stderr_lock = threading.Lock()
 
 
 class FastTokenizer:
-    """A tokenizer of the `tokenizers` library, as transformers and mlx-lm load it.
+    """A tokenizer of the `tokenizers` library, loaded by mlx-lm and transformers.
 
-    A chat template may use the `special_tokens`; the control tokens `end_tokens` may end a turn,
-    and `eos_ids` end generation with any template.
+    A chat template may use the `special_tokens`; the tokens `end_tokens` may end a turn, and the
+    tokens `eos_ids` end generation with any template.
     """
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._folder = tokenizer.name_or_path
-        # A folder may enable both; transformers disables them for each call.
+        # A tokenizer.json may enable both; transformers disables them in each call.
         self._backend.no_truncation()
         self._backend.no_padding()
         self.bos_id: int | None = tokenizer.bos_token_id
@@ -74,8 +74,8 @@ class FastTokenizer:
 class SentencePieceTokenizer:
     """A `tokenizer.model` without tokenizer.json, read by sentencepiece.
 
-    transformers would convert it to `tokenizers`, dropping the dummy prefix and inventing control
-    tokens that the model does not have.
+    transformers would convert it to `tokenizers`, but lose the dummy prefix and add control tokens
+    that the model lacks.
     """
 
     def __init__(self, path: Path, eos_ids: Sequence[int]) -> None:
@@ -88,7 +88,7 @@ class SentencePieceTokenizer:
         self._ids_of_control = {self._processor.id_to_piece(token): token for token in control}
         self._control = re.compile(f"({'|'.join(map(re.escape, self._ids_of_control)) or '(?!)'})")
         known = [token for token in (*eos_ids, eos_id) if 0 <= token < len(self._processor)]
-        # The symbols around Gemma's turns are not control tokens by their type.
+        # The file does not mark the symbols around Gemma's turns as control tokens.
         symbols = filter(self._is_symbol, range(len(self._processor)))
         self.control_ids = frozenset([*self._ids_of_control.values(), *known, *symbols])
         self.control_tokens = tuple(map(self._processor.id_to_piece, sorted(self.control_ids)))
@@ -107,7 +107,7 @@ class SentencePieceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[OffsetEncoding]:
         """Encode texts; control tokens in them are parsed, and none are added."""
-        # sentencepiece would encode the text of a control token as plain text.
+        # sentencepiece would split a control token in the text into ordinary tokens.
         parts = [list(filter(None, self._control.split(text))) for text in texts]
         plain = [part for several in parts for part in several if part not in self._ids_of_control]
         mappings = iter(self._processor.encode(plain, return_type="offset_mapping"))
@@ -135,7 +135,7 @@ ModelTokenizer = FastTokenizer | SentencePieceTokenizer
 
 
 def _spell_piece(piece: str) -> bytes:
-    """Return the bytes of a SentencePiece piece: `▁` is a space, `<0x0A>` a byte."""
+    """Return the bytes of a SentencePiece piece: `▁` means a space, `<0x0A>` a byte."""
     if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
         return bytes.fromhex(byte[1])
     return piece.replace("▁", " ").encode()
@@ -144,7 +144,7 @@ def _spell_piece(piece: str) -> bytes:
 def load_tokenizer(
     folder: Path, *, trust_remote_code: bool = False, cache: Path | None = None
 ) -> ModelTokenizer:
-    """Load a model folder's tokenizer, after a trial; `cache` records tokenizers that passed.
+    """Load a model folder's tokenizer after `try_tokenizer`, which records passes in `cache`.
 
     Raises ModelError if there is none, it is broken, or its code is not trusted.
     """
@@ -162,7 +162,7 @@ def load_tokenizer(
                 f"{spm}: is not a SentencePiece model ({one_line(error)}): download it again"
             ) from error
     try:
-        # Without it, transformers asks on the terminal whether to run a folder's code.
+        # Without this option, transformers asks on the terminal whether to run a folder's code.
         options = {"trust_remote_code": trust_remote_code}
         with _without_advice():
             tokenizer = load_with_mlx_lm(folder, tokenizer_config_extra=options)
@@ -189,22 +189,22 @@ def load_tokenizer(
 
 @contextmanager
 def _panics_as_errors(folder: str) -> Iterator[None]:
-    """Raise ModelError for a panic of `tokenizers`, and drop the lines that Rust writes for it.
+    """Turn a panic of `tokenizers` into ModelError, and drop the lines that Rust prints for it.
 
-    Other output to stderr is held back and shown afterwards.
+    Without a panic, output to stderr is held back and shown afterwards.
     """
     with _stderr_lock, scratch_file() as held:
         _flush_stderr()
         try:
             before = os.dup(_STDERR)
-        except OSError:  # it is closed, so nothing would show
+        except OSError:  # stderr is closed, so there is no output to hide
             before = os.dup(held.fileno())
         os.dup2(held.fileno(), _STDERR)
         panicked = False
         try:
             yield
         except BaseException as error:
-            # The panic is not an Exception, and each library has its own class.
+            # A panic is not an Exception, and each Rust library has a separate class for it.
             panicked = type(error).__name__ == "PanicException"
             if not panicked:
                 raise

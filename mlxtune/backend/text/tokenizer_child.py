@@ -1,6 +1,6 @@
-"""Tries a tokenizer file: the script of tokenizer_trial.py, which imports nothing of mlxtune.
+"""Script that tokenizer_trial.py runs to try a tokenizer file; imports nothing from mlxtune.
 
-core/files/limited_child.py runs it. It writes one line: the problem as JSON, or null.
+core/files/limited_child.py runs it under a memory limit. It prints the problem as JSON, or null.
 """
 
 import json
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Seconds to load and to try a tokenizer.
+# CPU seconds to load a tokenizer, and again to try it.
 _SECONDS = 10.0
-# Limits of config/limits.py. Each of these takes time whenever the tokenizer is loaded.
+# As in config/limits.py: each added token takes time whenever the tokenizer is loaded.
 _CONTROL_TOKENS = 50_000
-# The most characters that a tokenizer's normalizers may make of one character.
+# The maximum characters into which a tokenizer's normalizers may turn one character.
 _MAX_GROWTH = 256
 _TRIED = [
     "a",
@@ -27,7 +27,7 @@ _TRIED = [
 
 
 def prepare() -> Any:
-    """Return the library `tokenizers`."""
+    """Return the libraries `tokenizers` and `sentencepiece`."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import sentencepiece
     import tokenizers
@@ -36,7 +36,7 @@ def prepare() -> Any:
 
 
 def serve(libraries: Any, path: str) -> None:
-    """Load and try the tokenizer in a file."""
+    """Load and try the tokenizer in a file; print the problem as JSON, or null."""
     tokenizers, sentencepiece = libraries
     signal.setitimer(signal.ITIMER_PROF, _SECONDS)
     problem = None
@@ -45,7 +45,7 @@ def serve(libraries: Any, path: str) -> None:
             problem = _problem(json.loads(Path(path).read_bytes()))
             if problem is None:
                 tokenizer = tokenizers.Tokenizer.from_file(path)
-                # Truncation and padding stay off, whatever the file enables.
+                # As in FastTokenizer, whatever the file enables.
                 tokenizer.no_truncation()
                 tokenizer.no_padding()
                 signal.setitimer(signal.ITIMER_PROF, _SECONDS)
@@ -57,7 +57,7 @@ def serve(libraries: Any, path: str) -> None:
     except MemoryError:
         raise
     except BaseException as error:  # noqa: BLE001
-        # A panic of the library, in Rust, writes to stderr; other problems surface on loading.
+        # Reports only panics of the Rust library; other errors surface when mlxtune loads the file.
         panicked = type(error).__name__ == "PanicException"
         problem = f"is damaged ({error!s:.200})" if panicked else None
     print(json.dumps(problem), flush=True)
@@ -73,7 +73,7 @@ def _problem(content: Any) -> str | None:
 
 
 def _growth(normalizer: Any) -> Iterator[float]:
-    """Yield the most characters that each step of a normalizer makes of one character."""
+    """Yield the maximum characters into which each step of a normalizer turns one character."""
     if not isinstance(normalizer, dict):
         return
     for step in normalizer.get("normalizers") or ():

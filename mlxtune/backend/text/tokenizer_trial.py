@@ -1,4 +1,4 @@
-"""Tries an untrusted tokenizer in a process that the system ends at its limits."""
+"""Tries an untrusted tokenizer in a process with limited time and memory."""
 
 import hashlib
 import importlib.metadata
@@ -15,15 +15,15 @@ from mlxtune.errors import ModelError, one_line
 
 _MEMORY = 2**30
 _LONGEST = 2**16
-# The folder of a cache with a file for each tokenizer that passed.
+# The folder in a cache that has an empty file for each tokenizer that passed.
 _TRIED = "tokenizers-tried"
 
 
 def try_tokenizer(folder: Path, cache: Path | None = None) -> None:
-    """Raise ModelError if a folder's tokenizer takes too much time or memory.
+    """Raise ModelError if a folder's tokenizer takes too much time or memory, or is damaged.
 
-    Other faults surface, with their reasons, on loading. With a cache, a file is tried once: large
-    ones take a second.
+    Other errors surface on loading. With a cache, each file is tried only once, because a trial of
+    a large file takes a second.
     """
     for path in _files(folder):
         tried = None if cache is None else cache / _TRIED / _key(path)
@@ -39,9 +39,9 @@ def try_tokenizer(folder: Path, cache: Path | None = None) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the candidate files, of which transformers loads one, depending on its version.
+    """Return the tokenizer files, of which transformers loads one, depending on its version.
 
-    Raises ModelError if one of them is not in the folder.
+    Raises ModelError if tokenizer_config.json names a file outside the folder.
     """
     names = [name for name in ("tokenizer.json", "tokenizer.model") if (folder / name).is_file()]
     config = folder / "tokenizer_config.json"
@@ -58,7 +58,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _key(path: Path) -> str:
-    """Return a hash of everything that decides a trial: the file, the libraries and the script."""
+    """Return a hash of all that a trial depends on: the file, library versions and the script."""
     versions = map(importlib.metadata.version, ("tokenizers", "sentencepiece"))
     parts = (file_hash(path), file_hash(Path(tokenizer_child.__file__)), *versions)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
