@@ -1,4 +1,4 @@
-"""The workers of a launch: whether there are several, and whether their machines are alike."""
+"""Detects a launch of several workers, and checks whether their machines agree."""
 
 import os
 import re
@@ -13,22 +13,21 @@ from mlxtune.core.machine.checks import OK, PROBLEM, Check
 from mlxtune.core.text import byte_size, count, short_duration
 from mlxtune.errors import ConfigError, shorten
 
-# The size of an adapter with a few million parameters, and the seconds of a step worth sharing.
+# For the network check: the bytes of an adapter's gradients, and the seconds of a step.
 _EXCHANGED, _STEP_S = 10_000_000, 1.0
 
 
 def launched_several() -> bool:
     """Return whether a launcher started this process as one of several."""
     if "MLX_HOSTFILE" in os.environ:
-        # The variable is empty with one worker, which MLX refuses: it divides by the number of
-        # hosts.
+        # With one worker, the file lists no hosts, and MLX would divide by their number.
         with suppress(OSError):
             return bool(read_text(Path(os.environ["MLX_HOSTFILE"])).strip(" \n[]{}"))
     return "MLX_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
 
 
 def launched_worker() -> int:
-    """Return this process's worker, before it has joined the others; 0 if it is alone.
+    """Return this process's worker number, before it joins the others; 0 if it is alone.
 
     Raises ConfigError if the rank is not a number: MLX reads any text as 0.
     """
@@ -42,8 +41,8 @@ def launched_worker() -> int:
 class WorkerReport:
     """A worker's report on its machine.
 
-    `files` has the hash of each requested path, None if it cannot be read; `problems` are the
-    findings of its own checks, with their remedies.
+    `files` maps each requested path to its hash, None if it cannot be read; `problems` are the
+    findings of the machine's checks, each with its remedy.
     """
 
     machine: str
@@ -58,21 +57,21 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class Link:
-    """Seconds to add one number over all workers, and to add `size` bytes."""
+    """Seconds to sum one number over all workers, and to sum `size` bytes."""
 
     one_s: float
     many_s: float
     size: int
 
     def gbps(self, workers: int) -> float:
-        """Return the speed in Gbit/s: each worker sends (n - 1) / n of the bytes twice."""
+        """Return the speed in Gbit/s: each of n workers sends (n - 1) / n of the bytes twice."""
         return (
             2 * (workers - 1) / workers * 8 * self.size / max(self.many_s - self.one_s, 1e-9) / 1e9
         )
 
 
 def judge_workers(reports: Sequence[WorkerReport], link: Link) -> Iterator[Check]:
-    """Yield checks of whether the workers, from 0 on, are alike, and of their network."""
+    """Yield checks that the workers, from 0 on, agree, and of the network between them."""
     first, *others = reports
     machines = len({report.machine for report in reports})
     yield Check(OK, "workers", f"{len(reports)} on {count(machines, 'machine')}")
@@ -88,7 +87,7 @@ def judge_workers(reports: Sequence[WorkerReport], link: Link) -> Iterator[Check
 
 
 def difference(own: Mapping[str, Any], first: Mapping[str, Any]) -> str:
-    """Return how entries differ from worker 0's, as `name value, on worker 0 value`."""
+    """Return the entries that differ from worker 0's, as `name value, on worker 0 value`."""
     return "; ".join(
         f"{name} {own.get(name)}, on worker 0 {first.get(name)}"
         for name in sorted({*own, *first})

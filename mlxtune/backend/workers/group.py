@@ -1,4 +1,4 @@
-"""The processes that train together, as mlx.launch starts them, and their messages."""
+"""The processes that mlx.launch starts to train together, and their communication."""
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
@@ -13,15 +13,15 @@ from mlxtune.backend.workers.environment import launched_several
 from mlxtune.core.steps.deal import deal
 from mlxtune.errors import WorkerError
 
-# The size in bytes of the call's number before gathered data, and of a text's length.
+# Bytes of the call number in front of gathered data, and of a text's length.
 _NUMBER_SIZE = 8
 
 
 class Workers:
-    """A group of workers; without one, this process alone.
+    """A group of workers, or this process alone if `group` is None.
 
     They share the examples of a step or, with `tensor`, the model: each then computes its part of
-    the model for all examples. All workers must call communicating methods in the same order.
+    the model for all examples. All workers must call methods that communicate in the same order.
     """
 
     def __init__(self, group: Any = None, *, tensor: bool = False) -> None:
@@ -43,7 +43,7 @@ class Workers:
         return cls(group if group.size() > 1 else None, tensor=tensor)
 
     def describe(self) -> int | str:
-        """Describe the workers: a result's bytes depend on their number and on what they share."""
+        """Return their number and whether they share the model: a result's bytes depend on both."""
         return f"{self.size} workers that share the model" if self.split_model else self.size
 
     def share(self, costs: Sequence[float]) -> list[int]:
@@ -53,9 +53,7 @@ class Workers:
         return deal(costs, self.size)[self.index]
 
     def sum(self, tree: Any) -> Any:
-        """Return the sum of a tree of float32 arrays over all workers, as one flat sum,
-        unevaluated.
-        """
+        """Return the unevaluated sum of a tree of float32 arrays over all workers."""
         if self.size == 1:
             return tree
         named = tree_flatten(tree)
@@ -73,11 +71,10 @@ class Workers:
     def sum_step(
         self, loss: mx.array, gradients: Any, counts: Sequence[int], alike: Collection[str]
     ) -> list[Any]:
-        """Return loss, gradients and counts added over all workers, and the workers' requests.
+        """Return loss, gradients, and counts with requests, each summed over all workers.
 
-        Each worker passes the sums over its own examples. If the workers share the model, they have
-        the same loss and counts, and the same gradients of the modules that are `alike`, which
-        count once.
+        Each worker passes the sums over its examples. Workers that share the model have the same
+        loss and counts, and the same gradients of the modules `alike`: these count only once.
         """
         share = 1 / self.size if self.split_model else 1.0
 
@@ -90,11 +87,11 @@ class Workers:
         return self.sum([loss * share, gradients, numbers])
 
     def sum_own(self, values: mx.array) -> mx.array:
-        """Merge float32 values; each worker passes its own values, and zeros for the others."""
+        """Merge float32 values; each worker passes its values, zeros for the others'."""
         return values if self.split_model else mx.distributed.all_sum(values, group=self.group)
 
     def merge(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Merge values (n,) exactly; each worker passes its own, and zeros for the others."""
+        """Merge values (n,) exactly; each worker passes its values, zeros for the others'."""
         if self.size == 1 or self.split_model or not len(values):
             return values
         bits = mx.array(np.ascontiguousarray(values).view(np.uint32))
@@ -102,7 +99,7 @@ class Workers:
         return np.array(summed).view(np.float64)
 
     def texts(self, own: str) -> list[str]:
-        """Return the texts of all workers, by worker. Raises WorkerError if a worker is gone."""
+        """Return all workers' texts, in their order. Raises WorkerError if a worker is gone."""
         if self.size == 1:
             return [own]
         data = own.encode()
@@ -112,7 +109,7 @@ class Workers:
         return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
 
     def check_same(self, tree: Any, step: int) -> None:
-        """Raise WorkerError if the adapter after a step, a tree of arrays, differs on a worker."""
+        """Raise WorkerError if a worker's adapter after a step, a tree of arrays, differs."""
         if self.size == 1:
             return
         digest = hashlib.sha256()
@@ -126,7 +123,7 @@ class Workers:
             )
 
     def add_zeros(self, count: int) -> None:
-        """Add `count` float32 numbers over all workers."""
+        """Sum `count` float32 zeros over all workers, to measure the time."""
         mx.eval(mx.distributed.all_sum(mx.zeros(count), group=self.group))
 
     def wait(self) -> None:
@@ -155,15 +152,15 @@ class Workers:
 
     @property
     def asks(self) -> list[float]:
-        """The requests of this worker with the next step: to stop, and to save."""
+        """The requests that go with the next step: 1 or 0 to stop, and 1 or 0 to save."""
         return [float(asked) for asked in self._asked]
 
     def decide(self, should_stop: Callable[[], bool], save: bool) -> tuple[bool, bool]:
-        """Ask to stop or to save after the next step; return earlier requests of any worker.
+        """Request to stop or save after the next step; return any worker's earlier requests.
 
-        The result is the same on all workers, which read it with the gradients of the last step.
+        The result is the same on all workers: it came with the gradients of the last step.
         """
-        # Several steps may start before an answer, so a save is requested once.
+        # Several steps may start before the answer arrives, so this requests a save only once.
         self._asked = [should_stop(), save and not self._waits_to_save]
         self._waits_to_save |= save
         agreed, self._agreed = self._agreed, [False, False]
@@ -172,16 +169,16 @@ class Workers:
         return agreed[0], agreed[1]
 
     def agree(self, asks: Sequence[float]) -> None:
-        """Record the requests of all workers, summed with a step."""
+        """Record all workers' requests, whose sums came with a step."""
         self._agreed = [
             before or asked > 0 for before, asked in zip(self._agreed, asks, strict=True)
         ]
 
     def _gather(self, own: bytes) -> list[bytes]:
-        """Return the bytes of all workers, of equal length.
+        """Return the bytes of all workers, which must have equal length.
 
-        Raises WorkerError if a worker is gone: MLX's ring then returns arbitrary memory, so
-        gathered bytes begin with the number of the call.
+        Raises WorkerError if a worker is gone. MLX's ring then returns arbitrary memory, so each
+        worker's bytes begin with the number of the call, which is checked.
         """
         self._gathered += 1
         number = self._gathered.to_bytes(_NUMBER_SIZE, "big")

@@ -1,4 +1,4 @@
-"""Signs of life between the workers of a run, as collectives wait forever for a lost worker."""
+"""Detects lost workers by heartbeats, because collectives would wait for them forever."""
 
 import contextlib
 import errno
@@ -10,18 +10,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-# Seconds between signs of life, and seconds of silence after which a worker is lost.
+# Seconds between heartbeats, and seconds of silence after which a worker is lost.
 INTERVAL, PATIENCE = 2.0, 16.0
-# The bytes of the token that workers show each other, and of the worker's number after it.
+# Bytes of the token that a connecting worker sends, and of its number after the token.
 TOKEN_SIZE, _WORKER_SIZE = 32, 4
-# The most connections that have not yet shown the token: an attacker may open many.
+# The maximum of connections that have not sent the token: an attacker may open many.
 _MOST_WAITING = 256
 _ALIVE, _BYE, _FAILED = b".", b"q", b"x"
 
 
 @dataclass
 class _Peer:
-    """A connection to another worker; `said_bye` once it has ended properly."""
+    """A connection to another worker; `said_bye` is set once that worker has ended properly."""
 
     worker: int
     connection: socket.socket
@@ -30,11 +30,11 @@ class _Peer:
 
 
 class Heartbeat:
-    """A thread that sends signs of life, and calls `on_lost(worker)` when one is missing.
+    """A thread that sends heartbeats, and calls `on_lost(worker)` if a worker is lost.
 
-    Worker 0 listens and hears all others; the others hear worker 0 alone, and end with it. A worker
-    whose connection ends, or from which nothing comes for PATIENCE seconds, is lost. A connecting
-    worker shows the `token`, which the workers exchange by other means.
+    Worker 0 listens and hears all others; the others hear only worker 0. A worker is lost if its
+    connection ends, or if it sends nothing for PATIENCE seconds. A connecting worker sends the
+    `token`, which the workers exchange by other means.
     """
 
     def __init__(self, on_lost: Callable[[int], None], token: bytes) -> None:
@@ -49,18 +49,18 @@ class Heartbeat:
 
     @staticmethod
     def listen(host: str) -> socket.socket:
-        """Return a socket on a free port of the address that the others use, for worker 0."""
+        """Return worker 0's listening socket, on a free port of the address that the others use."""
         try:
             family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
             return socket.create_server((host, 0), family=family, backlog=256)
         except OSError:
-            # The others may know this machine by the address of a gateway.
+            # The others may reach this machine through the address of a gateway.
             return socket.create_server(("", 0), backlog=256)
 
     def accept(self, server: socket.socket, others: int) -> None:
         """Accept the connections of `others` workers, and start. Raises OSError.
 
-        A connection that is silent, or lacks the token, delays no worker.
+        A connection that is silent, or sends a wrong token, delays no worker.
         """
         deadline = time.monotonic() + PATIENCE
         with server, selectors.DefaultSelector() as selector:
@@ -88,7 +88,7 @@ class Heartbeat:
         selector: selectors.BaseSelector,
         waiting: dict[socket.socket, bytes],
     ) -> None:
-        """Read more of a handshake; keep a worker's connection, and close any other."""
+        """Read more of a handshake; when it is complete, keep a worker's connection or close it."""
         size = TOKEN_SIZE + _WORKER_SIZE
         try:
             more = connection.recv(size - len(waiting[connection]))
@@ -117,14 +117,14 @@ class Heartbeat:
         self._thread.start()
 
     def wait_for_loss(self, seconds: float) -> None:
-        """Wait until the lost worker is known, at most `seconds`."""
+        """Wait until the thread ends, as it does if a worker is lost, at most `seconds`."""
         self._thread.join(seconds)
 
     def close(self, *, failed: bool = False) -> None:
-        """Say goodbye to all, and end.
+        """Tell the other workers that this one ends, and stop the thread.
 
-        A worker that `failed` is lost to the workers that wait for it. It reports the failure, so
-        that an error on all workers is not taken for a loss.
+        With `failed`, they treat this worker as lost, but know that it failed, so that an error on
+        all workers is not mistaken for a loss.
         """
         self._ended.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
@@ -136,8 +136,8 @@ class Heartbeat:
                 peer.connection.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + INTERVAL
         for peer in self._peers:
-            # A connection that closes on unread signs of life is reset, and a reset may
-            # overtake the goodbye.
+            # Closing a connection with unread heartbeats resets it, and the reset may overtake
+            # the goodbye, so these are read first.
             with contextlib.suppress(OSError), peer.connection:
                 while peer.connection.recv(4096) and time.monotonic() < deadline:
                     pass
@@ -186,7 +186,7 @@ class Heartbeat:
 
     def _send(self) -> None:
         for peer in self._peers:
-            # Silence shows a worker that does not read, a closed connection one that is gone.
+            # Ignores errors: `_run` detects a silent worker, and `_hear` a closed connection.
             with contextlib.suppress(OSError):
                 if not peer.said_bye:
                     peer.connection.send(_ALIVE)
@@ -202,7 +202,7 @@ def _let_in(
     except BlockingIOError:
         return
     if len(waiting) == _MOST_WAITING:
-        # A worker shows its token immediately, so the longest waiting connection is not a worker's.
+        # Workers send the token immediately, so the longest waiting connection is not a worker's.
         longest = next(iter(waiting))
         selector.unregister(longest)
         del waiting[longest]

@@ -1,4 +1,4 @@
-"""Joining the workers of a launch, and doctor's checks of them."""
+"""Joins the workers of a launch, and checks them for `mlxtune doctor`."""
 
 import faulthandler
 import hashlib
@@ -32,24 +32,24 @@ from mlxtune.errors import MlxTuneError, WorkerError, one_line
 
 # Seconds to wait for workers that never start.
 _JOIN_SECONDS = 120
-# The bytes of a sum that measures a link, and the number of sums.
+# The bytes of a sum that measures the network, and the number of sums.
 _MEASURED, _TIMES = 16_000_000, 5
 
 
 def join(say: Callable[[str], None] = lambda text: None, *, tensor: bool = False) -> Workers:
-    """Return the workers of this launch, once all are here; without a launch, this process alone.
+    """Return the workers of this launch once all have joined; without a launch, only this process.
 
     With `tensor`, they share a model.
 
-    Ends the process if they do not arrive. Raises WorkerError when they cannot be reached, and
-    ConfigError for a rank that is not a number.
+    Ends the process if not all join within two minutes. Raises WorkerError if they cannot be
+    reached, and ConfigError if the rank is not a number.
     """
     if not launched_several():
         return Workers()
     launched_worker()
     say(f"waiting for the others, up to {_JOIN_SECONDS} s")
     with nowhere() as dropped:
-        # MLX waits in C, where no signal and no other thread of Python ends it.
+        # MLX waits in C++, where neither a signal nor another Python thread can end the wait.
         faulthandler.dump_traceback_later(_JOIN_SECONDS, exit=True, file=dropped)
         try:
             return Workers.launched(tensor=tensor)
@@ -62,8 +62,8 @@ def join(say: Callable[[str], None] = lambda text: None, *, tensor: bool = False
 def from_worker_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, ResumePoint]:
     """Return the run's folder and checkpoint that `find` returns on worker 0.
 
-    The other workers get a copy, which is deleted when the process ends. Raises the errors of
-    `find`.
+    The other workers get a copy of the checkpoint, which is deleted when the process ends. Raises
+    the errors of `find`.
     """
     workers = join()
     if workers.size == 1:
@@ -91,7 +91,7 @@ def from_worker_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, R
 def check_workers(
     workers: Workers, checks: Sequence[Check], model_path: str | None, data: Sequence[str]
 ) -> list[Check]:
-    """Return checks of all workers, equal on each; `checks` are this machine's own."""
+    """Return the checks of all workers, the same on each; `checks` are this machine's."""
     files = {path: _hash_of_data(Path(path)) for path in data}
     if model_path is not None:
         files[model_path] = _hash_of_model(model_path)
@@ -109,7 +109,7 @@ def check_workers(
 
 
 def _seconds_to_add(workers: Workers, size: int) -> float:
-    """Return the least seconds in which float32 numbers of `size` bytes are added."""
+    """Return the shortest time to sum `size` bytes of float32 numbers over the workers."""
     found = []
     for _ in range(_TIMES):
         workers.wait()

@@ -1,8 +1,8 @@
-"""A model split over workers: each has a part of every large projection, and of the vocabulary.
+"""Splits a model over workers: each has a part of every large projection and the vocabulary.
 
-Tensor parallelism, as in Megatron-LM, arXiv:1909.08053, section 3: of two projections in a row, the
-first is split by its outputs and the second by its inputs, and one sum over workers follows them.
-mlx-lm's own `shard` decides how an architecture is split.
+Tensor parallelism, as in Megatron-LM, arXiv:1909.08053, section 3: the first of two successive
+projections is split by outputs, the second by inputs, and a sum over the workers follows.
+mlx-lm's `shard` decides how an architecture is split.
 """
 
 from collections.abc import Mapping
@@ -25,15 +25,15 @@ from mlxtune.backend.models.loading import BaseModel
 from mlxtune.core.text import count
 from mlxtune.errors import ModelError, one_line
 
-# The architectures whose split gradients were tried and equal one worker's. mlx-lm splits some
-# others for inference alone.
+# Architectures for which tests found the split model's gradients equal to one worker's. mlx-lm
+# splits some others, for inference only.
 ARCHITECTURES = (
     *("glm4_moe", "gpt_oss", "llama", "ministral3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe"),
     "qwen3_moe",
 )
-# The modules with a row for each token of the vocabulary.
+# Modules with a row for each token of the vocabulary.
 _ROWS = ("embed_tokens", "lm_head")
-# Options of a model whose values are divided equally among the workers.
+# Config keys whose values must be divisible by the number of workers.
 _DIVIDED = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"),
     *("linear_num_key_heads", "linear_num_value_heads"),
@@ -43,13 +43,13 @@ _BY_INPUTS = (ShardedToAllLinear, QuantizedShardedToAllLinear)
 
 
 class PlannedGroup:
-    """A placeholder for a group of workers in planning, when nothing is computed."""
+    """A placeholder for a group of workers while planning, when nothing is computed."""
 
     def __init__(self, size: int) -> None:
         self._size = size
 
     def rank(self) -> int:
-        """Return the planned worker."""
+        """Return the number of the worker for which to plan."""
         return 0
 
     def size(self) -> int:
@@ -58,9 +58,9 @@ class PlannedGroup:
 
 
 class Entrance:
-    """The point at which inputs that all workers hold enter projections split by their outputs.
+    """Passes inputs, the same on all workers, to projections that are split by outputs.
 
-    Gradients are added over the workers once for consecutive projections of the same inputs.
+    Sums the inputs' gradients over the workers, once for successive projections of one input.
     """
 
     def __init__(self, group: Any) -> None:
@@ -75,7 +75,7 @@ class Entrance:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The slice `own` of a projection's outputs, or inputs, on a worker."""
+    """A worker's part of a projection: the slice `own` of its outputs or its inputs."""
 
     group: Any
     entrance: Entrance
@@ -83,11 +83,11 @@ class Part:
     own: slice
 
     def enter(self, x: mx.array) -> mx.array:
-        """Return inputs x, whose gradient is then added over the workers."""
+        """Return inputs x; if split by outputs, their gradient is summed over the workers."""
         return self.entrance(x) if self.by_outputs else x
 
     def leave(self, y: mx.array) -> mx.array:
-        """Return the outputs of the whole projection, or this worker's part of them."""
+        """Return this worker's outputs y if split by outputs, else their sum over the workers."""
         return y if self.by_outputs else _sum(y, self.group)
 
     def factors(self, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
@@ -99,13 +99,13 @@ class Part:
         return x if self.by_outputs else x[..., self.own]
 
     def whole(self, outputs: int, inputs: int) -> tuple[int, int]:
-        """Return the dimensions of the whole matrix, from this part's."""
+        """Return the whole matrix's dimensions, given this part's."""
         workers = self.group.size()
         return (outputs * workers, inputs) if self.by_outputs else (outputs, inputs * workers)
 
 
 class Split(nn.Module):
-    """A worker's part of a linear layer, which is also an instance of the layer's class."""
+    """A worker's part of a linear layer; its class also inherits from the layer's class."""
 
     part: Part
 
@@ -119,7 +119,7 @@ class Split(nn.Module):
         return self.part.leave(self.own_product(self.part.enter(x)))
 
     def own_product(self, x: mx.array) -> mx.array:
-        """Return this worker's term of the outputs, or its part of them."""
+        """Return this worker's part of the outputs, or its term of their sum over the workers."""
         return super().__call__(x)
 
     def like(self, linear: nn.Module) -> nn.Module:
@@ -129,35 +129,35 @@ class Split(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """The rows of embeddings and head that a worker has: `size` tokens from `start` on."""
+    """A worker's rows of embeddings and head: those of `size` tokens from `start` on."""
 
     group: Any
     start: int
     size: int
 
     def find(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """Return each token's row here, or 0, and whether this worker has the token's row."""
+        """Return each token's row on this worker, and whether it has one; the row is 0 if not."""
         places = tokens - self.start
         here = (places >= 0) & (places < self.size)
         return mx.where(here, places, 0), here
 
     def enter(self, hidden: mx.array) -> mx.array:
-        """Return hidden states, whose gradient is then added over the workers."""
+        """Return hidden states unchanged; their gradient is summed over the workers."""
         return sum_gradients(self.group)(hidden)
 
     def sum(self, x: mx.array) -> mx.array:
-        """Return an array added over the workers."""
+        """Return the sum of an array over the workers."""
         return _sum(x, self.group)
 
     def highest(self, x: mx.array) -> mx.array:
-        """Return the largest value of each entry over the workers."""
+        """Return the largest value of each entry on any worker."""
         if isinstance(self.group, PlannedGroup):
             return x
         return mx.distributed.all_max(x, group=self.group)
 
 
 class SplitRows(nn.Module):
-    """A worker's rows of a head or of embeddings, which are also an instance of that class."""
+    """A worker's rows of a head or embeddings; its class also inherits from their class."""
 
     vocabulary: Vocabulary
 
@@ -171,7 +171,7 @@ class SplitRows(nn.Module):
 
 
 class SplitEmbedding(SplitRows):
-    """A worker's rows of embeddings."""
+    """A worker's rows of embeddings; a lookup sums the results of all workers."""
 
     def __call__(self, tokens: mx.array) -> mx.array:
         places, here = self.vocabulary.find(tokens)
@@ -183,7 +183,7 @@ _classes: dict[tuple[type, type], Any] = {}
 
 
 def _class_of(part: type, whole: type) -> Any:
-    """Return the class of a part of a module, the same for each call."""
+    """Return the cached class that inherits from `part` and `whole`."""
     if (part, whole) not in _classes:
         name = f"{part.__name__}{whole.__name__}"
         _classes[part, whole] = type(name, (part, whole), {})
@@ -191,7 +191,7 @@ def _class_of(part: type, whole: type) -> Any:
 
 
 def split_base(base: BaseModel, group: Any) -> BaseModel:
-    """Return this worker's part of an opened base; no weight is read.
+    """Return this worker's part of an opened base; no weights are read.
 
     Raises ModelError if it cannot be split over the group.
     """
@@ -219,7 +219,7 @@ def split_base(base: BaseModel, group: Any) -> BaseModel:
         for path, module in rows.items():
             part = SplitRows if path.endswith("lm_head") else SplitEmbedding
             made[path] = _class_of(part, type(module))(module, vocabulary)
-        # If mlx-lm splits the head, it gathers the logits of each token.
+        # Stops mlx-lm from gathering all logits, as it does if it has split the head.
         getattr(model, "language_model", model).sharding_group = None
     model.update_modules(tree_unflatten(list(made.items())))
     return replace(base, parts=workers, own_vocab=base.vocab_size // (workers if even else 1))
@@ -246,7 +246,7 @@ def _split_linear(
 
 
 def _check(base: BaseModel, workers: int) -> None:
-    """Raise ModelError for a model that cannot be divided equally."""
+    """Raise ModelError if the model cannot be divided equally."""
     if base.model_type not in ARCHITECTURES:
         raise _refuse(
             f"models of type {base.model_type}, only {', '.join(ARCHITECTURES)}: "

@@ -1,4 +1,4 @@
-"""A watch over the other workers of a launch, which ends the wait for a lost worker."""
+"""Watches the other workers of a launch, and ends this process if one is lost."""
 
 import json
 import os
@@ -21,20 +21,20 @@ from mlxtune.errors import (
     printable,
 )
 
-# Seconds for all workers to exchange their addresses.
+# Seconds in which all workers must exchange their addresses.
 _MEETING_SECONDS = 60.0
-# Seconds for the main thread to report its own error, once another worker has failed.
+# Seconds in which the main thread may report an error after another worker has failed.
 _GRACE = 3.0
-# Seconds until the end of another worker's connection is noticed.
+# Seconds in which the end of another worker's connection is detected.
 _MOMENT = 0.5
 
 
 class Watch:
-    """Ends this process when another worker is gone, for which a collective would wait forever.
+    """Ends this process if another worker is gone: a collective would wait for it forever.
 
-    `began` describes how the command began, and must be the same on all workers; `describe`
-    continues the line that begins with "worker 1 is gone". `machines` identifies the machine of
-    each worker. Raises WorkerError if the workers do not find each other, or if `began` differs.
+    `began` describes the command, and must be the same on all workers. `describe`, given the lost
+    worker, continues the message "worker 1 is gone". `machines` identifies each worker's machine.
+    Raises WorkerError if the workers do not find each other, or if `began` differs.
     """
 
     def __init__(self, workers: Workers, began: str, describe: Callable[[int | None], str]) -> None:
@@ -51,7 +51,7 @@ class Watch:
         try:
             begun = self._meet(began)
         except Exception as error:
-            # After a loss, MLX's ring returns data that may cause any error.
+            # After a loss, MLX's ring returns arbitrary data, which may cause any error.
             raise WorkerError(f"{problem} ({one_line(error)})") from error
         finally:
             timer.cancel()
@@ -59,7 +59,7 @@ class Watch:
             if how != begun[0]:
                 self.heartbeat.close()
                 if workers.index:
-                    # Worker 0 prints it.
+                    # Worker 0 prints the error.
                     raise SystemExit(1)
                 raise WorkerError(
                     f"worker {worker} began with {how}, worker 0 with {begun[0]}: "
@@ -67,9 +67,9 @@ class Watch:
                 )
 
     def _meet(self, began: str) -> tuple[str, ...]:
-        """Start the heartbeat, and return how each worker began."""
+        """Start the heartbeat, and return `began` of each worker."""
         workers = self._workers
-        # MLX's own connections are private to the workers.
+        # MLX's connections, over which the token goes, are private to the workers.
         token = workers.bytes_from_first(secrets.token_bytes(TOKEN_SIZE))
         self.heartbeat = Heartbeat(self._end, token)
         server = None if workers.index else Heartbeat.listen(_address())
@@ -85,10 +85,10 @@ class Watch:
     def loss_behind(self, error: Exception) -> str | None:
         """Return the message for an error caused by a lost worker; None for other errors."""
         self.found.set()
-        # After a loss, data of MLX's ring may have caused any error.
+        # After a loss, arbitrary data from MLX's ring may have caused any error.
         of_ring = "[ring]" in str(error)
         self.heartbeat.wait_for_loss(_GRACE if of_ring else _MOMENT)
-        # An error that the other worker has too explains more than its loss.
+        # If the other worker failed too, the error explains more than the loss.
         if of_ring or (self.heartbeat.failed and isinstance(error, WorkerError)):
             return self._line()
         return None
@@ -99,7 +99,7 @@ class Watch:
         return f"{who} is gone{self._describe(lost)}"
 
     def _end(self, lost: int) -> None:
-        # Ends before mlx.launch ends this process too. A worker that failed has printed the reason.
+        # Exits before mlx.launch ends this process. A failed worker has printed its error.
         if not self.heartbeat.failed or not self.found.wait(_GRACE):
             self._exit(self._line())
 
@@ -116,9 +116,9 @@ def watched(
     began: str,
     describe: Callable[[int | None], str] = lambda lost: ": give the same command again",
 ) -> Iterator[tuple[str, ...]]:
-    """Watch over the other workers, and yield the machines of all; see `Watch`.
+    """Watch the other workers inside the block; yield the machine of each. See `Watch`.
 
-    Raises WorkerError in place of an error caused by the loss of another worker.
+    Raises WorkerError instead of an error that the loss of another worker has caused.
     """
     watch = Watch(workers, began, describe)
     failed = True
@@ -136,12 +136,12 @@ def watched(
         raise
     finally:
         watch.found.set()
-        # The other workers must learn of an error, as they may be waiting for this one.
+        # Tells the other workers about an error, because they may be waiting for this one.
         watch.heartbeat.close(failed=failed)
 
 
 def _address() -> str:
-    """Return the address at which other machines reach this one, as the launcher told MLX."""
+    """Return the address at which other machines reach this one, from MLX's launch settings."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         hosts = json.loads(read_text(Path(os.environ["MLX_HOSTFILE"])))
         return str(hosts[0][0]).rpartition(":")[0].strip("[]")

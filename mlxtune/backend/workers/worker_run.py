@@ -1,4 +1,4 @@
-"""A run on several workers: which worker prints and writes, and the values that all share."""
+"""A run on several workers: decides which worker prints and writes, and checks that they agree."""
 
 import json
 import tempfile
@@ -28,7 +28,7 @@ from mlxtune.errors import (
     resume_command,
 )
 
-# The values that all workers of a run must share, and the error if they differ.
+# Values that must be the same on all workers of a run, and the error if they differ.
 _COMMON = {
     "versions": "runs other versions ({}): install the same on all machines",
     "options": "was given other options ({}): start all workers with one command",
@@ -42,7 +42,7 @@ _COMMON = {
 
 
 class _Log:
-    """A file that is written once its folder exists; failures are ignored."""
+    """A log file that is written once its folder exists; write errors are ignored."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -74,7 +74,7 @@ ConsoleT = TypeVar("ConsoleT", bound=Says)
 
 
 class LastStep(TrainingObserver):
-    """The last step that a run has taken, 0 before it starts, and whether it was saved."""
+    """Observes a run's last step, 0 before it starts, and whether the run has a checkpoint."""
 
     def __init__(self) -> None:
         self._progress, self._saved = Progress(), False
@@ -88,7 +88,7 @@ class LastStep(TrainingObserver):
         self._saved = True
 
     def describe_loss(self, run: Path, lost: int | None) -> str:
-        """Return when a worker was lost, and how to continue the run."""
+        """Return the end of the message on a lost worker: the last step, and how to continue."""
         log = f", see {run / f'worker-{lost}.log'}" if lost else ""
         again = f"resume with {resume_command(run)}"
         again = again if self._saved else "nothing was saved: give the same command again"
@@ -97,7 +97,7 @@ class LastStep(TrainingObserver):
 
 @dataclass(frozen=True)
 class WorkerRun(Generic[ConsoleT]):
-    """A worker's part of a run: its own options and console, and an observer of its last step."""
+    """One worker of a run: its options and console, and an observer of the last step."""
 
     workers: Workers
     config: TrainConfig
@@ -115,7 +115,7 @@ class WorkerRun(Generic[ConsoleT]):
             self.workers.wait()
 
     def check_same(self, options: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-        """Raise WorkerError if another worker would not run the same as worker 0."""
+        """Raise WorkerError if a worker's options, versions or data differ from worker 0's."""
         if self.workers.size == 1:
             return
         kinds = (Affects.RESULT, Affects.LENGTH)
@@ -130,7 +130,7 @@ class WorkerRun(Generic[ConsoleT]):
                     entries = (each if isinstance(each, dict) else {name: each} for each in found)
                     how = problem.format(difference(*entries))
                     if self.workers.index:
-                        # Worker 0 prints it.
+                        # Worker 0 raises the error.
                         self.console.warn(f"worker {worker} {how}")
                         raise SystemExit(1)
                     raise WorkerError(f"worker {worker} {how}")
@@ -142,12 +142,12 @@ def join_run(
 ) -> Iterator[WorkerRun[ConsoleT]]:
     """Join the other workers of the launch, if there are any.
 
-    `console_of` makes the console of a run, which prints, or writes to a log.
+    `console_of(config, file)` makes a console, which writes to the log `file` if it is not None.
 
-    Worker 0 has the run's folder and prints. The others keep theirs in a temporary folder, and log
-    to worker-N.log in the run's folder.
+    Worker 0 writes the run's folder and prints. The others write to temporary folders, and log to
+    worker-N.log in the run's folder.
 
-    Raises WorkerError when another worker is lost.
+    Raises WorkerError if another worker is lost.
     """
     waiting = console_of(replace(config, quiet=config.quiet or launched_worker() > 0), None)
     tensor = config.parallel == "tensor"
@@ -191,7 +191,7 @@ def join_run(
         try:
             yield WorkerRun(workers, own, console, machines.index(here) == workers.index, last_step)
         except TrainingInterrupted as interrupt:
-            # Once a worker has ended, mlx.launch ends the others, even before they save.
+            # When a worker ends, mlx.launch ends the others, even if they have not saved yet.
             workers.wait()
             if workers.index:
                 # Worker 0 reports where the run was saved.
@@ -200,8 +200,8 @@ def join_run(
 
 
 def _alike(config: TrainConfig, workers: Workers) -> TrainConfig:
-    """Return options with which workers that share a model run the same micro-batches."""
+    """Return options for workers that share a model, which must run the same micro-batches."""
     limit = memory.find_limits(config.memory_limit).memory / memory.GB
     limits = map(json.loads, workers.texts(json.dumps(limit)))
-    # Answers are generated token by token, for which no worker has the whole model.
+    # Sampling needs the whole model, which no worker has.
     return replace(config, memory_limit=min(limits), samples=0)
