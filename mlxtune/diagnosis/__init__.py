@@ -1,1 +1,1 @@
-"""The abilities of a machine: facts, checks and proofs, their worker process and their view."""
+"""Diagnosis of a machine: facts, checks and proofs, with their worker process and view."""

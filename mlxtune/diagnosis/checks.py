@@ -1,6 +1,6 @@
-"""The checks of `mlxtune doctor --prove`, their tolerances and verdicts, as pure functions.
+"""Judges the results of `mlxtune doctor --prove` by tolerances, in pure functions.
 
-A check passes or fails; a check whose `passed` is None only reports.
+A check whose `passed` is None has no verdict: it only reports, or ran out of time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,21 +13,21 @@ import numpy.typing as npt
 from mlxtune.core.text import byte_size
 
 SCHEMA_VERSION = 1
-# The largest differences from the plain path in float32, relative to the loss for losses and to the
-# largest entry for gradients.
+# The largest accepted differences from the plain path in float32: of the loss, relative to it,
+# and of gradients, relative to their largest entry.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
-# In 16 bits, the lowest cosine of a matrix's gradient with float32's gradient, and the largest
-# deviation from 1 of the ratio of their norms.
+# In 16 bits, the lowest accepted cosine between a matrix's gradient and its float32 gradient, and
+# the largest accepted deviation from 1 of the ratio of their norms.
 COSINE_TOLERANCE, NORM_TOLERANCE = 0.999, 0.03
-# The largest excess of a measured peak over its prediction, as a share; on a GPU, none has been
-# measured.
+# The largest accepted excess of a measured peak over its prediction, as a share; the GPU's is a
+# guess, without measurements.
 MEMORY_MARGIN, GPU_MEMORY_MARGIN = 0.15, 0.5
 # Kinds of checks.
 GRADIENTS, DTYPE, BYTES, MEMORY = "gradients", "16 bits", "bytes", "memory"
 SPEED, PEER = "speed", "mlx-lm"
-# The expectation that is reported for every check that runs out of time.
+# The `expected` of checks that ran out of time.
 _END = "an end"
-# The consequence of a failed check of each kind, and the remedy.
+# The consequence of a failed check, and the remedy, by kind.
 _ADVICE = {
     GRADIENTS: "a step would learn something else here: train on nothing that matters, update MLX "
     "and the system, and report it",
@@ -41,14 +41,14 @@ _ADVICE = {
     PEER: "mlxtune and mlx-lm learn different things here: train on nothing that matters, and "
     "report it",
 }
-# Gradients by matrix, and a loss with its gradients.
+# Gradients by the name of the matrix; and a step's loss with its gradients.
 Gradients = Mapping[str, npt.NDArray[Any]]
 Step = tuple[float, Gradients]
 
 
 @dataclass(frozen=True)
 class ProofCheck:
-    """A check; `values` are its numbers."""
+    """The result of a check; `values` are its numbers for JSON."""
 
     kind: str
     name: str
@@ -60,19 +60,19 @@ class ProofCheck:
 
     @property
     def advice(self) -> str:
-        """The failure, its consequence and the remedy in a line; empty unless it failed."""
+        """The failure, its consequence and the remedy; empty unless the check failed."""
         if self.passed is not False:
             return ""
         return f"{self.name}: {self.found}, expected {self.expected}: {_ADVICE[self.kind]}"
 
     def taking(self, seconds: float) -> Self:
-        """Return the check with the time it took."""
+        """Return the check with the time that it took."""
         return replace(self, seconds=round(seconds, 3))
 
 
 @dataclass(frozen=True)
 class MachineProof:
-    """All checks of a machine, and the machine, device and packages they ran on."""
+    """The checks of a machine, with the machine, device and package versions that they ran on."""
 
     checks: Sequence[ProofCheck]
     machine: Mapping[str, Any]
@@ -82,7 +82,7 @@ class MachineProof:
 
     @property
     def passed(self) -> bool:
-        """True if no check failed."""
+        """Whether no check failed."""
         return not self.failures
 
     @property
@@ -103,7 +103,7 @@ class MachineProof:
 def compare(
     name: str, dtype: str, found: Step, expected: Step, packing_problem: str = ""
 ) -> ProofCheck:
-    """Compare loss and gradients of a step in a dtype with the plain step's in float32."""
+    """Compare a step's loss and gradients in a dtype with the plain path's in float32."""
     if dtype == "float32":
         loss = abs(found[0] / expected[0] - 1)
         return check_gradients(name, loss, _largest_difference(found[1], expected[1]))
@@ -113,13 +113,13 @@ def compare(
 def _largest_difference(found: Gradients, expected: Gradients) -> float:
     """Return the largest difference as a share of the largest expected entry."""
     largest = max(np.abs(value).max() for value in expected.values())
-    # Python's max may pass over a NaN.
+    # Unlike NumPy's max, Python's may ignore a NaN.
     apart = np.max([np.abs(found[name] - value).max() for name, value in expected.items()])
     return float(apart / largest)
 
 
 def _cosine_and_ratio(found: Gradients, expected: Gradients) -> tuple[float, float]:
-    """Return the lowest cosine of a matrix's gradient, and the ratio of norms farthest from 1."""
+    """Return the lowest cosine of any matrix's gradients, and the norm ratio farthest from 1."""
     cosines, ratios = [], []
     for name, value in expected.items():
         other = found[name]
@@ -127,13 +127,13 @@ def _cosine_and_ratio(found: Gradients, expected: Gradients) -> tuple[float, flo
         with np.errstate(invalid="ignore"):
             cosines.append(np.divide((other * value).sum(dtype=np.float64), norm * wanted))
         ratios.append(norm / wanted)
-    # A NaN counts as the worst value of both.
+    # NumPy's argmax and min pick a NaN if there is one.
     farthest = ratios[int(np.argmax(np.abs(np.array(ratios) - 1)))]
     return float(np.min(cosines)), farthest
 
 
 def check_gradients(name: str, loss: float, gradient: float) -> ProofCheck:
-    """Judge the relative differences of loss and gradients from the plain step's."""
+    """Judge the relative differences of loss and gradients from the plain path's."""
     return ProofCheck(
         kind=GRADIENTS,
         name=name,
@@ -146,9 +146,9 @@ def check_gradients(name: str, loss: float, gradient: float) -> ProofCheck:
 
 
 def check_dtype(name: str, cosine: float, norm: float, packing_problem: str = "") -> ProofCheck:
-    """Judge gradients in 16 bits by their lowest cosine to float32 and the worst ratio of norms.
+    """Judge 16-bit gradients by the lowest cosine with float32's and the worst ratio of norms.
 
-    An unpacked step fails too: the models of the proof allow packing.
+    A step that could not pack its examples fails too, because the proof's models allow packing.
     """
     right = cosine >= COSINE_TOLERANCE and abs(norm - 1) <= NORM_TOLERANCE
     unpacked = f", not packed: {packing_problem}" if packing_problem else ""
@@ -168,8 +168,8 @@ def check_bytes(
 ) -> ProofCheck:
     """Judge whether two adapters with these SHA-256 hashes are the same.
 
-    Different bytes fail if equal bytes are `promised`. `stopped_after` is the step after which the
-    run was stopped and resumed.
+    Different hashes fail only if equal bytes are `promised`. `stopped_after` is the step after
+    which the run was stopped and resumed.
     """
     equal = expected == found
     where = "" if stopped_after is None else f", from step {stopped_after}"
@@ -197,15 +197,15 @@ def check_memory(name: str, predicted: int, measured: int, margin: float) -> Pro
 
 
 def check_speed(name: str, tokens_per_s: float) -> ProofCheck:
-    """Report the speed of steps; other programs may slow them down."""
+    """Report the speed of steps without judging it: other programs may slow them down."""
     found = f"{tokens_per_s:,.0f} tokens a second"
     return ProofCheck(SPEED, name, "–", found, None, {"tokens_per_s": tokens_per_s})
 
 
 def check_peer(benchmark: Mapping[str, Any]) -> list[ProofCheck]:
-    """Report the speed relative to mlx-lm; judge whether both losses agree.
+    """Report the speed relative to mlx-lm's, and judge whether the losses agree.
 
-    `benchmark` is the JSON of `mlxtune bench`. If mlx-lm failed, nothing is compared.
+    `benchmark` is the JSON of `mlxtune bench`. If mlx-lm failed, the losses are not compared.
     """
     sides = (benchmark["ours"], benchmark["theirs"])
     ours, theirs = (side.get("real_tokens_per_s", {}).get("median") for side in sides)
@@ -234,16 +234,16 @@ def check_peer(benchmark: Mapping[str, Any]) -> list[ProofCheck]:
 
 
 def failed_check(kind: str, name: str, error: str) -> ProofCheck:
-    """Return the failed check for an error."""
+    """Return a failed check for an error."""
     return ProofCheck(kind, name, "no error", error, passed=False)
 
 
 def unfinished_check(kind: str, name: str, error: str) -> ProofCheck:
-    """Return the check that ran out of time, perhaps on a busy machine."""
+    """Return a check that ran out of time, perhaps on a busy machine: it has not failed."""
     found = f"{error}: run it again while nothing else runs"
     return ProofCheck(kind, name, _END, found, passed=None)
 
 
 def _finite(value: float) -> float | None:
-    """Return a number for JSON, which has no NaN and infinity."""
+    """Return a number for JSON: None for NaN and infinity, which JSON lacks."""
     return value if abs(value) < float("inf") else None

@@ -1,4 +1,4 @@
-"""`mlxtune doctor`: whether training works here, and how well."""
+"""`mlxtune doctor`: checks whether this machine can train, and how well."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,10 +10,10 @@ from mlxtune.views.output import print_json, print_line
 
 
 def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis:
-    """Look at this machine and its packages, and judge whether training works here.
+    """Check whether this machine and its packages can train.
 
-    Under mlx.launch, look at all machines, the network between them, and whether all have the same
-    model and data. Raises WorkerError when they cannot be reached; other problems are among the
+    Under mlx.launch, also check all machines, the network between them, and whether all have the
+    same model and data. Raises WorkerError if they cannot be reached; other problems are in the
     checks.
     """
     diagnosis = diagnose(read_machine())

@@ -28,7 +28,7 @@ from mlxtune.diagnosis.checks import DTYPE, GRADIENTS, ProofCheck, Step, compare
 from mlxtune.errors import one_line
 
 _VOCABULARY = 96
-# Metal's fused attention has a gradient for this head size, and for 128 and 256.
+# Metal's fused attention has a gradient for heads of 64 and, as used below, 128.
 _SHAPE: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 64},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": _VOCABULARY},
@@ -51,7 +51,7 @@ def on_the_cpu() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel. `compute` takes a dtype, and `gpu` for the kernel or `plain` for its reference."""
+    """A kernel; `compute(dtype, kind)` runs it if `kind` is `gpu`, or its reference if `plain`."""
 
     name: str
     compute: Callable[[mx.Dtype, str], Step]
@@ -67,14 +67,14 @@ class Kernel:
                 expected = self.compute(mx.float32, "plain")
             found = self.compute(getattr(mx, dtype), "gpu")
         except Exception as error:  # noqa: BLE001
-            # Any error is the result of this kernel.
+            # Any error fails the check of this kernel.
             return failed_check(kind, name, one_line(error))
         return compare(name, dtype, found, expected)
 
 
 def step_of(pipeline: InstructPipeline, examples: Sequence[Example]) -> Step:
-    """Return loss and gradients of a step with LoRA matrices of seeded random values."""
-    # If B were zero, as at the start of training, the gradient of A would be zero too.
+    """Return a step's loss and gradients after filling the LoRA matrices with seeded values."""
+    # With B = 0, as at the start of training, the gradient of A would be zero.
     _fill(pipeline.model.trainable_parameters(), pipeline.model, mx.float32)
     result = pipeline.loss_and_gradients(examples, step=1)
     gradients = {name: np.array(value) for name, value in tree_flatten(result.gradients)}
@@ -82,17 +82,17 @@ def step_of(pipeline: InstructPipeline, examples: Sequence[Example]) -> Step:
 
 
 def _fill(parameters: Any, model: nn.Module, dtype: mx.Dtype) -> None:
-    """Give a model random weights that are equal on every device; MLX's differ in their last bits.
+    """Fill a model with random weights from NumPy: MLX's differ in the last bits between devices.
 
-    The weights are exact in bfloat16. None is zero, unlike the initial sinks and B.
+    The weights are exact in bfloat16. Sinks and B, which start at zero, are filled too.
     """
     rng, filled = np.random.default_rng(1), []
     for name, value in tree_flatten(parameters):
-        # Gemma adds 1 to its norms' weights.
+        # Norm weights are near 1; Gemma adds the 1 itself.
         centre = float("norm" in name and value.ndim == 1 and not isinstance(model, _GEMMA))
         scale = 0.1 if value.ndim == 1 or "lora_b" in name else value.shape[-1] ** -0.5
         if "lora_a" in name and value.ndim == 2:
-            # B gets the scale of A's initial values.
+            # A gets the standard deviation of its usual initial values.
             scale = (3 * len(value)) ** -0.5
         weight = mx.array(centre + scale * rng.standard_normal(value.shape), dtype=mx.float32)
         filled.append((name, weight.astype(mx.bfloat16).astype(dtype)))
@@ -102,7 +102,7 @@ def _fill(parameters: Any, model: nn.Module, dtype: mx.Dtype) -> None:
 def _model_step(
     module: Any, lengths: Sequence[int], changes: Mapping[str, Any], dtype: mx.Dtype, kind: str
 ) -> Step:
-    """Return a step of a model with random weights on examples of these lengths."""
+    """Return loss and gradients of a small random model on examples of these lengths."""
     config = {**_SHAPE, **changes, "model_type": module.__name__.split(".")[-1]}
     model = module.Model(module.ModelArgs.from_dict(config))
     _fill(model.parameters(), model, dtype)
@@ -123,7 +123,7 @@ def _function_step(
     dtype: mx.Dtype,
     kind: str,
 ) -> Step:
-    """Return the sum of squares of a function's result, and its gradient by each input."""
+    """Return the sum of squares of a function's result, and its gradient for each input."""
     # The numbers are exact in bfloat16, so that all dtypes get equal inputs.
     drawn = inputs(np.random.default_rng(0))
     arrays = [mx.array(x, dtype=mx.bfloat16).astype(dtype) for x in drawn]
@@ -137,7 +137,7 @@ def _function_step(
 
 
 def _gated_delta_inputs(rng: np.random.Generator) -> Arrays:
-    """Draw q, k, v, log-gates and beta, in a shape of Metal's kernels, for two chunks."""
+    """Draw q, k, v, log-gates and beta of two chunks, in a shape that Metal's kernels support."""
     tokens, keys, values, size = 70, 16, 32, 128
     q, k = (rng.standard_normal((1, tokens, keys, size)) / size**0.5 for _ in range(2))
     v = rng.standard_normal((1, tokens, values, size))
@@ -147,7 +147,7 @@ def _gated_delta_inputs(rng: np.random.Generator) -> Arrays:
 
 
 def _gate_inputs(rng: np.random.Generator) -> Arrays:
-    """Draw gate and up for some whole groups of threads and a partial group."""
+    """Draw gate and up, in a size that fills several groups of threads and a part of one."""
     return [2 * rng.standard_normal((3, 1031)) for _ in range(2)]
 
 
@@ -171,11 +171,11 @@ def _delta_state() -> mx.array:
 
 
 _WINDOW = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64}
-# All experts are used: in 16 bits, a router may choose others.
+# Every token uses all experts: in 16 bits, a router might choose others.
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16}
 _TIED = {"tie_word_embeddings": True}
 _DELTA = {"gpu": _gated_delta_kernel, "plain": _gated_delta_by_chunks}
-# A new kernel needs one more entry.
+# Add an entry for each new kernel.
 KERNELS: tuple[Kernel, ...] = (
     Kernel("texts of 2 and 3 tokens", partial(_model_step, qwen3, (3, 2, 3) * 8, _TIED)),
     # The length is not a multiple of a kernel's block.
@@ -189,7 +189,7 @@ KERNELS: tuple[Kernel, ...] = (
         # On the CPU, experts compute in float32 only.
         lambda dtype: dtype == mx.float32 or not on_cpu(),
     ),
-    # The length exceeds two blocks.
+    # 1100 tokens exceed two blocks, so attention runs in blocks.
     Kernel("attention in windows", partial(_model_step, gemma3_text, (1100, 40), _WINDOW)),
     Kernel(
         "gated delta rule",
@@ -206,7 +206,7 @@ KERNELS: tuple[Kernel, ...] = (
 
 
 def kernel_checks(dtype: str) -> Iterator[ProofCheck]:
-    """Yield a check of each kernel that the device has for a dtype."""
+    """Yield a check of each kernel that the device supports in a dtype."""
     for kernel in KERNELS:
         if kernel.exists(getattr(mx, dtype)):
             yield kernel.check(dtype)

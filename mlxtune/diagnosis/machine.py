@@ -1,4 +1,4 @@
-"""The facts of this machine, and whether its packages meet the requirements of mlxtune and MLX."""
+"""Reads the facts of this machine, and whether its packages meet mlxtune's requirements."""
 
 import importlib.metadata as metadata
 import platform
@@ -17,7 +17,7 @@ from mlxtune.core.machine.facts import MLX_LIBRARIES, Package, probe_device
 from mlxtune.core.machine.reservation import reservations
 
 _OURS = "mlxtune"
-# The requirements of these packages are checked too: wrong versions fail with obscure errors.
+# Packages whose requirements are checked, because wrong versions cause obscure errors.
 _FOLLOWED = (_OURS, "mlx", "mlx-lm", "transformers")
 _FOR_DEVELOPERS = ("test", "interop", "dev")
 
@@ -47,13 +47,13 @@ def read_machine() -> facts.Machine:
 
 
 def _mlx_first(device: facts.Device | None) -> bool:
-    """Return whether mlx was imported here before mlxtune, too early for the BLAS of `device`."""
+    """Return whether MLX was imported before mlxtune could load the BLAS that `device` uses."""
     has_blas = device is not None and device.blas is not None
     return "mlx.core" in sys.modules and load_blas().name is None and has_blas
 
 
 def packages() -> tuple[Package, ...]:
-    """Return the required packages, mlxtune first, then each extra's."""
+    """Return mlxtune, the packages that it requires, and those that each extra requires."""
     version = _installed(_OURS)
     if version is None:
         return ()
@@ -65,7 +65,7 @@ def packages() -> tuple[Package, ...]:
 
 
 def mlx_libraries() -> tuple[str, ...]:
-    """Return the installed packages that contain MLX's own library."""
+    """Return the installed packages that contain the library libmlx."""
     files = {name: metadata.files(name) or [] for name in MLX_LIBRARIES if _installed(name)}
     return tuple(
         name
@@ -75,7 +75,7 @@ def mlx_libraries() -> tuple[str, ...]:
 
 
 def _followed(name: str, extra: str) -> Iterator[Requirement]:
-    """Yield the requirements of a package, or of its extra, and their requirements in turn."""
+    """Yield the requirements of a package or its extra; recurse into those in `_FOLLOWED`."""
     if _installed(name) is None:
         return
     for required in map(Requirement, metadata.requires(name) or []):
@@ -91,7 +91,7 @@ def _followed(name: str, extra: str) -> Iterator[Requirement]:
 
 
 def _checked(required: Iterable[Requirement], extra: str) -> Iterator[Package]:
-    """Yield each package once, with all requirements of its version together."""
+    """Yield each required package once, with all its version requirements combined."""
     specifiers: dict[str, SpecifierSet] = {}
     for each in required:
         name = str(canonicalize_name(each.name))

@@ -1,4 +1,4 @@
-"""`mlxtune doctor --prove`: checks the promises of mlxtune on this device.
+"""`mlxtune doctor --prove`: checks that mlxtune keeps its promises on this device.
 
 The checks run in separate processes, so that a crash fails only one check.
 """
@@ -26,10 +26,10 @@ from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json
 from mlxtune.views.tables import result_console
 
-# On the CPU, mlx-lm takes seconds for a row.
+# On the CPU, mlx-lm takes seconds for each row.
 _CPU_TIMED = ("--steps", "2", "--batch-size", "2")
 _GPU_TIMED = ("--steps", "8", "--batch-size", "4")
-# The kind and name of some checks, and the function that runs them.
+# A group of checks: their kind, their name, and the function that runs them.
 Part = tuple[str, str, Callable[[], Iterator[ProofCheck]]]
 
 
@@ -40,10 +40,10 @@ def prove(
     """Check with small models that this machine keeps mlxtune's promises.
 
     Compares the gradients of every way to compute a step, the bytes of adapters, memory with its
-    prediction, and steps with mlx-lm's. Takes a minute or two. `on_progress` is called with the
-    name of each part, `on_check` with each check as it ends.
+    prediction, and speed and losses with mlx-lm's. Takes a minute or two. `on_progress` is called
+    with the name of each part, `on_check` with each finished check.
 
-    Raises ModelError when MLX does not start; other failures are among the checks.
+    Raises ModelError if MLX does not start; other failures are in the checks.
     """
     began, found = time.monotonic(), []
     machine = read_machine()
@@ -56,7 +56,7 @@ def prove(
         for check in carry_out(parts(bench, device.kind), on_progress):
             on_check(check)
             found.append(check)
-    # The builder of a Linux kernel chooses the text after the version numbers.
+    # Keeps the version numbers only: a Linux kernel's builder chooses the text after them.
     numbers = re.match(r"[\d.]*", machine.release)
     names = (machine.name, numbers and numbers[0].rstrip("."))
     return MachineProof(
@@ -76,8 +76,8 @@ def prove(
 def show(*, as_json: bool, share: Path | None = None) -> bool:
     """Print the table, and JSON on request; return whether all checks passed.
 
-    Without a live line, print each check as it ends. `share` is a file for the result without names
-    and paths. Raises OutputError.
+    Without a live line, print each check when it ends. `share` is a file to write the result to,
+    without names and paths. Raises OutputError if it cannot be written.
     """
     if share is not None:
         files.check_outputs([share], [], "--share")
@@ -107,8 +107,8 @@ def _names() -> list[str]:
 
 
 def parts(bench: Workbench, device: str) -> list[Part]:
-    """Return all parts of the proof for a kind of device."""
-    # docs/reliability.md gives the reason.
+    """Return the parts of the proof for a kind of device."""
+    # docs/reliability.md explains why CUDA's bytes may differ.
     promised = device != "CUDA"
     timed = _CPU_TIMED if device == "CPU" else _GPU_TIMED
 
@@ -166,7 +166,7 @@ def carry_out(
             for check in part():
                 yield check if check.seconds else check.taking(time.monotonic() - began)
         except Exception as error:  # noqa: BLE001
-            # Any error belongs in the report, and the other checks still run.
+            # Reports any error as a check, so that the other parts still run.
             late = isinstance(error, ChildTimeoutError)
             ended = checks.unfinished_check if late else checks.failed_check
             yield ended(kind, name, one_line(error)).taking(time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""Shows a proof of `mlxtune doctor --prove` as a table on a terminal, or as JSON without names."""
+"""Shows the result of `mlxtune doctor --prove` as a table, or as JSON without names."""
 
 import re
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ _HEADINGS = {
 }
 _WORDS = {True: "pass", False: "FAIL", None: "–"}
 _STYLES = {True: "green", False: "bold red", None: ""}
-# The text around a separator, spaces included, up to a bracket, a quote or a colon.
+# A path: text with a separator, and all that follows up to punctuation, a quote or a bracket.
 _PATH = re.compile(r"(?:\b[A-Za-z]:)?[\w.@+~-]*[/\\][^:;,'\"()\[\]]*")
 # Replacing shorter names would break words.
 _SHORTEST_NAME = 2
 
 
 def show_proof(proof: MachineProof, console: Console) -> None:
-    """Print a line for each check, and the result."""
+    """Print a line for each check, the advice on failures, and a summary."""
     table = plain_table(["check", "expected", "found", "", "s"])
     for column in table.columns[1:3]:
         column.justify = "left"
@@ -54,13 +54,13 @@ def show_proof(proof: MachineProof, console: Console) -> None:
 
 
 def check_line(check: ProofCheck) -> str:
-    """Return a check as a line, to print while other checks run."""
+    """Return a check as a line, to print before the other checks end."""
     took = f"{check.seconds:.1f} s"
     return f"{_WORDS[check.passed]}  {check.name}: {check.found}, expected {check.expected}, {took}"
 
 
 def summary(proof: MachineProof) -> str:
-    """Return the result in a line."""
+    """Return the result in one line."""
     device = f"{proof.device['name']} ({proof.device['kind']})"
     took = f"{proof.seconds:.0f} s on {device}"
     if proof.passed:
@@ -71,10 +71,10 @@ def summary(proof: MachineProof) -> str:
 
 
 def shareable(proof: MachineProof, names: Sequence[str]) -> dict[str, Any]:
-    """Return a proof for JSON that does not show whose machine it is.
+    """Return a proof for JSON that does not reveal whose machine it is.
 
-    Hashes, paths and the `names` (of the host, the user and the home folder) are left out, also
-    from errors. No text contains a path separator.
+    It has no hashes, no paths and none of the `names` (of the host, the user and the home folder),
+    not even in errors. No text contains a path separator.
     """
     found = proof.as_dict()
     for check in found["checks"]:
@@ -85,7 +85,7 @@ def shareable(proof: MachineProof, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _anonymous(value: Any, names: Sequence[str]) -> Any:
-    """Return a JSON value whose texts have no names and no path separators."""
+    """Return a JSON value with names and path separators removed from its texts."""
     if isinstance(value, dict):
         return {key: _anonymous(each, names) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -95,7 +95,7 @@ def _anonymous(value: Any, names: Sequence[str]) -> Any:
 
 def _without(text: str, names: Sequence[str]) -> str:
     """Return a text without `names`, matched as whole words in any case."""
-    # The first part of its name also identifies a host.
+    # The part of a host's name before the first dot also identifies it.
     every = {part for name in names for part in (name, name.partition(".")[0])}
     for name in sorted(every, key=len, reverse=True):
         if len(name) >= _SHORTEST_NAME:

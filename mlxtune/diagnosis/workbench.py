@@ -1,4 +1,4 @@
-"""Small models, rows, and processes that use them, for `mlxtune doctor --prove`."""
+"""Small models and rows for `mlxtune doctor --prove`, and the processes that use them."""
 
 import json
 import signal
@@ -16,22 +16,22 @@ from mlxtune.core.files.sizes import read_bytes, read_text
 from mlxtune.diagnosis.checks import ProofCheck
 
 QWEN, GEMMA = "demo-qwen3", "demo-gemma3"
-# The base models; a job of the worker makes each of them.
+# The base models, and the jobs of the worker that make them.
 BASE, DENSE = "4-bit base", "16-bit base"
 _MADE = {BASE: "base", DENSE: "dense"}
-# Threads slow down such small products.
+# Several threads would slow down such small products.
 _QUICK = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-# The newest GPUs round the factors of float32 products to 19 bits, except with this variable.
+# Without this, the newest GPUs round the factors of float32 products to 19 bits.
 _EXACT = {"MLX_ENABLE_TF32": "0"}
-# Jobs that run without it, as training does.
+# Jobs that run without `_EXACT`, as training does.
 _AS_TRAINED = ("kernels16", "dtype", "steps")
 _ROWS = 32
-# With dropout, at most two turns of a row share a beginning, which keeps bytes equal on Metal.
+# With dropout, at most two turns of a row share a prefix, which keeps bytes equal on Metal.
 _TRAINING = (
     *("--batch-size", "4", "--val-split", "0", "--samples", "0", "--save-steps", "2"),
     *("--targets", "all", "--dropout", "0.1", "--lr", "1e-3"),
 )
-# The rows make 8 steps.
+# An epoch has 8 steps; runs on a base stop after 3.
 _BASE_STEPS = ("--max-steps", "3")
 _INTERRUPTED = 130
 
@@ -43,7 +43,7 @@ class Workbench:
     scratch: Path
 
     def model(self, name: str) -> Path:
-        """Return a model's folder; a base is made when it is first requested."""
+        """Return a model's folder; create a base model on first use."""
         if name not in _MADE:
             return demo_file(name)
         folder = self.scratch / _MADE[name]
@@ -53,13 +53,13 @@ class Workbench:
 
     @cached_property
     def rows(self) -> Path:
-        """The rows to train on: the first rows of the demo."""
+        """A file of the rows to train on: the first rows of the demo data."""
         lines = read_text(demo_file(DATA)).splitlines()
         return self._write("rows.jsonl", lines[:_ROWS])
 
     @cached_property
     def step(self) -> Path:
-        """Rows whose examples share beginnings: one row for each set of roles, and one twice."""
+        """A file of rows that share prefixes: one row for each order of roles, and one twice."""
         kinds: dict[tuple[str, ...], str] = {}
         for line in read_text(self.rows).splitlines():
             kinds.setdefault(tuple(each["role"] for each in json.loads(line)["messages"]), line)
@@ -67,7 +67,7 @@ class Workbench:
         return self._write("step.jsonl", [*lines, lines[-1]])
 
     def measure(self, job: str, *paths: Path) -> Iterator[ProofCheck]:
-        """Yield the checks of a job of the worker, and raise ChildError if it then fails."""
+        """Run a job of the worker, and yield its checks. Raises ChildError if the job fails."""
         folder = lasting_folder("job", self.scratch)
         records = folder / "records"
         arguments = ["-m", "mlxtune.diagnosis.worker", str(records), job, *map(str, paths)]
@@ -79,19 +79,19 @@ class Workbench:
         _expect(status, 0, folder)
 
     def measure_model(self, job: str, name: str, rows: Path) -> Iterator[ProofCheck]:
-        """Yield the checks of a job on a model, under its name."""
+        """Yield the checks of a job on a model, with the model's name in front of theirs."""
         for check in self.measure(job, self.model(name), rows):
             yield replace(check, name=f"{name}: {check.name}")
 
     def bench(self, name: str, *timed: str) -> dict[str, Any]:
-        """Return the JSON of `mlxtune bench --against mlx-lm` with these options, on a model."""
+        """Return the JSON of `mlxtune bench --against mlx-lm` on a model; `timed` are options."""
         folder = self.scratch / "bench"
         options = ("--against", "mlx-lm", "--repeats", "1", "--json", str(folder / "bench.json"))
         _expect(self._run("bench", name, folder, *options, *timed), 0, folder)
         return read_json(folder / "bench.json")
 
     def trained(self, name: str, run: str = "straight") -> str:
-        """Return the hash of the adapter that a run writes; each run is made once."""
+        """Return the hash of a run's adapter; each run trains only once."""
         folder = self.scratch / f"{name}-{run}"
         adapter = folder / "adapters.safetensors"
         if not adapter.exists():
@@ -99,7 +99,7 @@ class Workbench:
         return file_hash(adapter)
 
     def resumed(self, name: str, stop: signal.Signals) -> tuple[str, int]:
-        """Return the hash of a stopped run's adapter after it resumed, and the step of the stop."""
+        """Stop and resume a run; return its adapter's hash, and the step at which it stopped."""
         folder = self.scratch / f"{name}-{stop.name}"
         run = folder / "checkpoints"
         metrics = run / "metrics.jsonl"
@@ -122,7 +122,7 @@ class Workbench:
         return self._run("train", name, folder, *_TRAINING, *steps, **options)
 
     def _run(self, command: str, name: str, folder: Path, *options: str, **settings: Any) -> int:
-        """Run a command on a model and the rows in a new folder; return its exit status."""
+        """Run a command on a model and the rows in a folder; return its exit status."""
         data = ("--model-path", str(self.model(name)), "--data", str(self.rows))
         run = ["-m", "mlxtune", command, *data, "--no-cache", "--quiet", *options]
         return Children(self.scratch).run(run, folder, **settings)

@@ -1,8 +1,8 @@
-"""A process of `mlxtune doctor --prove`, for checks that need a model in memory.
+"""The process of `mlxtune doctor --prove` that runs the checks which need a model in memory:
 
     python -m mlxtune.diagnosis.worker RECORDS JOB PATH...
 
-Each check is a line of JSON, appended to the file RECORDS.
+Appends each check to the file RECORDS, as a line of JSON.
 """
 
 import json
@@ -40,19 +40,19 @@ from mlxtune.diagnosis import checks
 from mlxtune.diagnosis.checks import ProofCheck, Step
 from mlxtune.diagnosis.kernels import kernel_checks, on_the_cpu, step_of
 
-# Large enough to choose the CPU's kernels for any model.
+# A parameter count large enough to select the CPU's kernels.
 _LARGE = 10**9
 _ONE_STEP, _SMALL_CHUNK = 10**6, 16
 _DROPOUT = 0.3
-# The tokens of a micro-batch, and the number of rows that fill the largest micro-batch.
+# Micro-batch sizes in tokens, and the number of rows that fill the largest.
 SIZES, _ROWS = (128, 512, 2048), 24
 # The number of timed rows, and the rows of a step.
 _TIMED_ROWS, _ROWS_PER_STEP = 12, 4
 # The base: the width of its heads, and its quantisation.
 _HEAD, _GROUP, _BITS = 64, 64, 4
-# Quantised products are some 20 times slower than float32 on the CPU; a GPU needs enough work.
+# The base's width: small on the CPU, where quantised products are some 20 times slower.
 _CPU_WIDTH, _GPU_WIDTH = 256, 1024
-# The shapes in which steps are timed; another rounding needs another entry.
+# The shapes in which steps are timed. Add an entry for each new kind of rounding.
 SHAPES: Mapping[str, Callable[[Execution], Execution]] = {
     "shapes as they are": lambda execution: replace(execution, rounding=NOT_ROUNDED),
     "shapes rounded": lambda execution: execution,
@@ -69,7 +69,7 @@ class Way:
 
 
 def _way(kind: str, parameters: int = 0) -> Way:
-    """Return the way of a kind, in one micro-batch; the parameters decide on the CPU's kernels."""
+    """Return the way `kind`, in one micro-batch; `parameters` decides if CPU kernels are used."""
     execution = best_execution(parameters, kind=kind)
     return Way(kind, replace(execution, micro_batch_tokens=_ONE_STEP))
 
@@ -77,8 +77,8 @@ def _way(kind: str, parameters: int = 0) -> Way:
 def ways() -> list[Way]:
     """Return the ways to compute a step on this device.
 
-    Ways with recomputed layers also have dropout, several micro-batches and small chunks of the
-    head.
+    Each way except `plain` has a variant with recomputed layers, dropout, several micro-batches
+    and small chunks of the head.
     """
     found = [_way("plain")]
     for kind in ("gpu", "cpu") if on_cpu() else ("gpu",):
@@ -91,7 +91,7 @@ def ways() -> list[Way]:
 
 
 def gradients(model: Path, data: Path) -> Iterator[ProofCheck]:
-    """Compare each way to compute a step with the plain step in float32.
+    """Compare each way to compute a step with the plain path in float32.
 
     The plain path runs mlx-lm's unmodified model on dequantised weights, one example at a time.
     """
@@ -107,9 +107,9 @@ def gradients(model: Path, data: Path) -> Iterator[ProofCheck]:
 
 
 def dtype(model: Path, data: Path) -> Iterator[ProofCheck]:
-    """Compare each 16-bit dtype and way with the plain path in float32, on dequantised weights."""
+    """Compare 16-bit dtypes, in two ways, with the plain path in float32 on dequantised weights."""
     examples = _examples(model, data)
-    # On the CPU, no device setting rounds the factors of float32 products.
+    # On the CPU, because GPUs may round the factors of float32 products.
     with on_the_cpu():
         expected, _ = _computed(model, examples, _way("plain"), "dequantized")
     for name in ("bfloat16", "float16"):
@@ -119,9 +119,9 @@ def dtype(model: Path, data: Path) -> Iterator[ProofCheck]:
 
 
 def steps(model: Path, data: Path) -> Iterator[ProofCheck]:
-    """Report the speed of steps in each choice of shapes, on their second run.
+    """Report the speed of steps with each entry of SHAPES, in the second of two runs.
 
-    The model computes in its own dtype on a GPU.
+    On a GPU, the model computes in its stored dtype.
     """
     examples = _examples(model, data)[:_TIMED_ROWS]
     batches = [examples[i : i + _ROWS_PER_STEP] for i in range(0, len(examples), _ROWS_PER_STEP)]
@@ -139,7 +139,7 @@ def steps(model: Path, data: Path) -> Iterator[ProofCheck]:
 
 
 def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
-    """Compare the predicted and the measured peak of each size of a micro-batch."""
+    """Compare the predicted and the measured peak memory for each micro-batch size."""
     memory.set_limits(TrainConfig.memory_limit)
     examples = _examples(model, data)[:_ROWS]
     margin = checks.MEMORY_MARGIN if on_cpu() else checks.GPU_MEMORY_MARGIN
@@ -150,7 +150,7 @@ def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
         execution = replace(execution, micro_batch_tokens=size)
         shapes = model_shapes(base, _lora(), execution.operations.memory)
         pipeline = InstructPipeline(base.model, _lora(), execution=execution)
-        # The execution of the loaded model.
+        # The pipeline may have changed the execution to fit the model.
         execution = pipeline.forward.execution
         plain_head = shapes.plain_head and pipeline.forward.plain_head
         shapes = replace(shapes, plain_head=plain_head)
@@ -163,9 +163,10 @@ def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
 
 
 def write_base(like: Path, folder: Path, *, quantized: bool) -> Sequence[ProofCheck]:
-    """Write a folder in Qwen 3's shape with seeded weights, as wide as fits the device.
+    """Write a Qwen 3 model with seeded random weights to a folder; return no check.
 
-    Weights are in 4 bits if `quantized`, else in bfloat16. Returns no check.
+    The width depends on the device. Other files are copied from the model folder `like`. The
+    weights are in 4 bits if `quantized`, else in bfloat16.
     """
     width = _CPU_WIDTH if on_cpu() else _GPU_WIDTH
     make_folder(folder)
@@ -210,7 +211,7 @@ def _lora(dropout: float = 0.0) -> InstructConfig:
 def _computed(
     folder: Path, examples: Sequence[Example], way: Way, compute: str, dtype: str = "float32"
 ) -> tuple[Step, str]:
-    """Return loss and gradients of a step with seeded LoRA matrices, and its packing problem."""
+    """Return a step with seeded LoRA matrices, and the reason if it could not pack examples."""
     base = loading.load_base(folder, dtype, quantized_compute=compute)
     pipeline = InstructPipeline(base.model, _lora(way.dropout), execution=way.execution)
     return step_of(pipeline, examples), pipeline.forward.packing_problem
@@ -223,7 +224,7 @@ def _examples(model: Path, data: Path) -> list[Example]:
 
 
 def main() -> None:
-    """Do the job that the command line names."""
+    """Run the job that the command line names, and record its checks."""
     records, job, *paths = sys.argv[1:]
     began = time.perf_counter()
     for check in JOBS[job](*map(Path, paths)):
