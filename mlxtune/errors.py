@@ -50,7 +50,7 @@ class MemoryLimitError(MlxTuneError, MemoryError):
 
 
 class GpuError(MlxTuneError, RuntimeError):
-    """The GPU stopped the work, and a second attempt failed too."""
+    """The GPU stopped the work, and no further attempt succeeded."""
 
 
 class WorkerError(MlxTuneError, RuntimeError):

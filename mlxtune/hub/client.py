@@ -23,7 +23,7 @@ def asking(
 ) -> Iterator[huggingface_hub.HfApi]:
     """Yield the client, and raise `error` with one line about `name` for any failure.
 
-    `kind` is the type of object that the error calls missing. Hides the client's warnings, such as
+    `kind` is the type of thing that an error calls missing. Hides the client's warnings, such as
     a line for each retry.
     """
     # Uploads would draw progress bars into a pipe, too.

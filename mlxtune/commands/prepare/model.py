@@ -262,7 +262,7 @@ class Answerers:
     def answer(
         self, prompts: Mapping[bool, Prompt], should_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[bool, str | Answer]]:
-        """Answer each model's prompt: yield the model with its next text or, last, its Answer.
+        """Answer each model's prompt: yield each next text of a model and, last, its Answer.
 
         Raises MemoryLimitError, GpuError or ModelError.
         """
