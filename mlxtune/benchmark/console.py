@@ -36,7 +36,7 @@ def run_line(side: str, run: BenchmarkRun) -> str:
 
 
 def table(benchmark: Benchmark) -> list[tuple[str, ...]]:
-    """Return the table's rows, the header first; a peer adds two columns, its own and ratios."""
+    """Return the table's rows, the header first; a peer adds a column, and a column of ratios."""
     sides = [side for side in (benchmark.ours, benchmark.theirs) if side is not None]
     ratios = benchmark.ratios()
     rows = [("", *(side.name for side in sides), *(["ratio"] if len(sides) > 1 else []))]

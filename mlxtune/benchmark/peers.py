@@ -72,14 +72,14 @@ class MlxLm:
         self._optimizer.init(model.trainable_parameters())
         self.state = [model.state, self._optimizer.state, mx.random.state]
         mx.eval(self.state)
-        # On the CPU, compiling starts a C++ compiler and gains no speed.
+        # On the CPU, compiling runs a C++ compiler and gains no speed.
         self._step = self.make_step(compiled=not on_cpu())
 
     def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
         """Take the steps and undo them; return the first step's loss with mlx-lm's own spans.
 
-        The loss is None if it is masked. On the CPU, the shortest example is enough, because
-        nothing is compiled for a step's shape.
+        The loss is None if `loss_function` is masked. On the CPU, the shortest example is enough,
+        because nothing is compiled for a step's shape.
         """
         with self.unchanged():
             for examples in [[min(steps[0], key=len)]] if on_cpu() else steps:
@@ -114,7 +114,7 @@ class MlxLm:
         return nn.value_and_grad(self._model, loss)(self._model, tokens, supervised)
 
     def make_step(self, *, compiled: bool) -> Callable[..., Any]:
-        """Return a function that adds a batch's gradients, and updates LoRA after the last one."""
+        """Return a function that adds a batch's gradients and, after the last one, updates LoRA."""
 
         def step(
             tokens: mx.array, supervised: mx.array, share: mx.array, before: Any, last: bool
@@ -192,7 +192,7 @@ def masked_loss(
 ) -> tuple[mx.array, mx.array]:
     """Return the mean loss and the number of targets, chosen by a bool mask (B, L - 1).
 
-    It equals mlx-lm's `default_loss`, which supports only one span per row.
+    For one span per row, it equals mlx-lm's `default_loss`, which supports no other masks.
     """
     logits = model(tokens[:, :-1])
     losses = nn.losses.cross_entropy(logits, tokens[:, 1:]) * supervised

@@ -90,7 +90,7 @@ class BenchmarkRun:
         return sum(step.padding for step in self.steps) / run
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the run for JSON."""
+        """Return the content of a run in JSON."""
         entries = asdict(self)
         # The report names the execution once for each side.
         del entries["execution"]
@@ -135,7 +135,7 @@ class Side:
         return Spread.of(getattr(run, quantity) for run in self.runs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the execution, the spreads and the runs for JSON."""
+        """Return the content of a side in JSON: name, failure, execution, spreads and runs."""
         execution = {"execution": self.runs[0].execution} if self.runs else {}
         spreads = {name: asdict(self.spread(name)) for name in _SPREADS if self.runs}
         runs = [run.as_dict() for run in self.runs]
@@ -149,7 +149,7 @@ _SPREADS = (*_COMPARED, "seconds_per_step", "padding_share", "startup_s")
 
 @dataclass(frozen=True)
 class Agreement:
-    """The difference of two sides' losses, relative to the greater of 1 and the loss.
+    """The differences of two sides' losses, relative to the greater of 1 and the loss.
 
     `first` is for the first step, and `largest` is the largest after it; both are None if a loss is
     not finite.
@@ -223,7 +223,7 @@ class Benchmark:
         return agreement(ours, theirs, self.dtype)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the benchmark for JSON; docs/bench.md describes it."""
+        """Return the content of the JSON result, which docs/bench.md describes."""
         ratios, agreed = self.ratios(), self.agreement()
         return {
             "schema_version": SCHEMA_VERSION,

@@ -37,7 +37,7 @@ class BenchSide(Protocol):
 
     @property
     def execution(self) -> str:
-        """The name of the way in which the side computes."""
+        """The name of the side's execution: gpu, cpu, plain, compiled or eager."""
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Attach the adapter to the model, and prepare the steps. Raises MlxTuneError."""
@@ -56,7 +56,7 @@ class BenchSide(Protocol):
 class Job:
     """The steps of a side, with `rows` rows in total. `started` is when its process started.
 
-    `adapter` is the folder of the adapter that both sides start from, `execution` the --execution.
+    `adapter` is the folder of the adapter that both sides start from. `execution` is --execution.
     """
 
     side: str
@@ -167,7 +167,7 @@ class OurSide:
 
 
 def open_side(job: Job) -> BenchSide:
-    """Return a job's side, with its model's weights read."""
+    """Return the side of a job, with the model's weights read."""
     if job.side == OURS:
         return OurSide(job.folder, job.config, job.execution)
     return MlxLm(job.folder, job.config)

@@ -1,4 +1,4 @@
-"""The certificate of an export: its differences from the trained model, and the allowed ones.
+"""The certificate of an export: how far its logits differ from the trained model's, and may differ.
 
 Both models see the same tokens: prompts, each followed by the trained model's greedy answer.
 """
@@ -73,8 +73,8 @@ def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
 class WeightCheck:
     """A comparison of a fused model's tensors with the expected tensors.
 
-    `largest_error` is relative to the largest entry of its matrix; `problems` name the tensors that
-    differ by more than rounding.
+    `unchanged` and `fused` count tensors. `largest_error` is relative to the largest entry of its
+    matrix. `problems` are messages on tensors that differ by more than rounding.
     """
 
     unchanged: int

@@ -74,7 +74,7 @@ def find_adapter(path: str, option: str = "--adapter") -> Path:
 
 
 def check_replaceable(weights: Path) -> None:
-    """Raise OutputError if writing would replace a file that is not an adapter or its config."""
+    """Raise OutputError if the adapter or its config would replace a file of another kind."""
     config = weights.with_name(ADAPTER_CONFIG)
     for path, is_ours in ((weights, _holds_adapter), (config, _describes_adapter)):
         ours = not os.path.lexists(path)
@@ -245,7 +245,7 @@ def load_tensors(
 
 
 def adapter_header(weights: Path) -> Mapping[str, TensorInfo]:
-    """Return the tensors in an adapter's header. Raises ModelError for tensors no adapter has."""
+    """Return the tensors in an adapter's header. Raises ModelError for invalid dtypes or shapes."""
     tensors = tensor_header(weights).tensors
     for name, info in tensors.items():
         if info.dtype not in _FLOATS or len(info.shape) > 3 or not all(info.shape):
@@ -256,7 +256,7 @@ def adapter_header(weights: Path) -> Mapping[str, TensorInfo]:
 
 
 def read_tensors(weights: Path) -> dict[str, mx.array]:
-    """Return an adapter's tensors, cast to float32. Raises ModelError, also for infinite values."""
+    """Return an adapter's tensors in float32. Raises ModelError, for example for NaN values."""
     adapter_header(weights)
     tensors = {name: value.astype(mx.float32) for name, value in load_tensors(weights)[0].items()}
     if broken := [name for name, value in tensors.items() if not mx.isfinite(value).all()]:
@@ -284,7 +284,7 @@ def _sort_metadata(content: bytes) -> bytes:
     if "__metadata__" in header:
         header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    # Padded as by the library, so that the tensors start at a multiple of 8 bytes.
+    # Like the library, pad the header so that the tensors start at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text + content[8 + size :]
 
@@ -292,9 +292,9 @@ def _sort_metadata(content: bytes) -> bytes:
 def check_shapes(
     path: Path, tensors: Mapping[str, TensorInfo], expected: Mapping[str, Any], base: str = ""
 ) -> None:
-    """Raise ModelError if names or shapes differ from the expected tensors.
+    """Raise ModelError if names or shapes differ from those in `expected`.
 
-    `base` names the model that an adapter was trained on, if known, for the message.
+    `base` is the name of the model that an adapter was trained on, for the message.
     """
     shapes, needed = (
         {name: tuple(value.shape) for name, value in each.items()} for each in (tensors, expected)

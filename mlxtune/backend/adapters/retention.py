@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# If a storage loses more than this share of the gain, the next storage is tried.
+# If a storage loses more than this share of the gain, the next one in order is tried.
 MOST_LOST = 0.1
 
 

@@ -64,7 +64,7 @@ def _format(module: nn.Module, storage: str) -> dict[str, Any]:
 def add_to_config(
     config: dict[str, Any], layers: Iterable[tuple[str, nn.Module, nn.Module]], storage: str
 ) -> None:
-    """In a quantised model's config, record the layers that differ from the model's format.
+    """Record in a quantised model's config the layers whose format differs from the model's.
 
     Each layer is given as its path, the base's module and its replacement.
     """

@@ -45,8 +45,8 @@ class CpuOperations:
     def pay_off(self, parameters: int, dtype: mx.Dtype, model: nn.Module | None) -> bool:
         """Return whether the kernels train a base of this size and dtype faster than MLX does.
 
-        They are not faster if layers have recurrences or experts: each layer is evaluated as it
-        runs, so MLX's own recurrences and experts hold all their values.
+        They are not if layers have recurrences or experts, which run by MLX's operations: each
+        layer is evaluated as it runs, so these operations would hold all their values.
         """
         # The extra `cpu` installs these packages.
         installed = all(map(find_spec, ("numba", "threadpoolctl")))

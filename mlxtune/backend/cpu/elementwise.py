@@ -27,7 +27,7 @@ def _by_rows(
     """Apply `kernel` to inputs of one shape; `gradient_kernel` computes the gradients.
 
     The kernels take (start, end, *inputs, out, *constants), and (start, end, *inputs, cotangent,
-    one gradient for each input, *constants). Without `is_read`, nothing is computed.
+    one gradient for each input, *constants). Without `is_read`, the output is not computed.
     """
 
     def run(*arrays: mx.array) -> mx.array:

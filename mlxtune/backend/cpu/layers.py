@@ -40,7 +40,7 @@ class FrozenProduct(nn.Module):
 
 @dataclass(frozen=True)
 class BackwardReads:
-    """Flags for values that a layer's backward pass may not read; `last` is its last product."""
+    """Whether a layer's backward pass reads its attention's and gate's outputs and last product."""
 
     attention: bool = True
     gate: bool = True

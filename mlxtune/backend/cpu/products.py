@@ -159,7 +159,7 @@ def trained_head_losses(weight: Weight, hidden: mx.array, targets: mx.array) -> 
 
     weight is (V, H), hidden float32 (P, H), targets int32 (P,). The losses and their gradients with
     respect to the hidden states take one pass over blocks of the vocabulary, with an online softmax
-    (arXiv:1805.02867), so that only one block of logits is in memory.
+    (arXiv:1805.02867), so that each thread holds only one block of logits.
     """
 
     def forward(hidden: mx.array) -> tuple[mx.array, mx.array]:
@@ -237,7 +237,7 @@ class _Head(_OnlineSoftmax):
         self.take(z)
         if not self.expected.size:
             return
-        # The correction of the first block is 0, as are the sums before it.
+        # At the first block, `expected` and the correction are 0.
         if (self.correction != 1).any():
             self.expected *= self.correction[:, None]
         self.expected += np.matmul(z, block, out=self._product)

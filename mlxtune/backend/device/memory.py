@@ -100,7 +100,7 @@ def _reserved_by_others() -> int:
 
 
 def set_limits(memory_limit_gb: float) -> MemoryLimits:
-    """Limit MLX's memory and cache, before a model is loaded.
+    """Limit MLX's memory and cache; call this before a model is loaded.
 
     On a GPU, the limit is at most `MemoryLimits.recommended`.
     """
@@ -122,7 +122,7 @@ def relieve_pressure() -> None:
 
 def release() -> None:
     """Free the memory of objects that are no longer referenced."""
-    # Modules and the objects that run them refer to each other.
+    # Modules and the objects that run them form reference cycles.
     gc.collect()
     mx.clear_cache()
 

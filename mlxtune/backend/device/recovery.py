@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) -> Result:
-    """Return the result of `work`, which must leave no changes when it fails; see `tries`."""
+    """Return the result of `work`, retried as by `tries`. A failed `work` must change nothing."""
     for attempt in tries(change):
         with attempt:
             result = work()
@@ -48,7 +48,7 @@ def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
 
 
 class Attempt:
-    """A try of some work. It suppresses a GPU fault, but no other error, and keeps its message."""
+    """A context for a try of some work: suppresses and records GPU faults, but no other errors."""
 
     fault: Fault | None = None
     text = ""

@@ -1,6 +1,6 @@
 """SwiGLU and its gradient as one kernel each, for Metal and CUDA, used only if a trial succeeds.
 
-`mx.compile` cannot fuse them: MLX inlines a compiled function where a gradient is taken.
+`mx.compile` cannot fuse them: MLX inlines compiled functions to compute gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -123,7 +123,7 @@ def _tried() -> tuple[GateKernels | None, str]:
 
 
 def _problem(kernels: GateKernels) -> str:
-    """Return a message if values or gradients differ from MLX's by more than rounding, or empty."""
+    """Return how values or gradients differ from MLX's by more than rounding; empty if not."""
     # With this size, the last group of threads and the last thread are only partly used.
     size = GROUP * PER_THREAD + PER_THREAD + 1
     key = mx.random.key(0)

@@ -42,7 +42,7 @@ def plain_swiglu(gate: mx.array, up: mx.array) -> mx.array:
         sigmoid = mx.sigmoid(gate)
         silu = gate * sigmoid
         slope = sigmoid + silu * (1 - sigmoid)
-        # The last two are the gradients' factors of the cotangent, so gate and up are not kept.
+        # The cotangent times the last two gives the gradients, so gate and up are not kept.
         return [silu * up, up * slope, silu]
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:

@@ -14,11 +14,11 @@ from mlxtune.backend.models.packed import LineCache, laid_out
 from mlxtune.backend.workers.split import SplitRows, Vocabulary
 from mlxtune.errors import one_line
 
-# The largest difference between equal logits by rounding, as a share of the largest logit.
+# The largest difference of logits that rounding explains, as a share of the largest logit.
 _TOLERANCE = 2e-2
 # Hidden states scaled up this much reveal any soft-capping of the logits.
 _LARGE = 1000.0
-# Tokens of the vocabulary whose logits are compared with a product.
+# The number of tokens of the vocabulary whose logits are compared with a product.
 _PART = 1024
 # The number of positions of each text at which the head is tried.
 _HEAD_POSITIONS = 4
@@ -100,7 +100,7 @@ class SplitModel:
         return logits.squeeze(0)
 
     def packs(self, mixers: Mixers) -> bool:
-        """Try whether packed examples give the same results as separate examples."""
+        """Return whether packed examples gave the same results as separate examples in a trial."""
         if self._runs_in_line():
             return True
         if not mixers.by_segments:
@@ -147,7 +147,7 @@ class SplitModel:
                 self._owner["layers"] = layers
 
     def _compare(self) -> None:
-        """Try on a few tokens whether trunk and head equal the model; find the head's weight."""
+        """Set `splits` and `weight` by comparing trunk and head with the model on a few tokens."""
         try:
             slot = _TrunkSlot(self._trunk, positions=_HEAD_POSITIONS)
             with self._inputs.kept():

@@ -81,7 +81,7 @@ def head_losses(
 ) -> mx.array:
     """Return the cross-entropy of each hidden state, in nats, float32 (P,), with no gradient.
 
-    It takes the arguments of `trained_head_losses`, and holds logits of `chunk` positions at most.
+    The arguments are as in `trained_head_losses`. Logits of at most `chunk` positions are held.
     """
     chunks: list[mx.array] = []
     for start in range(0, hidden.shape[0], chunk):
@@ -104,8 +104,8 @@ def trained_head_losses(
     """Return the cross-entropy of each hidden state, in nats, float32 (P,).
 
     `hidden` is (P, H), `targets` int32 (P,); `logits` maps (p, H) to (p, V), `losses` maps logits
-    and targets (p,) to (p,). To hold the logits of at most `chunk` positions, the forward pass also
-    computes the gradient of each hidden state, which affects only one loss.
+    and targets (p,) to (p,). So that at most `chunk` positions hold logits, the forward pass also
+    computes the gradient of each hidden state, on which only one loss depends.
     """
 
     def chunk_losses(rows: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:

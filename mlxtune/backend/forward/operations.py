@@ -31,10 +31,10 @@ def run_again(
     vjp: Callable[..., Any] = mx.vjp,
 ) -> list[mx.array]:
     """Run a function again, and return its gradients."""
-    # Without this, MLX may run it again before the cotangents arrive, and keep all its values.
+    # Without this, MLX may run the function before the cotangents arrive, and keep all its values.
     primals = mx.depends(primals, cotangents)
     gradients = list(vjp(function, primals, cotangents)[1])
-    # Without this, MLX defers the gradients of LoRA, and keeps each layer's inputs for them.
+    # Without this, MLX may compute LoRA's gradients late, and keep each layer's inputs until then.
     return list(mx.depends(gradients, gradients))
 
 

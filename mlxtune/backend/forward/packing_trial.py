@@ -17,8 +17,8 @@ from mlxtune.core.steps.pack import Segment
 # mean square relative to the separate states. Random last bits in both outputs of attention cause
 # up to 0.02 in bfloat16 and 0.0025 in float16, at any depth.
 _TOLERANCES = {mx.bfloat16: 3e-2, mx.float16: 4e-3, mx.float32: 1e-4}
-# The part of the tolerance that applies to embeddings, which are exact: it detects positional
-# embeddings from 2% of the embeddings on.
+# The share of the tolerance that applies to embeddings, which are exact: it detects additions for
+# positions of 2% or more.
 _SHARE_OF_EMBEDDINGS = 0.25
 
 
@@ -145,7 +145,7 @@ def _tolerance(dtype: mx.Dtype) -> float:
 
 
 def _difference(one: mx.array, other: mx.array) -> mx.array:
-    """Return the largest root mean square difference of a token's states, relative to `one`."""
+    """Return the largest RMS difference of a token's states (1, N, ...), relative to `one`."""
     one, other = (each.astype(mx.float32).flatten(2).flatten(0, 1) for each in (one, other))
     squares = (one - other).square().mean(axis=1) / mx.maximum(one.square().mean(axis=1), 1e-12)
     return mx.sqrt(squares.max())

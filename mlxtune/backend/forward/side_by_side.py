@@ -130,7 +130,7 @@ class _Sides:
     def _gather(self, line: mx.array) -> mx.array:
         """Return a line (1, N, C) side by side (B, T, C).
 
-        The gradient is gathered too: MLX's own adds into zeros, in random order on a GPU.
+        The gradient is gathered too: MLX's own adds into zeros, in varying order on a GPU.
         """
         layout = self._layout
 

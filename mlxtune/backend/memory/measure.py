@@ -141,9 +141,9 @@ def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[dict[str, Any
 
 @contextmanager
 def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, mx.array]]:
-    """Make inactive layers return their input, and add the yielded array to the first active one's.
+    """Make inactive layers return their input; add the yielded array to the first active layer's.
 
-    The array makes its backward pass compute the gradient of its input, as in the layers above.
+    So that layer's backward pass computes the gradient of its input, as in the layers above.
     """
     shift: dict[int, mx.array] = {}
     layers, chosen = list(model.layers), {id(layer) for layer in active}
@@ -189,7 +189,7 @@ def _fitted(
     ratio = max(peaks[-1], 1.0) / max(float(grown[-1].sum()), 1.0)
     weights = 1 / np.maximum(peaks, peaks.max() / 10)
     terms = np.column_stack([grown, np.ones(len(peaks))]) * weights[:, None]
-    # The estimate decides how tokens and scores share what the passes leave undetermined.
+    # The estimate's ratio of tokens to scores applies where the passes do not determine it.
     rows = np.vstack([terms, prior / ratio * np.eye(2, 3)])
     wanted = np.concatenate([peaks * weights, [prior, prior]])
     free, found = np.ones(3, dtype=bool), np.full(3, -1.0)

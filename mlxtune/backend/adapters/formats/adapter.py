@@ -1,4 +1,4 @@
-"""The common form of all adapter formats in memory: an adapter's tensors by module."""
+"""An adapter in memory, as read from or written to any format: its tensors by module."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -123,7 +123,7 @@ def updates_in(
     for module, name in names.items():
         if {f"{name}.lora_a", f"{name}.lora_b"} <= rest.keys():
             a, b = (rest.pop(f"{name}.lora_{part}") for part in "ab")
-            # Experts are stored as in mlx-lm.
+            # The tensors of experts are stored as in mlx-lm.
             updates[module] = Update(a, b) if a.ndim == 3 else Update(np.array(a.T), np.array(b.T))
     if rest or not updates:
         raise ModelError(
@@ -184,7 +184,7 @@ def check_shapes_fit(
 def check_fits(module: nn.Module | None, update: Update, name: str) -> None:
     """Raise ModelError if an update does not fit `module`; None skips the check of A and B.
 
-    DoRA has one magnitude for each row.
+    DoRA needs one magnitude for each row of the weight.
     """
     check_shapes_fit(module, update.a.shape, update.b.shape, name)
     rows = update.b.shape[-1:]

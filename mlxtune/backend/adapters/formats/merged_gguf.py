@@ -24,7 +24,7 @@ MODELFILE = "Modelfile"
 # The converter's name in llama.cpp's repository, and in the packages of some systems.
 _CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
 _QUANTIZER = "llama-quantize"
-# Since May 2026, llama.cpp's build and packages leave the converter out (llama.cpp#23171).
+# Since May 2026, llama.cpp's builds and packages do not include the converter (llama.cpp#23171).
 _GET_CONVERTER = (
     "git clone https://github.com/ggml-org/llama.cpp, put the clone on the PATH, pip install torch"
 )
@@ -34,7 +34,7 @@ _OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
 def check_convertible(model_type: str, option: str) -> None:
-    """Raise ModelError if `check_merged` cannot check a GGUF of this model type."""
+    """Raise ModelError if `check_merged` does not support this model type."""
     check_supported(model_type, option, "run llama.cpp's convert_hf_to_gguf.py yourself")
 
 

@@ -38,7 +38,7 @@ _TAIL = re.compile(r"(?:^|\.)(layers\.\d+\..+)$")
 _PREFIX = "base_model.model."
 _MAGNITUDE = "lora_magnitude_vector"
 _PART = re.compile(rf"(.+?)\.(lora_A|lora_B|{_MAGNITUDE})(?:\.default)?(?:\.weight)?")
-# rank_pattern and alpha_pattern hold untrusted regular expressions, some of which never finish
+# rank_pattern and alpha_pattern are untrusted regular expressions, which might never finish
 # matching: only names are accepted, without repetitions or groups.
 _NAMES = re.compile(r"(?:[\w.^|-]|\\[.-])+")
 # Limits of the padded size of unequal ranks: bytes, or if larger, a multiple of the file's size.
@@ -323,7 +323,7 @@ def _rank_and_scale(
 
 
 def _by_pattern(patterns: Any, name: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches a module, as PEFT's get_pattern_key does.
+    """Return the value of the first pattern that matches a module, else the default, as in PEFT.
 
     Raises ValueError for patterns other than plain names.
     """
