@@ -1,1 +1,1 @@
-"""From data files to rows, conversations, rendered text and examples."""
+"""Turns data files into rows, conversations, rendered text and examples."""

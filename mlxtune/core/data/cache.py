@@ -1,4 +1,4 @@
-"""Encoded files on disk, so that no file is encoded twice.
+"""Caches encoded files on disk, so that no file is encoded twice.
 
 An entry is a folder named by a hash of everything that its content depends on. It holds the columns
 of ExampleArrays, account.json with the skipped rows and the notes, and, written last, the checksums
@@ -56,12 +56,12 @@ def encode_file(path: Path, encode: Encode, *, cache: Path | None, key: str) -> 
         scratch_folder("data", parent) as folder,
     ):
         write_arrays(folder, encode(skipped, notes))
-        # Map before the folder is moved or removed: a map outlives its file name.
+        # Map the files before the folder is moved or removed: a mapping outlives its file's name.
         arrays = ExampleArrays.mapped(folder)
         if parent is not None:
             _write_account(folder, skipped, notes)
             _remove(parent / key)  # a damaged entry
-            with suppress(OSError):  # another process was first
+            with suppress(OSError):  # another process stored the entry first
                 move(folder, parent / key)
             _prune(parent, keep=parent / key)
     return EncodedFile(arrays, skipped, notes)

@@ -1,4 +1,4 @@
-"""Converts rows to conversations: a row is kept whole, or raises BadRow."""
+"""Converts whole rows to conversations, and raises BadRow for faulty rows."""
 
 import json
 from collections.abc import Mapping
@@ -91,7 +91,7 @@ def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
 def parse_messages(messages: Any) -> tuple[Message, ...]:
     """Check and convert the messages of a row.
 
-    Raises BadRow, also when there is no trained assistant turn to learn from.
+    Raises BadRow, also if no assistant turn is trained.
     """
     if not isinstance(messages, list):
         raise BadRow("'messages' is not a list", json_type(messages))
@@ -190,7 +190,7 @@ def _thinking_and_answer(content: str) -> tuple[str, str]:
 def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
     """Return a call with its arguments parsed from JSON text, if they are text.
 
-    OpenAI's files have JSON text; templates expect an object, and mlx_lm.server parses it too.
+    OpenAI's files have JSON text; templates expect an object, and mlx_lm.server parses the text.
     """
     nested = isinstance(call.get("function"), dict)
     function = call["function"] if nested else call

@@ -46,10 +46,10 @@ _NO_COLUMNS = tuple(np.zeros(0, dtype=kind) for kind in ("i4", "i8", "i4", "i4",
 class ExampleArrays:
     """The examples of one data file, before truncation.
 
-    `tokens` is int32 (N,), `mask` uint8 (N,), `ends` and `rows` int64 (E,): where each example ends
-    and the 1-based number of its row. `roles` is uint8 (E,), the part of each example in its row.
-    `identities` is uint64 (R,), one for each row with examples; rows with equal tokens, masks and
-    roles have equal identities.
+    `tokens` is int32 (N,), `mask` uint8 (N,), `ends` and `rows` int64 (E,): where each example
+    ends, and the 1-based number of its row. `roles` is uint8 (E,), the role of each example in its
+    row. `identities` is uint64 (R,), one for each row with examples; rows with equal tokens, masks
+    and roles have equal identities.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -80,7 +80,7 @@ class ExampleArrays:
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """int32 (E,): the tokens of each example."""
+        """int32 (E,): the number of tokens of each example."""
         return np.diff(self.ends, prepend=0).astype(np.int32)
 
     def per_row(self, values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -89,7 +89,7 @@ class ExampleArrays:
 
     @cached_property
     def supervised(self) -> npt.NDArray[np.int32]:
-        """int32 (E,): the supervised tokens of each example."""
+        """int32 (E,): the number of supervised tokens of each example."""
         return self._supervised_within(self.lengths, np.zeros_like(self.lengths))
 
     @property
@@ -110,7 +110,7 @@ class ExampleArrays:
             lengths = np.minimum(lengths, self.lengths - skipped)
             self.release()
         supervised = self._supervised_within(lengths, skipped)
-        # Rows of preferences are kept whole or dropped.
+        # Preference rows are kept whole or dropped.
         incomplete = (self.roles != ANSWER) & (lengths < self.lengths)
         lost = np.repeat(self.per_row(incomplete) > 0, np.diff(self.first_of_row))
         supervised = np.where(lost, 0, supervised)
@@ -120,7 +120,7 @@ class ExampleArrays:
     def _supervised_within(
         self, lengths: npt.NDArray[np.int32], skipped: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:
-        """Return int32 (E,): the supervised ones among `lengths` tokens after `skipped` tokens."""
+        """Return int32 (E,): the supervised tokens among `lengths` tokens after `skipped` ones."""
         counts = np.zeros(len(lengths), dtype=np.int32)
         # Sum block by block: numpy would convert the whole array first.
         blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
@@ -130,7 +130,7 @@ class ExampleArrays:
             starts += skipped[first:last]
             edges = np.stack([starts, starts + lengths[first:last]], axis=1).reshape(-1)
             mask = self.mask[start : int(self.ends[last - 1])]
-            # reduceat takes no index at the end of the array.
+            # reduceat rejects an index at the end of the array.
             edges = edges[:-1] if edges[-1] == len(mask) else edges
             counts[first:last] = np.add.reduceat(mask, edges, dtype=np.int32)[::2]
         self.release()
@@ -322,7 +322,7 @@ class Corpus(Sequence[Example]):
     def groups(self) -> npt.NDArray[np.uint64]:
         """uint64 (R,): the group of each row; a group is never both trained on and held out.
 
-        Equal rows are in one group, as are rows of preferences with the same prompt.
+        Equal rows are in one group, as are preference rows with the same prompt.
         """
         if not self.roles.any():
             return self.identities
@@ -416,7 +416,7 @@ class CorpusRows:
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """int64 (R,): the tokens of each row, over all its examples."""
+        """int64 (R,): the number of tokens of each row, over all its examples."""
         lengths = np.zeros(self.corpus.num_rows, dtype=np.int64)
         np.add.at(lengths, self.corpus.row_of_example, self.corpus.lengths)
         return lengths[np.asarray(self.indices, dtype=np.int64)]

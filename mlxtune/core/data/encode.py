@@ -1,4 +1,4 @@
-r"""From rendered text to examples: tokens and an aligned mask of the tokens that carry loss.
+r"""Turns rendered text into examples: tokens, and an aligned mask of tokens that carry loss.
 
 tokens          <bos> <|im_start|> user \n Hi <|im_end|> \n <|im_start|> assistant \n Hello ! <|im_end|> \n
 assistant_mask    0        0        0   0  0      0       0      0           0      0   1   1     1       0
@@ -49,8 +49,8 @@ class Example:
 
     `tokens` is int32 of shape (T,), `assistant_mask` uint8 of shape (T,), 1 where supervised. `row`
     is the 1-based number of its row in its file, and `file` the index of that file. Examples of one
-    row are in the same step. `role` is its part in a row of preferences, and `reference` its summed
-    log-probability under the policy before its first step, if the objective needs it.
+    row are in the same step. `role` is its role in a preference row, and `reference` its summed
+    log-probability under the model before the first step, if the objective needs it.
     """
 
     row: int
@@ -75,14 +75,14 @@ class Example:
 
 
 class Encoding(Protocol):
-    """A text as tokens."""
+    """A tokenised text."""
 
     @property
     def ids(self) -> Sequence[int]:
         """The tokens."""
 
     def boundary(self, character: int) -> int | None:
-        """Return how many tokens end before a character, or None if a token crosses it."""
+        """Return the number of tokens that end before a character; None if one spans its start."""
 
     def start(self, token: int) -> int:
         """Return the character at which a token starts."""
@@ -105,7 +105,7 @@ class Tokenizer(Protocol):
     def control_ids(self) -> frozenset[int]: ...
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Encoding]:
-        """Encode texts; parse control tokens in them, and add none."""
+        """Encode texts, including control tokens in them, without adding control tokens."""
 
     def spell(self, ids: Sequence[int]) -> Sequence[bytes]:
         """Return the bytes of each token."""
@@ -119,7 +119,7 @@ class OffsetEncoding:
     offsets: list[tuple[int, int]]
 
     def boundary(self, character: int) -> int | None:
-        """Return how many tokens end before a character, or None if a token crosses it."""
+        """Return the number of tokens that end before a character; None if one spans its start."""
         tokens = bisect_left(self.offsets, (character, -1))
         start, end = self.offsets[tokens - 1] if tokens else (-1, 0)
         # If a character is split into byte tokens, only the last token may have a width.
@@ -185,8 +185,8 @@ class ControlTokens:
 class Encoder:
     """Turns rows into examples.
 
-    `notes` apply to every conversation. `prefetch` is called with the next rows before the previous
-    rows are rendered one by one.
+    `notes` are added to every conversation's notes. `prefetch` is called with the next rows before
+    the previous rows are rendered one by one.
     """
 
     template: Template
@@ -201,7 +201,7 @@ class Encoder:
     def encode(
         self, rows: Iterable[Row], skipped: SkippedRows, notes: RowTally
     ) -> Iterator[EncodedRows]:
-        """Yield the examples of a few rows at a time; rows without any are added to `skipped`.
+        """Yield the examples of a few rows at a time; add rows without examples to `skipped`.
 
         While the tokenizer works on some rows, outside Python's lock, the next rows are rendered.
         """
@@ -385,7 +385,7 @@ class Encoder:
 
 
 def _prefers(rendering: Rendering) -> bool:
-    """Return whether the texts are a row of preferences, whose examples are used together."""
+    """Return whether the texts are a preference row, whose examples are used together."""
     return rendering.texts[0].role != ANSWER
 
 

@@ -53,7 +53,7 @@ class Finding:
     """A problem in the data. `train` warns about it, or refuses the data if it is an `error`.
 
     `rows` counts the rows that have it, `places` holds the first few of them. `tokens` counts the
-    lost supervised tokens; a skipped row counts as the mean of the other rows.
+    lost supervised tokens; for a skipped row, the mean of the other rows is assumed.
     """
 
     level: str  # "warning" or "error"
@@ -89,7 +89,7 @@ def skip_findings(files: Sequence[EncodedFile]) -> list[Finding]:
 
 
 def template_findings(source: str, thinking: str) -> Iterator[Finding]:
-    """Yield the findings that follow from a template's text alone, for any rows."""
+    """Yield the findings about a template that do not depend on the rows."""
     if "strftime_now" in source:
         advice = "the same rows give different tokens on another day, also at inference"
         yield Finding("warning", "the template writes today's date", 0, advice)

@@ -1,4 +1,4 @@
-"""Formats: how the rows of a data file become conversations, whatever their keys.
+"""Formats: convert the rows of data files to conversations, by their keys.
 
 format    keys                      a conversation of
 chat      messages                  the messages
@@ -7,7 +7,7 @@ prompt    prompt, completion        two texts, or two lists of messages
 alpaca    instruction, output       instruction and `input`; output
 text      text                      no conversation: a document
 
-Rows of preferences are in preferences.py.
+Preference rows are in preferences.py.
 """
 
 import shlex
@@ -28,7 +28,7 @@ from mlxtune.core.data.sources.datafiles import read_objects
 from mlxtune.errors import DataError, shorten
 
 JsonObject = Mapping[str, Any]
-# At least this many bad rows, at this share of all rows, mean a wrong file or format.
+# This many bad rows, if they exceed this share of all rows, mean a wrong file or format.
 _MANY, _MOST_BAD = 100_000, 0.99
 # Other tools' keys for a prompt, for an answer, and for texts that belong to a prompt.
 _ASKS = ("instruction", "question", "query", "prompt", "input")
@@ -62,9 +62,9 @@ def read_rows(
     """Yield the conversation of each good row, and add bad rows to `skipped`.
 
     With `auto`, the first row whose format is recognised decides the file's format. `fields` maps
-    field names to the keys that the file uses for them. An `objective` of preferences accepts only
-    rows of preferences; other objectives reject them. Raises DataError when the file cannot be
-    read, has rows of two formats under `auto`, or many rows of which nearly all are bad.
+    field names to the keys that the file uses for them. A preference `objective` accepts only
+    preference rows; other objectives reject them. Raises DataError when the file cannot be read,
+    has rows of two formats under `auto`, or many rows of which nearly all are bad.
     """
     fields, formats = fields or {}, formats_of(objective)
     file_format = None if format == "auto" else formats[format]

@@ -1,6 +1,6 @@
 """The contents of `mlxtune inspect`: numbers, findings, and rows as the model sees them.
 
-views/pages/inspect_page.py turns it into a page, views/inspect_console.py prints it.
+views/pages/inspect_page.py turns them into a page, and views/inspect_console.py prints them.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Piece:
 class ShownExample:
     """An example as the model sees it. It is part `part` of `parts` if a row was split.
 
-    `role` is the name of its role in a row of preferences. `cut` tokens beyond --max-seq-len are
-    not in `pieces`. `kinds` are the kinds of the findings that name its row.
+    `role` is the name of its role in a preference row. `cut` tokens beyond --max-seq-len are not in
+    `pieces`. `kinds` are the kinds of the findings that name its row.
     """
 
     path: str
@@ -150,7 +150,7 @@ def together(shown: Sequence[ShownExample]) -> list[ShownExample | ShownPair]:
 
 @dataclass(frozen=True)
 class Inspection:
-    """An inspection's result. `files` are ledgers as in ledger.json; lengths are uncut."""
+    """An inspection's result. `files` are ledgers as in ledger.json; lengths are not truncated."""
 
     model: str
     template: str
@@ -219,7 +219,7 @@ class InspectedExamples:
     def choose(self, findings: Sequence[Finding], count: int) -> list[int]:
         """Return examples to show: from rows that findings name, and evenly spaced examples.
 
-        A row of preferences is shown whole.
+        Preference rows are shown whole.
         """
         named = {(place.path, place.row) for finding in findings for place in finding.places}
         rows = {row for _, row in named}

@@ -9,7 +9,7 @@ text that the turn adds to that prompt when it is rendered too.
 
 If the rendering of the whole conversation starts with every turn's prompt and answer, it shows each
 turn as inference will, and one example holds them all. If not (Qwen3 drops earlier thinking, and
-writes an empty think block into the last turn only), each turn is its own example.
+writes an empty think block into the last turn only), each turn is a separate example.
 """
 
 import re
@@ -61,7 +61,7 @@ class RenderChat(Protocol):
 
 @dataclass(frozen=True)
 class _Turn:
-    """One assistant turn; `text` starts with prompt and answer, and may add a newline.
+    """One assistant turn; `text` is the prompt and the answer, perhaps with a newline after them.
 
     `unknown_end` is the end of the answer if no token ends it, with a remedy.
     """
@@ -239,7 +239,7 @@ class ModelTemplate:
     def _end(self, rest: str, message: Message) -> tuple[int, str]:
         """Return where the answer at the start of `rest` ends, after its end-of-turn token.
 
-        If no token ends it, the answer ends after the text behind its content; this text is
+        If no token ends it, the answer ends after the text that follows its content; this text is
         returned too, with a remedy.
         """
         ends = [match.span() for match in self._ends.finditer(rest)]

@@ -1,4 +1,4 @@
-"""Rows of preferences: two answers to compare, or one answer with a label.
+"""Preference rows: two answers to compare, or one answer with a label.
 
 keys                                        a row of
 prompt, chosen, rejected                    texts, or lists of messages
@@ -74,7 +74,7 @@ _KINDS = ("", "non_")
 
 
 def read_labelled(content: JsonObject, conversation: Conversation) -> Conversation:
-    """Give a conversation the label of its row. Only its last answer carries loss."""
+    """Return a conversation with its row's label. Only its last answer carries loss."""
     label = label_of(content)
     if not isinstance(label, bool):
         label = shorten(str(content.get("label")))

@@ -1,4 +1,4 @@
-r"""From conversations to the text that the model reads, with the supervised spans marked.
+r"""Renders conversations as the text that the model reads, and marks supervised spans.
 
     text        <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
     supervised                                                        ^^^^^^^^^^^^^^^^
@@ -78,7 +78,7 @@ def supervised_turns(conversation: Conversation, turns: str) -> list[int]:
 
 
 def _join(parts: Iterable[tuple[str, bool]]) -> Rendered:
-    """Join texts, each with a flag for whether it carries loss."""
+    """Join texts; the flag of each text says whether it carries loss."""
     text, spans = "", []
     for part, supervised in parts:
         if supervised:

@@ -1,1 +1,1 @@
-"""Files: written whole, owned, hashed, locked; and limited child processes."""
+"""Writes, checks, hashes and locks files, and runs limited child processes."""

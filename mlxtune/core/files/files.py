@@ -29,7 +29,7 @@ _REMEDIES = {
     errno.EMFILE: "allow more open files with ulimit -n or ",
     errno.EFBIG: "allow larger files with ulimit -f or ",
 }
-# The errors of file systems that cannot flush a folder, such as network ones.
+# The errors of file systems that cannot flush a folder, such as network file systems.
 _NO_FLUSH = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 
 
@@ -174,7 +174,7 @@ def check_writable(folder: Path, option: str, name: str = _LONG_NAME) -> None:
     """Raise OutputError unless a file of this name can be written into the folder.
 
     The folder may not exist yet. Both names are tried in the nearest existing folder, as file
-    systems refuse different names; nothing is left behind. `option` names the folder's option.
+    systems refuse different names; nothing is left behind. `option` is named in errors.
     """
     with as_output_error(folder / name if name != _LONG_NAME else folder, option):
         real = _real(folder)

@@ -2,7 +2,7 @@
 
 It imports nothing from mlxtune. The given script has two functions: `prepare()` imports the
 necessary libraries before memory is limited, and `serve(prepared, *arguments)` works until stdin is
-closed. Both exchange lines. The child ends when its parent does, even in the middle of its work.
+closed. Parent and child exchange lines. The child ends with its parent, even while it works.
 """
 
 import os

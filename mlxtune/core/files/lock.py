@@ -13,7 +13,7 @@ from typing import Any
 from mlxtune.core.files.ours import NotOurs, open_ours, remove_file
 from mlxtune.core.files.reading import open_regular
 
-# The most bytes that other processes read of a holder's note.
+# The most bytes of a holder's note that other processes read.
 _MAX_NOTE_BYTES = 64 * 1024
 # Readers hold a lock for an instant to see whether it is free; several may do so together.
 _INSTANT, _TRY_SECONDS = 0.1, 0.01

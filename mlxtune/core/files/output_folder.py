@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all: made next to its target, then renamed."""
+"""Writes folders whole or not at all: next to their target, which they then replace."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,7 +33,7 @@ def new_folder(
     The caller writes the file `manifest` there, JSON with the SHA-256 of all other files in
     `files`. An existing folder is replaced only with `overwrite`, and only if it holds exactly the
     unchanged files of its manifest, which must be remembered as this user's. `sources` are the
-    files and folders that are read, which the target must not hold.
+    files and folders to read, which must not be in the target.
 
     Raises OutputError.
     """
@@ -58,8 +58,9 @@ def replaced_folder(
 ) -> Iterator[Path]:
     """Yield an empty folder to fill, which replaces the target if all goes well.
 
-    Otherwise the target stays as it was. `option` named the target, which moves `aside` until the
-    new folder is in place. Both folders change only if `is_known` accepts them. Raises OutputError.
+    Otherwise the target stays as it was. `option` is named in errors. The target moves `aside`
+    until the new folder is in place. Both folders change only if `is_known` accepts them. Raises
+    OutputError.
     """
     temporary = beside(target)
 
@@ -94,7 +95,7 @@ def _check_known(target: Path, option: str, is_known: Callable[[Path], bool]) ->
 
 
 def put_back(aside: Path, target: Path, is_known: Callable[[Path], bool]) -> None:
-    """Rename a folder back if a process was killed before it replaced the folder."""
+    """Rename `aside` back if a process was killed before it put a new folder in place."""
     if not os.path.lexists(target) and is_known(aside):
         move(aside, target)
 

@@ -123,7 +123,7 @@ def own_environment(**variables: str) -> dict[str, str]:
 class Children:
     """Starts Python with this package; all temporary files go to `scratch`.
 
-    A process that runs longer than `limit` seconds is killed.
+    Processes that run longer than `limit` seconds are killed.
     """
 
     scratch: Path
@@ -238,7 +238,7 @@ class LimitedProcess:
 
 
 def resident_memory(pid: int) -> int:
-    """Return the bytes of memory that a process uses, except memory that macOS compressed."""
+    """Return the bytes of a process in memory, without memory that macOS compressed."""
     import psutil
 
     with suppress(psutil.Error):  # the process has ended

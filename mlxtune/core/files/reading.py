@@ -53,7 +53,7 @@ def open_zipped(path: Path) -> IO[bytes]:
 
 def read_at_most(file: io.BufferedReader, size: int) -> bytes:
     """Return the first bytes of a file that is open at its start. Raises OSError."""
-    # Python reserves as much memory as a read asks for.
+    # A read allocates memory for the full size that it requests.
     content = file.read(min(os.fstat(file.fileno()).st_size + 1, size))
     # A file may grow while it is read.
     while len(content) < size and (more := file.read(min(size - len(content), _PIECE))):

@@ -1,4 +1,4 @@
-"""Files that this user made on this machine: a list of unguessable ids in the user's cache."""
+"""Remembers files that this user made on this machine, by random ids in the user's cache."""
 
 from contextlib import suppress
 

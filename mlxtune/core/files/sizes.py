@@ -1,4 +1,4 @@
-"""Files read within limits: a file's size is checked against its kind and its blocks on disk."""
+"""Reads files within limits of their kind, and rejects sizes far beyond the blocks on disk."""
 
 import io
 import os
@@ -9,13 +9,13 @@ from typing import Any
 from mlxtune.config.limits import Limits, TooLarge, check_bytes, check_count, parse_json
 from mlxtune.core.files.reading import open_regular, read_at_most
 
-# At least one byte in this number must be on disk. If APFS, btrfs or ZFS compress a file, text
-# shrinks to about a tenth, and an untrained adapter, half of it zeros, to about half. A file with
-# fewer bytes on disk consists almost entirely of holes.
+# At least one in this number of bytes must be on disk; otherwise a file is almost all holes. Text
+# that APFS, btrfs or ZFS compress shrinks to about a tenth of its size, and an untrained adapter,
+# half of it zeros, to about half.
 _LEAST_STORED = 64
 # Smaller files take little memory, and some file systems store them in no block.
 _SMALL = 2**20
-# Larger than any file that is read whole without a limit for its kind.
+# The limit of files without a limit for their kind, larger than any of them.
 _ANY = Limits(2**30)
 # The most pieces of a file to check; a file with more pieces is not made of holes.
 _MOST_PIECES = 10_000

@@ -1,4 +1,4 @@
-"""From data files to rows: JSON lines, a JSON array, CSV, any of them gzipped, or parquet.
+"""Reads rows of data files: JSON lines, a JSON array or CSV, also gzipped, and parquet.
 
 The first bytes of a file decide its kind; only CSV and TSV are recognised by name.
 """
@@ -23,13 +23,13 @@ from mlxtune.core.files.reading import open_regular, open_zipped
 from mlxtune.core.files.sizes import check_stored
 from mlxtune.errors import DataError, one_line
 
-# File names in a data folder: mlx-lm's names, also with the suffixes of other formats.
+# The endings of file names in a data folder: mlx-lm's .jsonl and other formats' suffixes.
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *TABLES)
 # The names of validation files, and of the hub's splits.
 VALIDATION = ("validation", "valid", "val", "dev")
 _MAX_LINE_BYTES = 1 << 26
-# The most bytes of a JSON array, which is read whole: one character beyond 16 bits makes all take
-# 32 bits.
+# The most bytes of a JSON array, which is read whole: in memory, one character beyond 16 bits makes
+# every character take 32 bits.
 _MAX_ARRAY_BYTES = 1 << 27
 # The most consecutive blank lines and comments; a million take a second.
 _MAX_ROWLESS = 1_000_000

@@ -50,7 +50,7 @@ def parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
 def _has_pyarrow() -> bool:
     try:
         return importlib.util.find_spec("pyarrow") is not None
-    except ValueError:  # tests hide it
+    except ValueError:  # some tests hide pyarrow
         return False
 
 

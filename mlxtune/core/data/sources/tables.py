@@ -29,7 +29,7 @@ _EXPORT = (
 
 
 def is_table(path: Path, head: bytes) -> bool:
-    """Return whether a file is CSV or TSV: its name says so, unless it starts as JSON does."""
+    """Return whether a file is named as CSV or TSV, and does not start like JSON."""
     return path.name.lower().endswith(NAMES) and not head.lstrip().startswith((b"{", b"["))
 
 
