@@ -13,7 +13,7 @@ from mlxtune.core.evaluation.evaluation import Difference
 
 RESAMPLES, CONFIDENCE = 10_000, 0.95
 _TAIL = (1 - CONFIDENCE) / 2
-# Row indices drawn at once, over all resamples.
+# The most row indices drawn at the same time, over several resamples.
 _DRAWN_AT_ONCE = 1 << 22
 
 Floats = npt.NDArray[np.float64]

@@ -37,7 +37,7 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
 
 
 def file_lines(evaluation: Evaluation) -> list[str]:
-    """Return the verdict on each file, for a person who may see their paths."""
+    """Return the verdict on each file, for readers who may see the files' paths."""
     return [
         f"{each.path}: {each.words}, {_preferred(each)}{each.base_loss:.4f} to "
         f"{each.adapted_loss:.4f} on {count(each.rows, 'row')}"

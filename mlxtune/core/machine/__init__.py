@@ -1,1 +1,1 @@
-"""The machine: reservations, facts and diagnosis."""
+"""The machine: its facts and conditions, checks of them, GPU faults and reservations."""

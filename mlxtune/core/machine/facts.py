@@ -23,7 +23,7 @@ from mlxtune.core.files.processes import ChildTimeoutError, output_of, own_envir
 from mlxtune.core.files.reading import read_kernel_file
 from mlxtune.errors import one_line
 
-# The packages that install MLX's own library, all into the same place.
+# The packages that install MLX's own library, each into the same file.
 MLX_LIBRARIES = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal")
 
 _SYSCTL = ("machdep.cpu.brand_string", "sysctl.proc_translated", "iogpu.wired_limit_mb")
@@ -129,7 +129,7 @@ class Machine:
 
 
 def probe_device() -> tuple[Device | None, str]:
-    """Return the device of MLX; or None, and the reason why MLX does not start."""
+    """Return MLX's device, or None and the reason why MLX does not start."""
     # A separate process survives a crash of MLX.
     command = [sys.executable, "-m", "mlxtune.backend.models.probe"]
     try:

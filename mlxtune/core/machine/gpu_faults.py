@@ -11,8 +11,8 @@ from enum import Enum
 
 from mlxtune.errors import GpuError, MemoryLimitError, MlxTuneError, one_line
 
-# macOS ends commands that keep the GPU from drawing. Its driver reads the variable when MLX opens
-# the device. MLX's maintainers mention it; users report that smaller command buffers do not help.
+# macOS ends commands that keep the GPU from drawing. Its driver reads this variable when MLX opens
+# the device. MLX's maintainers mention it; for users, smaller command buffers did not help.
 _NO_WATCHDOG = (
     "let the display sleep while it trains, or start it with AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 in "
     "the environment, a switch of Apple's driver for this process"
@@ -21,7 +21,7 @@ _AGAIN = "run it again, and restart the machine if that fails too"
 
 
 class Fault(Enum):
-    """A fault of the GPU: the texts that report it, its meaning, and its remedy."""
+    """A fault of the GPU: the messages that report it, its meaning, and its remedy."""
 
     OUT_OF_MEMORY = (
         # Includes messages of MLX's CPU backend and of numpy.

@@ -1,4 +1,4 @@
-"""Preference losses, as formulas over log-probabilities.
+"""Preference losses as formulas over log-probabilities.
 
 Each takes the `Sides` of a step's rows and the options, and returns the loss of each row. `xp` is
 the array module: numpy, or mlx.core if a gradient is needed.

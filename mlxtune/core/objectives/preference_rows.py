@@ -125,7 +125,7 @@ def _content(key: str, logps: Sequence[float]) -> dict[str, Any]:
 
 
 def cached(cache: Path | None, key: str) -> list[Path]:
-    """Return the cache's file for this key, as a list of one path; empty without a cache."""
+    """Return a list with the cache's file for this key; an empty list without a cache."""
     return [] if cache is None else [cache / _CACHE / f"{key[:32]}.json"]
 
 

@@ -140,7 +140,7 @@ def reopen(run: Path) -> None:
 def lock_run(run: Path, *, new: bool = False) -> Lock:
     """Lock a run's folder, created if missing, for the lifetime of this process.
 
-    The run must change no other program's files there, as `check_own` checks.
+    The run must change no other program's files there (see `check_own`).
 
     Raises OutputError when another process trains there, or the folder cannot be written.
     """
@@ -175,7 +175,7 @@ def request_stop(run: Path) -> None:
 
 
 class StopRequest:
-    """Returns whether another process has asked the run in a folder to stop; notifies once."""
+    """Checks whether another process asked the run in a folder to stop; calls `notify` once."""
 
     def __init__(self, run: Path, notify: Callable[[], None]) -> None:
         self._path, self._notify = run / STOP, notify

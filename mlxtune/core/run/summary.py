@@ -1,4 +1,4 @@
-"""The description of a run that all texts, pages, cards and tables share, and compared options."""
+"""Describes a run once, for all texts, pages, cards and tables, and compares options of runs."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def read_trained_rows(run: Path, warn: Callable[[str], None]) -> npt.NDArray[np.
 def rows_behind(adapter: Path, warn: Callable[[str], None]) -> npt.NDArray[np.uint64]:
     """Return the identities of the rows that an adapter was trained on, as far as is known.
 
-    The run is found around the adapter's checkpoint, or next to the adapter unless the run's result
-    has another adapter's hash.
+    The run holds the adapter's checkpoint, or is next to the adapter, unless its result has the
+    hash of another adapter.
     """
     with suppress(OSError, ValueError, OutputError):
         run = run_folder_at(adapter)

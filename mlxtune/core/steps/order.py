@@ -27,7 +27,7 @@ def hold_out_rows(
     val_rows: int,
     files: npt.NDArray[np.int32] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Return the training rows and the held-out rows, as indices in their order.
+    """Return the training rows and the held-out rows, as ascending indices.
 
     ceil(n * val_split) of n rows are held out, at most `val_rows`, with at least one on each side.
     `files` gives each row's file; the same share of each is then held out. Rows of one group stay

@@ -196,7 +196,7 @@ class _Lines:
         return [list(part) for part in cheapest_cut(len(self._runs), costs)]
 
     def _fill(self, count: int, *, sharing_first: bool) -> list[list[int]] | None:
-        """Put each place, the longest first, into the line where it adds the fewest tokens.
+        """Put each example, the longest first, into the line where it adds the fewest tokens.
 
         Without `sharing_first`, choose the emptiest line. Returns None if the lines are too few.
         """

@@ -14,9 +14,9 @@ _LATENCY = 1e-4
 class Scaling:
     """A step on `workers` machines with links of `gbps` Gbit/s.
 
-    `dearest` is the largest share of the step's cost on one machine. `exchanges` exchanges sum
-    `exchanged` bytes in total over all workers: gradients and, if they share the model, partial
-    results. `step_s` is the time of a step on one machine, if known.
+    `dearest` is the largest share of the step's cost on one machine. `exchanges` all-reduces sum
+    `exchanged` bytes in total: gradients and, if the workers share the model, partial results.
+    `step_s` is the time of a step on one machine, if known.
     """
 
     workers: int
@@ -28,10 +28,11 @@ class Scaling:
 
     @property
     def exchange_s(self) -> float:
-        """The seconds of the exchanges on a ring.
+        """The seconds that the exchanges take on a ring.
 
-        Each machine sends (n - 1) / n of the bytes twice, 2 (n - 1) messages each (Patarasu, Yuan,
-        "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009).
+        Each machine sends (n - 1) / n of the bytes twice, in 2 (n - 1) messages per exchange
+        (Patarasu, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+        2009).
         """
         sent = 8 * self.exchanged / self.workers / (self.gbps * 1e9)
         return 2 * (self.workers - 1) * (_LATENCY * self.exchanges + sent)

@@ -42,7 +42,7 @@ class Facts:
 def choose(facts: Facts, config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
     """Return values for the options that were not given.
 
-    All linear projections are targets, with a higher rank than two targets have by default; the
+    All linear projections are targets, with a higher rank than the default for two targets; the
     rate falls with the size of the model; --max-seq-len keeps the answers; epochs make enough steps
     without overfitting; and ten validations choose the best adapter.
     """

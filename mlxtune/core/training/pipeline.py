@@ -1,4 +1,4 @@
-"""The interface of the backend to the trainer."""
+"""The interface of the backend that the trainer uses."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ class Pipeline(Protocol):
     def relieve_memory(self, halve_for: Sequence[Example] | None = None) -> int | None:
         """Release memory that is only cached.
 
-        With `halve_for`, the examples of a step, also limit micro-batches to half its largest.
+        With `halve_for`, the examples of a step, also limit micro-batches to half of its largest.
         Return the new limit in tokens, or None if each micro-batch is already a single example.
         """
 
@@ -88,7 +88,7 @@ class Pipeline(Protocol):
     ) -> npt.NDArray[np.float64]:
         """Return each example's summed log-probability over its supervised tokens, in nats, (E,).
 
-        `on_progress` gets the number of examples done, now and then; its errors pass through.
+        `on_progress` is called now and then with the number of examples done; its errors propagate.
         """
 
     def measure(

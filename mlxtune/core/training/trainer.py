@@ -186,10 +186,10 @@ class InstructTrainer:
                             step.examples, step=step.number, learning_rate=step.learning_rate
                         )
                         if self._profiler:
-                            # While a step is measured, nothing else may run. `_finish` reports its
+                            # While a step is profiled, no other step may run. `_finish` reports its
                             # error.
                             pending.result()
-                    # The numbers of a step are read while the device computes the next one.
+                    # A step's results are read while the device computes the next step.
                     self._finish()
                     self._started = StartedStep(step, started, pending)
                 result = self._recorder.finish(self.progress.step < self.total_steps)
@@ -216,7 +216,7 @@ class InstructTrainer:
             raise
 
     def _refer(self, resume: ResumePoint | None) -> None:
-        """Read or compute the reference's log-probabilities for the rows of preferences.
+        """Read or compute the reference's log-probabilities for the preference rows.
 
         A new run computes them before its first step, if not cached; a resumed run must find them.
         """
