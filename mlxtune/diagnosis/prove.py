@@ -76,8 +76,8 @@ def prove(
 def show(*, as_json: bool, share: Path | None = None) -> bool:
     """Print the table, and JSON on request; return whether all checks passed.
 
-    Without a live line, print each check when it ends. `share` is a file to write the result to,
-    without names and paths. Raises OutputError if it cannot be written.
+    If the terminal shows no live progress line, print each check when it ends. `share` is a file to
+    write the result to, without names and paths. Raises OutputError if it cannot be written.
     """
     if share is not None:
         files.check_outputs([share], [], "--share")
@@ -158,7 +158,7 @@ def parts(bench: Workbench, device: str) -> list[Part]:
 def carry_out(
     all_parts: Sequence[Part], on_progress: Callable[[str], None]
 ) -> Iterator[ProofCheck]:
-    """Yield the checks of all parts; an error in one becomes a failed check."""
+    """Yield the checks of all parts; an error or timeout in a part becomes a check."""
     for number, (kind, name, part) in enumerate(all_parts, 1):
         on_progress(f"{number}/{len(all_parts)} {kind}: {name}")
         began = time.monotonic()

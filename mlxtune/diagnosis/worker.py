@@ -211,7 +211,7 @@ def _lora(dropout: float = 0.0) -> InstructConfig:
 def _computed(
     folder: Path, examples: Sequence[Example], way: Way, compute: str, dtype: str = "float32"
 ) -> tuple[Step, str]:
-    """Return a step with seeded LoRA matrices, and the reason if it could not pack examples."""
+    """Return loss and gradients with seeded LoRA matrices, and why examples are not packed."""
     base = loading.load_base(folder, dtype, quantized_compute=compute)
     pipeline = InstructPipeline(base.model, _lora(way.dropout), execution=way.execution)
     return step_of(pipeline, examples), pipeline.forward.packing_problem

@@ -9,7 +9,7 @@ from typing import Any
 _MOST = 10_000
 # The maximum width of a matrix or size of a vocabulary: forty times the largest known.
 _WIDEST = 10_000_000
-# Gemma 3n's vocab_size_per_layer_input is not a number of layers.
+# Keys that count layers, which Gemma 3n's vocab_size_per_layer_input does not.
 LAYERS = re.compile(r"(?!.*per_layer).*layer.*|.*pattern")
 _LISTED = re.compile(
     rf"{LAYERS.pattern}|.*(?:experts|_(?:inputs|blocks|stages|modules|groups|depths?))"

@@ -30,7 +30,7 @@ _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def is_local(model_path: str) -> bool:
-    """Return whether `find_folder` would find a folder on this machine, without a download."""
+    """Return whether `find_folder` needs no download: the path exists, or is not owner/name."""
     folder = Path(os.path.expanduser(model_path))  # noqa: PTH111
     try:
         return folder.exists() or not _REPOSITORY.fullmatch(model_path)
@@ -41,7 +41,7 @@ def is_local(model_path: str) -> bool:
 def find_folder(model_path: str, *, weights: bool = True) -> Path:
     """Return a model's folder, downloaded if `model_path` is owner/name.
 
-    Without `weights`, only the small files are downloaded. Raises ModelError.
+    Without `weights`, downloads only the small files. Raises ModelError if there is no model.
     """
     # Unlike Path.expanduser, this keeps a path with an unknown user's home unchanged.
     folder = Path(os.path.expanduser(model_path))  # noqa: PTH111
@@ -218,7 +218,7 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def weight_names(folder: Path) -> list[str]:
-    """Return the names of the tensors in a model folder, from their headers. Raises ModelError."""
+    """Return the names of a model folder's tensors. Raises ModelError if a header is broken."""
     return list(_tensors(folder))
 
 

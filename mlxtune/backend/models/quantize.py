@@ -71,7 +71,7 @@ def describe_format(parameters: Mapping[str, Any]) -> str:
 
 
 def format_name(quantize: str, double_quant: bool = False) -> str:
-    """Return the name of a format, with any double quantisation."""
+    """Return the name of a format, including double quantisation if it applies."""
     return f"{quantize} with double quantisation" if double_quant else quantize
 
 

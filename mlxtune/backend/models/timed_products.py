@@ -39,12 +39,12 @@ class TimedProducts:
 
     @property
     def faster(self) -> str:
-        """The form to compute in."""
+        """The faster form; `quantized` unless dequantised products gain enough."""
         gains = self.dequantized < self.quantized * (1 - _GAIN)
         return DEQUANTIZED if gains else QUANTIZED
 
     def describe(self) -> str:
-        """Return the choice and the times in a line."""
+        """Return the choice and the times in one line."""
         times = {QUANTIZED: self.quantized, DEQUANTIZED: self.dequantized}
         other = next(form for form in times if form != self.faster)
         return (

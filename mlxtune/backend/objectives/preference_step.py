@@ -75,10 +75,10 @@ class PreferenceStep:
         return float(self.objective.loss(self.layout.sums(self.logps), self.layout, self.totals))
 
     def check_first_loss(self, logps: _Floats, *, in_16_bits: bool) -> None:
-        """Raise ModelError if the first step's loss shows a wrong reference.
+        """Raise ModelError if the first step's loss contradicts the reference's log-probabilities.
 
-        At the first step, policy and reference are the same model, so DPO's first loss is ln 2,
-        except for rounding, because the reference ran in different micro-batches.
+        At the first step, policy and reference are the same model, so DPO's loss is ln 2. Rounding
+        may differ, because the reference ran in different micro-batches.
         """
         expected = self.objective.expected_first_loss(self.layout)
         if expected is None:

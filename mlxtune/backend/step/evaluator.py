@@ -160,7 +160,7 @@ def most_tokens(parameters: int) -> int:
 
 
 def _sums(batch: MicroBatch | Pack, each: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the sum over each example's part of `each`, in the order of the batch."""
+    """Return the sum of each example's losses; `each` holds the losses of a batch's tokens."""
     sums = np.zeros(len(batch.counts))
     np.add.at(sums, np.repeat(np.arange(len(sums)), batch.counts), each)
     return sums

@@ -161,7 +161,7 @@ class InstructPipeline:
         rate = self.learning_rate if learning_rate is None else learning_rate
         build = partial(self.builder.build, examples, step, rate)
         if before is not None:
-            # With several micro-batches, the device is busy while the host prepares the next one.
+            # Only steps of one micro-batch: with several, the device is busy without this.
             ahead = self.forward.execution.operations.lazy and not self.phases.timer
             ahead = ahead and self.builder.can_build_ahead()
             if ahead and before.step and self.batches.is_one(share):

@@ -51,7 +51,7 @@ class Graph:
     arrays: Any
 
     def parts(self) -> list[Sequence[Any]]:
-        """Return the arrays of each stage, without keeping the outputs."""
+        """Return the arrays of each stage, and clear `outputs`."""
         found: list[Sequence[Any]] = []
         if self.stages > 1:
             forward = max(int(self.stages * _FORWARD), 1)

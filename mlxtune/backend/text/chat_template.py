@@ -146,7 +146,7 @@ def read_template_file(path: Path) -> str:
 
 
 def start_process() -> None:
-    """Start the process that renders templates early: it takes as long as loading a tokenizer."""
+    """Start the rendering process in advance: starting takes as long as loading a tokenizer."""
     _process().start()
 
 

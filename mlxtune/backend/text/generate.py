@@ -93,8 +93,8 @@ class _Stopped(Exception):
 class Generator:
     """Answers prompts one after another, and keeps the cache of the last prompt and its answer.
 
-    The first tokens of the next prompt are not run again if they are the same and the cache can be
-    trimmed to them. Call `forget` when the model has changed.
+    If the next prompt starts with the same tokens, these do not run again, provided that the cache
+    can be trimmed. Call `forget` when the model has changed.
     """
 
     def __init__(self, model: nn.Module, tokenizer: ModelTokenizer, vocab_size: int) -> None:

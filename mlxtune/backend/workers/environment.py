@@ -71,7 +71,7 @@ class Link:
 
 
 def judge_workers(reports: Sequence[WorkerReport], link: Link) -> Iterator[Check]:
-    """Yield checks that the workers, from 0 on, agree, and of the network between them."""
+    """Yield checks of whether workers agree, and of their network; `reports` are by worker."""
     first, *others = reports
     machines = len({report.machine for report in reports})
     yield Check(OK, "workers", f"{len(reports)} on {count(machines, 'machine')}")

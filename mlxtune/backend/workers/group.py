@@ -43,7 +43,7 @@ class Workers:
         return cls(group if group.size() > 1 else None, tensor=tensor)
 
     def describe(self) -> int | str:
-        """Return their number and whether they share the model: a result's bytes depend on both."""
+        """Return the number of workers and whether they share the model: results depend on both."""
         return f"{self.size} workers that share the model" if self.split_model else self.size
 
     def share(self, costs: Sequence[float]) -> list[int]:
@@ -87,11 +87,11 @@ class Workers:
         return self.sum([loss * share, gradients, numbers])
 
     def sum_own(self, values: mx.array) -> mx.array:
-        """Merge float32 values; each worker passes its values, zeros for the others'."""
+        """Merge float32 values; each worker passes zeros in place of the other workers' values."""
         return values if self.split_model else mx.distributed.all_sum(values, group=self.group)
 
     def merge(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Merge values (n,) exactly; each worker passes its values, zeros for the others'."""
+        """Merge values (n,) exactly; each worker passes zeros in place of the others' values."""
         if self.size == 1 or self.split_model or not len(values):
             return values
         bits = mx.array(np.ascontiguousarray(values).view(np.uint32))
@@ -131,7 +131,7 @@ class Workers:
         self.texts("")
 
     def from_first(self, tree: Any) -> Any:
-        """Return worker 0's tree of arrays, evaluated."""
+        """Return worker 0's arrays, evaluated; each worker passes a tree of the same shapes."""
         if self.size == 1:
             return tree
         named = tree_flatten(tree)

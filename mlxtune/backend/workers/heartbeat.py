@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 INTERVAL, PATIENCE = 2.0, 16.0
 # Bytes of the token that a connecting worker sends, and of its number after the token.
 TOKEN_SIZE, _WORKER_SIZE = 32, 4
-# The maximum of connections that have not sent the token: an attacker may open many.
+# The maximum number of connections without a token so far: an attacker may open many.
 _MOST_WAITING = 256
 _ALIVE, _BYE, _FAILED = b".", b"q", b"x"
 
@@ -88,7 +88,7 @@ class Heartbeat:
         selector: selectors.BaseSelector,
         waiting: dict[socket.socket, bytes],
     ) -> None:
-        """Read more of a handshake; when it is complete, keep a worker's connection or close it."""
+        """Read more of a handshake; once it is complete, keep a valid connection, or close it."""
         size = TOKEN_SIZE + _WORKER_SIZE
         try:
             more = connection.recv(size - len(waiting[connection]))

@@ -20,7 +20,7 @@ _FEWEST = 64
 
 
 class SortedGLU(nn.Module):
-    """The gated experts of mlx-lm's SwitchGLU."""
+    """mlx-lm's SwitchGLU (gated experts), computed on tokens sorted by expert."""
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         def run(x: mx.array, experts: mx.array) -> mx.array:
@@ -34,7 +34,7 @@ class SortedGLU(nn.Module):
 
 
 class SortedMLP(nn.Module):
-    """The experts of mlx-lm's SwitchMLP."""
+    """mlx-lm's SwitchMLP (experts), computed on tokens sorted by expert."""
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         def run(x: mx.array, experts: mx.array) -> mx.array:

@@ -17,7 +17,7 @@ from mlxtune.backend.models.replaced import subclasses
 # The tokens of a block: for RWKV 7 over all rows, because its backward pass holds their states; for
 # Mamba 2 mlx-lm's block size, because it computes weights for all pairs of tokens in a block.
 BLOCK, _PAIRED = 64, 256
-# Longer kernels would take too many products.
+# The longest convolution kernel that `convolve` replaces: each entry takes a product.
 _LONGEST = 8
 
 
