@@ -1,2 +1,2 @@
-# Before any test module imports mlx: it loads a fast BLAS.
+# This import loads a fast BLAS, and must come before any test module imports mlx.
 import mlxtune.backend  # noqa: F401

@@ -1,4 +1,4 @@
-"""Fast BLAS first, as in every entry to the package; then tiny models and examples."""
+"""Tiny models and random examples; importing mlxtune first loads a fast BLAS."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MakePipeline = Callable[..., InstructPipeline]
 def skip_kernels_that_are_not_here() -> Iterator[None]:
     """Skip tests that request the CPU's kernels if numba is missing, as on a Mac.
 
-    Tests outside this folder do not request them: a command that chose them there would fail.
+    Only in this folder: elsewhere, a command that requests them without numba must fail.
     """
 
     def skip(*_: Any) -> None:
@@ -43,7 +43,7 @@ def skip_kernels_that_are_not_here() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def evaluate_in_micro_batches_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make evaluations use the micro-batches that tests choose, and no larger micro-batches."""
+    """Make evaluations use training's micro-batch size instead of a larger one."""
     monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 0)
 
 
@@ -85,7 +85,7 @@ def fill_lora_b(pipeline: InstructPipeline, seed: int = 1) -> None:
 
 
 def random_examples(count: int = 5, *, longest: int = 40, seed: int = 0) -> list[Example]:
-    """Return examples of random lengths, tokens and masks, each with a supervised token."""
+    """Return random examples, each with at least one supervised token."""
     rng = np.random.default_rng(seed)
     examples = []
     for row in range(1, count + 1):

@@ -1,4 +1,4 @@
-"""The CPU's kernels for tests that also run without numba, as on a Mac."""
+"""The CPU's kernels, for tests that are partly skipped without numba, as on a Mac."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REASON = "needs numba, which the extra cpu brings on Linux alone"
 
 
 class _Absent:
-    """Replaces a module; each of its functions skips the calling test."""
+    """Replaces a kernel module; its functions skip the calling test."""
 
     def __getattr__(self, name: str) -> Any:
         def skip(*_: Any, **options: Any) -> NoReturn:
@@ -21,7 +21,7 @@ class _Absent:
 
 
 def kernel_module(name: str) -> Any:
-    """Return a module of mlxtune.backend.cpu, or a stand-in that skips tests without numba."""
+    """Return a module of mlxtune.backend.cpu, or an `_Absent` one without numba."""
     try:
         return importlib.import_module(f"mlxtune.backend.cpu.{name}")
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""mlx-lm's layers of experts, to compare with their replacements."""
+"""Compare mlx-lm's layers of experts with their replacements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def with_lora(made: nn.Module, *names: str) -> nn.Module:
 
 
 def indices(tokens: int, per_token: int, count: int, seed: int = 0) -> mx.array:
-    """Return different experts for each token, as top-k gives them: (1, tokens, per_token)."""
+    """Return the experts of each token as (1, tokens, per_token), all different, as from top-k."""
     order = np.random.default_rng(seed).random((1, tokens, count)).argsort(axis=-1)
     return mx.array(order[..., :per_token].astype(np.uint32))
 
@@ -45,7 +45,7 @@ def indices(tokens: int, per_token: int, count: int, seed: int = 0) -> mx.array:
 def assert_same(
     made: nn.Module, chosen: mx.array, prepare: Callable[[nn.Module], Callable[[], None]]
 ) -> None:
-    """Compare outputs and gradients of experts changed by `prepare` with mlx-lm's."""
+    """Compare outputs and gradients of mlx-lm's experts before and after `prepare`."""
     names = [name for name, _ in tree_flatten(made.trainable_parameters())]
     trained = [value for _, value in tree_flatten(made.trainable_parameters())]
 

@@ -1,4 +1,4 @@
-"""A base model with a trained adapter."""
+"""Adapters on a base model: their outputs, and errors for adapters that do not fit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_adapter_of_experts_is_what_mlx_lm_loads(tmp_path: Path, architecture: s
     assert {shape[0] for shape in shapes} == {4}
     ours = load_adapted(load_base(model, "float32"), str(output))
     theirs, _ = load(str(model), adapter_path=str(output.parent))
-    # Some CPUs' products round differently.
+    # On some CPUs, the two models' products round differently.
     np.testing.assert_allclose(logits(ours.model), logits(theirs), rtol=1e-5, atol=1e-5)
     plain = load_base(model, "float32")
     assert np.abs(logits(theirs) - logits(plain.model)).max() > 0.01
@@ -146,7 +146,7 @@ def test_adapter_of_another_model_is_an_error(trained: tuple[Path, Path], tmp_pa
     other = write_model(tmp_path / "other", "qwen3", hidden_size=32)
     with pytest.raises(ModelError) as raised:
         load_adapted(load_base(other, "float32"), str(adapter))
-    # One tensor represents all of them.
+    # The message names one tensor and counts the others.
     assert re.fullmatch(
         f".*: was made on another model, {trained[0]}, and does not fit the model: "
         r"\S+ is \(64, 8\), the model needs \(32, 8\), and \d+ more: "

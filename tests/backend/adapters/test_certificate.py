@@ -1,4 +1,4 @@
-"""The content and the tolerances of a certificate."""
+"""The content of a certificate, and its tolerances."""
 
 from __future__ import annotations
 

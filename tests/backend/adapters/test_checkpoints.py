@@ -1,4 +1,4 @@
-"""Adapters in mlx-lm's format, written and read back."""
+"""Writing and reading adapters in mlx-lm's format."""
 
 from __future__ import annotations
 

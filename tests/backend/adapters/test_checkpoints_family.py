@@ -1,4 +1,4 @@
-"""Written adapters of LoRA's family: mlx-lm computes the trained model's outputs with them."""
+"""Written adapters of LoRA's family give the trained model's outputs in mlx-lm."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FAMILY: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=[None, 4], ids=["float32", "quantised"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Qwen2 has biases.
+    # Qwen2's projections have biases.
     target = tmp_path_factory.mktemp("written") / "qwen2"
     return write_model(target, "qwen2", quantize=request.param)
 
@@ -98,7 +98,7 @@ def test_adapters_that_mlx_lm_trained_are_loaded(
 ) -> None:
     model, _ = load(str(folder))
     model.set_dtype(mx.float32)
-    # A scale that is not alpha / rank for any alpha in the config.
+    # No alpha in a config gives exactly this scale as alpha / rank.
     parameters = {"rank": 3, "scale": 0.1 + 0.2, "dropout": 0.0} | ({"keys": keys} if keys else {})
     model.freeze()
     linear_to_lora_layers(model, layers, parameters, use_dora=dora)
@@ -200,7 +200,7 @@ def test_same_run_writes_the_same_bytes(folder: Path, tmp_path: Path) -> None:
             (tmp_path / name).mkdir(exist_ok=True)
             trained(folder, **FAMILY[member]).snapshot()(tmp_path / name)
             written.append({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()})
-            # Metadata may be in any order.
+            # MLX writes this file's metadata in no fixed order.
             del written[-1]["optimizer.safetensors"]
         assert written[0] == written[1]
         assert "parameters.safetensors" in written[0]
@@ -219,10 +219,10 @@ def test_pissa_takes_the_largest_singular_vectors_of_the_dequantised_weight(fold
         expected = (u[:, :4] * s[:4]) @ vt[:4]
         found = 2.0 * (np.array(module.lora_a) @ np.array(module.lora_b)).T
         np.testing.assert_allclose(found, expected, atol=1e-5)
-        # A compiled step treats only frozen arrays as constants.
+        # Separate arrays, because a compiled step treats only frozen arrays as constants.
         assert module.principal.a is not module.lora_a
         assert mx.array_equal(module.principal.a, module.lora_a)
-        # A and B share the sizes evenly.
+        # A and B share each singular value evenly.
         sizes_of_a = np.linalg.norm(np.array(module.lora_a), axis=0)
         np.testing.assert_allclose(sizes_of_a, np.sqrt(s[:4] / 2), rtol=1e-5)
 

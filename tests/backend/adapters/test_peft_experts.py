@@ -1,4 +1,4 @@
-"""LoRA on experts in PEFT's layout, against the update that PEFT computes from it."""
+"""LoRA on experts in PEFT's layout gives the update that PEFT computes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def delta(each: Update) -> np.ndarray:
 
 
 def pefts_delta(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The update (experts, out, in) as in ParamWrapper.get_delta_weight."""
+    """Return PEFT's update (experts, out, in), as in ParamWrapper.get_delta_weight."""
     a = a.reshape(EXPERTS, -1, a.shape[-1])
     return np.einsum("o r e, e r i -> e o i", b.reshape(b.shape[0], -1, EXPERTS), a)
 

@@ -1,4 +1,4 @@
-"""The share of a gain that remains, and the chosen storage."""
+"""The lost share of an adapter's gain, and the storage chosen by it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ STORAGES = ["as the base", "in 6 bits", "in 8 bits", "plain"]
 @pytest.mark.parametrize(
     ("base", "trained", "value", "lost"),
     [
-        # Loss fell from 7 to 5: at 5.5, a quarter of the gain is gone.
+        # Base 7, trained 5, fused 5.5: a quarter of the gain is lost.
         (7.0, 5.0, 5.5, 0.25),
         (7.0, 5.0, 4.9, 0.0),
         (7.0, 5.0, 8.0, 1.5),
-        # A divergence, which is 0 for the trained model.
+        # Divergences from the trained model; its own is 0.
         (0.4, 0.0, 0.1, 0.25),
-        # The adapter changes nothing, so nothing can be lost.
+        # The adapter changes nothing, so there is no gain to lose.
         (0.0, 0.0, 0.1, 0.0),
         (7.0, 5.0, math.nan, 1.0),
         (math.inf, 5.0, 5.0, 1.0),

@@ -1,4 +1,4 @@
-"""The formats of fused projections, and how a config names them."""
+"""The storage formats of fused projections, and their names in a config."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_storages_have_more_bits_one_after_the_other(
     [
         (quantized(4), AS_BASE, (64, 4, "affine")),
         (quantized(4), "in 6 bits", (64, 6, "affine")),
-        # Affine groups have at least 32 entries, those of 4-bit floats 16 or 32.
+        # Affine groups have at least 32 entries; nvfp4's groups have 16.
         (quantized(4, 16, "nvfp4", bias=False), "in 6 bits", (32, 6, "affine")),
         (quantized(8, 32), "in 6 bits", (32, 8, "affine")),
         (quantized(4), PLAIN, None),

@@ -1,4 +1,4 @@
-"""Compare a function and its gradients with an equivalent function."""
+"""Compares a function and its gradients with an equivalent function."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def assert_same_function(
     outputs, expected = fast(*given), plain(*given)
     assert outputs.dtype == expected.dtype
     assert_close(outputs, expected, tolerance)
-    # A cotangent that is neither constant nor laid out like the output.
+    # A random cotangent in another memory layout than the output.
     cotangent = random(*expected.shape[::-1], seed=9).transpose()
     _, found = mx.vjp(lambda *x: fast(*x), given, [cotangent])
     _, wanted = mx.vjp(lambda *x: plain(*x), given, [cotangent])

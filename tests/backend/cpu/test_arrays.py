@@ -1,4 +1,4 @@
-"""Work that threads share."""
+"""Work that is divided among threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_work_that_is_shared_is_not_shared_again(monkeypatch: pytest.MonkeyPatch
     def work(part: int, start: int, end: int) -> None:
         arrays.in_parts(lambda *given: inner.append(given), 4)
 
-    # A thread that waits for itself would hang here.
+    # Inner work stays undivided in its thread; waiting for other threads would hang.
     arrays.in_parts(work, 4)
     assert inner == [(0, 0, 4)] * 2
     arrays.in_parts(lambda *given: inner.append(given), 4)

@@ -1,4 +1,4 @@
-"""Attention by blocks of queries, against mlx's own."""
+"""Attention by blocks of queries, against mlx's own attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCALE = 0.3
 def heads(
     queries: int, keys: int, *, batch: int = 2, groups: int = 2, repeats: int = 2, width: int = 8
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Return q, k and v, the values wider than the keys."""
+    """Return queries, keys and values; the values are wider than the keys."""
     return (
         random(batch, groups * repeats, queries, width, seed=1),
         random(batch, groups, keys, width, seed=2),
@@ -43,7 +43,7 @@ def assert_same_attention(
 
 
 def reference(q: mx.array, k: mx.array, v: mx.array, mask: Any) -> mx.array:
-    """Return mlx's own attention, which needs equal widths: the values are cut in two."""
+    """Return mlx's attention, for each half of the values, because it needs equal widths."""
     width = q.shape[-1]
     parts = [v[..., :width], mx.pad(v[..., width:], [(0, 0)] * 3 + [(0, 2 * width - v.shape[-1])])]
     options = {"scale": SCALE, "mask": mask}
@@ -64,7 +64,7 @@ def test_masks_by_name(
 def test_several_blocks_of_queries(mask: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = heads(300, 330, batch=1)
     assert_same_attention(q, k, v, mask)
-    monkeypatch.setattr(attention, "ATTENTION_SCORES", 1000)  # one group of heads at a time
+    monkeypatch.setattr(attention, "ATTENTION_SCORES", 1000)  # one group of heads per block
     monkeypatch.setattr(attention, "ATTENTION_QUERIES", 100)
     assert_same_attention(q, k, v, mask)
 
@@ -84,7 +84,7 @@ def test_mask_of_truth_values(shape: tuple[int, int]) -> None:
 def test_mask_for_each_line_and_head(axes: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     mask = rng.random((*axes, 6, 9)) < 0.6
-    mask[..., 2] = True  # each query attends to some key
+    mask[..., 2] = True  # no query is fully masked
     assert_same_attention(*heads(6, 9), mx.array(mask))
     added = np.where(mask, rng.standard_normal(mask.shape), -np.inf).astype(np.float32)
     assert_same_attention(*heads(6, 9), mx.array(added))
@@ -101,7 +101,7 @@ def test_scores_of_ten_thousand() -> None:
 
 
 def test_what_is_masked_weighs_nothing_at_all() -> None:
-    """A tiny weight would be subnormal, which makes each product ten times as slow."""
+    """Tiny weights would be subnormal numbers, which make products ten times as slow."""
     lowest = np.finfo(np.float32).min
     scores = np.array([[0, 1, -60, -200, lowest]] * 2, np.float32)
     kernels.softmax_(0, 1, scores, 1, False)
@@ -145,7 +145,7 @@ def test_inputs_that_are_not_laid_out_in_order() -> None:
 
 
 def test_gradient_flows_through_a_mask_that_is_added() -> None:
-    """DeepSeek's attention adds half of its scores as such a mask."""
+    """DeepSeek passes half of its scores as an added mask."""
     q, k, v = heads(6, 9)
     mask = random(2, 4, 6, 9, seed=4)
     assert_same_function(

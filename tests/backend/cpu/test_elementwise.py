@@ -1,4 +1,4 @@
-"""Functions in numpy and rotary embeddings, against the functions of mlx that they replace."""
+"""The CPU's elementwise functions and rotary embeddings, against mlx's functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from mlxtune.backend.cpu import elementwise
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
 
-# The last takes several blocks of rows.
+# The last shape needs several blocks of rows.
 SHAPES = [(3, 5, 16), (7,), (1, 1, 1), (2, 300, 128)]
 UNARY: dict[str, tuple[Callable[..., mx.array], Callable[..., mx.array]]] = {
     "tanh": (elementwise.tanh, mx.tanh),
@@ -123,7 +123,7 @@ def test_rope_and_gradient(options: dict[str, Any], width: int) -> None:
 
 
 def test_other_options_give_other_turns() -> None:
-    """Values cached by one call are not reused for another."""
+    """Cached tables depend on all options."""
     x = random(1, 2, 6, 8)
     made = [
         elementwise.rope(x, 8, **{**PLAIN, **options})

@@ -1,4 +1,4 @@
-"""A model that uses the CPU's functions: the replaced parts, and their results."""
+"""A model that uses the CPU's functions: which parts are replaced, and their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.backend.cpu.compared import assert_close, assert_same_function, rando
 from tests.backend.step.executions import model_folder
 
 TOKENS = mx.array([[5, 9, 200, 33, 7, 7, 1, 64, 12, 90, 91, 3]])
-# The known parts of each kind of model.
+# The parts that each kind of model uses.
 USES: dict[str, tuple[str, ...]] = {
     "qwen3": ("attention", "forward", "rms_norm", "rope", "swiglu"),
     "llama": ("attention", "forward", "rms_norm", "rope", "swiglu"),
@@ -64,7 +64,7 @@ def test_parts_that_have_a_faster_way_take_it(
     for name, home in HOMES.items():
         monkeypatch.setattr(home, name, noted(name, before[home][name]))
     mx.eval(model(TOKENS))
-    # The functions in the table were stored before the replacement.
+    # Activations come from a table that holds the functions before they were patched.
     table = {"swiglu"}
     assert called - table == set(USES[architecture]) - table
 

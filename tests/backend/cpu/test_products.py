@@ -1,4 +1,4 @@
-"""Products with frozen weights and the cross-entropy of a head, against the formulas."""
+"""Products with frozen weights and the head's cross-entropy, against their formulas."""
 
 from __future__ import annotations
 

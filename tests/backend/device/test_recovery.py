@@ -1,4 +1,4 @@
-"""Work is retried after a GPU fault."""
+"""Work is tried again after a GPU fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT, LOST = "Resource limit (499000) exceeded", "the launch timed out and was 
 
 
 def run(*errors: str | Exception) -> tuple[int, list[Fault]]:
-    """Try work that fails with each error in turn; return the tries and the requested changes."""
+    """Run work that fails with these errors in turn; return the number of tries, and the faults."""
     changes: list[Fault] = []
     left, tries = list(errors), 0
 

@@ -1,4 +1,4 @@
-"""The signatures that MLX compiles for steps: only the update's."""
+"""The compiled update has one signature for all steps, so MLX compiles it once."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def test_updates_of_all_steps_share_one_signature(
     with _nothing_evaluated():
         for examples in epoch_of(name)[:6]:
             graphs.lazy_step(examples)
-    # MLX calls a compiled function once for each signature.
+    # MLX traces a compiled function once for each signature.
     assert len(traced) == 1

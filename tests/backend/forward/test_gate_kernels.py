@@ -1,4 +1,4 @@
-"""The kernels of SwiGLU: their sources, their grid, and the fallback if they fail."""
+"""SwiGLU's Metal kernels: their sources, their grid, and the fallback if they fail."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def silu_parts(gate: Any) -> tuple[Any, Any]:
 
 
 class FakeDevice:
-    """Makes kernels that compute the formulas in numpy; counts their threads and calls."""
+    """Makes fake kernels that compute the formulas in numpy, and records their calls."""
 
     def __init__(self, factor: float = 1.0) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -62,7 +62,7 @@ class FakeDevice:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
-    """An Apple GPU whose kernels work."""
+    """A fake Apple GPU whose kernels work."""
     fake = FakeDevice()
     as_on_gpu(monkeypatch, fake.make)
     yield fake
@@ -166,7 +166,7 @@ def test_arrays_that_kernels_do_not_serve_run_plainly(device: FakeDevice) -> Non
 
 
 def test_mlp_launches_seven_kernels_less() -> None:
-    """MLX functions of one primitive each replace the kernels."""
+    """Each kernel is faked by an MLX function that counts as one launch."""
 
     def make(*, output_names: list[str], **_: Any) -> Any:
         def run(*, inputs: list[mx.array], **options: Any) -> list[mx.array]:

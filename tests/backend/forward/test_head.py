@@ -1,4 +1,4 @@
-"""A model in two halves, and the loss of the second."""
+"""Splitting a model into trunk and head, and the head's loss."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_head_after_trunk_is_the_model(architecture: str, quantize: int | None) 
         ("qwen3", (("tie_word_embeddings", False),), True),
         ("llama", (), True),
         ("gemma3_text", (), True),
-        ("gemma2", (), False),  # its logits are soft-capped
+        ("gemma2", (), False),  # soft-caps its logits
         ("cohere", (("logit_scale", 0.0625), ("layer_norm_bias", False)), False),
         ("phi", (("layer_norm_eps", 1e-5), ("partial_rotary_factor", 0.5)), False),  # has a bias
     ],
@@ -95,7 +95,7 @@ def test_dequantised_head_is_one_product_whose_rows_are_unpacked() -> None:
 
 
 def test_soft_cap_that_small_logits_hide_is_seen() -> None:
-    """Soft-capping changes these weights' logits by less than the comparison's tolerance."""
+    """These weights' logits are too small for soft-capping to show in a comparison."""
     model = model_of("gemma2")
     model.final_logit_softcapping = 3000.0
     assert SplitModel(model).weight is None
@@ -220,7 +220,7 @@ def test_loss_scales_with_what_it_is_part_of() -> None:
 
 
 def two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make attention with few queries round differently, as Metal's vector kernel does."""
+    """Make attention with few queries differ by rounding, as in Metal's vector kernel."""
     real = mx.fast.scaled_dot_product_attention
 
     def either(q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
@@ -246,7 +246,7 @@ def test_model_packs_whichever_kernels_short_texts_run(
 
 def test_refused_packing_has_a_reason() -> None:
     class Positions(nn.Module):  # type: ignore[misc]
-        """Adds the position in the line, as GPT-2 does."""
+        """Adds positions in the packed line to embeddings, as GPT-2 does."""
 
         def __init__(self, embed: nn.Module) -> None:
             super().__init__()

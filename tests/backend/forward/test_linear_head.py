@@ -1,4 +1,4 @@
-"""The cross-entropy of a head that is one product, by MLX's operations and the CPU's."""
+"""The cross-entropy of a linear head, by MLX's operations and by the CPU's kernels."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_head_loss_of_one_position(head: Any) -> None:
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_logits_of_ten_thousand(head: Any, order: int) -> None:
-    """The highest logit is in the first or the last block; sums are rescaled at the maximum."""
+    """The first row's largest logit is in the first or the last block of the vocabulary."""
     weight, hidden = random(9000, 16), 2500 * random(4, 16)
     weight = weight[np.argsort(np.array(hidden @ weight.T)[0])[::-order].tolist()]
     assert mx.abs(hidden @ weight.T).max() > 1e4
@@ -89,7 +89,7 @@ def test_certain_prediction_costs_nothing(head: Any) -> None:
 
 def test_head_gives_each_position_its_own_loss(head: Any) -> None:
     rng = np.random.default_rng(0)
-    # More rows than one block of the vocabulary holds.
+    # The vocabulary of 5,000 needs more than one block.
     weight, hidden = rng.standard_normal((5000, 8)), rng.standard_normal((7, 8))
     targets = rng.integers(0, 5000, 7)
     logits = hidden @ weight.T

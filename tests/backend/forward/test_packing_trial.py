@@ -1,4 +1,4 @@
-"""A trial finds whether packing is exact for a model, and tells rounding from errors."""
+"""A trial decides whether packing is exact for a model, and tells rounding from errors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from mlxtune.core.steps.execution import Execution
 from tests.backend.step.executions import model_folder
 from tests.slow import slow
 
-# The last bit of a number's fraction.
+# The relative step between adjacent numbers of each dtype.
 LAST_BIT = {"bfloat16": 2**-7, "float16": 2**-10}
 
 
 def packing_problem(model: nn.Module) -> str:
-    """Return the reason why a model does not pack, empty if it does."""
+    """Return the reason why a model cannot pack, empty if it can."""
     forward = Forward(model, DropoutKeys(), Execution(MLX), trains=False)
     assert forward.execution.packs == (not forward.packing_problem)
     return forward.packing_problem
@@ -39,7 +39,7 @@ def deep(depth: int, dtype: str, architecture: str = "qwen2") -> nn.Module:
 
 @pytest.fixture(params=[_SHORT, _LONG], ids=["short", "long"])
 def texts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Texts]:
-    """The texts of the trial: the CPU's, or a GPU's."""
+    """The trial's texts: short ones, as on the CPU, or long ones, as on a GPU."""
     monkeypatch.setattr(head, "trial_texts", lambda: request.param)
     yield request.param
 
@@ -75,7 +75,7 @@ def test_deep_model_packs_though_the_last_bit_of_attention_is_random(
 
 
 class Positions(nn.Module):  # type: ignore[misc]
-    """Adds the position in the line to embeddings, scaled to a share of their size."""
+    """Adds positions in the packed line to embeddings, scaled to a share of their size."""
 
     def __init__(self, embed: nn.Module, share: float) -> None:
         super().__init__()
@@ -110,11 +110,11 @@ def test_errors_of_attention_are_seen(
     beside = packed.Layout.rows.func  # type: ignore[attr-defined]
 
     def wrong(layout: packed.Layout) -> mx.array:
-        """Put the examples side by side with an error in the last."""
+        """Return the examples side by side, with an error in the last one."""
         rows = np.array(beside(layout))
-        if error == "leak":  # its first token is the last token of the previous text
+        if error == "leak":  # the last text starts with the previous text's last token
             rows[-1, 0] = rows[-2, -1]
-        elif error == "position":  # one token is shifted by one position
+        elif error == "position":  # a token is at the wrong position
             rows[-1, 1:] = rows[-1, :-1].copy()
         else:
             rows[-1, :2] = rows[-1, 1::-1].copy()

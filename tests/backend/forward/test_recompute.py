@@ -1,4 +1,4 @@
-"""The backward pass layer by layer."""
+"""Running the backward pass layer by layer."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Gain(nn.Module):  # type: ignore[misc]
 
 
 class Layer(nn.Module):  # type: ignore[misc]
-    """Counts its calls; the gain may be trained."""
+    """Counts its calls; `trained` makes its gain trainable."""
 
     def __init__(self, seed: int, trained: bool = True) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_only_these_instances_change() -> None:
 
 
 def test_layers_keep_the_parameters_they_were_given() -> None:
-    """A layer that runs as a function replaces its parameters only temporarily."""
+    """A layer's parameters are replaced only while it runs as a function."""
     stack = Stack(True, True)
     layerwise = Layerwise(stack, DropoutKeys(), Recompute())
 
@@ -212,7 +212,7 @@ def test_layers_that_hand_on_more_than_hidden_states(passes: str) -> None:
         ("qwen3", ("o_proj",), BackwardReads(True, False, False)),
         ("llama", ("down_proj",), BackwardReads(False, True, False)),
         ("qwen2", ("all",), BackwardReads(True, True, False)),
-        # A norm after the last product reads it.
+        # A norm reads the last product's output.
         ("gemma3_text", ("q_proj", "v_proj"), BackwardReads(False, False, True)),
         ("gemma2", ("q_proj", "v_proj"), BackwardReads()),
     ],
@@ -248,7 +248,7 @@ def test_quantised_products_of_mlx_read_their_inputs() -> None:
 
 
 def products(recompute: bool, tmp_path: Path) -> int:
-    """Return the number of matrix products in the graph of a step's gradients."""
+    """Return the number of matrix products in a step's gradients."""
     how = Execution(MLX, recompute=recompute)
     made = fresh(model_folder("qwen3"), how, 10_000, dropout=0.3)
     made.model.train()
@@ -264,7 +264,7 @@ def products(recompute: bool, tmp_path: Path) -> int:
 def test_layers_run_again_in_the_backward_pass(tmp_path: Path) -> None:
     once, twice = (products(recompute, tmp_path) for recompute in (False, True))
     layers = 2
-    # Each layer has at least seven projections, with two products of LoRA each, and attention.
+    # Recomputing a layer repeats seven projections, each with two products of LoRA.
     assert twice - once >= layers * 7 * 3
 
 
@@ -292,12 +292,12 @@ def test_recomputing_keeps_the_input_of_a_layer_and_no_more(tmp_path: Path) -> N
         pipeline = InstructPipeline(base.model, config, execution=Execution(MLX, recompute=True))
         parameters = [value for _, value in tree_flatten(base.model.trainable_parameters())]
         mx.eval(parameters)
-        # Memory left by other tests must not be freed during the measurement.
+        # Free other tests' memory before the measurement.
         gc.collect()
         mx.synchronize()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         pipeline.train_batch(step)
-        # Two moments, the gradients and the new parameters.
+        # Subtract two moments, the gradients and the new parameters.
         held.append(mx.get_peak_memory() - before - 4 * sum(each.nbytes for each in parameters))
     assert (held[1] - held[0]) / 6 < 1.5 * 4 * 512 * 128

@@ -1,4 +1,4 @@
-"""Projections that share an input are found by trial, and run together."""
+"""Projections that share an input are found by a trial, and run as one product."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lora(outputs: int, seed: int, rank: int = RANK, dropout: float = 0.0) -> LoR
 
 
 class Layer(nn.Module):
-    """Projects one input two or three times; with `apart`, one projection reads a copy."""
+    """Projects an input two or three times; with `apart`, one projection reads a copy of it."""
 
     def __init__(self, *, apart: bool = False, **options: Any) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Model(nn.Module):
         ({}, 2),
         ({"apart": True}, 1),
         ({"dropout": 0.5}, 0),
-        # Zeros next to B would take time.
+        # At this rank, the zeros that pad B would take time.
         ({"rank": 33}, 0),
     ],
     ids=str,

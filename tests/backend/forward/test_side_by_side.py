@@ -1,4 +1,4 @@
-"""Examples of a line side by side, for models whose layers look across tokens in several ways."""
+"""Packed examples run side by side in layers that look across tokens."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tests.long.architectures import ARCHITECTURES
 from tests.models import write_model
 from tests.slow import slow
 
-# Convolutions, and recurrences with and without attention.
+# Models with convolutions, and with recurrences beside or without attention.
 HYBRIDS = ("lfm2", "falcon_h1", "mamba2")
-# `c d` and `x` both continue `a b`.
+# The first two texts share the prefix 1 2.
 LINE, TEXTS = [1, 2, 3, 4, 5, 8, 9], [[1, 2, 3, 4], [1, 2, 5], [8, 9]]
 LAYOUT = Layout(
     [Segment(0, 2, 0, -1), Segment(2, 4, 2, 0), Segment(4, 5, 2, 0), Segment(5, 7, 0, -1)]
@@ -64,7 +64,7 @@ def test_hidden_states_of_a_line_are_those_of_each_example(
 def test_gated_delta_rule_starts_anew_with_each_example(
     prefix: int, operations: Operations, tmp_path: Any
 ) -> None:
-    """Examples longer than a chunk, with and without a shared prefix."""
+    """Examples are longer than a chunk, with and without a shared prefix."""
     folder = write_model(tmp_path / "m", "qwen3_5", **ARCHITECTURES["qwen3_5"])
     rng = np.random.default_rng(0)
     shared = rng.integers(0, 320, prefix).tolist()
@@ -90,7 +90,7 @@ def test_examples_of_a_line_give_what_each_gives_by_itself(
 ) -> None:
     folder = write_model(tmp_path / "m", architecture, **ARCHITECTURES[architecture])
     rng = np.random.default_rng(0)
-    # Two examples with a shared prefix, and one without.
+    # Two examples share a prefix; a third has none.
     examples = family(1, rng.integers(0, 320, 20).tolist(), [3, 5], rng, one_row=False)
     examples += family(3, [], [9], rng, one_row=False)
     fast, plain = fresh(folder, Execution(operations), 10_000), fresh(folder)
@@ -117,7 +117,7 @@ def test_windows_shorter_than_the_examples(window: int, operations: Operations) 
 
 @pytest.mark.parametrize("operations", [MLX, CPU], ids=["mlx", "cpu"])
 def test_positions_that_are_added_to_tokens_are_not_mistaken(operations: Operations) -> None:
-    """GPT-2 adds positions before its layers, so its examples are padded instead."""
+    """GPT-2 adds positions before its layers, so its examples must be padded instead."""
     overrides = (("n_ctx", 512), ("n_embd", 64), ("n_head", 4), ("n_layer", 2))
     overrides = (*overrides, ("n_positions", 512), ("layer_norm_epsilon", 1e-5))
     folder = model_folder("gpt2", overrides=overrides)

@@ -1,4 +1,4 @@
-"""LoRA: its projections, the initial values of its matrices, and its outputs."""
+"""LoRA's projections, their initial matrices, and their outputs."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def test_experts_that_are_most_of_the_adapter_are_a_warning(tmp_path: Path) -> N
     write_model(tmp_path, "olmoe", **EXPERTS["olmoe"])
     config = InstructConfig(targets=("down_proj", "q_proj"), lora_rank=2)
     lora = apply_lora(open_base(tmp_path, "auto").model, config)
-    # Two layers of rank 2: four experts of 96 to 64, and one projection of 64 to 64.
+    # At rank 2, two layers have four experts (96 to 64) and one projection (64 to 64) each.
     experts, rest = 2 * 2 * 4 * (96 + 64), 2 * 2 * (64 + 64)
     assert lora.trainable_parameters == experts + rest
     (warning,) = lora.warnings()

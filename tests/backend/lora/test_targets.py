@@ -1,4 +1,4 @@
-"""The projections that the options name, and targets that cannot be trained."""
+"""The projections that --targets names, and targets that cannot be trained."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_all_takes_every_expert_and_no_router(tmp_path: Path, architecture: str)
     keys = keys_of(model, "all")
     assert len(experts) in (2, 3)
     assert experts <= keys
-    # mlx-lm's names of its models whose router is a linear layer.
+    # The names of linear routers in mlx-lm's models.
     routers = {
         "mlp.gate",
         "mlp.router",
@@ -76,7 +76,7 @@ def test_what_cannot_be_trained_is_refused_before_weights_are_read(
 
 @pytest.mark.parametrize("architecture", EXPERTS)
 def test_how_many_experts_a_token_goes_to_is_known_by_each_name(architecture: str) -> None:
-    # One or two projections, as in tests/experts.py.
+    # tests/experts.py configures one or two experts per token.
     config = EXPERTS[architecture]
     assert experts_per_token(config.get("text_config", config)) in (1, 2)
 

@@ -1,4 +1,4 @@
-"""Short passes through a loaded model: their measurements, and the unchanged model."""
+"""Short passes through a loaded model measure its memory, and leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_only_the_modes_that_may_run_are_measured(tmp_path: Path) -> None:
 
 
 def test_layers_that_cannot_run_alone_are_not_measured(tmp_path: Path) -> None:
-    # Its layers also return the values of the first layer.
+    # RWKV 7's layers also pass on the first layer's values.
     pipeline, shapes = started(tmp_path / "model", MLX, "rwkv7", **RWKV)
     assert measure(pipeline, shapes, [False]) is None
     pipeline.train_batch(random_examples(2))
@@ -87,7 +87,7 @@ def test_factors_bring_the_estimate_to_the_peaks() -> None:
     found = measuring._fitted(estimates, peaks, 4, 0.01)
     assert found.tokens == pytest.approx(3, abs=0.1)
     assert found.scores == pytest.approx(0.5, abs=0.1)
-    # Weighted by the estimate's shares, every pass is close too.
+    # With the default prior, the factors still fit every pass.
     found = measuring._fitted(estimates, peaks, 4)
     assert found.tokens > found.scores
     for estimate, peak in zip(estimates, peaks, strict=True):

@@ -1,4 +1,4 @@
-"""The shapes of a model before its weights are read, and its predicted peaks."""
+"""A model's shapes, read before its weights, and its predicted peaks."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from tests.long.architectures import ARCHITECTURES
 from tests.models import MODEL_TYPES, write_model
 from tests.slow import long, long_except, slow
 
-# Keyed by the use of the CPU's kernels.
+# By whether the CPU's kernels are used.
 EXECUTIONS = {True: Execution(CPU, 10**6), False: Execution(MLX, 10**6)}
-# Large enough for the counted memory to outweigh the rest.
+# So large that uncounted memory is negligible.
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -66,9 +66,9 @@ def test_shapes_are_those_of_the_model_once_loaded(
     model = load_base(folder, "float32").model
     assert shapes.weights == sum(value.nbytes for _, value in tree_flatten(model.parameters()))
     assert shapes.trainable == apply_lora(model, config).trainable_parameters
-    # q 64, k 32, v 32, o 64; gate 96, up 96, down 64: hidden is 64, there are two KV heads of 16.
+    # Widths: q 64, k and v 32 (two KV heads of 16), o 64; gate and up 96, down 64.
     assert (shapes.layers, shapes.products, shapes.widest_product) == (1, 448, 96)
-    # The CPU casts a head's weights for its products, and copies dequantised ones; a GPU does not.
+    # Only the CPU casts a head's weights for its products, and copies dequantised ones.
     copies = (4 if quantize else 1) if on_cpu() else 0
     itemsize = 2 if on_cpu() else 4
     stored = (0 if quantize else itemsize, copies * 320 * 64)
@@ -100,7 +100,7 @@ def test_trained_parameters_of_the_family_are_counted(
 def test_what_experts_gather_counts_in_a_layer(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "qwen3_moe", **EXPERTS["qwen3_moe"])
     shapes = model_shapes(open_base(folder, "float32"), InstructConfig(), KernelMemory())
-    # Each token goes to two experts, whose inputs are 64, 64 and 32 wide.
+    # Each token runs two experts, whose inputs are 64, 64 and 32 wide.
     assert shapes.layer_products == shapes.products / shapes.layers + 2 * (64 + 64 + 32)
 
 
@@ -137,7 +137,7 @@ def examples(count: int, length: int, prefix: int = 0) -> list[Example]:
 def check_peak(
     base: BaseModel, config: InstructConfig, how: Execution, step: list[Example]
 ) -> None:
-    """Take a step with an opened model, and check its peak against the prediction."""
+    """Check the predicted peak of a step with an opened model."""
     case = case_of(base, config, how, step)
     estimated, corrected = case.estimated / case.measured, case.corrected / case.measured
     assert ESTIMATE[0] <= estimated <= ESTIMATE[1]
@@ -154,9 +154,9 @@ class Case:
 
 
 def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[Example]) -> Case:
-    """Return the peak of a step with an opened model."""
+    """Predict and measure the peak of a step with an opened model."""
     shapes = model_shapes(base, config, how.operations.memory)
-    release()  # memory of earlier tests
+    release()  # frees memory of earlier tests
     elsewhere = mx.get_active_memory()
     read_weights(base)
     pipeline = InstructPipeline(base.model, config, execution=how)
@@ -164,7 +164,7 @@ def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[
     found, load = measure(pipeline, shapes, [how.recompute]), load_of(group, step)
     release()
     resident = mx.get_active_memory() - elsewhere
-    # A busy device lags and holds more memory; the amount depends on the machine's load.
+    # The least of three, because a busy device lags and holds more memory.
     measured = min(_peak_of_step(pipeline, step, numpy=how.operations is CPU) for _ in range(3))
     return Case(
         estimated=predict(shapes, how, load).total,
@@ -174,7 +174,7 @@ def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[
 
 
 def _peak_of_step(pipeline: InstructPipeline, step: list[Example], *, numpy: bool) -> int:
-    """Return the peak of a step above the memory before it; `numpy` includes numpy's arrays."""
+    """Return the peak of a step above the memory before it, with numpy's arrays if `numpy`."""
     tracemalloc.start()
     try:
         peak = peak_of(lambda: pipeline.train_batch(step))

@@ -49,7 +49,7 @@ def examples() -> list[Example]:
 
 
 def on_plain_weights(model: nn.Module) -> None:
-    """Replace all layers by layers with their dequantised weights, in float32."""
+    """Replace each quantised layer by a plain layer with its dequantised weights in float32."""
     made = []
     for name, module in model.named_modules():
         if not hasattr(module, "unpacked"):
@@ -125,7 +125,7 @@ def test_auto_is_dequantised_on_the_cpu_alone(
     assert load_base(folder, "auto").quantized_compute is None
     monkeypatch.setattr(layers, "on_cpu", lambda: False)
     assert load_base(folder, "auto", quantize="4").quantized_compute == "quantized"
-    # MLX has no products for this format.
+    # MLX has no product for nf4.
     assert load_base(folder, "auto", quantize="nf4").quantized_compute == "dequantized"
 
 
@@ -176,7 +176,7 @@ def test_matrices_made_for_a_product_are_not_kept(kind: type) -> None:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     mx.eval(mx.value_and_grad(run)(x))
-    # Only a few of the 64 matrices are unpacked at a time.
+    # Less than half of the 64 matrices are unpacked at the same time.
     assert mx.get_peak_memory() - before < layers / 2 * 4 * size**2
 
 

@@ -1,4 +1,4 @@
-"""Loading the base model: dtypes, quantisation, and folders that are not models."""
+"""Loading a base model: dtypes, quantisation, and folders that are not models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlxtune.errors import ModelError
 from tests.experts import EXPERTS
 from tests.models import MODEL_TYPES, SHAPE, write_model
 
-# The language models that mlx-lm extracts from models of text and images, by model type.
+# Language models within models for text and images, by the whole model's type.
 LANGUAGE_PARTS = {
     "gemma3": {"model_type": "gemma3_text", **MODEL_TYPES["gemma3_text"]},
     "gemma4": {"model_type": "gemma4_text", **EXPERTS["gemma4_text"]},
@@ -37,7 +37,7 @@ def test_auto_is_float32_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     base = load_base(write_model(tmp_path, "qwen3", dtype="bfloat16"), "auto")
     assert base.dtype == "float32"
     assert base.model(mx.array([[1, 2, 3]])).dtype == mx.float32
-    # Matrices keep the file's dtype, with half the memory, and are widened for each use.
+    # Matrices keep the file's dtype, which halves their memory, and are widened for each use.
     stored = {name for name, value in tree_flatten(base.model.parameters()) if value.ndim == 2}
     parameters = dict(tree_flatten(base.model.parameters()))
     assert {parameters[name].dtype for name in stored} == {mx.bfloat16}
@@ -65,7 +65,7 @@ def test_quantised_weights_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_vocabulary_of_per_layer_inputs_is_no_count_of_layers(tmp_path: Path) -> None:
-    """Gemma 3n and the small Gemma 4 have 262,144 entries."""
+    """Gemma 3n and the small Gemma 4 have this key, with 262,144 entries."""
     folder = write_model(tmp_path, "llama", vocab_size_per_layer_input=262_144)
     assert load_base(folder, "float32").num_layers == 2
 

@@ -1,4 +1,4 @@
-"""Configs that contradict themselves or their weights."""
+"""Configs that contradict themselves or the model's weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.experts import EXPERTS
 from tests.models import write_model
 from tests.slow import long, slow
 
-# As on the hub: missing, repeated or null entries are no contradiction.
+# Sound configs, with missing, repeated or null entries as on the hub.
 SOUND = {
     "qwen3": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "head_dim": None},
     "granite 4": {"num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
@@ -131,7 +131,7 @@ def test_weight_of_another_shape_is_named_with_the_keys_that_explain_it(tmp_path
         assert key in rest.partition(": check ")[2]
 
 
-# Configs with unique keys.
+# Architectures whose configs have unusual keys.
 ODD = ("deepseek_v3", "gemma4_text", "granitemoehybrid", "llama4", "qwen3_5_moe", "qwen3_next")
 
 
@@ -155,13 +155,13 @@ def test_any_other_value_of_a_config_is_one_line_at_once_or_harmless(
             apply_lora(open_base(tmp_path, "auto").model, config)
         except ModelError as error:
             assert "\n" not in str(error)
-        # A bound that only a loop over 10**8 items exceeds.
+        # Only a loop over 10**8 items would take longer.
         assert time.process_time() - started < 5
     assert peak_bytes() - peak < 2**30
 
 
 def mutated(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a config with each number, and each list, replaced by other values."""
+    """Yield copies of a config, each with one number or list replaced by another value."""
     for key, value in config.items():
         others: list[Any] = []
         if isinstance(value, dict):

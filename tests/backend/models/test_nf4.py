@@ -1,4 +1,4 @@
-"""NF4 against the paper's own derivation and a reference in numpy."""
+"""NF4, against the paper's derivation and a reference in numpy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WEIGHT = (np.random.default_rng(0).standard_normal((48, 256)) * 0.02).astype(np.
 
 
 def reference() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return codes (out, in), scales (out, in / 64) and the weight again, by the definition."""
+    """Return codes (out, in), scales (out, in / 64) and the dequantised weight, by definition."""
     levels = np.array(nf4.LEVELS, dtype=np.float32)
     blocks = WEIGHT.reshape(48, -1, 64)
     scales = np.abs(blocks).max(axis=-1)
@@ -25,7 +25,7 @@ def reference() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def test_levels_are_quantiles_of_the_normal_distribution() -> None:
-    # Appendix E as its authors compute it: 8 quantiles above zero and 7 below, from this tail on.
+    # The paper's appendix E, as its authors compute it: 8 quantiles above zero and 7 below.
     tail = 0.9677083
     above = [NormalDist().inv_cdf(p) for p in np.linspace(tail, 0.5, 9)[:-1]]
     below = [-NormalDist().inv_cdf(p) for p in np.linspace(tail, 0.5, 8)[:-1]]
@@ -67,7 +67,7 @@ def test_scale_levels_are_a_sign_an_exponent_and_a_fraction() -> None:
     levels = nf4.scale_levels()
     assert len(levels) == len(set(levels.tolist())) == 256
     assert (levels.min(), levels.max()) == (pytest.approx(-0.99297, abs=1e-5), 1.0)
-    # The smallest exponent has one fraction, and each further exponent twice as many.
+    # Each exponent has twice as many fractions as the one below, and the smallest has one.
     counts = [int(((levels >= 10.0**e) & (levels < 10.0 ** (e + 1))).sum()) for e in range(-7, 0)]
     assert counts == [1, 2, 4, 8, 16, 32, 64]
 
@@ -86,6 +86,6 @@ def test_layer_computes_with_the_unpacked_weight(double_quant: bool) -> None:
     ours = mx.grad(lambda x: (layer(x) ** 2).sum())(x)
     theirs = mx.grad(lambda x: ((x @ weight.T + linear.bias) ** 2).sum())(x)
     assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
-    # Some of its rows equal rows of the whole.
+    # Rows unpacked alone equal the rows of the whole matrix.
     assert mx.array_equal(layer.unpacked(mx.float32, rows=slice(7, 20)), weight[7:20])
     assert not layer.trainable_parameters()

@@ -1,4 +1,4 @@
-"""Operations on a packed batch, against mlx's own functions."""
+"""Operations on a packed batch, against mlx's own operations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.backend.kernels import kernel_module
 
 attention, elementwise, model = map(kernel_module, ("attention", "elementwise", "model"))
 
-# Two texts that continue one text, which continues another, and a separate text.
+# Two texts continue one text, which itself continues another; a last text is separate.
 FOREST = Layout(
     [
         Segment(0, 5, 0, -1),
@@ -31,7 +31,7 @@ TOKENS = 27
 
 
 def seen() -> np.ndarray[Any, Any]:
-    """Return the keys (T, T) that each token attends to, one by one."""
+    """Return the mask (T, T) of the keys that each token attends to, built token by token."""
     mask = np.zeros((TOKENS, TOKENS), dtype=bool)
     for segment in FOREST.segments:
         for place in range(segment.start, segment.end):
@@ -133,7 +133,7 @@ def test_rows_hold_what_each_token_sees_and_places_lead_back() -> None:
 
 
 def test_the_line_under_way_is_that_of_the_backward_pass() -> None:
-    """Another packed batch between a forward pass and its backward pass changes nothing."""
+    """The backward pass uses its forward pass's layout, even if another one is current."""
     q, d = random(1, 2, TOKENS, 8), random(1, 2, TOKENS, 8, seed=9)
 
     def in_line(q: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""Quantising while loading: mlx-lm's bytes, and memory that never holds the whole model."""
+"""Quantising while loading gives mlx-lm's bytes, and memory never holds the whole model."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ EXPERTS = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"dtype": "bfloat16"},
-    # Cast before quantisation, as the config says.
+    # The config's dtype is applied before quantisation.
     "llama": {"torch_dtype": "float16"},
-    # 96 is not a multiple of 64, so this matrix is not quantised.
+    # A matrix 96 wide stays unquantised, because 96 is not a multiple of 64.
     "gemma3_text": {},
-    # The architecture gives its router 8 bits.
+    # mlx-lm's class quantises its router to 8 bits.
     "qwen3_moe": EXPERTS,
 }
 HOW: dict[str, dict[str, Any]] = {
@@ -84,7 +84,7 @@ def test_nf4_is_on_the_linear_layers_but_the_head(tmp_path: Path) -> None:
     base = load_base(folder, "bfloat16", quantize="nf4", double_quant=True)
     kinds = {name: type(module) for name, module in base.model.named_modules()}
     found = {name.rsplit(".", 1)[-1] for name, kind in kinds.items() if kind is NF4Linear}
-    # down_proj reads 96, which is not a multiple of 64.
+    # down_proj is not quantised: its input of 96 is not a multiple of 64.
     assert found == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
     assert kinds["lm_head"] is nn.Linear
     assert base.quantization == "4-bit nf4, group 64, scales in 8 bits"
@@ -132,7 +132,7 @@ def test_full_precision_model_is_never_in_memory(tmp_path: Path, name: str) -> N
     read_weights(base)
     peak = mx.get_peak_memory() - elsewhere
     kept = sum(value.nbytes for value in parameters(base.model).values())
-    # In addition to the kept weights: one matrix, its intermediates and its quantised form.
+    # Besides the kept weights: one matrix, its intermediates and its quantised form.
     assert kept <= peak < kept + 24 * max(sizes)
     assert mx.get_active_memory() - elsewhere < 1.01 * kept + 10_000
     if name not in ("8", "mxfp8"):

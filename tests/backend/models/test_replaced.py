@@ -1,4 +1,4 @@
-"""Functions replaced in one model: the methods that reach them; other models keep theirs."""
+"""Functions replaced in one model: its methods call them, and other models are unchanged."""
 
 from __future__ import annotations
 

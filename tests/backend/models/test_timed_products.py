@@ -1,4 +1,4 @@
-"""Both forms of a quantised product, timed on a fake clock."""
+"""Timing both forms of a quantised product, on a fake clock."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.models import write_model
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """An opened quantised model, as on a GPU."""
+    """A quantised model, opened as on a GPU."""
     folder = write_model(tmp_path / "model", "llama", quantize=4)
     monkeypatch.setattr(layers, "on_cpu", lambda: False)
     return open_base(folder, "float32").model
 
 
 def clock(seconds: list[float]) -> Callable[[], float]:
-    """Return a clock on which each run takes the next of `seconds`."""
+    """Return a fake clock: the n-th timed run takes `seconds[n]`."""
 
     def ticks() -> Iterator[float]:
         now = 0.0

@@ -1,4 +1,4 @@
-"""Weights that MLX would crash on, or cannot hold, are named by their headers."""
+"""Weights that would crash MLX, or that it cannot hold, are refused by their headers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objectives, and steps of preferences for the tiny models."""
+"""Preference objectives, and steps for the tiny models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def objective_of(name: str, **options: Any) -> Objective:
 
 
 def rows_of(objective: Objective, rows: int = 4) -> list[Example]:
-    """Return a step of a few rows; the examples of a row share a prompt."""
+    """Return the examples of a step; the examples of a row share a prompt."""
     rng, examples = np.random.default_rng(5), []
     for row in range(1, rows + 1):
         prompt = rng.integers(0, VOCAB_SIZE, 6 + 3 * row)

@@ -1,4 +1,4 @@
-"""Steps of preferences equal plain autograd under every split."""
+"""Steps of preferences equal plain autograd, however they are split."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.backend.step.executions import (
 )
 from tests.slow import long, slow
 
-# One loss of each kind: of single rows, across rows, with the divergence, and our own.
+# Losses of each kind: of single rows, across rows, with a divergence, and mlxtune's own.
 OBJECTIVES = {
     "dpo": objective_of("dpo", sft_weight=0.5),
     "aot": objective_of("dpo", dpo_loss="aot"),
@@ -40,7 +40,7 @@ OBJECTIVES = {
 
 @cache
 def expected(name: str) -> tuple[float, dict[str, Any]]:
-    """Return loss and gradients of a step from whole logits of one example after the other."""
+    """Return the loss and gradients of a step, from all logits of one example at a time."""
     objective, made = OBJECTIVES[name], pipeline("qwen3")
     examples = rows_of(objective)
     training = [each for each in examples if each.role != MISMATCHED]
@@ -68,7 +68,7 @@ def expected(name: str) -> tuple[float, dict[str, Any]]:
 def formula(
     name: str, objective: Objective, examples: list[Example], logps: list[mx.array], kl: float
 ) -> mx.array:
-    """Return the loss by the papers' formulas."""
+    """Return the loss by the formulas of the papers."""
     beta = objective.options.strength
 
     def nls(x: mx.array) -> mx.array:
@@ -107,7 +107,7 @@ def formula(
 
 
 SOME = ("in one line", "split head", "all")
-# By default each objective in two micro-batches of lines, and two objectives in other forms.
+# By default, each objective runs in two micro-batches of lines; two also run in other ways.
 CASES = [
     (name, way, tokens)
     if (tokens == 64 and way in SOME[:1])
@@ -123,7 +123,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "way", "tokens"), CASES)
 def test_step_equals_plain_autograd_however_it_is_split(name: str, way: str, tokens: int) -> None:
-    """One, two, or as many micro-batches as examples."""
+    """Splits into one or two micro-batches, or one per example."""
     made = fresh(model_folder("qwen3"), WAYS[way], tokens=tokens, objective=OBJECTIVES[name])
     loss, gradients = expected(name)
     found = computed(made, rows_of(OBJECTIVES[name]))
@@ -143,7 +143,7 @@ def test_dropout_of_a_split_step_is_that_of_the_whole(name: str) -> None:
 def test_prompt_runs_once_and_another_answer_gets_no_gradient() -> None:
     made = fresh(model_folder("qwen3"), WAYS["in one line"], 10_000, objective=OBJECTIVES["dpo"])
     step = rows_of(OBJECTIVES["dpo"])
-    # The last token of each is predicted, not run.
+    # An answer's last token is only predicted, so it does not run.
     prompts = {each.row: int(each.assistant_mask.argmax()) for each in step}
     answers = sum(each.supervised - 1 for each in step)
     assert computed(made, step).run_tokens == sum(prompts.values()) + answers

@@ -1,4 +1,4 @@
-"""Pipelines over one tiny model that compute a step in different ways, and steps to compare."""
+"""Pipelines over one tiny model that compute steps in different ways, and steps to compare."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.models import VOCAB_SIZE, write_model
 PLAIN = Execution(operations.PLAIN, split_head=False, packs=False)
 SPLIT = Execution(MLX, packs=False)
 IN_LINE = replace(SPLIT, packs=True)
-# In a package without backend/cpu, MLX computes these too.
+# Without backend/cpu, MLX computes these ways too.
 _CPU = KERNELS or MLX
 WAYS: dict[str, Execution] = {
     "split head": SPLIT,
@@ -61,7 +61,7 @@ def model_folder(
     dtype: str = "float32",
     overrides: tuple[tuple[str, Any], ...] = (),
 ) -> Path:
-    """Return the folder of a tiny model with seeded weights, written on first use."""
+    """Return a cached folder of a tiny model with seeded weights."""
     count = len(list(Path(_root().name).iterdir()))
     folder = Path(_root().name) / f"{count}-{model_type}"
     return write_model(folder, model_type, quantize=quantize, dtype=dtype, **dict(overrides))
@@ -78,9 +78,9 @@ def pipeline(
     overrides: tuple[tuple[str, Any], ...] = (),
     **config: Any,
 ) -> InstructPipeline:
-    """Return a pipeline with random LoRA matrices, by default the plain one, an example a pass.
+    """Return a cached pipeline with random LoRA matrices; tests that change it must use `fresh`.
 
-    The pipeline is cached: tests that change it must use `fresh`.
+    By default it uses the plain path, with one example per micro-batch.
     """
     folder = model_folder(model_type, quantize, "float32", overrides)
     return fresh(folder, how, tokens, fixed_cost, **config)
@@ -96,7 +96,7 @@ def fresh(
     objective: Objective = SFT,
     **config: Any,
 ) -> InstructPipeline:
-    """Return a new pipeline over the model of a folder, with random LoRA matrices."""
+    """Return a new pipeline with random LoRA matrices over a folder's model."""
     settings = InstructConfig(**{"lora_rank": 4, "lora_alpha": 8.0, "targets": ("all",), **config})
     options = {"quantized_compute": quantized_compute} if quantized_compute else {}
     base = load_base(folder, "float32", **options)
@@ -114,7 +114,7 @@ def fresh(
 
 
 def gradients_of(found: Mapping[str, Any]) -> Gradients:
-    """Return gradients by name, for numpy."""
+    """Return gradients as numpy arrays, by name."""
     return {name: np.array(value) for name, value in tree_flatten(found)}
 
 
@@ -136,7 +136,7 @@ def computed(by: InstructPipeline, examples: list[Example]) -> Step:
 
 
 def assert_same(found: Step, expected: Step) -> None:
-    """Check loss to 1e-5 and gradients to 1e-4 of the largest entry."""
+    """Compare losses to 1e-5, and gradients to 1e-4 of their largest entry."""
     assert found.tokens == expected.tokens
     assert abs(found.loss - expected.loss) <= 1e-5 * abs(expected.loss)
     assert_same_gradients(found.gradients, expected.gradients)
@@ -148,7 +148,7 @@ def assert_same_gradients(found: Gradients, expected: Gradients) -> None:
     assert largest > 1e-4
     for name, value in expected.items():
         assert np.abs(found[name] - value).max() <= 1e-4 * largest, name
-    # Both A and B have a gradient, so that both comparisons count.
+    # Gradients of A and of B are not zero, so both are really compared.
     for half in ("lora_a", "lora_b"):
         assert max(np.abs(v).max() for k, v in expected.items() if k.endswith(half)) > 1e-6
 
@@ -156,7 +156,7 @@ def assert_same_gradients(found: Gradients, expected: Gradients) -> None:
 def family(
     row: int, prefix: list[int], rests: list[int], rng: np.random.Generator, *, one_row: bool
 ) -> list[Example]:
-    """Return examples that begin with a prefix, followed by `rests` random tokens each."""
+    """Return examples with a common prefix; `rests` gives the numbers of random tokens after it."""
     examples = []
     for i, length in enumerate(rests):
         tokens = np.array([*prefix, *rng.integers(0, VOCAB_SIZE, length)], dtype=np.int32)
@@ -169,7 +169,7 @@ def family(
 
 @st.composite
 def steps(draw: st.DrawFn, *, longest: int = 24) -> list[Example]:
-    """Draw the examples of a step: families of random prefixes, rests and masks, duplicates too."""
+    """Draw a step's examples: random families with a common prefix, masks, and duplicates."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     examples: list[Example] = []
     for number in range(draw(st.integers(1, 2))):
@@ -184,7 +184,7 @@ def steps(draw: st.DrawFn, *, longest: int = 24) -> list[Example]:
 
 
 def fixed_step() -> list[Example]:
-    """Return a step with rare cases: a long prefix, single tokens after it, a row twice."""
+    """Return a step with rare cases: a long prefix, single tokens after it, and equal rows."""
     rng = np.random.default_rng(5)
     system = rng.integers(0, VOCAB_SIZE, 21).tolist()
     other = rng.integers(0, VOCAB_SIZE, 6).tolist()
@@ -194,7 +194,7 @@ def fixed_step() -> list[Example]:
 
 
 def first_supervised(example: Example) -> Example:
-    """Return an example whose first token is supervised too, as in `text` rows without BOS."""
+    """Return the example with its first token supervised, as in `text` rows without BOS."""
     mask = example.assistant_mask.copy()
     mask[0] = 1
     return replace(example, assistant_mask=mask)
@@ -202,5 +202,5 @@ def first_supervised(example: Example) -> Example:
 
 @cache
 def plain_step(model_type: str, quantize: int | None = None, **config: Any) -> Step:
-    """Return the plain path's results for the fixed step."""
+    """Return the plain path's results for `fixed_step`."""
     return computed(pipeline(model_type, quantize=quantize, **config), fixed_step())

@@ -1,4 +1,4 @@
-"""The script that test_workers.py runs on workers that share a model: steps equal one worker's.
+"""Script for test_workers.py: check that workers which share a model compute one worker's steps.
 
 python -m tests.backend.step.on_split_workers [ARCHITECTURE ...]
 """
@@ -20,7 +20,7 @@ from tests.backend.step.executions import WAYS, assert_same, computed, fixed_ste
 from tests.long.architectures import ARCHITECTURES as TINY
 from tests.models import write_model
 
-# Their quantised groups form whole parts.
+# Sizes that split between workers into whole groups of quantised weights.
 SIZES = {
     "intermediate_size": 128,
     "moe_intermediate_size": 128,
@@ -29,13 +29,13 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-# The execution, the quantisation, and options of the run.
+# Execution, bits of quantisation, and options.
 CASES: list[tuple[str, int | None, dict[str, Any]]] = [
     ("split head", None, {"targets": ATTENTION}),
     ("in one line", None, {"targets": (*ATTENTION[:3], "up_proj", "down_proj"), "dropout": 0.3}),
     ("in one line with recompute", 4, {"targets": ("q_proj", "o_proj")}),
 ]
-# The head's logits come from MLX's quantised products.
+# MLX's quantised products compute the head's logits.
 PACKED_HEAD = ("in one line", 4, {"targets": ATTENTION, "quantized_compute": "quantized"})
 
 
@@ -54,7 +54,7 @@ def check(workers: Workers, how: str, folder: Path, step: Sequence[Example], **c
 
 
 def check_all(names: Sequence[str], *, few: bool = False) -> None:
-    """Check architectures; with `few`, in two forms only."""
+    """Check architectures in all cases, or in fewer with `few`."""
     workers = Workers.launched(tensor=True)
     assert workers.size > 1
     cases = CASES[1:] if few else CASES

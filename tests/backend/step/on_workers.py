@@ -1,4 +1,4 @@
-"""The script that test_workers.py runs on several workers: it compares them with this one alone.
+"""Script for test_workers.py: check that several workers compute the same steps as one.
 
 python -m tests.backend.step.on_workers [all]
 """
@@ -34,7 +34,7 @@ from tests.backend.step.executions import (
 )
 from tests.paths import SHARED
 
-# The execution, and options of the run.
+# Execution, bits of quantisation, and options.
 CASES = {
     "in one line": ("in one line", None, {}),
     "by the CPU's kernels": ("cpu kernels in one line", None, {}),
@@ -42,7 +42,7 @@ CASES = {
     "quantised, recomputed": ("in one line with recompute", 4, {}),
 }
 FEW = ("in one line", "quantised, recomputed")
-if find_spec("numba") is None:  # as on a Mac
+if find_spec("numba") is None:  # a Mac has no numba
     del CASES["by the CPU's kernels"]
 
 
@@ -53,7 +53,7 @@ def check_step(
     together, alone = (
         fresh(folder, WAYS[how], 64, workers=each, **config) for each in (workers, Workers())
     )
-    # In a step of one example, only one worker has work.
+    # The step of one example leaves all workers but one without work.
     for examples in (step, step[1:2]):
         assert_same(computed(together, examples), computed(alone, examples))
     results = [each.train_batch(step, step=1) for each in (together, alone)]
@@ -81,7 +81,7 @@ def check_preferences(workers: Workers) -> None:
             np.testing.assert_allclose(found[key], value, rtol=1e-4, atol=1e-5)
 
 
-# A loss of single rows, one across rows, and one with a divergence.
+# Losses of single rows, across rows, and with a divergence.
 OBJECTIVES: list[tuple[str, dict[str, object]]] = [
     ("dpo", {}),
     ("dpo", {"dpo_loss": "aot"}),
@@ -109,7 +109,7 @@ def real_step(folder: Path) -> list[Example]:
 
 
 def check_words(workers: Workers) -> None:
-    """Check messages of unequal length between workers."""
+    """Check the exchange of texts of unequal length, and of shares of work."""
     assert workers.texts("é" * workers.index) == ["é" * worker for worker in range(workers.size)]
     values = np.zeros(5)
     mine = workers.share([1.0] * 5)
@@ -118,7 +118,7 @@ def check_words(workers: Workers) -> None:
 
 
 def check_decisions(workers: Workers) -> None:
-    """Check that all workers stop after the same step when any of them is interrupted."""
+    """Check that all workers stop after the same step when one of them is interrupted."""
     pipeline = fresh(model_folder("qwen3"), WAYS["in one line"], 64, workers=workers)
     last = workers.size - 1
     decided = []
@@ -130,7 +130,7 @@ def check_decisions(workers: Workers) -> None:
 
 
 def check_unlike(workers: Workers) -> None:
-    """Check that an adapter that differs on one worker is found."""
+    """Check that workers detect an adapter that differs on one of them."""
     pipeline = fresh(model_folder("qwen3"), WAYS["in one line"], 64, workers=workers)
     if workers.index == 1:
         tree = pipeline.model.trainable_parameters()
@@ -144,7 +144,7 @@ def check_unlike(workers: Workers) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         if workers.index == 0:
             pipeline.write(Path(scratch) / ADAPTER)
-        # The other workers' folders are empty: they get the checkpoint that worker 0 reads.
+        # Only worker 0's folder has a checkpoint, which it sends to the others.
         pipeline.load(Path(scratch))
     pipeline.snapshot()
 
@@ -172,7 +172,7 @@ def main() -> None:
     check_decisions(workers)
     check_unlike(workers)
     if not every:
-        # Reuse the processes, as starting them takes as long as all checks above.
+        # In the same processes, because starting them takes as long as all checks above.
         on_split_workers.check_all(["qwen3"], few=True)
     print(f"worker {workers.index}: done", flush=True)
 

@@ -1,4 +1,4 @@
-"""The losses of examples one by one, on every fast path, against the model as mlx-lm runs it."""
+"""The losses of single examples on every fast path, against the model as mlx-lm runs it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KERNELS = Execution(CPU)
 
 
 def plain(model: object, example: Example) -> float:
-    """Return the summed cross-entropy of an example, from mlx-lm's full logits, in numpy."""
+    """Return an example's summed cross-entropy in numpy, from all of mlx-lm's logits."""
     tokens, mask = example.tokens, example.assistant_mask[1:]
     logits = np.array(model(mx.array(tokens[None, :-1]))[0], dtype=np.float64)  # type: ignore[operator]
     highest = logits.max(axis=1)
@@ -58,7 +58,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-# Every form in several micro-batches, and some with one example or all in each.
+# Every way with several micro-batches; some ways also with one example, or all, in each.
 SIZED = [(way, 60) for way in WAYS]
 SIZED += [(way, tokens) for way in ("split head", "all") for tokens in (1, 10_000)]
 
@@ -121,7 +121,7 @@ def test_closed_evaluator_leaves_base_and_adapted_as_they_were_loaded(adapter: P
     with closing(
         Evaluator(adapted.model, adapted.base.parameters, pytest.fail, execution=KERNELS)
     ) as evaluator:
-        # Modules removed from the model before it closes are restored too.
+        # Closing must also restore the adapter's modules, which are removed meanwhile.
         adapted.use_adapter(False)
         evaluator.losses(fixed_step())
     assert mx.array_equal(adapted.model(tokens), without)
@@ -132,7 +132,7 @@ def test_closed_evaluator_leaves_base_and_adapted_as_they_were_loaded(adapter: P
 @pytest.mark.parametrize("tokens_at_once", [slow(1), 10_000])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_supervised_first_token_has_no_loss(way: Execution, tokens_at_once: int) -> None:
-    """No token predicts it, in a micro-batch, in a line or after a shared beginning."""
+    """Nothing predicts the first token of a micro-batch, of a line, or of a text after a prefix."""
     base = load_base(model_folder("qwen3"), "float32")
     examples = [first_supervised(example) for example in fixed_step()]
     wanted = expected(base.model, examples)
@@ -227,7 +227,7 @@ def test_most_tokens_of_a_batch_take_a_second_of_a_gpu_and_ten_of_two_cores(
     for cpu in (True, False):
         monkeypatch.setattr("mlxtune.backend.step.evaluator.on_cpu", lambda cpu=cpu: cpu)
         found[cpu] = [most_tokens(size) for size in (10**6, 600_000_000, 4 * 10**9)]
-    # Two operations for each parameter and token: 10 TFLOP on a GPU, 1 on the CPU.
+    # A token takes 2 FLOP per parameter; the limit is 10 TFLOP on a GPU, 1 TFLOP on the CPU.
     assert found == {True: [16384, 833, 125], False: [16384, 8333, 1250]}
 
 
@@ -300,7 +300,7 @@ def weights_of(evaluator: Evaluator) -> int:
 
 
 def test_evaluation_in_stages_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    # CUDA has one stage.
+    # Simulate Metal, because CUDA always uses one stage.
     monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: True)
     whole, staged = (evaluator_of(WAYS["in one line"], num_hidden_layers=6) for _ in range(2))
     staged._losses._runner.seconds_per_token = 10.0
@@ -314,14 +314,14 @@ def test_evaluation_in_stages_gives_the_same_bytes(monkeypatch: pytest.MonkeyPat
 def test_prompts_of_many_pairs_run_once_whatever_their_sides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Short answers to long prompts are not sorted next to long answers to short prompts."""
+    """Sorting by answers must not separate the two sides of a pair, which share a prompt."""
     rng = np.random.default_rng(3)
     examples, needed = [], 0
     for row in range(AT_ONCE):
         prompt = rng.integers(3, 300, 4 + row % 9)
         needed += len(prompt)
         for length in (2, 3 + row % 23):
-            # The first tokens of the answers differ, and the last token does not run.
+            # The answers begin with different tokens, and their last tokens do not run.
             tokens = np.concatenate([prompt, [length], rng.integers(3, 300, length)])
             mask = np.arange(len(tokens)) >= len(prompt)
             examples.append(Example(row, tokens.astype(np.int32), mask.astype(np.uint8)))

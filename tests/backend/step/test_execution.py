@@ -1,4 +1,4 @@
-"""Each form of computing a step, alone and combined, against the plain path."""
+"""Each way of computing a step, alone and combined, against the plain path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ few = settings(
 )
 
 
-# By default one architecture takes every form, and the others the full combination.
+# By default, one architecture runs in every way, and the others in the full combination.
 STEPS = [
     each if each[0] == "gemma3_text" or each[1] == "all" else slow(*each)
     for each in product(ARCHITECTURES, WAYS)
@@ -49,7 +49,7 @@ def test_step_equals_the_plain_one(architecture: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", slow_except(WAYS, *SOME))
 def test_supervised_first_token_changes_neither_loss_nor_count(way: str) -> None:
-    """No token predicts it, in a micro-batch, in a line or after a shared beginning."""
+    """Nothing predicts the first token of a micro-batch, of a line, or of a text after a prefix."""
     fast = pipeline("gemma3_text", WAYS[way], tokens=10_000)
     examples = [first_supervised(example) for example in fixed_step()]
     assert_same(computed(fast, examples), plain_step("gemma3_text"))

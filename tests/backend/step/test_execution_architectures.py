@@ -1,4 +1,4 @@
-"""Further architectures, some of which restrict the execution; see also check_architectures."""
+"""More architectures, some of which restrict the execution; see also check_architectures."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import pytest
 from tests.long.check_architectures import check
 from tests.slow import slow_except
 
-# Name, then whether it allows a separate head, and lines.
+# Whether each architecture's head can be separated, and whether its examples can be packed.
 SOME = {
-    "mistral3": (True, True),  # a text model within another
+    "mistral3": (True, True),  # a text model within another model
     "gpt_oss": (True, True),  # attention sinks, experts, a sliding window
     "cohere": (True, True),  # scaled logits
-    "deepseek_v3": (True, True),  # a mask that carries a gradient
-    "hunyuan": (True, True),  # layers that hand on keys and values
+    "deepseek_v3": (True, True),  # a mask with a gradient
+    "hunyuan": (True, True),  # layers that pass on keys and values
     "lfm2": (True, True),  # layers without attention
-    "nemotron_h": (True, True),  # a trunk by another name, state spaces
-    "kimi_linear": (True, True),  # a cache that is unpacked
-    "olmo_hybrid": (True, True),  # a layer's class decides which mask it gets
-    # A head in the trunk, and projections whose weights the model itself changes.
+    "nemotron_h": (True, True),  # a trunk with another name, state spaces
+    "kimi_linear": (True, True),  # an unpacked cache
+    "olmo_hybrid": (True, True),  # a layer's class selects its mask
+    # The head is within the trunk, and the model itself changes projections' weights.
     "gemma3n": (True, False),
 }
 
@@ -34,6 +34,6 @@ def test_everything_on_equals_the_plain_path(name: str, tmp_path: Path) -> None:
 
 
 def test_layers_in_which_nothing_is_trained(tmp_path: Path) -> None:
-    """Only the attention layers of this model have q_proj."""
+    """In this model, only the attention layers have a q_proj."""
     result = check("lfm2 (attention first)", tmp_path / "m", targets=("q_proj",))
     assert result.same

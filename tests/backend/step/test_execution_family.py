@@ -1,4 +1,4 @@
-"""Each form of computing a step with LoRA's family, against the plain path."""
+"""Each way of computing a step with LoRA's family, against the plain path."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_quantised_step_equals_the_plain_one(member: str, way: str) -> None:
 def test_dora_on_some_targets_equals_the_plain_one(targets: tuple[str, ...]) -> None:
     options = {"dora": True, "targets": targets}
     fast = pipeline("qwen2", WAYS["all"], tokens=10_000, **options)
-    for _ in range(2):  # the second time, the backward pass's reads are known
+    for _ in range(2):  # the second step knows what the backward pass reads
         assert_same(computed(fast, fixed_step()), plain_step("qwen2", **options))
 
 

@@ -1,4 +1,4 @@
-"""A pipeline does not change its model, other models, or results between runs."""
+"""Pipelines do not change their base model or other models, and give equal results in every run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_model_by_itself_is_that_of_mlx_lm_with_the_adapter(
 def test_weights_stored_in_16_bits_are_computed_with_in_32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the CPU, matrices stay in bfloat16; the result equals float32 products of them."""
+    """On the CPU, matrices stay in bfloat16, and products of them are computed in float32."""
     monkeypatch.setattr("mlxtune.backend.models.loading.on_cpu", lambda: True)
     for architecture in ("qwen3", "gemma2"):
         folder = write_model(tmp_path / architecture, architecture, dtype="bfloat16")

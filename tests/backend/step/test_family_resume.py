@@ -1,4 +1,4 @@
-"""An interrupted and resumed run of LoRA's family takes the same steps as without interruption."""
+"""Runs of LoRA's family that are interrupted and resumed take the same steps as others."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
     assert take(first, range(1, STOP + 1)) == expected[:STOP]
     first.snapshot()(tmp_path)
 
-    # The initial matrices are read, not computed again.
+    # The initial matrices must be read from the checkpoint: computing them would fail.
     monkeypatch.setattr(initialise, "principal_svd", None)
     again = pipeline(folder, how, fresh=False, **options)
     again.restore(tmp_path)
@@ -107,7 +107,7 @@ def test_snapshot_is_checked_against_the_model_before_any_weight_is_read(
 def reference(
     value: Any, gradients: list[Any], rate: float, decay: float
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """AdamW, arXiv:1711.05101, algorithm 2, with its usual betas."""
+    """Return a value after updates by AdamW (arXiv:1711.05101, algorithm 2)."""
     x = np.array(value, np.float64)
     m, v = np.zeros_like(x), np.zeros_like(x)
     for t, gradient in enumerate(gradients, 1):

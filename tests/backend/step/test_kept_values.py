@@ -1,4 +1,4 @@
-"""The values that a layer keeps for its backward pass, from models of 2 and 6 layers."""
+"""The memory that a layer keeps for its backward pass, from models of 2 and 6 layers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.slow import long, slow
 
 
 def kept(layers: int, tokens: int, share: float) -> int:
-    """Return the bytes that a forward pass leaves for its backward pass.
+    """Return the bytes that a forward pass keeps for its backward pass.
 
-    The model has Qwen3 0.6B's shape, times a share, in float32.
+    The model has the shape of Qwen3 0.6B in float32, with widths scaled by `share`.
     """
     shape = {
         "hidden_size": int(1024 * share),
@@ -46,7 +46,7 @@ def kept(layers: int, tokens: int, share: float) -> int:
     mx.eval(loss)
     mx.synchronize()
     found = mx.get_active_memory() - before
-    # This is not evaluated: it holds the values that it needs.
+    # The gradients are not evaluated, so they hold the values that they need.
     assert gradients
     return found
 
@@ -54,20 +54,20 @@ def kept(layers: int, tokens: int, share: float) -> int:
 @pytest.mark.parametrize(
     ("share", "tokens", "most"),
     [
-        # Narrow arrays, such as LoRA's, have a larger share in a narrow model.
+        # Relative to its width, a narrow model keeps more: LoRA's arrays do not shrink.
         slow(1 / 4, (256, 512), 4_500),
         long(1, (128, 256), 16_600),
     ],
 )
 def test_layer_keeps_few_values_a_token(share: float, tokens: tuple[int, int], most: int) -> None:
     few, many = tokens
-    # The host's lead over the device decides which arrays are reused.
+    # The least of two: timing decides which buffers MLX reuses.
     least = {
         (layers, n): min(kept(layers, n, share) for _ in range(2))
         for layers in (2, 6)
         for n in tokens
     }
     a_token = [(least[6, n] - least[2, n]) / 4 / 4 / n for n in tokens]
-    # The CPU keeps attention's scores, which grow with the square of the length.
+    # Subtract attention's scores: only the CPU keeps them, and they grow with the length's square.
     scores = (a_token[1] - a_token[0]) / (many - few)
     assert a_token[0] - scores * few <= most, (a_token, scores)

@@ -1,4 +1,4 @@
-"""GPU faults within a step: the retries, and an unchanged result."""
+"""GPU faults within a step are retried, and the step's result does not change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlxtune.errors import GpuError, MemoryLimitError
 from tests.backend.conftest import MakePipeline, random_examples
 
 EXAMPLES = random_examples(6)
-# MLX's messages on Metal.
+# Messages of MLX on Metal.
 ALLOCATION = "[malloc] Unable to allocate 78643200 bytes."
 RESOURCES = "[metal::malloc] Resource limit (499000) exceeded."
 TIMEOUT, INTERACTIVITY, VICTIM, IGNORED = (
@@ -43,7 +43,7 @@ def restore_limit() -> Iterator[None]:
 
 @pytest.fixture
 def make(make_pipeline: MakePipeline) -> Callable[..., tuple[InstructPipeline, list[str]]]:
-    """Return a function that builds a pipeline, and the list of its warnings."""
+    """Return a function that returns a new pipeline and the list of its warnings."""
 
     def make(tokens: int) -> tuple[InstructPipeline, list[str]]:
         pipeline, warnings = make_pipeline("qwen3", micro_batch_tokens=tokens), []
@@ -60,7 +60,7 @@ def adapters(pipeline: InstructPipeline) -> dict[str, Any]:
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, *texts: str, times: int = 1) -> None:
-    """Make the second micro-batch fail with the first text, the next with the second, and so on."""
+    """Make the second micro-batch and the following ones fail, with these texts in turn."""
     whole, calls, errors = SplitModel.hidden, iter(range(10**9)), iter(texts * times)
 
     def failing(self: SplitModel, *args: Any, **options: Any) -> mx.array:
@@ -117,7 +117,7 @@ def test_halving_that_is_asked_for_gives_the_steps_of_half(make: Any) -> None:
     started = halved.start_batch(EXAMPLES)
     tokens = halved.relieve_memory(EXAMPLES)
     assert tokens == halved.batches.max_tokens <= 40
-    # The interrupted step has the same result as without the fault.
+    # The step that was already started keeps its micro-batches.
     whole, _ = make(80)
     assert started.result() == whole.train_batch(EXAMPLES)
     whole.batches.max_tokens = tokens
@@ -150,7 +150,7 @@ def test_other_errors_pass_through(make: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def taken_alone(make: Any, tokens: int) -> Any:
-    """Return the result of a step without faults, and the adapter after it."""
+    """Return the result of a step without faults, and the adapter afterwards."""
     pipeline, _ = make(tokens)
     return pipeline.train_batch(EXAMPLES), adapters(pipeline)
 
@@ -185,7 +185,7 @@ def test_fault_that_comes_twice_in_a_row_ends_the_step_and_changes_nothing(
     assert len(str(raised.value).splitlines()) == 1
     for name, value in adapters(pipeline).items():
         assert np.array_equal(value, before[name])
-    # All its state is still there.
+    # The failed step left no trace.
     assert pipeline.train_batch(EXAMPLES) == taken_alone(make, 80)[0]
 
 
@@ -288,7 +288,7 @@ def test_step_counts_its_micro_batches_and_their_padding(
         found = pipeline.train_batch(EXAMPLES)
         assert found.micro_batches == len(batches)
         assert found.run_tokens == sum(group.tokens for group in groups)
-        # All tokens of an example run except the last, which predicts nothing.
+        # The last token of an example predicts nothing, so it does not run.
         assert found.run_tokens - found.padding == sum(len(each) - 1 for each in EXAMPLES)
 
 
@@ -296,7 +296,7 @@ def test_step_says_its_own_peak_and_not_that_of_one_before(
     make: Callable[..., tuple[InstructPipeline, list[str]]],
 ) -> None:
     pipeline, _ = make(LARGE)
-    # Memory left by other tests is part of every peak.
+    # Peaks include other tests' memory, so it is subtracted.
     before = mx.get_active_memory()
     wide = pipeline.train_batch(EXAMPLES).memory - before
     large = mx.zeros((100_000_000,), mx.uint8)

@@ -1,4 +1,4 @@
-"""A step built during the previous step equals a step built after it."""
+"""Steps that start during the previous step equal steps that start after it."""
 
 import time
 from typing import Any
@@ -23,7 +23,7 @@ def adapter(pipeline: InstructPipeline) -> list[bytes]:
 
 
 def ahead(pipeline: InstructPipeline) -> list[float]:
-    """Take the steps; each starts before the previous result is read."""
+    """Return the steps' losses; each step starts before the previous result is read."""
     losses, pending = [], None
     for step, examples in enumerate(STEPS, 1):
         started = pipeline.start_batch(examples, step=step, learning_rate=1e-2)
@@ -71,7 +71,7 @@ def test_time_of_a_step_ends_before_the_next_one_is_computed(
 ) -> None:
     pipeline = fresh(model_folder("qwen3"), Execution(operations), 10_000)
     started: list[float] = []
-    # The CPU's kernels compute a step while it is built.
+    # The CPU's kernels compute a step while it is built, MLX once it is started.
     place, name = (StepBuilder, "build") if operations is CPU else (type(pipeline.runner), "start")
     whole = getattr(place, name)
     monkeypatch.setattr(

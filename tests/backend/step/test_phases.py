@@ -1,4 +1,4 @@
-"""A profiled step has the same result as others; its measurements cover all work."""
+"""Profiled steps have the same results as others, and their phases cover all work."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_step_has_all_its_phases_and_they_add_up(way: str) -> None:
 def test_next_to_nothing_of_a_step_is_left_to_no_phase() -> None:
     pipeline = fresh(model_folder("qwen3"), SPLIT, 60)
     steps = [profiled_step(pipeline, step) for step in range(1, 4)]
-    # Take the best of a few: other processes may interrupt anywhere.
+    # The best of a few steps, because other processes may interrupt any of them.
     assert min(step.phases["other"].seconds / step.seconds for step in steps) < 0.05
 
 
@@ -69,7 +69,7 @@ def test_loss_counts_to_the_forward_phase_where_a_graph_shows_no_border() -> Non
 
 
 def counted(pipeline: InstructPipeline, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Return the number of evaluations in a step."""
+    """Return the numbers of synchronous and asynchronous evaluations in a step."""
     calls = {"eval": 0, "async_eval": 0}
 
     def count(name: str) -> Any:
@@ -94,7 +94,7 @@ def test_step_that_is_not_profiled_evaluates_no_more_than_it_needs(
     pipeline = fresh(model_folder("qwen3"), SPLIT, 60)
     batches = len(list(pipeline.batches.of(fixed_step())))
     assert batches > 1
-    # Each phase is started and waited for, the last together with the update.
+    # Each micro-batch is started and awaited once; the last one includes the update.
     expected = {"eval": batches, "async_eval": batches}
     assert counted(pipeline, monkeypatch) == expected
     profiled_step(pipeline, 1)
@@ -114,7 +114,7 @@ def test_profiling_leaves_the_peaks_of_the_run_as_they_are() -> None:
         pipeline.train_batch(fixed_step())
         assert memory.last_peak_bytes() == memory.peak_bytes() > 0
         peaks.append(memory.peak_bytes())
-    # Its laps are parts of the step's peak.
+    # Profiling resets the peak between phases, which must not lower the step's peak.
     assert peaks[1] == pytest.approx(peaks[0], rel=0.2)
 
 

@@ -1,4 +1,4 @@
-"""The loss, its gradient and the update, against the formulas written out."""
+"""A pipeline's loss, gradients and updates, against their formulas."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def reference(
 ) -> tuple[float, dict[str, np.ndarray[Any, Any]]]:
     """Return loss and gradients of dense weights W + scale (A B)^T, one example at a time.
 
-    There is no padding, no LoRA layer and no mlxtune code: only the unchanged model of mlx-lm,
-    log-softmax written out, and the sum over supervised targets divided by their count.
+    Uses no padding, no LoRA layers and no mlxtune code: only mlx-lm's own model, an explicit
+    log-softmax, and the sum over supervised targets divided by their number.
     """
     model = load_base(folder, "float32").model
     scale = pipeline.config.lora_alpha / pipeline.config.lora_rank
@@ -113,7 +113,7 @@ def test_evaluation_equals_the_formula_and_is_weighted_by_tokens(
 
 
 def at_the_edges() -> list[Example]:
-    """Return examples supervised at the first token, at the last, at both, and throughout."""
+    """Return examples supervised at the first token, the last, both, or throughout."""
     masks = {
         "first": [1, 0, 0, 1, 0, 0],
         "last": [0, 0, 0, 0, 0, 1],
@@ -144,7 +144,7 @@ def test_examples_that_predict_nothing_are_an_error(make_pipeline: MakePipeline)
 def test_first_token_counts_for_nothing_as_nothing_predicts_it(
     make_pipeline: MakePipeline, tmp_path: Path, micro_batch_tokens: int
 ) -> None:
-    """Rows of `text` without BOS are supervised from their first token."""
+    """Rows of `text` without BOS supervise their first token."""
     pipeline = make_pipeline("qwen3", micro_batch_tokens=micro_batch_tokens)
     examples = at_the_edges()
     predicted = [1, 1, 1, 5, 1, 3]
@@ -159,7 +159,7 @@ def test_first_token_counts_for_nothing_as_nothing_predicts_it(
     assert evaluated.total_response_tokens == step.total_response_tokens == sum(predicted)
     assert evaluated.avg_loss == pytest.approx(expected, rel=1e-5)
     assert step.avg_loss == pytest.approx(expected, rel=1e-5)
-    # Each example runs up to its last supervised token, and a beginning shared in a line runs once.
+    # Examples run up to their last supervised token, and a packed line runs a shared prefix once.
     beginnings = {
         tuple(one.tokens[: i + 1].tolist())
         for one, run in zip(examples, [3, 5, 5, 5, 1, 3], strict=True)
@@ -197,7 +197,7 @@ def test_dropout_depends_on_seed_step_and_row_alone(make_pipeline: MakePipeline)
 
     def loss(step: int, seed: int = 42, dropout: float = 0.5) -> float:
         pipeline = make_pipeline("qwen3", dropout=dropout, seed=seed)
-        pipeline.loss_and_gradients(examples, step=step + 1)  # earlier passes must not matter
+        pipeline.loss_and_gradients(examples, step=step + 1)  # earlier steps must not matter
         return pipeline.loss_and_gradients(examples, step=step).loss
 
     assert loss(1) == loss(1)
@@ -219,7 +219,7 @@ def test_each_step_draws_the_dropout_of_its_number(make_pipeline: MakePipeline) 
 
 
 def test_steps_without_a_number_count_from_1(make_pipeline: MakePipeline) -> None:
-    """At a learning rate of 0 the parameters stay, so only dropout distinguishes steps."""
+    """The learning rate is 0, so that steps differ only by their dropout."""
     examples = random_examples(3)
     pipeline = make_pipeline("qwen3", dropout=0.5)
     expected = [pipeline.loss_and_gradients(examples, step=step).loss for step in (1, 2, 8, 9)]
@@ -231,7 +231,7 @@ def test_steps_without_a_number_count_from_1(make_pipeline: MakePipeline) -> Non
 
 
 def test_each_row_draws_its_own_dropout(make_pipeline: MakePipeline) -> None:
-    """Dropout differs between equal tokens of two rows, and agrees within a row's examples."""
+    """Equal rows get different dropout, and the examples of one row get the same."""
     one = random_examples(1)[0]
     pipeline = make_pipeline("qwen3", dropout=0.5)
 
@@ -269,7 +269,7 @@ def test_validation_after_a_step_runs_the_model_in_evaluation_mode(
 def test_update_is_adamw_with_bias_correction_and_clipping(
     make_pipeline: MakePipeline, clip: float
 ) -> None:
-    """AdamW, arXiv:1711.05101 algorithm 2, in float64; the gradients are the pipeline's own."""
+    """AdamW (arXiv:1711.05101, algorithm 2) in float64, from the pipeline's own gradients."""
     pipeline = make_pipeline("llama", gradient_clip_norm=clip, weight_decay=0.1)
     examples = random_examples(3)
     theta = {
@@ -337,7 +337,7 @@ def test_half_precision_keeps_float32_lora_matrices_and_gradients(
 
 
 def test_gradients_of_a_float16_model_do_not_underflow(tmp_path: Path) -> None:
-    """A small last norm makes the gradients of single tokens as small as those of a large model."""
+    """A small final norm makes the gradients of tokens as small as in a large model."""
     folder = write_model(tmp_path / "model", "qwen3", dtype="float16")
     weights = mx.load(str(folder / "model.safetensors"))
     weights["model.norm.weight"] *= 2e-3
@@ -421,7 +421,7 @@ def test_train_step_learns_one_example(make_pipeline: MakePipeline) -> None:
 
 
 def test_losses_of_a_real_model_equal_the_golden_ones(shared: Path) -> None:
-    """golden.json comes from another implementation: mean loss over a text after BOS."""
+    """golden.json holds mean losses of texts after BOS, from another implementation."""
     import json
 
     from mlxtune.backend.text.tokenizer import load_tokenizer

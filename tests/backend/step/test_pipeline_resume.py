@@ -1,4 +1,4 @@
-"""A pipeline that is saved, recreated and restored takes the same steps as without interruption."""
+"""A pipeline that is saved, recreated and restored takes the same steps as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def examples(step: int) -> list[Example]:
 
 
 def take(made: InstructPipeline, steps: range) -> list[tuple[float, float | None]]:
-    """Take steps with different examples and rates; return losses and gradient norms."""
+    """Take steps with varying examples and rates; return losses and gradient norms."""
     results = [
         made.train_batch(examples(step), step=step, learning_rate=1e-2 / step) for step in steps
     ]
@@ -64,7 +64,7 @@ def take(made: InstructPipeline, steps: range) -> list[tuple[float, float | None
 
 
 def state(made: InstructPipeline) -> dict[str, bytes]:
-    """Every trainable tensor and every moment, as bytes."""
+    """Return the bytes of every trainable tensor and every moment, by name."""
     tensors = checkpoints.trained_tensors(made.model) | dict(tree_flatten(made._optimizer.state))
     return {name: bytes(memoryview(value)) for name, value in tensors.items()}
 
@@ -91,7 +91,7 @@ def test_restored_pipeline_takes_the_same_steps_to_the_last_bit(
     first = pipeline(folder, WAYS[way], targets=targets)
     assert take(first, range(1, STOP + 1)) == expected[:STOP]
     snapshot = first.snapshot()
-    # It writes the earlier state, not later changes.
+    # A snapshot writes the state from when it was taken.
     take(first, range(STOP + 1, STEPS + 1))
     snapshot(tmp_path)
 
@@ -110,8 +110,8 @@ def test_projections_that_run_together_resume_from_moments_in_the_order_of_the_m
     gradients = dict(tree_flatten(first.loss_and_gradients(examples(1), 1).gradients))
     ((_, norm),) = take(first, range(1, 2))
     first.snapshot()(tmp_path)
-    # After one step, the first moments are (1 - beta) times the clipped gradient, all A before the
-    # other matrices, as in checkpoints of earlier versions.
+    # After one step, first moments are (1 - beta) times the clipped gradients. As in older
+    # checkpoints, all A come before the other matrices.
     order = sorted(names, key=lambda name: not name.endswith("lora_a"))
     flat = np.concatenate([np.array(gradients[name]).reshape(-1) for name in order])
     clip = min(1.0, (first.config.gradient_clip_norm or np.inf) / (norm or 1))

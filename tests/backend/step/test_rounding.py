@@ -1,4 +1,4 @@
-"""Lines rounded up for a GPU: the same loss and gradients, and padding that counts as padding."""
+"""Lines rounded up for a GPU give equal losses and gradients; the added tokens are padding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.models import write_model
 from tests.slow import slow_except
 
 ROUNDING = Rounding(line=64, width=32)
-# Windows, sinks, experts, and mixers other than attention.
+# Models with windows, sinks, experts, and other mixers than attention.
 NAMES = ("qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_5", "mamba2", "lfm2")
 HOW = {
     name: replace(WAYS[name], rounding=ROUNDING)
@@ -43,12 +43,12 @@ HOW = {
 
 @pytest.fixture(autouse=True)
 def _short_lines_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow these short batches more than 3% of padding."""
+    """Allow more than 3% of padding, because these batches are short."""
     monkeypatch.setattr(rounding, "_MOST_PADDING", 1.0)
 
 
 def assert_rounded(how: Execution, folder: Path, tokens: int = 10_000, **config: Any) -> None:
-    """Compare a rounded step with the plain one, and check its counts."""
+    """Compare a rounded step with the plain path, and check its token counts."""
     made = fresh(folder, how, tokens, **config)
     assert made.forward.execution.packs
     for group, batch in made.batches.of(fixed_step()):
@@ -90,7 +90,7 @@ def test_width_side_by_side_is_rounded() -> None:
     segments = [Segment(0, 21, 0, -1), Segment(21, 40, 0, -1)]
     assert Layout(segments, ROUNDING).rows.shape == (2, 32)
     assert Layout(segments).rows.shape == (2, 21)
-    # A single example shares no row, so its 64 tokens need no padding.
+    # A single example stays in one row of 64 tokens, which need no padding.
     alone = [Segment(0, 60, 0, -1), Segment(60, 64, 60, 0)]
     assert Layout(alone, ROUNDING).rows.shape == (1, 64)
 

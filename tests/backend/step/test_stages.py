@@ -1,4 +1,4 @@
-"""Evaluation in stages: the same bytes, and a number of stages that the clock decides."""
+"""Evaluation in stages gives the same bytes; the measured time decides the number of stages."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.slow import slow
 
 @pytest.fixture(autouse=True)
 def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA has one stage, independent of the clock."""
+    """Simulate Metal, because CUDA always uses one stage."""
     monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: True)
 
 
@@ -62,7 +62,7 @@ def staged_and_whole(layers: int) -> tuple[InstructPipeline, InstructPipeline]:
     folder = model_folder("qwen3", overrides=shape)
     how = WAYS["in one line with recompute"]
     staged, whole = (fresh(folder, how, 10_000) for _ in range(2))
-    # Each layer's mixer ends a stage.
+    # So slow that each layer's mixer ends a stage.
     staged.runner.seconds_per_token = 1.0
     return staged, whole
 
@@ -88,7 +88,7 @@ def test_stages_take_no_more_memory() -> None:
         examples = random_examples(4, longest=120)
         pipeline.train_batch(examples)
         peaks = []
-        # A peak includes buffers in flight, whose number depends on timing.
+        # The least of three, because peaks include buffers in flight, which depend on timing.
         for _ in range(3):
             mx.reset_peak_memory()
             before = mx.get_active_memory()
@@ -97,7 +97,7 @@ def test_stages_take_no_more_memory() -> None:
         return min(peaks)
 
     staged, whole = staged_and_whole(12)
-    # If stages kept the recomputed values, it would be 1.24 times as much.
+    # It would be 1.24 times as much if stages kept the recomputed values.
     assert peak(staged) < 1.12 * peak(whole)
 
 
@@ -113,7 +113,7 @@ def test_next_stage_runs_while_the_host_waits_for_one(monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(mx, name, noted)
     staged.train_batch(fixed_step())
-    # Two for the forward pass, then the gradients and the update.
+    # Each stage starts before the previous one is awaited.
     first, *middle, last = calls
     assert (first, last) == ("async_eval", "eval")
     assert middle == ["async_eval", "eval"] * (len(middle) // 2)

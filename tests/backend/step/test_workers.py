@@ -1,4 +1,4 @@
-"""Steps of several workers equal steps of one worker."""
+"""Several workers compute the same steps as one worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in forms that every device can differentiate, against MLX's own on the CPU."""
+"""Attention by operations that all devices can differentiate, against MLX's own on the CPU."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ WINDOW_WAYS = {
 
 
 def arrays(length: int, rows: int = 2, heads: int = 4, groups: int = 2, size: int = 8) -> Any:
-    """Return queries, keys, values and sinks."""
+    """Return random queries, keys, values and sinks."""
     keys = mx.random.split(mx.random.key(0), 4)
     shapes = [(rows, heads, length, size), *[(rows, groups, length, size)] * 2, (heads,)]
     return [mx.random.normal(shape, key=key) for shape, key in zip(shapes, keys, strict=True)]
 
 
 def assert_same(one: Callable[..., mx.array], other: Callable[..., mx.array], given: Any) -> None:
-    """Compare values and all gradients of two functions."""
+    """Compare two functions' values and all their gradients."""
     weight = mx.random.normal(other(*given).shape, key=mx.random.key(9))
 
     def by(function: Callable[..., mx.array]) -> Any:
@@ -117,19 +117,19 @@ def test_blocks_are_attention_in_a_window(
 
 
 def in_line(length: int, window: int) -> Any:
-    """Return the mask that a line's layers get."""
+    """Return the mask for the layers of a packed line."""
     with laid_out(Layout([Segment(0, length, 0, -1)])):
         return LineCache().make_mask(length, window_size=window)
 
 
 def padded(length: int, window: int) -> Any:
-    """Return the mask of padded examples, as made by the function that replaces mlx-lm's."""
+    """Return the mask for padded examples, from the replacement of mlx-lm's function."""
     return create_attention_mask(mx.zeros((1, length, 8)), None, window_size=window)
 
 
 @pytest.mark.parametrize(("make", "cache"), [(in_line, LineCache()), slow(padded, None)])
 def test_long_windows_take_blocks_and_keep_less(make: Callable[..., Any], cache: Any) -> None:
-    """A mask is recognised by its identity; a mask changed by a model is another one."""
+    """Masks are recognised by identity, so a computed copy is not known to be a window."""
     length, window = 3072, 128
     q, k, v, _ = arrays(length, rows=1, heads=2, groups=1, size=8)
     mask = make(length, window)
@@ -157,7 +157,7 @@ def test_long_windows_take_blocks_and_keep_less(make: Callable[..., Any], cache:
 def test_step_in_windows_takes_blocks(
     way: str, model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Padded micro-batches as well as lines, and layers that run again in the backward pass."""
+    """Covers padded micro-batches, packed lines, and recomputed layers."""
     monkeypatch.setattr(attention, "_BLOCK", 4)
     folder = model_folder(model_type, overrides=(("sliding_window", 6),))
     wanted = computed(fresh(folder, PLAIN, 10_000), fixed_step())

@@ -1,4 +1,4 @@
-"""Depthwise convolution and its gradient, against MLX's own."""
+"""Depthwise convolution and its gradients, against MLX's own."""
 
 from __future__ import annotations
 

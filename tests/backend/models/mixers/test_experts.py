@@ -1,4 +1,4 @@
-"""Sorted experts with gradients by gathers, against mlx-lm's own layers."""
+"""Experts with sorted tokens, whose gradients use gathers, against mlx-lm's own layers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_quantised_experts_with_lora() -> None:
     made = experts(bias=True)
     nn.quantize(made, group_size=32, bits=4)
     made.freeze()
-    # Experts without tokens get zero gradients.
+    # Some experts get no tokens, so their gradients are zero.
     made = with_lora(made, "gate_proj", "down_proj")
     assert_same(made, indices(40, 2, 5) // 2, MIXERS.apply)
 

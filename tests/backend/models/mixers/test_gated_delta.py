@@ -1,4 +1,4 @@
-"""The gated delta rule, against mlx-lm's loop over tokens in float64."""
+"""The gated delta rule by chunks, against mlx-lm's loop over tokens in float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = ("q", "k", "v", "a", "b", "state")
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a call, the scale of `a`, and options."""
+    """The sizes and options of a call; `strength` scales the gates' input `a`."""
 
     tokens: int = 70
     rows: int = 2
@@ -37,7 +37,7 @@ class Case:
     doubled: bool = False
 
     def inputs(self) -> tuple[Arrays, Arrays, mx.array | None]:
-        """Return `NAMES`, the frozen A_log and dt_bias, and the mask."""
+        """Return the arrays named in `NAMES`, the frozen A_log and dt_bias, and the mask."""
         rng = np.random.default_rng(0)
         gates = (self.heads, self.key_size) if self.channels else (self.heads,)
         shape = (self.rows, self.tokens)
@@ -66,7 +66,7 @@ class Case:
 
 
 def by_mlx_lm(q: Any, k: Any, v: Any, a: Any, b: Any, *rest: Any, **options: Any) -> Any:
-    """Return the results of mlx-lm's function, with gates also in float64."""
+    """Return mlx-lm's results, with its gates computed in the inputs' dtype."""
     rate, bias, state, mask = rest
     low, doubled = options["lower_bound"], options["allow_neg_eigval"]
     x = a + bias
@@ -80,7 +80,7 @@ def by_mlx_lm(q: Any, k: Any, v: Any, a: Any, b: Any, *rest: Any, **options: Any
 
 
 def results(function: Callable[..., Any], case: Case, dtype: mx.Dtype) -> list[np.ndarray]:
-    """Return y, the state at the end, and the gradients for `NAMES`."""
+    """Return y, the last state, and the gradients for the arrays in `NAMES`."""
     inputs, frozen, mask = case.inputs()
     rng = np.random.default_rng(1)
     with mx.stream(mx.cpu):
@@ -88,7 +88,7 @@ def results(function: Callable[..., Any], case: Case, dtype: mx.Dtype) -> list[n
 
         def run(*given: mx.array) -> Sequence[mx.array]:
             y, state = function(*given[:5], *frozen, given[5], mask, **case.options)
-            # mlx-lm's outputs for masked tokens are meaningless, and differ by device.
+            # mlx-lm's outputs for masked tokens are meaningless, and differ between devices.
             return y if mask is None else mx.where(mask[..., None, None], y, 0), state
 
         outputs = run(*inputs)
@@ -100,7 +100,7 @@ def results(function: Callable[..., Any], case: Case, dtype: mx.Dtype) -> list[n
 
 @pytest.fixture(autouse=True)
 def _uncompiled() -> Iterator[None]:
-    """Compiling mlx-lm's step takes longer than its few tokens."""
+    """Compiling mlx-lm's step would take longer than running it on a few tokens."""
     mx.disable_compile()
     yield
     mx.enable_compile()
@@ -112,7 +112,7 @@ def assert_equal(case: Case) -> None:
     largest = max(np.abs(each).max() for each in expected[2:])
     for name, one, other in zip(("y", "end", *NAMES), found, expected, strict=True):
         assert one.shape == other.shape
-        # With a strong decay, gradients of gates are small differences of larger numbers.
+        # With a strong decay, the gates' gradients are small differences of larger numbers.
         size = largest if name in NAMES else np.abs(other).max()
         assert np.abs(one - other).max() <= 5e-6 * max(size, 0.1), name
 
@@ -162,14 +162,14 @@ def test_groups_of_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("gate", [0.0, 1.0])
 def test_gates_of_0_and_1_are_exact_for_equal_keys(gate: float) -> None:
-    """For equal unit keys and betas of 1, the key's value becomes the last value."""
+    """With equal unit keys and betas of 1, the state holds the last value for the key."""
     q = k = mx.broadcast_to(mx.array([1.0, 0, 0, 0]), (1, 200, 1, 4))
     v = mx.random.normal((1, 200, 1, 3), key=mx.random.key(0))
     beta, start = mx.ones((1, 200, 1)), mx.ones((1, 1, 3, 4))
     log_gates = mx.log(mx.full((1, 200, 1), gate))
     given = [q, k, v, log_gates, beta, start]
     y, state = gated_delta.by_chunks(*given)
-    # The amount depends on the processor's products.
+    # The tolerance allows for the processors' products.
     assert mx.allclose(y, v, rtol=0, atol=1e-5)
     assert mx.allclose(state[0, 0, :, 0], v[0, -1, 0], rtol=0, atol=1e-5)
     assert mx.all(state[..., 1:] == gate)
@@ -179,7 +179,7 @@ def test_gates_of_0_and_1_are_exact_for_equal_keys(gate: float) -> None:
 
 @pytest.mark.parametrize("tokens", [1 << 12, pytest.param(1 << 15, marks=pytest.mark.slow)])
 def test_long_rows_stay_accurate(tokens: int) -> None:
-    """Gates near 1, against the formula token by token in float64."""
+    """Compares gates near 1 with the formula, token by token in float64."""
     rng = np.random.default_rng(0)
     q, k = rng.standard_normal((2, 1, tokens, 1, 4)).astype(np.float32)
     k /= np.linalg.norm(k, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Mamba 2's recurrence and its gradients, against the recurrence itself and mlx-lm's code."""
+"""Mamba 2's recurrence and its gradients, against the formula and mlx-lm's code."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Update = Callable[..., tuple[mx.array, mx.array]]
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> Iterator[None]:
-    # mlx-lm compiles a part of its code, with a C++ compiler on the CPU.
+    # On the CPU, mlx-lm's compiled functions would wait for a C++ compiler.
     mx.disable_compile()
     yield
     mx.enable_compile()
 
 
 def inputs(batch: int, length: int, heads: int, groups: int, *, scale: float = 1.0) -> Any:
-    """Return x, B, C, dt and a state, and A_log, D and dt_bias."""
+    """Return the varied arrays x, B, C, dt and a state, and the frozen A_log, D and dt_bias."""
     varied = [
         random(batch, length, heads, 6),
         random(batch, length, groups, 5, seed=1),
@@ -41,7 +41,7 @@ def inputs(batch: int, length: int, heads: int, groups: int, *, scale: float = 1
 def by_tokens(
     x: Any, A_log: Any, B: Any, C: Any, D: Any, dt: Any, dt_bias: Any, state: Any, limit: Any
 ) -> tuple[Any, Any]:
-    """Return the result of the recurrence (arXiv:2405.21060, equation 1) in float64."""
+    """Return the recurrence's result in float64, by arXiv:2405.21060, equation 1."""
     x, A_log, B, C, D, dt, dt_bias, state = (
         each.astype(mx.float64) for each in (x, A_log, B, C, D, dt, dt_bias, state)
     )
@@ -56,7 +56,7 @@ def by_tokens(
 
 
 def results(update: Update, varied: Any, frozen: Any, limit: tuple[float, float]) -> list[Any]:
-    """Return y, the last state, and the gradients of their sum by each varied input."""
+    """Return y, the last state, and the gradients of a weighted sum of both."""
     A_log, D, dt_bias = frozen
     weights = [random(*varied[i].shape, seed=3) for i in (0, 4)]
     made: list[mx.array] = []
@@ -91,7 +91,7 @@ def test_recurrence_and_its_gradients(
 
 @pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.5, 0.9)])
 def test_result_is_mlx_lms(limit: tuple[float, float]) -> None:
-    # Longer than a chunk of mlx-lm's.
+    # Longer than a chunk in mlx-lm.
     varied, frozen = inputs(2, 300, 4, 2)
     for one, other in zip(
         results(recurrences.ssm_update, varied, frozen, limit),
@@ -112,7 +112,7 @@ def test_blocks_continue_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_decays_to_nothing_and_to_all_are_exact() -> None:
     varied, frozen = inputs(1, 80, 2, 1)
-    # Some tokens forget all earlier ones, others forget none.
+    # Some tokens erase the state, others keep it unchanged.
     varied[3] = mx.where(mx.arange(80)[:, None] % 7 == 0, 1e4, -1e4) + 0 * varied[3]
     limit = (0.0, float("inf"))
     found = results(recurrences.ssm_update, varied, frozen, limit)
@@ -160,5 +160,5 @@ def test_backward_pass_keeps_no_products_of_pairs_of_tokens() -> None:
     before = mx.get_active_memory()
     held += mx.value_and_grad(loss)(x)
     mx.eval(held[0])
-    # The weights of pairs alone take 8 heads * 512 * 64.
+    # Weights for all pairs of tokens would alone take 8 heads * 512 * 64 floats.
     assert mx.get_active_memory() - before < 4 * 8 * 512 * 64

@@ -1,4 +1,4 @@
-"""Layers of mlx-lm whose Metal kernels have no gradient."""
+"""Replacements for mlx-lm's layers whose Metal kernels have no gradient."""
 
 from __future__ import annotations
 
