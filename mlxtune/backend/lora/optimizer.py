@@ -88,7 +88,7 @@ class LoRAOptimizer:
     ) -> Update:
         """Return the update of vectors by their gradients, at learning rate `rate`.
 
-        `loss` must be finite too. The state comes from the uncommitted update `after`, if given.
+        It is `finite` only if `loss` is too. It continues from the uncommitted `after`, if given.
         """
         state = after.state if after else self.state
         step = self._compiled if compiles() else self._take

@@ -146,8 +146,8 @@ def _integers(values: list[Any]) -> bool:
 def _unknown_formats(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the formats of quantised weights that MLX lacks, and a group size of 0.
 
-    `quantization` has MLX's formats, also for single layers; `quantization_config` those of other
-    tools, of which only the group size is checked, because libraries divide by it.
+    `quantization` has MLX's formats, also for single layers; `quantization_config` has formats of
+    other tools, where only the group size is checked, because libraries divide by it.
     """
     ours, others = config.get("quantization"), config.get("quantization_config")
     if isinstance(others, Mapping) and others.get("group_size", 1) == 0:

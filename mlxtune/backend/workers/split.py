@@ -123,13 +123,13 @@ class Split(nn.Module):
         return super().__call__(x)
 
     def like(self, linear: nn.Module) -> nn.Module:
-        """Return another layer, split in the same way."""
+        """Return `linear`, another form of this part's layer, as the same part."""
         return _class_of(Split, type(linear))(linear, {}, self.part)
 
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """A worker's rows of embeddings and head: those of `size` tokens from `start` on."""
+    """A worker's rows of embeddings and head, for the `size` tokens from `start` on."""
 
     group: Any
     start: int
