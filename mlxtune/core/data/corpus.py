@@ -363,7 +363,7 @@ class Corpus(Sequence[Example]):
         return largest
 
     def data_hash(self) -> str:
-        """Return a SHA-256 over examples per row, lengths, tokens and masks, each little-endian.
+        """Return `sha256:HASH` of examples per row, lengths, tokens and masks, each little-endian.
 
         Roles are part of it unless all are answers, and weights of files unless all are 1.
 

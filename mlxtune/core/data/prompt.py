@@ -30,7 +30,7 @@ from mlxtune.errors import DataError
 
 # A placeholder for the answer; the prompt does not depend on it.
 _ANSWER = "The answer."
-# Half a million tokens of text. If each byte is a token, encoding takes 0.7 GB.
+# The most bytes of a prompt: half a million usual tokens. At a token a byte, encoding takes 0.7 GB.
 MAX_BYTES = 2 * 2**20
 
 

@@ -1,4 +1,4 @@
-"""The losses of rows under a model without and with an adapter, and whether the adapter helped.
+"""Compares the losses of rows without and with an adapter, to judge whether it helped.
 
 A model's loss is the sum over all supervised tokens divided by their count.
 """

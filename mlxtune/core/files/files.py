@@ -81,7 +81,7 @@ def open_to_write(path: Path) -> IO[bytes]:
 def write_file(target: Path, content: Iterable[bytes], *, private: bool = False) -> None:
     """Write a file whole or not at all, from pieces of its content.
 
-    Only the user may read a `private` one. Raises OutputError; the target then keeps its content.
+    Only the user may read a `private` file. Raises OutputError; the target then keeps its content.
     """
     temporary = beside(target)
     with as_output_error(target):
@@ -106,7 +106,7 @@ def write_json(target: Path, value: Any, *, private: bool = False) -> None:
 
 
 def append_line(target: Path, line: str) -> None:
-    """Append a line to a text file, new or not: all of it or nothing. Raises OutputError."""
+    """Append a whole line, or nothing, to a text file, new or not. Raises OutputError."""
     with as_output_error(target, "file"), open_to_append(target) as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(end - 1, 0))
@@ -151,7 +151,7 @@ def file_hash(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or folder; only then does a rename survive a power cut. Raises OSError."""
+    """Flush a file or folder to disk, so that a rename survives a power cut. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

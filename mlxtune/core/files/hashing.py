@@ -37,9 +37,9 @@ def hash_in_background(folder: Path, cache: Path | None) -> Future[str]:
 def base_fingerprint(folder: Path) -> dict[str, str]:
     """Return hashes of a model's weights that take milliseconds.
 
-    `layout` is over their names, dtypes and shapes, `weights` over 64 bytes of each, and `vectors`
-    over the norms and biases, which stay the same when matrices are quantised. None depends on how
-    the weights are split into files. Raises ModelError if a file cannot be read.
+    `layout` covers their names, dtypes and shapes, `weights` 64 bytes of each, and `vectors` the
+    norms and biases, which stay the same when matrices are quantised. None depends on how the
+    weights are split into files. Raises ModelError if a file cannot be read.
     """
     parts: dict[str, list[str]] = {name: [] for name in _PARTS}
     try:
@@ -71,7 +71,7 @@ def is_same_base(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 
 
 def model_hash(folder: Path, cache: Path | None) -> str:
-    """Return `sha256:` over a model's config.json and weights, by name and content.
+    """Return `sha256:HASH` of a model's config.json and weights, by name and content.
 
     A file whose size and times an earlier run recorded is not read again. Raises ModelError if
     a file cannot be read.

@@ -54,8 +54,8 @@ def start(
 ) -> Process:
     """Start a process.
 
-    Ctrl-C reaches only this process, which ends the child with `end`. Unless `apart`, Ctrl-C
-    reaches both, and files stay open in the child. Raises OSError.
+    Ctrl-C reaches only this process, which must `end` the child. Without `apart`, Ctrl-C reaches
+    both, and the child inherits open files. Raises OSError.
     """
     return subprocess.Popen(
         command,
@@ -171,7 +171,7 @@ def kernel_cache() -> str:
     """Return the folder in which MLX keeps the CUDA kernels that it compiles.
 
     By default, they are in the temporary folder, so a process with another temporary folder would
-    compile all of them again, for seconds each.
+    compile all of them again, which takes seconds for each.
     """
     kept = Path(tempfile.gettempdir()) / "mlx" / importlib.metadata.version("mlx") / "ptx"
     return os.environ.get("MLX_PTX_CACHE_DIR") or str(kept)

@@ -1,6 +1,6 @@
 """Checks of a machine's facts: problems that slow or prevent training, and their remedies.
 
-Pure: facts in, checks out.
+Pure functions: facts in, checks out.
 """
 
 from collections.abc import Iterator, Sequence

@@ -80,7 +80,7 @@ class Power:
 
 @dataclass(frozen=True)
 class Device:
-    """MLX's device. Memory in bytes; `limit` is the default of --memory-limit here.
+    """MLX's device. Memory is in bytes; `limit` is the default of --memory-limit on it.
 
     `gflops` is the speed of a float32 matrix product in MLX, `numpy_gflops` in numpy on the CPU.
     """
@@ -97,7 +97,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """All facts. `device` is None if MLX does not start, and `device_problem` says why.
+    """All facts of a machine. `device` is None if MLX does not start; `device_problem` says why.
 
     `libraries` are the installed packages with MLX's own library. `mlx_first`: mlx was imported
     before mlxtune. `translated`: Python runs through Rosetta. `wired_limit_mb` is macOS's limit of
@@ -147,7 +147,7 @@ def probe_device() -> tuple[Device | None, str]:
 
 def read_system() -> dict[str, Any]:
     if platform.system() == "Darwin":
-        # On a Mac, unknown names only print errors on stderr.
+        # For unknown names, macOS's sysctl only prints errors on stderr.
         values = dict(re.findall(r"(?m)^(\S+): (.*)$", tool_output("sysctl", *_SYSCTL)))
         return {
             "name": "macOS",
@@ -173,7 +173,7 @@ def available_memory() -> int | None:
 
 def read_memory(limit: int = sys.maxsize) -> Memory:
     """Return the memory of the machine; `limit` is a container's, in bytes."""
-    # Loaded only on use.
+    # psutil is loaded only on use.
     import psutil
 
     try:
@@ -192,7 +192,7 @@ def versions() -> dict[str, str]:
 
 
 def machine_id() -> str:
-    """Return an id of this machine's boot, independent of its name.
+    """Return an id of this boot of the machine and of this user.
 
     Falls back to the host's name if the system does not identify its boots.
     """

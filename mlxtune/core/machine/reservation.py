@@ -28,7 +28,7 @@ POLL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Reservation:
-    """The bytes that another process has reserved, and for which run."""
+    """The bytes that another process has reserved, and a description of its run."""
 
     pid: int
     size: int

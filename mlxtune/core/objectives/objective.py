@@ -132,7 +132,7 @@ class Objective:
         return _PLACES[WHOLE if self.options.orpo_nll == "prompt" else CHOSEN]
 
     def lay_out(self, examples: Sequence[Example]) -> Layout:
-        """Return the layout of all rows of the examples, in the order of their first examples."""
+        """Return the layout of the examples' rows, in the order of their first examples."""
         rows: dict[int, int] = {}
         index = [rows.setdefault(example.key, len(rows)) for example in examples]
         columns = np.array([_PLACES[example.role] for example in examples], dtype=np.int64)

@@ -157,7 +157,7 @@ class ValidationRecord:
 
 @dataclass(frozen=True)
 class InstructEpochMetrics:
-    """One pass over the training rows; epochs count from 1.
+    """The metrics of one pass over the training rows; epochs count from 1.
 
     `train_loss` is the mean over the epoch's supervised tokens, `val_loss` over the whole
     validation set after the epoch, None without one; both are in nats per supervised token.
@@ -175,7 +175,7 @@ class InstructEpochMetrics:
 
 @dataclass(frozen=True)
 class TrainingMetrics:
-    """A view of the steps taken so far, in a run of `max_steps`."""
+    """The metrics of the steps taken so far, in a run of `max_steps`."""
 
     max_steps: int
     history: Sequence[StepRecord] = ()
@@ -206,7 +206,7 @@ class TrainingMetrics:
 
 @dataclass(frozen=True)
 class InstructTrainResult:
-    """A run as a whole. Epochs count from 1.
+    """The result of a whole run. Epochs count from 1.
 
     `best_val_loss` is the lowest validation loss, after `best_step` in `best_epoch`;
     `initial_val_loss` is the loss before the first step. All four are None without validation.

@@ -43,7 +43,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class StepProfile:
-    """One step. Its `phases`, `other` included, add up to its `seconds`."""
+    """The profile of one step. Its `phases`, `other` included, add up to its `seconds`."""
 
     step: int
     seconds: float
@@ -66,7 +66,7 @@ class PhaseTimer:
         self._started = self._last = self.clock()
 
     def end(self, name: str) -> None:
-        """Add everything since the last boundary to a phase, which may end more than once."""
+        """Add the time and memory since the last boundary to a phase, which may end repeatedly."""
         now = self.clock()
         active, peak = self.memory()
         # If nothing was allocated, the reported peak is too low.

@@ -123,7 +123,7 @@ def _has_best(progress: Progress, good: list[Checkpoint]) -> bool:
 
 
 def is_unfinished(run: Path) -> bool:
-    """Return whether a folder holds a run that has checkpoints but did not end."""
+    """Return whether a folder holds a run that has checkpoints but did not finish."""
     return bool(checkpoint_folders(run)) and not (run / RESULT).exists()
 
 

@@ -137,7 +137,7 @@ def _permutation(n: int, key: str) -> list[int]:
 def steps_of(
     rows: CorpusRows, batch_size: int, order: str, seed: int, epoch: int
 ) -> list[list[int]]:
-    """Return the indices in `rows` of the rows of each step of an epoch."""
+    """Return the rows of each step of an epoch, as indices in `rows`."""
     used = rows_of_epoch(rows, seed, epoch)
     if order == "length":
         steps = steps_by_length(rows.lengths[used], batch_size, seed, epoch)

@@ -24,7 +24,7 @@ _LOWEST_RATE, _HIGHEST_RATE = 5e-5, 5e-3
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """Facts that the choice depends on.
+    """The facts that the choice of options depends on.
 
     `rows` counts the training rows, and `validates` says whether there are validation rows.
     `parameters` counts the model's parameters. `needed` is the smallest round --max-seq-len that

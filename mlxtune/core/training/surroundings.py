@@ -28,8 +28,8 @@ class Demand:
 class Surroundings:
     """Checks the machine before each step.
 
-    `conditions` returns the latest reading, `asked` whether to stop, `asleep` how many seconds the
-    machine has slept so far. `observer` receives its actions.
+    `conditions` returns the latest reading, `asked` whether the run was asked to stop, `asleep` the
+    seconds that the machine has slept so far. `observer` receives its actions.
     """
 
     conditions: Callable[[], Conditions] = Conditions

@@ -40,7 +40,7 @@ from mlxtune.core.training.schedule import count_steps, make_schedule
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.errors import NonFiniteLossError, OutputError
 
-# A run ends after this many steps in a row that are not finite.
+# A run ends after this many consecutive steps without a finite loss and gradient.
 _MAX_SKIPPED_IN_A_ROW = 3
 
 
@@ -137,11 +137,11 @@ class InstructTrainer:
         return TrainingMetrics(self.total_steps, self.progress.steps)
 
     def data_hash(self) -> str:
-        """Return `sha256:` over the whole corpus, held-out rows included."""
+        """Return `sha256:HASH` of the whole corpus, held-out rows included."""
         return self._data_hash
 
     def validation_hash(self) -> str:
-        """Return `sha256:` over the data that validation rows come from; empty without any."""
+        """Return `sha256:HASH` of the data that validation rows come from; empty without any."""
         corpus = self.val_rows.corpus
         held_out = bool(self.val_rows) and corpus is self.train_rows.corpus
         return self._data_hash if held_out else corpus.data_hash() if self.val_rows else ""

@@ -9,8 +9,9 @@ from mlxtune.core.files.reading import open_zipped
 from mlxtune.core.text import byte_size
 from mlxtune.errors import DataError
 
-# The most unpacked bytes of any file, and the additional bytes for each packed byte. Rows with one
-# long system prompt, the most repetitive that people train on, unpack to some 100 times their size.
+# The unpacked bytes allowed to any file, and the additional bytes for each packed byte. Rows with
+# one long system prompt, the most repetitive that people train on, unpack to some 100 times their
+# size.
 _ALWAYS, _PER_BYTE = 2**24, 200
 # The most bytes that one byte of gzip can unpack to.
 _MOST_OF_GZIP = 1032
