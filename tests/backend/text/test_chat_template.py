@@ -1,4 +1,4 @@
-"""The models' own templates: golden renders, and prompts equal to transformers'."""
+"""The models' own templates: golden renders, and the same prompts as in transformers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_conversation_that_a_template_refuses_is_skipped_with_the_templates_own_
         reason = each["error"].removeprefix("TemplateError: ")
         (warning,) = dataset.files[0].skipped.warnings()
         assert warning.startswith(f"{data}:2: ")
-        # In the other two, a missing place for a turn's text is found first.
+        # The other two conversations are refused earlier, for a turn whose text has no place.
         if each["conversation"] not in ("assistant_first", "tool_call"):
             assert reason in warning, each["conversation"]
             refused[each["conversation"]] += 1
@@ -139,7 +139,7 @@ def test_template_that_fails_in_any_way_refuses_the_row(source: str) -> None:
         ChatTemplate({"default": source}, {})([{"role": "user", "content": "Hi"}])
 
 
-# Places of a template in a folder
+# The places of a template in a folder
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_template_that_fails_in_any_way_refuses_the_row(source: str) -> None:
         ({"tokenizer_config.json": '{"chat_template": null}'}, {}),
         ({"tokenizer_config.json": '{"chat_template": "a"}'}, {"default": "a"}),
         ({"chat_template.jinja": "b"}, {"default": "b"}),
-        # The order of transformers and mlx-lm.
+        # The order of precedence in transformers and mlx-lm.
         (
             {"chat_template.jinja": "b", "tokenizer_config.json": '{"chat_template": "a"}'},
             {"default": "b"},
@@ -215,7 +215,7 @@ def test_template_for_tools_is_used_for_conversations_with_tools() -> None:
 def some_chat(
     shared: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Path:
-    """A sample of the chat data, with some rows of each shape: roles, tools and calls."""
+    """A sample of the chat data, with some rows of each combination of roles, tools and calls."""
     every, of_each = request.param
     shapes: Counter[Any] = Counter()
     chosen = []
@@ -235,16 +235,16 @@ def some_chat(
 def test_turns_follow_the_prompts_that_transformers_gives(
     folders: dict[str, Folder], some_chat: Path, template: Template
 ) -> None:
-    """tests/long/check_templates.py does the same with all of the data."""
+    """tests/long/check_templates.py compares all of the data."""
     seen = {mode: compare(folders[template.file], mode, some_chat) for mode in template.modes}
     for counts in seen.values():
         assert counts["rows"] > 30
         assert (counts["refused"] > 5) == (not template.calls)
         assert counts["turns"] > counts["rows"]
-        # These templates show every turn in one rendering.
+        # These templates render all turns of a row in one example.
         if template.file in ("qwen2_5.jinja", "qwen3_instruct_2507.jinja"):
             assert counts["examples"] == counts["rows"]
-        # It rewrites its last turn when another follows.
+        # Qwen3's template changes a turn once another follows, so each turn is an example.
         if template.file == "qwen3.jinja":
             assert counts["examples"] == counts["turns"]
 
@@ -265,7 +265,7 @@ def test_rows_are_rendered_many_in_one_exchange_with_the_process(
 
     monkeypatch.setattr(process, "submit", counted)
     (ledger,) = folders[template.file].encode(some_chat).ledgers
-    # Each template is asked two questions: whether it shows a system message, and its header.
+    # A request holds 32 rows; a few more ask for a system message and the header.
     assert len(asked) <= ledger.rows_read / 32 + 1 + 3
     assert sum(asked) > ledger.rows_read
 
@@ -277,7 +277,7 @@ def test_thinking_is_supervised_as_the_template_writes_it(
 ) -> None:
     messages = golden(shared, template, name)["messages"]
     if template.file == "diffusion_gemma.jinja":
-        # It has no place for a block, so a server keeps only the thinking.
+        # This template omits tags in the content; servers return thinking in a field instead.
         messages = [_with_thinking_in_field(message) for message in messages]
     data = write_rows(tmp_path / "chat.jsonl", {"messages": messages})
     answers = sum(message["role"] == "assistant" for message in messages)
@@ -343,7 +343,7 @@ def test_system_message_is_merged_where_gemma_refuses_one(
     expected = folder.prompt([{"role": "user", "content": "Be kind.\n\nHi"}])
     assert next(turns_of(merged.corpus))[0] == expected
 
-    # Gemma 3's template merges the system message itself, in the same form.
+    # Gemma 3's own template merges the system message in the same form.
     own = folders["gemma3.jinja"].encode(data, merge_system=True)
     assert not own.ledgers[0].notes
     assert next(turns_of(own.corpus))[0] == expected

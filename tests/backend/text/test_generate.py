@@ -1,4 +1,4 @@
-"""Answers equal mlx-lm's, token by token, with the last prompt's cache reused."""
+"""Answers equal mlx-lm's token by token, and reuse the last prompt's cache."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GREEDY = Sampling(max_new_tokens=24)
 
 
 class Bytes:
-    """A tokenizer that spells token 5 as [5]; 0 ends a generation."""
+    """A tokenizer that spells token 5 as [5]; token 0 ends a generation."""
 
     eos_ids = frozenset({0})
 
@@ -50,7 +50,7 @@ def generator(folder: Path) -> Generator:
 
 
 def greedy(folder: Path, ids: list[int], count: int) -> list[int]:
-    """Return the model's greedy tokens, computed on whole sequences without a cache."""
+    """Return the model's greedy tokens, computed without a cache."""
     model, tokens = load_base(folder, "float32").model, list(ids)
     for _ in range(count):
         tokens.append(int(mx.argmax(model(mx.array([tokens]))[0, -1])))
@@ -171,7 +171,7 @@ def test_stop_text_over_two_tokens_is_never_said(folder: Path) -> None:
     assert found.finish_reason == "stop"
 
 
-# Drawing
+# Sampling
 
 
 def drawn(folder: Path, number: int, **options: Any) -> list[int]:
@@ -198,7 +198,7 @@ def test_only_the_likeliest_are_drawn_as_mlx_lm_draws_them(options: dict[str, An
     ours = Sampling(temperature=1.0, **kept).sampler(5)
     mx.random.seed(0)
     found = np.array(ours(logprobs))
-    # The first two tokens have a probability of 0.65 together.
+    # The two likeliest tokens have a probability of 0.65 together.
     wanted = 2 if "top_p" in options else min(options["top_k"], 5)
     assert set(found.tolist()) == set(range(wanted))
     if options.get("top_k") != 10**6:
@@ -296,11 +296,11 @@ except RuntimeError:
 @pytest.mark.slow
 @pytest.mark.skipif(not device.on_cpu(), reason="a GPU compiles with no program of the machine's")
 def test_drawing_starts_no_compiler_and_leaves_compiling_on(tmp_path: Path) -> None:
-    """A compiler that fails on any input shows whether one is started."""
+    """MLX would fail with this compiler, which rejects all input."""
     compiler = tmp_path / "g++"
     compiler.write_text('#!/bin/sh\n[ "$1" = --version ]\n')
     compiler.chmod(0o755)
-    # Compiled code is kept in a temporary folder.
+    # MLX caches compiled code in TMPDIR.
     kept = {name: value for name, value in os.environ.items() if name != "MLX_DISABLE_COMPILE"}
     env = {**kept, "PATH": str(tmp_path), "TMPDIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", _DRAWN], env=env, capture_output=True, text=True)

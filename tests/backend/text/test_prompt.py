@@ -1,4 +1,4 @@
-"""The prompt of an answer has exactly the tokens before the answer in training."""
+"""The prompt for an answer has exactly the tokens before that answer in training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folders(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def check_file(folder: Path, data: Path, tokenizer: Any = None, **options: Any) -> int:
-    """Compare the prompt of every turn with its context in training; return the number of turns."""
+    """Compare each turn's prompt with its context in training; return the number of turns."""
     rows = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
     defaults = {"max_seq_len": 10**9, "val_split": 0, "no_cache": True}
     training = DataConfig(str(folder), str(data), **defaults | options)  # type: ignore[arg-type]
@@ -33,7 +33,7 @@ def check_file(folder: Path, data: Path, tokenizer: Any = None, **options: Any) 
     reader, asker = Reader(training, folder), Reader(asking, folder)
     for each in (reader, asker):
         if tokenizer is not None:
-            each.tokenizer = tokenizer  # loading one takes seconds
+            each.tokenizer = tokenizer  # loading it again would take seconds
     dataset, seen = load_dataset(training, reader), 0
     for row in dataset.corpus.select():
         content = rows[row[0].row - 1]
@@ -45,10 +45,10 @@ def check_file(folder: Path, data: Path, tokenizer: Any = None, **options: Any) 
             before = {**content, "messages": messages[:position]}
             prompt = prompt_of(asker.encoder, before, "here")
             assert list(prompt.ids) == context, f"{data}:{row[0].row}, message {position + 1}"
-            # Gemma 4 ends a turn with a tool call by another token, which is one of its eos_ids.
+            # After a tool call, Gemma 4 ends the turn with another of its eos_ids.
             assert messages[position].get("tool_calls") or prompt.end == answer[-1]
             seen += 1
-        # --generate uses the row's last turn.
+        # `--generate` answers a row's last turn.
         asked = last_turn(row, reader.tokenizer.control_ids)
         assert asked is not None
         assert ([*asked.prompt.ids], [*asked.answer, asked.prompt.end]) == turns[-1]

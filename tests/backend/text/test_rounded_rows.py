@@ -1,4 +1,4 @@
-"""The padding that real rows get when a GPU's packed batches are rounded up."""
+"""The padding of real rows when packed batches are rounded up for a GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_rounded_lines_of_real_rows_have_at_most_3_percent_more_tokens(
                 groups += how.plan([each for row in step for each in corpus.row(row)])
             added, tokens = (sum(getattr(g, name) for g in groups) for name in ("added", "tokens"))
             assert 0 < added <= 0.03 * (tokens - added)
-            # Rounding must give fewer shapes.
+            # Rounding must reduce the number of shapes.
             exact = {group.tokens - group.added for group in groups}
             assert len({group.tokens for group in groups}) < 0.8 * len(exact)
             assert all(group.width % rounding.width == 0 for group in groups)

@@ -1,6 +1,6 @@
-"""Templates that hang or fill the memory are ended; all others render as in transformers.
+"""Templates that hang or fill the memory are stopped; others render as in transformers.
 
-Each of ATTACKS hung, or took gigabytes, in a process without limits.
+Each template of ATTACKS hung, or took gigabytes, in a process without limits.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LOOP = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% e
 
 @pytest.fixture(scope="module")
 def lasting() -> Iterator[TemplateProcess]:
-    """A process for all tests, which none of them ends."""
+    """A process that several tests share, because none of them ends it."""
     process = TemplateProcess()
     yield process
     process.close()
@@ -71,7 +71,7 @@ def render(process: TemplateProcess, source: str, messages: Any = MESSAGES, **mo
 
 
 def doubled(step: str, then: str = "", start: str = "[1]") -> str:
-    """Return a template that applies a step to x and y 99 times, then evaluates an expression."""
+    """Return a template that repeats a step on x and y 99 times, then renders an expression."""
     return (
         f"{{% set ns = namespace(x={start}, y={start}) %}}{{% for i in range(99) %}}"
         f"{{% set ns.x = {step} %}}{{% set ns.y = {step.replace('ns.x', 'ns.y')} %}}"
@@ -80,22 +80,22 @@ def doubled(step: str, then: str = "", start: str = "[1]") -> str:
 
 
 def nested(then: str, start: str = "[1]", around: str = "[ns.x, ns.x]") -> str:
-    """Return a template that uses nested lists of 2^99 items, which take no memory."""
+    """Return a template with nested lists of 2^99 items, which share their memory."""
     return doubled(around, then, start)
 
 
 def in_tuples(then: str) -> str:
-    """Return a template that uses nested tuples, whose hash is never cached."""
+    """Return a template with nested tuples, whose hashes are computed again at each use."""
     return nested(then, "(1, 2)", "(ns.x, ns.x)")
 
 
 BIG = "{% set b = 'a' * 1000000 %}"
 ATTACKS = {
-    # Time.
+    # Time
     "loops": LOOP,
     "macros": "{% macro m(n) %}{% if n %}{{ m(n-1) ~ m(n-1) }}{% endif %}{% endmacro %}{{m(99)}}",
     "strip": "{{ ('a' * 10000000).strip('b' * 5000000 ~ 'a') }}",
-    # Text.
+    # Text
     "times while compiling": "{{ 'a' * 10000000000 }}",
     "doubled by ~": doubled("ns.x ~ ns.x", start="'a'"),
     "doubled in blocks": "{% set x0 %}aaaaaaaaaa{% endset %}"
@@ -119,7 +119,7 @@ ATTACKS = {
     "filter tojson again": "{{ '\"'" + " | tojson" * 60 + " }}",
     "filter wordwrap": BIG + "{{ b | wordwrap(1, wrapstring=b) }}",
     "a method by another name": "{% set f = 'a'.center %}{{ f(10000000000) }}",
-    # Lists.
+    # Lists
     "list doubled": doubled("ns.x + ns.x"),
     "nested, as JSON": nested("{{ ns.x | tojson }}"),
     "nested, compared": nested("{{ ns.x == ns.y }}"),
@@ -128,15 +128,15 @@ ATTACKS = {
     "tuples, unique": in_tuples("{{ [ns.x] | unique | list }}"),
     "sum": "{{ ([[1] * 100] * 100000) | sum(start=[]) }}",
     "split": "{{ ('bb,' * 5000000).split(',') | length }}",
-    # Numbers.
+    # Numbers
     "power": "{{ 2 ** 999999999 }}",
     "long numbers": doubled("ns.x + ns.x", "{{ ns.x | string | length }}", "[10 ** 4200]"),
     "to_bytes": "{{ (5).to_bytes(10000000000, 'big') }}",
-    # Source.
+    # Source
     "a long source": "{{ a }}" * 100_000,
 }
-# One of each kind: long loops, one long operation, one large value, one while compiling, a long
-# result, and values that only look small.
+# One attack of each kind: long loops, a long operation, a large constant in compilation, a long
+# result, and nested values that are small in memory.
 QUICK = ("loops", "strip", "times while compiling", "shown often", "nested, as JSON")
 
 
@@ -147,12 +147,12 @@ def test_template_that_would_take_all_time_or_memory_is_ended_soon(
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     with pytest.raises(Harmful, match=r"^(takes more than 0\.3 s|produces more text or values) "):
         render(quick, ATTACKS[name])
-    # The limit holds on any busy machine; without it, rendering would not end.
+    # Without a time limit, rendering would not end on any machine.
     assert time.perf_counter() - started < SECONDS
-    # Kilobytes on Linux, bytes on macOS.
+    # ru_maxrss is in kilobytes on Linux, and in bytes on macOS.
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert after - before < (400 << 10 if after < 1 << 30 else 400 << 20)
-    # The process is started again.
+    # The process starts again.
     assert render(quick, "a") == (TEXT, "a")
 
 
@@ -193,7 +193,7 @@ def test_template_does_not_reach_what_is_outside_it(lasting: TemplateProcess, so
         assert any(word in text for word in ("unsafe", "undefined", "loader"))
 
 
-# transformers renders each template too, with an equal result.
+# transformers must render each of these templates equally.
 HARMLESS = [
     "{% for m in messages %}{{ loop.index }} {{ loop.revindex }} {{ loop.length }} {{ loop.last }}"
     "{{ loop.previtem is defined }} {{ loop.nextitem }} {{ loop.cycle('a', 'b') }}"
@@ -276,7 +276,7 @@ def test_text_of_any_characters_comes_back_as_it_is(lasting: TemplateProcess) ->
 
 
 def test_long_conversation_has_more_time_and_a_longer_result(lasting: TemplateProcess) -> None:
-    # 60 million characters in between, 39 million of them in the result.
+    # The result has 39 million characters, and intermediate values more.
     source = "{% for m in messages %}" + "{{ m.content ~ '!' }}" * 13 + "{% endfor %}"
     messages = [{"role": "user", "content": "a" * 1_000_000} for _ in range(3)]
     assert render(lasting, source, messages) == (TEXT, ("a" * 1_000_000 + "!") * 39)
@@ -304,7 +304,7 @@ def test_memory_is_watched_where_the_system_does_not_limit_it(
 ) -> None:
     assert resident_memory(os.getpid()) > 10 * 2**20
     assert render(process, "a") == (TEXT, "a")
-    # From here on the child's limit is below its use.
+    # Set a limit below the child's present memory.
     monkeypatch.setattr(process._child, "_memory", 2**20)
     monkeypatch.setattr(limited_child, "LIMITS_ITSELF", False)
     with pytest.raises(Harmful, match="produces more text or values"):
@@ -348,7 +348,7 @@ def test_process_ends_with_the_one_that_started_it(end: str, status: int) -> Non
 
 
 def test_ctrl_c_is_answered_at_once_and_without_a_word_from_the_process() -> None:
-    # If Ctrl-C did not end it, rendering would take longer than the test waits.
+    # An hour's limit, so that only Ctrl-C can end the rendering in time.
     code = PARENT.replace("TemplateProcess()", "TemplateProcess(seconds=3600)")
     code += f"process.render({LOOP!r}, ['{{\"conversations\": [[]]}}'])"
     with subprocess.Popen(
@@ -361,7 +361,7 @@ def test_ctrl_c_is_answered_at_once_and_without_a_word_from_the_process() -> Non
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         time.sleep(0.5)
-        # A terminal sends the signal like this.
+        # A terminal signals the whole process group.
         os.killpg(parent.pid, signal.SIGINT)
         _, errors = parent.communicate(timeout=SECONDS)
     assert errors.count("Traceback") == 1
@@ -378,7 +378,7 @@ def test_process_is_started_again_after_an_interruption(
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr("select.select", interrupt)
         render(process, "a")
-    # The reply must not be the previous one.
+    # The interrupted request's late reply must not be returned.
     assert render(process, "b") == (TEXT, "b")
 
 
@@ -410,7 +410,7 @@ def test_exit_waits_for_no_rendering() -> None:
     assert (parent.returncode, parent.stderr) == (0, "")
 
 
-# The interface for core
+# The interface for mlxtune.core
 
 
 def test_template_that_is_ended_is_an_error_of_the_model_and_not_of_each_row() -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers as inference tools load them, and tokenizer.model folders as sentencepiece does."""
+"""Tokenizers load as in inference tools; tokenizer.model folders load as in sentencepiece."""
 
 from __future__ import annotations
 
@@ -78,11 +78,11 @@ def test_broken_tokenizer_model_is_an_error_that_names_it(tmp_path: Path, conten
         load_tokenizer(tmp_path)
 
 
-# Positions: the text before a character, and the start of a token
+# Positions: the tokens before a character, and the characters before a token
 
 
 def hard_texts() -> list[str]:
-    """Return texts whose characters have several tokens, and published texts if available."""
+    """Return texts with several tokens per character, and shared real texts if available."""
     several = [
         "héllo 🙂🏽\nSELECT * FROM t",
         "👩‍👩‍👧 ñandú 北京 עברית  ",
@@ -97,7 +97,7 @@ def hard_texts() -> list[str]:
     return [unicodedata.normalize("NFC", text) for text in (*TEXTS, *several)]
 
 
-# The real vocabulary takes more than a second.
+# Loading the real vocabulary takes more than a second.
 load_once = functools.cache(load_tokenizer)
 
 
@@ -127,7 +127,7 @@ def test_spelled_tokens_are_the_bytes_of_the_text(every_tokenizer: ModelTokenize
         assert len(spelled) == len(encoded.ids)
         assert all(spelled)
         whole = b"".join(spelled)
-        # Some SentencePiece vocabularies put a space before a text and after a control token.
+        # Some SentencePiece vocabularies add a space before a text and after a control token.
         if whole != text.encode():
             prefixed += 1
             assert whole.replace(b" ", b"") == text.replace(" ", "").encode(), repr(text)
@@ -137,7 +137,7 @@ def test_spelled_tokens_are_the_bytes_of_the_text(every_tokenizer: ModelTokenize
 
 
 def test_control_token_is_spelled_as_it_is_written(tmp_path: Path) -> None:
-    names = ["<｜User▁says｜>", "<é>", "<0x0A>"]  # DeepSeek's tokens, and one like a byte
+    names = ["<｜User▁says｜>", "<é>", "<0x0A>"]  # as in DeepSeek, and one like a byte
     write_tokenizer(tmp_path, extra=names)
     tokenizer = load_tokenizer(tmp_path)
     (encoded,) = tokenizer.encode_batch(["".join(names)])
@@ -150,7 +150,7 @@ def test_boundaries_and_starts_are_those_of_the_bytes(
 ) -> None:
     texts = [text for text in hard_texts() if text.strip()]
     if isinstance(every_tokenizer, SentencePieceTokenizer):
-        texts = [text.strip() for text in texts]  # spaces may be dropped there
+        texts = [text.strip() for text in texts]  # tokenizers may drop spaces at the ends
     if control:
         token = next(iter(every_tokenizer.control_tokens))
         texts = [f"{token}{text}{token}" for text in texts]
@@ -161,16 +161,16 @@ def test_boundaries_and_starts_are_those_of_the_bytes(
         ids = encoded.ids
         spelled = every_tokenizer.spell(ids)
         if b"".join(spelled) != text.encode():
-            # A space is put before the text and after a control token.
+            # Remove the spaces that the tokenizer added at the start and after control tokens.
             begins = [i == 0 or ids[i - 1] in every_tokenizer.control_ids for i in range(len(ids))]
             spelled = [s.removeprefix(b" " * b) for s, b in zip(spelled, begins, strict=True)]
             if b"".join(spelled) != text.encode():
-                continue  # one has dropped spaces of the text
+                continue  # this tokenizer dropped spaces
         compared += 1
         ends = list(accumulate(map(len, spelled), initial=0))
         for character in range(1, len(text)):
             before = len(text[:character].encode())
-            # A token for such a space alone belongs to the text after it.
+            # A token of only an added space belongs to the text after it.
             expected = ends.index(before) if before in ends else None
             assert encoded.boundary(character) == expected, (text, character)
         for token, end in enumerate(ends[:-1]):
@@ -197,7 +197,7 @@ def test_boundaries_and_starts_are_those_of_the_bytes(
             },
             ["<start_of_turn>", "<|im_start|>", "<end_of_turn>"],
         ),
-        # Invalid ids are ignored; code that needs the file reports its faults.
+        # Invalid ids are ignored here; loading the config reports them.
         ({"config.json": {"eos_token_id": None, "text_config": 3}}, []),
         ({"config.json": {"eos_token_id": [True, "4", 4.0, -1, 10**9, 10**99]}}, []),
     ],
@@ -271,11 +271,11 @@ def test_gemmas_turns_stand_between_control_tokens_of_a_tokenizer_model() -> Non
     assert "\n" not in tokenizer.control_tokens
 
 
-# Limits on a folder's tokenizer
+# Truncation, padding and failures of a folder's tokenizer
 
 
 def write_changed(folder: Path, **changes: Any) -> Path:
-    """Write a tokenizer with changes to its tokenizer.json."""
+    """Write a tokenizer folder with changes to its tokenizer.json."""
     write_tokenizer(folder)
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -283,7 +283,7 @@ def write_changed(folder: Path, **changes: Any) -> Path:
 
 
 def test_text_is_neither_cut_nor_padded_as_a_folder_may_say(tmp_path: Path) -> None:
-    # A tokenizer saved while in use leaves such padding; at this size, it would end the process.
+    # Saved tokenizers can contain padding; at this size, applying it would kill the process.
     padding = {"strategy": {"Fixed": 10**15}, "direction": "Right", "pad_to_multiple_of": None}
     padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|im_end|>"}
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
@@ -303,19 +303,19 @@ def test_tokenizer_that_panics_when_it_is_loaded_is_refused_in_silence(
     )
     with pytest.raises(ModelError, match=r"tokenizer\.json: is damaged \(.*charsmap"):
         load_tokenizer(folder)
-    # Rust writes a panic's place and advice.
+    # Rust would print the panic to stderr.
     assert capfd.readouterr().err == ""
 
 
 def test_tokenizer_that_panics_when_it_is_used_is_an_error_that_names_its_folder(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # A pattern that never finishes matching some texts.
+    # Matching this pattern takes exponential time.
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
     folder = write_changed(tmp_path, pre_tokenizer=split | {"pattern": {"Regex": "(a+)+$"}})
     with pytest.raises(ModelError, match=f"^{folder}: its tokenizer.json is damaged .*retry-limit"):
         load_tokenizer(folder).encode_batch(["a" * 3000 + "b"])
-    # Rust writes the panic's place and advice.
+    # Rust would print the panic to stderr.
     assert capfd.readouterr().err == ""
 
 

@@ -1,6 +1,6 @@
-"""Every turn under every template of ../shared, against transformers' prompts.
+"""Compare turns under every template of ../shared with transformers' prompts.
 
-Shared by test_chat_template.py and check_templates.py.
+Used by test_chat_template.py and tests/long/check_templates.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlxtune.core.data.encode import Example
 
 Row = dict[str, Any]
 
-# The control tokens of Gemma 3 and 4, which are not in Qwen's vocabulary.
+# Control tokens of Gemma 3 and 4, which Qwen's vocabulary lacks.
 GEMMA_TOKENS = (
     *("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>", "<|turn>", "<turn|>", "<|think|>"),
     *("<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>"),
@@ -34,12 +34,12 @@ GEMMA_TOKENS = (
 
 @dataclass(frozen=True)
 class Template:
-    """A template file, and its turns according to the model's documentation.
+    """A template file, and its notation according to the model's documentation.
 
-    `calls` is its notation of tool calls, empty if it omits them; `in_content` and `in_field` are
-    its notations of thinking that the data has between tags or in a field; `unthought` is the
-    beginning of an answer without thinking while thinking is on, `unthought_after_tool` the same
-    after a tool's answer.
+    `calls` is the notation of tool calls, empty if the template omits them. `in_content` and
+    `in_field` are the notations of thinking that the data holds in tags or in a field. `unthought`
+    begins an answer without thinking while thinking is on; `unthought_after_tool` does so after a
+    tool's answer.
     """
 
     file: str
@@ -80,7 +80,7 @@ TEMPLATES = {
             trims=True,
             calls="xml",
             asks_for_thinking=True,
-            # Its generation prompt begins the block.
+            # The generation prompt already opens the thinking block.
             in_content="{}\n</think>\n\n",
             in_field="{}\n</think>\n\n",
             unthought="\n</think>\n\n",
@@ -96,7 +96,7 @@ TEMPLATES = {
             asks_for_thinking=True,
             in_content="<|channel>thought\n{}\n<channel|>",
             in_field="<|channel>thought\n{}\n<channel|>",
-            # Its generation prompt opens the channel only after a tool's answer.
+            # The generation prompt opens the thinking channel only after a tool's answer.
             unthought_after_tool="\n<channel|>",
         ),
     )
@@ -109,10 +109,10 @@ def special_tokens(template: Template) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Folder:
-    """A model folder without a model: the real vocabulary, and one of the templates.
+    """A folder with a real vocabulary and one of the templates, but without a model.
 
-    `ours` is its tokenizer as mlxtune reads it, `theirs` as transformers does; both are loaded from
-    `source`, once for all folders that have them in common.
+    `ours` is the tokenizer as mlxtune reads it, `theirs` as transformers does. Both are loaded from
+    `source`, once for all folders with the same source.
     """
 
     path: Path
@@ -128,15 +128,15 @@ class Folder:
         return _load_theirs(self.source)
 
     def encode(self, data: Path, **options: Any) -> Dataset:
-        """Encode a file like `train` and `inspect`, without cut or held-out rows."""
+        """Encode a file as `train` does, without truncation and without validation rows."""
         defaults = {"max_seq_len": 10**9, "val_split": 0, "no_cache": True}
         config = DataConfig(str(self.path), str(data), **defaults | options)
         reader = Reader(config, self.path)
-        reader.tokenizer = self.ours  # loading one takes seconds
+        reader.tokenizer = self.ours  # loading it again would take seconds
         return load_dataset(config, reader)
 
     def prompt(self, messages: Sequence[Row], **options: Any) -> list[int]:
-        """Return transformers' prompt tokens for the next turn."""
+        """Return the tokens of transformers' prompt for the next turn."""
         ids = self.theirs.apply_chat_template(
             list(messages),
             chat_template=(self.path / "chat_template.jinja").read_text(encoding="utf-8"),
@@ -153,7 +153,7 @@ _load_theirs = functools.cache(AutoTokenizer.from_pretrained)
 
 
 def write_folders(shared: Path, parent: Path) -> dict[str, Folder]:
-    """Write a folder for each template, below `parent`."""
+    """Write a folder below `parent` for each template; return them by template."""
     qwen, gemma = shared / "tokenizers" / "qwen3", parent / "gemma-tokenizer"
     _write_gemma_tokenizer(qwen, gemma)
     folders = {}
@@ -171,13 +171,13 @@ def _write_gemma_tokenizer(qwen: Path, folder: Path) -> None:
     tokenizer.bos_token, tokenizer.eos_token = "<bos>", "<eos>"
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
-    # As in Gemma's folders, the token that ends a turn is not eos_token.
+    # As in Gemma's own folders, another token than eos_token ends a turn.
     ends = [tokenizer.convert_tokens_to_ids(end) for end in ("<eos>", "<end_of_turn>")]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
 
 
 def turns_of(examples: Iterable[Example]) -> Iterator[tuple[list[int], list[int]]]:
-    """Return each stretch of supervised tokens, with the tokens before it."""
+    """Yield the tokens before each supervised stretch, and the stretch's tokens."""
     for example in examples:
         ids, mask = example.tokens.tolist(), example.assistant_mask.tolist()
         end = 0
@@ -231,7 +231,7 @@ def _written_calls(template: Template, message: Row) -> str:
 
 
 def answer(template: Template, mode: str, messages: Sequence[Row], position: int) -> str:
-    """Return the content of a turn by the model's documentation; `mode` is on or off."""
+    """Return the supervised text of a turn by the model's documentation; `mode` is on or off."""
     message = messages[position]
     _, has_block, text = message["content"].rpartition("</think>")
     if has_block or template.trims:
@@ -245,7 +245,7 @@ def answer(template: Template, mode: str, messages: Sequence[Row], position: int
         before = template.unthought_after_tool if after_tool else template.unthought
     calls = _written_calls(template, message)
     if template.calls == "gemma":
-        # A call comes first, and is not closed: the model waits for the tool.
+        # Gemma's calls come first, and the turn stays open for the tool's response.
         return before + calls + text + ("<|tool_response>" if calls else template.end)
     between = ("\n\n" if template.calls == "xml" else "\n") if text and calls else ""
     return before + text + between + calls + template.end
@@ -259,7 +259,7 @@ def _thinking(message: Row) -> str:
 def compare(folder: Folder, mode: str, data: Path) -> Counter[str]:
     """Compare every turn of a file with transformers' prompt and the documented answer.
 
-    Returns counts of the compared turns. Raises AssertionError at the first difference.
+    Returns the number of turns by kind. Raises AssertionError at the first difference.
     """
     template = folder.template
     rows = [json.loads(line) for line in data.read_text(encoding="utf-8").rstrip("\n").split("\n")]

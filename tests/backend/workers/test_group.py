@@ -1,4 +1,4 @@
-"""Messages between workers, when MLX returns uninitialised memory."""
+"""Exchanged messages are checked, in case MLX returns uninitialised memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxtune.errors import WorkerError
 
 
 class Group:
-    """A group of two as worker 0 sees it."""
+    """A group of two workers, as seen by worker 0."""
 
     def rank(self) -> int:
         return 0
@@ -24,7 +24,7 @@ class Group:
 
 @pytest.fixture
 def other(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Worker 1, which answers like worker 0 until it stops."""
+    """A fake worker 1, which repeats worker 0's messages until the test changes its answers."""
     state: dict[str, Any] = {"gone": None, "last": {}}
 
     def all_gather(own: mx.array, group: Any) -> mx.array:

@@ -1,4 +1,4 @@
-"""Signs of life between workers."""
+"""Heartbeats between workers, which notice lost workers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def closing() -> Iterator[list[Callable[[], None]]]:
 
 
 def connected(lost: list[int]) -> tuple[Heartbeat, socket.socket]:
-    """Return worker 0's heartbeat, and worker 3's connection to it."""
+    """Return worker 0's heartbeat, and a connection to it as worker 3."""
     first = Heartbeat(lost.append, TOKEN)
     server = Heartbeat.listen("127.0.0.1")
     other = socket.create_connection(("127.0.0.1", server.getsockname()[1]))
@@ -102,9 +102,9 @@ def test_workers_that_run_hear_each_other_and_part_in_peace(
     first.accept(server, 1)
     joining.join()
     peers = [*first._peers, *second._peers]
-    # The heartbeats' two threads; this one also reads the clock, as it connects.
+    # Wait until both heartbeats' threads have read the clock, which this thread reads too.
     wait_until(lambda: len(readers - {threading.get_ident()}) == 2)
-    # Longer than the limit without a sign of life.
+    # Longer than a worker may be silent.
     while clock.now < 2 * heartbeat.PATIENCE:
         clock.now += 2 * heartbeat.INTERVAL
         wait_until(lambda: all(peer.heard == clock.now for peer in peers))
@@ -118,7 +118,7 @@ def test_workers_that_run_hear_each_other_and_part_in_peace(
 def test_a_goodbye_is_not_overtaken_by_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     first, other = connected([])
     other.settimeout(60)
-    # No thread reads this connection any more.
+    # Leave the worker's message unread, so that closing could send a reset.
     monkeypatch.setattr(first, "_hear", lambda *_: None)
     other.sendall(b".")
     closing = threading.Thread(target=first.close)
@@ -131,7 +131,7 @@ def test_a_goodbye_is_not_overtaken_by_a_reset(monkeypatch: pytest.MonkeyPatch) 
     assert said.endswith(b"q")
 
 
-# Strangers
+# Strangers that connect
 
 
 def answered(said: bytes, *, hang_up: bool = False) -> list[int]:
@@ -198,6 +198,6 @@ def test_a_worker_that_never_comes_is_not_waited_for() -> None:
 def test_only_the_address_in_use_is_listened_on() -> None:
     with Heartbeat.listen("127.0.0.1") as server:
         assert server.getsockname()[0] == "127.0.0.1"
-    # An address that this machine lacks, as behind a router.
+    # This machine has no such address, as behind a router.
     with Heartbeat.listen("192.0.2.1") as server:
         assert server.getsockname()[0] == "0.0.0.0"
