@@ -122,10 +122,6 @@ class Split(nn.Module):
         """Return this worker's part of the outputs, or its term of their sum over the workers."""
         return super().__call__(x)
 
-    def like(self, linear: nn.Module) -> nn.Module:
-        """Return `linear`, another form of this part's layer, as the same part."""
-        return _class_of(Split, type(linear))(linear, {}, self.part)
-
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
