@@ -33,7 +33,7 @@ def commit_of(files: dict[str, bytes]) -> str:
 
 @dataclass
 class Dataset:
-    """A data set by revision, and the content of its card."""
+    """A data set: its files by revision, and the metadata of its card."""
 
     revisions: dict[str, dict[str, bytes]]
     card: dict[str, Any] = field(default_factory=dict)

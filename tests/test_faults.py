@@ -1,4 +1,4 @@
-"""`mlxtune train` on a disk that fails at some operations, or in a process that dies there.
+"""`mlxtune train` on a disk that fails at some operations, or in a process that dies at one.
 
 `python -m tests.long.check_faults --whole` fails every operation.
 """

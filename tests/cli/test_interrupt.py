@@ -34,7 +34,7 @@ def signalled(run: list[object], heard: str, number: signal.Signals) -> Outcome:
 
 
 def signalled_twice(model: Path, output: Path, number: signal.Signals) -> Outcome:
-    """Signal a run, and again once it says that it is stopping; wait for its end."""
+    """Signal a run twice, the second time once it reports its stop; wait for its end."""
     # Long steps, so that the second signal still arrives within a step.
     rows = write_chat(output.parents[1] / "many.jsonl", sums(6000))
     paths = ["--model-path", model, "--data", rows, "--output", output, "--val-split", 0]

@@ -19,7 +19,7 @@ from tests.paths import DATA, ROOT  # noqa: E402
 from tests.slow import slow  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("short_checks")
-# A fake converter that writes a folder's model, or fails in the way of `fault`.
+# A fake converter, which writes a folder's model or fails as `fault` says.
 CONVERTER = """#!{python}
 import sys
 sys.path.insert(0, {root!r})

@@ -4,7 +4,7 @@
 
 A tiny model is trained for two epochs, many times. Each time, one operation on its folder (opening,
 writing, flushing, renaming, making a folder, removing) fails with ENOSPC, EIO or EACCES, or the
-process dies there. The newest valid checkpoint must load, and the resumed run must produce the same
+process dies at it. The newest valid checkpoint must load, and the resumed run must produce the same
 adapter bytes and metrics. With --whole, the run is a whole `mlxtune train` with PiSSA and unequal
 ranks, which also writes an adapter, a verdict and a page; in the end it must pass `mlxtune verify`.
 tests/core/training/test_resume.py does the same in seconds, with a pipeline that computes nothing.

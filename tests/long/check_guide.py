@@ -1,7 +1,7 @@
 """Run the commands of docs/guide.md in order on the demo, as a newcomer would.
 
-    python -m tests.long.check_guide             with the mlxtune that is installed
-    python -m tests.long.check_guide --install   in an environment that is made as the guide says
+    python -m tests.long.check_guide             with the installed mlxtune
+    python -m tests.long.check_guide --install   in a new environment, made as in the guide
     python -m tests.long.check_guide --short     with runs of a few steps
 
 Blocks of the guide that begin with ```sh install or ```sh demo run in one temporary folder with the

@@ -115,7 +115,7 @@ def run_to_end(folder: Path, arguments: list[str]) -> float:
 
 
 def place_of(folder: Path) -> str:
-    """Return what a killed run was doing, judged by the files that it left."""
+    """Return the activity of a killed run, judged by its files."""
     run = folder / "checkpoints"
     if not (run / "metrics.jsonl").exists():
         return "before the first validation"

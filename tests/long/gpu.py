@@ -113,7 +113,7 @@ class Parts:
     started: float = field(default_factory=time.monotonic)
 
     def run(self, name: str, limit_s: float, part: Callable[[float], dict[str, Any]]) -> None:
-        """Run a part within its time; record its result, or the reason for having none."""
+        """Run a part within its time; record its result, or the reason why it has none."""
         begun = time.monotonic()
         seconds = min(limit_s, self.total_s - (begun - self.started))
         if seconds < limit_s / 4:
@@ -140,7 +140,7 @@ class Parts:
 
 
 class Skip(Exception):
-    """A part cannot run here."""
+    """Raised by a part that cannot run on this machine."""
 
 
 @dataclass

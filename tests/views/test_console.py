@@ -68,7 +68,7 @@ def test_validations_within_an_epoch_have_lines_and_say_which_is_the_best_so_far
     taken = [step_record(1), ValidationRecord(1, 2.5, 12.0)]
     start = dataclasses.replace(run_start(), steps_per_epoch=4, progress=Progress(taken))
     console.on_start(start, None)
-    # The last step of an epoch or run has no line of its own, as the epoch's line shows it.
+    # A loss after the last step of an epoch or run appears in the epoch's line instead.
     for step, loss in ((0, 1.0), (2, 3.0), (3, 2.0), (4, 1.5), (6, 1.5), (10, 1.0)):
         console.on_validation(step, loss)
     lines = [" ".join(line.split()) for line in terminal.getvalue().splitlines()]

@@ -20,7 +20,7 @@ from tests.models import sums, write_chat
 from tests.runs import write_run
 from tests.waiting import wait_until
 
-# A fake worker that answers each question at once, or does what the question says.
+# A fake worker that answers each question immediately, unless the question is a command.
 WORKER = """
 import json, sys, time
 for line in sys.stdin:

@@ -19,7 +19,7 @@ STORAGES = ["as the base", "in 6 bits", "in 8 bits", "plain"]
         (7.0, 5.0, 5.5, 0.25),
         (7.0, 5.0, 4.9, 0.0),
         (7.0, 5.0, 8.0, 1.5),
-        # Divergences from the trained model; its own is 0.
+        # Divergences from the trained model, whose own divergence is 0.
         (0.4, 0.0, 0.1, 0.25),
         # The adapter changes nothing, so there is no gain to lose.
         (0.0, 0.0, 0.1, 0.0),

@@ -174,7 +174,7 @@ def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[
 
 
 def _peak_of_step(pipeline: InstructPipeline, step: list[Example], *, numpy: bool) -> int:
-    """Return the peak of a step above the memory before it, with numpy's arrays if `numpy`."""
+    """Return the peak of a step above the memory before it, with numpy's arrays if `numpy` is set."""
     tracemalloc.start()
     try:
         peak = peak_of(lambda: pipeline.train_batch(step))

@@ -132,7 +132,7 @@ def test_closed_evaluator_leaves_base_and_adapted_as_they_were_loaded(adapter: P
 @pytest.mark.parametrize("tokens_at_once", [slow(1), 10_000])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_supervised_first_token_has_no_loss(way: Execution, tokens_at_once: int) -> None:
-    """Nothing predicts the first token of a micro-batch, of a line, or of a text after a prefix."""
+    """Nothing predicts an example's first token, whether padded, packed or in a shared prefix."""
     base = load_base(model_folder("qwen3"), "float32")
     examples = [first_supervised(example) for example in fixed_step()]
     wanted = expected(base.model, examples)
@@ -314,7 +314,7 @@ def test_evaluation_in_stages_gives_the_same_bytes(monkeypatch: pytest.MonkeyPat
 def test_prompts_of_many_pairs_run_once_whatever_their_sides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Sorting by answers must not separate the two sides of a pair, which share a prompt."""
+    """Short answers to long prompts are not sorted next to long answers to short prompts."""
     rng = np.random.default_rng(3)
     examples, needed = [], 0
     for row in range(AT_ONCE):

@@ -49,7 +49,7 @@ def test_step_equals_the_plain_one(architecture: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", slow_except(WAYS, *SOME))
 def test_supervised_first_token_changes_neither_loss_nor_count(way: str) -> None:
-    """Nothing predicts the first token of a micro-batch, of a line, or of a text after a prefix."""
+    """Nothing predicts an example's first token, whether padded, packed or in a shared prefix."""
     fast = pipeline("gemma3_text", WAYS[way], tokens=10_000)
     examples = [first_supervised(example) for example in fixed_step()]
     assert_same(computed(fast, examples), plain_step("gemma3_text"))
