@@ -83,7 +83,7 @@ def test_longest_example_grows_with_the_limit(plan: Cli) -> None:
     assert json.loads(off)["longest"]["recomputed"] == found[1]["kept"]
     bare = json.loads(plan("--json").out)
     assert bare["longest"] is None
-    # Null if the system does not report it
+    # Null if the system does not report it.
     assert bare["free_memory"] is None or bare["free_memory"] > 0
     assert "with --grad-checkpoint on" in plan("--longest", "--memory-limit", 0.003).out
 

@@ -1,4 +1,4 @@
-"""Which values of --data are names of data sets on the hub, and which are paths."""
+"""Values of --data that name data sets on the hub, and values that are paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that uses the CPU's functions: which parts are replaced, and their results."""
+"""A model that uses the CPU's functions: the replaced parts, and their results."""
 
 from __future__ import annotations
 

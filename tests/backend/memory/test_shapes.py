@@ -38,7 +38,7 @@ from tests.long.architectures import ARCHITECTURES
 from tests.models import MODEL_TYPES, write_model
 from tests.slow import long, long_except, slow
 
-# By whether the CPU's kernels are used.
+# True uses the CPU's kernels, False MLX's operations.
 EXECUTIONS = {True: Execution(CPU, 10**6), False: Execution(MLX, 10**6)}
 # So large that uncounted memory is negligible.
 SHAPE = {
@@ -174,7 +174,7 @@ def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[
 
 
 def _peak_of_step(pipeline: InstructPipeline, step: list[Example], *, numpy: bool) -> int:
-    """Return the peak of a step above the memory before it, with numpy's arrays if `numpy` is set."""
+    """Return a step's peak above the memory before it; `numpy` includes numpy's arrays."""
     tracemalloc.start()
     try:
         peak = peak_of(lambda: pipeline.train_batch(step))

@@ -9,7 +9,7 @@ import pytest
 from tests.long.check_architectures import check
 from tests.slow import slow_except
 
-# Whether each architecture's head can be separated, and whether its examples can be packed.
+# For each architecture: (its head can be separated, its examples can be packed).
 SOME = {
     "mistral3": (True, True),  # a text model within another model
     "gpt_oss": (True, True),  # attention sinks, experts, a sliding window

@@ -33,7 +33,7 @@ from tests.models import write_model
 from tests.slow import slow_except
 
 ROUNDING = Rounding(line=64, width=32)
-# Models with windows, sinks, experts, and other mixers than attention.
+# Models with windows, sinks, experts, and mixers other than attention.
 NAMES = ("qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_5", "mamba2", "lfm2")
 HOW = {
     name: replace(WAYS[name], rounding=ROUNDING)
