@@ -228,6 +228,8 @@ def _write_template(source: Source, folder: Path) -> None:
     if trained_on_text(use) or not reader.has_template:
         return
     _write_end(source, reader, folder)
+    if prompted_as_trained(use).merge_system:
+        source.console.warn("no template merges system messages: generate with --merge-system")
     if (template := reader.written_template) is None:
         return
     write_file(folder / "chat_template.jinja", [template.encode()])

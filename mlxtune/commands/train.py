@@ -73,7 +73,7 @@ from mlxtune.views.console import RunConsole
 from mlxtune.views.pages.run_page import ResultCard, write_page
 
 # Suffixes of weights and configs in formats that `train` does not write.
-_OTHER_FILES = (".bin", ".gguf", ".json", ".npz", ".pt", ".pth")
+_OTHER_FILES = (".bin", ".csv", ".gguf", ".json", ".jsonl", ".npz", ".pt", ".pth", ".txt", ".yaml")
 
 
 @dataclass(frozen=True)
@@ -295,6 +295,7 @@ def check_paths(config: TrainConfig) -> Path:
     read = [*data_files(config).all, *folder.iterdir()]
     check_outputs([output, output.with_name(ADAPTER_CONFIG)], read, "--output")
     check_replaceable(output)
+    run_folder.check_outside(output, config.checkpoint_path)
     check_writable(config.checkpoint_path, "--checkpoint-dir")
     return folder
 

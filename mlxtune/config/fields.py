@@ -272,6 +272,18 @@ def flags_of(config: type) -> frozenset[str]:
     return frozenset(name for name, kind in field_types(config).items() if kind is bool)
 
 
+def check_names(config: type, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if options given by name are none of a config's."""
+    own, flags = options_of(config), flags_of(config)
+    problems = [
+        unknown_keyword(name, value, own, flags)
+        for name, value in options.items()
+        if name not in own
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
 _Part = TypeVar("_Part")
 
 
@@ -283,14 +295,9 @@ class Checked:
 
     def __new__(cls, *values: Any, **options: Any) -> Self:
         """Report unknown options before Python does. Raises ConfigError."""
-        own = options_of(cls)
-        if unknown := [name for name in options if name not in own]:
-            flags = flags_of(cls)
-            raise ConfigError(
-                [unknown_keyword(name, options[name], own, flags) for name in unknown]
-            )
+        check_names(cls, options)
         made = super().__new__(cls)
-        first = list(own)[: len(values)]
+        first = list(options_of(cls))[: len(values)]
         object.__setattr__(made, "given", frozenset([*first, *options]))
         return made
 

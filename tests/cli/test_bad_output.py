@@ -69,6 +69,14 @@ def test_output_in_the_model_s_own_folder_is_refused(train: Cli, broken: Path) -
     assert files_in(broken) == before
 
 
+@pytest.mark.parametrize("name", ["", "step-2", "step-2/adapters.safetensors"])
+def test_output_within_a_run_is_refused(train: Cli, own_run: Path, name: str) -> None:
+    before = files_in(own_run)
+    outcome = train("--output", own_run / name)
+    assert f"is within the run in {own_run}: choose another --output" in outcome.error
+    assert files_in(own_run) == before
+
+
 @pytest.mark.parametrize("name", ["model.bin", "out/model.gguf", "adapter.json"])
 def test_output_named_as_another_kind_of_file_is_refused(
     train: Cli, tmp_path: Path, name: str

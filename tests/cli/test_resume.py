@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune import TrainConfig, TrainingInterrupted, resume
+from mlxtune import ConfigError, TrainConfig, TrainingInterrupted, resume
 from mlxtune import train as run_training
 from tests.command import ROWS, Cli, Outcome, finish, read_until, start
 from tests.models import sums, write_chat, write_model
@@ -118,6 +118,11 @@ def test_without_a_folder_the_run_is_where_the_checkpoints_would_be(
     monkeypatch.chdir(output.parent)
     assert cli("train", "--resume", "--quiet").code == 0
     assert output.is_file()
+
+
+def test_unknown_option_of_a_resumed_run_names_ours(stopped: Path) -> None:
+    with pytest.raises(ConfigError, match="no option 'iters', here: max_steps=5"):
+        resume(stopped, iters=5)
 
 
 def test_run_is_resumed_from_python(stopped: Path, output: Path) -> None:

@@ -67,7 +67,7 @@ def test_prompt_messages_and_standard_input_are_answered_alike(
         (["--messages", listed], ""),
         (["--messages", line], ""),
         (["--messages", "-"], json.dumps([message])),
-        ([], PROMPT + "\n"),
+        ([], PROMPT + "\r\n"),
     ]
     for arguments, stdin in ways:
         outcome = say("generate", "--quiet", *arguments, stdin=stdin)

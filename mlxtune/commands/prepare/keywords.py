@@ -178,4 +178,4 @@ def _plain(value: Any) -> Any:
     """Return a numpy number as a Python number, and a numpy array as a list."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"it has a {type(value).__name__}")
+    raise TypeError(f"it has a value of type {type(value).__name__}")

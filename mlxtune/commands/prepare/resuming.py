@@ -14,7 +14,7 @@ from mlxtune.backend.workers.environment import launched_several
 from mlxtune.backend.workers.launch import from_worker_0
 from mlxtune.config import OPTIONS, TrainConfig, as_path
 from mlxtune.config.data import weighted
-from mlxtune.config.fields import Affects, Option, field_types, flag
+from mlxtune.config.fields import Affects, Option, check_names, field_types, flag
 from mlxtune.config.training import adapter_file
 from mlxtune.core.files.files import file_hash, same_place
 from mlxtune.core.run.checkpoint import Checkpoint
@@ -66,6 +66,7 @@ def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, Resume
 
     Raises ConfigError or OutputError.
     """
+    check_names(TrainConfig, given)
     find = partial(_find_point, folder, given)
     run, found = from_worker_0(find) if launched_several() else find()
     return run_config(run, found.checkpoint, given), found

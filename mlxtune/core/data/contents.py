@@ -47,8 +47,8 @@ _MOJIBAKE = re.compile(
 )
 # The beginnings of turns in the templates of Qwen, Gemma, Llama, Mistral, Phi and gpt-oss.
 _TURN = re.compile(
-    r"<\|im_start\|>|<start_of_turn>|<\|turn>|<\|start_header_id\|>|\[INST\]|<\|user\|>"
-    r"|<\|start\|>user"
+    r"\s*(?:<s>|<bos>|<\|begin_of_text\|>)?\s*(<\|im_start\|>|<start_of_turn>|<\|turn>"
+    r"|<\|start_header_id\|>|\[INST\]|<\|user\|>|<\|system\|>|<\|start\|>)"
 )
 _REPLACEMENT = "\ufffd"
 _AROUND = 12
@@ -61,8 +61,8 @@ def notes_on(row: Conversation | Document, text: str) -> Iterator[tuple[str, str
     if found := _MOJIBAKE.search(text):
         yield MOJIBAKE, _around(text, found.start())
     if isinstance(row, Document):
-        if found := _TURN.search(text):
-            yield RENDERED_CHAT, found[0]
+        if found := _TURN.match(row.text):
+            yield RENDERED_CHAT, found[1]
         return
     for position, message in enumerate(row.messages, start=1):
         if message.role == "user" and not message.content.strip():
@@ -76,8 +76,12 @@ def _on_answer(row: Conversation, message: Message, where: str) -> Iterator[tupl
     good = message.trained and row.role != UNDESIRABLE
     if good and (found := _REFUSES.search(beginning)):
         yield REFUSAL, f"{where}: {_around(message.content, found.start())}"
-    if good and (opened := message.content.rfind("<think>")) > message.content.rfind("</think>"):
-        yield UNCLOSED_THINKING, f"{where}: {_around(message.content, opened)}"
+    if (
+        good
+        and message.content.lstrip().startswith("<think>")
+        and "</think>" not in message.content
+    ):
+        yield UNCLOSED_THINKING, f"{where}: {_around(message.content, 0)}"
     for call in message.tool_calls:
         name = function_name(call)
         if name is not None and not _is_declared(row, name):

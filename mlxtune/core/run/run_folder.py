@@ -258,6 +258,14 @@ def _is_of_a_run(path: Path) -> bool:
     return path.name in _FILES and is_ours(path)
 
 
+def check_outside(output: Path, run: Path) -> None:
+    """Raise OutputError if an adapter would be written into another run than `run`."""
+    folder = output.parent.resolve()
+    for each in (folder, *folder.parents):
+        if is_ours(each / MARK) and each != run.resolve():
+            raise OutputError(f"{output}: is within the run in {each}: choose another --output")
+
+
 def previous_number(name: str) -> int | None:
     """Return an earlier run's number from its folder's name; None for any other name."""
     found = _PREVIOUS.fullmatch(name)

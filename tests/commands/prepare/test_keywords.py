@@ -82,7 +82,7 @@ NO_DICTIONARY = (
     [
         ([], "data: has no rows"),
         ([{}, 3], NO_DICTIONARY),
-        ([{"text": object()}], "data: row 1 is not JSON: it has a object"),
+        ([{"text": object()}], "data: row 1 is not JSON: it has a value of type object"),
     ],
 )
 def test_rows_that_are_none_are_named(rows: list[Any], problem: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from mlxtune.core.data import problems
 from mlxtune.core.data.contents import notes_on
-from mlxtune.core.data.conversation import UNDESIRABLE
+from mlxtune.core.data.conversation import UNDESIRABLE, Document
 from tests.core.data.encoding import converse
 from tests.core.data.rows import ALPACA, ANSWER, CHAT, TOOL, USER, read
 
@@ -42,6 +42,19 @@ def test_refusal_that_is_labelled_as_bad_is_no_fault() -> None:
 )
 def test_assistant_that_says_what_it_is_refuses_nothing(text: str) -> None:
     assert problems.REFUSAL not in dict(notes_on(converse(("user", "Hi"), ("assistant", text)), ""))
+
+
+@pytest.mark.parametrize("text", ["opcodes = table[INST]", "Phi's turns begin with <|user|>."])
+def test_text_that_mentions_a_marker_is_no_rendered_chat(text: str) -> None:
+    assert not dict(notes_on(Document(1, text), text))
+
+
+@pytest.mark.parametrize(
+    "text", ["They write <think> first.", "<think>The tag</think>It is <think>.", "Ends </think>"]
+)
+def test_mention_of_a_thinking_tag_is_no_open_thinking(text: str) -> None:
+    row = converse(("user", "Hi"), ("assistant", text))
+    assert problems.UNCLOSED_THINKING not in dict(notes_on(row, ""))
 
 
 def call(name: str = "add", arguments: Any = "{}") -> dict[str, Any]:

@@ -80,7 +80,9 @@ def test_skewed_rows_shift_the_interval_as_the_correction_does_in_a_loop() -> No
     cubes, squares = (sum((mean - each) ** power for each in without) for power in (3, 2))
     acceleration = cubes / (6 * squares**1.5)
     ends = []
-    for share in (0.025, 0.975):
+    # The interval is as wide as Student's, whose quantile is 2.0227 with 39 degrees of freedom.
+    tail = normal.cdf(-((40 / 39) ** 0.5) * 2.0227)
+    for share in (tail, 1 - tail):
         z = bias + normal.inv_cdf(share)
         ends.append(drawn[int(normal.cdf(bias + z / (1 - acceleration * z)) * len(drawn))])
     plain = drawn[250], drawn[9750]
@@ -96,6 +98,18 @@ def test_interval_covers_the_true_effect_about_as_often_as_it_says() -> None:
         covered += found.low <= -0.05 <= found.high
     # Three standard deviations of a count of 200 at 95%.
     assert covered / runs == pytest.approx(0.95, abs=0.05)
+
+
+@pytest.mark.parametrize("rows", [6, 10])
+def test_interval_of_few_rows_covers_no_effect_about_as_often_as_it_says(rows: int) -> None:
+    rng, covered, runs = np.random.default_rng(12), 0, 300
+    tokens = np.full(rows, 10)
+    for seed in range(runs):
+        changes = rng.normal(0.0, 1.0, rows)
+        found = paired_difference(np.zeros(rows), changes, tokens, seed, resamples=1000)
+        covered += found.low <= 0 <= found.high
+    # Without Student's quantile, 0.86 and 0.89.
+    assert covered / runs > 0.91
 
 
 def test_interval_is_a_function_of_the_seed() -> None:
