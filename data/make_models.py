@@ -157,7 +157,10 @@ def new_model(demo: Demo, seed: int) -> nn.Module:
 
 
 def new_optimizer(steps: int) -> optim.Optimizer:
-    """Return Muon for the layers, which takes a third of AdamW's steps, and AdamW for the rest."""
+    """Return Muon for the projections and AdamW for everything else.
+
+    Muon needs a third of the steps that AdamW alone would.
+    """
 
     def schedule(peak: float) -> Callable[[mx.array], mx.array]:
         warmup = optim.linear_schedule(0.0, peak, WARMUP_STEPS)

@@ -203,7 +203,7 @@ class DataConfig(RowsConfig, _Source):
         path=True,
     )
     val_rows: int = DATA.option(
-        1000, "Most rows to hold out; all other rows are trained on.", RESULT, at_least=1
+        1000, "Maximum number of rows to hold out; all others are trained on.", RESULT, at_least=1
     )
     batch_size: int = TRAINING.option(4, "Rows per optimizer step.", RESULT, at_least=1)
     seed: int = RUN.option(

@@ -273,7 +273,7 @@ def flags_of(config: type) -> frozenset[str]:
 
 
 def check_names(config: type, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if options given by name are none of a config's."""
+    """Raise ConfigError if any of the named options is not in the config."""
     own, flags = options_of(config), flags_of(config)
     problems = [
         unknown_keyword(name, value, own, flags)

@@ -61,7 +61,7 @@ RECORDS = Limits(256 * _MB)
 # The most records of validations, epochs and skipped steps; other steps are kept as columns.
 OTHER_RECORDS = 200_000
 HUB_ANSWER = Limits(32 * _MB, values=1_000_000, entries=500_000, text=_MB)
-# A config file: nearly no limit on digits or nesting, because each option reports its own errors.
+# A config file: almost no limit on digits or nesting, because each option reports its own errors.
 OPTIONS = Limits(64 * 1024, values=40_000, entries=20_000, digits=100_000, depth=200)
 
 _BY_NAME = {

@@ -60,7 +60,7 @@ class _StepConfig(ModelConfig, ObjectiveConfig, DataConfig):
     quantized_compute: str = RUN.option(
         "auto",
         "Multiply by quantised weights, or dequantise them for each product; auto is "
-        "dequantized on the CPU, and the faster of both on a GPU.",
+        "dequantized on the CPU, and the faster of the two on a GPU.",
         RESULT,
         choices=("auto", "quantized", "dequantized"),
     )
@@ -165,7 +165,7 @@ class _LoopConfig(Checked):
     )
     schedule: str = TRAINING.option(
         "warmup-cosine",
-        "Learning rate schedule.",
+        "Schedule of the learning rate.",
         RESULT,
         choices=("warmup-cosine", "linear-warmup", "constant"),
     )

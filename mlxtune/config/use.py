@@ -101,7 +101,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     match: str = GENERATION.option(
         "exact",
         "With --generate, also count answers that match the expected answer: as equal JSON, by "
-        "containing it, or by the same text found by a pattern or its first group.",
+        "containing it, or because a pattern (or its first group) finds the same text in both.",
         COMMAND,
         metavar="exact|json|contains|regex=PATTERN",
     )

@@ -109,7 +109,7 @@ def _sums(ledger: Mapping[str, Any]) -> list[tuple[int, str, list[tuple[int, str
 
 
 def _places(finding: Finding) -> Iterator[tuple[str, str]]:
-    """Yield the rows of a finding and its evidence; rows of one file share its path."""
+    """Yield each place of a finding with its detail; a repeated path is left blank."""
     before = ""
     for place in finding.places:
         number = place.where.removeprefix(place.path)

@@ -1,7 +1,7 @@
 """The model that answers questions on the page: a separate process, started on demand.
 
 It loads the model of one run, answers one question at a time, and ends after some minutes without
-a question, when another run is asked, or with this process.
+a question, when a question is for another run, or when this process ends.
 """
 
 import json
@@ -29,7 +29,7 @@ _WORKER = "mlxtune.watch.answer_worker"
 
 @dataclass
 class Question:
-    """A question to the model of a run, and both answers so far.
+    """A question for a run's model, and both answers so far.
 
     `status` is the current work of the process, and empty at the end.
     """
@@ -59,7 +59,7 @@ class Asker:
         """Start to answer a question; `question_of` returns it with its answers.
 
         Raises ConfigError if the question is not a text or too long, OutputError if another answer
-        is in progress or this run cannot be asked.
+        is in progress or this run's model cannot answer.
         """
         if not isinstance(question, str) or not question.strip():
             raise ConfigError(["the question is empty"])
@@ -74,7 +74,7 @@ class Asker:
         threading.Thread(target=self._answer, args=(asked, options), daemon=True).start()
 
     def question_of(self, run: Path) -> Question | None:
-        """Return the last question, if it was to the model of this run."""
+        """Return the last question, if it was for this run's model."""
         asked = self._question
         return asked if asked is not None and asked.run == run else None
 
@@ -167,7 +167,7 @@ class Asker:
 
 
 def problem_of(run: Run) -> str:
-    """Return the reason why the model of a run cannot be asked; empty if it can."""
+    """Return why a run's model cannot answer questions; empty if it can."""
     try:
         _options_of(run)
     except MlxTuneError as problem:

@@ -37,7 +37,7 @@ def render_page(folder: Path) -> str:
 
 
 def render_run(key: str, run: Run, why_not: str, *, several: bool, stopping: bool) -> Parts:
-    """Return the parts of one run; `why_not` is the reason why its model cannot be asked."""
+    """Return the page's parts for one run; `why_not` says why its model answers no questions."""
     view = RunView.of(run)
     state = run_state(key, run, view, stopping=stopping)
     return _parts(

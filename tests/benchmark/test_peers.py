@@ -199,7 +199,7 @@ def test_products_run_on_padding_and_the_head_on_all(
     lora = layers * rank * 3 * (2 * hidden + outputs) - rank * 2 * hidden
     assert found.matmul_flops == 2 * 2 * padded_tokens * (own + lora)
     assert found.launches.total() > 0
-    # No step was taken: the next step is the second.
+    # Counting took no step, so the next step is still the second.
     other = started(folder, adapter, [examples()])
     assert before == [other.step(1, examples())]
     assert side.step(2, examples()) == other.step(2, examples())

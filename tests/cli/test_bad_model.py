@@ -217,7 +217,10 @@ def test_every_command_refuses_a_config_that_contradicts_itself(
     before = files_in(tmp_path)
     for changes, said in (
         ({"num_experts": 10**8}, "num_experts is more than 10,000"),
-        ({"num_key_value_heads": 3}, "num_attention_heads is 4, which is no multiple of num_key"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads is 4, which is not a multiple of num_key",
+        ),
     ):
         edit_config(broken, **changes)
         outcome = cli(command, "--model-path", broken, *arguments)

@@ -126,4 +126,4 @@ def test_prompt_options_that_an_adapter_forges_are_its_error(
     assert "adapters.safetensors: its config is damaged: --template must be text" in error
     config["mlxtune"]["prompt"] = "qwen3"
     write_adapter_config(folder, config)
-    assert "its config is damaged: prompt is no object" in cli("generate", *asked).error
+    assert "its config is damaged: prompt is not an object" in cli("generate", *asked).error

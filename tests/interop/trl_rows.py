@@ -43,7 +43,7 @@ _EDGES = ("",) * 8 + ("\n", "\n\n", " ", "  ", "\t", "...\n")
 
 
 def generated(count: int, *, seed: int = 0, longest: int = 40, system: bool = True) -> list[Row]:
-    """Return random pairs as messages; some texts have blanks or newlines at their ends."""
+    """Return random pairs as messages; some texts start or end with spaces or newlines."""
     rng = np.random.default_rng(seed)
 
     def text() -> Any:

@@ -201,7 +201,7 @@ def _rounded(tokens: int) -> tuple[int, float]:
 
 
 def product_seconds(products: Products, dtype: str) -> dict[str, float]:
-    """Return the seconds of products by kind, as the device's fastest plain products.
+    """Return the seconds of products, by kind, at the speed of the device's fastest products.
 
     On the CPU, the faster of MLX and numpy counts; numpy multiplies in float32, whatever the dtype.
     """
@@ -242,7 +242,7 @@ def _seconds(batch: int, m: int, k: int, n: int, dtype: str) -> float:
 
 
 def _time(run: Callable[[int], None]) -> float:
-    """Return the best-sample time of one iteration, where `run` repeats it a given number of times.
+    """Return the time of one iteration in the fastest sample; `run(n)` runs n iterations.
 
     Other users of the device can only increase this time, and with it the claimed efficiency.
     """

@@ -45,7 +45,7 @@ class CpuOperations:
     def pay_off(self, parameters: int, dtype: mx.Dtype, model: nn.Module | None) -> bool:
         """Return whether the kernels train a base of this size and dtype faster than MLX does.
 
-        They are not if layers have recurrences or experts, which run by MLX's operations: each
+        They do not if layers have recurrences or experts, which MLX's operations compute: each
         layer is evaluated as it runs, so these operations would hold all their values.
         """
         # The extra `cpu` installs these packages.

@@ -19,7 +19,8 @@ from mlxtune.core.machine.facts import available_memory
 from mlxtune.core.machine.reservation import reservations
 
 GB = 10**9
-# Shares of the limit: for MLX's cache of freed buffers, and the use above which it is cleared.
+# Shares of the limit: the size of MLX's cache of freed buffers, and the memory use above which
+# the cache is cleared.
 _CACHE_SHARE = 1 / 8
 _PRESSURE = 0.9
 # The share of a CUDA device's memory to use, because CUDA recommends no size. The rest is for the

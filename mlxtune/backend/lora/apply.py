@@ -232,7 +232,7 @@ def _matches(layers: Sequence[nn.Module]) -> tuple[Match, ...]:
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with LoRA of a model or layer, by path."""
+    """Return the modules in a model or layer that have LoRA, by path."""
     return {name: module for name, module in model.named_modules() if "lora_a" in module}
 
 

@@ -170,7 +170,7 @@ def _contradictions(config: Mapping[str, Any]) -> Iterator[str]:
     for whole, part in _MULTIPLES:
         a, b = config.get(whole), config.get(part)
         if type(a) is type(b) is int and b > 0 and a % b:
-            yield f"{whole} is {a}, which is no multiple of {part}, {b}"
+            yield f"{whole} is {a}, which is not a multiple of {part}, {b}"
     experts = next((name for name in _EXPERTS if type(config.get(name)) is int), None)
     # Models with a single expert have plain layers.
     if experts is not None and (count := config[experts]) > 1:

@@ -50,7 +50,7 @@ def _files(folder: Path) -> list[Path]:
     for name in chosen:
         if not is_file_name(name):
             raise ModelError(
-                f"{config}: names {name!r:.60} as a tokenizer, which is no file of its folder: "
+                f"{config}: names {name!r:.60} as a tokenizer, which is not a file of its folder: "
                 "remove fast_tokenizer_files"
             )
     paths = [folder / name for name in dict.fromkeys([*names[:1], *chosen])]

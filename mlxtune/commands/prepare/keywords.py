@@ -115,7 +115,7 @@ def _length(rows: Any) -> int | None:
 
 
 def _is_rows(value: Any) -> bool:
-    """Return whether a value may hold rows, as opposed to one path or weights of paths."""
+    """Return whether a value may hold rows, not one path or a dictionary of paths and weights."""
     return isinstance(value, Iterable) and not isinstance(value, str | bytes | os.PathLike | dict)
 
 

@@ -158,7 +158,7 @@ def _with_recorded(config: U, adapter: str, record: str, names: Collection[str])
     trained = read_info(weights).mlxtune.get(record)
     known = {} if trained is None else trained
     if not isinstance(known, Mapping):
-        raise ModelError(f"{weights}: its config is damaged: {record} is no object")
+        raise ModelError(f"{weights}: its config is damaged: {record} is not an object")
     try:
         return replace(config, **{name: known[name] for name in names if name in known})
     except ConfigError as error:

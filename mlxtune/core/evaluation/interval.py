@@ -36,7 +36,8 @@ def paired_difference(
     Source: the bias-corrected and accelerated interval, Efron, Better Bootstrap Confidence
     Intervals, JASA 82 (1987), equations 2.3 and 6.6; Efron and Tibshirani, An Introduction to the
     Bootstrap (1993), equations 14.9, 14.10, 14.14 and 14.15. Plain percentiles are too
-    narrow if few rows contribute most of the difference, and all are for few rows: `_tail`.
+    narrow if a few rows contribute most of the difference. With few rows, every bootstrap interval
+    is too narrow, which `_tail` corrects.
     """
     change = adapted - base
     observed = float(change.sum() / tokens.sum())
@@ -121,7 +122,7 @@ def rank_interval(area: float, good: int, bad: int) -> tuple[float, float]:
         return (area - share) ** 2 > z**2 * share * (1 - share) * spread / (good * bad)
 
     def bound(outside: float) -> float:
-        """Return the bound of the interval between the area and an outer share, by bisection."""
+        """Find the interval's bound between the area and `outside`, by bisection."""
         inside = area
         for _ in range(50):
             middle = (inside + outside) / 2

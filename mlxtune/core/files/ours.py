@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-# Files without value to users, which desktops leave in folders.
+# Files that desktops leave in folders and users do not need.
 _LITTER = {".DS_Store"}
 # No run nests folders nearly as deeply, and Python removes trees recursively.
 _MOST_LEVELS = 100

@@ -6,7 +6,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-# Columns of numbers hold no larger integers, and float32 arithmetic yields no larger floats.
+# A run's records hold integers in 64 bits, and float32 arithmetic yields no larger floats.
 _LARGEST_INT, _LARGEST_FLOAT = 2**63, 1e40
 
 _hints = cache(get_type_hints)

@@ -194,7 +194,7 @@ def versions() -> dict[str, str]:
 def machine_id() -> str:
     """Return an id of this boot of the machine and of this user.
 
-    Falls back to the host's name if the system does not identify its boots.
+    Falls back to the host's name if the system has no boot id.
     """
     boot = _text("/proc/sys/kernel/random/boot_id").strip()
     if platform.system() == "Darwin":

@@ -236,7 +236,7 @@ def number(values: Mapping[str, Any], *names: str) -> float | None:
 
 
 def whole(values: Mapping[str, Any], *names: str) -> int | None:
-    """Return the number under nested keys, cut to an integer; None if there is no number."""
+    """Return the number under nested keys, truncated to an integer; None if there is no number."""
     value = number(values, *names)
     return None if value is None else int(value)
 

@@ -88,7 +88,7 @@ def find_resume_point(run: Path) -> ResumePoint | None:
     Raises OutputError when there are checkpoints but none is usable.
     """
     if is_checkpoint(run / f".{BEST}.old") and not os.path.lexists(run / BEST):
-        # Locking restores `best/`. If another process holds the lock, it is just replacing `best/`.
+        # Locking restores `best/`. Another process that holds the lock is still replacing it.
         with suppress(OutputError):
             lock_run(run).release()
     good, skipped = find_checkpoints(run)

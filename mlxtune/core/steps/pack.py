@@ -165,7 +165,7 @@ class _Lines:
         return sum(self._runs[i] for i in line) - sum(self._common(i, j) for i, j in pairwise(line))
 
     def shortest(self, line: Sequence[int]) -> int:
-        """Return the length of the shortest example that is no prefix of the next one."""
+        """Return the length of the shortest example that is not a prefix of the next."""
         ends = [self._runs[i] for i, j in pairwise(line) if self._common(i, j) < self._runs[i]]
         return min([*ends, self._runs[line[-1]]])
 

@@ -1,4 +1,4 @@
-"""Skips the test modules of this folder without numba, which they import."""
+"""Skips this folder's test modules if numba, which they import, is missing."""
 
 from __future__ import annotations
 

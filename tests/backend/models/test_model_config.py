@@ -85,11 +85,11 @@ def test_sound_config_has_no_problems(config: dict[str, Any]) -> None:
         ({"text_config": {"head_dim": -1}}, "head_dim is -1, less than 0"),
         (
             {"num_attention_heads": 4, "num_key_value_heads": 3},
-            "num_attention_heads is 4, which is no multiple of num_key_value_heads, 3",
+            "num_attention_heads is 4, which is not a multiple of num_key_value_heads, 3",
         ),
         (
             {"linear_num_value_heads": 4, "linear_num_key_heads": 8},
-            "linear_num_value_heads is 4, which is no multiple of linear_num_key_heads, 8",
+            "linear_num_value_heads is 4, which is not a multiple of linear_num_key_heads, 8",
         ),
         (
             {"num_experts": 4, "num_experts_per_tok": 5},

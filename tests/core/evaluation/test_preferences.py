@@ -86,7 +86,7 @@ def test_each_file_has_a_verdict_on_what_is_preferred() -> None:
 
 
 def test_noise_in_labelled_answers_is_seldom_called_a_change() -> None:
-    """The interval excludes no change exactly if the Mann-Whitney test rejects it."""
+    """The interval excludes 0.5, no change, exactly when the Mann-Whitney test rejects it."""
     draw, outside = np.random.default_rng(0), 0
     for good, bad in [(10, 40), (25, 25), (6, 60)] * 100:
         gains = draw.standard_normal(good + bad)

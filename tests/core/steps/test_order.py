@@ -242,7 +242,7 @@ def test_steps_by_length_differ_by_epoch_in_their_rows_and_in_their_order() -> N
     assert len(set(places)) > 10
     short = [lengths[steps[at][0]] for steps, at in zip(epochs, places, strict=True)]
     assert min(short) < 115 < 135 < max(short)
-    # Long and short steps alternate.
+    # Long and short steps are mixed: lengths show no trend over the epoch.
     for steps in epochs:
         tokens = [sum(lengths[row] for row in step) / len(step) for step in steps]
         assert abs(float(np.corrcoef(tokens, range(len(tokens)))[0, 1])) < 0.4

@@ -66,7 +66,7 @@ class Page(HTMLParser):
         return list(found.values())
 
     def of(self, name: str) -> list[str]:
-        """Return the text of each element with this class or tag, with single blanks."""
+        """Return the text of each element with this class or tag, in single-spaced words."""
         texts = self.texts(lambda tag, has: name == tag or name in has.get("class", "").split())
         return [" ".join(text.split()) for text in texts]
 
