@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,7 +68,8 @@ def test_worker_that_is_killed_before_anything_is_saved_is_named(
     tmp_path: Path, worker: int, place: str
 ) -> None:
     (line,) = attacked(tmp_path, worker, place, KILLED, arguments(tmp_path))
-    assert f"worker {worker} is gone after step 0" in line
+    # The other worker may have recorded the first step.
+    assert re.search(rf"worker {worker} is gone after step [01]\b", line)
     # No checkpoint exists from which to resume.
     assert line.endswith("; nothing was saved: give the same command again")
 
