@@ -143,7 +143,7 @@ COMMANDS: tuple[click.Command, ...] = (
         "mlxtune doctor; mlxtune doctor --prove",
         _flag(
             "--prove",
-            "Train small models here for a minute or two, and compare with the expected results.",
+            "Train small models here for a minute or two, and check that the results are right.",
         ),
         _option(
             "--share",
@@ -200,7 +200,7 @@ COMMANDS: tuple[click.Command, ...] = (
         "watch",
         "mlxtune.watch.watch:show",
         "Watch runs on a live page in the browser.\n\n"
-        "For a run in progress or done, or a folder of several, side by side: curves, memory, time "
+        "Shows a run, in progress or finished, or the runs of a folder side by side: curves, memory, time "
         "left, where every row went, and a button that stops and saves. After a run, ask its "
         "model, with and without the adapter. The page is served on this machine alone, until it "
         "has been closed for ten minutes and no run is in progress.",
@@ -317,7 +317,7 @@ COMMANDS: tuple[click.Command, ...] = (
         _flag("--public", "Make the repository public; default: private."),
         _option(
             "--base-model",
-            "The base model on Hugging Face, if it was trained from another folder.",
+            "The base model's name on Hugging Face, if the adapter was trained from a local folder.",
             default="",
             metavar="OWNER/NAME",
         ),

@@ -68,7 +68,10 @@ def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention |
     retention = try_in_order(name, unit, base, trained, chosen, value_of)
     first = retention.tried[0]
     if first.lost > MOST_LOST:
-        loses = f"quantised again as the base, the adapter loses {first.lost:.0%} of its gain"
+        loses = (
+            f"with weights quantised again as in the base, the adapter loses {first.lost:.0%} of "
+            "its gain"
+        )
         kept = retention.chosen
         source.console.warn(
             f"{loses}: it is worth more on its own, or with --dequantize"

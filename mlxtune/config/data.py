@@ -280,7 +280,8 @@ def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
 def weighted(value: str) -> tuple[str, float]:
     """Return a value of --data without its weight, and the weight, by default 1.
 
-    Text after the name of an existing file is its weight: NaN if it is not a number.
+    If the text before the last `=` names an existing file, the text after it is the weight, or NaN
+    if it is not a number.
     """
     name, _, weight = value.rpartition("=")
     if not name or os.path.lexists(as_path(value)):

@@ -51,7 +51,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("modules_to_save lora_modules_to_save embedding_learning_rate", "", _NEW_TOKENS),
     ("image images image_folder image_size finetune_vision_layers", "", _IMAGES),
     # LoRA
-    ("fine_tune_type", "", "LoRA is what it trains, DoRA with --dora; full is out of scope"),
+    ("fine_tune_type", "", "mlxtune trains LoRA, or DoRA with --dora, but not all weights"),
     ("full full_finetuning full_finetune", "", _FULL),
     ("r lora_r lora_rank", "rank", ""),
     ("lora_alpha", "alpha", ""),

@@ -29,8 +29,8 @@ SPEED, PEER = "speed", "mlx-lm"
 _END = "an end"
 # The consequence of a failed check, and the remedy, by kind.
 _ADVICE = {
-    GRADIENTS: "a step would learn something else here: train on nothing that matters, update MLX "
-    "and the system, and report it",
+    GRADIENTS: "a step would learn something else here: train nothing that matters, update MLX "
+    "and the system, and report the problem",
     DTYPE: "training in 16 bits would learn something else here: train with --dtype float32, "
     "update MLX and the system, and report it",
     BYTES: "a run cannot be repeated or resumed to the same adapter here: runs still learn; report "
@@ -38,8 +38,8 @@ _ADVICE = {
     MEMORY: "plans ask for less memory than runs take: lower --memory-limit by as much, and report "
     "it",
     SPEED: "the speed of steps could not be measured: report it",
-    PEER: "mlxtune and mlx-lm learn different things here: train on nothing that matters, and "
-    "report it",
+    PEER: "mlxtune and mlx-lm learn different things here: train nothing that matters, and "
+    "report the problem",
 }
 # Gradients by the name of the matrix; and a step's loss with its gradients.
 Gradients = Mapping[str, npt.NDArray[Any]]

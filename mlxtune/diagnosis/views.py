@@ -85,7 +85,7 @@ def shareable(proof: MachineProof, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _anonymous(value: Any, names: Sequence[str]) -> Any:
-    """Return a JSON value with names and path separators removed from its texts."""
+    """Return a JSON value with names and path separators replaced in its strings."""
     if isinstance(value, dict):
         return {key: _anonymous(each, names) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -59,7 +59,7 @@ class Workbench:
 
     @cached_property
     def step(self) -> Path:
-        """A file of rows that share prefixes: one row for each order of roles, and one twice."""
+        """A file of rows that share prefixes: one row per sequence of roles, and a duplicate."""
         kinds: dict[tuple[str, ...], str] = {}
         for line in read_text(self.rows).splitlines():
             kinds.setdefault(tuple(each["role"] for each in json.loads(line)["messages"]), line)

@@ -89,7 +89,8 @@ def upload(folder: Path, repository: str, *, public: bool, exists: bool) -> str:
 def model_card(run: Run, view: RunView, *, repository: str, base: str, peft: bool) -> str:
     """Return a card as Markdown with the hub's metadata; `base` is the base model's name.
 
-    The metadata omits a base model whose name is not `owner/name`, which is not on the hub.
+    The metadata omits a base model whose name is not of the form `owner/name`, because such a model
+    is not on the hub.
     """
     evaluation = run.evaluation
     if evaluation is None or evaluation.adapted is None or evaluation.difference is None:

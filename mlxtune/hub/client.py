@@ -65,7 +65,7 @@ def reason(error: Exception, kind: str) -> str:
     if isinstance(error, errors.LocalTokenNotFoundError):
         return f"needs a token of the hub: {_LOG_IN}"
     if isinstance(error, errors.HFValidationError):
-        return f"is no name that the hub could have: {one_line(error)}"
+        return f"is not a valid name on the hub: {one_line(error)}"
     if isinstance(error, OSError) and error.errno is not None:
         return f"cannot be kept in {constants.HF_HUB_CACHE}: {error.strerror}"
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
@@ -98,5 +98,5 @@ def _refusal(error: errors.HfHubHTTPError, kind: str) -> str:
     if code == 429:
         return "the hub has had too many requests from here: wait some minutes, and try again"
     if code >= 500:
-        return f"the hub is out of order ({code}): try again later"
+        return f"the hub is not working ({code}): try again later"
     return f"the hub answers with error {code} ({said})"

@@ -34,7 +34,7 @@ from mlxtune.errors import ModelError
 from tests.command import Cli, finish, start
 from tests.paths import DOCS
 
-# This is read once.
+# The installed packages are read once.
 PACKAGES = cache(machine.packages)
 DEVICE = Device("Metal", "Apple M9", 10**10, 10**10, 10**10)
 HASH = "ab" * 32

@@ -232,7 +232,7 @@ def measure_all(
 
 
 def main() -> None:
-    """Measure the named architectures or all, write the page, and exit with broken rules."""
+    """Measure the named architectures, or all; write the page; exit with the broken rules."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=", ".join(LISTED))
     parser.add_argument("--case", nargs="*", choices=CASES, default=list(CASES))

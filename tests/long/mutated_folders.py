@@ -153,7 +153,7 @@ def _put(rng: Random, path: Path, changes: dict[str, Any]) -> None:
 
 
 def _rename_tensors(rng: Random, path: Path) -> None:
-    """Rename tensors of a file to other modules."""
+    """Rename a tensor of a file as if it belonged to another module."""
     if not path.is_file():
         return
     content = path.read_bytes()

@@ -2,9 +2,10 @@
 
     python -m tests.long.windows [--lengths 4096 8192] [--heads 4] [--repeats 3]
 
-Runs forward and backward passes in float32 on one row, with `--heads` query heads and one key head:
-of Gemma 3 1B (size 256, window 512) and of gpt-oss (size 64, window 128, sinks). Whole attention is
-MLX's own, with the mask as an array. Prints a table; takes some minutes and 6 GB.
+Runs forward and backward passes in float32 on one row, with `--heads` query heads and one key head,
+in the shapes of Gemma 3 1B (head size 256, window 512) and gpt-oss (head size 64, window 128,
+sinks). Whole attention is MLX's own, with the mask as an array. Prints a table; takes some minutes
+and 6 GB.
 
 Results: docs/performance.md.
 """
@@ -34,7 +35,7 @@ def layer(heads: int, length: int, size: int, *, has_sinks: bool) -> list[mx.arr
 
 
 def measured(run: Callable[..., mx.array], given: list[mx.array], repeats: int) -> list[float]:
-    """Return the least seconds of a forward and backward pass, and its peak memory in GB."""
+    """Return the shortest time of a forward and backward pass in seconds, and its peak in GB."""
     gradient = mx.grad(lambda *each: run(*each).sum(), argnums=list(range(len(given))))
     mx.eval(given)
     seconds = []

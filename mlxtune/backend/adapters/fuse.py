@@ -195,8 +195,8 @@ def check_copied(base: Path) -> None:
         target = Path(os.path.realpath(path))
         if not any(target.is_relative_to(folder) for folder in allowed):
             raise ModelError(
-                f"{path}: is a link to {target}, outside of the model's folder, and would be "
-                "copied: replace it by the file, or remove it"
+                f"{path}: links to {target}, which is outside the model's folder and would be "
+                "copied: replace the link with the file, or remove it"
             )
         try:
             if path.is_file():
@@ -318,7 +318,7 @@ def storages(
     trust_remote_code: bool,
     quantization: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """Return the storages to try for the weights with an update; reads no weights."""
+    """Return the storage formats to try for the weights with an update; reads no weights."""
     model = _open(folder, trust_remote_code, quantization).model
     return storages_for(_trained(model, adapter))
 

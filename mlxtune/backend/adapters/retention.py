@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# If a storage loses more than this share of the gain, the next one in order is tried.
+# If a storage format loses more than this share of the gain, the next format is tried.
 MOST_LOST = 0.1
 
 
 @dataclass(frozen=True)
 class StorageTrial:
-    """A storage of the trained projections, its measured value, and the share of the gain lost."""
+    """A storage format of the trained projections, its value, and the share of the gain lost."""
 
     storage: str
     value: float

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 AS_BASE, PLAIN = "as the base", "plain"
-# The bits of each storage in MLX's affine format.
+# The bits of each storage format in MLX's affine format.
 _BITS = {"in 6 bits": 6, "in 8 bits": 8}
 _QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
 # The smallest group of the affine format; the 4-bit floats have smaller groups.
@@ -25,7 +25,7 @@ def quantized_among(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def storages_for(modules: Iterable[nn.Module]) -> list[str]:
-    """Return the storages to try for trained projections, the smallest first."""
+    """Return the storage formats to try for trained projections, the smallest first."""
     if not (quantized := quantized_among(modules)):
         return [AS_BASE]
     fewest = min(module.bits for module in quantized)

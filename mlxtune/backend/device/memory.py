@@ -58,8 +58,8 @@ def find_limits(memory_limit_gb: float) -> MemoryLimits:
     info = mx.device_info()
     recommended = _recommended(info)
     if recommended is not None and (free := info.get("free_memory")) is not None:
-        # Memory of other programs is not available. Memory of other runs counts as available: their
-        # reservations make this run wait, or stop with an error that names them.
+        # Memory that other programs use is not available. Memory of other runs counts as available:
+        # their reservations make this run wait, or stop with an error that names them.
         held = mx.get_active_memory() + mx.get_cache_memory() + _reserved_by_others()
         recommended = min(recommended, int(free) + held)
     memory = int(memory_limit_gb * GB)

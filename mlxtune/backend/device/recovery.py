@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) -> Result:
-    """Return the result of `work`, retried as by `tries`. A failed `work` must change nothing."""
+    """Return the result of `work`, retried as `tries` says. A failed `work` must change nothing."""
     for attempt in tries(change):
         with attempt:
             result = work()

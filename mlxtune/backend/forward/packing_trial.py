@@ -13,9 +13,9 @@ from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.models.packed import Layout
 from mlxtune.core.steps.pack import Segment
 
-# The largest difference at a layer between a token's hidden states packed and separate, as a root
-# mean square relative to the separate states. Random last bits in both outputs of attention cause
-# up to 0.02 in bfloat16 and 0.0025 in float16, at any depth.
+# The largest accepted difference, at any layer, between a token's hidden states when packed and
+# when run separately: a root mean square relative to the separate states. Random last bits in the
+# outputs of attention in both runs alone cause up to 0.02 in bfloat16 and 0.0025 in float16.
 _TOLERANCES = {mx.bfloat16: 3e-2, mx.float16: 4e-3, mx.float32: 1e-4}
 # The share of the tolerance that applies to embeddings, which are exact: it detects additions for
 # positions of 2% or more.

@@ -27,8 +27,9 @@ from mlxtune.core.steps.memory_estimate import BatchLoad, load_of
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.pack import Pack
 
-# The maximum tokens of a batch, operations per parameter and token, and maximum operations of a
-# batch: about a second on a fast GPU, or ten on two CPU cores, by which Ctrl-C may be delayed.
+# The maximum number of tokens in a batch, the operations per parameter and token, and the maximum
+# number of operations in a batch: about a second on a fast GPU, or ten on two CPU cores, by which
+# Ctrl-C may be delayed.
 _MOST_TOKENS, _OPERATIONS = 16384, 2
 _GPU_OPERATIONS, _CPU_OPERATIONS = 1e13, 1e12
 # Copies in memory together: of a layer's outputs, of attention's scores if they are kept, and of a
@@ -154,7 +155,7 @@ class ExampleLosses:
 
 
 def most_tokens(parameters: int) -> int:
-    """Return the maximum tokens of a batch, so that a model of this size computes it in seconds."""
+    """Return the number of tokens in a batch that a model of this size computes within seconds."""
     operations = _CPU_OPERATIONS if on_cpu() else _GPU_OPERATIONS
     return min(_MOST_TOKENS, int(operations / (_OPERATIONS * parameters)))
 

@@ -295,7 +295,7 @@ class StepRunner:
         if not fault.asks_for_less:
             self._warn(f"{what} ({one_line(text)}): trying again")
         elif fault is not Fault.OUT_OF_MEMORY and self.shorten():
-            self._warn(f"{what}: shorter evaluations from here on; to avoid it, {fault.remedy}")
+            self._warn(f"{what}: shorter evaluations from here on; to avoid this, {fault.remedy}")
         elif self.batches.halve(examples):
             self._warn(
                 f"{what}: micro-batches of up to {self.batches.max_tokens:,} tokens from here on"

@@ -19,7 +19,7 @@ from mlxtune.core.files.sizes import read_text, read_value
 from mlxtune.errors import ModelError, one_line
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
-# The maximum characters of JSON to prefetch: for more, separate round trips cost little.
+# The maximum number of characters of JSON to prefetch: for more, extra round trips cost little.
 _MAX_PREFETCHED = 2**22
 _ADDRESS = re.compile(r"<[^\n]{1,80}? at 0x[0-9a-f]{6,16}>")
 
@@ -178,10 +178,10 @@ def read_chat_template(folder: Path) -> dict[str, str]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelError(
             f"{folder}: its chat template, in chat_template.jinja or tokenizer_config.json, cannot "
-            f"be read: {one_line(error)}: download it again"
+            f"be read: {one_line(error)}: download the model again"
         ) from error
     if not all(isinstance(source, str) for source in sources.values()):
-        raise ModelError(f"{folder}: has a chat template that is not text: download it again")
+        raise ModelError(f"{folder}: its chat template is not text: download the model again")
     if sources and _DEFAULT not in sources:
         raise ModelError(
             f"{folder}: has chat templates, but none named {_DEFAULT}: name a built-in --template"

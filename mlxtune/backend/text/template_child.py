@@ -37,7 +37,7 @@ class _Today(_Moment):
     def strftime(self, format: str) -> str:
         night, later = (_Moment.combine(self.date(), time).strftime(format) for time in _TIMES)
         if night != later:
-            raise _Unsteady("writes the time of the day")
+            raise _Unsteady("writes the time of day")
         return night
 
 

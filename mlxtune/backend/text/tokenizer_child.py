@@ -16,7 +16,7 @@ from typing import Any
 _SECONDS = 10.0
 # As in config/limits.py: each added token takes time whenever the tokenizer is loaded.
 _CONTROL_TOKENS = 50_000
-# The maximum characters into which a tokenizer's normalizers may turn one character.
+# The maximum number of characters into which a tokenizer's normalizers may turn one.
 _MAX_GROWTH = 256
 _TRIED = [
     "a",
@@ -73,7 +73,7 @@ def _problem(content: Any) -> str | None:
 
 
 def _growth(normalizer: Any) -> Iterator[float]:
-    """Yield the maximum characters into which each step of a normalizer turns one character."""
+    """Yield the maximum number of characters into which each step of a normalizer turns one."""
     if not isinstance(normalizer, dict):
         return
     for step in normalizer.get("normalizers") or ():

@@ -202,7 +202,8 @@ def _let_in(
     except BlockingIOError:
         return
     if len(waiting) == _MOST_WAITING:
-        # Workers send the token immediately, so the longest waiting connection is not a worker's.
+        # Workers send the token immediately, so the connection that has waited longest is not a
+        # worker's.
         longest = next(iter(waiting))
         selector.unregister(longest)
         del waiting[longest]

@@ -153,7 +153,7 @@ class Vocabulary:
 
 
 class SplitRows(nn.Module):
-    """A worker's rows of a head or embeddings; its class also inherits from their class."""
+    """A worker's rows of a head or of embeddings; `_class_of` adds the original layer's class."""
 
     vocabulary: Vocabulary
 

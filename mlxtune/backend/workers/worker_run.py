@@ -35,8 +35,8 @@ _COMMON = {
     "base_hash": "--model-path: has other weights than worker 0: copy the folder",
     "data_hash": "--data: gives other examples than on worker 0: copy the files",
     "validation_hash": "--val-data: gives other examples than on worker 0: copy the file",
-    "dtype": "computes in another --dtype ({}): give one",
-    "quantized_compute": "computes otherwise with quantised weights ({}): give --quantized-compute",
+    "dtype": "computes in another --dtype ({}): set --dtype",
+    "quantized_compute": "multiplies quantised weights differently ({}): set --quantized-compute",
     "step": "starts at another step ({}): start all workers with one command",
 }
 

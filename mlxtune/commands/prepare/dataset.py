@@ -300,7 +300,7 @@ def _code_hashes() -> dict[str, str]:
 def with_hub_data(config: Config, console: RunConsole) -> Config:
     """Download the data sets that the options name, and add their commits to the names.
 
-    By the commit, a resumed run finds the same files. Raises DataError.
+    The commit lets a resumed run find the same files. Raises DataError.
     """
     held_out = isinstance(config, EvalConfig)
     data = tuple(_pinned(each, config, console, held_out=held_out) for each in config.data)

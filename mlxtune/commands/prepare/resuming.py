@@ -181,7 +181,7 @@ def _difference(name: str, value: Any, own: Any) -> str | None:
     if value == own:
         return None
     given, ours = _shown(value, option), _shown(own, option)
-    return f"{flag(name)} {given}: the run has {ours}, and would give another result"
+    return f"{flag(name)} {given}: the run has {ours}; another value changes its result"
 
 
 def _shown(value: Any, option: Option) -> str:
@@ -248,7 +248,7 @@ def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunCon
         if before.get(name) != version
     ]
     if changed:
-        console.warn(f"other versions than the run began with: {', '.join(changed)}")
+        console.warn(f"versions have changed since the run began: {', '.join(changed)}")
     step = f"step {resume.progress.step} of {trainer.total_steps}"
     console.say("Resume", f"{step}, from {resume.checkpoint.folder}")
     if resume.progress.step >= trainer.total_steps:
@@ -265,7 +265,8 @@ def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
     weights = find_adapter(adapter, "--init-adapter")
     if file_hash(weights) != metadata.get("init_adapter_hash"):
         raise ModelError(
-            f"--init-adapter: {weights} is not what the run started from: leave it out to resume"
+            f"--init-adapter: the run started from another adapter than {weights}: leave the option "
+            "out to resume"
         )
 
 

@@ -45,12 +45,13 @@ Row = Conversation | Document | Pair
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Example:
-    """Tokens, and the mask of the tokens that carry loss.
+    """The tokens of an example, and the mask of the tokens that carry loss.
 
     `tokens` is int32 of shape (T,), `assistant_mask` uint8 of shape (T,), 1 where supervised. `row`
-    is the 1-based number of its row in its file, and `file` the index of that file. Examples of one
-    row are in the same step. `role` is its role in a preference row, and `reference` its summed
-    log-probability under the model before the first step, if the objective needs it.
+    is the 1-based number of the example's row in its file, and `file` the index of that file.
+    `role` is the example's role in a preference row, and `reference` the summed log-probability of
+    the supervised tokens under the model before the first step, if the objective needs it. Examples
+    of one row are in the same step.
     """
 
     row: int

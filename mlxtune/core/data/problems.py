@@ -48,7 +48,7 @@ ADVICE = {
     LEAKED_PROMPT: "the validation looks better than it is: keep a prompt on one of the two sides",
     MERGED_SYSTEM: "--merge-system did this: merge it likewise at inference",
     MOJIBAKE: "the model learns to write it: read the source as UTF-8, and export it again",
-    NO_END_OF_TURN: "it is trained as ordinary text, where mlxtune stops but other tools do not",
+    NO_END_OF_TURN: "it is trained on as ordinary text: mlxtune stops at it, other tools do not",
     NO_PROMPT: "there is nothing to answer, so it is context and not trained on",
     OPPOSITE: "the two cancel out: remove the one whose answers are swapped",
     RENDERED_CHAT: "its markup and questions are trained on too: give 'messages', or 'prompt' and "
@@ -115,7 +115,7 @@ class SkippedRows(RowTally):
         }
 
     def warnings(self) -> Iterator[str]:
-        """Yield `path:line: reason` for the first rows of each reason, then a count of others."""
+        """Yield `path:line: reason` for a few rows of each reason, then the number of others."""
         for kind, places in self.places.items():
             for row, detail in places:
                 yield f"{where(self.path, row)}: {BadRow(kind, detail)}; row skipped"

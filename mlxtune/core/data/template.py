@@ -195,6 +195,6 @@ END_OF_TURN = {"chatml": "<|im_end|>", "qwen3": "<|im_end|>", "gemma": "<end_of_
 
 
 def built_in_jinja(name: str) -> str:
-    """Return a built-in template as Jinja; it renders rows of plain text alike, after the BOS."""
+    """Return a built-in template as Jinja, which renders as this module does, but adds the BOS."""
     file = "gemma.jinja" if name == "gemma" else "chatml.jinja"
     return resources.files(__package__).joinpath(file).read_text(encoding="utf-8")

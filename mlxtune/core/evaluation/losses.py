@@ -88,7 +88,7 @@ class JudgedRows:
 def evaluation_of(
     judged: JudgedRows, base: Sums, adapted: Sums | None, seed: int, start: Sums | None = None
 ) -> Evaluation:
-    """Compare the losses of rows, also with the adapter from which training started, if any.
+    """Compare the losses of rows under the base, the adapter, and its starting point, if any.
 
     With several files, each has a verdict. Raises NonFiniteLossError if a row's loss is not finite.
     """

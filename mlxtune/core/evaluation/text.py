@@ -55,7 +55,7 @@ def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> li
     """Return the verdict on preferences with its size, and the change in the good answers."""
     rows = count(evaluation.rows, "pair" if found.pairs else "answer")
     if evaluation.left_out:
-        rows += f" ({count(evaluation.left_out, 'row')} also trained on left out)"
+        rows += f" (without {count(evaluation.left_out, 'row')} that training also had)"
     before, after = f"{found.before:.0%}", f"{found.after:.0%}"
     interval = (
         f"{100 * (found.after - found.before):+.0f} points, {found.confidence:.0%} interval "

@@ -139,9 +139,9 @@ def others_in(folder: Path, known: Callable[[str], bool]) -> list[str]:
 
 
 def remove_folder(folder: Path, known: Callable[[str], bool]) -> None:
-    """Remove a folder whose every file is known, by its relative path, and ours.
+    """Remove a folder if every file in it is ours and has a known relative path.
 
-    Raises NotOurs, and removes nothing, if there are other files, or OSError.
+    Raises NotOurs, and removes nothing, if there are other files. Raises OSError.
     """
     if not is_folder(folder):
         raise NotOurs(folder, "it is not a folder")
@@ -153,7 +153,7 @@ def remove_folder(folder: Path, known: Callable[[str], bool]) -> None:
 def discard(folder: Path, *, ignore_errors: bool = False) -> None:
     """Remove a folder that is known to be ours, and all its content.
 
-    Links in it are removed, not followed. Raises NotOurs if folders are nested too deeply, or
+    Links in it are removed, not followed. Raises NotOurs if folders are nested too deeply. Raises
     OSError.
     """
     if is_folder(folder) and not is_shallow(folder):

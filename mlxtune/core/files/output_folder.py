@@ -20,7 +20,7 @@ from mlxtune.core.files.remembered import is_remembered, remember
 from mlxtune.core.text import join_few
 from mlxtune.errors import OutputError
 
-# Each file's inode, size and time of change when it was checked to be ours.
+# Each file's inode, size and modification time when it was found to be ours.
 _Known = Mapping[str, tuple[int, int, int]]
 
 

@@ -1,4 +1,4 @@
-"""Opens only regular files: unlike pipes and devices, they neither block nor are endless."""
+"""Opens only regular files, which, unlike pipes and devices, neither block nor go on forever."""
 
 import errno
 import gzip

@@ -31,7 +31,7 @@ def check_stored(path: Path) -> None:
 
 
 def check_open(name: str, file: io.BufferedReader) -> None:
-    """Check a file that is open at its start, as `check_stored` does."""
+    """Check an open file, positioned at its start, as `check_stored` checks a path."""
     status = os.fstat(file.fileno())
     size = status.st_size
     if size < _SMALL or status.st_blocks * 512 * _LEAST_STORED >= size:

@@ -30,7 +30,7 @@ class Blas:
 
 
 def has_cpu_wheel() -> bool:
-    """Return whether mlx's CPU wheel for Linux is installed, which needs a fast BLAS."""
+    """Return whether mlx's CPU wheel for Linux, which needs a fast BLAS, is installed."""
     return sys.platform == "linux" and any(_metadata("mlx_cpu"))
 
 

@@ -48,7 +48,7 @@ class GraphMemory:
         return self._kept_in_full(shapes, load)
 
     def _kept_in_full(self, shapes: ModelShapes, load: BatchLoad) -> Entries:
-        # Products, functions of products, inputs and residuals; the scores follow below.
+        # Products, functions of products, inputs and residuals.
         width = _COPIES * shapes.products + shapes.scaled + _WIDTHS * shapes.inputs
         tokens = load.tokens * (width + shapes.gathered + shapes.mixed)
         tokens += load.beside * shapes.looped

@@ -180,7 +180,8 @@ def test_learning_rate_of_each_step_follows_the_schedule_over_the_whole_run(
     pipeline = FakePipeline()
     train(tmp_path, pipeline, validation=[], epochs=2, warmup_fraction=0.25, lr_min=1e-4)
 
-    # 10 rows in batches of 3 are 4 steps an epoch: 2 of 8 warm up, 6 fall along the cosine.
+    # 10 rows in batches of 3 are 4 steps an epoch: in 2 of 8 the rate rises, in 6 it falls along
+    # the cosine.
     expected = [0.5e-3, 1e-3]
     expected += [1e-4 + 9e-4 * (1 + math.cos(math.pi * i / 6)) / 2 for i in range(1, 7)]
     assert pipeline.learning_rates == pytest.approx(expected, rel=1e-12)

@@ -24,8 +24,8 @@ def most_bytes(size: int) -> int:
 
 def expands(path: Path, size: int) -> DataError:
     return DataError(
-        f"{path}: its {byte_size(size)} unpack to more than {byte_size(most_bytes(size))}, which "
-        "no conversations do: if you trust it, unpack it to JSON lines first"
+        f"{path}: unpacks from {byte_size(size)} to more than {byte_size(most_bytes(size))}, far "
+        "more than conversations do: if you trust the file, unpack it to JSON lines first"
     )
 
 

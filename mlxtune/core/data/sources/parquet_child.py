@@ -52,7 +52,7 @@ def _batches(pyarrow: Any, path: str) -> Iterator[Any]:
         size = max((g.total_byte_size // max(g.num_rows, 1) for g in groups), default=0)
         rows = min(max(_BATCH_BYTES // max(size, 1), 1), _BATCH_ROWS)
         for batch in file.iter_batches(rows, use_threads=False):
-            # After that much CPU time, the system ends this process by SIGPROF.
+            # After `_SECONDS` of CPU time, the system ends this process with SIGPROF.
             signal.setitimer(signal.ITIMER_PROF, _SECONDS)
             yield batch.select(columns)
 

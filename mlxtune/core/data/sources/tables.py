@@ -45,7 +45,7 @@ def check_no_spreadsheet(path: Path, head: bytes) -> None:
 def table_rows(path: Path, file: IO[bytes], longest: int) -> Iterator[tuple[int, Any]]:
     """Yield each row's number, and its object (empty cells are None) or a BadRow.
 
-    `longest` is the most bytes of a line, and of a value. Raises DataError.
+    `longest` is the maximum length of a line, and of a value, in bytes. Raises DataError.
     """
     csv.field_size_limit(longest)
     lines = _lines(path, file, longest)
@@ -89,7 +89,7 @@ def _header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str]:
         twice = {name for name, times in Counter(names).items() if name and times > 1}
         if twice:
             raise DataError(
-                f"{path}:{number}: has two columns {shorten(min(twice))}: rename one of them"
+                f"{path}:{number}: has two columns named {shorten(min(twice))}: rename one"
             )
         return number, names, delimiter
     raise DataError(f"{path}: is empty: it needs a line of column names, then one row a line")
