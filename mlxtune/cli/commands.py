@@ -200,10 +200,10 @@ COMMANDS: tuple[click.Command, ...] = (
         "watch",
         "mlxtune.watch.watch:show",
         "Watch runs on a live page in the browser.\n\n"
-        "Shows a run, in progress or finished, or the runs of a folder side by side: curves, memory, time "
-        "left, where every row went, and a button that stops and saves. After a run, ask its "
-        "model, with and without the adapter. The page is served on this machine alone, until it "
-        "has been closed for ten minutes and no run is in progress.",
+        "Shows a run, in progress or finished, or the runs of a folder side by side: curves, "
+        "memory, time left, where every row went, and a button that stops and saves. After a run, "
+        "ask its model, with and without the adapter. The page is served on this machine alone, "
+        "until it has been closed for ten minutes and no run is in progress.",
         "mlxtune watch out",
         click.Argument(["folder"], metavar="FOLDER", type=click.Path()),
     ),
@@ -317,7 +317,7 @@ COMMANDS: tuple[click.Command, ...] = (
         _flag("--public", "Make the repository public; default: private."),
         _option(
             "--base-model",
-            "The base model's name on Hugging Face, if the adapter was trained from a local folder.",
+            "The base model's name on Hugging Face, if training used a local folder.",
             default="",
             metavar="OWNER/NAME",
         ),

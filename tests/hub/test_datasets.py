@@ -257,7 +257,7 @@ def test_file_without_the_hubs_headers_is_an_error(hub: Hub) -> None:
 @pytest.mark.parametrize("part", ["/api/", "/resolve/"])
 @pytest.mark.parametrize(
     ("code", "message"),
-    [(500, "out of order (500)"), (503, "out of order (503)"), (429, "too many requests")],
+    [(500, "not working (500)"), (503, "out of order (503)"), (429, "too many requests")],
 )
 def test_hub_that_is_down_or_busy_is_an_error(hub: Hub, part: str, code: int, message: str) -> None:
     def fault(handler: Handler, method: str, path: str) -> bool:

@@ -68,7 +68,7 @@ def try_in_order(
     storages: Sequence[str],
     value_of: Callable[[str], float],
 ) -> Retention:
-    """Measure storages in order until one loses at most `MOST_LOST`, or all are measured."""
+    """Measure formats in order until one loses at most `MOST_LOST`, or all are measured."""
     tried: list[StorageTrial] = []
     for storage in storages:
         value = value_of(storage)

@@ -265,8 +265,8 @@ def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
     weights = find_adapter(adapter, "--init-adapter")
     if file_hash(weights) != metadata.get("init_adapter_hash"):
         raise ModelError(
-            f"--init-adapter: the run started from another adapter than {weights}: leave the option "
-            "out to resume"
+            f"--init-adapter: the run started from another adapter than {weights}: leave it out "
+            "to resume"
         )
 
 

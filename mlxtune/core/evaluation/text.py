@@ -27,7 +27,7 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
     assert difference is not None
     rows = f"{count(evaluation.rows, 'row')}, {count(evaluation.tokens, 'supervised token')}"
     if evaluation.left_out:
-        rows += f"; {count(evaluation.left_out, 'row')} also trained on left out"
+        rows += f", without {count(evaluation.left_out, 'row')} that were also trained on"
     other = " of the base model" if further is None else " of the first adapter"
     amount = f"{_amount(difference, other)}, on {rows}{_answers(evaluation)}"
     line = _verdict_line(evaluation, amount)
@@ -55,7 +55,7 @@ def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> li
     """Return the verdict on preferences with its size, and the change in the good answers."""
     rows = count(evaluation.rows, "pair" if found.pairs else "answer")
     if evaluation.left_out:
-        rows += f" (without {count(evaluation.left_out, 'row')} that training also had)"
+        rows += f" (without {count(evaluation.left_out, 'row')} that were also trained on)"
     before, after = f"{found.before:.0%}", f"{found.after:.0%}"
     interval = (
         f"{100 * (found.after - found.before):+.0f} points, {found.confidence:.0%} interval "
