@@ -22,6 +22,7 @@ from mlxtune.core.data.problems import (
     REPLACED,
     UNCLOSED_THINKING,
     UNDECLARED_TOOL,
+    UNREAD_KEY,
 )
 from mlxtune.errors import shorten
 
@@ -64,6 +65,8 @@ def notes_on(row: Conversation | Document, text: str) -> Iterator[tuple[str, str
         if found := _TURN.match(row.text):
             yield RENDERED_CHAT, found[1]
         return
+    if row.unread:
+        yield UNREAD_KEY, repr(row.unread)
     for position, message in enumerate(row.messages, start=1):
         if message.role == "user" and not message.content.strip():
             yield EMPTY_PROMPT, f"message {position}"

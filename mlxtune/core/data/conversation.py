@@ -13,6 +13,8 @@ ROLES = ("system", "user", "assistant", "tool")
 _NO_TEXT = ("image", "input_image", "audio", "input_audio", "video")
 # The fields that hold thinking in data files and in templates.
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+# Keys of rows whose text often belongs to the prompt or the answer.
+_BESIDE_MESSAGES = ("context", "passage", "document", "input", *THINKING_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,16 @@ ROLE_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The messages of a row; `row` is its 1-based number in the file."""
+    """The messages of a row; `row` is its 1-based number in the file.
+
+    `unread` is the name of a key whose text is not among the messages, if the row has one.
+    """
 
     row: int
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
     role: int = ANSWER
+    unread: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,20 @@ def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
     messages = parse_messages(content.get("messages"))
     if content.get("system") is not None:
         messages = (*_system(content["system"], messages), *messages)
-    return Conversation(row, messages, parse_tools(content.get("tools")))
+    tools = parse_tools(content.get("tools"))
+    return Conversation(row, messages, tools, unread=_unread(content, messages))
+
+
+def _unread(content: Mapping[str, Any], messages: tuple[Message, ...]) -> str:
+    """Return the first key with a text that may belong to the conversation but is not in it."""
+    for key in _BESIDE_MESSAGES:
+        text = content.get(key)
+        # A single word is more likely a label.
+        if not isinstance(text, str) or len(text.split(maxsplit=1)) < 2:
+            continue
+        if not any(text.strip() in message.content + message.thinking for message in messages):
+            return key
+    return ""
 
 
 def parse_messages(messages: Any) -> tuple[Message, ...]:

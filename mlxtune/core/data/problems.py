@@ -32,6 +32,7 @@ REPLACED = "replacement character, where text was lost"
 TRUNCATED_ANSWER = "answer cut at --max-seq-len"
 TWO_PROMPTS = "sides whose prompts the template renders differently"
 UNCLOSED_THINKING = "thinking that is never closed"
+UNREAD_KEY = "text under a key that its format does not read"
 UNDECLARED_TOOL = "call of a tool that is not declared"
 
 ADVICE = {
@@ -58,6 +59,7 @@ ADVICE = {
     TRUNCATED_ANSWER: "the model learns neither its end nor when to stop: raise --max-seq-len",
     TWO_PROMPTS: "each side keeps the prompt of inference, so they share fewer tokens",
     UNCLOSED_THINKING: "the model learns to answer within its thinking: write </think> after it",
+    UNREAD_KEY: "the model does not see it: add it to the prompt or the answer",
     UNDECLARED_TOOL: "the model learns to invent tools: add it to the row's tools",
 }
 # The most JSON values in a row. Values take some 20 times the memory of their text.
