@@ -1,4 +1,4 @@
-"""Everything that touches mlx and mlx_lm. On Linux, importing it loads a fast BLAS for the CPU.
+"""All code that touches mlx and mlx_lm. On Linux, importing this package loads a fast CPU BLAS.
 
 Nothing outside this package imports mlx, mlx_lm or transformers. Importing this package raises
 ModelError if mlx is installed without its native library.
@@ -14,7 +14,7 @@ from mlxtune.core.machine.blas import load_blas
 from mlxtune.core.machine.checks import INSTALL_LIBRARY
 from mlxtune.errors import ConfigError, ModelError
 
-# mlx_lm.utils calls setrlimit(RLIMIT_NOFILE, (2048, 4096)), which raises without permission.
+# mlx_lm.utils calls setrlimit(RLIMIT_NOFILE, (2048, 4096)), which fails without permission.
 _NEEDED = 4096
 
 
@@ -25,11 +25,11 @@ def _check_library() -> None:
     extension = any(any(folder.glob("core.*.so")) for folder in folders)
     if sys.platform == "linux" and extension:
         if not any((folder / "lib" / "libmlx.so").exists() for folder in folders):
-            raise ModelError(f"MLX has no library here: {INSTALL_LIBRARY}")
+            raise ModelError(f"MLX's library is not installed: {INSTALL_LIBRARY}")
 
 
 def _check_open_files() -> None:
-    """Raise ConfigError if mlx-lm could not set its limit of open files."""
+    """Raise ConfigError if mlx-lm could not set its limit on open files."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (_NEEDED // 2, _NEEDED))
@@ -47,5 +47,5 @@ BLAS = load_blas().name
 if problem := load_blas().problem:
     warnings.warn(problem, RuntimeWarning, stacklevel=2)
 _check_open_files()
-# In a notebook without widgets, tqdm warns about bars that are never shown.
+# In a notebook without widgets, tqdm warns about progress bars that are never shown.
 warnings.filterwarnings("ignore", "IProgress not found")

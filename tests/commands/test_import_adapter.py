@@ -170,7 +170,7 @@ def test_magnitudes_of_another_shape_are_refused(
     name = "base_model.model.model.layers.1.self_attn.q_proj.lora_magnitude_vector"
     safetensors.numpy.save_file(tensors | {name: np.ones(shape, np.float32)}, file)
     outcome = cli("import", theirs, "--model-path", model, "--output", tmp_path / "ours")
-    assert f"has DoRA magnitudes of shape {shape}, its projection needs (64,)" in outcome.error
+    assert f"has DoRA magnitudes of shape {shape}, but its layer needs (64,)" in outcome.error
     assert not (tmp_path / "ours").exists()
 
 

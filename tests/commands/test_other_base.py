@@ -61,7 +61,7 @@ def test_commands_that_write_refuse_another_base(
     asked = [*given, home / "out", "--model-path", home / "tune", "--output", tmp_path / "to" / "a"]
     refused = cli(*asked)
     assert refused.code == 1
-    assert "give the right --model-path, or --other-base if it is meant" in refused.error
+    assert "give the right --model-path, or add --other-base" in refused.error
     assert not (tmp_path / "to" / "a").exists()
     assert cli(*asked, "--other-base").code == 0
 

@@ -97,7 +97,7 @@ def test_adapter_is_judged_on_the_base_it_was_trained_on(
     outcome = cli("eval", *asked, "--json")
     assert outcome.code == 0, outcome.err
     assert f"quantised to {name}" in outcome.err
-    assert "as in training" in outcome.err
+    assert "which training used" in outcome.err
     found = json.loads(outcome.out)
     double = ["--double-quant"] if name == "nf4" else []
     own = json.loads(cli("eval", *asked, "--json", "--quantize", name, *double).out)
@@ -126,10 +126,10 @@ def test_going_on_with_another_base_is_said(
     assert said(adapter, "same", "--quantize", "nf4", "--double-quant") == ""
     assert said(adapter, "other").endswith(
         "was trained on the base quantised to nf4 with double quantisation: "
-        "add --quantize nf4 --double-quant to continue with that\n"
+        "add --quantize nf4 --double-quant to use the same base\n"
     )
     assert said(tmp_path / "plain", "quantised", "--quantize", "8").endswith(
-        "was trained on the base as stored: leave out --quantize to continue with that\n"
+        "was trained on the base as stored: leave out --quantize to use the same base\n"
     )
 
 

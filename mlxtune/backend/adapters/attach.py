@@ -55,7 +55,7 @@ class Adapted:
         return self.base.model
 
     def use_adapter(self, on: bool) -> None:
-        """Switch the adapter on or off, also for a `Forward` that was built while it was on."""
+        """Switch the adapter on or off, also for a `Forward` built while the adapter was on."""
         chosen = [(path, module if on else module.linear) for path, module in self.modules.items()]
         self.model.update_modules(tree_unflatten(chosen))
 
@@ -122,16 +122,16 @@ def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False
         return {"quantize": quantize, "double_quant": bool(double)}
     if quantize == NF4 or quantization_of(config) != MLX_FORMATS[quantize]:
         raise ModelError(
-            f"{folder}: is quantised, but not to {quantize}, as in training: "
+            f"{folder}: is quantised, but not to {quantize}, which training used: "
             "name the full-precision model"
         )
     return {}
 
 
 def base_difference(weights: Path, folder: Path) -> str | None:
-    """Return a message if an adapter was trained on a model other than `folder`, else None.
+    """Return a message if an adapter was trained on a model other than `folder`'s, else None.
 
-    The result is None if the adapter has no fingerprint of its base, as from other tools. Raises
+    The result is None if the adapter has no fingerprint of its base: other tools write none. Raises
     ModelError if a file cannot be read.
     """
     info, own = read_info(weights), base_fingerprint(folder)
@@ -148,7 +148,7 @@ def base_difference(weights: Path, folder: Path) -> str | None:
 def check_base(weights: Path, folder: Path, *, other_base: bool) -> None:
     """Raise ModelError if an adapter was trained on another model, unless `other_base` is set."""
     if not other_base and (problem := base_difference(weights, folder)) is not None:
-        raise ModelError(f"{problem}: give the right --model-path, or --other-base if it is meant")
+        raise ModelError(f"{problem}: give the right --model-path, or add --other-base")
 
 
 def base_mismatch(weights: Path, base: BaseModel, *, trust_remote_code: bool = False) -> str | None:
@@ -164,4 +164,4 @@ def base_mismatch(weights: Path, base: BaseModel, *, trust_remote_code: bool = F
         trained_on = f"the base quantised to {format_name(**trained)}"
         double = " --double-quant" if trained["double_quant"] else ""
         remedy = f"add --quantize {trained['quantize']}{double}"
-    return f"{weights}: was trained on {trained_on}: {remedy} to continue with that"
+    return f"{weights}: was trained on {trained_on}: {remedy} to use the same base"

@@ -1,6 +1,7 @@
-"""The certificate of an export: how far its logits differ from the trained model's, and may differ.
+"""The certificate of an export: how far its logits are, and may be, from the trained model's.
 
-Both models see the same tokens: prompts, each followed by the trained model's greedy answer.
+The export and the trained model see the same tokens: prompts, each followed by the model's greedy
+answer.
 """
 
 import math
@@ -23,7 +24,7 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass
 class Comparison:
-    """The differences of two models' logits over the prompts added so far."""
+    """The differences between two models' logits over the prompts added so far."""
 
     prompts: int = 0
     tokens: int = 0
@@ -55,7 +56,7 @@ class Comparison:
 
 
 def _divergence(trained: Logits, written: Logits) -> float:
-    """Return the sum over T of KL(trained || written), in nats, for (T, V) logits."""
+    """Return the sum of KL(trained || written) over the T positions, in nats, for (T, V) logits."""
     values = []
     for a, b in zip(trained, written, strict=True):  # row by row to save memory
         p, q = _log_softmax(a), _log_softmax(b)
@@ -73,8 +74,9 @@ def _log_softmax(logits: Logits) -> npt.NDArray[np.float64]:
 class WeightCheck:
     """A comparison of a fused model's tensors with the expected tensors.
 
-    `unchanged` and `fused` count tensors. `largest_error` is relative to the largest entry of its
-    matrix. `problems` are messages on tensors that differ by more than rounding.
+    `unchanged` counts the tensors that equal the base model's, `fused` the tensors with an update.
+    `largest_error` is relative to the largest entry of the tensor. `problems` are messages about
+    tensors that differ by more than rounding.
     """
 
     unchanged: int
@@ -87,10 +89,11 @@ class WeightCheck:
 class Certificate:
     """A written model's comparison with the trained model.
 
-    `tolerance` is the largest logit difference that rounding explains; None if the weights were
-    quantised again, so that `weights` alone decides. `effect` is the adapter's largest change to a
-    logit, for scale. `retention` is the quality lost by quantising weights again, None if none
-    were. `quantized` is the type that llama.cpp rounded the weights to after the comparison.
+    `tolerance` is the largest logit difference that rounding explains. It is None if the weights
+    were quantised again: then the logits need only be finite. `effect` is the adapter's largest
+    change to a logit, for comparison. `retention` measures the quality lost by quantising the
+    weights again, if they were. `quantized` is the type that llama.cpp rounded the weights to after
+    the comparison.
     """
 
     format: str
@@ -106,7 +109,7 @@ class Certificate:
 
     @property
     def problems(self) -> list[str]:
-        """Messages on logits and tensors that differ by more than rounding; empty if it passes."""
+        """Messages about logits and tensors off by more than rounding; none on a pass."""
         difference = self.comparison.largest_difference
         problems = list(self.weights.problems) if self.weights else []
         if not (math.isfinite(self.effect) and math.isfinite(self.tolerance or 0.0)):
@@ -161,7 +164,7 @@ class Certificate:
             f"{count(compared.generated, 'token')}",
         ]
         if self.tolerance is not None and self.tolerance > self.effect:
-            other = "--dtype float32 compares closer" if self.weights is None else "the weights do"
+            other = "--dtype float32 proves more" if self.weights is None else "weights prove more"
             lines.append(f"rounding may hide the adapter, so logits alone prove little: {other}")
         if self.weights is not None:
             lines.append(
@@ -173,8 +176,8 @@ class Certificate:
             lines.append(self.retention.line())
         if self.quantized is not None:
             lines.append(
-                f"of the weights before they were rounded to {self.quantized}: the rounded ones "
-                "are not proved"
+                f"the weights were compared before they were rounded to {self.quantized}: "
+                "the rounded weights are not proved"
             )
         return lines
 

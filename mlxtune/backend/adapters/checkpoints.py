@@ -20,7 +20,7 @@ from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import ModelError, one_line
 
 OPTIMIZER = "optimizer.safetensors"
-# Holds the trained tensors if the adapter file has them padded or converted.
+# The file of the trained tensors, written if the adapter file has them padded or converted.
 PARAMETERS = "parameters.safetensors"
 # Names of PiSSA's initial factors, which are saved with the trained tensors.
 _PRINCIPAL = (".taken_a", ".taken_b")
@@ -92,7 +92,8 @@ def adapter_writer(
 def parameters_writer(model: nn.Module, lora: LoRASummary) -> Callable[[Path], None]:
     """Return a function that writes the current trained tensors into a folder.
 
-    It writes nothing if the adapter file holds these tensors unchanged. It raises OutputError.
+    The function writes nothing if the adapter file has these tensors unchanged. It raises
+    OutputError.
     """
     if lora.trained_as_written:
         return lambda folder: None
@@ -136,7 +137,8 @@ def optimizer_writer(
 def read_optimizer(path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
     """Return a stored optimizer's state and settings.
 
-    Raises ModelError unless the state has the shapes of `state`.
+    Raises ModelError unless the stored state has the shapes of `state`, and the settings are
+    integers.
     """
     tensors, metadata = load_tensors(path, dict(tree_flatten(state)))
     try:

@@ -23,11 +23,11 @@ from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, OutputError, one_line
 
-# The key in an adapter file's metadata that holds its config.
+# The metadata key of an adapter file whose value is the adapter's config.
 OWN_CONFIG = "adapter_config"
 LEAVES = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.(.+)")
-# Names in a safetensors header: of floating-point dtypes, and of dtypes by their MLX names.
+# Dtypes as a safetensors header names them: the floating-point dtypes, and dtypes by MLX name.
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _NAMES = {
     **{"float32": "F32", "bfloat16": "BF16", "float16": "F16"},
@@ -53,10 +53,10 @@ class AdapterInfo:
 
 
 def find_adapter(path: str, option: str = "--adapter") -> Path:
-    """Return the adapter file at a path: the file itself, its folder, or a run's folder.
+    """Return the adapter file at a path, which is the file itself, its folder or a run's folder.
 
-    For a run without an adapter next to its checkpoints, the best checkpoint's is returned.
-    `option` is the command-line option with the path. Raises ModelError.
+    For a run without an adapter next to its checkpoints, return the best checkpoint's adapter.
+    `option` is the command-line option that gave the path. Raises ModelError.
     """
     given = as_path(path)
     places = ("", ADAPTER, f"{BEST}/{ADAPTER}", f"checkpoints/{BEST}/{ADAPTER}")
@@ -65,7 +65,7 @@ def find_adapter(path: str, option: str = "--adapter") -> Path:
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}: check {option}") from error
     if file is None and (given / "adapter_model.safetensors").is_file():
-        raise ModelError(f"{path}: is an adapter of PEFT: convert it with mlxtune import")
+        raise ModelError(f"{path}: is a PEFT adapter: convert it with mlxtune import")
     if file is None:
         raise ModelError(
             f"{path}: has no {ADAPTER}: {option} takes an adapter, its folder or a run's folder"
@@ -82,15 +82,15 @@ def check_replaceable(weights: Path) -> None:
             ours = ours or is_ours(path)
         if not ours:
             raise OutputError(
-                f"{path}: is not an adapter's, and would be replaced: move it away, or choose "
-                "another --output"
+                f"{path}: is not part of an adapter, and would be replaced: move it away, or "
+                "choose another --output"
             )
 
 
 def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str, str]) -> None:
     """Raise OutputError if the folder has a different adapter, whose config would be replaced.
 
-    The config there differs if it lacks an entry of `described`, or names a base model with a
+    The folder's config differs if it lacks an entry of `described`, or names a base model with a
     fingerprint other than `base`.
     """
     try:
@@ -105,14 +105,14 @@ def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str,
         return
     folder = weights.with_suffix("") / ADAPTER
     raise OutputError(
-        f"{weights}: another adapter's {ADAPTER_CONFIG} is there, with other options or another "
-        "base model, and mlx-lm reads one for all: give this adapter a folder of its own: "
-        f"--output {folder}"
+        f"{weights}: the folder has another adapter's {ADAPTER_CONFIG}, with other options or "
+        "another base model, and mlx-lm reads one config for each folder: give this adapter a "
+        f"folder of its own: --output {folder}"
     )
 
 
 def _same(config: Mapping[str, Any], described: Mapping[str, Any]) -> bool:
-    """Return whether a config has all these entries, nested entries included."""
+    """Return whether a config has all entries of `described`, nested entries included."""
     for name, value in described.items():
         found = config.get(name)
         if isinstance(value, Mapping):
@@ -147,7 +147,7 @@ def read_adapter_config(weights: Path) -> dict[str, Any]:
             return own
         if isinstance(error, FileNotFoundError):
             raise ModelError(
-                f"{path}: is missing: copy it there from where the adapter was trained"
+                f"{path}: is missing: copy it from the folder where the adapter was trained"
             ) from None
         raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
 
@@ -199,7 +199,7 @@ def is_valid_scale(scale: float, rank: int) -> bool:
 
 
 def valid_dropout(path: Path, option: str, value: Any) -> float:
-    """Return the dropout in an adapter's config. Raises ModelError if it is invalid."""
+    """Return the dropout in an adapter's config. Raises ModelError if the value is invalid."""
     try:
         dropout = float(value or 0.0)
         if not 0 <= dropout < 1:
@@ -235,7 +235,7 @@ def load_tensors(
             if header.tensors[name].dtype != dtype
         ]
         if others:
-            raise ModelError(f"{path}: has other dtypes than a run writes: {join_few(others, 3)}")
+            raise ModelError(f"{path}: has dtypes that no run writes: {join_few(others, 3)}")
     try:
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         mx.eval(loaded[0])
@@ -250,7 +250,8 @@ def adapter_header(weights: Path) -> Mapping[str, TensorInfo]:
     for name, info in tensors.items():
         if info.dtype not in _FLOATS or len(info.shape) > 3 or not all(info.shape):
             raise ModelError(
-                f"{weights}: {name:.100} is {info.dtype} of {info.shape}, which no adapter has"
+                f"{weights}: {name:.100} is {info.dtype} of shape {info.shape}, which no adapter "
+                "has"
             )
     return tensors
 
@@ -276,8 +277,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str,
 def _sort_metadata(content: bytes) -> bytes:
     """Return a safetensors file with its metadata sorted by name.
 
-    The library writes metadata in a different order in each process. The order of the tensors,
-    which does matter, is kept.
+    The safetensors library writes metadata in a different order in each process. The order of the
+    tensors, which does matter, is kept.
     """
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])
@@ -300,7 +301,7 @@ def check_shapes(
         {name: tuple(value.shape) for name, value in each.items()} for each in (tensors, expected)
     )
     problems = [
-        f"{name} is {shapes.get(name, 'missing')}, the model needs {needed.get(name, 'none')}"
+        f"{name} is {shapes.get(name, 'missing')}, but the model needs {needed.get(name, 'none')}"
         for name in sorted(needed.keys() | shapes.keys())
         if needed.get(name) != shapes.get(name)
     ]
@@ -313,15 +314,15 @@ def other_base_error(path: Path, base: str, problem: str) -> ModelError:
     """Return the error for an adapter that was trained on a different model."""
     made = f"was made on another model, {base:.200}, and " if base else ""
     return ModelError(
-        f"{path}: {made}does not fit the model: {problem}: name its base with --model-path"
+        f"{path}: {made}does not fit the model: {problem}: name the right base with --model-path"
     )
 
 
 def module_names(weights: Path, tensors: Mapping[str, TensorInfo], info: AdapterInfo) -> list[str]:
     """Return the modules that an adapter's tensors belong to, sorted.
 
-    Raises ModelError for missing or surplus tensors, and for a rank that differs from the config's,
-    before anything of that rank is allocated.
+    Raises ModelError for missing or unexpected tensors, and for a rank that differs from the
+    config's, before anything of that rank is allocated.
     """
     modules = sorted({name.rpartition(".")[0] for name in tensors})
     needed = {f"{module}.{leaf}" for module in modules for leaf in LEAVES[info.kind]}
@@ -337,7 +338,7 @@ def module_names(weights: Path, tensors: Mapping[str, TensorInfo], info: Adapter
         if len(shape) not in (2, 3) or shape[1] != info.rank:
             raise ModelError(
                 f"{weights.with_name(ADAPTER_CONFIG)}: gives rank {info.rank}, but {module:.200} "
-                f"has A of shape {tuple(shape)}: the two files do not belong together"
+                f"has A of shape {tuple(shape)}: config and adapter do not belong together"
             )
     return modules
 
@@ -356,7 +357,8 @@ def training_options(info: AdapterInfo, rslora: bool | None = None) -> dict[str,
         "rslora": rslora,
         "dora": info.kind == "dora",
     }
-    # A written PiSSA adapter has twice its options' rank, and resumes as plain LoRA of that rank.
+    # A PiSSA adapter is written with twice the rank of its options, and resumes as plain LoRA of
+    # the doubled rank.
     same = saved.get("init", "lora") == "lora" and rslora == saved.get("rslora", False)
     if same and {"rank", "alpha"} <= saved.keys():
         ranks = saved.get("target_ranks", {})

@@ -1,8 +1,8 @@
 """Fuses an adapter into its base model's weights: a model folder that needs no adapter.
 
 A fused weight is `W + scale * (a b)ᵀ`, with its rows scaled to the norms `m` for DoRA, computed in
-float32 and rounded once to the dtype of the folder. Weights are computed when they are written and
-freed afterwards, so that at most one file's weights are in memory.
+float32 and rounded once to the dtype of the base's weight. Weights are computed when they are
+written and freed afterwards, so that at most one file's weights are in memory.
 """
 
 import json
@@ -39,10 +39,10 @@ from mlxtune.core.files.files import as_output_error, copy_file, make_folder, wr
 from mlxtune.core.files.sizes import check_file
 from mlxtune.errors import ModelError, OutputError, one_line
 
-# The largest weight file. Its weights are in memory while it is written; mlx-lm's files are five
-# times as large.
+# The maximum size of a weight file, whose weights are in memory while it is written. mlx-lm's files
+# are five times as large.
 _SHARD_GB = 1
-# Patterns of the other files of a model folder, which are copied.
+# Patterns of the files that are copied from a model folder.
 _COPIED = (
     *("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"),
     *("additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*", "USE_POLICY*"),
@@ -55,7 +55,7 @@ _FLOAT32_SLACK = 2.0**-20
 
 @dataclass(frozen=True)
 class _Base:
-    """A lazily loaded model. If loading quantised it, `dtypes` has the weights' dtypes before."""
+    """A lazily loaded model. If loading quantised it, `dtypes` has the weights' earlier dtypes."""
 
     model: nn.Module
     config: dict[str, Any]
@@ -90,7 +90,7 @@ def fused_model(
     quantization: Mapping[str, Any] = MappingProxyType({}),
     storage: str = AS_BASE,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Return a base model with the adapter fused into its lazy weights, and its config.
+    """Return a base model with the adapter fused into its lazy weights, and the model's config.
 
     `quantization` has the options of `load_base` that quantised the base for training. Weights keep
     the base's dtype and, without `dequantize`, its quantisation, which must not be nf4. Weights
@@ -185,7 +185,7 @@ def check_copied(base: Path) -> None:
     """Raise ModelError if a file to be copied is too large, or is a link out of the folder.
 
     A link may lead to a private file, and the copy is made to be shared. Links into `blobs` are
-    allowed in Hugging Face's cache, whose snapshots consist of them.
+    allowed in Hugging Face's cache, whose snapshots consist of such links.
     """
     real = Path(os.path.realpath(base))
     allowed = [real]
@@ -210,7 +210,7 @@ def _projection(modules: Mapping[str, nn.Module], name: str, folder: Path) -> nn
     if module is None:
         raise ModelError(f"{folder}: has no {name}, which the adapter needs")
     if not isinstance(module, PROJECTIONS):
-        raise ModelError(f"{folder}: {name} is not a projection, but the adapter is for it")
+        raise ModelError(f"{folder}: {name} is not a projection, but the adapter changes it")
     return module
 
 
@@ -236,7 +236,7 @@ def check_fused(
     quantization: Mapping[str, Any] = MappingProxyType({}),
     storage: str = AS_BASE,
 ) -> WeightCheck:
-    """Compare every tensor of a fused folder with the value computed from base and adapter.
+    """Compare every tensor of a fused folder with the value computed from the base and the adapter.
 
     The folders `base` and `fused` are read again, one module at a time. Fused weights may differ by
     one rounding to their dtype, quantised weights by the error of quantising the exact weight. All
@@ -281,7 +281,7 @@ def _errors(module: nn.Module, expected: nn.Module, wanted: mx.array) -> tuple[f
 
 
 def _others(before: nn.Module, after: nn.Module, adapter: Adapter) -> Iterator[tuple[str, bool]]:
-    """Yield each tensor without an update by name, and whether both models have equal values."""
+    """Yield the name of each tensor without an update, and whether it is equal in both models."""
     own, tensors = tuple(f"{name}." for name in adapter.modules), []
     for model in (before, after):
         tensors.append(
@@ -318,7 +318,7 @@ def storages(
     trust_remote_code: bool,
     quantization: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """Return the storage formats to try for the weights with an update; reads no weights."""
+    """Return the storage formats to try for the weights with an update, without reading any."""
     model = _open(folder, trust_remote_code, quantization).model
     return storages_for(_trained(model, adapter))
 

@@ -93,9 +93,9 @@ def _disagreements(info: AdapterInfo, lora: LoRASummary) -> list[str]:
 def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's options, with defaults for LoRA from its `init_adapter`.
 
-    These are rank, alpha, targets, layers and kind. Options in `given` take precedence, and
-    `initialise` reports contradictions. With `rslora`, the scale is expressed as alpha / √rank.
-    Raises ModelError if training cannot continue from the adapter.
+    The defaults are the adapter's rank, alpha, targets, layers and kind. Options in `given` take
+    precedence, and `initialise` reports contradictions. With `rslora`, the scale is expressed as
+    alpha / √rank. Raises ModelError if training cannot continue from the adapter.
     """
     adapter = given.get("init_adapter")
     if not isinstance(adapter, str) or not adapter.strip() or given.get("init", "lora") != "lora":
@@ -114,7 +114,7 @@ def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **training_options(info, rslora),
         "targets": sorted({path for _, path in places}),
-        # mlx-lm takes a num_layers above the model's as all layers.
+        # mlx-lm takes a num_layers above the model's number of layers as all layers.
         "num_layers": info.num_layers if (info.num_layers or last) < last else None,
         **given,
     }
@@ -127,7 +127,8 @@ def init_pissa(modules: dict[str, nn.Module], init: str, seed: int) -> None:
     `PrincipalFactors`), so that a quantised weight is not quantised again, and the written adapter
     applies to the published weights.
 
-    Source: PiSSA, arXiv:2404.02948, equations 2 to 4; divided by the scale as in PEFT's pissa_init.
+    Source: PiSSA, arXiv:2404.02948, equations 2 to 4; singular values are divided by the scale, as
+    in PEFT's pissa_init.
     """
     for name, module in modules.items():
         if isinstance(module, LoRALinear):
@@ -135,19 +136,20 @@ def init_pissa(modules: dict[str, nn.Module], init: str, seed: int) -> None:
             rank, key = module.lora_a.shape[1], hash_of(f"{seed}/{name}", 8)
             u, s, v = principal_svd(weight, rank, pissa_iterations(init), key)
             root = np.sqrt(s / module.scale)
-            # Row-major, as when a resumed run reads them: other layouts round products differently.
+            # Row-major, as a resumed run reads the factors: other layouts round products
+            # differently.
             a, b = (np.ascontiguousarray(x, dtype=np.float32) for x in (v * root, (u * root).T))
             module.lora_a, module.lora_b = mx.array(a), mx.array(b)
-            # New arrays: a compiled step takes the trained arrays as its inputs.
+            # Separate arrays, because a compiled step takes the trained arrays as its inputs.
             module.principal = PrincipalFactors(mx.array(a), mx.array(b))
 
 
 def principal_svd(
     weight: Matrix, rank: int, iterations: int | None, seed: int
 ) -> tuple[Matrix, Matrix, Matrix]:
-    """Return a weight's (out, in) truncated SVD: U (out, rank), S (rank,) and V (in, rank).
+    """Return the truncated SVD of a weight (out, in): U (out, rank), S (rank,) and V (in, rank).
 
-    Without `iterations` it is exact, from the float64 eigenvectors of W W^T or W^T W, whichever is
+    Without `iterations`, it is exact, from the float64 eigenvectors of W W^T or W^T W, whichever is
     smaller: this takes an eighth of a full SVD's time. Otherwise, random directions are refined by
     that many power iterations, arXiv:0909.4061, algorithms 4.4 and 5.1.
     """

@@ -14,10 +14,10 @@ from mlxtune.backend.adapters.certificate import Comparison, Logits
 from mlxtune.backend.lora.targets import PROJECTIONS
 
 NEW_TOKENS = 64
-# Positions compared at the end of a sequence, or the answer if it is longer. Each has V logits.
+# The number of positions compared at the end of a sequence, or the answer's length if larger.
 _POSITIONS = 128
 # The tolerance as a multiple of the effect of rounding each product once: products are sums of many
-# terms, and tools compute them in different orders.
+# terms, which tools add in different orders.
 _MARGIN = 4
 # The largest relative error of one rounding.
 _UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -25,7 +25,7 @@ _UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and the trained model's greedy answer, the last `generated` of `tokens`.
+    """A prompt and the trained model's greedy answer, which is the last `generated` of `tokens`.
 
     `logits`, float32 (T, V), are the trained model's predictions of the last T tokens.
     """

@@ -15,7 +15,7 @@ MOST_LOST = 0.1
 
 @dataclass(frozen=True)
 class StorageTrial:
-    """A storage format of the trained projections, its value, and the share of the gain lost."""
+    """A storage format for the trained projections, the measure's value, and the share lost."""
 
     storage: str
     value: float
@@ -24,7 +24,7 @@ class StorageTrial:
 
 @dataclass(frozen=True)
 class Retention:
-    """The gain lost by quantising again. `tried` ends with the storage in use.
+    """The gain lost by quantising the weights again. `tried` ends with the storage in use.
 
     `base` and `trained` are the measure without and with the adapter. Values are in `unit`.
     """
@@ -53,7 +53,7 @@ class Retention:
 
 
 def share_lost(base: float, trained: float, value: float) -> float:
-    """Return the share of the gain lost if the measure is `value`; 1 if it is not finite."""
+    """Return the share of the gain lost if the measure is `value`; 1 if a value is not finite."""
     gain = base - trained
     if not math.isfinite(value) or not math.isfinite(gain):
         return 1.0
@@ -68,7 +68,7 @@ def try_in_order(
     storages: Sequence[str],
     value_of: Callable[[str], float],
 ) -> Retention:
-    """Measure formats in order until one loses at most `MOST_LOST`, or all are measured."""
+    """Measure storage formats in order until one loses at most `MOST_LOST`, or all are measured."""
     tried: list[StorageTrial] = []
     for storage in storages:
         value = value_of(storage)

@@ -12,10 +12,10 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 AS_BASE, PLAIN = "as the base", "plain"
-# The bits of each storage format in MLX's affine format.
+# The number of bits of each storage that uses MLX's affine format.
 _BITS = {"in 6 bits": 6, "in 8 bits": 8}
 _QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
-# The smallest group of the affine format; the 4-bit floats have smaller groups.
+# The smallest group size of the affine format; formats of 4-bit floats have smaller groups.
 _SMALLEST_GROUP = 32
 
 
@@ -66,7 +66,7 @@ def add_to_config(
 ) -> None:
     """Record in a quantised model's config the layers whose format differs from the model's.
 
-    Each layer is given as its path, the base's module and its replacement.
+    Each layer is given as its path, the base's module and the module that replaces it.
     """
     if storage == AS_BASE:
         return

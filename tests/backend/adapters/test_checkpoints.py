@@ -119,7 +119,7 @@ def test_adapter_that_does_not_fit_is_an_error_that_names_a_tensor(
     before = dict(tree_flatten(pipeline.model.trainable_parameters()))
     with pytest.raises(ModelError) as caught:
         pipeline.load(tmp_path)
-    missing = "layers.0.self_attn.k_proj.lora_a is missing, the model needs (64, 4), and 7 more"
+    missing = "layers.0.self_attn.k_proj.lora_a is missing, but the model needs (64, 4), and 7 more"
     assert missing in str(caught.value)
     for name, value in tree_flatten(pipeline.model.trainable_parameters()):
         assert mx.array_equal(value, before[name])

@@ -130,7 +130,7 @@ def test_what_is_no_lora_of_a_projection_is_named(folder: Path, tmp_path: Path) 
         "model.embed_tokens": "model.embed_tokens, which is not a projection",
         "model.layers.0.input_layernorm": "is not a projection",
         "model.layers.9.self_attn.q_proj": "model: it has no model.layers.9.self_attn.q_proj",
-        "model.layers.0.self_attn.q_proj": r"lora_a is \(320, 4\), the model needs \(64, 4\)",
+        "model.layers.0.self_attn.q_proj": r"lora_a is \(320, 4\), but the model needs \(64, 4\)",
     }.items():
         tensors = {f"{name}.{leaf}": value for leaf, value in pair.items()}
         safetensors.numpy.save_file(tensors, tmp_path / "adapters.safetensors")

@@ -63,10 +63,11 @@ class Update:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter: the update of each module, by its path in mlx-lm's model.
+    """An adapter: the update of each module, by the module's path in mlx-lm's model.
 
     An update adds `scale * (x @ a) @ b` to the module's output. mlx-lm attaches the adapter to the
-    last `num_layers` layers, -1 for all. `settings` are further entries of adapter_config.json.
+    last `num_layers` layers, or to all layers for -1. `settings` are further entries of
+    adapter_config.json.
     """
 
     scale: float
@@ -87,7 +88,7 @@ class Adapter:
         return next(iter(self.modules.values())).rank
 
     def check_plain(self, format: str, *, dora: bool = False, experts: bool = False) -> None:
-        """Raise ModelError for DoRA or experts, unless the format can hold them."""
+        """Raise ModelError if the adapter has DoRA or experts, and the format cannot hold them."""
         if self.is_dora and not dora:
             raise ModelError(
                 f"{format} cannot hold DoRA's magnitudes: use --format peft, or mlxtune fuse"
@@ -117,7 +118,8 @@ def updates_in(
 
     The tensors of a module are `{name}.lora_a` (rank, in) and `{name}.lora_b` (out, rank), where
     `names` maps the base model's modules to their names in the file. For experts, the first axis of
-    both is the expert. Raises ModelError for tensors of other modules and for incomplete pairs.
+    both tensors numbers the experts. Raises ModelError for tensors of other modules and for
+    incomplete pairs.
     """
     rest, updates = dict(tensors), {}
     for module, name in names.items():
@@ -127,7 +129,7 @@ def updates_in(
             updates[module] = Update(a, b) if a.ndim == 3 else Update(np.array(a.T), np.array(b.T))
     if rest or not updates:
         raise ModelError(
-            f"{path}: has {join_few(rest) or 'no tensors'}, which the base model has no place for"
+            f"{path}: has {join_few(rest) or 'no tensors'}, which does not fit the base model"
         )
     return updates
 
@@ -135,8 +137,8 @@ def updates_in(
 def completed(adapter: Adapter, modules: Mapping[str, nn.Module]) -> Adapter:
     """Return an adapter with the same projections in each of its layers, as mlx-lm expects.
 
-    `modules` are the base model's projections by path. Added updates are all zeros: they have no
-    effect and do not learn. Raises ModelError if the adapter does not fit `modules`.
+    `modules` are the base model's projections by path. Added updates have no effect: their A and B
+    are zeros, which do not learn. Raises ModelError if the adapter does not fit `modules`.
     """
     if unknown := [name for name in adapter.modules if name not in modules]:
         raise ModelError(f"the base model has no {join_few(unknown)}, which the adapter needs")
@@ -171,13 +173,13 @@ def shapes_for(module: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int
 def check_shapes_fit(
     module: nn.Module | None, a: Sequence[int], b: Sequence[int], name: str
 ) -> None:
-    """Raise ModelError if A and B do not fit `module`; a `module` of None is not checked."""
+    """Raise ModelError if the shapes of A and B do not fit `module`; None skips the check."""
     found = (tuple(a), tuple(b))
     needed = found if module is None else shapes_for(module, a[1] if len(a) > 1 else 0)
     if found != needed:
         raise ModelError(
-            f"{name}: the adapter is for another model: it has {found}, this one needs {needed}: "
-            "name the base model that it was trained on"
+            f"{name}: the adapter is for another model: its A and B have shapes {found}, but this "
+            f"model needs {needed}: name the base model that the adapter was trained on"
         )
 
 
@@ -190,5 +192,5 @@ def check_fits(module: nn.Module | None, update: Update, name: str) -> None:
     rows = update.b.shape[-1:]
     if update.m is not None and (update.of_experts or update.m.shape != rows):
         raise ModelError(
-            f"{name}: has DoRA magnitudes of shape {update.m.shape}, its projection needs {rows}"
+            f"{name}: has DoRA magnitudes of shape {update.m.shape}, but its layer needs {rows}"
         )

@@ -46,8 +46,8 @@ def _flat_names(modules: Iterable[str]) -> dict[str, str]:
     for module in modules:
         if (name := _flat_name(module)) in names.values():
             raise ModelError(
-                f"{module}: another module of its layer has the same last name, and the flat file "
-                "keeps no more of a name: use --format peft"
+                f"{module}: another module of the layer has a name with the same last part, and "
+                "the flat file keeps only that part: use --format peft"
             )
         names[module] = name
     return names

@@ -2,8 +2,9 @@
 
 Names, shapes and keys are as llama.cpp's convert_lora_to_gguf.py writes them:
 `blk.N.attn_q.weight.lora_a` (rank, in) and `.lora_b` (out, rank) in numpy's order, scaled by
-`adapter.lora.alpha / rank`. Rows and columns are permuted like the base model's (`orders`). For a
-stack of experts, such as `blk.N.ffn_gate_exps`, the first axis of both is the expert.
+`adapter.lora.alpha / rank`. Rows and columns are permuted like the base model's (see `orders`). For
+a stack of experts, such as `blk.N.ffn_gate_exps`, the first axis of both tensors numbers the
+experts.
 """
 
 import re
@@ -107,8 +108,8 @@ def orders(module: str, update: Update, base: BaseModel) -> tuple[Order, Order]:
     """Return the order of the columns and of the rows of a module's weight in llama.cpp.
 
     llama.cpp interleaves the halves of each Llama head, because its rotary embeddings pair
-    neighbours. It tiles the value heads of the gated delta rule (k0 k1 k0 k1), which mlx-lm groups
-    by key head (k0 k0 k1 k1).
+    neighbouring entries. It tiles the value heads of the gated delta rule (k0 k1 k0 k1), which
+    mlx-lm groups by key head (k0 k0 k1 k1).
 
     Source: LlamaModel.permute and _LinearAttentionVReorderBase in llama.cpp's conversion/.
     """
@@ -149,13 +150,13 @@ def _heads(module: str, rows: int, base: BaseModel) -> int:
 
 
 def gguf_names(modules: Iterable[str], base: BaseModel) -> dict[str, str]:
-    """Map modules to llama.cpp's names of their weights; omit modules that llama.cpp lacks."""
+    """Map modules to llama.cpp's names for their weights; omit modules that llama.cpp lacks."""
     import gguf
 
     by_name = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
     architecture = ARCHITECTURES[base.model_type]
     if architecture not in by_name:
-        raise ModelError(f"this gguf package knows no {architecture}: pip install --upgrade gguf")
+        raise ModelError(f"this gguf package lacks {architecture}: pip install --upgrade gguf")
     table = gguf.get_tensor_name_map(by_name[architecture], base.num_layers)
     names = {}
     for module in modules:

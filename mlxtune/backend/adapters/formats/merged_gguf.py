@@ -21,7 +21,7 @@ from mlxtune.errors import OutputError, one_line
 
 MERGED = "model.gguf"
 MODELFILE = "Modelfile"
-# The converter's name in llama.cpp's repository, and in the packages of some systems.
+# The converter's names in llama.cpp's repository, and in the packages of some systems.
 _CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
 _QUANTIZER = "llama-quantize"
 # Since May 2026, llama.cpp's builds and packages do not include the converter (llama.cpp#23171).
@@ -55,13 +55,13 @@ def conversion(program: str, folder: Path, dtype: str) -> list[str]:
 
 
 def advice(folder: Path, dtype: str) -> str:
-    """Return a message on how to get the missing converter, and convert a folder with it."""
+    """Return a message on how to get the missing converter and convert a folder with it."""
     command = shlex.join(conversion(_CONVERTERS[0], folder, dtype))
     return f"llama.cpp's converter is not on the PATH: {_GET_CONVERTER}, then run {command}"
 
 
 def write_modelfile(folder: Path) -> None:
-    """Write a Modelfile that makes Ollama load the folder's GGUF, or the folder if it has none."""
+    """Write a Modelfile that makes Ollama load the folder's GGUF, or without one, the folder."""
     model = f"./{MERGED}" if (folder / MERGED).is_file() else "."
     write_file(folder / MODELFILE, [f"FROM {model}\n".encode()])
 
@@ -123,7 +123,8 @@ def check_merged(folder: Path, adapter: Adapter, *, trust_remote_code: bool) -> 
     """Compare the GGUF in a fused folder with the folder's weights; return a summary line.
 
     Every weight with an update must have the folder's values, in llama.cpp's order of rows and
-    columns. Raises OutputError, which names a missing or different weight, and ModelError.
+    columns. Raises OutputError if a weight is missing or different. Raises ModelError if the folder
+    cannot be opened.
     """
     import gguf
 

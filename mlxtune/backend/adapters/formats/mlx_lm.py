@@ -76,8 +76,9 @@ def tensors_of(modules: Mapping[str, Update]) -> dict[str, Matrix]:
 def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
     """Write an adapter file, and adapter_config.json next to it, each atomically.
 
-    The metadata also holds the config, because another adapter may replace adapter_config.json.
-    Tensors are sorted by name, so that equal adapters give equal bytes. Raises OutputError.
+    The file's metadata also holds the config, because another adapter may replace
+    adapter_config.json. Tensors are sorted by name, so that equal adapters give equal bytes. Raises
+    OutputError.
     """
     config = {
         "fine_tune_type": "dora" if adapter.is_dora else "lora",

@@ -1,7 +1,7 @@
 """Writes and reads PEFT's adapter folder: adapter_model.safetensors and adapter_config.json.
 
 PEFT's `lora_A.weight` (rank, in) and `lora_B.weight` (out, rank) are the transposes of mlx-lm's
-`lora_a` and `lora_b`, and its `lora_magnitude_vector` (out,) is `m`. The update is
+`lora_a` and `lora_b`, and PEFT's `lora_magnitude_vector` (out,) is `m`. The update is
 `lora_alpha / r * B A`, with √r in place of r for rsLoRA.
 """
 
@@ -39,9 +39,10 @@ _PREFIX = "base_model.model."
 _MAGNITUDE = "lora_magnitude_vector"
 _PART = re.compile(rf"(.+?)\.(lora_A|lora_B|{_MAGNITUDE})(?:\.default)?(?:\.weight)?")
 # rank_pattern and alpha_pattern are untrusted regular expressions, which might never finish
-# matching: only names are accepted, without repetitions or groups.
+# matching, so only names without repetitions or groups are accepted.
 _NAMES = re.compile(r"(?:[\w.^|-]|\\[.-])+")
-# Limits of the padded size of unequal ranks: bytes, or if larger, a multiple of the file's size.
+# Limits of an adapter's size when padded to one rank: in bytes, or if larger, as a multiple of the
+# unpadded size.
 _PADDED_BYTES, _PADDED_TIMES = 256 * 2**20, 16
 # Features of PEFT's adapters that mlx-lm's LoRA does not have.
 _REFUSED = (
@@ -61,7 +62,7 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
     adapter.check_plain(f"PEFT's format for {model_type}", dora=True, experts=placed)
     weights = weight_names(base)
     present = {name.removesuffix(".weight") for name in weights if name.endswith(".weight")}
-    # All-zero modules are padding: mlx-lm needs the same modules in every layer.
+    # All-zero updates are padding: mlx-lm needs the same modules in every layer.
     kept = {path: each for path, each in adapter.modules.items() if each.a.any() or each.b.any()}
     kept = kept or dict(adapter.modules)
     modules = {path: each for path, each in kept.items() if not each.of_experts}
@@ -144,7 +145,7 @@ def read_peft(folder: Path, modules: Mapping[str, nn.Module], model_type: str) -
     config, weights = _read_config(folder / CONFIG), folder / WEIGHTS
     if config.get("target_parameters") and model_type not in peft_experts.PLACES:
         raise ModelError(
-            f"{folder / CONFIG}: has target_parameters, which {model_type} has no place for here: "
+            f"{folder / CONFIG}: has target_parameters, not supported for {model_type}: "
             "merge the adapter into its base model with PEFT's merge_and_unload instead"
         )
     parts = _parts(weights, dora=bool(config.get("use_dora")))
@@ -199,10 +200,10 @@ def _expert_parts(
 
 
 def _match(wanted: Iterable[str], present: Iterable[str], where: str) -> dict[str, str]:
-    """Map each wanted module to its name in `present`, which may have a different prefix.
+    """Map each wanted module to its name in `present`, where the name's prefix may differ.
 
     Names that differ are matched from the layer number on. Raises ModelError for modules that have
-    no name, two names, or the same name as another module; `where` describes the source of
+    no name, several names, or the same name as another module. `where` describes the source of
     `present`.
     """
     present = set(present)
@@ -231,8 +232,8 @@ def _shortest_targets(
 ) -> tuple[list[str], list[int] | None]:
     """Return the target_modules and layers_to_transform that select exactly the chosen modules.
 
-    `chosen` maps a module to its layer and its path there; `present` are all modules. Full names
-    are returned if last names would match other modules too.
+    `chosen` maps a module to its layer and its path in the layer; `present` are all modules. Full
+    names are returned if last names would match other modules too.
     """
     layers = sorted({layer for layer, _ in chosen.values()})
     last_names = sorted({path.rsplit(".", 1)[-1] for _, path in chosen.values()})
@@ -292,7 +293,7 @@ def _parts(path: Path, *, dora: bool) -> dict[str, dict[str, Matrix]]:
             raise ModelError(f"{path}: {name} has {', '.join(each)}, not {', '.join(needed)}")
         a, b = each["lora_A"].shape, each["lora_B"].shape
         if (len(a), len(b)) != (2, 2) or a[0] != b[1]:
-            raise ModelError(f"{path}: {name} has A and B of shapes {a} and {b}")
+            raise ModelError(f"{path}: {name} has A and B of mismatched shapes {a} and {b}")
     return parts
 
 
@@ -316,8 +317,8 @@ def _rank_and_scale(
         ) from error
     if rank != rows and (rows % rank or not stacked):
         raise ModelError(
-            f"{folder / CONFIG}: gives rank {rank} for {name}, whose tensors have {rows}: "
-            "the two files do not belong together"
+            f"{folder / CONFIG}: gives rank {rank} for {name}, whose A has {rows} rows: "
+            "config and adapter do not belong together"
         )
     return rank, scale
 
@@ -338,7 +339,7 @@ def _by_pattern(patterns: Any, name: str, default: Any) -> Any:
 
 
 def _check_padding(path: Path, updates: Sequence[Update], rank: int) -> None:
-    """Raise ModelError if padding to one rank exceeds the limits of the padded size."""
+    """Raise ModelError if an adapter, padded to one rank, exceeds the limits of its size."""
     sizes = [each.a.nbytes + each.b.nbytes for each in updates]
     padded = sum(rank * size // each.rank for each, size in zip(updates, sizes, strict=True))
     if padded > max(_PADDED_BYTES, _PADDED_TIMES * sum(sizes)):

@@ -1,9 +1,9 @@
-"""LoRA on experts in PEFT's layout, which applies to stacked parameters of transformers.
+"""LoRA on experts in PEFT's layout, for the stacked parameters of transformers.
 
 transformers has two such parameters in the `experts` of a layer: `gate_up_proj`, with the outputs
 of gate and up concatenated or interleaved, and `down_proj`. PEFT wraps the module once for each of
-its `target_parameters`, so with both, the LoRA of the first is at `experts.base_layer`. `lora_A` is
-(experts * rank, in), expert-major, and `lora_B` (out, rank * experts), rank-major.
+its `target_parameters`, so if it has both, the LoRA of `gate_up_proj` is at `experts.base_layer`.
+`lora_A` is (experts * rank, in), expert-major, and `lora_B` (out, rank * experts), rank-major.
 
 Source: ParamWrapper in PEFT's tuners/lora/layer.py.
 """
@@ -85,7 +85,7 @@ def to_matrices(update: Update) -> tuple[Matrix, Matrix]:
 
 
 def from_matrices(a: Matrix, b: Matrix, rank: int) -> Update:
-    """Undo `to_matrices`. Raises ValueError if the shapes are not a whole number of experts."""
+    """Undo `to_matrices`. Raises ValueError if the shapes do not fit whole experts."""
     return Update(a.reshape(-1, rank, a.shape[1]), b.reshape(len(b), rank, -1).transpose(2, 0, 1))
 
 
