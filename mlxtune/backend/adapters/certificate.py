@@ -1,7 +1,7 @@
 """The certificate of an export: how far its logits are, and may be, from the trained model's.
 
-The export and the trained model see the same tokens: prompts, each followed by the model's greedy
-answer.
+The export and the trained model see the same tokens: prompts, each followed by the trained model's
+greedy answer.
 """
 
 import math
@@ -92,8 +92,8 @@ class Certificate:
     `tolerance` is the largest logit difference that rounding explains. It is None if the weights
     were quantised again: then the logits need only be finite. `effect` is the adapter's largest
     change to a logit, for comparison. `retention` measures the quality lost by quantising the
-    weights again, if they were. `quantized` is the type that llama.cpp rounded the weights to after
-    the comparison.
+    weights again, and is None otherwise. `quantized` is the type that llama.cpp rounded the weights
+    to after the comparison.
     """
 
     format: str
@@ -109,7 +109,7 @@ class Certificate:
 
     @property
     def problems(self) -> list[str]:
-        """Messages about logits and tensors off by more than rounding; none on a pass."""
+        """Messages about logits and tensors that differ by more than rounding; empty on a pass."""
         difference = self.comparison.largest_difference
         problems = list(self.weights.problems) if self.weights else []
         if not (math.isfinite(self.effect) and math.isfinite(self.tolerance or 0.0)):

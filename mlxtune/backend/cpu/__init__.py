@@ -1,8 +1,8 @@
 """The CPU's operations: numpy's BLAS for products, kernels compiled by numba for everything else.
 
-This folder is optional: `forward.operations` uses `CPU` if it exists. numba and the modules that
-use it are imported at first use: importing it takes long, and only the extra `cpu` installs it, on
-Linux.
+This folder is optional: `forward.operations` uses `CPU` if the folder exists. numba and the modules
+that use it are imported at first use: the import takes long, and only the extra `cpu` installs
+numba, on Linux.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ class CpuOperations:
         """Return whether the kernels train a base of this size and dtype faster than MLX does.
 
         They do not if layers have recurrences or experts, which MLX's operations compute: each
-        layer is evaluated as it runs, so these operations would hold all their values.
+        layer is evaluated as it runs, so MLX's operations would hold all their values.
         """
         # The extra `cpu` installs these packages.
         installed = all(map(find_spec, ("numba", "threadpoolctl")))
@@ -61,7 +61,7 @@ class CpuOperations:
         return products
 
     def prepare(self, model: nn.Module) -> Callable[[], None]:
-        """Make a model compute with the kernels; return a function that undoes it."""
+        """Make a model compute with the kernels; return a function that undoes the change."""
         from mlxtune.backend.cpu.arrays import unshared_products
         from mlxtune.backend.cpu.model import make_fast
 

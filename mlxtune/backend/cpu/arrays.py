@@ -42,7 +42,7 @@ def empty(*shape: int) -> mx.array:
     """Return a new float32 array that numpy can write to through `view`."""
     size = math.prod(shape)
     if size <= _ZEROS.size:
-        # Copying here avoids waking MLX's own thread.
+        # Copying the zeros avoids waking MLX's own thread.
         return mx.array(_ZEROS[:size].reshape(shape))
     made = mx.zeros(shape)
     mx.eval(made)
@@ -57,7 +57,7 @@ def copied(x: mx.array) -> mx.array:
 
 
 def detached(x: mx.array) -> mx.array:
-    """Return a copy with the same memory layout, which passes on no gradient."""
+    """Return a copy that has the same memory layout and passes on no gradient."""
     return mx.array(view(x))
 
 
@@ -67,7 +67,7 @@ def matrix(x: mx.array) -> Floats:
 
 
 def unshared_products() -> Callable[[], None]:
-    """Make numpy run each product on one thread; return a function that undoes it.
+    """Make numpy run each product on one thread; return a function that undoes the change.
 
     OpenBLAS's own threads spin until the next product, and so take processor time from the threads
     of `in_parts`.

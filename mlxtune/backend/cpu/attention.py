@@ -34,7 +34,7 @@ class _Part:
 
 
 class _Attention:
-    """Attention of q (B, H, T, D) over k and v (B, G, S, D): G groups of H / G heads."""
+    """Attention of q (B, H, T, D) over k (B, G, S, D) and v (B, G, S, n), in G groups of heads."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class _Attention:
                 yield line, slice(start, end), (slice(0, seen),)
 
     def for_each_part(self, run: Callable[[_Part], None]) -> None:
-        """Call `run` for every part. Threads divide the groups if there are enough for all."""
+        """Call `run` for every part. Threads divide the groups if each thread gets one."""
 
         def run_those(_: int, first: int, last: int) -> None:
             for line, queries, keys in self.blocks():
@@ -110,7 +110,7 @@ class _Attention:
     def scores(self, q: Floats, part: _Part) -> Floats:
         """Return the scores (groups, H / G * queries, keys) of scaled queries.
 
-        An array mask is added here; the softmax applies a causal mask.
+        This method adds an array mask; the softmax applies a causal mask.
         """
         scores = multiplied(q, self.seen(self.k, part).swapaxes(1, 2))
         if self.mask is not None:
@@ -166,7 +166,8 @@ def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any) ->
     """Return softmax(scale * q k^T + mask) v, (B, H, T, n), from one block of scores at a time.
 
     q is (B, H, T, D), k (B, G, S, D) and v (B, G, S, n) with H a multiple of G; `mask` is None,
-    "causal" with the queries aligned to the end of the keys, or broadcasts to (B, H, T, S).
+    "causal" with the queries aligned to the end of the keys, or an array that broadcasts to
+    (B, H, T, S).
     """
     # The layout is kept, because another line may be running by the time of the backward pass.
     layout = packed.layout()

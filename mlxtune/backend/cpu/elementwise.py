@@ -26,8 +26,9 @@ def _by_rows(
 ) -> mx.array:
     """Apply `kernel` to inputs of one shape; `gradient_kernel` computes the gradients.
 
-    The kernels take (start, end, *inputs, out, *constants), and (start, end, *inputs, cotangent,
-    one gradient for each input, *constants). Without `is_read`, the output is not computed.
+    `kernel` takes (start, end, *inputs, out, *constants), `gradient_kernel` (start, end, *inputs,
+    cotangent, one gradient for each input, *constants). Without `is_read`, the output is not
+    computed.
     """
 
     def run(*arrays: mx.array) -> mx.array:
@@ -57,7 +58,7 @@ def geglu(gate: mx.array, x: mx.array) -> mx.array:
 
 
 def tanh(x: mx.array) -> mx.array:
-    """Return the hyperbolic tangent."""
+    """Return the hyperbolic tangent of each entry."""
     return _by_rows(kernels.tanh, kernels.tanh_gradient, (x,))
 
 
@@ -112,7 +113,7 @@ def rope(
         whole = _table(length, dims, offset, base, scale, given)
         cosines, sines = (values[layout.positions] for values in whole)
 
-    # The projection before it orders memory by token, and the attention after it by head.
+    # The projection before the rotation orders memory by token, the attention after it by head.
     def run(x: mx.array) -> mx.array:
         source = np.ascontiguousarray(view(x).swapaxes(1, 2))
         made, lines = empty(*x.shape), source.shape[0] * source.shape[1]

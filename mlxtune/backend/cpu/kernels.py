@@ -1,7 +1,7 @@
 """Loops over float32 rows, compiled by numba for the processor at hand and cached on disk.
 
 MLX's CPU operations run on one thread, and `exp` and functions that use it take 12 to 25 ns per
-element on x86; here they take less than 1 ns. Arrays are contiguous rows (m, n). A call computes
+element on x86; these loops take less than 1 ns. Arrays are contiguous rows (m, n). A call computes
 the rows from `start` to `end`.
 """
 
@@ -25,7 +25,7 @@ _GELU_SCALE, _GELU_CUBE = _f(0.7978845608028654), _f(0.044715)
 
 @inline
 def exp(x):  # type: ignore[no-untyped-def]
-    """Return e to the x within 2e-7, by the polynomial of Cephes' expf."""
+    """Return e to the power of x within a relative error of 2e-7, as Cephes' expf does."""
     x = min(max(x, _LOWEST), _HIGHEST)
     whole = np.floor(x * _LOG2_E + _HALF)
     r = x - whole * _LN2_HIGH - whole * _LN2_LOW
@@ -139,7 +139,7 @@ def _seen(row, keys, queries, causal):  # type: ignore[no-untyped-def]
 
 @inline
 def _softmax_row(x, i, seen):  # type: ignore[no-untyped-def]
-    """Replace visible scores by exp(score - highest) and the others by 0; return their sum."""
+    """Replace visible scores with exp(score - highest) and the others with 0; return the sum."""
     highest, total = _LEAST, _ZERO
     for j in range(seen):
         highest = max(highest, x[i, j])
@@ -154,7 +154,7 @@ def _softmax_row(x, i, seen):  # type: ignore[no-untyped-def]
 
 @kernel
 def softmax_(start, end, x, queries, causal):  # type: ignore[no-untyped-def]
-    """Replace scores by their softmax, in place."""
+    """Replace scores with their softmax, in place."""
     for i in range(start, end):
         seen = _seen(i, x.shape[1], queries, causal)
         total = _softmax_row(x, i, seen)
@@ -165,7 +165,7 @@ def softmax_(start, end, x, queries, causal):  # type: ignore[no-untyped-def]
 
 @kernel
 def softmax_gradient_(start, end, x, d, queries, causal):  # type: ignore[no-untyped-def]
-    """Replace scores x by their softmax, and its gradient d by the gradient of the scores."""
+    """Replace scores x with their softmax, and its gradient d with the gradient of the scores."""
     for i in range(start, end):
         seen = _seen(i, x.shape[1], queries, causal)
         total = _softmax_row(x, i, seen)
@@ -181,7 +181,7 @@ def softmax_gradient_(start, end, x, d, queries, causal):  # type: ignore[no-unt
 
 @kernel
 def online_softmax_(start, end, x, highest, total, correction):  # type: ignore[no-untyped-def]
-    """Add a block of logits x to a softmax; replace them by exp(logit - the highest so far).
+    """Add a block of logits x to a softmax; replace each with exp(logit - the highest so far).
 
     `highest` and `total` (m,) cover the blocks so far; `correction` (m,) rescales earlier sums.
     """

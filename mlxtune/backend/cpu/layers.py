@@ -40,7 +40,7 @@ class FrozenProduct(nn.Module):
 
 @dataclass(frozen=True)
 class BackwardReads:
-    """Whether a layer's backward pass reads its attention's and gate's outputs and last product."""
+    """Whether a layer's backward pass reads the outputs of its attention, gate and last product."""
 
     attention: bool = True
     gate: bool = True

@@ -10,17 +10,18 @@ from mlxtune.core.steps.memory_estimate import (
     held_logits,
 )
 
-# Rows of the vocabulary that the head casts in one block, and the number of blocks in memory.
+# The number of vocabulary rows that the head casts in one block, and of blocks in memory.
 _VOCABULARY_BLOCK, _BLOCKS = 4096, 2
-# Copies of a chunk's logits that cross-entropy and its gradient hold.
+# The number of copies of a chunk's logits that cross-entropy and its gradient hold.
 _CPU_LOGITS = 2
-# Scores in a block of attention, over all threads, and queries of a head in a block. Copies of the
-# block, and arrays as wide as all heads, that the backward pass holds in numpy.
+# The number of scores in a block of attention, over all threads, and of a head's queries in the
+# block. Then the number of copies of these scores, and of arrays as wide as all heads, that the
+# backward pass holds in numpy.
 ATTENTION_SCORES, ATTENTION_QUERIES = 1 << 21, 128
 _NUMPY_SCORES, _NUMPY_WIDTHS = 2, 3
 # DoRA adds two arrays: its scaled products, and their gradients.
 _SCALED = 2
-# Arrays as wide as a layer's convolution that the layer's backward pass holds.
+# The number of arrays as wide as a layer's convolution that the layer's backward pass holds.
 _MIXED = 8
 
 
@@ -38,7 +39,7 @@ class KernelMemory:
 
     def in_layer(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
         """Return the entries of one layer's backward pass, in addition to the kept entries."""
-        # The recomputed values between the products take about as much as the products.
+        # The recomputed values between the products take about as much memory as the products.
         widths = shapes.layer_products * (2 if settings.recompute else 1) + shapes.hidden
         widths += GRADIENTS * (shapes.widest_product + shapes.hidden)
         widths += _SCALED * shapes.updated if shapes.scaled else 0

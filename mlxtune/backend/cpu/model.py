@@ -221,6 +221,7 @@ _FAST = Replacements({**FUNCTIONS, **_FUNCTIONS}, {**KINDS, **_KINDS})
 def make_fast(module: nn.Module) -> Callable[[], None]:
     """Make a module and its children compute with this folder's kernels.
 
-    Returns a function that undoes it, so that a model can generate text after an evaluation.
+    Returns a function that undoes the change, so that a model can generate text after an
+    evaluation.
     """
     return _FAST.apply(module)

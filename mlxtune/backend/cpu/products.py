@@ -1,7 +1,7 @@
 """Products with frozen weights on the CPU, by numpy's BLAS, and the cross-entropy of a linear head.
 
 The weights may be stored in bfloat16 or float16, which halves their memory: each use casts one
-matrix to float32, which is exact and takes a few percent of the product's time.
+matrix to float32. The cast is exact and takes a few percent of the product's time.
 """
 
 import math
@@ -33,12 +33,12 @@ from mlxtune.backend.models.layers import PackedRows
 # A frozen matrix (out, in), plain or quantised.
 Weight = mx.array | PackedRows
 
-# Rows of the vocabulary that fit in a thread's cache, and rows in a block for all threads.
+# The number of vocabulary rows that fit in a thread's cache, and in a block for all threads.
 _ROWS = 1024
 _VOCABULARY = _ROWS * THREADS
-# One thread casts weights with fewer elements faster than two threads.
+# One thread casts weights with fewer elements faster than two threads do.
 _SHARED = 1 << 19
-# The largest weight, in elements, that is cast whole.
+# The maximum number of elements of a weight that is cast whole.
 _LARGEST = 1 << 26
 
 
@@ -74,7 +74,7 @@ def _stored(weight: Weight) -> npt.NDArray[Any] | None:
 
 
 def widened(narrow: npt.NDArray[Any]) -> Floats:
-    """Return a matrix (m, n), in float32 or in bfloat16 given as uint16, as float32.
+    """Return a matrix (m, n) as float32; `narrow` is float32, or bfloat16 given as uint16.
 
     The next call on this thread may overwrite the result.
     """
@@ -210,7 +210,7 @@ class _OnlineSoftmax:
         self.total, self.correction = np.zeros((2, rows), dtype=np.float32)
 
     def take(self, logits: Floats) -> None:
-        """Replace a block of logits by exp(logit - the highest so far)."""
+        """Add a block of logits, and replace each with exp(logit - the highest so far)."""
         by_rows(kernels.online_softmax_, logits, self.highest, self.total, self.correction)
 
     def log_sums(self) -> Floats:
@@ -219,7 +219,7 @@ class _OnlineSoftmax:
 
 
 class _Head(_OnlineSoftmax):
-    """A softmax over the head's logits (P, V); with `expects`, also its weighted sum of rows."""
+    """A softmax over the head's logits (P, V); `expects` adds its weighted sum of head rows."""
 
     def __init__(self, hidden: Floats, *, expects: bool) -> None:
         super().__init__(len(hidden))
@@ -243,7 +243,7 @@ class _Head(_OnlineSoftmax):
         self.expected += np.matmul(z, block, out=self._product)
 
     def add(self, other: Self) -> None:
-        """Merge another object's sums over the same hidden states."""
+        """Merge the sums of another `_Head` over the same hidden states."""
         highest = np.maximum(self.highest, other.highest)
         own, its = np.exp(self.highest - highest), np.exp(other.highest - highest)
         self.total *= own

@@ -24,19 +24,19 @@ GB = 10**9
 _CACHE_SHARE = 1 / 8
 _PRESSURE = 0.9
 # The share of a CUDA device's memory to use, because CUDA recommends no size. The rest is for the
-# context, the libraries of each process, and fragmentation. MLX's own limit on CUDA is 0.95.
+# context, the libraries of each process, and fragmentation. MLX's own share on CUDA is 0.95.
 _CUDA_SHARE = 0.9
 # The share of the GPU's memory that is wired. Wiring all of it starves the window server and other
 # programs, which then stall.
 _WIRED_SHARE = 0.9
-# The highest peaks before MLX's own count was last reset: of the process, and since `start_peak`.
+# The highest peaks before MLX's own peak was last reset: the process's, and since `start_peak`.
 _highest = [0]
 _since_start = [0]
 
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Limits in bytes. `recommended` is the most memory to use on a GPU, None on a CPU."""
+    """Limits in bytes. `recommended` is the maximum memory to use on a GPU, None on a CPU."""
 
     memory: int
     cache: int
@@ -44,11 +44,11 @@ class MemoryLimits:
     device: str
 
     def describe(self) -> str:
-        """Describe the limits in one line."""
+        """Return a line that states the limits and the device."""
         capped = ""
         if self.recommended is not None:
-            capped = f", of {self.recommended / GB:.1f} GB that the GPU may use"
-        metal = "; no Metal here, MLX's own limits only" if on_cpu() else ""
+            capped = f", GPU maximum {self.recommended / GB:.1f} GB"
+        metal = "; no Metal, so only MLX's own limits apply" if on_cpu() else ""
         cache = f", cache {self.cache / GB:.1f} GB" if self.cache else ""
         return f"limit {self.memory / GB:.1f} GB{cache}{capped} ({self.device}{metal})"
 
@@ -59,7 +59,7 @@ def find_limits(memory_limit_gb: float) -> MemoryLimits:
     recommended = _recommended(info)
     if recommended is not None and (free := info.get("free_memory")) is not None:
         # Memory that other programs use is not available. Memory of other runs counts as available:
-        # their reservations make this run wait, or stop with an error that names them.
+        # their reservations make this run wait, or stop with an error that names those runs.
         held = mx.get_active_memory() + mx.get_cache_memory() + _reserved_by_others()
         recommended = min(recommended, int(free) + held)
     memory = int(memory_limit_gb * GB)
@@ -88,7 +88,7 @@ def free_now() -> int | None:
 
 
 def _recommended(info: Mapping[str, str | int]) -> int | None:
-    """Return the most bytes to use on an otherwise idle device, or None for a CPU."""
+    """Return the maximum number of bytes to use on an otherwise idle device, or None for a CPU."""
     if working_set := info.get("max_recommended_working_set_size"):
         return int(working_set)
     total = info.get("total_memory")
@@ -163,7 +163,7 @@ def start_peak() -> None:
 
 
 def lap_peak() -> int:
-    """Return MLX's peak use in bytes since the last call or reset; keep the other peaks."""
+    """Return MLX's peak memory use since the last call or reset, in bytes; keep other peaks."""
     peak = int(mx.get_peak_memory())
     _highest[0], _since_start[0] = peak_bytes(), last_peak_bytes()
     mx.reset_peak_memory()
@@ -171,7 +171,7 @@ def lap_peak() -> int:
 
 
 def peak_of(compute: Callable[[], Any]) -> int:
-    """Return MLX's peak use in bytes during `compute`, beyond the memory in use before it."""
+    """Return MLX's peak memory use during `compute`, in bytes above the use before the call."""
     mx.clear_cache()
     start_peak()
     before = mx.get_active_memory()

@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) -> Result:
-    """Return the result of `work`, retried as `tries` says. A failed `work` must change nothing."""
+    """Return the result of `work`, retried with `tries`. A failed try must change nothing."""
     for attempt in tries(change):
         with attempt:
             result = work()
@@ -21,9 +21,9 @@ def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) ->
 def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
     """Yield a context for each try of some work, until a try ends without a GPU fault.
 
-    After a fault, `change` is called with it and MLX's message, to shrink the work or free memory;
-    it raises if nothing is left to change. Then the work is tried again. Each kind of transient
-    fault, which earlier work or another program may have caused, is retried only once.
+    After a fault, `change` is called with it and MLX's message, to shrink the work or free memory.
+    `change` raises an error if nothing is left to change. Then the work is tried again. Each kind
+    of transient fault, which earlier work or another program may have caused, is retried only once.
 
     Raises MemoryLimitError or GpuError.
     """
@@ -48,7 +48,7 @@ def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
 
 
 class Attempt:
-    """A context for a try of some work: suppresses and records GPU faults, but no other errors."""
+    """A context for one try of work; it suppresses and records GPU faults, but no other errors."""
 
     fault: Fault | None = None
     text = ""

@@ -1,7 +1,7 @@
 """Measures short passes through a few layers of a loaded model on the device.
 
-Their peaks at three lengths correct the size-based estimate of a run's memory: per token, per
-attention score, and fixed.
+The passes' peaks at three lengths correct the size-based estimate of a run's memory: its parts per
+token and per attention score, and its fixed part.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,13 +27,15 @@ from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.memory_estimate import Entries, Factors, Measured, ModelShapes, load_of
 from mlxtune.core.steps.pack import Pack
 
-# Tokens of the passes. A lazy graph is built ahead of the device, so short passes hold relatively
-# more memory than long ones; kernels that run immediately do not.
+# The numbers of tokens of the passes. A lazy graph is built ahead of the device, so short passes
+# hold relatively more memory than long ones. With kernels that run immediately, they do not.
 _LAZY, _EAGER = (64, 192, 512), (32, 96, 256)
-# Layers of each kind in the passes (two in a lazy graph, which holds arrays of neighbouring layers
-# together), and the most layers. Passes with twice the layers show the memory that layers keep.
+# The number of layers of each kind in the passes (two in a lazy graph, which holds arrays of
+# neighbouring layers together), and the maximum number of layers. Passes with twice as many layers
+# show the memory that layers keep.
 _LAZY_LAYERS, _EAGER_LAYERS, _MOST_LAYERS = 2, 1, 4
-# The weights of the size-based estimate in a fit to a pass, and to the difference of two passes.
+# The weights of the size-based estimate in a fit to a pass, and to the difference between two
+# passes.
 _PRIOR, _PRIOR_OF_DIFFERENCE = 0.15, 0.5
 # Factors and bytes are rounded up to these multiples, so that runs rarely differ. An excess below
 # a quarter of a multiple is noise.
@@ -45,7 +47,7 @@ Floats = npt.NDArray[np.float64]
 def measure(
     pipeline: InstructPipeline, shapes: ModelShapes, modes: Sequence[bool]
 ) -> Measured | None:
-    """Measure passes in each of the `modes`: activations recomputed if True, else kept.
+    """Measure passes in each of the `modes`: True recomputes activations, False keeps them.
 
     Returns None if the architecture cannot run some of its layers alone. The pipeline's own mode is
     restored.
@@ -65,7 +67,7 @@ def measure(
 
 
 def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) -> Measured:
-    """Measure the pipeline's mode; return `found` with its factors added."""
+    """Measure the pipeline's mode; return `found` with the mode's factors added."""
     execution = pipeline.forward.execution
     operations = execution.operations
     lengths = _LAZY if operations.lazy else _EAGER
@@ -96,7 +98,7 @@ def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) 
 
 
 def _covering(layers: Sequence[nn.Module]) -> int:
-    """Return how many of the last layers include every kind of layer; 1 if that is too many."""
+    """Return how many of the last layers include every kind of layer; 1 if over `_MOST_LAYERS`."""
     kinds = [
         str([(name, value.shape) for name, value in tree_flatten(layer.parameters())])
         for layer in layers
@@ -106,7 +108,7 @@ def _covering(layers: Sequence[nn.Module]) -> int:
 
 
 def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[dict[str, Any]]) -> Floats:
-    """Return the peak in bytes of a pass of each micro-batch through the last `count` layers."""
+    """Return the peak in bytes of each micro-batch's pass through the last `count` layers."""
     model, forward = pipeline.model, pipeline.forward
     layers = list(model.layers)
     active = layers[max(len(layers) - count, first_trained(layers)) :]
@@ -141,9 +143,10 @@ def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[dict[str, Any
 
 @contextmanager
 def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, mx.array]]:
-    """Make inactive layers return their input; add the yielded array to the first active layer's.
+    """Make inactive layers return their input, and shift the input of the first active layer.
 
-    So that layer's backward pass computes the gradient of its input, as in the layers above.
+    The array in the yielded dict is added to that input, so that the backward pass computes the
+    gradient of the input, as in the layers above.
     """
     shift: dict[int, mx.array] = {}
     layers, chosen = list(model.layers), {id(layer) for layer in active}
@@ -165,9 +168,9 @@ def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, 
 def _group(
     pipeline: InstructPipeline, tokens: int
 ) -> tuple[Group, MicroBatch | Pack, list[Example]]:
-    """Return two examples, of about `tokens` tokens in total, as a micro-batch.
+    """Return two examples of about `tokens` tokens in total, with their group and micro-batch.
 
-    They share a prefix of a quarter, and the last token of each is supervised.
+    They share a prefix of a quarter of the tokens, and the last token of each is supervised.
     """
     prefix, own = tokens // 4, (tokens - tokens // 4) // 2
     mask = np.zeros(prefix + own + 1, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Finds the shapes of a model that its memory use depends on, before its weights are read."""
+"""Finds the shapes that a model's memory use depends on, before the model's weights are read."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,9 +21,11 @@ from mlxtune.backend.workers.split import Split
 from mlxtune.config import InstructConfig
 from mlxtune.core.steps.memory_estimate import MemoryUse, ModelShapes
 
-# Copies of a layer's scores that its backward pass holds if MLX computes attention on the CPU.
+# The number of copies of a layer's scores that the backward pass holds if MLX computes attention on
+# the CPU.
 _COPIES = 10
-# State-sized arrays per token: kept by Mamba's loop, and held by RWKV 7's loop for a block.
+# The number of state-sized arrays per token that Mamba's loop keeps, and that RWKV 7's loop holds
+# for a block.
 _KEPT_STATES, _HELD_STATES = 4, 3
 _MAMBA = (MambaBlock, JambaMambaMixer)
 
@@ -33,7 +35,8 @@ class _StoredMatrix(Matrix):
     """A stored matrix. `rank` is the rank of its LoRA, 0 for none.
 
     `cast` counts the entries cast for each use; `unpacked` is set if each product dequantises the
-    matrix. `trained` counts LoRA's parameters of the whole layer, even if a worker has a part.
+    matrix. `trained` counts LoRA's parameters of the whole layer, even if each worker has only a
+    part of it.
     """
 
     rank: int
@@ -43,7 +46,7 @@ class _StoredMatrix(Matrix):
 
 
 def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> ModelShapes:
-    """Return an opened model's shapes, when run by the operations that `memory` describes.
+    """Return the shapes of an opened model that runs with the operations that `memory` describes.
 
     Raises ModelError if LoRA cannot be applied.
     """
@@ -55,7 +58,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
     if config.dora:
         trained += sum(m.outputs for m in updated)
     products = [sum(m.width for m in layer) for layer in sizes]
-    # A recurrence after a convolution keeps outputs and states, at most as wide as its channels.
+    # A recurrence after a convolution keeps outputs and states no wider than the convolution.
     mixed = [_mixed(layer) for layer in list(base.model.layers)[-len(sizes) :]]
     products = [each + width for each, width in zip(products, mixed, strict=True)]
     # A layer of experts gathers its inputs, or their gradients, for each expert.
@@ -63,7 +66,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
     given = [sum(m.width for m in layer if m.experts > 1) for layer in sizes]
     parameters = [value for _, value in tree_flatten(base.model.parameters())]
     return ModelShapes(
-        # PiSSA keeps its initial factors, which it subtracts and which are as large as LoRA's.
+        # PiSSA keeps and subtracts its initial factors, which are as large as LoRA's.
         weights=sum(value.nbytes for value in parameters) + 4 * trained * (config.init != "lora"),
         stored_itemsize=(
             0 if base.quantization else max(parameters, key=lambda value: value.size).itemsize
@@ -152,19 +155,19 @@ def _mixed(layer: nn.Module) -> int:
 
 
 def _looped(layer: nn.Module) -> int:
-    """Return the entries that Mamba's loop keeps for a token."""
+    """Return the number of entries that Mamba's loop keeps for a token."""
     mixers = [m for m in layer.modules() if isinstance(m, _MAMBA)]
     return sum(_KEPT_STATES * m.intermediate_size * m.ssm_state_size for m in mixers)
 
 
 def _looped_block(layer: nn.Module) -> int:
-    """Return the entries that RWKV 7's loop holds for a block of tokens."""
+    """Return the number of entries that RWKV 7's loop holds for a block of tokens."""
     mixers = [m for m in layer.modules() if isinstance(m, Rwkv7TimeMixing)]
     return sum(_HELD_STATES * BLOCK * m.hidden_size * m.head_dim for m in mixers)
 
 
 def _attention(base: BaseModel, layers: int) -> dict[str, Any]:
-    """Return the fields of `ModelShapes` on attention: its heads, and the scores held."""
+    """Return the fields of `ModelShapes` that describe attention: its heads and its scores."""
     text = base.text_config
     heads = int(text.get("num_attention_heads") or 1)
     size = text.get("head_dim") or base.hidden_size // heads
@@ -203,7 +206,7 @@ def _held_scores(base: BaseModel) -> int:
 
 
 def _caps(base: BaseModel, *, attention: bool) -> bool:
-    """Return whether the scores of attention, or else the logits, are capped or scaled."""
+    """Return whether attention's scores, or else the logits, are capped or scaled."""
     text = getattr(base.model, "language_model", base.model)
     # The model's arguments have defaults for options that config.json leaves out.
     options = {**base.text_config, **vars(getattr(text, "args", object))}
