@@ -114,9 +114,9 @@ DAMAGE = {
     ),
     "heads of another number": (
         set_config(num_attention_heads=8),
-        "config.json: does not fit the weights: by it, model.layers.0.self_attn.q_proj.weight is "
-        "(128, 64), but in the weights it is (64, 64): check head_dim, num_attention_heads, "
-        "num_key_value_heads, or",
+        "config.json: does not fit the weights: it gives model.layers.0.self_attn.q_proj.weight "
+        "the shape (128, 64), but the weights have the shape (64, 64): check head_dim, "
+        "num_attention_heads, num_key_value_heads, or",
     ),
     "base is a list, used when it computes": (set_config(rope_theta=[10000]), "cannot be loaded"),
     "text_config is a list": (set_config(text_config=[1]), "text_config is not an object"),
@@ -254,7 +254,7 @@ def test_model_path_that_is_no_folder_is_named(
     train: Cli, tmp_path: Path, name: str, said: str
 ) -> None:
     assert train("--model-path", tmp_path / name).error == f"{tmp_path / name}: {said}" + (
-        " that holds it" if name == "chat.jsonl" else ""
+        " that contains it" if name == "chat.jsonl" else ""
     )
 
 

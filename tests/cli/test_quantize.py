@@ -89,7 +89,7 @@ def test_gpu_takes_the_faster_form_and_prints_the_times(
     assert done.code == 0, done.err
     line = " ".join(done.err.split())
     assert "dequantized products: 1.5 ms for" in line
-    assert "of mlp.down_proj and their gradient, quantized 2 ms" in line
+    assert "of mlp.down_proj, forward and backward; quantized: 2 ms" in line
     assert recorded(output) == "dequantized"
     on_gpu(1.5e-3, 1.45e-3)
     assert train(*STEPS, "--quantize", "4", "--overwrite").code == 0

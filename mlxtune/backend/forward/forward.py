@@ -31,9 +31,10 @@ from mlxtune.core.steps.execution import Execution, Operations
 from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
 
-# The factor of the loss if a model computes in float16: gradients of single tokens are near its
-# smallest numbers, 6e-8 to 6e-5. A power of two changes only exponents, and with this one, gradient
-# entries overflow only above 256. The step divides by it in float32.
+# The factor that multiplies the loss if a model computes in float16, because gradients of single
+# tokens are near that format's smallest numbers, 6e-8 to 6e-5. A power of two changes only
+# exponents, and with this one, gradient entries overflow only above 256. The step divides the
+# gradients by the factor in float32.
 _RAISED_FLOAT16 = 256.0
 
 # Computes the losses (P,) of hidden states (P, H) at the supervised positions.
@@ -44,7 +45,7 @@ class Forward:
     """Computes the losses of one model, to which LoRA is already applied.
 
     `execution` is the given execution, without options that the model does not support. Without
-    `trains`, it computes no gradients, and the model needs no LoRA. An adapter that will be
+    `trains`, no gradients are computed, and the model needs no LoRA. An adapter that will be
     switched off and on must be on the model at construction.
     """
 
@@ -118,7 +119,7 @@ class Forward:
         """The reason why examples are padded instead of packed; empty if they are packed."""
         if self.execution.packs or not self._should_pack:
             return ""
-        return self._split.packing_problem or "its head does not run apart from its layers"
+        return self._split.packing_problem or "the model's head does not run apart from its layers"
 
     @property
     def plain_head(self) -> bool:
@@ -180,10 +181,10 @@ class Forward:
     def preference_loss(
         self, parameters: Mapping[str, Any], arrays: Mapping[str, Any], scale: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Return `scale` times the loss of a micro-batch under a preference objective.
+        """Return `scale` times a micro-batch's preference loss, and its log-probabilities.
 
-        The second array, float32 (B,), has the examples' log-probabilities. `reduce` in
-        `arrays` maps the losses (P,) of supervised tokens to one array with both results.
+        The examples' log-probabilities, float32 (B,), have no gradient. `reduce` in `arrays` maps
+        the losses (P,) of supervised tokens to one array with both results.
         """
         values = self.scaled_loss(parameters, arrays, mx.array(1.0))
         return values[0] * scale, mx.stop_gradient(values[1:])

@@ -1,6 +1,7 @@
-"""SwiGLU and its gradient as one kernel each, for Metal and CUDA, used only if a trial succeeds.
+"""SwiGLU and its gradient as one kernel each, for Metal and CUDA.
 
-`mx.compile` cannot fuse them: MLX inlines compiled functions to compute gradients.
+The kernels are used only if a trial succeeds. `mx.compile` cannot fuse these functions, because MLX
+inlines compiled functions to compute gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ _MOST = 2**31 - GROUP * PER_THREAD
 _TOLERANCES = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 
 # All inputs are flat. CUDA rounds a grid up to whole groups, so some threads may be idle. {thread}
-# and {exp} are replaced by their names in the device's language.
+# and {exp} are replaced with expressions in the device's language.
 _SOURCE = """
     uint first = {thread} * PER_THREAD;
     uint size = gate_shape[0];
@@ -43,7 +44,7 @@ _CUDA = {"thread": "(blockIdx.x * blockDim.x + threadIdx.x)", "exp": "expf"}
 
 
 def sources(metal: bool) -> tuple[str, str]:
-    """Return the source of the forward and the backward kernel, for Metal or else CUDA."""
+    """Return the sources of the forward and the backward kernel, for Metal or else for CUDA."""
     language = _METAL if metal else _CUDA
     return tuple(_SOURCE.format(**language, body=body) for body in (_FORWARD, _BACKWARD))  # type: ignore[return-value]
 
@@ -123,7 +124,7 @@ def _tried() -> tuple[GateKernels | None, str]:
 
 
 def _problem(kernels: GateKernels) -> str:
-    """Return how values or gradients differ from MLX's by more than rounding; empty if not."""
+    """Return how values or gradients differ from MLX's by more than rounding; empty if none do."""
     # With this size, the last group of threads and the last thread are only partly used.
     size = GROUP * PER_THREAD + PER_THREAD + 1
     key = mx.random.key(0)
@@ -137,7 +138,7 @@ def _problem(kernels: GateKernels) -> str:
             apart = mx.abs(one.astype(mx.float32) - other).max() / mx.abs(other).max()
             difference = float(apart)
             if one.dtype != dtype or not difference <= tolerance:
-                what = "its value" if name == "value" else f"the gradient of {name}"
+                what = "the output" if name == "value" else f"the gradient of {name}"
                 return f"in {_name(dtype)}, {what} differs by {difference:.2g}"
     return ""
 

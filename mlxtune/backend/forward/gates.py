@@ -10,12 +10,12 @@ from mlxtune.backend.forward.gate_kernels import gate_kernels, serves
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.models.autograd import differentiable, exporting
 
-# The largest difference between an MLP and SwiGLU in a trial.
+# The largest accepted difference between the outputs of an MLP and of SwiGLU in a trial.
 _TOLERANCE = 1e-5
 
 
 def replace_gates(model: nn.Module) -> Callable[[], None]:
-    """Make MLPs that compute SwiGLU use `swiglu`; return a function that undoes it."""
+    """Make MLPs that compute SwiGLU use `swiglu`; return a function that undoes the change."""
     kinds: dict[type, bool] = {}
     chosen: list[nn.Module] = []
     for _, module in model.named_modules():
@@ -36,13 +36,13 @@ def swiglu(gate: mx.array, up: mx.array) -> mx.array:
 
 
 def plain_swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """Return silu(gate) * up by MLX's operations."""
+    """Return silu(gate) * up, computed by MLX's operations."""
 
     def forward(gate: mx.array, up: mx.array) -> list[mx.array]:
         sigmoid = mx.sigmoid(gate)
         silu = gate * sigmoid
         slope = sigmoid + silu * (1 - sigmoid)
-        # The cotangent times the last two gives the gradients, so gate and up are not kept.
+        # The gradients are the cotangent times the last two outputs, so gate and up are not kept.
         return [silu * up, up * slope, silu]
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
@@ -70,7 +70,7 @@ def _computes_swiglu(mlp: nn.Module) -> bool:
     try:
         dict.update(mlp, _TRIAL)
         return bool(mx.allclose(mlp(x), _run(mlp, x), rtol=_TOLERANCE, atol=_TOLERANCE))
-    # Any error may occur: experts, for example, take more arguments than hidden states.
+    # Any error may occur: experts, for example, take arguments besides hidden states.
     except Exception:  # noqa: BLE001
         return False
     finally:

@@ -18,9 +18,9 @@ from mlxtune.errors import one_line
 _TOLERANCE = 2e-2
 # Hidden states scaled up this much reveal any soft-capping of the logits.
 _LARGE = 1000.0
-# The number of tokens of the vocabulary whose logits are compared with a product.
+# The number of vocabulary tokens whose logits are compared with a product.
 _PART = 1024
-# The number of positions of each text at which the head is tried.
+# The number of a text's positions at which the head is tried.
 _HEAD_POSITIONS = 4
 
 
@@ -51,10 +51,11 @@ class _TrunkSlot:
 class SplitModel:
     """An mlx-lm model whose head can run on chosen positions alone, including any soft-capping.
 
-    `splits` tells whether the split works; otherwise the model can only run whole. `weight` (V, H)
-    is the weight of a head that is a single product, else None. `dtype` is the hidden states', and
-    `logits_dtype` the logits'. `vocabulary` has the tokens of this worker's logits, None for all.
-    `packs` sets `packing_problem` to the reason why packed examples do not work, if they do not.
+    `splits` tells whether the split works; if not, the model can only run whole. `weight` (V, H) is
+    the weight of a head that is a single product, else None. `dtype` is the dtype of the hidden
+    states, and `logits_dtype` that of the logits. `vocabulary` has the tokens for which this worker
+    computes logits; None means all. `packing_problem` is the reason, found by `packs`, why packed
+    examples do not work; empty if they do.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -96,7 +97,7 @@ class SplitModel:
             hidden = self.vocabulary.enter(hidden)
         with self._without_layers():
             logits = self._call(_TrunkSlot(self._trunk, hidden[None]), mx.array([[0]]))
-        # Unlike an index, this needs no second array of logits for its gradient.
+        # Unlike indexing, squeeze needs no second array of logits for its gradient.
         return logits.squeeze(0)
 
     def packs(self, mixers: Mixers) -> bool:
@@ -164,7 +165,7 @@ class SplitModel:
             self.splits = False
 
     def _is_head(self, weight: mx.array | PackedRows, logits: mx.array, hidden: mx.array) -> bool:
-        """Return whether the head is a product with this weight, from part of the vocabulary."""
+        """Return whether the head, for part of the vocabulary, is a product with this weight."""
         if weight.shape != (logits.shape[-1], hidden.shape[-1]):
             return False
         part, large = weight[:_PART], hidden[:1] * _LARGE
@@ -213,7 +214,7 @@ def _close(one: mx.array, other: mx.array) -> bool:
 
 
 def _difference(one: mx.array, other: mx.array) -> float:
-    """Return the largest difference between two arrays as a share of the first's largest value."""
+    """Return the largest difference between two arrays as a share of `one`'s largest magnitude."""
     one, other = one.astype(mx.float32), other.astype(mx.float32)
     largest = mx.maximum(mx.abs(one).max(), 1e-6)
     return float(mx.abs(one - other).max() / largest)

@@ -11,7 +11,8 @@ class Intercepted(nn.Module):
     """Replaces a module of a model, and runs `call(module, *args, **options)` in its place.
 
     It has the children, parameters and attributes of the module, so that names stay unchanged, and
-    is an instance of its class: some models choose a layer's mask by its class.
+    is an instance of the module's class, because some models choose a layer's mask by the layer's
+    class.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
@@ -39,7 +40,7 @@ class Intercepted(nn.Module):
 def intercept(
     model: nn.Module, modules: Sequence[nn.Module], calls: Sequence[Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Make each module run its function in `calls`; return a function that undoes it."""
+    """Make each module run its function in `calls`; return a function that undoes the change."""
     replaced = [Intercepted(module, call) for module, call in zip(modules, calls, strict=True)]
     put_in_place(model, modules, replaced)
     return lambda: put_in_place(model, replaced, modules)

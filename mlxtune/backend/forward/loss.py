@@ -1,4 +1,4 @@
-"""Cross-entropy: plain, over a vocabulary split among workers, and by chunks of positions."""
+"""Cross-entropy: plain, over a vocabulary split among workers, and in chunks of positions."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,8 @@ from mlxtune.backend.workers.split import Vocabulary
 def cross_entropies(model: nn.Module, inputs: mx.array, targets: mx.array) -> mx.array:
     """Return each target's cross-entropy, in nats, float32 (B, T).
 
-    `inputs` and `targets` are int32 (B, T). The logits come from one forward pass without a KV
-    cache, in float32: logsumexp(z) - z[target].
+    `inputs` and `targets` are int32 (B, T). The logits z come from one forward pass without a KV
+    cache and are cast to float32. The cross-entropy is logsumexp(z) - z[target].
     """
     return nn.losses.cross_entropy(model(inputs).astype(mx.float32), targets)
 
@@ -81,7 +81,8 @@ def head_losses(
 ) -> mx.array:
     """Return the cross-entropy of each hidden state, in nats, float32 (P,), with no gradient.
 
-    The arguments are as in `trained_head_losses`. Logits of at most `chunk` positions are held.
+    The arguments are as in `trained_head_losses`. The logits of at most `chunk` positions are in
+    memory at a time.
     """
     chunks: list[mx.array] = []
     for start in range(0, hidden.shape[0], chunk):
@@ -104,8 +105,9 @@ def trained_head_losses(
     """Return the cross-entropy of each hidden state, in nats, float32 (P,).
 
     `hidden` is (P, H), `targets` int32 (P,); `logits` maps (p, H) to (p, V), `losses` maps logits
-    and targets (p,) to (p,). So that at most `chunk` positions hold logits, the forward pass also
-    computes the gradient of each hidden state, on which only one loss depends.
+    and targets (p,) to (p,). So that the logits of at most `chunk` positions are in memory at a
+    time, the forward pass also computes the gradients of the hidden states, on each of which only
+    one loss depends.
     """
 
     def chunk_losses(rows: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:

@@ -20,7 +20,7 @@ from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import GraphMemory
 from mlxtune.core.steps.memory_estimate import MemoryUse
 
-# The cost of a micro-batch beyond its tokens, in units of one token's time.
+# The cost of a micro-batch beyond that of its tokens, in units of one token's time.
 _CPU_COST, _GPU_COST = 80, 512
 
 
@@ -51,12 +51,12 @@ class LayerPasses(Protocol):
 
 
 class Recompute:
-    """Keeps the inputs of each layer, and runs it again in the backward pass."""
+    """Keeps the inputs of each layer, and runs the layer again in the backward pass."""
 
     def run(
         self, layer: nn.Module, function: Callable[..., list[mx.array]], inputs: Sequence[mx.array]
     ) -> list[mx.array]:
-        """Return the outputs of a layer, with a backward pass that runs it again."""
+        """Return the outputs of a layer, with a backward pass that runs the layer again."""
 
         def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
             # MLX passes a single array without a list, as for a layer with no trained parameters.
@@ -90,11 +90,11 @@ class MlxOperations:
         return True
 
     def linear_head(self, dtype: mx.Dtype | None) -> ModuleType | None:
-        """Return `linear_head` for float32, else None: MLX's own loss is fused in 16 bits."""
+        """Return the module `linear_head` for float32, else None: MLX fuses the loss in 16 bits."""
         return linear_head if dtype == mx.float32 else None
 
     def prepare(self, model: nn.Module) -> Callable[[], None]:
-        """Replace a model's recurrences and gates; return a function that undoes it."""
+        """Replace a model's mixers, experts and gates; return a function that restores them."""
         if self.plain:
             return lambda: None
         undo_mixers, undo_gates = MIXERS.apply(model), replace_gates(model)
@@ -130,7 +130,7 @@ def best_execution(
 ) -> Execution:
     """Return the execution that measurements found fastest for the device, model size and dtype.
 
-    A `kind` other than auto, from `bench --execution`, chooses gpu, cpu or plain (the reference).
+    `kind` is the value of `bench --execution`: auto, gpu, cpu or plain (the reference).
     """
     if kind == "plain":
         return Execution(PLAIN, split_head=False, packs=False)

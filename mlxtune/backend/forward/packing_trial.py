@@ -17,8 +17,8 @@ from mlxtune.core.steps.pack import Segment
 # when run separately: a root mean square relative to the separate states. Random last bits in the
 # outputs of attention in both runs alone cause up to 0.02 in bfloat16 and 0.0025 in float16.
 _TOLERANCES = {mx.bfloat16: 3e-2, mx.float16: 4e-3, mx.float32: 1e-4}
-# The share of the tolerance that applies to embeddings, which are exact: it detects additions for
-# positions of 2% or more.
+# The tolerance of embeddings, which are exact, as a share of these tolerances. It is low enough to
+# detect positional embeddings that add 2% or more.
 _SHARE_OF_EMBEDDINGS = 0.25
 
 
@@ -55,8 +55,9 @@ class Texts:
         return [self.tokens[place // self.length][place % self.length] for place in self.places]
 
 
-# Up to 32 queries, times the query heads per key head, Metal runs other kernels (`sdpa_vector`).
-# The long texts are long enough, packed and separate, for the kernels used in training.
+# Metal runs other kernels (`sdpa_vector`) if the number of queries times the number of query heads
+# per key head is at most 32. The long texts are long enough, both packed and run separately, for
+# the kernels used in training.
 _SHORT, _LONG = Texts(4, 2), Texts(36, 16)
 
 
@@ -92,7 +93,7 @@ class LayerInputs:
 
     @contextmanager
     def compared(self) -> Iterator[None]:
-        """Compare the layers' inputs with the kept inputs, and replace them by the kept inputs."""
+        """Compare the layers' inputs with the kept inputs, which the layers get instead."""
         self.differences, self._dtypes, kept = [], set(), iter(self.alone)
 
         def compare(layer: nn.Module, *args: Any, **options: Any) -> Any:
@@ -123,8 +124,8 @@ class LayerInputs:
         first = int(found[0])
         where = f"before layer {first}" if first < len(self.alone) else "after the last layer"
         return (
-            f"in one line, hidden states differ by {differences[first]:.2g} {where}, "
-            f"where rounding gives up to {tolerances[first]:.2g}"
+            f"when packed, hidden states differ by {differences[first]:.2g} {where}, "
+            f"but rounding explains only {tolerances[first]:.2g}"
         )
 
     @contextmanager
@@ -145,7 +146,7 @@ def _tolerance(dtype: mx.Dtype) -> float:
 
 
 def _difference(one: mx.array, other: mx.array) -> mx.array:
-    """Return the largest RMS difference of a token's states (1, N, ...), relative to `one`."""
+    """Return the largest RMS difference between a token's states (1, N, ...), relative to `one`."""
     one, other = (each.astype(mx.float32).flatten(2).flatten(0, 1) for each in (one, other))
     squares = (one - other).square().mean(axis=1) / mx.maximum(one.square().mean(axis=1), 1e-12)
     return mx.sqrt(squares.max())

@@ -23,7 +23,7 @@ class Layerwise:
         self._dropout = dropout
         self._running = False
         layers = list(model.layers)
-        # Layers below the first trained layer have no backward pass, and keep no arrays for it.
+        # Layers below the first trained layer have no backward pass, so they keep no arrays.
         first = first_trained(layers)
         calls = [self._run_frozen if i < first else self._run for i in range(len(layers))]
         # Calling this undoes the replacement of the layers.
@@ -52,8 +52,8 @@ class Layerwise:
 class LayerCall:
     """A call of a layer as a pure function of arrays, for gradients.
 
-    `run` takes `inputs`: the arrays `given` to the layer, then its `trained` parameters, called
-    `names`. `result` turns the arrays that `run` returns into the layer's return value.
+    `run` takes `inputs`: the arrays `given` to the layer, then its `trained` parameters, whose
+    paths are `names`. `result` turns the arrays that `run` returns into the layer's return value.
     """
 
     def __init__(self, layer: nn.Module, dropout: DropoutKeys, args: Any, options: Any) -> None:

@@ -19,10 +19,10 @@ _Calls = dict[str, list[tuple[nn.Module, mx.array]]]
 
 
 def share_inputs(model: nn.Module) -> Callable[[], None]:
-    """Make projections that share an input run together; return a function that undoes it.
+    """Make projections that share an input run together; return a function that undoes the change.
 
-    It also records the input dtype of projections with LoRA. A model that cannot run on a few
-    tokens stays unchanged.
+    Also records the input dtype of projections with LoRA. A model that cannot run on a few tokens
+    stays unchanged.
     """
     try:
         calls = _tried(model)

@@ -47,7 +47,7 @@ class Mixers:
         self.outputs, self._notes = [], True
 
     def stop_noting(self) -> None:
-        """Stop collecting: recomputed layers run their mixers again."""
+        """Stop collecting outputs, because recomputed layers run their mixers again."""
         self._notes = False
 
     def _call(self, mixer: nn.Module, *args: Any, **options: Any) -> Any:
@@ -96,7 +96,7 @@ def _find(layer: nn.Module) -> list[nn.Module]:
 
 
 class _OnLine(nn.Module):
-    """Runs a mixer's projection on the line, for inputs side by side."""
+    """Runs a mixer's projection on the line, given inputs that are side by side."""
 
     def __init__(self, projection: nn.Module, sides: _Sides) -> None:
         super().__init__()
@@ -128,9 +128,9 @@ class _Sides:
         return beside
 
     def _gather(self, line: mx.array) -> mx.array:
-        """Return a line (1, N, C) side by side (B, T, C).
+        """Return the examples of a line (1, N, C) side by side, (B, T, C).
 
-        The gradient is gathered too: MLX's own adds into zeros, in varying order on a GPU.
+        The gradient gathers too, whereas MLX's own adds into zeros, in varying order on a GPU.
         """
         layout = self._layout
 

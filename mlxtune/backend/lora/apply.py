@@ -31,16 +31,16 @@ from mlxtune.config import InstructConfig
 from mlxtune.config.ranks import scale_of, target_ranks
 from mlxtune.core.text import count, join_few
 
-# Warn if experts hold more than this share of an adapter's parameters.
+# Warn if experts account for more than this share of an adapter's parameters.
 _MOSTLY = 0.5
 
 
 @dataclass(frozen=True)
 class Match:
-    """The projections at one path within a layer, over all searched layers.
+    """The projections at one path within a layer, over the searched layers where they are alike.
 
-    `layers` is the number of layers that have it, `experts` the number of stacked experts in each
-    (0 for a plain projection), and `parameters` the number of LoRA parameters (0 without LoRA).
+    `layers` is the number of these layers, `experts` the number of stacked experts in each
+    projection (0 if it is plain), and `parameters` the number of LoRA parameters (0 without LoRA).
     """
 
     path: str
@@ -51,11 +51,12 @@ class Match:
 
 @dataclass(frozen=True)
 class LoRASummary:
-    """The LoRA on a model: its options, and the modules that they match.
+    """The LoRA on a model: its options, and the projections with and without it.
 
-    `matches` cover the last `num_layers` layers; `layers` have LoRA. An adapter file has one rank,
-    the largest, and its scale. With `trained_as_written`, the file holds the trained tensors
-    without padding. `alike` names the modules that every worker has whole.
+    `matches` cover the last `num_layers` layers, of which `layers` have LoRA. An adapter file has
+    only one rank, the largest (`written_rank`), and the `scale` of that rank. With
+    `trained_as_written`, the file contains the trained tensors without padding. `alike` names the
+    modules that every worker has whole.
     """
 
     config: InstructConfig
@@ -123,15 +124,15 @@ class LoRASummary:
         )
 
     def _mixed(self) -> Iterator[str]:
-        """Yield a text for each target that matches both experts and other projections."""
+        """Yield a description of each target that matches both experts and other projections."""
         for target in self.config.targets:
             found = [match for match in self.matches if is_named(match.path, target)]
             if len({bool(match.experts) for match in found}) == 2:
                 places = (f"{each.path} in {count(each.layers, 'layer')}" for each in found)
-                yield f"{target} is {', '.join(places)}"
+                yield f"{target} matches {', '.join(places)}"
 
     def warnings(self) -> Iterator[str]:
-        """Yield warnings about experts, with and without LoRA, with remedies."""
+        """Yield warnings about experts with and without LoRA, each with a remedy."""
         trained = [match for match in self.matches if match.parameters]
         names = {match.path.rsplit(".", 1)[-1] for match in trained}
         left = [match for match in self.matches if match.experts and not match.parameters]
@@ -147,8 +148,8 @@ class LoRASummary:
         ):
             yield (
                 f"{size / self.trainable_parameters:.0%} of the adapter's "
-                f"{self.trainable_parameters:,} parameters are those of experts, each of which "
-                "sees only its share of the tokens: leave them out of --targets, or give a lower "
+                f"{self.trainable_parameters:,} parameters belong to experts, each of which "
+                "sees only its share of the tokens: leave these out of --targets, or give a lower "
                 f"--target-rank to {', '.join(each.path for each in experts)}"
             )
 
@@ -190,7 +191,8 @@ def add_lora(
 def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKeys) -> LoRASummary:
     """Return the summary of a model with LoRA."""
     num_layers = config.num_layers or len(model.layers)
-    # A is (in, rank), or (experts, rank, in) for experts. A file also holds PiSSA's factors.
+    # A is (in, rank), or (experts, rank, in) for experts. An adapter file also contains PiSSA's
+    # factors.
     factor = 2 if config.init != "lora" else 1
     modules = adapted_modules(model)
     written = {(factor * m.lora_a.shape[1], m.scale) for m in modules.values()}
@@ -201,7 +203,7 @@ def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
         num_layers=num_layers,
         layers=sum(bool(adapted_modules(layer)) for layer in model.layers),
         trainable_parameters=sum(p.size for _, p in tree_flatten(model.trainable_parameters())),
-        # Counts leaf modules only. LoRA's matrices are in parent modules, so they do not count.
+        # This counts only leaf modules; LoRA's matrices, which are in their parents, are left out.
         total_parameters=get_total_parameters(model),
         dropout_keys=dropout_keys,
         scale=scale,

@@ -17,9 +17,10 @@ MOST_COLUMNS = 64
 class SharedInput:
     """Projections that a layer calls one after the other with the same input.
 
-    The first call computes all outputs and keeps the others for the next calls. `members` are
-    the projections with LoRA. In a step, the first member's `lora_a` (in, R) holds all their A
-    matrices side by side, and each `lora_b` (R, out) has zeros in the other members' rows:
+    The first call computes all outputs, and keeps those of the other projections for the next
+    calls. `members` are the projections with LoRA. In a step, the first member's `lora_a` (in, R)
+    holds all their A matrices side by side, and each `lora_b` (R, out) has zeros in the other
+    members' rows:
 
         A  = (A1 | A2)      B1' = (B1 / 0)      B2' = (0 / B2)      y1 = W1 x + scale * (x A) B1'
     """
@@ -33,7 +34,7 @@ class SharedInput:
 
     @property
     def runs(self) -> bool:
-        """Whether all run together: the A matrices are joined, or at most one has LoRA."""
+        """Whether all projections run together: A matrices are joined, or at most one has LoRA."""
         return len(self.members) < 2 or self.members[0].lora_a.shape[1] == self._columns
 
     def output(self, number: int, x: mx.array) -> mx.array:

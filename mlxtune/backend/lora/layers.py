@@ -40,8 +40,9 @@ class DropoutKeys:
 class PrincipalFactors:
     """PiSSA's initial values of A and B: A0 float32 (in, rank) and B0 (rank, out).
 
-    With them, the frozen layer is the residual W - scale * (A0 B0)^T. It is never stored: outputs
-    are computed with the stored weight W, quantised or not, and A0 and B0 are subtracted.
+    With them, the frozen layer is the residual W - scale * (A0 B0)^T. The residual is never stored:
+    outputs are computed with the stored weight W, quantised or not, and the term with A0 and B0 is
+    subtracted.
     """
 
     a: mx.array
@@ -54,8 +55,8 @@ class LoRALinear(nn.Module):
     `lora_a` is float32 (in, rank), `lora_b` float32 (rank, out); both are applied in the dtype of
     `x`. Names and shapes are mlx-lm's. With `principal`, the frozen layer is PiSSA's residual.
 
-    Source: LoRA, arXiv:2106.09685, section 4.1. A is initialised as in its code: Kaiming uniform
-    with a = √5, that is, uniform within ±1/√in.
+    Source: LoRA, arXiv:2106.09685, section 4.1. A is initialised as in that paper's code: Kaiming
+    uniform with a = √5, that is, uniform within ±1/√in.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class LoRALinear(nn.Module):
         self.lora_a = mx.random.uniform(-bound, bound, (input_dims, rank), key=key)
         self.lora_b = mx.zeros((rank, output_dims))
         self.principal: PrincipalFactors | None = None
-        # The dtype of the inputs, if known; the layer's `SharedInput`, if any, and its index there.
+        # The dtype of the inputs, if known; the layer's `SharedInput`, if any, and the layer's
+        # index in it.
         self.input_dtype: mx.Dtype | None = None
         self.shared: Any = None
         self.number = 0
@@ -172,7 +174,7 @@ def _updated(
 ) -> mx.array:
     """Return product(x) + scale * (x A) B for x (..., in), A (in, k) and B (k, out).
 
-    With this gradient, both passes take 8 operations; with MLX's own, they would take 12.
+    With this gradient, the two passes take 8 operations in all; with MLX's own, they would take 12.
     """
 
     def forward(x: mx.array, a: mx.array, b: mx.array) -> list[mx.array]:
@@ -207,9 +209,9 @@ class DoRALinear(LoRALinear):
 
         y = W x + (m / ‖W + ΔW‖ - 1) * W dropout(x) + m / ‖W + ΔW‖ * ΔW dropout(x) + bias
 
-    Neither W + ΔW nor a dequantised W is materialised for the norm. For each row w, ‖w + Δw‖² =
-    ‖w‖² + 2 w·Δw + ‖Δw‖², where the first term is constant and the others need only products as
-    narrow as the rank.
+    W + ΔW is not materialised for the norm. For each row w, ‖w + Δw‖² = ‖w‖² + 2 w·Δw + ‖Δw‖²,
+    where the first term is constant and the others need only products as narrow as the rank, so
+    quantised products need no dequantised W.
 
     Source: DoRA, arXiv:2402.09353, equation 5 and section 4.3; dropout as in PEFT's
     DoraLinearVariant; names and shapes as in mlx-lm's DoRALinear.
@@ -217,7 +219,7 @@ class DoRALinear(LoRALinear):
 
     def __init__(self, linear: nn.Module, **options: Any) -> None:
         super().__init__(linear, **options)
-        # Lazy: the weights may not have been read yet.
+        # These arrays are lazy, because the weights may not have been read yet.
         self._squares = mx.square(dequantized_weight(linear)).sum(axis=1)
         self.m = mx.sqrt(self._squares)
 
@@ -258,5 +260,5 @@ def step_keys(seed: int, step: int, rows: tuple[int, ...]) -> mx.array:
 
 
 def hash_of(text: str, size: int) -> int:
-    """Return a hash of a text as an integer of `size` bytes."""
+    """Return a hash of `text` as an integer of `size` bytes."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "little")

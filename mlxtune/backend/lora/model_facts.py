@@ -10,7 +10,7 @@ from mlxtune.backend.models.layers import dimensions
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import predicted_tokens, run_length
 
-# Attention heads, and experts per token, assumed if a model's config lacks these numbers.
+# The numbers of attention heads, and of experts per token, assumed if a model's config lacks them.
 _HEADS, _EXPERTS = 64, 8
 
 
@@ -60,7 +60,7 @@ class ModelFacts:
         return max(sum(m.width for m in layer.values()) for layer in self.layers)
 
     def costs(self, examples: Sequence[Example]) -> list[float]:
-        """Return the multiplications with weights that each example takes, to balance workers."""
+        """Return the number of multiplications by weights for each example, to balance workers."""
         trunk = float(sum(m.inputs * m.width for layer in self.layers for m in layer.values()))
         head = float(self.vocab * self._hidden)
         return [trunk * run_length(each) + head * predicted_tokens(each) for each in examples]

@@ -20,8 +20,8 @@ _SMALLEST_NORM = 1e-6
 class Update(NamedTuple):
     """The result of an update, not yet computed.
 
-    `norm` is the gradient's norm before clipping. If `finite` is false, the update changes neither
-    the `parameters`, the `vectors` that hold them, nor the optimizer's `state`.
+    `norm` is the gradient's norm before clipping. If `finite` is false, the `parameters`, the
+    `vectors` that hold them and the optimizer's `state` are those before the update.
     """
 
     parameters: dict[str, Any]
@@ -37,9 +37,9 @@ class LoRAOptimizer:
     AdamW has decoupled weight decay and bias correction, arXiv:1711.05101, algorithm 2. The
     matrices are joined into one vector, so an update takes only a few operations, however many
     matrices there are. With an `lr_ratio`, there are two vectors: all A, and the rest (B and DoRA's
-    `m`), which learns at that multiple of A's rate (LoRA+, arXiv:2402.12354, section 4; `m` as in
-    PEFT). Weight decay is scaled by each vector's rate, as in PEFT's create_loraplus_optimizer with
-    `loraplus_weight_decay`.
+    `m`), whose learning rate is `lr_ratio` times that of A (LoRA+, arXiv:2402.12354, section 4; `m`
+    as in PEFT). Weight decay is scaled by each vector's rate, as in PEFT's
+    create_loraplus_optimizer with `loraplus_weight_decay`.
     """
 
     def __init__(self, vectors: LoRAVectors, parameters: Any, config: InstructConfig) -> None:
@@ -107,7 +107,7 @@ class LoRAOptimizer:
         return state
 
     def take_from_file(self, state: dict[str, Any]) -> None:
-        """Replace the state by one in a file's layout."""
+        """Replace the state with one in a file's layout."""
         self.state = state
         self.state = self._with_moments(self._layout.from_file)
 

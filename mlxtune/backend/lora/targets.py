@@ -84,7 +84,7 @@ def choose_targets(model: nn.Module, config: InstructConfig) -> Targets:
     used = {pattern_of(name, ranks) for name in modules}
     if unused := [target for target in ranks if target not in used]:
         raise ModelError(
-            f"--target-rank: {', '.join(unused)} is not a target; "
+            f"--target-rank: no target is named {', '.join(unused)}; "
             f"the targets are {', '.join(sorted(keys))}"
         )
     for name, module in modules.items():
@@ -106,7 +106,8 @@ def check_trainable(name: str, module: nn.Module, config: InstructConfig) -> Non
         raise ModelError(f"{option} does not work with --parallel tensor: leave one of them out")
     if hasattr(module, "split_in_place"):
         raise ModelError(
-            f"--parallel tensor splits {name} where LoRA cannot follow: name other --targets"
+            f"--parallel tensor splits {name} in a way that LoRA does not support: "
+            "name other --targets"
         )
     if isinstance(module, EXPERTS):
         options = {
@@ -122,7 +123,7 @@ def check_trainable(name: str, module: nn.Module, config: InstructConfig) -> Non
     elif config.init != "lora" and (rank := rank_of(name, config)) > min(dimensions(module)):
         raise ModelError(
             f"--init pissa: {name} has only {min(dimensions(module))} singular vectors, fewer than "
-            f"a rank of {rank}: lower its rank with --rank or --target-rank"
+            f"its rank of {rank}: lower the rank with --rank or --target-rank"
         )
 
 

@@ -19,9 +19,10 @@ ROW = 1024
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a vector: one matrix, or several A matrices side by side as one (in, R).
+    """A part of a vector: one matrix, or several A matrices side by side as one matrix (in, R).
 
-    A step casts it to `dtype` and pads it with `above` and `below` rows of zeros.
+    A step casts the matrix to `dtype` and pads it with rows of zeros: `above` before it, and
+    `below` after it.
     """
 
     names: tuple[str, ...]
@@ -104,7 +105,7 @@ class LoRAVectors:
         return dict(tree_unflatten(named))
 
     def join_gradients(self, tree: Any) -> list[mx.array]:
-        """Return the gradients of `matrices_of_step` as vectors, without padding."""
+        """Return the gradients of a step's matrices as vectors, without the matrices' padding."""
         arrays = dict(tree_flatten(tree))
         return [
             _joined(

@@ -6,8 +6,9 @@ from typing import Any
 
 import mlx.core as mx
 
-# Runs a function with a custom gradient instead of MLX; called with `forward`, `backward` and the
-# primals. tests/long sets it to count the operations of graphs that MLX cannot export otherwise.
+# Runs, in place of MLX, a function with a custom gradient, given `forward`, `backward` and the
+# primals. tests/long sets `EXPORTED` to count operations in graphs that MLX cannot export
+# otherwise.
 Call = Callable[[Callable[..., Any], Callable[..., Any], tuple[mx.array, ...]], Any]
 EXPORTED: ContextVar[Call | None] = ContextVar("custom gradients of exported graphs", default=None)
 

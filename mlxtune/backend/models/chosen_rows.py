@@ -16,7 +16,7 @@ class ChosenRows:
     MLX's gradient of indexing adds into zeros, on a GPU in any order. This gradient gathers:
 
         places      1 3 3          row 3 is chosen twice: the last token of a shared prefix
-        gradient    . 0 . 2 . .    each row gets this cotangent, . zero; then row 3 gets 1 + 2
+        gradient    . 0 . 2 . .    the index of each row's cotangent, `.` for zero; row 3 gets 1 + 2
     """
 
     def __init__(self, places: npt.NDArray[Any], count: int) -> None:

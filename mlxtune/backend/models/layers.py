@@ -172,8 +172,9 @@ def _product(x: mx.array, unpack: Callable[[mx.Dtype, mx.array], mx.array]) -> m
     """Return x (..., in) times the transpose of a frozen matrix, in the dtype of x.
 
     `unpack(dtype, after)` makes the matrix for the product, and again for the gradient of x. On the
-    CPU, it is float32, because products in other dtypes are slow there. It is unpacked after the
-    other factor is computed, so that a graph of many layers does not unpack all of them first.
+    CPU, the matrix is float32, because products in other dtypes are slow there. The matrix is
+    unpacked after the other factor is computed, so that a graph of many layers does not unpack all
+    their matrices first.
     """
     dtype = mx.float32 if on_cpu() else x.dtype
 
@@ -207,8 +208,8 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | N
     """Make a model multiply by its quantised matrices as --quantized-compute says.
 
     `auto` means dequantised matrices on the CPU and MLX's quantised products on a GPU, where
-    training then times both with `time_products`. Experts always use MLX's products; nf4, for which
-    MLX has no products, is always dequantised. Returns the choice, or None if nothing is
+    training then times both forms with `time_products`. Experts always use MLX's products; nf4, for
+    which MLX has no products, is always dequantised. Returns the choice, or None if nothing is
     quantised.
     """
     quantised = [module for _, module in model.named_modules() if "scales" in module]
@@ -232,7 +233,7 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | N
 
 def replace_modules(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
     """Replace the modules of a model for which `make` returns another module."""
-    # By identity, so that a module shared by two layers stays shared.
+    # Modules are found by identity, so that a module shared by two layers stays shared.
     modules = {id(module): module for _, module in model.named_modules()}
     made = {key: new for key, old in modules.items() if (new := make(old)) is not None}
     paths = [(path, made[id(old)]) for path, old in model.named_modules() if id(old) in made]

@@ -98,7 +98,7 @@ class BaseModel:
 def load_base(folder: Path, dtype: str, **options: Any) -> BaseModel:
     """Open a model, as `open_base` does with these options, and read its weights.
 
-    Raises ModelError if the folder is incomplete or broken, or cannot be quantised.
+    Raises ModelError if the folder is incomplete or broken, or the model cannot be quantised.
     """
     base = open_base(folder, dtype, **options)
     read_weights(base)
@@ -114,14 +114,14 @@ def open_base(
     double_quant: bool = False,
     quantized_compute: str = "auto",
 ) -> BaseModel:
-    """Return a model in the given dtype (`auto`: the weights' on a GPU, float32 on the CPU).
+    """Return a model in the given dtype (`auto`: that of the weights on a GPU, float32 on the CPU).
 
-    Its shapes and dtypes are known, but no weights are read. Quantised weights stay quantised;
-    the other weights and the activations have the dtype. `quantize`, a format of --quantize,
+    Its shapes and dtypes are known, but no weights are read. Quantised weights stay quantised; the
+    other weights and the activations have the given dtype. `quantize`, a format of --quantize,
     quantises the weights of a full-precision model one by one as they are read; `double_quant` is
     for nf4. For `quantized_compute`, see `compute_quantized`.
 
-    Raises ModelError if the folder is incomplete or broken, or cannot be quantised.
+    Raises ModelError if the folder is incomplete or broken, or the model cannot be quantised.
     """
     config = read_config(folder, trust_remote_code=trust_remote_code)
     if quantize is not None and is_quantized(config):
@@ -164,7 +164,7 @@ def prepare(
         _cast(model, chosen)
         compute = compute_quantized(model, chosen, quantized_compute)
         text_config = _text_config(config)
-        # Builds a graph without computing it, which exposes config values of the wrong type.
+        # This builds a graph without computing it, to expose config values of the wrong type.
         model(mx.zeros((1, 2), mx.int32))
     except ModelError:
         raise
@@ -215,7 +215,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def base_quantization(base: BaseModel) -> dict[str, Any]:
-    """Return how a base was quantised while loading, for its adapters to record; {} if not."""
+    """Return how a base was quantised while loading, for adapters to record; {} if it was not."""
     if base.quantize is None:
         return {}
     return {"quantize": base.quantize, "double_quant": base.double_quant}
@@ -263,7 +263,8 @@ def read_weights(base: BaseModel) -> None:
             read_one_by_one(base.model)
         arrays = [value for _, value in tree_flatten(base.model.parameters())]
         if base.parts > 1:
-            # A worker reads whole arrays but keeps parts: largest first, while memory is free.
+            # A worker reads whole arrays but keeps parts, so it reads the largest first, while
+            # memory is free.
             for array in sorted(arrays, key=lambda array: array.nbytes, reverse=True):
                 mx.eval(array)
                 mx.clear_cache()
@@ -301,8 +302,8 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     """Make a model compute in the dtype.
 
     The scales of nf4 stay float32. If the CPU computes in float32, 16-bit weight matrices stay
-    stored in 16 bits: each use casts them, which is exact, takes a few percent of the time, and
-    halves their memory.
+    stored in 16 bits: each use casts them exactly, which takes a few percent of the time but halves
+    the memory of weights.
     """
     kept, casts_stored = set(), on_cpu() and dtype == mx.float32
     for path, module in model.named_modules():

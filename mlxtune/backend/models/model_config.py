@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# The maximum of counts that libraries turn into lists, some of them just to load the tokenizer.
+# The maximum of counts that libraries turn into lists, in some cases just to load the tokenizer.
 _MOST = 10_000
 # The maximum width of a matrix or size of a vocabulary: forty times the largest known.
 _WIDEST = 10_000_000
@@ -31,7 +31,7 @@ _NUMBER = re.compile(rf"{_ABOVE_ZERO.pattern}|.*(?:eps|epsilon)")
 _FINITE = re.compile(r".*(?:eps|epsilon|theta|base_freq|factor|scale|scaling|multiplier)")
 # The maximum of factors and bases; the maximum of an epsilon is 1.
 _LARGEST = 1e15
-# The number of digits that are read of a number given as text.
+# The number of digits that are read from a number given as text.
 _LONGEST_NUMBER = 20
 # The values that MLX supports for each parameter of a quantised format.
 FORMATS: dict[str, tuple[Any, ...]] = {
@@ -77,7 +77,7 @@ def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _senseless(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problems of factors and epsilons at any depth: not numbers, or out of range."""
+    """Yield the problems of factors and epsilons, at any depth, of a wrong type or out of range."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _senseless(value)
@@ -144,14 +144,14 @@ def _integers(values: list[Any]) -> bool:
 
 
 def _unknown_formats(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the formats of quantised weights that MLX lacks, and a group size of 0.
+    """Yield the problems of quantised formats: values that MLX lacks, and a group size of 0.
 
     `quantization` has MLX's formats, also for single layers; `quantization_config` has formats of
-    other tools, where only the group size is checked, because libraries divide by it.
+    other tools, of which only the group size is checked, because libraries divide by it.
     """
     ours, others = config.get("quantization"), config.get("quantization_config")
     if isinstance(others, Mapping) and others.get("group_size", 1) == 0:
-        yield "quantization_config has a group_size of 0"
+        yield "quantization_config has group_size 0"
     if not isinstance(ours, Mapping):
         return
     yield from _unknown_format("quantization", ours)
@@ -163,21 +163,21 @@ def _unknown_formats(config: Mapping[str, Any]) -> Iterator[str]:
 def _unknown_format(where: str, values: Mapping[str, Any]) -> Iterator[str]:
     for name, known in FORMATS.items():
         if name in values and values[name] not in known:
-            yield f"{where} has a {name} of {values[name]!r:.40}, not {', '.join(map(str, known))}"
+            yield f"{where} has {name} {values[name]!r:.40}, not {', '.join(map(str, known))}"
 
 
 def _contradictions(config: Mapping[str, Any]) -> Iterator[str]:
     for whole, part in _MULTIPLES:
         a, b = config.get(whole), config.get(part)
         if type(a) is type(b) is int and b > 0 and a % b:
-            yield f"{whole} is {a}, which is not a multiple of {part}, {b}"
+            yield f"{whole} is {a}, which is not a multiple of {part} ({b})"
     experts = next((name for name in _EXPERTS if type(config.get(name)) is int), None)
     # Models with a single expert have plain layers.
     if experts is not None and (count := config[experts]) > 1:
         for name in _USED:
             used = config.get(name, 1)
             if type(used) is int and not 1 <= used <= count:
-                yield f"{name} is {used}, of {count} {experts}"
+                yield f"{name} is {used}, but {experts} is {count}"
     yield from _layer_kinds(config)
 
 
@@ -192,11 +192,11 @@ def _layer_kinds(config: Mapping[str, Any]) -> Iterator[str]:
         length = len(kinds) if isinstance(kinds, list) else repr(kinds)[:40]
         yield f"layer_types has {length} entries, but num_hidden_layers is {layers}"
     elif unknown := [kind for kind in kinds if not _KINDS.fullmatch(str(kind))]:
-        yield f"layer_types has {unknown[0]!r:.40}, which is no kind of layer"
+        yield f"layer_types has {unknown[0]!r:.40}, which is not a kind of layer"
 
 
 def misfit(error: Exception, config: Mapping[str, Any]) -> str | None:
-    """Explain MLX's error for a weight of the wrong shape; None for other errors."""
+    """Explain MLX's error for a weight of the wrong shape; return None for other errors."""
     if (found := _OTHER_SHAPE.search(str(error))) is None:
         return None
     made, stored, name = found.groups()
@@ -217,8 +217,8 @@ def misfit(error: Exception, config: Mapping[str, Any]) -> str | None:
     }
     look = f"check {', '.join(sorted(keys))}, or " if keys else ""
     return (
-        f"does not fit the weights: by it, {name} is ({made}), but in the weights it is "
-        f"({stored}): {look}download it again"
+        f"does not fit the weights: it gives {name} the shape ({made}), but the weights have the "
+        f"shape ({stored}): {look}download the model again"
     )
 
 

@@ -39,9 +39,10 @@ def is_local(model_path: str) -> bool:
 
 
 def find_folder(model_path: str, *, weights: bool = True) -> Path:
-    """Return a model's folder, downloaded if `model_path` is owner/name.
+    """Return a model's folder, downloaded if `model_path` is owner/name instead of a folder.
 
-    Without `weights`, downloads only the small files. Raises ModelError if there is no model.
+    Without `weights`, downloads only the small files. Raises ModelError if no folder is found, or
+    the download fails.
     """
     # Unlike Path.expanduser, this keeps a path with an unknown user's home unchanged.
     folder = Path(os.path.expanduser(model_path))  # noqa: PTH111
@@ -54,7 +55,7 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
             f"{model_path}: cannot be read: {error.strerror}: check --model-path"
         ) from error
     if is_file:
-        raise ModelError(f"{model_path}: is a file: --model-path takes the folder that holds it")
+        raise ModelError(f"{model_path}: is a file: --model-path takes the folder that contains it")
     if not _REPOSITORY.fullmatch(model_path):
         raise ModelError(f"{model_path}: no such folder: check --model-path")
     patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS if weights else _SMALL_FILES
@@ -70,7 +71,7 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
 
 
 def _meant(folder: Path) -> str:
-    """Return a suggestion if a neighbouring folder has a similar name, else an empty text."""
+    """Return a suggestion if a neighbouring folder has a similar name, else an empty string."""
     try:
         names = [each.name for each in folder.parent.iterdir() if each.is_dir()]
     except OSError:
@@ -82,7 +83,8 @@ def _meant(folder: Path) -> str:
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Check a model folder's files, and return its config.json.
 
-    Raises ModelError, also for a type that mlx-lm does not support, or for untrusted code.
+    Raises ModelError if a file is broken, mlx-lm does not support the model's type, or the model
+    asks to run untrusted code.
     """
     path = folder / "config.json"
     if not path.exists():
@@ -135,9 +137,10 @@ def without_wildcards(folder: Path) -> Iterator[Path]:
 
 
 def check_auto_map(folder: Path) -> None:
-    """Raise ModelError if an auto_map names a file outside its folder.
+    """Raise ModelError if an auto_map names a file outside the model's folder.
 
-    A file may be of another repository, named before `--`, from which transformers downloads it.
+    A file may be in another repository, which is named before `--`: transformers downloads that
+    file.
     """
     for name in ("config.json", "tokenizer_config.json"):
         auto_map = json_object(folder / name).get("auto_map")
@@ -155,7 +158,7 @@ def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
     """Raise ModelError unless a file of model code is trusted, and in the model's folder."""
     if not trusted:
         raise ModelError(
-            f"{path}: asks to run {file!r:.100} of its folder: read that file, then add "
+            f"{path}: asks to run {file!r:.100} from its folder: read that file, then add "
             "--trust-remote-code"
         )
     inside = isinstance(file, str) and not PurePosixPath(file).is_absolute()
@@ -202,7 +205,7 @@ def _check_size(path: Path) -> None:
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
     """Raise ModelError unless there are weights with valid headers, and a tensor for every layer.
 
-    Otherwise mlx-lm would crash, or create layers until memory runs out.
+    Without these checks, mlx-lm could crash, or create layers until memory runs out.
     """
     found = _tensors(folder)
     if not (tensors := len(found)):
@@ -213,7 +216,7 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
         if count > tensors:
             raise ModelError(
                 f"{folder / 'config.json'}: {name} is {count}, but the weights have only {tensors} "
-                "tensors: they do not belong together: download it again"
+                "tensors: the two do not belong together: download the model again"
             )
 
 
@@ -241,7 +244,7 @@ def _tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def vocab_size(folder: Path) -> int:
-    """Return the vocabulary size in a model's config.json; 0 if it is missing."""
+    """Return the vocabulary size in a model's config.json; 0 if there is none."""
     config = json_object(folder / "config.json")
     for part in (config.get("text_config"), config):
         size = part.get("vocab_size") if isinstance(part, dict) else None
@@ -251,7 +254,7 @@ def vocab_size(folder: Path) -> int:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return a file's JSON object; empty if it cannot be read: errors surface at first real use."""
+    """Return a file's JSON object, or {} if there is none: errors surface at first real use."""
     try:
         value = sizes.read_value(path, limits_of(path.name))
     except (OSError, ValueError):

@@ -26,9 +26,9 @@ LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-# Entries to quantise at a time: temporary arrays take several times their memory.
+# The number of entries to quantise at a time: temporary arrays take several times their memory.
 _AT_ONCE = 1 << 20
-# The two levels that each byte holds, float32 (256, 2).
+# The two levels that each byte encodes, float32 (256, 2).
 _PAIRS = mx.array(np.array(list(product(LEVELS, repeat=2)), np.float32))
 
 Floats = npt.NDArray[np.float32]
@@ -38,9 +38,9 @@ class NF4Linear(DequantizedLinear):
     """A frozen linear layer in NF4, whose weight is dequantised for each product.
 
     `weight` is uint32 (out, in / 8), whose bytes hold two codes each, the first in the high half;
-    `scales` is float32 (out, in / 64). With `double_quant`, `scales` are uint8 indices: a
-    scale is its entry of `scale_levels`, times the nested scale of its block of 256
-    (`nested_scales`), plus `nested_mean`, both float32.
+    `scales` is float32 (out, in / 64). With `double_quant`, `scales` are uint8 indices into
+    `scale_levels`: a scale is the level at its index, times the nested scale of its block of 256,
+    plus `nested_mean`. `nested_scales` and `nested_mean` are float32.
     """
 
     def __init__(self, linear: nn.Linear, *, double_quant: bool = False) -> None:

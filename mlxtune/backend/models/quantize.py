@@ -24,7 +24,7 @@ MLX_FORMATS: dict[str, dict[str, Any]] = {
 }
 NF4 = "nf4"
 FORMATS = (*MLX_FORMATS, NF4)
-# Entries to quantise at a time on the CPU, where MLX runs some operations ahead.
+# The number of entries to quantise at a time on the CPU, where MLX runs some operations ahead.
 _AT_ONCE = 1 << 16
 
 Predicate = Callable[[str, nn.Module], Any]
@@ -35,9 +35,10 @@ def quantize_lazily(
 ) -> str:
     """Quantise a model whose weights are not read yet; return a description of the format.
 
-    In MLX's formats the result equals `mlx_lm.convert`: embeddings and head are quantised too, the
-    architecture's own predicate is respected, and matrices whose rows are not divisible into groups
-    stay unquantised. In nf4, as in QLoRA, only linear layers are quantised, except the head.
+    In MLX's formats, the result equals that of `mlx_lm.convert`: embeddings and head are quantised
+    too, the architecture's own predicate is respected, and matrices whose rows are not divisible
+    into groups stay unquantised. In nf4, as in QLoRA, only linear layers are quantised, except the
+    head.
 
     Raises ModelError for a model that cannot be quantised.
     """
@@ -122,9 +123,9 @@ def read_one_by_one(model: nn.Module) -> None:
 
 
 def _quantize_in_parts(module: nn.Module, weight: mx.array) -> None:
-    """On the CPU, quantise a module to floats some rows at a time, with the same result.
+    """On the CPU, quantise a module to floats some rows at a time, with the same result as at once.
 
-    MLX's temporary arrays there take up to 80 bytes per entry for 4-bit floats.
+    On the CPU, MLX's temporary arrays take up to 80 bytes per entry for 4-bit floats.
     """
     if module.mode == "affine" or not on_cpu():
         return

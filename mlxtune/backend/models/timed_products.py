@@ -19,15 +19,15 @@ from mlxtune.backend.models.layers import (
 )
 from mlxtune.core.text import short_duration
 
-# The untimed and the timed runs of each form; the latter are odd in number, for the median.
+# The numbers of untimed and of timed runs of each form; the second is odd, for the median.
 _WARMUPS, _RUNS = 2, 5
-# A dequantised matrix takes memory, so it must be faster by this share.
+# A dequantised matrix takes memory, so its products must be faster by this share.
 _GAIN = 0.05
 
 
 @dataclass(frozen=True)
 class TimedProducts:
-    """Seconds that a matrix's product and its gradient take for `tokens` tokens, in each form.
+    """The seconds that a matrix's product and its gradient take for `tokens` tokens, in each form.
 
     The time of a form that MLX cannot compute is infinite.
     """
@@ -49,7 +49,7 @@ class TimedProducts:
         other = next(form for form in times if form != self.faster)
         return (
             f"{self.faster} products: {_shown(times[self.faster])} for {self.tokens:,} tokens of "
-            f"{self.name} and their gradient, {other} {_shown(times[other])}"
+            f"{self.name}, forward and backward; {other}: {_shown(times[other])}"
         )
 
 

@@ -11,7 +11,7 @@ from mlxtune.core.files.tensor_files import TensorInfo
 # Parts of the names of image and sound encoders in multimodal models.
 NOT_TEXT = re.compile(r"vision|visual|audio|speech|image|multi_modal")
 _FLOATS = ("F16", "BF16", "F32")
-# mlx-lm loads tensors with these names; the excluded names are causal masks, which it drops.
+# mlx-lm loads tensors with these names, which exclude those of the causal masks that it drops.
 _LOADED = re.compile(r"(?!.*(?:attn|attention)\.bias$).*\.(?:weight|scales|biases|bias)")
 # Dtypes of weights that mlx-lm converts with a separate scale, and endings of the scale's name.
 _SCALED = ("F8_E4M3", "F8_E5M2", "I8")
@@ -28,20 +28,20 @@ def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]
         known = (*_FLOATS, "U8") if kind == "scales" else (*_FLOATS, "U32", "U8")
         scaled = info.dtype in _SCALED and any(stem + each in tensors for each in _SCALES)
         if info.dtype not in known and not scaled:
-            yield f"{name:.100} is {info.dtype}, not {', '.join(known)}"
+            yield f"{name:.100} is {info.dtype}, not one of {', '.join(known)}"
         elif quantised and kind == "scales" and f"{stem}.weight" in tensors:
             yield from _scales_problems(stem, tensors)
 
 
 def _scales_problems(stem: str, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
-    """Yield a quantised matrix's errors; MLX would divide by zero or read out of bounds."""
+    """Yield errors in a quantised matrix that can make MLX divide by zero or read out of bounds."""
     weight, scales = tensors[f"{stem}.weight"], tensors[f"{stem}.scales"]
     biases = tensors.get(f"{stem}.biases")
     name = f"{stem:.100}.scales"
     if weight.dtype != "U32":
         yield f"{stem:.100}.weight is {weight.dtype}, but has scales, so U32 is expected"
     elif len(scales.shape) < 2 or scales.shape[:-1] != weight.shape[:-1]:
-        yield f"{name} is {scales.shape}, which does not fit a weight of {weight.shape}"
+        yield f"{name} has shape {scales.shape}, which does not fit the weight's {weight.shape}"
     elif (
         weight.shape[-1] * 32
         not in {
@@ -51,6 +51,6 @@ def _scales_problems(stem: str, tensors: Mapping[str, TensorInfo]) -> Iterator[s
         }
         or not scales.shape[-1]
     ):
-        yield f"{name} is {scales.shape}: no group size fits a weight of {weight.shape}"
+        yield f"{name} has shape {scales.shape}: no group size fits the weight's {weight.shape}"
     elif biases is not None and biases.shape != scales.shape:
-        yield f"{stem:.100}.biases is {biases.shape}, but its scales are {scales.shape}"
+        yield f"{stem:.100}.biases has shape {biases.shape}, but the scales have {scales.shape}"

@@ -1,4 +1,4 @@
-"""Masks of causal attention in a window, for which the window's length is recorded."""
+"""Masks of causal attention in a window, with a record of each mask's window."""
 
 import weakref
 from typing import Any

@@ -1,8 +1,8 @@
 """The loss of a preference step, split into micro-batches.
 
 If no row is split and a row's loss depends on no other row, one pass computes loss and gradient.
-Otherwise a first pass computes the log-probabilities of all examples, and a second the gradient of
-`sum(w * logp)`, where `w` is the derivative of the loss with respect to `logp`.
+Otherwise a first pass computes the log-probabilities of all examples, and a second pass the
+gradient of `sum(w * logp)`, where `w` is the derivative of the loss with respect to `logp`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mlxtune.errors import ModelError
 _FIRST_LOSS, _ROUNDING, _ROUNDING_16_BITS = 1e-6, 1e-6, 1e-2
 _Floats = npt.NDArray[np.float64]
 Batch = MicroBatch | Pack
-# Maps the losses (P,) of a micro-batch's supervised tokens to one array: its share of the step's
-# loss, then the log-probabilities of its examples.
+# Maps the losses (P,) of a micro-batch's supervised tokens to one array: the micro-batch's share of
+# the step's loss, or of `sum(w * logp)`, then the log-probabilities of its examples.
 Reduce = Callable[[mx.array], mx.array]
 
 
@@ -78,7 +78,7 @@ class PreferenceStep:
         """Raise ModelError if the first step's loss contradicts the reference's log-probabilities.
 
         At the first step, policy and reference are the same model, so DPO's loss is ln 2. Rounding
-        may differ, because the reference ran in different micro-batches.
+        may differ, because the reference may have run in different micro-batches.
         """
         expected = self.objective.expected_first_loss(self.layout)
         if expected is None:
@@ -89,9 +89,9 @@ class PreferenceStep:
         allowed = _FIRST_LOSS + self.objective.options.strength * rounding * size
         if not abs(float(found) - expected) <= allowed:
             raise ModelError(
-                f"the first loss is {float(found):.7f} where the reference gives {expected:.7f}: "
-                "the reference's log-probabilities are not of this model and data; start over with "
-                "--overwrite and --no-cache"
+                f"the first loss is {float(found):.7f}, but should be {expected:.7f}: "
+                "the reference's log-probabilities are not those of this model and data: start "
+                "over with --overwrite and --no-cache"
             )
 
     def metrics(self, logps: _Floats) -> dict[str, float]:

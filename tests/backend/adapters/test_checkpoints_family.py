@@ -230,7 +230,7 @@ def test_pissa_takes_the_largest_singular_vectors_of_the_dequantised_weight(fold
 def test_rank_above_that_of_a_weight_is_an_error_of_pissa(folder: Path) -> None:
     config = InstructConfig(lora_rank=40, init="pissa", targets=("v_proj",))
     with pytest.raises(
-        ModelError, match=r"v_proj has only 32 singular vectors, fewer than a rank of 40"
+        ModelError, match=r"v_proj has only 32 singular vectors, fewer than its rank of 40"
     ):
         InstructPipeline(load_base(folder, "float32").model, config)
 
@@ -238,7 +238,7 @@ def test_rank_above_that_of_a_weight_is_an_error_of_pissa(folder: Path) -> None:
 def test_target_rank_of_no_target_is_an_error(folder: Path) -> None:
     config = InstructConfig(target_rank=("q_proj=2", "mlp.up_proj=3"))
     with pytest.raises(
-        ModelError, match=r"--target-rank: mlp.up_proj is not a target; the targets are"
+        ModelError, match=r"--target-rank: no target is named mlp.up_proj; the targets are"
     ):
         InstructPipeline(load_base(folder, "float32").model, config)
 

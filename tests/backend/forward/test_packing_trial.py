@@ -97,7 +97,7 @@ def test_positions_at_two_percent_of_the_embeddings_are_seen(dtype: str, texts: 
     model = deep(4, dtype)
     assert packing_problem(model) == ""
     model.model.embed_tokens = Positions(model.model.embed_tokens, 0.02)
-    assert "before layer 0, where rounding gives" in packing_problem(model)
+    assert "before layer 0, but rounding explains" in packing_problem(model)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float16"), "float32"])
@@ -136,7 +136,7 @@ def test_an_error_of_one_layer_is_seen_and_named(monkeypatch: pytest.MonkeyPatch
         return output * (1.2 if len(calls) % 24 == 5 else 1)
 
     monkeypatch.setattr(side_by_side.Mixers, "_run", fifth)
-    assert "before layer 5, where" in packing_problem(model)
+    assert "before layer 5, but" in packing_problem(model)
 
 
 def test_texts_share_what_their_line_shares() -> None:

@@ -185,7 +185,7 @@ def test_target_of_experts_and_others_is_reported_by_name_and_count(
     lora = apply_lora(open_base(tmp_path, "auto").model, config)
     layers = {"deepseek_v3": 1}.get(architecture, 2)
     assert f"(with {4 * layers} matrices of experts)" in lora.describe()
-    (line,) = re.findall("; (gate_proj is .*)", lora.describe())
+    (line,) = re.findall("; (gate_proj matches .*)", lora.describe())
     for name in (experts, *others):
         assert f" {name}.gate_proj in {layers} layer" in line
     assert line.count(".gate_proj in ") == 1 + len(others)

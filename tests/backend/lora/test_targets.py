@@ -62,7 +62,7 @@ def test_router_trains_if_it_is_named(tmp_path: Path) -> None:
         (("all",), {"dora": True}, "--dora does not work on the experts of model.layers.0.mlp.sw"),
         (("all",), {"init": "pissa_niter_4"}, "--init pissa_niter_4 does not work on the experts"),
         (("q_proj",), {"init": "pissa", "lora_rank": 65}, "has only 64 singular vectors"),
-        (("q_proj",), {"target_rank": ("v_proj=4",)}, "v_proj is not a target"),
+        (("q_proj",), {"target_rank": ("v_proj=4",)}, "no target is named v_proj"),
         (("all-linear",), {}, r"all-linear \(did you mean all\?\)"),
     ],
 )

@@ -85,19 +85,19 @@ def test_sound_config_has_no_problems(config: dict[str, Any]) -> None:
         ({"text_config": {"head_dim": -1}}, "head_dim is -1, less than 0"),
         (
             {"num_attention_heads": 4, "num_key_value_heads": 3},
-            "num_attention_heads is 4, which is not a multiple of num_key_value_heads, 3",
+            "num_attention_heads is 4, which is not a multiple of num_key_value_heads (3)",
         ),
         (
             {"linear_num_value_heads": 4, "linear_num_key_heads": 8},
-            "linear_num_value_heads is 4, which is not a multiple of linear_num_key_heads, 8",
+            "linear_num_value_heads is 4, which is not a multiple of linear_num_key_heads (8)",
         ),
         (
             {"num_experts": 4, "num_experts_per_tok": 5},
-            "num_experts_per_tok is 5, of 4 num_experts",
+            "num_experts_per_tok is 5, but num_experts is 4",
         ),
-        ({"num_local_experts": 4, "num_experts_per_tok": 0}, "num_experts_per_tok is 0, of 4 num_"),
+        ({"num_local_experts": 4, "num_experts_per_tok": 0}, "num_experts_per_tok is 0, but num_"),
         ({"moe_num_experts": 4, "moe_k": -1}, "moe_k is -1, less than 0"),
-        ({"num_experts": 4, "num_experts_per_token": 9}, "num_experts_per_token is 9, of 4 num_"),
+        ({"num_experts": 4, "num_experts_per_token": 9}, "num_experts_per_token is 9, but num_"),
         (
             {"num_hidden_layers": 2, "layer_types": ["conv"] * 3},
             "layer_types has 3 entries, but num_hidden_layers is 2",

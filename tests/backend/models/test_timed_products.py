@@ -46,7 +46,8 @@ def test_median_after_warming_up_decides(base: nn.Module) -> None:
     assert (found.quantized, found.dequantized) == pytest.approx((2.0, 1.3))
     assert found.faster == "dequantized"
     assert found.describe() == (
-        "dequantized products: 1.3 s for 24 tokens of mlp.up_proj and their gradient, quantized 2 s"
+        "dequantized products: 1.3 s for 24 tokens of mlp.up_proj, forward and backward; "
+        "quantized: 2 s"
     )
 
 

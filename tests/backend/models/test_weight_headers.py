@@ -34,11 +34,11 @@ def test_quantised_weights_are_sound(bits: int) -> None:
 @pytest.mark.parametrize(
     ("tensors", "problem"),
     [
-        (packed(scales=(1, 2)), "q.scales is (1, 2), which does not fit"),
-        (packed(scales=(2,)), "q.scales is (2,), which does not fit"),
-        (packed(scales=(8, 3)), "q.scales is (8, 3): no group size fits"),
-        (packed(scales=(8, 0)), "q.scales is (8, 0): no group size fits"),
-        (packed(biases=(1, 2)), "q.biases is (1, 2), but its scales are"),
+        (packed(scales=(1, 2)), "q.scales has shape (1, 2), which does not fit"),
+        (packed(scales=(2,)), "q.scales has shape (2,), which does not fit"),
+        (packed(scales=(8, 3)), "q.scales has shape (8, 3): no group size fits"),
+        (packed(scales=(8, 0)), "q.scales has shape (8, 0): no group size fits"),
+        (packed(biases=(1, 2)), "q.biases has shape (1, 2), but the scales have"),
         ({"a.weight": TensorInfo("F8_E4M3", (2, 2))}, "a.weight is F8_E4M3, not"),
         ({"a.bias": TensorInfo("I64", (2,))}, "a.bias is I64, not"),
         ({"a.weight": TensorInfo("C64", (2,))}, "a.weight is C64, not"),
@@ -65,7 +65,7 @@ def test_weights_that_only_quantization_config_describes_are_looked_at(
     assert list(weight_problems(tensors, config)) == []
     tensors["q.scales"] = TensorInfo("U8", (1, *scales[1:]))
     (problem,) = weight_problems(tensors, config)
-    assert problem == "q.scales is (1, 4), which does not fit a weight of (8, 16)"
+    assert problem == "q.scales has shape (1, 4), which does not fit the weight's (8, 16)"
 
 
 def test_buffers_and_weights_that_mlx_lm_converts_are_sound() -> None:

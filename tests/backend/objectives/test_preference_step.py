@@ -171,7 +171,7 @@ def test_first_step_finds_a_reference_of_another_model() -> None:
     right = [replace(e, reference=float(p)) for e, p in zip(step, logps, strict=True)]
     before = dict(tree_flatten(made.model.trainable_parameters()))
     wrong = [replace(each, reference=each.reference + 0.01 * each.role) for each in right]
-    with pytest.raises(ModelError, match=r"the first loss is .* where the reference gives"):
+    with pytest.raises(ModelError, match=r"the first loss is .*, but should be"):
         made.train_batch(wrong, step=1)
     assert all(
         mx.array_equal(before[name], value)

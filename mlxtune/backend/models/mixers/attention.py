@@ -93,7 +93,7 @@ def attention_in_blocks(
     window: int,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Return causal attention of each query to the last `window` keys, linear in the length.
+    """Return causal attention of each query to the last `window` keys, in time linear in T.
 
     A block of max(512, window) queries attends to itself and the block before:
 
@@ -135,7 +135,7 @@ def composed_attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Return attention from MLX's basic operations; keeps the scores (B, Hq, T, S) in memory."""
+    """Return attention by MLX's basic operations, which keep the scores (B, Hq, T, S) in memory."""
     rows, heads, length, width = queries.shape
     groups, seen = keys.shape[1], keys.shape[2]
     queries = (queries * scale).reshape(rows, groups, -1, length, width)

@@ -5,7 +5,7 @@ For each head, with a state S (Dv, Dk), gates g and betas b (Yang et al., arXiv:
     S_t = g_t S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T,   y_t = S_t q_t
 
 or, for the C tokens of a chunk that starts with the state S, where `from` includes the decay since
-its start, `to` the decay until its end, and `.` the decay between two tokens:
+the chunk's start, `to` the decay until the chunk's end, and `.` the decay between two tokens:
 
     (I + A) D = diag(b) (V - K_from S^T),    A = strictly lower part of diag(b) (K . K^T)
     Y = Q_from S^T + (Q . K^T) D,            S' = S decay + D^T K_to
@@ -60,7 +60,7 @@ def _chunks(x: mx.array, key_heads: int) -> mx.array:
     x = mx.pad(x, [(0, 0), (0, -tokens % size), (0, 0), (0, 0)])
     x = x.reshape(rows, -1, size, key_heads, heads // key_heads, x.shape[-1])
     x = x.transpose(1, 0, 3, 4, 2, 5)
-    # Makes a contiguous copy for the products. Unlike mx.contiguous, MLX can export it.
+    # Reshaping makes a contiguous copy for the products and, unlike mx.contiguous, can be exported.
     return x.reshape(-1).reshape(x.shape)
 
 
@@ -92,7 +92,7 @@ def _unit_inverse(a: mx.array) -> mx.array:
 
 
 def _inverted(a: mx.array) -> mx.array:
-    """Return (I + A)^-1 by halves: with their inverses T and U, the lower left block is -U A_21 T.
+    """Return (I + A)^-1 by halves, whose inverses are T and U: the lower left block is -U A_21 T.
 
     For larger matrices, a power series would lose digits: its binomial coefficients cancel.
     """

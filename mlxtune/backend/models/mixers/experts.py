@@ -1,4 +1,4 @@
-"""Experts on tokens sorted by expert, with gradients that gather instead of scatter.
+"""Experts on tokens sorted by expert, with gradients that gather instead of scattering.
 
 mlx-lm sorts too, but MLX's gradient of a gather adds into zeros, in any order on a GPU.
 """
@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.replaced import subclasses
 
-# With fewer tokens, sorting costs more than it gains; mlx-lm's limit is the same.
+# With fewer tokens times experts per token, sorting costs more than it gains, as in mlx-lm.
 _FEWEST = 64
 
 
@@ -34,7 +34,7 @@ class SortedGLU(nn.Module):
 
 
 class SortedMLP(nn.Module):
-    """mlx-lm's SwitchMLP (experts), computed on tokens sorted by expert."""
+    """mlx-lm's SwitchMLP (experts without gates), computed on tokens sorted by expert."""
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         def run(x: mx.array, experts: mx.array) -> mx.array:

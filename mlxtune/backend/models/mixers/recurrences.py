@@ -14,10 +14,11 @@ from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.replaced import subclasses
 
-# The tokens of a block: for RWKV 7 over all rows, because its backward pass holds their states; for
-# Mamba 2 mlx-lm's block size, because it computes weights for all pairs of tokens in a block.
+# The number of tokens in a block: for RWKV 7, over all rows, because the backward pass holds the
+# states of all these tokens; for Mamba 2, mlx-lm's block size, because mlx-lm computes weights for
+# all pairs of tokens in a block.
 BLOCK, _PAIRED = 64, 256
-# The longest convolution kernel that `convolve` replaces: each entry takes a product.
+# The longest kernel for which `convolve` is used: each entry of the kernel takes a product.
 _LONGEST = 8
 
 
@@ -29,8 +30,9 @@ def by_blocks(
 ) -> tuple[mx.array, mx.array]:
     """Return the outputs (B, T, ...) of a recurrence over arrays (B, T, ...), and its last state.
 
-    `run` takes a block of `tokens` tokens of each array and the state before them, and returns
-    their outputs and the state after them. The backward pass keeps the arrays and these states.
+    `run` takes a block of `tokens` tokens of each array and the state before the block, and returns
+    the block's outputs and the state after it. The arrays and these states are kept for the
+    backward pass.
     """
     starts = range(0, arrays[0].shape[1], tokens)
 
@@ -43,7 +45,7 @@ def by_blocks(
         for start in starts:
             y, state = run(*block(whole, start), states[-1])
             outputs.append(y)
-            # Blocks wait for each other, so that only one is in memory.
+            # Each block waits for the one before it, so that only one is in memory.
             states += mx.depends([state], [y])
         return [mx.concatenate(outputs, axis=1), *states[1:]]
 
@@ -55,7 +57,7 @@ def by_blocks(
             given = [*block(whole, start), state]
             (d_y,) = block([d_outputs], start)
             found = mx.vjp(lambda *x: list(run(*x)), given, [d_y, d_state])[1]
-            # Evaluates a block's gradients together; otherwise some would wait for other blocks.
+            # One block's gradients run together; otherwise some would wait for other blocks.
             *made, d_state = mx.depends(found, found)
             gradients.append(made)
         parts = zip(*gradients[::-1], strict=True)
@@ -98,7 +100,7 @@ def ssm_update(
 
 
 class TimeMixing(nn.Module):
-    """RWKV 7's time mixing in mlx-lm's loop over tokens: its Metal kernel has no gradient."""
+    """RWKV 7's time mixing by mlx-lm's loop over tokens: mlx-lm's Metal kernel has no gradient."""
 
     def _wkv7(self, *inputs: Any) -> tuple[mx.array, mx.array]:
         *given, state = inputs
@@ -130,7 +132,7 @@ class DepthwiseConv1d(nn.Module):
 
 
 def _is_depthwise(layer: Any, x: mx.array) -> bool:
-    """Return whether `convolve` gives the output of this nn.Conv1d without its bias."""
+    """Return whether `convolve` gives the output of this nn.Conv1d, apart from the bias."""
     channels, length, each = layer["weight"].shape
     return (
         layer.groups == channels == x.shape[-1]
@@ -143,7 +145,7 @@ def convolve(x: mx.array, weight: mx.array) -> mx.array:
     """Return y_t = sum_k weight_k x_(t+k) for x (B, T + K - 1, C) and weight (C, K, 1)."""
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
-        # Each input contributes to K outputs: its gradient is the convolution in reverse.
+        # Each input affects K outputs: its gradient is a convolution with the reversed weight.
         around = (weight.shape[1] - 1,) * 2
         return _convolve(mx.pad(cotangent, [(0, 0), around, (0, 0)]), weight[:, ::-1])
 
