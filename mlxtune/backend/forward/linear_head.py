@@ -19,7 +19,7 @@ class _OnlineSoftmax:
         self.total = mx.zeros((rows, 1))
 
     def take(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """Add a block; return exp(logit - highest so far), and the factor for earlier sums."""
+        """Add a block; return exp(logit - highest so far), and a factor to rescale earlier sums."""
         highest = mx.maximum(self._highest, logits.max(axis=1, keepdims=True))
         shares, correction = mx.exp(logits - highest), mx.exp(self._highest - highest)
         self.total = self.total * correction + shares.sum(axis=1, keepdims=True)

@@ -17,7 +17,7 @@ from mlxtune.core.steps.pack import Segment
 # when run separately: a root mean square relative to the separate states. Random last bits in the
 # outputs of attention in both runs alone cause up to 0.02 in bfloat16 and 0.0025 in float16.
 _TOLERANCES = {mx.bfloat16: 3e-2, mx.float16: 4e-3, mx.float32: 1e-4}
-# The tolerance of embeddings, which are exact, as a share of these tolerances. It is low enough to
+# The tolerance of embeddings, which are exact, as a share of those above. It is low enough to
 # detect positional embeddings that add 2% or more.
 _SHARE_OF_EMBEDDINGS = 0.25
 

@@ -1,4 +1,4 @@
-"""Finds the projections of a model that share an input, by running a few tokens."""
+"""Finds a model's projections that share an input, by running a few tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -9,7 +9,7 @@ from typing import Any
 _MOST = 10_000
 # The maximum width of a matrix or size of a vocabulary: forty times the largest known.
 _WIDEST = 10_000_000
-# Keys that count layers, which Gemma 3n's vocab_size_per_layer_input does not.
+# Keys that count layers; Gemma 3n's vocab_size_per_layer_input is not such a key.
 LAYERS = re.compile(r"(?!.*per_layer).*layer.*|.*pattern")
 _LISTED = re.compile(
     rf"{LAYERS.pattern}|.*(?:experts|_(?:inputs|blocks|stages|modules|groups|depths?))"
@@ -77,7 +77,7 @@ def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _senseless(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problems of factors and epsilons, at any depth, of a wrong type or out of range."""
+    """Yield the problems of factors and epsilons at any depth: wrong types and wrong values."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _senseless(value)

@@ -167,7 +167,7 @@ def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raise ModelError if a file is not regular or far too large, or the config is broken.
+    """Raise ModelError if a file is far too large or not regular, or the config is broken.
 
     Links to files elsewhere are fine: Hugging Face's cache consists of them.
     """

@@ -93,7 +93,7 @@ def attention_in_blocks(
     window: int,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Return causal attention of each query to the last `window` keys, in time linear in T.
+    """Return causal attention of each query to the last `window` keys, in linear time.
 
     A block of max(512, window) queries attends to itself and the block before:
 

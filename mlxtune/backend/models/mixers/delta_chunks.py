@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from mlxtune.backend.models.autograd import differentiable
 
-# The tokens of a chunk.
+# The number of tokens in a chunk.
 SIZE = 64
 # The logarithm of a zero gate: sums with it stay finite, and their exponentials are 0.
 _LOWEST = -1e4
