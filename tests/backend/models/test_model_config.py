@@ -104,7 +104,7 @@ def test_sound_config_has_no_problems(config: dict[str, Any]) -> None:
         ),
         (
             {"num_hidden_layers": 1, "layer_types": ["x"]},
-            "layer_types has 'x', which is no kind of",
+            "layer_types has 'x', which is not a kind of",
         ),
         ({"num_hidden_layers": 1, "layer_types": 7}, "layer_types has 7 entries"),
     ],
