@@ -1,1 +1,1 @@
-"""The `bench` command, which times training against a peer, with its worker, result and view."""
+"""The `bench` command, which times training against a peer: its processes, result and view."""

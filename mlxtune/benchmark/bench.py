@@ -181,8 +181,8 @@ def _alternate(
 def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> BenchmarkRun:
     """Run a job in a new process; `on_step` is called with the number of steps done.
 
-    Raises MlxTuneError with the error that the process reports or, without a report, its exit
-    status.
+    Raises MlxTuneError with the error that the process reports or, if it reports none, with its
+    exit status.
     """
     path = job.adapter.with_name("job.pickle")
     files.write_file(path, [pickle.dumps(replace(job, started=time.time()))])

@@ -36,7 +36,7 @@ def run_line(side: str, run: BenchmarkRun) -> str:
 
 
 def table(benchmark: Benchmark) -> list[tuple[str, ...]]:
-    """Return the table's rows, the header first; a peer adds a column, and a column of ratios."""
+    """Return the table's rows, the header first; a peer adds its own column and one of ratios."""
     sides = [side for side in (benchmark.ours, benchmark.theirs) if side is not None]
     ratios = benchmark.ratios()
     rows = [("", *(side.name for side in sides), *(["ratio"] if len(sides) > 1 else []))]
@@ -55,8 +55,8 @@ def remarks(benchmark: Benchmark) -> list[str]:
         lines.append(agreement_line(agreed))
     if theirs is not None and theirs.runs and theirs.runs[0].loss_function == "masked":
         lines.append(
-            f"{theirs.name} ran with a masked loss: its own supports one span a row, and some rows "
-            "have several"
+            f"{theirs.name} ran with a masked loss: its own loss supports one span per row, and "
+            "some rows have several spans"
         )
     if theirs is not None and theirs.failed:
         lines.append(f"{theirs.name} failed: {theirs.failed}")

@@ -30,10 +30,10 @@ from mlxtune.core.steps.batch import run_length
 class MlxLm:
     """mlx-lm's trainer: its batches, loss, LoRA and step, with mlxtune's optimizer settings.
 
-    mlx-lm's spans of supervised tokens end one token after the row, on a token of padding. Here
-    they end at the last supervised token, so that both sides have equal targets. If a step has more
-    examples than a batch holds, they run in several batches, sorted by length, whose gradients are
-    added before the update.
+    mlx-lm's spans of supervised tokens end one token after the row, on a token of padding. In this
+    class the spans end at the last supervised token, so that both sides have equal targets. If a
+    step has more examples than a batch holds, they are sorted by length and run in several batches,
+    and the gradients of all batches are added before the update.
     """
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
@@ -55,7 +55,7 @@ class MlxLm:
         mx.eval(self._model.parameters())
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
-        """Attach mlx-lm's LoRA to the model, and build its step, compiled except on the CPU."""
+        """Attach mlx-lm's LoRA to the model, and build the step, compiled except on the CPU."""
         if not all(one_span(example) for step in steps for example in step):
             self.loss_function = "masked"
         model = self._model
@@ -109,12 +109,12 @@ class MlxLm:
         return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
     def loss_and_gradients(self, tokens: mx.array, supervised: mx.array) -> Any:
-        """Return a batch's loss and number of targets, as a pair, and its gradients."""
+        """Return a pair of a batch's loss and its number of targets, and then its gradients."""
         loss = default_loss if self.loss_function == "default" else masked_loss
         return nn.value_and_grad(self._model, loss)(self._model, tokens, supervised)
 
     def make_step(self, *, compiled: bool) -> Callable[..., Any]:
-        """Return a function that adds a batch's gradients and, after the last one, updates LoRA."""
+        """Return a function that adds a batch's gradients and, in the last batch, updates LoRA."""
 
         def step(
             tokens: mx.array, supervised: mx.array, share: mx.array, before: Any, last: bool
@@ -139,7 +139,7 @@ class MlxLm:
     def parts(
         self, step: Callable[..., Any], examples: Sequence[Example]
     ) -> Iterator[tuple[mx.array, Any]]:
-        """Take a step batch by batch; yield each batch's part of the loss, and summed gradients."""
+        """Take a step; yield each batch's part of the loss, and the sum of the gradients so far."""
         batches = [self.batch(batch) for batch in self.batches(examples)]
         total = sum(count for _, _, count in batches)
         gradients = None
@@ -192,7 +192,8 @@ def masked_loss(
 ) -> tuple[mx.array, mx.array]:
     """Return the mean loss and the number of targets, chosen by a bool mask (B, L - 1).
 
-    For one span per row, it equals mlx-lm's `default_loss`, which supports no other masks.
+    For one span per row, the result equals that of mlx-lm's `default_loss`, which supports no other
+    masks.
     """
     logits = model(tokens[:, :-1])
     losses = nn.losses.cross_entropy(logits, tokens[:, 1:]) * supervised
@@ -203,7 +204,7 @@ def masked_loss(
 def write_start(base: BaseModel, config: InstructConfig, adapter: Path) -> None:
     """Write the adapter that both sides start from into the folder `adapter`, as `train` does.
 
-    It attaches LoRA to the model, but reads no weights. Raises ModelError.
+    Attaches LoRA to the model, but reads no weights. Raises ModelError.
     """
     summary = apply_lora(base.model, config)
     make_folder(adapter)

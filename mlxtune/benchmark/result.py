@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SCHEMA_VERSION = 2
-# The largest difference of losses, relative to the greater of 1 and the loss, at the first step and
-# later. Before the first update both sides compute the same function of the same numbers; later,
-# AdamW turns a rounding error in a gradient near 0 into an update of full size.
+# The largest accepted differences of losses, relative to the greater of 1 and the loss: at the
+# first step, and later. Before the first update, both sides compute the same function of the same
+# numbers; later, AdamW turns a rounding error in a gradient near 0 into an update of full size.
 _TOLERANCES = {"float32": (1e-4, 1e-3)}
 # The same in 16 bits: bfloat16 rounds a log-sum-exp of 10 to within 0.03.
 _TOLERANCES_16_BIT = (2e-2, 2e-2)
@@ -26,7 +26,7 @@ _TOLERANCES_16_BIT = (2e-2, 2e-2)
 
 @dataclass(frozen=True)
 class TimedStep:
-    """The time and memory (bytes) of one step.
+    """The time in seconds of one step, its peak memory in bytes, its loss and its tokens.
 
     `tokens` counts the examples' tokens, `tokens_run` all tokens that the model processed, and
     `padding` the wasted tokens: pads, and tokens after an example's last supervised token.
@@ -46,10 +46,10 @@ class BenchmarkRun:
     """The measurements of one process of a side, in seconds and bytes.
 
     `process_s` is the time from the start of the process until it is ready to train, and
-    `startup_s` the part of it after the weights are read. `peak_rss` is the largest memory of the
-    process. `loss_function` names the loss of a peer, and `loss_with_pad_targets` is the peer's
-    first loss with its own targets. `execution` names how the side computes, and `reference_s` is
-    the time for the reference's log-probabilities, if the objective needs them.
+    `startup_s` the part of that time after the weights are read. `peak_rss` is the largest memory
+    of the process. `loss_function` names the loss of a peer, and `loss_with_pad_targets` is the
+    peer's first loss with its own targets. `execution` names how the side computes, and
+    `reference_s` is the time for the reference's log-probabilities, if the objective needs them.
     """
 
     steps: list[TimedStep]
@@ -90,7 +90,7 @@ class BenchmarkRun:
         return sum(step.padding for step in self.steps) / run
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of a run in JSON."""
+        """Return the content of a run for JSON."""
         entries = asdict(self)
         # The report names the execution once for each side.
         del entries["execution"]
@@ -135,14 +135,14 @@ class Side:
         return Spread.of(getattr(run, quantity) for run in self.runs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of a side in JSON: name, failure, execution, spreads and runs."""
+        """Return the content of a side for JSON: name, failure, execution, spreads and runs."""
         execution = {"execution": self.runs[0].execution} if self.runs else {}
         spreads = {name: asdict(self.spread(name)) for name in _SPREADS if self.runs}
         runs = [run.as_dict() for run in self.runs]
         return {"name": self.name, "failed": self.failed, **execution, **spreads, "runs": runs}
 
 
-# The quantities that compare both sides, and all quantities of a side.
+# The quantities by which sides are compared, and all quantities of a side.
 _COMPARED = ("real_tokens_per_s", "supervised_tokens_per_s", "peak_memory", "peak_rss")
 _SPREADS = (*_COMPARED, "seconds_per_step", "padding_share", "startup_s")
 
@@ -151,8 +151,8 @@ _SPREADS = (*_COMPARED, "seconds_per_step", "padding_share", "startup_s")
 class Agreement:
     """The differences of two sides' losses, relative to the greater of 1 and the loss.
 
-    `first` is for the first step, and `largest` is the largest after it; both are None if a loss is
-    not finite.
+    `first` is the difference at the first step, and `largest` the largest difference at later
+    steps; both are None if a loss is not finite.
     """
 
     first: float | None
@@ -169,7 +169,7 @@ class Agreement:
 
 
 def agreement(ours: Sequence[float], theirs: Sequence[float], dtype: str) -> Agreement:
-    """Compare the losses of the same steps, both computed in `dtype`."""
+    """Compare the losses of both sides at the same steps, computed in `dtype`."""
     apart = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(ours, theirs, strict=True)]
     finite = all(map(math.isfinite, apart))
     first_tolerance, tolerance = _TOLERANCES.get(dtype, _TOLERANCES_16_BIT)

@@ -49,14 +49,15 @@ class BenchSide(Protocol):
         """Take step `number`, counted from 1, on all its examples; return its loss."""
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
-        """Return the tokens that the model processed in the last step, and the padding in them."""
+        """Return the numbers of processed tokens and of padding in the last step."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The steps of a side, with `rows` rows in total. `started` is when its process started.
+    """The steps of a side, with `rows` rows in total. `started` is the start time of its process.
 
-    `adapter` is the folder of the adapter that both sides start from. `execution` is --execution.
+    `adapter` is the folder of the adapter that both sides start from. `execution` is the value of
+    --execution.
     """
 
     side: str
@@ -137,7 +138,7 @@ class OurSide:
         A step is timed from the end of the previous step.
         """
         last = time.perf_counter()
-        # The step that is running; the None after the last step only completes it.
+        # The step that is running; the None after the last step only lets that step complete.
         started: tuple[Sequence[Example], PendingStep] | None = None
         for number, examples in enumerate([*steps, None], 1):
             following = None if examples is None else (examples, self._start(number, examples))

@@ -1,4 +1,4 @@
-"""The `mlxtune` command: builds a config, calls its function, prints, and sets the exit status."""
+"""The `mlxtune` command: builds a config, calls a command's function, and sets the exit status."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ class _OrderedGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command. Raises UsageError; for another tool's command, it names ours."""
+        """Return the command. Raises UsageError, with a suggestion for another tool's command."""
         if args and args[0] not in self.commands and (known := KNOWN_COMMANDS.get(args[0])):
             raise click.UsageError(f"no command {args[0]}, here: {known}", ctx)
         return super().resolve_command(ctx, args)
@@ -82,7 +82,7 @@ def _main(arguments: list[str]) -> NoReturn:
     if request := os.environ.get(_COMPLETE):
         sys.exit(shell_complete(command, {}, "mlxtune", _COMPLETE, request))
     try:
-        # Bypass click's own main(), which turns every KeyboardInterrupt into its Abort.
+        # Bypass click's own main(), which turns every KeyboardInterrupt into click's Abort.
         with command.make_context("mlxtune", arguments) as context:
             check_current_folder()
             command.invoke(context)
@@ -134,12 +134,12 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _exit(message: str, code: int) -> NoReturn:
-    # Names from files may hold terminal control characters; the terminal may be gone.
+    # Names from files may contain terminal control characters; the terminal may be gone.
     with suppress(OSError):
         click.echo(printable(message), err=True)
     with suppress(OSError):
         flush_results()
-    # After a Ctrl-C inside `exec`, such as in a dataclass, `python -m` exits by signal even if it
-    # was caught. Another `exec` clears Python's flag.
+    # After a Ctrl-C inside `exec`, such as in a dataclass, `python -m` exits by signal even if the
+    # interrupt was caught. Another `exec` clears Python's flag.
     exec("")
     sys.exit(code)

@@ -24,11 +24,12 @@ def _command(
     config: type | None = None,
     argument: str | None = None,
 ) -> click.Command:
-    """Return a command that calls a function with its params, and exits with 1 on False.
+    """Return a command that calls a function, and exits with status 1 if it returns False.
 
-    A function that loads mlx is given by name, because --help must not load mlx. It gets the config
-    built from flags and a file, if the command has a config; a callable gets the flags and the path
-    of the file. The field `argument` of the config is a positional argument.
+    A function that loads mlx is given by name, because --help must not load mlx. A function given
+    by name gets the config built from flags and a file, if the command has a config; a callable
+    gets the flags and the path of the file. The config's field `argument` becomes a positional
+    argument.
     """
 
     def run(**values: Any) -> None:
@@ -62,7 +63,7 @@ def _flag(names: str, help: str) -> click.Option:
 
 
 def _demo(config: str | None, **flags: Any) -> None:
-    """Train on the demo's data, and print the answers before and after."""
+    """Train on the demo's data, and print an answer from before and after training."""
     from mlxtune.commands.train import demo
     from mlxtune.views.console import RunConsole
     from mlxtune.views.run_text import before_and_after, next_lines
@@ -108,7 +109,7 @@ def _train(
 def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) -> bool:
     """Check this machine or, with `prove`, its results; return whether all checks passed."""
     if share is not None and not prove:
-        raise ConfigError(["--share is the result of --prove: give both"])
+        raise ConfigError(["--share writes the result of --prove: give both"])
     if prove:
         from mlxtune.diagnosis.prove import show as show_proofs
 
@@ -147,7 +148,7 @@ COMMANDS: tuple[click.Command, ...] = (
         ),
         _option(
             "--share",
-            "With --prove: write the result to a file without names or paths, for others to see.",
+            "With --prove: write the result, without names or paths, to a file for others to see.",
             metavar="FILE",
             is_flag=False,
             flag_value="mlxtune-proof.json",
@@ -202,8 +203,8 @@ COMMANDS: tuple[click.Command, ...] = (
         "Watch runs on a live page in the browser.\n\n"
         "Shows a run, in progress or finished, or the runs of a folder side by side: curves, "
         "memory, time left, where every row went, and a button that stops and saves. After a run, "
-        "ask its model, with and without the adapter. The page is served on this machine alone, "
-        "until it has been closed for ten minutes and no run is in progress.",
+        "ask its model questions, with and without the adapter. The page is served on this machine "
+        "alone, until it has been closed for ten minutes and no run is in progress.",
         "mlxtune watch out",
         click.Argument(["folder"], metavar="FOLDER", type=click.Path()),
     ),
@@ -211,7 +212,8 @@ COMMANDS: tuple[click.Command, ...] = (
         "eval",
         "mlxtune.commands.evaluate:show",
         "Measure whether an adapter helped on held-out data.\n\n"
-        "Compares the loss with and without it on the same rows, with a confidence interval.",
+        "Compares the loss with and without the adapter on the same rows, with a confidence "
+        "interval.",
         "mlxtune eval --model-path data/demo-qwen3 --adapter . --data data/bookings_test.jsonl",
         config=configs.EvalConfig,
     ),
@@ -219,8 +221,8 @@ COMMANDS: tuple[click.Command, ...] = (
         "generate",
         "mlxtune.commands.generate:show",
         "Answer a prompt or a conversation.\n\n"
-        "The model sees it exactly as in training. Without --prompt or --messages, standard "
-        "input is read.",
+        "The model sees the input exactly as in training. Without --prompt or --messages, "
+        "standard input is read.",
         "mlxtune generate --model-path data/demo-qwen3 --adapter . "
         "--prompt 'A table for two, Sunday at noon. Ida Park'",
         config=configs.GenerateConfig,
@@ -237,14 +239,15 @@ COMMANDS: tuple[click.Command, ...] = (
         "report",
         "mlxtune.commands.report:show",
         "Write an HTML page that shows a run or compares several.\n\n"
-        "It shows curves, the plan, the data, sample answers and options.",
+        "The page shows curves, the plan, the data, sample answers and options.",
         "mlxtune report out; mlxtune report out/a out/b --html both.html",
         click.Argument(
             ["runs"], metavar="RUN [RUN]...", type=click.Path(), nargs=-1, required=True
         ),
         _option(
             "--html",
-            "Page to write; default: report.html in the run's folder, comparison.html for several.",
+            "Page to write; default: report.html in the run's folder, or comparison.html for "
+            "several runs.",
             type=click.Path(),
         ),
         _flag("--json as_json", "Print JSON; write a page only with --html."),
@@ -286,7 +289,8 @@ COMMANDS: tuple[click.Command, ...] = (
         "fuse",
         "mlxtune.commands.fuse:show",
         "Merge an adapter into its base model.\n\n"
-        "Writes a model folder that needs no adapter, and checks that it gives the same logits.",
+        "Writes a model folder that needs no adapter, and checks that the merged model gives the "
+        "same logits as the model with the adapter.",
         "mlxtune fuse --adapter out --output fused-model",
         config=configs.FuseConfig,
     ),
@@ -310,14 +314,15 @@ COMMANDS: tuple[click.Command, ...] = (
         "push",
         "mlxtune.commands.push:show",
         "Upload a run's adapter with a model card to Hugging Face.\n\n"
-        "Shows both first, and asks before uploading. Uploads neither data nor paths.",
+        "Shows the card and the files, and asks before uploading. Uploads neither data nor paths.",
         "mlxtune push out me/bookings --dry-run",
         _RUN,
         click.Argument(["repository"], metavar="OWNER/NAME"),
         _flag("--public", "Make the repository public; default: private."),
         _option(
             "--base-model",
-            "The base model's name on Hugging Face, if training used a local folder.",
+            "The base model's name on Hugging Face, if the adapter was trained from a local "
+            "folder.",
             default="",
             metavar="OWNER/NAME",
         ),

@@ -24,7 +24,7 @@ from mlxtune.config.mlx_lm_file import is_mlx_lm_file, translate
 from mlxtune.errors import ConfigError, shorten
 
 Config = TypeVar("Config", bound=Checked)
-# The most unknown options that a message names.
+# The maximum number of unknown options that a message names.
 _MAX_NAMED = 10
 
 
@@ -89,7 +89,7 @@ class Command(click.Command):
             if not error.message.startswith("Got unexpected extra argument"):
                 raise
             remedy = f"write an option before each value{self._such_as(error.message)}"
-            raise click.UsageError(f"{error.message}: {remedy}; --help lists them", ctx) from error
+            raise click.UsageError(f"{error.message}: {remedy}; see --help", ctx) from error
 
     def _such_as(self, message: str) -> str:
         """Return a hint at the option that may be missing before an extra argument."""
@@ -250,5 +250,5 @@ def load_config_file(
         for key, value in unknown[:_MAX_NAMED]
     ]
     if (more := len(unknown) - _MAX_NAMED) > 0:
-        problems.append(f"--config {path} has {more:,} more that are no options")
+        problems.append(f"--config {path} has {more:,} more unknown options")
     return options, problems

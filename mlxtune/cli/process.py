@@ -21,8 +21,8 @@ _TEMPORARY = ("TMPDIR", "TEMP", "TMP", "TEMPDIR")
 def open_streams() -> None:
     """Open closed streams on the null device, and report failed writes as our own errors.
 
-    Otherwise the next opened file would get the stream's descriptor, and with it other code's
-    output.
+    If a stream stayed closed, the next opened file would get its descriptor, and with it other
+    code's output.
     """
     for number in (_STDIN, _STDOUT, _STDERR):
         try:
@@ -103,6 +103,6 @@ def set_temporary_folder() -> None:
     Unlike Python, they fail if the environment names a missing folder.
     """
     if any(name in os.environ for name in _TEMPORARY):
-        # If there is no such folder, the code that needs it reports the problem.
+        # If Python finds no usable folder, the code that needs one reports the problem.
         with suppress(OSError):
             os.environ["TMPDIR"] = tempfile.gettempdir()

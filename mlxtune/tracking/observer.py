@@ -1,4 +1,4 @@
-"""Records a run in a tracker, under the names of metrics that trackers commonly use."""
+"""Records a run in a tracker, under the metric names that trackers commonly use."""
 
 import importlib.util
 import os
@@ -135,7 +135,7 @@ class TrackingObserver(TrainingObserver):
 
 
 def _hyperparameters(config: TrainConfig, run: RunStart) -> dict[str, Value]:
-    """Return the options of a run, with its steps and rows, as plain values."""
+    """Return the options of a run, and its numbers of steps and rows, as plain values."""
     values = {
         **asdict(config),
         "total_steps": run.total_steps,

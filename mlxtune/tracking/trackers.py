@@ -1,4 +1,4 @@
-"""The trackers of --track: one function each, which opens or resumes a run there.
+"""The trackers of --track: each has a function that opens or resumes a run in the tracker.
 
 Their packages are extras, imported when training starts.
 """
@@ -23,7 +23,7 @@ class TrackedRun:
     """A run as a tracker knows it.
 
     `identity` stays the same when the run is resumed. `folder` holds its checkpoints; `step` is the
-    last step before it was resumed, 0 for a new run.
+    last step before the run was resumed, 0 for a new run.
     """
 
     identity: str
@@ -35,7 +35,7 @@ class TrackedRun:
 
 @dataclass(frozen=True)
 class Tracker:
-    """An open run: `log` records values after a step; `finish` records the result and closes it.
+    """An open run: `log` records values after a step; `finish` records the result and ends the run.
 
     `finish` also gets whether the run is complete. Both may raise any exception: the run then
     continues without the tracker.
@@ -48,7 +48,7 @@ class Tracker:
 def open_trackio(run: TrackedRun) -> Tracker:
     """Open a run of the project TRACKIO_PROJECT, `mlxtune` by default, in Trackio's local store.
 
-    Trackio identifies runs by name, so the identity is in it.
+    Trackio identifies runs by name, so the name contains the identity.
     """
     import trackio
 

@@ -60,7 +60,7 @@ YAML = {
     "merged alone": ("<<: [" + "{a: 1}, " * 5000 + "]", "has no option '<<'"),
     "merge by tag": ("!!merge x: {rank: 8}", NOT_YAML),
     "value by tag": ("rank: !!value {=: 1}", NOT_YAML),
-    "repeated": (doubling(merged=False), "30 more that are no options"),
+    "repeated": (doubling(merged=False), "30 more unknown options"),
     "repeated for names": (doubling(merged=False) + "targets: *a39", "--targets must be names"),
     "repeated for paths": (doubling(merged=False) + "data: *a39", "--data must be text"),
     "repeated for a name": (doubling(merged=False) + "target_rank: {q: *a39}", "--target-rank"),
@@ -89,9 +89,9 @@ YAML = {
     "nested": ("targets: " + "[" * 30_000, NOT_YAML),
     "nested mappings": ("{a: " * 15_000, NOT_YAML),
     "many in nested": ("targets: " + "[" * 300 + "a," * 30_000, NOT_YAML),
-    "many keys": ("".join(f"k{n}: 1\n" for n in range(7000)), "6,990 more that are no options"),
+    "many keys": ("".join(f"k{n}: 1\n" for n in range(7000)), "6,990 more unknown options"),
     "long key": ("? " + "x" * 60_000 + "\n: 1", "has no option 'xxx"),
-    "near misses": ("".join(f"rank{'k' * n}: 1\n" for n in range(300)), "more that are no options"),
+    "near misses": ("".join(f"rank{'k' * n}: 1\n" for n in range(300)), "more unknown options"),
     "large": ("rank: " + "1" * 70_000, "has more than 64 KB"),
 }
 TOML = {
@@ -119,7 +119,7 @@ TOML = {
     "word": ("a" * 60_000, NOT_TOML),
     "nested": ("targets = " + "[" * 30_000, NOT_TOML),
     "nested tables": ("a = " + "{a=" * 20_000, NOT_TOML),
-    "many tables": ("".join(f"[t{n}]\n" for n in range(7000)), "6,990 more that are no options"),
+    "many tables": ("".join(f"[t{n}]\n" for n in range(7000)), "6,990 more unknown options"),
     "surrogate": ('output = "\\ud800"', NOT_TOML),
     "large": ("rank = " + "1" * 70_000, "has more than 64 KB"),
 }

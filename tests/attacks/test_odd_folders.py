@@ -75,7 +75,7 @@ def test_tokenizer_elsewhere_is_refused(
 ) -> None:
     with_tokenizers(broken, chosen)
     error = inspect("--model-path", broken).error
-    assert "which is not a file of its folder: remove fast_tokenizer_files" in error
+    assert "but that is not a file in its folder: remove fast_tokenizer_files" in error
 
 
 def test_sound_choice_of_tokenizers_is_used(inspect: Cli, broken: Path) -> None:

@@ -22,7 +22,7 @@ from tests.models import CHATML
 from tests.slow import long_except
 
 Json = dict[str, Any]
-GROWS = r"its normalizer makes up to [\d.e+]+ characters of one"
+GROWS = r"its normalizer turns a character into up to [\d.e+]+ characters"
 
 
 def _replace(content: str, *, pattern: str = "a", kind: str = "String") -> Json:

@@ -87,7 +87,7 @@ def test_worker_that_joins_and_says_nothing_is_not_waited_for(
         "doctor": ["-m", "mlxtune", "doctor"],
     }
     (line,) = attacked(tmp_path, worker, "joined", act, options[command])
-    assert f"worker {worker} does not answer, or has ended: start all again" in line
+    assert f"worker {worker} does not answer, or has ended: start all workers again" in line
 
 
 @pytest.mark.parametrize("change", ["--resume", "--parallel tensor"])
@@ -145,10 +145,10 @@ HOSTS = '[["127.0.0.1:PORT"],["127.0.0.1:NEXT"]]'
 @pytest.mark.parametrize(
     "rank, hosts, problem",
     [
-        ("x", HOSTS, "MLX_RANK: 'x' is no number of a worker"),
+        ("x", HOSTS, "MLX_RANK: 'x' is not the number of a worker"),
         long("-1", HOSTS, "MLX_RANK: '-1' is no number"),
         long("", HOSTS, "MLX_RANK: '' is no number"),
-        long("9" * 20, HOSTS, "is no number of a worker"),
+        long("9" * 20, HOSTS, "is not the number of a worker"),
         ("5", HOSTS, "the other workers cannot be reached: "),
         ("0", "x", "the other workers cannot be reached: "),
         long("0", "[1, 2]", "the other workers cannot be reached: "),

@@ -1,4 +1,4 @@
-"""Builds the graph of a step: its loss, gradients and update, from its micro-batches."""
+"""Builds the graph that computes a step's loss, gradients and update from its micro-batches."""
 
 import math
 from collections.abc import Sequence
@@ -38,9 +38,9 @@ from mlxtune.errors import NonFiniteLossError
 
 
 class StepBuilder:
-    """Builds the graphs of steps, which `runner` computes, and applies their updates.
+    """Builds graphs of steps for `runner` to compute, and applies the updates of the steps.
 
-    With several `workers`, each builds its share of a step, and the graph sums the shares.
+    With several `workers`, each worker builds its share of a step, and the graph sums the shares.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class StepBuilder:
         rate: float | None = None,
         after: Update | None = None,
     ) -> StepGradients:
-        """Return loss and gradients of a step and, given a learning `rate`, its update.
+        """Return the loss and gradients of a step and, given a learning `rate`, its update.
 
-        The step starts from the update `after`, if given, which may still be running. `step` seeds
-        the dropout.
+        If `after` is given, the step starts from that update, which may still be running. `step`
+        seeds the dropout.
         """
         model, forward, runner = self._forward.model, self._forward, self._runner
         own = model.trainable_parameters()
@@ -123,7 +123,7 @@ class StepBuilder:
                 total.padding += group.padding(own_examples)
                 memory.relieve_pressure()
         finally:
-            # Tracing has replaced the model's parameters by arrays of the trace.
+            # Tracing has replaced the model's parameters with arrays of the trace.
             model.update(own)
         self._finish(total, vectors)
         if rate is not None:
@@ -144,7 +144,7 @@ class StepBuilder:
     def commit(
         self, examples: Sequence[Example], step: int, rate: float, computed: StepGradients
     ) -> InstructBatchResult | NonFiniteLossError:
-        """Apply an update to model and optimizer; return the step's result or its error."""
+        """Apply an update to the model and the optimizer; return the step's result or its error."""
         update = computed.update
         assert update is not None
         metrics: dict[str, float] = {}
@@ -200,7 +200,8 @@ class StepBuilder:
     def can_build_ahead(self) -> bool:
         """Return whether a step can be built before the previous step is computed.
 
-        It cannot if the loss needs log-probabilities first, or several workers must agree.
+        A preference step cannot if its loss needs log-probabilities first, or if there are several
+        workers, which must agree.
         """
         objective = self.objective
         prepares = objective.needs_kl or objective.is_across_rows or self._workers.size > 1
@@ -219,7 +220,7 @@ class StepBuilder:
         return -self._losses.of(examples, keys=partial(self._keys, step))
 
     def arrays(self, batch: MicroBatch | Pack, step: int) -> dict[str, Any]:
-        """Return the model's inputs for a micro-batch, with dropout keys of this step."""
+        """Return the model's inputs for a micro-batch, with the step's dropout keys."""
         return self._forward.arrays(batch, self._keys(step, batch))
 
     def _keys(self, step: int, batch: MicroBatch | Pack) -> mx.array | None:
@@ -248,7 +249,7 @@ class StepBuilder:
         counts = [total.micro_batches, total.run_tokens, total.padding]
         if not self._workers.split_model:
             return self._workers.sum_step(total.loss, total.gradients, counts, ())
-        # By name, because gradients that all workers compute (`alike`) count once.
+        # Sums by name, because the gradients that all workers compute (`alike`) count only once.
         named = self._vectors.split(total.gradients)
         alike = self._lora.alike
         loss, named, counts = self._workers.sum_step(total.loss, named, counts, alike)
@@ -259,7 +260,9 @@ def count_tokens(examples: Sequence[Example]) -> int:
     """Return the number of predicted supervised tokens. Raises ValueError if it is 0."""
     if tokens := sum(map(predicted_tokens, examples)):
         return tokens
-    raise ValueError("no example has a supervised token after its first: nothing is predicted")
+    raise ValueError(
+        "no example has a supervised token after its first token: nothing is predicted"
+    )
 
 
 def _describe_non_finite(step: int, rate: float, loss: float, grad_norm: float) -> str:

@@ -27,23 +27,23 @@ from mlxtune.core.steps.memory_estimate import BatchLoad, load_of
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.pack import Pack
 
-# The maximum number of tokens in a batch, the operations per parameter and token, and the maximum
-# number of operations in a batch: about a second on a fast GPU, or ten on two CPU cores, by which
-# Ctrl-C may be delayed.
+# The maximum number of tokens in a batch, the number of operations per parameter and token, and the
+# maximum number of operations in a batch. These take about a second on a fast GPU, or ten seconds
+# on two CPU cores, and may delay Ctrl-C for as long.
 _MOST_TOKENS, _OPERATIONS = 16384, 2
 _GPU_OPERATIONS, _CPU_OPERATIONS = 1e13, 1e12
-# Copies in memory together: of a layer's outputs, of attention's scores if they are kept, and of a
-# chunk's logits.
+# The numbers of copies in memory at a time: of a layer's outputs, of attention's scores if they are
+# kept, and of a chunk's logits.
 _PRODUCTS, _SCORES, _LOGITS = 4, 2, 5
 
 Keys = Callable[[MicroBatch | Pack], mx.array | None]
 
 
 class ExampleLosses:
-    """Computes the losses of examples, in batches as large as memory allows.
+    """Computes the losses of examples, in the largest batches that memory and time allow.
 
-    The device computes a batch while the next is prepared, and never holds two. `held` is the
-    number of bytes in use besides the model; `parameters` counts the model's parameters.
+    The device computes a batch while the next is prepared, and never holds two batches. `held` is
+    the number of bytes in use besides the model; `parameters` counts the model's parameters.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ExampleLosses:
         self._memory = BatchMemory(forward, held)
 
     def limit_memory(self, most: int) -> None:
-        """Limit each batch's peak to `most` bytes, unless training's micro-batches need more."""
+        """Limit batches' memory peak to `most` bytes, unless training's micro-batches need more."""
         self._memory.limit(most)
 
     def of(
@@ -73,9 +73,9 @@ class ExampleLosses:
     ) -> npt.NDArray[np.float64]:
         """Return each example's summed cross-entropy over its supervised tokens, float64 (B,).
 
-        `on_progress` is called after each batch with the number of finished examples; an error in
-        it ends the evaluation. `keys` returns a batch's dropout keys, None for no dropout. Raises
-        MemoryLimitError if even one example takes too much memory.
+        `on_progress` is called after each batch with the number of finished examples; an error that
+        it raises ends the evaluation. `keys` returns a batch's dropout keys, or None for no
+        dropout. Raises MemoryLimitError if even one example takes too much memory.
         """
         workers, losses = self._workers, np.zeros(len(examples))
         # Rows stay whole, as their examples may share a prompt. Sorting by length reduces padding.
@@ -155,7 +155,7 @@ class ExampleLosses:
 
 
 def most_tokens(parameters: int) -> int:
-    """Return the number of tokens in a batch that a model of this size computes within seconds."""
+    """Return how many tokens a batch may have so that a model of this size takes only seconds."""
     operations = _CPU_OPERATIONS if on_cpu() else _GPU_OPERATIONS
     return min(_MOST_TOKENS, int(operations / (_OPERATIONS * parameters)))
 
@@ -170,7 +170,7 @@ def _sums(batch: MicroBatch | Pack, each: npt.NDArray[np.float64]) -> npt.NDArra
 class BatchMemory:
     """The estimated memory of an evaluation's batches, besides the model and `held` bytes.
 
-    It depends only on sizes, so that the batches are always the same.
+    The estimate depends only on sizes, so that the batches are always the same.
     """
 
     def __init__(self, forward: Forward, held: int) -> None:
@@ -188,14 +188,14 @@ class BatchMemory:
         self._free = min(self._free, most - self._held)
 
     def fits(self, load: BatchLoad) -> bool:
-        """Return whether a batch fits.
+        """Return whether a batch fits in memory.
 
-        If the model computes the logits of all tokens together, this returns False.
+        No batch does if the model computes the logits of all tokens together.
         """
         return self._splits_head and self.of(load) <= self._free
 
     def of(self, load: BatchLoad) -> int:
-        """Return the estimated bytes of a padded batch, with attention's scores kept."""
+        """Return the estimated size in bytes of a padded batch, with attention's scores kept."""
         tokens = max(load.tokens, load.lines * load.width)
         entries = _PRODUCTS * self._facts.widest_layer * tokens
         entries += _SCORES * self._facts.heads * load.scores

@@ -12,11 +12,11 @@ from mlxtune.core.steps.pack import Pack, pack
 
 
 class MicroBatches:
-    """Splits examples into micro-batches of at most `max_tokens`, by the execution of a `Forward`.
+    """Splits examples into micro-batches of up to `max_tokens` tokens for a `Forward` to run.
 
-    With `keyed`, only examples with equal dropout keys share tokens. With `whole_rows`, a row's
-    examples run together, unless any row is too long. With `run_alike`, `max_tokens` is never
-    halved, because all workers must use the same value.
+    With `keyed`, only examples with equal dropout keys share the tokens of a common prefix. With
+    `whole_rows`, a row's examples run together, unless any row is too long. With `run_alike`,
+    `max_tokens` is never halved, because all workers must use the same value.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class MicroBatches:
         self._whole_rows = whole_rows
 
     def of(self, examples: Sequence[Example]) -> Iterator[tuple[Group, MicroBatch | Pack]]:
-        """Yield each micro-batch of examples: the group of their indices, and its arrays."""
+        """Yield the group and the arrays of each micro-batch of examples."""
         for group in self.plan(examples, self.max_tokens):
             chosen = [examples[i] for i in group.examples]
             if self._forward.execution.packs:
@@ -56,9 +56,10 @@ class MicroBatches:
         return plan(examples) if whole is None else whole
 
     def halve(self, examples: Sequence[Example]) -> bool:
-        """Set `max_tokens` to half the largest micro-batch of several examples, and return True.
+        """Set `max_tokens` to half the size of the largest micro-batch of several examples.
 
-        Without such a micro-batch, or with `run_alike`, change nothing and return False.
+        Returns True; without such a micro-batch, or with `run_alike`, changes nothing and returns
+        False.
         """
         if self.run_alike:
             return False
@@ -72,7 +73,7 @@ class MicroBatches:
 def _plan_rows(
     examples: Sequence[Example], plan: Callable[[Sequence[Example]], list[Group]]
 ) -> list[Group] | None:
-    """Put rows into micro-batches: the largest row first, each into the first with enough room.
+    """Put each row, the largest first, into the first micro-batch with enough room.
 
     Returns None if a row does not fit into one micro-batch.
     """

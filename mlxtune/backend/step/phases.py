@@ -9,14 +9,15 @@ from mlxtune.backend.device import memory
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.core.run.profile import PhaseTimer
 
-# The loss, or for preferences the loss and the log-probabilities; and the gradients.
+# The loss, for preferences in a pair with the log-probabilities, and then the gradients.
 Gradients = tuple[Any, dict[str, Any]]
 
 
 class Phases:
     """The boundaries between the phases of a step.
 
-    With a `timer`, each phase is evaluated and timed when it ends; without, nothing is measured.
+    With a `timer`, each phase is evaluated and timed when it ends; without a timer, nothing is
+    measured.
     """
 
     def __init__(self, forward: Forward) -> None:
@@ -24,18 +25,18 @@ class Phases:
         self._forward = forward
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes in use, and their peak since the previous call."""
+        """Return the number of bytes in use, and its peak since the previous call."""
         return int(mx.get_active_memory()), memory.lap_peak()
 
     def end(self, name: str, *arrays: Any) -> None:
-        """End a phase; evaluate the arrays that it computes, so that their time counts."""
+        """End a phase after evaluating the arrays that it computes, so that their time counts."""
         if self.timer is not None:
             if arrays:
                 mx.eval(*arrays)
             self.timer.end(name)
 
     def gradients(self, *args: Any) -> Gradients:
-        """Return the result of `Forward.gradients` or `preference_gradients`, and time its phases.
+        """Return what `Forward.gradients` or `preference_gradients` returns, and time the phases.
 
         The phases are forward, loss (the head) and backward.
         """

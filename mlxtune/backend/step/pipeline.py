@@ -38,7 +38,7 @@ from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
 
-# The remedy in the error for memory that is too small for one example.
+# The remedy that an error names if memory is too small for one example.
 _LESS_MEMORY = (
     "lower --max-seq-len, set --grad-checkpoint on, or use --quantize 4 or fewer --num-layers"
 )
@@ -47,15 +47,15 @@ _LESS_MEMORY = (
 class InstructPipeline:
     """A model with LoRA on it, and AdamW over the LoRA matrices.
 
-    Applies LoRA to `model`, an mlx-lm model, which stays frozen otherwise. `execution` changes
-    neither loss nor gradient; its micro-batches are halved, and `warn` called, when memory runs
-    out. Written adapters record `base_model`, and its quantisation while loading (`base_record`).
-    Unless `fresh`, LoRA gets its values from `restore`, and `initial_hash` is the SHA-256 of the
-    adapter that the run started from, if any. `provenance` returns further entries of a
-    checkpoint's metadata. A step minimises `objective`. With several `workers`, the pipeline of
-    each takes the same steps, and computes its share of the examples.
+    Applies LoRA to `model`, an mlx-lm model whose own weights stay frozen. `execution` changes
+    neither loss nor gradient; its micro-batches are halved, and `warn` is called, when memory runs
+    out. Written adapters record `base_model` and the entries of `base_record`. Unless `fresh`, LoRA
+    gets its values from `restore`, and `initial_hash` is the SHA-256 of the adapter that the run
+    started from, if any. `provenance` returns further entries for a checkpoint's metadata. A step
+    minimises `objective`. With several `workers`, each worker's pipeline takes the same steps, and
+    computes its share of the examples.
 
-    Raises ModelError when a target matches nothing.
+    Raises ModelError if a target matches nothing.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class InstructPipeline:
         self.objective = objective
         self.model = model
         self.config = config
-        # The default rate of a step.
+        # The default learning rate of a step.
         self.learning_rate = config.learning_rate
         self.lora: LoRASummary = apply_lora(model, config)
         parameters = self.lora.total_parameters
@@ -136,11 +136,11 @@ class InstructPipeline:
     ) -> InstructBatchResult:
         """Take one optimizer step on all examples together.
 
-        The loss is the objective's, by default the mean over their supervised tokens, however the
+        The loss is the objective's, by default the mean over all supervised tokens, however the
         examples are split into micro-batches. `step` counts from 1 and seeds the dropout;
         `learning_rate` defaults to the config's.
 
-        Raises NonFiniteLossError, and changes nothing, if loss or gradient is not finite.
+        Raises NonFiniteLossError, and changes nothing, if a number of the step is not finite.
         """
         return self.start_batch(examples, step=step, learning_rate=learning_rate).result()
 
@@ -151,9 +151,9 @@ class InstructPipeline:
         step: int | None = None,
         learning_rate: float | None = None,
     ) -> PendingStep:
-        """Start the step that `train_batch` takes; its `result` waits for it.
+        """Start the step that `train_batch` takes, and return it while it runs.
 
-        If possible, the graph is built while the device still computes the previous step.
+        If possible, builds the step's graph while the device still computes the previous step.
         """
         before, share, built = self.runner.pending, self.builder.share(examples), None
         if step is None:
@@ -161,7 +161,7 @@ class InstructPipeline:
         rate = self.learning_rate if learning_rate is None else learning_rate
         build = partial(self.builder.build, examples, step, rate)
         if before is not None:
-            # Only steps of one micro-batch: with several, the device is busy without this.
+            # Builds only steps of one micro-batch ahead: several keep the device busy anyway.
             ahead = self.forward.execution.operations.lazy and not self.phases.timer
             ahead = ahead and self.builder.can_build_ahead()
             if ahead and before.step and self.batches.is_one(share):
@@ -177,7 +177,7 @@ class InstructPipeline:
         )
 
     def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
-        """Return loss and gradients of a step without updating; `step` seeds the dropout."""
+        """Return the loss and gradients of a step without an update; `step` seeds the dropout."""
         self.runner.settle()
 
         def compute() -> StepGradients:
@@ -193,14 +193,14 @@ class InstructPipeline:
     ) -> InstructBatchResult:
         """Return the loss and metrics of examples, which must include every example of each row.
 
-        `on_progress` is called with the number of examples done.
+        `on_progress` is called with the number of finished examples.
         """
         return self.measure(examples, self.logps(examples, on_progress))
 
     def measure(
         self, examples: Sequence[Example], logps: npt.NDArray[np.float64]
     ) -> InstructBatchResult:
-        """Return the examples' cross-entropy per supervised token, or the objective's loss.
+        """Return a result with the cross-entropy per supervised token or the objective's loss.
 
         `logps` (E,) are the log-probabilities of the examples.
         """
@@ -229,7 +229,7 @@ class InstructPipeline:
         lora: dict[str, Any] = {}
         if self.config.init != "lora":
             # PiSSA's initial model equals the base except for rounding, which depends on rank and
-            # targets. The number of epochs may change later.
+            # targets. Excludes the number of epochs, which may change later.
             lora = dataclasses.asdict(self.config) | {"epochs": None}
         return {
             **{name: provenance.get(name) for name in named},
@@ -242,9 +242,9 @@ class InstructPipeline:
     def relieve_memory(self, halve_for: Sequence[Example] | None = None) -> int | None:
         """Free the memory that MLX keeps for later arrays.
 
-        Given the examples of a step, also set the micro-batches' `max_tokens` to half the largest
-        of that step, and return it. If each micro-batch is one example, or workers share the model,
-        halve nothing and return None.
+        Given the examples of a step, also set the micro-batches' `max_tokens` to half the size of
+        the step's largest micro-batch, and return the new value. If each micro-batch has only one
+        example, or if workers share the model, halve nothing and return None.
         """
         mx.clear_cache()
         if halve_for is None or not self.batches.halve(self.builder.share(halve_for)):
@@ -259,8 +259,8 @@ class InstructPipeline:
     def snapshot(self) -> Callable[[Path], None]:
         """Return a function that writes the adapter and the optimizer into a folder.
 
-        The function writes the state at the time of this call, and the adapter in mlx-lm's format.
-        It raises OutputError.
+        The function writes the state at the time of this call, with the adapter in mlx-lm's format.
+        The function raises OutputError.
         """
         self.runner.settle()
         self._workers.check_same(self.model.trainable_parameters(), self.builder.steps)
@@ -279,7 +279,7 @@ class InstructPipeline:
     def load(self, folder: Path) -> None:
         """Load the adapter of a snapshot; with several workers, worker 0 reads it for all.
 
-        Raises ModelError if it does not fit.
+        Raises ModelError if the adapter does not fit.
         """
         self.runner.settle()
         if self._workers.index == 0:
@@ -301,7 +301,7 @@ class InstructPipeline:
         checkpoints.read_parameters(folder, self.model, self.lora)
         self._optimizer.adopt(self.model)
         self._optimizer.take_from_file(state)
-        # A halved bound stays halved; a bound that is lower now, for less memory, stays too.
+        # A halved bound stays halved, and a bound that is lower now, for less memory, stays lower.
         self.batches.max_tokens, self.builder.steps = min(tokens, self.batches.max_tokens), steps
 
     def describe(self) -> Mapping[str, Any]:

@@ -28,8 +28,9 @@ from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.text import byte_size
 from mlxtune.errors import NonFiniteLossError, one_line
 
-# The maximum seconds of a stage; the operations per second that are assumed before any is timed,
-# which the slowest Macs reach; and operations per parameter and token, forward and backward.
+# The maximum duration of a stage in seconds; the number of operations per second that is assumed
+# until a stage is timed, and that the slowest Macs reach; and the number of operations per
+# parameter and token, forward and backward.
 _SECONDS = 1.0
 _METAL_SPEED = 1e12
 _OPERATIONS = 6
@@ -41,7 +42,7 @@ _FORWARD = 1 / 3
 class Graph:
     """The arrays to evaluate for a micro-batch: layers' `outputs`, `gradients`, then `arrays`.
 
-    Without gradients, it is a forward pass. `outputs` is emptied once the graph is started.
+    Without gradients, the graph is a forward pass. `outputs` is emptied once the graph is started.
     """
 
     tokens: int
@@ -65,14 +66,15 @@ class Graph:
 
 @dataclass
 class StepGradients:
-    """Loss and gradients of a step, the graph that computes them, and the resulting update.
+    """The loss and gradients of a step, the graph that computes them, and the resulting update.
 
-    `loss` is in nats per supervised token; `tokens` counts these. `gradients` are vectors, or a
-    tree of parameters from `loss_and_gradients`; both are float32. `run_tokens` counts the tokens,
-    `padding` included, that run in `micro_batches`. `graph` computes the last micro-batch and the
-    `update`, if any. With several workers, loss and gradients are sums over all workers, as is
-    `counts`, float32 (5,): micro-batches, tokens and padding, and the workers' requests. For
-    preferences, `preference` defines the loss, and `logps`, float32 (E,), belong to the examples.
+    `loss` is in nats per supervised token; `tokens` counts the supervised tokens. `gradients` are
+    float32: vectors or, from `loss_and_gradients`, a tree of parameters. `run_tokens` counts the
+    tokens, `padding` included, that run in all `micro_batches`. `graph` computes the last
+    micro-batch and the `update`, if any. With several workers, loss and gradients are sums over all
+    workers, as is `counts`, float32 (5,): the numbers of micro-batches, run tokens, padding, and
+    requests to stop and to save. For preferences, `preference` defines the loss, and `logps`,
+    float32 (E,), are the log-probabilities of the examples.
     """
 
     loss: Any
@@ -95,7 +97,7 @@ class StepGradients:
 
 
 class PendingStep:
-    """A started optimizer step; `ended` is its end by `time.perf_counter`, 0 until then."""
+    """A started optimizer step; `ended` is the `time.perf_counter` at its end, 0 until then."""
 
     def __init__(self, step: StepGradients, finish: Callable[["PendingStep"], Any]) -> None:
         # None once the step is finished, or has failed and must be built again.
@@ -118,7 +120,7 @@ class PendingStep:
     def result(self) -> InstructBatchResult:
         """Wait for the step and return its result.
 
-        Raises NonFiniteLossError, with the model unchanged, if loss or gradient is not finite.
+        Raises NonFiniteLossError, with the model unchanged, if a number of the step is not finite.
         """
         self.finish()
         if isinstance(self._outcome, NonFiniteLossError):
@@ -160,15 +162,15 @@ class StepRunner:
         # Nothing limits commands on the CPU.
         self.seconds_per_token = 0.0 if on_cpu() else _OPERATIONS * parameters / _METAL_SPEED
         self._shortened = 1
-        # The kinds of passes, with or without a gradient, that have run once: the first pass also
-        # compiles kernels, so it is not timed.
+        # The kinds of passes, with or without a gradient, that have run once: the first pass of a
+        # kind also compiles kernels, so it is not timed.
         self._compiled: set[bool] = set()
         # The last started step, until it is finished.
         self.pending: PendingStep | None = None
         self._running: Graph | None = None
         self._left: list[Sequence[Any]] = []
         self._started = 0.0
-        # The peak of a pass excludes loading.
+        # The memory peak of a pass excludes loading.
         memory.start_peak()
 
     # Steps
@@ -182,9 +184,9 @@ class StepRunner:
     ) -> PendingStep:
         """Make the device compute a step, without waiting for it.
 
-        After a fault, `build` builds it again, from this worker's `examples`. `commit` applies the
-        computed update to the pipeline, and returns the step's result, or the error that `result`
-        raises.
+        After a fault, `build` builds the step again, from this worker's `examples`. `commit`
+        applies the computed update to the pipeline, and returns the step's result, or the error
+        that `PendingStep.result` raises.
         """
 
         def finish(pending: PendingStep) -> tuple[Any, int]:

@@ -40,8 +40,8 @@ class ChatTemplate:
     def __call__(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Render messages, with the options of core's RenderChat.
 
-        Raises BadRow, with the template's reason, if it rejects them, and ModelError if it is
-        invalid or harmful, or its output is not deterministic.
+        Raises BadRow, with the template's reason, if the template rejects the messages. Raises
+        ModelError if the template is invalid or harmful, or if its output is not deterministic.
         """
         name, request = self._request(messages, **options)
         rendering = self._latest.get(request) or self._earlier.get(request)
@@ -59,7 +59,7 @@ class ChatTemplate:
         """Start rendering the messages of later calls in the child process, without waiting.
 
         The replies are kept until the prefetch after the next. Raises ModelError if the previous
-        prefetch found that a template is harmful or its output is not deterministic.
+        prefetch found that a template is harmful or that its output is not deterministic.
         """
         requests: dict[str, list[str]] = {}
         size = 0
@@ -116,7 +116,7 @@ class _Rendering:
     index: int
 
     def reply(self) -> Reply:
-        """Wait for the rendering. Raises ModelError if it is harmful or not deterministic."""
+        """Wait for the reply. Raises ModelError if the template is harmful or not deterministic."""
         try:
             kind, text = self.replies.result()[self.index]
         except Harmful as error:

@@ -87,14 +87,14 @@ Stream = GeneratorType[str, None, Answer]
 
 
 class _Stopped(Exception):
-    """Raised in mlx-lm's progress callback, as its only way to stop reading a long prompt."""
+    """Raised in mlx-lm's progress callback, because only an error ends the reading of a prompt."""
 
 
 class Generator:
     """Answers prompts one after another, and keeps the cache of the last prompt and its answer.
 
-    If the next prompt starts with the same tokens, these do not run again, provided that the cache
-    can be trimmed. Call `forget` when the model has changed.
+    If the next prompt starts with the same tokens, these do not run again, unless the cache also
+    has other tokens and cannot be trimmed. Call `forget` when the model has changed.
     """
 
     def __init__(self, model: nn.Module, tokenizer: ModelTokenizer, vocab_size: int) -> None:
@@ -130,16 +130,16 @@ class Generator:
         sampling: Sampling,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Stream:
-        """Yield the text that each token adds, in whole characters, perhaps empty.
+        """Yield the text that each token adds, in whole characters; the text may be empty.
 
         The generator returns the Answer. `should_stop` is called after each token, and while a long
         prompt is read; if it returns True, the answer ends there. Between two tokens, the caller
-        may change the model, but must restore it. Raises MemoryLimitError, GpuError, or ModelError
-        if a logit is NaN.
+        may change the model, but must restore it. Raises MemoryLimitError or GpuError after a fault
+        of the GPU, and ModelError if a logit is NaN.
         """
         started = time.perf_counter()
         cache, reused = self._prepared(prompt.ids)
-        # An exception leaves the cache incomplete.
+        # An exception may leave the cache incomplete.
         self.forget()
         stream = TextStream((*sampling.stop, prompt.end_text))
         shown: list[str] = []
@@ -203,7 +203,7 @@ class Generator:
             sampler.finish()
 
     def _prepared(self, ids: Sequence[int]) -> tuple[list[Any], int]:
-        """Return a cache that holds the first tokens of a prompt, and their number."""
+        """Return a cache of the first tokens of a prompt, and the number of cached tokens."""
         pairs = zip(self._cached, ids[:-1], strict=False)
         # The last token always runs, for its logits.
         shared = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
@@ -279,7 +279,7 @@ def answers(
     After a fault of the GPU, the batch is retried, with fewer prompts if that helps. The `stop`
     texts are ignored.
 
-    Raises MemoryLimitError, GpuError, or ModelError if a logit is NaN.
+    Raises MemoryLimitError or GpuError if no retry helps, and ModelError if a logit is NaN.
     """
     model.eval()
     answered: dict[int, str] = {}

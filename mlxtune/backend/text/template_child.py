@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-# Kinds of replies: the rendered text; the error of a template that rejects the messages or is
-# invalid; or the reason why it is unsteady: it uses random numbers or the time of day.
+# Kinds of replies: the rendered text; the error of a template that rejects the messages; the error
+# of an invalid template; and what makes a template unsteady, random numbers or the time of day.
 TEXT, REFUSED, INVALID, UNSTEADY = "text", "refused", "invalid", "unsteady"
 
 Reply = tuple[str, str]
@@ -32,7 +32,7 @@ def _refuse(*_arguments: Any, **_options: Any) -> NoReturn:
 
 
 class _Today(_Moment):
-    """The clock of templates, which gives the date but refuses the time of day."""
+    """A clock that gives templates the date but refuses the time of day."""
 
     def strftime(self, format: str) -> str:
         night, later = (_Moment.combine(self.date(), time).strftime(format) for time in _TIMES)
@@ -43,12 +43,13 @@ class _Today(_Moment):
 
 def prepare() -> Callable[..., Any]:
     """Return transformers' renderer, patched to detect random numbers and the time of day."""
-    # Jinja's filter `random` and function `lipsum` call these functions, some by name.
+    # Jinja's filter `random` and function `lipsum` call these functions, some of which Jinja
+    # imports by name.
     for name in ("choice", "choices", "randint", "random", "randrange", "sample", "shuffle"):
         setattr(random, name, _refuse)
     # transformers formats `datetime.now()` for the templates' `strftime_now`.
     datetime.datetime = _Today  # type: ignore[misc]
-    # Skips the __init__ of these packages, which takes more than a second to list all models.
+    # Skips the __init__ of these packages: listing all models there takes more than a second.
     for name in ("transformers", "transformers.utils"):
         spec = importlib.util.find_spec(name)
         if spec is not None:
@@ -62,7 +63,7 @@ def _replies(
     render: Callable[..., Any], source: str, requests: Sequence[bytes], seconds: float
 ) -> Iterator[Reply]:
     for request in requests:
-        # SIGPROF ends this process after this much CPU time.
+        # SIGPROF ends this process after `seconds` of CPU time.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         kind = INVALID
         try:
@@ -81,7 +82,7 @@ def _replies(
 
 
 def serve(render: Callable[..., Any]) -> None:
-    """Answer the requests on stdin, in JSON lines, until it is closed."""
+    """Answer requests, which are JSON lines on stdin, until stdin is closed."""
     source = ""
     for header in sys.stdin.buffer:
         seconds, count, changed = json.loads(header)

@@ -1,10 +1,10 @@
 """Renders chat templates with transformers, in a process with limited time and memory.
 
-A chat template is an untrusted program. transformers' sandbox keeps it from files and code, but not
-from running forever or filling the memory, so it runs in a limited process.
+A chat template is an untrusted program. transformers' sandbox keeps it from accessing files and
+other code, but not from running forever or filling the memory, so it runs in a limited process.
 
-Parent and child exchange lines of JSON: a header and a line for each request, then one line with
-all replies.
+Parent and child exchange lines of JSON. The parent sends one header, then a line for each request;
+the child answers with one line of all replies.
 """
 
 import json
@@ -17,10 +17,11 @@ from mlxtune.backend.text import template_child
 from mlxtune.backend.text.template_child import REFUSED, TEXT, Reply
 from mlxtune.core.files.processes import LimitedProcess, TooMuchMemory
 
-# Longer conversations get more time and longer results: the time grows by `seconds` for this many
-# characters, and the result may have this many characters for each one of the request.
+# Longer conversations get more time and longer results: the time grows by `seconds` for every
+# `_CHARACTERS_AGAIN` characters, and a result may have `_GROWTH` characters for each character of
+# its request.
 _CHARACTERS_AGAIN, _GROWTH = 2**22, 16
-# Characters that any result may have, and that all results of an exchange may have together.
+# How many characters any result may have, and all results of an exchange together.
 _ALWAYS, _MAX_RESULT = 2**20, 2**25
 
 _TOO_LARGE = "produces more text or values than any conversation needs"
@@ -31,9 +32,10 @@ class Harmful(Exception):
 
 
 class TemplateProcess:
-    """The child process: started on first use, and again after it has ended.
+    """The child process, which is started on first use, and again after it has ended.
 
-    A rendering may take `seconds` of CPU time, or more if it is long, and the child `memory` bytes.
+    A rendering may take `seconds` of CPU time, or more for a long request. The child may use
+    `memory` bytes.
     """
 
     def __init__(self, seconds: float = 10.0, memory: int = 2**30) -> None:
@@ -43,7 +45,7 @@ class TemplateProcess:
         self._lock = threading.Lock()
 
     def submit(self, source: str, requests: Sequence[str]) -> Future[list[Reply]]:
-        """Return a future of what `render` returns or raises, computed in the background."""
+        """Start `render` in the background; return a future of its result or exception."""
         future: Future[list[Reply]] = Future()
 
         def work() -> None:
@@ -57,7 +59,7 @@ class TemplateProcess:
         return future
 
     def render(self, source: str, requests: Sequence[str]) -> list[Reply]:
-        """Render a template for each request: JSON of render_jinja_template's arguments.
+        """Render a template for each request, the JSON of render_jinja_template's arguments.
 
         Raises Harmful if the template exceeds the limits or ends its process.
         """
@@ -107,7 +109,7 @@ class TemplateProcess:
 
 
 def _whole(kind: str, text: str) -> Reply:
-    """Return a reply; text that UTF-8 and so tokenizers cannot encode becomes a refusal."""
+    """Return a reply; text that UTF-8, and so a tokenizer, cannot encode becomes a refusal."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

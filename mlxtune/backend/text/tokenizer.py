@@ -34,7 +34,7 @@ class FastTokenizer:
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._folder = tokenizer.name_or_path
-        # A tokenizer.json may enable both; transformers disables them in each call.
+        # A tokenizer.json may enable truncation or padding; transformers disables both per call.
         self._backend.no_truncation()
         self._backend.no_padding()
         self.bos_id: int | None = tokenizer.bos_token_id
@@ -144,9 +144,9 @@ def _spell_piece(piece: str) -> bytes:
 def load_tokenizer(
     folder: Path, *, trust_remote_code: bool = False, cache: Path | None = None
 ) -> ModelTokenizer:
-    """Load a model folder's tokenizer after `try_tokenizer`, which records passes in `cache`.
+    """Load a model folder's tokenizer after `try_tokenizer`, which records success in `cache`.
 
-    Raises ModelError if there is none, it is broken, or its code is not trusted.
+    Raises ModelError if there is no tokenizer, or if it is broken or its code is not trusted.
     """
     check_files(folder)
     if trust_remote_code:

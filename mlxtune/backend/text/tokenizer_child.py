@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# CPU seconds to load a tokenizer, and again to try it.
+# The maximum CPU time, in seconds, for loading a tokenizer, and again for trying it.
 _SECONDS = 10.0
-# As in config/limits.py: each added token takes time whenever the tokenizer is loaded.
+# The maximum number of added tokens, as in config/limits.py: each takes time on every load.
 _CONTROL_TOKENS = 50_000
-# The maximum number of characters into which a tokenizer's normalizers may turn one.
+# The maximum number of characters into which a tokenizer's normalizers may turn one character.
 _MAX_GROWTH = 256
 _TRIED = [
     "a",
@@ -65,15 +65,15 @@ def serve(libraries: Any, path: str) -> None:
 
 def _problem(content: Any) -> str | None:
     if (added := len(content.get("added_tokens") or ())) > _CONTROL_TOKENS:
-        return f"it adds {added:,} tokens to its vocabulary, of at most {_CONTROL_TOKENS:,}"
+        return f"adds {added:,} tokens to its vocabulary, more than {_CONTROL_TOKENS:,}"
     growth = math.prod(_growth(content.get("normalizer")))
     if growth > _MAX_GROWTH:
-        return f"its normalizer makes up to {growth:.3g} characters of one"
+        return f"its normalizer turns a character into up to {growth:.3g} characters"
     return None
 
 
 def _growth(normalizer: Any) -> Iterator[float]:
-    """Yield the maximum number of characters into which each step of a normalizer turns one."""
+    """Yield the maximum number of characters that each step of a normalizer makes of one."""
     if not isinstance(normalizer, dict):
         return
     for step in normalizer.get("normalizers") or ():

@@ -15,15 +15,15 @@ from mlxtune.errors import ModelError, one_line
 
 _MEMORY = 2**30
 _LONGEST = 2**16
-# The folder in a cache that has an empty file for each tokenizer that passed.
+# The cache's folder of empty files, one for each tokenizer that passed a trial.
 _TRIED = "tokenizers-tried"
 
 
 def try_tokenizer(folder: Path, cache: Path | None = None) -> None:
     """Raise ModelError if a folder's tokenizer takes too much time or memory, or is damaged.
 
-    Other errors surface on loading. With a cache, each file is tried only once, because a trial of
-    a large file takes a second.
+    Other errors surface on loading. With a cache, a file that has passed is not tried again,
+    because a trial of a large file takes a second.
     """
     for path in _files(folder):
         tried = None if cache is None else cache / _TRIED / _key(path)
@@ -50,8 +50,8 @@ def _files(folder: Path) -> list[Path]:
     for name in chosen:
         if not is_file_name(name):
             raise ModelError(
-                f"{config}: names {name!r:.60} as a tokenizer, which is not a file of its folder: "
-                "remove fast_tokenizer_files"
+                f"{config}: names {name!r:.60} as a tokenizer, but that is not a file in its "
+                "folder: remove fast_tokenizer_files"
             )
     paths = [folder / name for name in dict.fromkeys([*names[:1], *chosen])]
     return [path for path in paths if path.is_file()]
@@ -75,7 +75,7 @@ def _problem(path: Path) -> str | None:
     if not ended:
         found: str | None = json.loads(line)
         return found
-    limits = {"time": "10 s to load, or for a few words", "memory": "1 GB to load and try"}
+    limits = {"time": "10 s to load, or to encode a few words", "memory": "1 GB to load and try"}
     if ended in limits:
         return f"takes more than {limits[ended]}"
     return f"ends the process that loads and tries it ({ended})"

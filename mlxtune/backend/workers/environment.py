@@ -13,7 +13,8 @@ from mlxtune.core.machine.checks import OK, PROBLEM, Check
 from mlxtune.core.text import byte_size, count, short_duration
 from mlxtune.errors import ConfigError, shorten
 
-# For the network check: the bytes of an adapter's gradients, and the seconds of a step.
+# For the network check: the size of an adapter's gradients in bytes, and the duration of a step in
+# seconds.
 _EXCHANGED, _STEP_S = 10_000_000, 1.0
 
 
@@ -33,7 +34,7 @@ def launched_worker() -> int:
     """
     text = os.environ.get("MLX_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
     if not re.fullmatch("[0-9]{1,6}", text):
-        raise ConfigError([f"MLX_RANK: {shorten(text)} is no number of a worker"])
+        raise ConfigError([f"MLX_RANK: {shorten(text)} is not the number of a worker"])
     return int(text)
 
 
@@ -41,8 +42,8 @@ def launched_worker() -> int:
 class WorkerReport:
     """A worker's report on its machine.
 
-    `files` maps each requested path to its hash, None if it cannot be read; `problems` are the
-    findings of the machine's checks, each with its remedy.
+    `files` maps each requested path to its hash, or to None if it cannot be read; `problems` are
+    the findings of the machine's checks, each with its remedy.
     """
 
     machine: str
@@ -57,7 +58,7 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class Link:
-    """Seconds to sum one number over all workers, and to sum `size` bytes."""
+    """The times, in seconds, to sum one number over all workers, and to sum `size` bytes."""
 
     one_s: float
     many_s: float
@@ -71,7 +72,7 @@ class Link:
 
 
 def judge_workers(reports: Sequence[WorkerReport], link: Link) -> Iterator[Check]:
-    """Yield checks of whether workers agree, and of their network; `reports` are by worker."""
+    """Yield checks of whether workers agree, and of their network; `reports` has one per worker."""
     first, *others = reports
     machines = len({report.machine for report in reports})
     yield Check(OK, "workers", f"{len(reports)} on {count(machines, 'machine')}")
@@ -99,7 +100,7 @@ def _file(path: str, hashes: Sequence[str | None], expected: str | None) -> Chec
     for problem, workers in (
         ("cannot be read", [worker for worker, found in enumerate(hashes) if found is None]),
         (
-            "is not that of worker 0",
+            "is not the same as worker 0's",
             [worker for worker, found in enumerate(hashes) if found != expected],
         ),
     ):

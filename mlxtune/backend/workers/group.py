@@ -13,15 +13,15 @@ from mlxtune.backend.workers.environment import launched_several
 from mlxtune.core.steps.deal import deal
 from mlxtune.errors import WorkerError
 
-# Bytes of the call number in front of gathered data, and of a text's length.
+# The size in bytes of the call number in front of gathered data, and of a text's length.
 _NUMBER_SIZE = 8
 
 
 class Workers:
     """A group of workers, or this process alone if `group` is None.
 
-    They share the examples of a step or, with `tensor`, the model: each then computes its part of
-    the model for all examples. All workers must call methods that communicate in the same order.
+    Workers share the examples of a step or, with `tensor`, the model: each then computes its part
+    of the model for all examples. All workers must call communicating methods in the same order.
     """
 
     def __init__(self, group: Any = None, *, tensor: bool = False) -> None:
@@ -71,10 +71,10 @@ class Workers:
     def sum_step(
         self, loss: mx.array, gradients: Any, counts: Sequence[int], alike: Collection[str]
     ) -> list[Any]:
-        """Return loss, gradients, and counts with requests, each summed over all workers.
+        """Return the loss, the gradients, and the counts and requests, summed over all workers.
 
         Each worker passes the sums over its examples. Workers that share the model have the same
-        loss and counts, and the same gradients of the modules `alike`: these count only once.
+        loss and counts, and the same gradients of the modules `alike`: these all count once.
         """
         share = 1 / self.size if self.split_model else 1.0
 
@@ -186,7 +186,7 @@ class Workers:
         found = np.array(mx.distributed.all_gather(mine, group=self.group))
         rows = [row.tobytes() for row in found]
         if not all(row.startswith(number) for row in rows):
-            raise WorkerError("another worker is gone, or is not where this one is")
+            raise WorkerError("another worker is gone, or is at another point of the run")
         return [row[_NUMBER_SIZE:] for row in rows]
 
 

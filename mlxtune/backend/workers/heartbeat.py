@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 # Seconds between heartbeats, and seconds of silence after which a worker is lost.
 INTERVAL, PATIENCE = 2.0, 16.0
-# Bytes of the token that a connecting worker sends, and of its number after the token.
+# Sizes in bytes of the token that a connecting worker sends, and of the worker number after it.
 TOKEN_SIZE, _WORKER_SIZE = 32, 4
-# The maximum number of connections without a token so far: an attacker may open many.
+# The maximum number of connections that have sent no token yet: an attacker may open many.
 _MOST_WAITING = 256
 _ALIVE, _BYE, _FAILED = b".", b"q", b"x"
 
@@ -58,9 +58,9 @@ class Heartbeat:
             return socket.create_server(("", 0), backlog=256)
 
     def accept(self, server: socket.socket, others: int) -> None:
-        """Accept the connections of `others` workers, and start. Raises OSError.
+        """Accept connections until `others` workers are connected, then start the thread.
 
-        A connection that is silent, or sends a wrong token, delays no worker.
+        A connection that is silent, or sends a wrong token, delays no worker. Raises OSError.
         """
         deadline = time.monotonic() + PATIENCE
         with server, selectors.DefaultSelector() as selector:
@@ -71,7 +71,7 @@ class Heartbeat:
                 while len(self._peers) < others:
                     left = deadline - time.monotonic()
                     if left <= 0:
-                        raise TimeoutError(errno.ETIMEDOUT, "not all workers came")
+                        raise TimeoutError(errno.ETIMEDOUT, "not all workers connected")
                     for key, _ in selector.select(left):
                         if key.fileobj is server:
                             _let_in(server, selector, waiting)
@@ -88,7 +88,7 @@ class Heartbeat:
         selector: selectors.BaseSelector,
         waiting: dict[socket.socket, bytes],
     ) -> None:
-        """Read more of a handshake; once it is complete, keep a valid connection, or close it."""
+        """Read more of a handshake; at its end, keep a valid connection and close any other."""
         size = TOKEN_SIZE + _WORKER_SIZE
         try:
             more = connection.recv(size - len(waiting[connection]))
@@ -110,14 +110,14 @@ class Heartbeat:
             connection.close()
 
     def connect(self, host: str, port: int, worker: int) -> None:
-        """Connect to worker 0, and start. Raises OSError."""
+        """Connect to worker 0, and start the thread. Raises OSError."""
         connection = socket.create_connection((host, port), timeout=PATIENCE)
         connection.sendall(self._token + worker.to_bytes(_WORKER_SIZE, "big"))
         self._peers.append(_Peer(0, connection))
         self._thread.start()
 
     def wait_for_loss(self, seconds: float) -> None:
-        """Wait until the thread ends, as it does if a worker is lost, at most `seconds`."""
+        """Wait at most `seconds` for the thread to end, as it does if a worker is lost."""
         self._thread.join(seconds)
 
     def close(self, *, failed: bool = False) -> None:
@@ -136,8 +136,8 @@ class Heartbeat:
                 peer.connection.shutdown(socket.SHUT_WR)
         deadline = time.monotonic() + INTERVAL
         for peer in self._peers:
-            # Closing a connection with unread heartbeats resets it, and the reset may overtake
-            # the goodbye, so these are read first.
+            # Closing a connection with unread heartbeats resets it, and the reset may overtake the
+            # goodbye, so the heartbeats are read first.
             with contextlib.suppress(OSError), peer.connection:
                 while peer.connection.recv(4096) and time.monotonic() < deadline:
                     pass

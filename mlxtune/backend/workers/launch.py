@@ -30,9 +30,9 @@ from mlxtune.core.run.checkpoint import BEST
 from mlxtune.core.run.run_folder import ResumePoint, find_resume_point
 from mlxtune.errors import MlxTuneError, WorkerError, one_line
 
-# Seconds to wait for workers that never start.
+# The maximum number of seconds to wait until all workers have started.
 _JOIN_SECONDS = 120
-# The bytes of a sum that measures the network, and the number of sums.
+# The size in bytes of a sum that measures the network, and the number of such sums.
 _MEASURED, _TIMES = 16_000_000, 5
 
 
@@ -41,7 +41,7 @@ def join(say: Callable[[str], None] = lambda text: None, *, tensor: bool = False
 
     With `tensor`, they share a model.
 
-    Ends the process if not all join within two minutes. Raises WorkerError if they cannot be
+    Ends the process if not all join within two minutes. Raises WorkerError if the others cannot be
     reached, and ConfigError if the rank is not a number.
     """
     if not launched_several():
@@ -91,7 +91,7 @@ def from_worker_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, R
 def check_workers(
     workers: Workers, checks: Sequence[Check], model_path: str | None, data: Sequence[str]
 ) -> list[Check]:
-    """Return the checks of all workers, the same on each; `checks` are this machine's."""
+    """Return the checks of all workers, alike on every worker; `checks` are this machine's."""
     files = {path: _hash_of_data(Path(path)) for path in data}
     if model_path is not None:
         files[model_path] = _hash_of_model(model_path)

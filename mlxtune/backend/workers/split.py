@@ -1,4 +1,4 @@
-"""Splits a model over workers: each has a part of every large projection and the vocabulary.
+"""Splits a model over workers: each has a part of the vocabulary and of every large projection.
 
 Tensor parallelism, as in Megatron-LM, arXiv:1909.08053, section 3: the first of two successive
 projections is split by outputs, the second by inputs, and a sum over the workers follows.
@@ -26,7 +26,7 @@ from mlxtune.core.text import count
 from mlxtune.errors import ModelError, one_line
 
 # Architectures for which tests found the split model's gradients equal to one worker's. mlx-lm
-# splits some others, for inference only.
+# splits some other architectures, for inference only.
 ARCHITECTURES = (
     *("glm4_moe", "gpt_oss", "llama", "ministral3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe"),
     "qwen3_moe",
@@ -60,7 +60,7 @@ class PlannedGroup:
 class Entrance:
     """Passes inputs, the same on all workers, to projections that are split by outputs.
 
-    Sums the inputs' gradients over the workers, once for successive projections of one input.
+    Sums the inputs' gradients over the workers, once for successive projections of the same input.
     """
 
     def __init__(self, group: Any) -> None:
@@ -83,7 +83,7 @@ class Part:
     own: slice
 
     def enter(self, x: mx.array) -> mx.array:
-        """Return inputs x; if split by outputs, their gradient is summed over the workers."""
+        """Return inputs x; their gradient is summed over the workers if the split is by outputs."""
         return self.entrance(x) if self.by_outputs else x
 
     def leave(self, y: mx.array) -> mx.array:
@@ -91,7 +91,7 @@ class Part:
         return y if self.by_outputs else _sum(y, self.group)
 
     def factors(self, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
-        """Return this worker's parts of A (in, k) and B (k, out) of the whole projection."""
+        """Return this worker's parts of the whole projection's factors A (in, k) and B (k, out)."""
         return (a, b[:, self.own]) if self.by_outputs else (a[self.own], b)
 
     def inputs(self, x: mx.array) -> mx.array:
@@ -132,7 +132,7 @@ class Vocabulary:
     size: int
 
     def find(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        """Return each token's row on this worker, and whether it has one; the row is 0 if not."""
+        """Return each token's row on this worker, 0 if there is none, and whether there is one."""
         places = tokens - self.start
         here = (places >= 0) & (places < self.size)
         return mx.where(here, places, 0), here
@@ -146,7 +146,7 @@ class Vocabulary:
         return _sum(x, self.group)
 
     def highest(self, x: mx.array) -> mx.array:
-        """Return the largest value of each entry on any worker."""
+        """Return the maximum of each entry over the workers."""
         if isinstance(self.group, PlannedGroup):
             return x
         return mx.distributed.all_max(x, group=self.group)
@@ -189,7 +189,7 @@ def _class_of(part: type, whole: type) -> Any:
 def split_base(base: BaseModel, group: Any) -> BaseModel:
     """Return this worker's part of an opened base; no weights are read.
 
-    Raises ModelError if it cannot be split over the group.
+    Raises ModelError if the base cannot be split over the group.
     """
     workers, model = group.size(), base.model
     _check(base, workers)
@@ -246,7 +246,7 @@ def _check(base: BaseModel, workers: int) -> None:
     if base.model_type not in ARCHITECTURES:
         raise _refuse(
             f"models of type {base.model_type}, only {', '.join(ARCHITECTURES)}: "
-            "leave it out, so that each worker has the whole model"
+            "leave --parallel out, so that each worker has the whole model"
         )
     config = base.text_config
     for name in _DIVIDED:
@@ -254,7 +254,7 @@ def _check(base: BaseModel, workers: int) -> None:
         if isinstance(size, int) and size % workers:
             raise _refuse(
                 f"{base.folder} over {count(workers, 'worker')}: its {name} is {size}: "
-                "start as many workers as divide it"
+                "start a number of workers that divides it"
             )
 
 

@@ -42,8 +42,9 @@ class Watch:
         self.found = threading.Event()
         silent = f"worker {1 - workers.index}" if workers.size == 2 else "another worker"
         problem = (
-            f"{silent} does not answer, or has ended: start all again, on ports that nothing else "
-            "uses (mlx.launch --starting-port), and allow connections between the machines"
+            f"{silent} does not answer, or has ended: start all workers again, on ports that "
+            "nothing else uses (mlx.launch --starting-port), and allow connections between the "
+            "machines"
         )
         timer = threading.Timer(_MEETING_SECONDS, self._exit, [problem])
         timer.daemon = True
@@ -88,7 +89,7 @@ class Watch:
         # After a loss, arbitrary data from MLX's ring may have caused any error.
         of_ring = "[ring]" in str(error)
         self.heartbeat.wait_for_loss(_GRACE if of_ring else _MOMENT)
-        # If the other worker failed too, the error explains more than the loss.
+        # If the other worker failed too, any error but WorkerError explains more than the loss.
         if of_ring or (self.heartbeat.failed and isinstance(error, WorkerError)):
             return self._line()
         return None

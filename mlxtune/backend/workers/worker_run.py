@@ -30,14 +30,14 @@ from mlxtune.errors import (
 
 # Values that must be the same on all workers of a run, and the error if they differ.
 _COMMON = {
-    "versions": "runs other versions ({}): install the same on all machines",
-    "options": "was given other options ({}): start all workers with one command",
-    "base_hash": "--model-path: has other weights than worker 0: copy the folder",
-    "data_hash": "--data: gives other examples than on worker 0: copy the files",
-    "validation_hash": "--val-data: gives other examples than on worker 0: copy the file",
-    "dtype": "computes in another --dtype ({}): set --dtype",
+    "versions": "has different versions ({}): install the same on all machines",
+    "options": "was given different options ({}): start all workers with one command",
+    "base_hash": "reads other weights from --model-path than worker 0: copy the folder",
+    "data_hash": "reads other examples from --data than worker 0: copy the files",
+    "validation_hash": "reads other examples from --val-data than worker 0: copy the file",
+    "dtype": "computes in a different --dtype ({}): set --dtype",
     "quantized_compute": "multiplies quantised weights differently ({}): set --quantized-compute",
-    "step": "starts at another step ({}): start all workers with one command",
+    "step": "starts at a different step ({}): start all workers with one command",
 }
 
 
@@ -74,7 +74,7 @@ ConsoleT = TypeVar("ConsoleT", bound=Says)
 
 
 class LastStep(TrainingObserver):
-    """Observes a run's last step, 0 before it starts, and whether the run has a checkpoint."""
+    """Observes the number of a run's last step, 0 at first, and whether there is a checkpoint."""
 
     def __init__(self) -> None:
         self._progress, self._saved = Progress(), False
@@ -88,7 +88,7 @@ class LastStep(TrainingObserver):
         self._saved = True
 
     def describe_loss(self, run: Path, lost: int | None) -> str:
-        """Return the end of the message on a lost worker: the last step, and how to continue."""
+        """Return the end of the message about a lost worker: the last step, and how to continue."""
         log = f", see {run / f'worker-{lost}.log'}" if lost else ""
         again = f"resume with {resume_command(run)}"
         again = again if self._saved else "nothing was saved: give the same command again"
@@ -200,7 +200,7 @@ def join_run(
 
 
 def _alike(config: TrainConfig, workers: Workers) -> TrainConfig:
-    """Return options for workers that share a model, which must run the same micro-batches."""
+    """Return the options of workers that share a model: all must run the same micro-batches."""
     limit = memory.find_limits(config.memory_limit).memory / memory.GB
     limits = map(json.loads, workers.texts(json.dumps(limit)))
     # Sampling needs the whole model, which no worker has.

@@ -46,7 +46,11 @@ def test_workers_that_agree_have_nothing_to_fix() -> None:
             "worker 1 has mlx 0.32.3, on worker 0 0.32.4",
         ),
         ({"versions": {}}, "versions", "worker 1 has mlx None, on worker 0 0.32.4"),
-        ({"files": {"chat.jsonl": "b"}}, "files", "chat.jsonl is not that of worker 0 on worker 1"),
+        (
+            {"files": {"chat.jsonl": "b"}},
+            "files",
+            "chat.jsonl is not the same as worker 0's on worker 1",
+        ),
         ({"files": {"chat.jsonl": None}}, "files", "chat.jsonl cannot be read on worker 1"),
         (
             {"problems": [("MLX does not start", "reinstall")]},
@@ -92,5 +96,5 @@ def test_a_launch_is_told_by_its_variables(
 @pytest.mark.parametrize("text", ["x", "", "-1", "1 ", "٣", "9" * 20])
 def test_rank_that_is_no_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLX_RANK", text)
-    with pytest.raises(ConfigError, match=r"MLX_RANK: .* is no number of a worker"):
+    with pytest.raises(ConfigError, match=r"MLX_RANK: .* is not the number of a worker"):
         launched_worker()
