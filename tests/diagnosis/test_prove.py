@@ -353,5 +353,5 @@ def test_release_of_a_kernel_keeps_its_numbers_only(
 def test_share_without_prove_and_a_folder_as_its_file_are_one_line(
     cli: Cli, tmp_path: Path
 ) -> None:
-    assert "--share is the result of --prove" in cli("doctor", "--share", "x.json").error
+    assert "--share writes the result of --prove" in cli("doctor", "--share", "x.json").error
     assert "is a folder" in cli("doctor", "--prove", "--share", tmp_path).error
