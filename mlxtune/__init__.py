@@ -4,16 +4,17 @@
     result = mlxtune.train(model_path="…", data="chat.jsonl", rank=16)
     inspection = mlxtune.inspect(model_path="…", data=[{"prompt": "…", "completion": "…"}])
 
-Options are keywords, or fields of a config such as `TrainConfig`, whose help() has a sentence on
-each. `data` may be paths or rows: dictionaries in a list, another iterable or a `datasets.Dataset`.
+Options are keywords, or fields of a config such as `TrainConfig`; help() of a config describes the
+options. `data` may be paths or rows: dictionaries in a list, another iterable or a
+`datasets.Dataset`.
 
 Also public: `StepHistory` and `TrainingMetrics` of mlxtune.core.run.metrics, `StepProfiler` of
 mlxtune.core.run.profile, `reserve` and `reservations` of mlxtune.core.machine.reservation, and
 `NF4Linear`, `quantize` and `dequantize` of mlxtune.backend.models.nf4.
 
-Recipes and classes are imported on first use, so that `import mlxtune` and `mlxtune --help` start
-without mlx and numpy, and `mlxtune.core` works where mlx is not installed. On Linux, importing
-mlxtune loads a fast BLAS for mlx's CPU wheel, which must be loaded before mlx.
+Commands and their results are imported on first use, so that `import mlxtune` and `mlxtune --help`
+need neither mlx nor numpy, and `mlxtune.core` works where mlx is not installed. If mlx's CPU wheel
+for Linux is installed, importing mlxtune loads a fast BLAS, which must be loaded before mlx.
 """
 
 # isort: off

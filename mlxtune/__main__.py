@@ -1,4 +1,4 @@
-"""Runs the command as `python -m mlxtune`."""
+"""Runs the `mlxtune` command for `python -m mlxtune`."""
 
 from mlxtune.cli import main
 

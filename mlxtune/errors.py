@@ -62,7 +62,7 @@ class NonFiniteLossError(MlxTuneError, FloatingPointError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal ended the work, and unfinished files were removed; `signal` is its number."""
+    """A signal ended the work, so unfinished files are removed; `signal` is the signal's number."""
 
     signal = 2  # SIGINT
 
@@ -87,7 +87,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
     @property
     def saved(self) -> str:
-        """A text that names the folder with the saved state, and the command to resume."""
+        """A phrase that names the folder with the saved state, and the command to resume."""
         if self.checkpoint is None:
             return "nothing to save"
         return f"saved to {self.checkpoint}; resume with {resume_command(self.checkpoint.parent)}"
@@ -103,7 +103,7 @@ def resume_command(run: Path) -> str:
 
 
 def _short(run: Path) -> Path:
-    """Return the parent of a folder named `checkpoints`; other folders stay unchanged."""
+    """Return the parent of a folder named `checkpoints`, or else the folder itself."""
     return run.parent if run.name == "checkpoints" and run.parent.name else run
 
 
@@ -115,12 +115,12 @@ def printable(text: str) -> str:
 
 
 def shorten(text: str) -> str:
-    """Quote at most 60 characters of a text for a message, with control characters escaped."""
+    """Quote at most 60 characters of `text` for a message, with control characters escaped."""
     return repr(text if len(text) <= 60 else text[:60] + "…")
 
 
 def one_line(error: BaseException | str) -> str:
-    """Return another library's message as one line of at most 300 characters, to quote it."""
+    """Return an error's message as one line of at most 300 characters, to quote elsewhere."""
     spaced = "".join(c if c.isprintable() else " " for c in str(error))
     text = " ".join(spaced.split()) or type(error).__name__
     return text if len(text) <= 300 else text[:299] + "…"

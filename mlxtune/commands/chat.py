@@ -42,7 +42,7 @@ HELP = """\
 /help          show this help
 /quit          quit; Ctrl-D does too
 Ctrl-C stops an answer. Start a line with // to send a message that starts with /."""
-# The most characters in a line of input: a pipe may send an endless line.
+# The largest number of characters in a line of input: a pipe may send an endless line.
 _LONGEST_LINE = 2**20
 _SAVE_FILE = "conversations.jsonl"
 _NAMES = {False: "base model", True: "adapter"}
@@ -95,7 +95,7 @@ class _Conversation:
 
     @property
     def who(self) -> str:
-        """The name of the answering model and its files."""
+        """A phrase that names the answering model and its path."""
         base, adapter = f"the base model {self.config.model_path}", ""
         if self.loaded.adapted is not None:
             adapter = f"the adapter {self.loaded.adapted.weights}"
@@ -203,7 +203,7 @@ class _Conversation:
 
 
 def _lines() -> Iterator[str]:
-    """Yield each line of standard input, with a prompt if it is a terminal."""
+    """Yield each line of standard input, after a prompt if standard input is a terminal."""
     if sys.stdin is None:
         return
     is_terminal = sys.stdin.isatty()

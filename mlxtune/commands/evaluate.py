@@ -30,9 +30,10 @@ from mlxtune.views.run_text import evaluation_lines
 
 @takes_options(EvalConfig)
 def evaluate(config: EvalConfig) -> Evaluation:
-    """Compare a base model with its adapter on the supervised tokens of every row of the data.
+    """Compare a base model without and with its adapter on the supervised tokens of the data.
 
-    Leaves out rows that the adapter was trained on, if the records of its run are available.
+    Leaves out rows that the adapter was trained on, if the adapter's run recorded them, unless no
+    other rows are left.
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """

@@ -36,7 +36,7 @@ from mlxtune.core.run.checkpoint import ADAPTER
 
 @takes_options(ExportConfig)
 def export(config: ExportConfig) -> ExportResult:
-    """Write an adapter for another tool, load it again, and compare it with the trained model.
+    """Write an adapter for another tool, load it, and compare the result with the trained model.
 
     Raises a subclass of MlxTuneError, without writing the output folder.
     """
@@ -57,7 +57,8 @@ def show(config: ExportConfig) -> None:
 def _merge(config: ExportConfig, source: Source, folder: Path) -> Certificate:
     """Merge base and adapter into a GGUF or, without llama.cpp's converter, a model folder.
 
-    The folder also gets a Modelfile for Ollama. The proof covers the weights before quantisation.
+    The output folder also gets a Modelfile for Ollama. The proof covers the weights before
+    quantisation.
     """
     console, trust = source.console, config.trust_remote_code
     check_copied(source.folder)

@@ -1,4 +1,4 @@
-"""`mlxtune fuse`: writes a model with the adapter in its weights, and tests the result."""
+"""`mlxtune fuse`: writes a model with an adapter merged into the weights, and tests the result."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from mlxtune.config import FuseConfig
 
 @takes_options(FuseConfig)
 def fuse(config: FuseConfig) -> ExportResult:
-    """Write a model folder with an adapter in its weights, and compare it with the trained model.
+    """Write a model with an adapter merged into the weights; compare it with the trained model.
 
     Raises a subclass of MlxTuneError, without writing the output folder.
     """

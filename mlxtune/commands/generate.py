@@ -119,7 +119,8 @@ def _read_prompt() -> str:
     try:
         content = _read("-")
         check_size(content, _STDIN)
-        # The line end that `echo` writes; other blank lines may continue a text.
+        # Drop only the line end that `echo` writes, because other blank lines may belong to the
+        # prompt.
         text = content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise DataError(f"{_STDIN}: is not text in UTF-8 (byte {error.start + 1})") from error

@@ -18,7 +18,7 @@ from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
 from mlxtune.views.output import print_line
 
-# The file with the SHA-256 of the written files; --overwrite replaces no other files.
+# Lists the SHA-256 of each written file; --overwrite replaces only the listed files.
 FILES = "mlxtune-files.json"
 
 
@@ -27,7 +27,7 @@ def import_adapter(config: ImportConfig) -> Path:
     """Write an adapter of mlx-lm or PEFT in mlx-lm's layout; return the path of the written file.
 
     Names and shapes are checked against the base model, whose weights are not read. Raises
-    ModelError, which names the parts that mlx-lm's LoRA cannot hold, or OutputError.
+    ModelError, which names any parts that mlx-lm's LoRA cannot represent, or OutputError.
     """
     given, is_peft = _find(config.adapter)
     named = base_of(given.parent) if is_peft else read_info(given).model

@@ -1,4 +1,4 @@
-"""Judges whether an adapter helped, by a model's losses and answers without and with it."""
+"""Judges whether an adapter helped: compares losses and answers without and with the adapter."""
 
 import json
 import operator
@@ -44,12 +44,12 @@ from mlxtune.errors import MlxTuneError, shorten
 from mlxtune.views.console import RunConsole
 from mlxtune.views.run_text import less_likely_line
 
-# The most tokens of a sample answer at the end of a run.
+# The largest number of tokens in a sample answer at the end of a run.
 _LONGEST_SAMPLE = 128
-_NOTHING_TO_ANSWER = "no row has a prompt and a whole answer, as plain text has none"
-# The most tokens of a sample answer after a validation, because training waits for it.
+_NOTHING_TO_ANSWER = "no row has a prompt and a whole answer (plain text has neither)"
+# The largest number of tokens in a sample answer after a validation: training waits for the answer.
 _LONGEST_LIVE = 64
-# Time limit of a pattern search, and the number of searches that may exceed it.
+# Time limit of a pattern search in seconds, and the number of searches that may exceed the limit.
 _SEARCH_SECONDS, _MOST_SLOW = 0.5, 8
 
 
@@ -274,10 +274,10 @@ def matcher(
 ) -> Callable[[str, str], bool]:
     """Return a function that compares an answer with the expected answer.
 
-    They match by `json` if both are JSON with equal values, by `contains` if the answer contains
-    the expected answer, and by `regex=PATTERN` if the pattern, or its first group, finds the same
-    text in both. After several timeouts, searching stops. `warn` is called at the first timeout and
-    when searching stops. Raises regex.error.
+    The answers match by `json` if both are JSON with equal values, by `contains` if the answer
+    contains the expected answer, and by `regex=PATTERN` if the pattern, or its first group, finds
+    the same text in both. After several timeouts, searching stops. `warn` is called at the first
+    timeout and when searching stops. Raises regex.error.
     """
     if by == "json":
         return _same_json
@@ -296,7 +296,7 @@ def matcher(
             found = pattern.search(text, timeout=_SEARCH_SECONDS)
         except TimeoutError:
             if not slow:
-                warn(f"--match {shorten(by)}: takes too long on some answers, which do not match")
+                warn(f"--match {shorten(by)}: takes too long on some answers, which count as wrong")
             slow += 1
             if slow == _MOST_SLOW:
                 warn(f"--match {shorten(by)}: the remaining answers are not searched")

@@ -1,4 +1,4 @@
-"""Code that `fuse` and `export` share: finding adapter and base, output folder, proof."""
+"""Code that `fuse` and `export` share, to find the inputs, and to write and prove the output."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -161,7 +161,7 @@ def certify(source: Source, folder: Path, certificate: Certificate) -> ExportRes
 
 
 def prompts_for(source: Source) -> list[list[int]]:
-    """Return the tokens of prompts on which to compare models, encoded as `generate` does."""
+    """Return the tokens of prompts on which to compare models, as `generate` encodes them."""
     trust = source.config.trust_remote_code
     data = DataConfig(str(source.folder), data=_PROMPTS, trust_remote_code=trust)
     reader = Reader(data, source.folder)
@@ -218,7 +218,7 @@ def write_fused(
 
 
 def _write_template(source: Source, folder: Path) -> None:
-    """Write the chat template of training, unless it is the base model's, and its end token.
+    """Write the end token of training's chat template, and the template if the base model lacks it.
 
     Raises OutputError.
     """

@@ -22,7 +22,7 @@ from mlxtune.views.console import RunConsole
 from mlxtune.views.output import ask, print_line
 
 CARD = "README.md"
-# The subfolder with mlx-lm's layout of the adapter; PEFT requires its layout at the top.
+# The subfolder for mlx-lm's layout of the adapter; PEFT requires its own files at the top level.
 MLX_LM = "mlx-lm"
 _IN_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 
@@ -96,8 +96,8 @@ def write_package(
     base = base_model or _name_of(source.folder)
     if not REPOSITORY.fullmatch(base):
         console.warn(
-            f"the base model is known here as {base} only: with --base-model owner/name, others "
-            "find it"
+            f"the base model is known only by its local name {base}: give --base-model owner/name, "
+            "so that others can find the model"
         )
     known = ("base", "prompt", "objective", "rank", "alpha", "rslora", "init", "target_ranks")
     own = source.adapter.settings.get("mlxtune", {})
@@ -110,7 +110,7 @@ def write_package(
         peft.write_peft(adapter, source.folder, folder)
     except ModelError as problem:
         has_peft = False
-        console.warn(f"only for mlx-lm: {problem}")
+        console.warn(f"the adapter is uploaded only for mlx-lm: {problem}")
     if run.evaluation is not None and run.evaluation.generated and not quoted_samples(run):
         console.say("Samples", "left out: they quote rows that are not public on the hub")
     card = model_card(run, view, repository=repository, base=base, peft=has_peft)
@@ -140,8 +140,8 @@ def _check_adapter(run: Run, view: RunView, source: Source) -> None:
             )
     elif own != view.sha256:
         raise OutputError(
-            f"{source.weights}: is not the adapter that the run wrote, which its card would "
-            "describe: name the run's own, or train again"
+            f"{source.weights}: is not the adapter that the run wrote, so the card would not "
+            "describe it: name the run's own adapter, or train again"
         )
 
 

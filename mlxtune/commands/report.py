@@ -27,11 +27,11 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def report(*runs: str | Path, html: str | Path | None = None) -> list[RunView]:
-    """Return summaries of runs, in the order given; with `html`, also write their page there.
+    """Return summaries of runs, in the order given; with `html`, also write their page to it.
 
     Each run is named by its folder, its adapter, or the adapter's folder.
 
-    Raises OutputError if there is no such run, or the page cannot be written.
+    Raises OutputError if there is no such run, or if the page cannot be written.
     """
     found = _read_runs(runs)
     if html is not None:
@@ -43,9 +43,8 @@ def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
     """Write the page of runs and print a summary of it, or print JSON.
 
     Without `html`, the page of one run goes into its folder, and the page of several runs into the
-    current folder. With `as_json`, no page is written. If the folder is read-only,
-    the summary says so.
-    Raises the errors of `report`.
+    current folder; if that folder is read-only, the summary says so. With `as_json` but without
+    `html`, no page is written. Raises the errors of `report`.
     """
     if html is not None and not html.strip():
         raise ConfigError(["--html is empty: name the page to write"])

@@ -26,7 +26,7 @@ from mlxtune.core.steps import order
 from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
 
-# The most rows to measure on: more rows take longer and hardly change the result.
+# The largest number of rows to measure on: more rows take longer and hardly change the result.
 _MOST_ROWS = 100
 
 # Measures the quality of a model; lower is better.
@@ -34,11 +34,11 @@ _Measure = Callable[[BaseModel], float]
 
 
 def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention | None]:
-    """Return how to store the trained projections, and how much of the gain this loses.
+    """Return how to store the trained projections, and how much of the adapter's gain is lost.
 
-    Measures the loss on the run's validation rows, if this user made the run and its data is still
-    there, or else the KL divergence from the trained model on the proof's prompts. Measures nothing
-    and returns None if there is only one way, as without quantised projections.
+    Measures the loss on the run's validation rows, if this user made the run and the data still
+    exists, or else the KL divergence from the trained model on the proof's prompts. If only one way
+    is possible, as without quantised projections, measures nothing, and the second value is None.
 
     Raises the errors of `load_base` and `load_adapted`.
     """
@@ -47,7 +47,7 @@ def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention |
     storages = fusing.storages(source.folder, source.adapter, **options)
     if len(storages) == 1:
         return AS_BASE, None
-    source.console.say("Measuring", "what quantising again loses of what the adapter gained")
+    source.console.say("Measuring", "how much of the adapter's gain is lost by quantising again")
     adapted = load_adapted(load_base(source), str(source.weights))
     name, unit, base, trained, measure = _measure_of(source, adapted)
     del adapted
@@ -77,16 +77,13 @@ def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention |
             f"{loses}: it is worth more on its own, or with --dequantize"
             if config.force
             else f"{loses}: the trained projections are stored {kept.storage}, which loses "
-            f"{kept.lost:.0%} (--force stores them as the base)"
+            f"{kept.lost:.0%} (--force stores them as in the base)"
         )
     return retention.chosen.storage, retention
 
 
 def _measure_of(source: Source, adapted: Adapted) -> tuple[str, str, float, float, _Measure]:
-    """Return a measure of a model's quality.
-
-    Returns its name, its unit, its values without and with the adapter, and its function.
-    """
+    """Return a measure of quality: name, unit, values without and with the adapter, function."""
     if (rows := _validation_rows(source)) is not None:
 
         def loss(base: BaseModel) -> float:

@@ -32,14 +32,15 @@ def runs(*folders: str | Path, sort: str = "when") -> list[RunView]:
 def remove_runs(*folders: str | Path) -> None:
     """Remove the runs in these folders with their checkpoints; keep adapters and earlier runs.
 
-    Raises OutputError if a folder holds no run, a run in training, or other programs' files.
+    Raises OutputError if a folder contains no run, or if it contains a run in training or other
+    programs' files.
     """
     for name in folders:
         remove_run(run_folder_at(as_path(str(name))))
 
 
 def show(folders: Sequence[str], *, sort: str, as_json: bool, remove: bool, yes: bool) -> None:
-    """Print the runs below folders: a table that fits the terminal, or JSON; or remove them."""
+    """Print the runs below folders as JSON or as a table that fits the terminal, or remove runs."""
     if remove:
         if not folders:
             raise ConfigError(["--remove needs the folders of the runs to remove"])

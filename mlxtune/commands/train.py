@@ -72,7 +72,7 @@ from mlxtune.views import plan_text, run_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.pages.run_page import ResultCard, write_page
 
-# Suffixes of weights and configs in formats that `train` does not write.
+# Suffixes of files in formats that `train` does not write.
 _OTHER_FILES = (".bin", ".csv", ".gguf", ".json", ".jsonl", ".npz", ".pt", ".pth", ".txt", ".yaml")
 
 
@@ -102,7 +102,7 @@ class TrainResult:
         printer.text(repr(self) if card is None else card.text())
 
     def _card(self) -> ResultCard | None:
-        """Build the card from this result; another run may have replaced the files."""
+        """Build the card from this result, because another run may have replaced the files."""
         if self.training is None:
             return None
         run = Run(
@@ -132,9 +132,9 @@ def train(
 
     With `dry_run`, print the plan and stop before the first step. With `resume`, continue from that
     checkpoint, which `mlxtune.resume` finds. After step `stop_after`, stop as on Ctrl-C. On the
-    first worker, `observers` receive the events of the run. With `live`, the model also answers the
-    `samples` rows after each validation, for the live page. `on_step` gets the record of each step,
-    and `on_validation` the step (0 before training) and the loss of each validation.
+    first worker, `observers` receive the events of the run. With `live`, the model also answers up
+    to `samples` validation rows after each validation, for the live page. `on_step` gets the record
+    of each step, and `on_validation` the step (0 before training) and the loss of each validation.
 
     Raises a subclass of MlxTuneError for errors in options, files or the model, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
@@ -153,7 +153,7 @@ def train(
         result = evaluation = None
         if not (dry_run or config.allow_sleep) and worker_run.first_on_machine:
             held.enter_context(kept_awake())
-        # A missing folder is created and locked only before training starts.
+        # A missing folder is created and locked only just before training starts.
         if is_locked := not dry_run and config.checkpoint_path.is_dir():
             lock_folder(config, resume, held)
         if config.init_adapter is not None and resume is None:
@@ -219,7 +219,7 @@ def train(
 def _judged(
     worker_run: WorkerRun[RunConsole], folder: Path, judged: JudgedRows
 ) -> Evaluation | None:
-    """Report whether the adapter helped on any held-out rows, and write the run's page."""
+    """Report whether the adapter helped on the held-out rows, if any, and write the run's page."""
     config, console, workers = worker_run.config, worker_run.console, worker_run.workers
     try:
         return judge(config, folder, judged, console, workers) if judged.rows else None
@@ -244,13 +244,13 @@ def resume(
     on_validation: Callable[[int, float], None] | None = None,
     **changes: Any,
 ) -> TrainResult:
-    """Resume the run in a folder with its own options; the result equals an uninterrupted run's.
+    """Resume a run with the run's own options; the result equals that of an uninterrupted run.
 
-    `folder` holds its checkpoints or its adapter. `changes` are options that differ: `epochs` and
-    `max_steps` may grow, and options that do not change the result may change.
+    `folder` contains the run's checkpoints or adapter. `changes` are options that differ: `epochs`
+    and `max_steps` may grow, and options that do not change the result may change.
 
-    Raises the errors of `train`; ConfigError if a change would change the result; OutputError if
-    there is no run to resume.
+    Raises the errors of `train`. Raises ConfigError if a changed option would change the result,
+    and OutputError if there is no run to resume.
     """
     config, found = find_run(str(folder), with_rows(changes))
     return train(config, resume=found, on_step=on_step, on_validation=on_validation)
@@ -258,7 +258,7 @@ def resume(
 
 @takes_options(DemoConfig)
 def demo(config: DemoConfig) -> TrainResult:
-    """Train the small model that comes with mlxtune to answer a guest's message with JSON.
+    """Train mlxtune's own small model to answer a guest's message with JSON.
 
     Raises the errors of `train`.
     """
@@ -277,7 +277,7 @@ def _trained_before(
 
 
 def check_paths(config: TrainConfig) -> Path:
-    """Check before any work that the files can be read and written; return the model's folder.
+    """Check before any work that files can be read and written; return the model's folder.
 
     Raises ModelError, DataError or OutputError.
     """
@@ -301,9 +301,10 @@ def check_paths(config: TrainConfig) -> Path:
 
 
 def lock_folder(config: TrainConfig, resume: ResumePoint | None, held: ExitStack) -> None:
-    """Lock the run's folder and its adapter for as long as `held`, or this process, lives.
+    """Lock the run's folder and adapter until `held` closes or this process ends.
 
-    Raises OutputError if another process trains there, or a new run finds an unfinished run there.
+    Raises OutputError if another process trains there, or if a new run finds an unfinished run
+    there.
     """
     folder = config.checkpoint_path
     for new in (config.output_path.parent, folder):
@@ -339,7 +340,7 @@ def prepare(
     report_findings(dataset, console)
     if config.val_steps and dataset.validation is not None and not dataset.validation:
         raise ConfigError(
-            ["--val-steps: no rows validate: leave it out, or set --val-split above 0"]
+            ["--val-steps: there are no validation rows: leave it out, or set --val-split above 0"]
         )
 
     # Memory comes next: a run that does not fit ends before its weights are read.
@@ -428,7 +429,7 @@ def make_trainer(
 def check_same_run(
     worker_run: WorkerRun[RunConsole], trainer: InstructTrainer, resume: ResumePoint | None
 ) -> None:
-    """Raise WorkerError if another worker has other data, weights, options or versions."""
+    """Raise WorkerError if another worker has different data, weights, options or versions."""
     hashes = {"data_hash": trainer.data_hash(), "validation_hash": trainer.validation_hash()}
     step = {"step": resume.progress.step if resume else 0}
     described = {**trainer.pipeline.describe(), **hashes, **step}
@@ -445,7 +446,7 @@ def print_plan(
 ) -> None:
     """Print how many rows and tokens are used, and the plan of training.
 
-    `chose_epochs` says whether --auto chose the epochs.
+    `chose_epochs` says whether --auto chose the number of epochs.
     """
     dataset = setup.dataset
     for ledger in dataset.ledgers:

@@ -79,7 +79,7 @@ def show(run: str, *, replay: bool, model_path: str, as_json: bool) -> bool:
 
 
 def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
-    """Compare every adapter with the base model's shapes; no weights are loaded."""
+    """Check the base model's hash, and each adapter's names and shapes, without loading weights."""
     folder = model_folder.find_folder(config.model_path)
     expected, actual = good[0].metadata.get("base_hash"), model_hash(folder, user_cache())
     changed = f"{folder}: its weights are not those that the run started from"
@@ -93,7 +93,7 @@ def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoin
         except ModelError as problem:
             found.add(name, str(problem), "")
         else:
-            found.add(name, None, f"{count} tensors, names and shapes as the model's")
+            found.add(name, None, f"{count} tensors with the model's names and shapes")
 
 
 def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
@@ -121,7 +121,7 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             # A replay from the start recreates these files.
             make_folder(scratch / "checkpoints")
             for name in (REFERENCE, TRAINED_ROWS):
-                with suppress(OSError):  # training reports it
+                with suppress(OSError):  # training reports the error
                     copy_file(newest.folder.parent / name, scratch / "checkpoints" / name)
         try:
             train(own, resume=resumed, stop_after=newest.step)
@@ -143,7 +143,9 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
     if not same or not same_except_measurements(records, before):
         problem = f"{start}: the {'metrics' if same else 'adapter'} differ{'' if same else 's'}"
         if data != newest.metadata.get("data_hash"):
-            problem += ", because its data gives other examples than the run was trained on"
+            problem += (
+                ", because the data gives different examples from those that the run was trained on"
+            )
         elif not on_cpu():
             problem += ", perhaps by rounding: see docs/reliability.md on GPUs"
     found.add("replay", problem, f"{start}: the same bytes")

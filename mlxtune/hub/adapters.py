@@ -1,7 +1,7 @@
-"""Uploads of adapters to the hub, in one commit or none, and their model cards.
+"""Uploads an adapter and its model card to the hub, in a single commit.
 
-A card states facts about an adapter from the run's folder. It gives names instead of paths, and
-quotes only rows that are public on the hub.
+The card states facts from the run's folder. It gives names instead of paths, and quotes rows only
+if all the data is public on the hub.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ _SAMPLES = 3
 
 
 def check_may_write(repository: str, *, public: bool) -> bool:
-    """Return whether a repository exists. Uploads nothing.
+    """Return whether a repository exists, without changing the hub.
 
-    Raises OutputError if the token may not write there, or if the visibility of an existing
-    repository differs from `public`: an upload would not change it.
+    Raises OutputError if the token may not write to the repository, or if the visibility of an
+    existing repository differs from `public`, because an upload keeps the visibility.
     """
     with asking(repository, _MISSING, OutputError) as hub:
         account = hub.whoami()
@@ -47,8 +47,8 @@ def check_may_write(repository: str, *, public: bool) -> bool:
         if token.get("role") == "read":
             raise OutputError(
                 f"{repository}: the token {token.get('displayName', '')!s:.60} of "
-                f"{account['name']!s:.60} may only read: make one that may write on the page of "
-                "your tokens, and set HF_TOKEN"
+                f"{account['name']!s:.60} may only read: on the page of your tokens, make one that "
+                "may write, and set HF_TOKEN"
             )
         try:
             private = hub.model_info(repository, timeout=_TIMEOUT).private is not False
@@ -58,7 +58,7 @@ def check_may_write(repository: str, *, public: bool) -> bool:
     if private == public:
         has, remedy = ("private", "leave out --public") if private else ("public", "add --public")
         raise OutputError(
-            f"{repository}: exists, and is {has}: {remedy}, or change that on its page"
+            f"{repository}: exists, and is {has}: {remedy}, or change its visibility on its page"
         )
     return True
 
@@ -87,7 +87,7 @@ def upload(folder: Path, repository: str, *, public: bool, exists: bool) -> str:
 
 
 def model_card(run: Run, view: RunView, *, repository: str, base: str, peft: bool) -> str:
-    """Return a card as Markdown with the hub's metadata; `base` is the base model's name.
+    """Return a card as Markdown, with metadata for the hub; `base` is the base model's name.
 
     The metadata omits a base model whose name is not of the form `owner/name`, because such a model
     is not on the hub.
@@ -145,7 +145,7 @@ def _results(run: Run, evaluation: Evaluation, datasets: list[str]) -> list[Eval
 
 
 def quoted_samples(run: Run) -> list[Sample]:
-    """Return the answers to validation rows if all data is public, or else none."""
+    """Return the first answers to validation rows if all data is public, or else an empty list."""
     public = {
         title
         for each in hub_data(run)
@@ -221,7 +221,7 @@ def command_of(run: Run, base: str) -> str:
 
 
 def _block(content: str) -> str:
-    """Return a text as a block of code, with a fence longer than any fence in the text."""
+    """Return text as a block of code, with a fence longer than any run of backticks in the text."""
     fence = "`" * max(3, *(1 + len(each) for each in re.findall("`+", content)), 0)
     return f"{fence}text\n{content}\n{fence}"
 

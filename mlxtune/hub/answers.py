@@ -1,7 +1,7 @@
-"""Checks answers of a hub before its client uses them: sizes, names that become paths, waits.
+"""Checks a hub's answers before the client uses them: sizes, names that become paths, and waits.
 
 The client makes paths in its cache from a file's ETag and from commits, and waits as long as an
-answer requests. A process has one session, which mlx-lm also uses to download models.
+answer requests. A process has one session of the client, which mlx-lm also uses for downloads.
 """
 
 import importlib
@@ -14,7 +14,8 @@ import huggingface_hub
 from mlxtune.config.limits import HUB_ANSWER, TooLarge, parse_json
 from mlxtune.core.names import is_commit, is_file_name, is_relative_path
 
-# Longest silence of the hub, and longest wait it may request, in seconds. The client has no limit.
+# Longest silence of the hub, and longest wait it may request, in seconds. The client sets no
+# limits.
 SILENCE, MOST_WAIT = 60.0, 60
 # Lowest average speed of an answer after SILENCE seconds, in bytes per second.
 SLOWEST = 1000
@@ -23,14 +24,14 @@ _ETAGS = ("ETag", "X-Linked-Etag", "X-Xet-Hash")
 _COMMIT = "X-Repo-Commit"
 # A few megabytes of gzip unpack to gigabytes in memory, so only unpacked answers are requested.
 _PLAIN = "identity"
-# The part of an address that marks a file, which is written to disk in pieces; other answers are
-# read whole. The second name marks a request for a file, which may be redirected.
+# The part of an address that marks a file. Files are written to disk in pieces, and other answers
+# are read whole. The second name keeps this mark on a request that is redirected elsewhere.
 _FILE, _IS_FILE = "/resolve/", "mlxtune.is_file"
 _RETRY, _LIMITS = "Retry-After", ("ratelimit", "ratelimit-policy")
 
 
 class BadAnswerError(ValueError):
-    """An answer of a hub with an invalid commit or file name."""
+    """A hub's answer contains an invalid commit or file name."""
 
 
 def check_answers() -> None:
@@ -40,7 +41,7 @@ def check_answers() -> None:
     if _check not in hooks["response"]:
         own = {"request": _limit, "response": _check}
         hooks = {name: [*hooks[name], hook] for name, hook in own.items()}
-        # After some errors, the client makes a new session, which must be checked too.
+        # After some errors, the client makes a new session, whose answers must be checked too.
         kind: Any = type(session)
         huggingface_hub.set_client_factory(lambda: kind(event_hooks=hooks, follow_redirects=True))
 
@@ -57,14 +58,14 @@ def _limit(request: Any) -> None:
 
 
 def _check(response: Any) -> None:
-    """Raise BadAnswerError for an answer with an invalid name, and shorten its waits.
+    """Check the names in an answer, shorten the wait that it requests, and limit its size.
 
-    Raises TooLarge for a compressed answer; the stream raises TooLarge for an answer that is too
-    long and not a file.
+    Raises BadAnswerError for an invalid name, and TooLarge for a compressed answer. The answer's
+    stream raises TooLarge if the answer is too long and not a file.
     """
     headers = response.headers
     if (packed := headers.get("Content-Encoding", _PLAIN)) != _PLAIN:
-        raise TooLarge(f"the hub's answer is packed ({packed:.20}), which nobody asked for")
+        raise TooLarge(f"the hub's answer is compressed ({packed:.20}), contrary to the request")
     if response.request.method == "HEAD":  # the client's request before it downloads a file
         _check_file_headers(headers)
     for name in _LIMITS:
@@ -82,9 +83,9 @@ def _check_file_headers(headers: Mapping[str, str]) -> None:
     for name in _ETAGS:
         # The client strips the header in the same way.
         if not is_file_name(headers.get(name, "none").removeprefix("W/").strip('"')):
-            raise BadAnswerError(f"{name} is no name of a file: {headers[name]!r:.60}")
+            raise BadAnswerError(f"{name} is not a file name: {headers[name]!r:.60}")
     if _COMMIT in headers and not is_commit(headers[_COMMIT]):
-        raise BadAnswerError(f"{_COMMIT} is no commit: {headers[_COMMIT]!r:.60}")
+        raise BadAnswerError(f"{_COMMIT} is not a commit: {headers[_COMMIT]!r:.60}")
 
 
 def _short(wait: str) -> bool:
@@ -98,23 +99,24 @@ def _check_facts(response: Any) -> None:
     except TooLarge:
         raise
     except ValueError:
-        return  # invalid JSON surfaces where it is read
+        return  # the client reports invalid JSON itself
     for each in facts if isinstance(facts, list) else [facts]:
         if not isinstance(each, dict):
             continue
         if "siblings" in each and not (each.get("sha") is None or is_commit(each["sha"])):
-            raise BadAnswerError(f"sha is no commit: {each['sha']!r:.60}")
+            raise BadAnswerError(f"sha is not a commit: {each['sha']!r:.60}")
         files = [each] if each.get("type") == "file" else each.get("siblings")
         for file in files if isinstance(files, list) else []:
             name = file.get("rfilename", file.get("path")) if isinstance(file, dict) else None
             if name is not None and not is_relative_path(name):
-                raise BadAnswerError(f"no name of a file: {name!r:.60}")
+                raise BadAnswerError(f"not a file name: {name!r:.60}")
 
 
 def _within_limits(response: Any, most: int | None) -> Any:
-    """Return a stream of an answer that is limited in speed and size.
+    """Return an answer's stream, with limits on its speed and size.
 
-    It raises the client's ReadTimeout below SLOWEST, and TooLarge beyond `most` bytes.
+    The stream raises the client's ReadTimeout if slower than SLOWEST, and TooLarge after `most`
+    bytes.
     """
     library = importlib.import_module(type(response).__module__.partition(".")[0])
     stream = response.stream

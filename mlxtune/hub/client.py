@@ -1,4 +1,4 @@
-"""Uses the hub's client, hides its output, and turns its errors into one line."""
+"""Yields the hub's client, hides its output, and turns each error into one line."""
 
 import importlib.metadata
 import sys
@@ -23,10 +23,10 @@ def asking(
 ) -> Iterator[huggingface_hub.HfApi]:
     """Yield the client, and raise `error` with one line about `name` for any failure.
 
-    `kind` is the type of thing that an error calls missing. Hides the client's warnings, such as
-    a line for each retry.
+    If the hub has nothing of this name, the error says "no such" and `kind`. Hides the client's
+    warnings, such as a line for each retry.
     """
-    # Uploads would draw progress bars into a pipe, too.
+    # By default, uploads draw progress bars even into a pipe.
     if quiet or not sys.stderr.isatty():
         disable_progress_bars()
     verbosity = logging.get_verbosity()
@@ -51,12 +51,12 @@ def reason(error: Exception, kind: str) -> str:
     if isinstance(error, errors.OfflineModeIsEnabled):
         return (
             "HF_HUB_OFFLINE forbids contacting the hub: unset it, or name a commit (@…) whose "
-            "files are here"
+            "files are cached"
         )
     if isinstance(error, errors.GatedRepoError):
         return (
-            f"is gated: ask for access on its page at {constants.ENDPOINT}, then {_LOG_IN}, as the "
-            "account that has it"
+            f"is gated: ask for access on its page at {constants.ENDPOINT}, then {_LOG_IN} to a "
+            "token of the account with access"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return "has no such revision on the hub: check what stands after @"
@@ -86,17 +86,17 @@ def _refusal(error: errors.HfHubHTTPError, kind: str) -> str:
     code = error.response.status_code
     known = huggingface_hub.get_token() is not None
     if code == 401 and known and not isinstance(error, errors.RepositoryNotFoundError):
-        return f"the hub refuses the token: {_LOG_IN} with a valid one"
+        return f"the hub refuses the token: {_LOG_IN} to a valid one"
     if isinstance(error, errors.RepositoryNotFoundError):
         readers = "one that this token may not read" if known else f"a private one: {_LOG_IN}"
         return f"no such {kind} on the hub, or {readers}"
     said = one_line(error.server_message or "")
     if code in (401, 403):
-        return f"the hub does not allow it ({said}): {_LOG_IN} with a token that may"
+        return f"the hub denies access ({said}): {_LOG_IN} to a token with access"
     if code == 404:
         return "the hub lacks a file that it lists: try again, or name another revision"
     if code == 429:
-        return "the hub has had too many requests from here: wait some minutes, and try again"
+        return "the hub has received too many requests: wait some minutes, and try again"
     if code >= 500:
         return f"the hub is not working ({code}): try again later"
     return f"the hub answers with error {code} ({said})"

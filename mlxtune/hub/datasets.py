@@ -1,4 +1,4 @@
-"""Downloads data sets of the hub, by commit, into the hub's own cache."""
+"""Downloads data sets from the hub, each at a commit, into the cache of the hub's client."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,9 +21,10 @@ from mlxtune.hub.splits import DEFAULT, choose, converted_splits, own_splits
 
 # The branch with the hub's own conversion to parquet.
 _CONVERTED = "refs/convert/parquet"
-# The error for a name that is neither a path nor a data set: most often a mistyped path.
+# What an error calls missing if a name, most often a mistyped path, is neither a path nor a data
+# set.
 _MISSING = "file or folder here, and no such dataset"
-# Time limit of an answer that is not a file, in seconds.
+# Time limit, in seconds, of an answer that is not a file.
 _TIMEOUT = 20.0
 _LONGEST_LICENSE = 100
 
@@ -77,10 +78,11 @@ class HubData:
 
 
 def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> HubData:
-    """Return the files of a data set, after downloading files that are not cached.
+    """Return a data set with its files, after downloading those that are not cached.
 
     A name without a split stands for the training data and any validation data or, if `held_out`,
-    for the data to evaluate on. A pinned name with cached files needs no network.
+    for the data to evaluate on. Unless `held_out`, a pinned name with cached files needs no
+    network.
 
     Raises DataError.
     """
@@ -100,7 +102,7 @@ def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> 
 
 
 def _listing(hub: huggingface_hub.HfApi, name: DatasetName, held_out: bool) -> HubData:
-    """Ask the hub which files a name stands for; return their names in the repository."""
+    """Ask the hub which files a name stands for; return the files' paths in the repository."""
     about = hub.dataset_info(name.repository, timeout=_TIMEOUT)
     info, splits = about, None
     if name.revision is None:
@@ -142,7 +144,7 @@ def _license(info: huggingface_hub.DatasetInfo) -> str:
     return one_line(text)[:_LONGEST_LICENSE] if text else ""
 
 
-# Keeps the hub's answers about a commit, which never change, so that a run resumes offline.
+# The hub's answers about a commit never change, and are kept so that a run can resume offline.
 
 
 def _place(name: DatasetName) -> Path:

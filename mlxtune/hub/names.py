@@ -19,7 +19,7 @@ _NAME = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class DatasetName:
-    """The name of a data set on the hub. None stands for the hub's default."""
+    """The name of a data set on the hub. A part that is None stands for the default."""
 
     repository: str
     config: str | None = None
@@ -37,9 +37,9 @@ class DatasetName:
 
 
 def dataset_name(text: str) -> DatasetName | None:
-    """Return the data set that a value of --data names, or None if it is a path.
+    """Return the data set that a value of --data names, or None if the value is a path.
 
-    An existing path wins, and a name with a data file's suffix is a path.
+    An existing file or folder, or a name with a data file's suffix, is a path.
     """
     match = _NAME.fullmatch(text)
     if match is None or text.endswith(ENDINGS) or os.path.lexists(as_path(text)):

@@ -1,6 +1,6 @@
 """Finds the files of each configuration and split in a data set's repository.
 
-A configuration is one of several data sets in a repository; most repositories have only one.
+A repository may contain several data sets, called configurations; most contain only one.
 """
 
 import re
@@ -18,7 +18,8 @@ from mlxtune.hub.names import DatasetName
 # Configurations by name, each with the files of its splits.
 Splits = Mapping[str, Mapping[str, Sequence[str]]]
 DEFAULT, TRAIN, TEST = "default", "train", "test"
-# Paths in the branch with the hub's conversion to parquet; a very large data set is cut there.
+# Paths in the branch with the hub's conversion to parquet. If a data set is very large, the branch
+# has only part of each split, whose name gets a prefix.
 _CONVERTED = re.compile(r"([^/]+)/([^/]+)/\d+\.parquet")
 _PARTIAL = "partial-"
 # Files that the `datasets` library ignores, and file names that it assigns to splits.
@@ -50,7 +51,7 @@ def converted_splits(files: Iterable[str]) -> Splits:
 def own_splits(files: Iterable[str], configs: Any) -> Splits:
     """Return the splits of a repository's own files.
 
-    `configs` is the entry of that name in the repository's card, which may be any value. Without a
+    `configs` is the entry of that name in the repository's card, and may have any type. Without a
     usable entry, the names of files and folders decide.
     """
     data = _data_files(files)
@@ -72,7 +73,7 @@ def own_splits(files: Iterable[str], configs: Any) -> Splits:
 
 
 def _data_files(files: Iterable[str]) -> list[str]:
-    """Return the readable files of the most common type; other types repeat the same rows."""
+    """Return the data files of the most common type; files of other types repeat the same rows."""
     kinds: dict[str, list[str]] = {}
     for file in sorted(files):
         name = PurePosixPath(file).name
@@ -106,7 +107,7 @@ def _matches(file: str, pattern: str) -> bool:
 def _split_in(file: str) -> str | None:
     if shard := _SHARD.search(file):
         return shard[1]
-    # The file's name comes before its folder's, which may have another meaning.
+    # A file's own name is searched before its whole path, because a folder's name may mislead.
     for text in (PurePosixPath(file).name, file):
         if split := next((each for each, word in _IN_NAME.items() if word.search(text)), None):
             return split
@@ -119,7 +120,7 @@ def choose(
     """Return the configuration that a name stands for, and the files of the wanted splits.
 
     A name without a split stands for the training data and any validation data or, if `held_out`,
-    for the test data or else the validation data. Raises DataError, which names the existing
+    for the test data or else the validation data. Raises DataError, which lists any existing
     configurations or splits.
     """
     if not splits:
@@ -129,7 +130,11 @@ def choose(
         )
     config = name.config or (DEFAULT if DEFAULT in splits else min(splits))
     if config not in splits or (name.config is None and len(splits) > 1 and config != DEFAULT):
-        problem = f"has no configuration {shorten(config)}" if name.config else "has several"
+        problem = (
+            f"has no configuration {shorten(config)}"
+            if name.config
+            else "has several configurations"
+        )
         known, example = sorted(splits), replace(name, config=min(splits))
         raise DataError(f"{name}: {problem} ({join_few(known, 20)}): name one, as {example}")
     by_split = splits[config]

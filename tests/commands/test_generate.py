@@ -143,7 +143,7 @@ def test_model_without_a_template_completes_text_and_takes_no_messages(
     assert "completed as plain text: the model has no chat template" in outcome.err
     for command in (["generate", "--prompt", "Once", "--system", "Be brief."], ["chat"]):
         error = cli(*command, *model).error
-        assert "complete plain text by mlxtune generate --prompt alone" in error
+        assert "complete plain text with mlxtune generate --prompt alone" in error
         assert "train" not in error.partition("has no")[2]
 
 

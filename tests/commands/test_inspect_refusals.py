@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[list[Any], Callable[[Path], object], list[object], str]
     "other vocabulary": (
         sums(3),
         *(with_template(CHATML, extra=[f"<extra_{i}>" for i in range(100)]), []),
-        "but the model knows only 320: use the model's own tokenizer files",
+        "but the model knows only 320 tokens: use the model's own tokenizer files",
     ),
     "BOS twice": (
         sums(3),

@@ -37,6 +37,6 @@ def test_pattern_without_end_finds_nothing_and_is_given_up(monkeypatch: pytest.M
     assert not any(same("x" * 40, "xy") for _ in range(9))
     assert not same("xy", "xy")
     assert warnings == [
-        "--match 'regex=(x|x)+y': takes too long on some answers, which do not match",
+        "--match 'regex=(x|x)+y': takes too long on some answers, which count as wrong",
         "--match 'regex=(x|x)+y': the remaining answers are not searched",
     ]

@@ -358,7 +358,7 @@ def test_validation_within_epochs_changes_no_step(
 def test_validation_within_epochs_without_rows_is_an_error_before_any_work(
     model: Path, chat: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"--val-steps: no rows validate: leave it out, or set"):
+    with pytest.raises(ConfigError, match=r"--val-steps: there are no validation rows: leave"):
         train(config(model, chat, tmp_path, val_steps=3, val_split=0))
     assert not (tmp_path / "checkpoints").exists()
 

@@ -197,7 +197,8 @@ def test_replay_on_other_data_names_the_data(
         folder.unlink()
         folder.write_text(json.dumps(_manifest(folder.parent)))
     outcome = cli("verify", run, "--replay")
-    assert "because its data gives other examples than the run was trained on" in outcome.out
+    problem = "because the data gives different examples from those that the run was trained on"
+    assert problem in outcome.out
     chat.unlink()
     assert f"{chat}: no such file: bring it back" in cli("verify", run, "--replay").out
 

@@ -193,7 +193,7 @@ def test_gated_data_set_names_the_page_to_ask_on(
 def test_wrong_token_is_an_error_even_for_public_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_typo")
     assert refusal("org/sums") == (
-        "the hub refuses the token: log in with hf auth login, or set HF_TOKEN with a valid one"
+        "the hub refuses the token: log in with hf auth login, or set HF_TOKEN to a valid one"
     )
 
 

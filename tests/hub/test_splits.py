@@ -98,7 +98,7 @@ def test_name_without_a_split_is_training_and_validation_data_like_a_folder() ->
 @pytest.mark.parametrize(
     ("text", "splits", "message"),
     [
-        ("o/n", GSM8K, "o/n: has several (main, socratic): name one, as o/n/main"),
+        ("o/n", GSM8K, "o/n: has several configurations (main, socratic): name one, as o/n/main"),
         (
             "o/n/x:train",
             GSM8K,

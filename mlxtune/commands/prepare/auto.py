@@ -15,7 +15,7 @@ from mlxtune.core.training.auto import Facts, choose, command_line
 from mlxtune.views.console import RunConsole
 
 C = TypeVar("C", bound=TrainConfig)
-# Longer than any example.
+# A number of tokens that no example exceeds.
 _UNCUT = 10**9
 
 
@@ -24,7 +24,8 @@ def with_auto(
 ) -> tuple[C, str]:
     """Return the options with --auto's choices, and the equivalent command.
 
-    `given` names the options that the user chose. Encodes and caches the data to choose the others.
+    `given` names the options that the user chose. To choose other options, encodes and caches the
+    data.
     """
     if not config.auto:
         return config, ""

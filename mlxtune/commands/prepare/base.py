@@ -1,4 +1,4 @@
-"""Finds the base model of an adapter, by an option or by its name in the adapter."""
+"""Finds the base model of an adapter, by an option or by the model's name in the adapter."""
 
 import shlex
 from collections.abc import Mapping
@@ -32,10 +32,10 @@ def with_base_model(config: Use) -> Use:
 def find_base(
     config: ImportConfig | UseConfig, named: str, relative_to: str, adapter: str, run: Path | None
 ) -> Path:
-    """Return the base model's folder, from --model-path or else by its name in the adapter.
+    """Return the base model's folder, from --model-path or else by the model's name in the adapter.
 
-    A name in the adapter may be relative to the folder `relative_to`. A model is downloaded by
-    that name only if this user made the adapter's `run`. The model's config is checked.
+    The name may be a path relative to `relative_to`. A model is downloaded by this name only if
+    this user made the adapter's `run`. The model's config is checked.
 
     Raises ModelError.
     """
@@ -63,10 +63,10 @@ def find_base(
 
 
 def metadata_of(weights: Path) -> tuple[Mapping[str, Any], Path | None]:
-    """Return the metadata of the checkpoint with the same adapter, and the folder of its run.
+    """Return the metadata and the run folder of the checkpoint with the same adapter.
 
     The checkpoint is the adapter's own folder, or is in `checkpoints` next to the adapter. Without
-    one, the metadata is empty and the folder None.
+    such a checkpoint, the metadata is empty and the folder None.
     """
     for folder in [weights.parent, *sorted(weights.parent.glob("checkpoints/*"))]:
         try:

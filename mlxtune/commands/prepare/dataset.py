@@ -52,8 +52,8 @@ class Dataset:
 
     `validation` is None if rows of `corpus` will be held out, and empty if validation is off.
     `files` and `ledgers` list the training files, then the validation files. `hub` describes each
-    data set that was downloaded. `template_added` says that the options name a template for a model
-    that has none.
+    data set that was downloaded. `template_added` says whether the options give a template to a
+    model that has none.
     """
 
     template: str
@@ -79,7 +79,7 @@ class Dataset:
 class Reader:
     """Reads data files with a model's tokenizer and template, which it loads on first use.
 
-    `on_rows` is called with a file and the number of its encoded rows.
+    `on_rows` is called with a file's path and the number of rows encoded so far.
     """
 
     def __init__(
@@ -145,9 +145,9 @@ class Reader:
 
     @cached_property
     def _built_in(self) -> str | None:
-        """Return the template that the options name, or the built-in one that fits this model type.
+        """Return the template that the options name, or else the built-in one for the model's type.
 
-        None if there is neither.
+        Returns None if there is no such template.
         """
         if self._config.template != "auto":
             return self._config.template
@@ -158,7 +158,7 @@ class Reader:
 
     @property
     def written_template(self) -> str | None:
-        """The Jinja text of the template; None if it is the model's own, or there is none."""
+        """The Jinja text of the template; None if the template is the model's own or is missing."""
         if self._config.template == "auto" and self.template_source:
             return None
         if (named := self.template_source.get("default")) is not None:
@@ -182,14 +182,14 @@ class Reader:
         """Raise ModelError if conversations cannot be rendered."""
         if not self.has_template:
             raise ModelError(
-                f"{self._folder}: has no chat template for messages: complete plain text by "
+                f"{self._folder}: has no chat template for messages: complete plain text with "
                 f"mlxtune generate --prompt alone, or use {self._fitting()}"
             )
 
     def _refuse(self, row: Conversation) -> NoReturn:
         raise ModelError(
-            f"{self._folder}: has no chat template, as base models do not: use the Instruct model "
-            f"of its kind, {self._fitting()}, or train on plain text with --format text"
+            f"{self._folder}: has no chat template, like most base models: use its Instruct "
+            f"version or {self._fitting()}, or train on plain text with --format text"
         )
 
     def _fitting(self) -> str:
@@ -209,7 +209,7 @@ class Reader:
         return f"built-in {self._built_in}{'' if named else ', as the model has none'}"
 
     def encode(self, path: Path) -> EncodedFile:
-        """Encode a file, or take it from the cache. Raises DataError, ModelError or OutputError."""
+        """Encode a file unless it is cached. Raises DataError, ModelError or OutputError."""
 
         def encode(skipped: SkippedRows, notes: RowTally) -> Iterator[EncodedRows]:
             done = 0
@@ -235,7 +235,7 @@ class Reader:
         return (unread.problems | file.skipped.problems).get(row)
 
     def rows(self, path: Path, skipped: SkippedRows) -> Iterator[Row]:
-        """Yield the conversations in a file's rows; count the other rows in `skipped`."""
+        """Yield the readable rows of a file; count the other rows in `skipped`."""
         config = self._config
         fields = parse_fields(config.field)
         return read_rows(
@@ -264,7 +264,7 @@ class Reader:
 
     @property
     def vocab_size(self) -> int:
-        """The vocabulary size in the model's config.json; 0 if it has none."""
+        """The vocabulary size in the model's config.json; 0 if the file gives none."""
         return vocab_size(self._folder)
 
     @cached_property
@@ -334,7 +334,7 @@ def _pinned(
 def data_files(config: DataConfig) -> DataFiles:
     """Return the training and validation files.
 
-    Raises DataError if there is no training file, or a file cannot be read.
+    Raises DataError if there is no training file, or if a file cannot be read.
     """
     return _find_data(config)[0]
 
@@ -369,9 +369,9 @@ def _find_data(config: DataConfig) -> tuple[DataFiles, list[HubData], list[float
 def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
     """Read and encode the data, and look for problems in it.
 
-    Raises DataError if a file cannot be read or mixes formats, if too few rows are left, and with
-    --strict if one is skipped; ModelError if the tokenizer cannot be loaded or does not match the
-    model.
+    Raises DataError if a file cannot be read or mixes formats, if too few rows are left or, with
+    --strict, if a row is skipped. Raises ModelError if the tokenizer cannot be loaded or does not
+    match the model.
     """
     paths, hub, weights = _find_data(config)
     titles = {path: title for data in hub for path, title in data.title_of_files().items()}
@@ -450,14 +450,14 @@ def _check_corpus(
     if vocab_size and largest >= vocab_size:
         raise ModelError(
             f"{config.model_path}: its tokenizer gives token {largest}, but the model knows only "
-            f"{vocab_size}: use the model's own tokenizer files"
+            f"{vocab_size} tokens: use the model's own tokenizer files"
         )
 
 
 def split_problem(corpus: Corpus, validation: Corpus | None) -> str | None:
     """Return the reason why no rows can be held out of the training data.
 
-    None if rows can be held out, or need not be.
+    Returns None if rows can be held out, or need not be.
     """
     if validation is not None or (corpus.groups != corpus.groups[0]).any():
         return None
@@ -467,7 +467,7 @@ def split_problem(corpus: Corpus, validation: Corpus | None) -> str | None:
 
 
 def report_findings(dataset: Dataset, console: RunConsole) -> None:
-    """Warn of problems in the data. Raises DataError for findings that training refuses."""
+    """Warn of problems in the data. Raises DataError for a problem that rules out training."""
     for file in dataset.files:
         for warning in file.skipped.warnings():
             console.warn(warning)

@@ -55,7 +55,7 @@ def stop_on_interrupt(
 
 @contextmanager
 def end_in_order() -> Iterator[None]:
-    """Raise Interrupted on a signal that would end the process, so that scratch is removed.
+    """Raise Interrupted on a signal that would end the process, so that scratch files are removed.
 
     A second signal ends the process as usual. Does nothing outside the main thread.
     """

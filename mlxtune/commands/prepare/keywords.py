@@ -23,7 +23,7 @@ from mlxtune.core.text import byte_size
 from mlxtune.errors import ConfigError, DataError
 
 Result = TypeVar("Result")
-# The most rows and bytes to read from an iterable of unknown length.
+# The largest numbers of rows and of bytes to read from an iterable of unknown length.
 _MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
 # The name of a file of rows: the keyword, and a hash of the content.
 _NAME = re.compile(r"(data|val_data)-[0-9a-f]{16}\.jsonl$")
@@ -67,15 +67,15 @@ def takes_options(
 
 
 def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Write rows to files in the user's cache, and put their paths into the options.
+    """Write rows to files in the user's cache, and put the paths of the files into the options.
 
-    Files are named by their content and kept, so that a run can be resumed and verified. Raises
-    DataError.
+    Files are named by a hash of their content and kept, so that a run can be resumed and verified.
+    Raises DataError.
     """
     changed = dict(options)
     data = changed.get("data")
     if isinstance(data, Mapping) and "train" in data and _is_rows(data["train"]):
-        # A dictionary of splits, as datasets.load_dataset returns.
+        # A dictionary of splits, such as datasets.load_dataset returns.
         validation = next((data[name] for name in _VALIDATION if name in data), None)
         changed["data"] = data["train"]
         if validation is not None:
@@ -90,7 +90,7 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
             try:
                 found = iter(changed[name])
             except TypeError as error:
-                raise DataError(f"{name}: holds no rows: {error}") from error
+                raise DataError(f"{name}: has no rows: {error}") from error
             first = list(islice(found, 1))
             every = chain(first, found)
             if isinstance(next(iter(first), {}), str | os.PathLike):
@@ -115,7 +115,7 @@ def _length(rows: Any) -> int | None:
 
 
 def _is_rows(value: Any) -> bool:
-    """Return whether a value may hold rows, not one path or a dictionary of paths and weights."""
+    """Return whether a value may be rows, not a path or a dictionary of paths and weights."""
     return isinstance(value, Iterable) and not isinstance(value, str | bytes | os.PathLike | dict)
 
 
@@ -139,7 +139,7 @@ def _saved(rows: Iterable[Any], name: str, length: int | None) -> Path:
 
 def _prune(keep: Path) -> None:
     """Remove the least recently used files of rows, but not `keep`."""
-    with suppress(OSError):  # another process removed it
+    with suppress(OSError):  # another process removed a file
         files = [(file.stat(), file) for file in keep.parent.iterdir() if _NAME.match(file.name)]
         for each in least_used([(at.st_mtime, file, at.st_size) for at, file in files], keep):
             ours.remove_file(each)
@@ -152,12 +152,12 @@ def _lines(rows: Iterable[Any], name: str, length: int | None) -> Iterator[bytes
             raise DataError(f"{name}: has more rows than its length, {length:,}")
         if length is None and (number > _MOST_ROWS or size > _MOST_BYTES):
             raise DataError(
-                f"{name}: {number - 1:,} rows read, {byte_size(size)}, and no end: end the "
-                "iterable (itertools.islice), or write its rows to a file and name that"
+                f"{name}: has no end after {number - 1:,} rows ({byte_size(size)}): end the "
+                "iterable (itertools.islice), or write its rows to a file and name the file"
             )
         if not isinstance(row, Mapping):
             raise DataError(
-                f"{name}: row {number} is no dictionary: {row!r:.60}: make it one, such as "
+                f"{name}: row {number} is not a dictionary: {row!r:.60}: make it one, such as "
                 '{"prompt": "…", "completion": "…"}'
             )
         try:

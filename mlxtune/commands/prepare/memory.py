@@ -46,7 +46,7 @@ _LONGEST = 1 << 20
 
 
 def training_rows(config: TrainConfig, dataset: Dataset) -> list[int]:
-    """Return the training rows of the corpus, as the trainer chooses them."""
+    """Return the indices of the corpus's training rows, as the trainer chooses them."""
     corpus = dataset.corpus
     if dataset.validation is not None:
         return list(range(corpus.num_rows))
@@ -71,8 +71,8 @@ def planned_work(
 ) -> DataSample:
     """Return the work to plan: steps, and the single examples that need the most memory.
 
-    Looks for these examples in the whole data set or else in the steps. Without either, the work is
-    one example of --max-seq-len tokens.
+    Looks for these examples in the whole data set or else in the steps. If there are neither data
+    nor steps, the work is one example of --max-seq-len tokens.
     """
     sizes = [(len(example), example.supervised) for step in steps for example in step]
     if dataset is not None:
@@ -104,7 +104,7 @@ def choose_plan(
 def _possible(
     config: TrainConfig, base: BaseModel, execution: str = "auto"
 ) -> tuple[Execution, ModelShapes]:
-    """Return the model's fastest execution, and its shapes with any measured memory."""
+    """Return the model's fastest execution, and the model's shapes with any measured memory."""
     # Our CPU kernels need whole layers, not the parts that --parallel tensor gives a worker.
     kind = "gpu" if base.parts > 1 else execution
     allowed = best_execution(base.parameters, base.dtype, kind, base.model)
@@ -186,7 +186,7 @@ def _choose(
 
 
 def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str:
-    """Return a line on what a larger --memory-limit would gain; empty if it gains nothing."""
+    """Return a line on what a larger --memory-limit would gain; empty if it would gain nothing."""
     recommended = memory.find_limits(config.memory_limit).recommended or 0
     most = recommended // memory.GB
     if most * memory.GB <= plan.limit:
@@ -196,7 +196,7 @@ def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str
 
 
 def cut_loss_line(config: TrainConfig, base: BaseModel, work: DataSample, dataset: Dataset) -> str:
-    """Return a line on the supervised tokens that --max-seq-len cuts off; empty if few."""
+    """Return a line on the supervised tokens that --max-seq-len cuts off; empty if it cuts few."""
     loss = cut_loss(dataset.files, config.max_seq_len, config.cut)
     if loss is None:
         return ""
@@ -240,7 +240,8 @@ def reserve_memory(
 ) -> None:
     """Reserve the planned memory among the runs on this machine.
 
-    Raises MemoryLimitError if other runs hold it, unless --wait or --ignore-ledger is given.
+    Raises MemoryLimitError if other runs leave too little memory, unless --wait or --ignore-ledger
+    is given.
     """
     folder, owner = user_cache() / "memory", str(config.checkpoint_path.absolute())
     size, capacity = plan.peak.total, memory.capacity()

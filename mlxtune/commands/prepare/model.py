@@ -1,4 +1,4 @@
-"""Loads the model of a command: with new LoRA to train, or with an adapter to run."""
+"""Loads the model of a command: with new LoRA weights to train, or with an adapter to run."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -75,8 +75,8 @@ def build_pipeline(
 ) -> tuple[InstructPipeline, MemoryPlan]:
     """Apply LoRA, set up the optimizer, and choose the plan again for the loaded model.
 
-    `provenance` returns the facts about the model that checkpoints record. The new plan uses memory
-    that the resumed run recorded, that is cached, or that is measured now. Adapters record
+    `provenance` returns the facts about the model that checkpoints record. The new plan uses the
+    memory that the resumed run recorded, or else cached or new measurements. Adapters record
     `plain_text`, which says that all the data is plain text.
     """
     resumed = {} if resume is None else resume.checkpoint.metadata
@@ -97,9 +97,9 @@ def build_pipeline(
     for warning in pipeline.lora.warnings():
         console.warn(warning)
     if problem := pipeline.forward.packing_problem:
-        console.say("Packing", f"off, examples are padded: {problem}")
+        console.say("Packing", f"off, so examples are padded: {problem}")
     if problem := gate_kernels_problem():
-        console.say("SwiGLU", f"by MLX's operations, our kernels do not serve: {problem}")
+        console.say("SwiGLU", f"by MLX's operations, not our kernels: {problem}")
     recorded = None if resume is None else recorded_memory(config.checkpoint_path)
     confirmed = confirm(config, base, pipeline, work, plan, recorded, workers)
     pipeline.losses.limit_memory(confirmed.peak.total)
@@ -111,7 +111,7 @@ def build_pipeline(
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A base model, and perhaps an adapter on it, which can be switched off and on."""
+    """A base model, perhaps with an adapter, which can be switched off and on."""
 
     base: BaseModel
     adapted: Adapted | None
@@ -133,7 +133,7 @@ def find_model(config: UseConfig) -> Path:
 
 
 def prompted_as_trained(config: U) -> U:
-    """Return the options with the adapter's prompt options, unless any of these is given.
+    """Return the options with the adapter's prompt options, unless any prompt option is given.
 
     Raises ModelError.
     """
@@ -143,7 +143,7 @@ def prompted_as_trained(config: U) -> U:
 
 
 def judged_as_trained(config: EvalConfig, given: Collection[str]) -> EvalConfig:
-    """Return the options with the adapter's objective, unless an objective is `given`.
+    """Return the options with the adapter's objective, unless `given` names an objective.
 
     Raises ModelError.
     """
@@ -177,7 +177,7 @@ def _prompt_options(config: UseConfig | TrainConfig) -> dict[str, Any]:
     """Return the options that shape prompts and differ from their defaults."""
     values = {name: getattr(config, name) for name in _PROMPT}
     if values["template"] not in TEMPLATES:
-        values["template"] = template_text(values["template"])  # a path may change
+        values["template"] = template_text(values["template"])  # the file may change
     return {name: value for name, value in values.items() if value != getattr(UseConfig, name)}
 
 
@@ -218,7 +218,7 @@ def load_model(
 
 
 def _base_options(config: UseConfig, folder: Path) -> dict[str, Any]:
-    """Return keywords of `open_base` that quantise as the options say, or as in training."""
+    """Return `open_base` keywords that quantise the base as the options say, or as in training."""
     trust = {"trust_remote_code": config.trust_remote_code}
     if config.quantize is None and config.adapter is not None:
         return trust | base_options(find_adapter(config.adapter), folder, **trust)
@@ -233,7 +233,8 @@ def _base_options(config: UseConfig, folder: Path) -> dict[str, Any]:
 def check_prompt_length(prompt: Prompt, base: BaseModel, where: str) -> None:
     """Raise DataError for a prompt that is longer than the model's context.
 
-    Without this check, a prompt of a few hundred thousand tokens would take hours and give none.
+    Without this check, a prompt of a few hundred thousand tokens would take hours and get no
+    answer.
     """
     longest = base.text_config.get("max_position_embeddings")
     if isinstance(longest, int) and 0 < longest < len(prompt.ids):
@@ -252,7 +253,8 @@ def start_generator(config: AnswerConfig, loaded: LoadedModel, reader: Reader) -
 class Answerers:
     """The base model and the adapter: one of them answers, or both alternate token by token.
 
-    Each keeps a cache of its conversation. False is the base model, True the adapter.
+    Each keeps a cache of its conversation. The key False stands for the base model, True for the
+    adapter.
     """
 
     def __init__(self, config: AnswerConfig, loaded: LoadedModel, reader: Reader) -> None:
@@ -262,7 +264,7 @@ class Answerers:
     def answer(
         self, prompts: Mapping[bool, Prompt], should_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[bool, str | Answer]]:
-        """Answer each model's prompt: yield each next text of a model and, last, its Answer.
+        """Answer the prompts: yield each model's answer in pieces of text and, last, as an Answer.
 
         Raises MemoryLimitError, GpuError or ModelError.
         """

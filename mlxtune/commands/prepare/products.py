@@ -1,4 +1,4 @@
-"""Chooses how a run multiplies by quantised weights, by timing both ways on the device."""
+"""Times two ways to multiply by quantised weights on the device, and chooses the faster."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,10 +19,10 @@ def settle_products(
     resume: ResumePoint | None = None,
     workers: Workers = ALONE,
 ) -> tuple[BaseModel, str]:
-    """Apply the choice of --quantized-compute auto; return the model and a line that explains it.
+    """Apply the choice of --quantized-compute auto; return the model and a line on the choice.
 
-    On a GPU, both ways are timed for the tokens of a micro-batch; a resumed run keeps its choice,
-    and worker 0 decides for all workers. The line is empty if nothing was timed.
+    On a GPU, both ways are timed with as many tokens as a micro-batch can have; a resumed run keeps
+    its choice, and worker 0 decides for all workers. The line is empty if nothing was timed.
     """
     if config.quantized_compute != "auto" or base.quantized_compute is None or workers.split_model:
         return base, ""
@@ -43,7 +43,7 @@ def recorded_products(metadata: Mapping[str, Any]) -> str:
 
 
 def _tokens(work: DataSample, plan: MemoryPlan) -> int:
-    """Return the most tokens that a micro-batch of the run can have."""
+    """Return the largest number of tokens that a micro-batch of the run can have."""
     steps = [[len(example) for example in step] for step in work.steps if step]
     if not steps:
         return max(plan.execution.micro_batch_tokens, *(load.tokens for load in work.alone))

@@ -33,12 +33,12 @@ _ASKED_AGAIN = ("model_path", "data", "val_data", "track")
 _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
     "data_hash": (
         DataError,
-        "--data: gives other examples than the run was trained on: "
+        "--data: gives different examples from those that the run was trained on: "
         "bring back its files, or start a new run",
     ),
     "validation_hash": (
         DataError,
-        "--val-data: gives other examples than the run was validated with: "
+        "--val-data: gives different examples from those that the run was validated with: "
         "bring back its file, or start a new run",
     ),
     "base_hash": (
@@ -48,19 +48,19 @@ _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
     ),
     "dtype": (
         ModelError,
-        "--dtype: this machine computes in {now}, the run did in {before}: "
-        "give it with --dtype in a new run",
+        "--dtype: this machine computes in {now}, but the run computed in {before}: "
+        "start a new run, and give its dtype with --dtype",
     ),
     "quantized_compute": (
         ModelError,
-        "--quantized-compute: auto is {now} on this machine, the run computed {before}: "
+        "--quantized-compute: auto is {now} on this machine, but was {before} in the run: "
         "start a new run",
     ),
 }
 
 
 def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, ResumePoint]:
-    """Return the options of the run in a folder, changed by `given`, and its checkpoint.
+    """Return the options of the run in a folder, changed by `given`, and the run's checkpoint.
 
     If `folder` is empty, looks where the given options would put the checkpoints.
 
@@ -82,7 +82,7 @@ def _find_point(folder: str, given: Mapping[str, Any]) -> tuple[Path, ResumePoin
     if found is None:
         raise OutputError(
             f"{run}: holds no checkpoint to resume from: name the folder of a run after --resume, "
-            "or start a run that was stopped before its first checkpoint again"
+            "or start the run again if it was stopped before its first checkpoint"
         )
     check_asked_again(run, found.checkpoint, given)
     return run, found
@@ -112,7 +112,7 @@ def check_asked_again(
         none = " (or --track '' for none)" if own.get("track") and "track" in names else ""
         raise ConfigError(
             [
-                f"{run}: was not made by you on this machine, so that some options have to be "
+                f"{run}: was not made by you on this machine, so some options have to be "
                 f"given again if you want them: {' '.join(asked)}{none}"
             ]
         )
@@ -133,7 +133,7 @@ def run_config(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
     own = metadata.get("config")
     if not isinstance(own, Mapping) or not own.keys() <= fields.keys():
         raise ConfigError([f"{place} holds no options of this version of mlxtune"])
-    # A stranger may have written the run: it must not choose code to run or places to write.
+    # A stranger may have written the run, so it must not choose code to run or places to write.
     own = {name: value for name, value in own.items() if OPTIONS[name].inherited}
     problems = [
         problem
@@ -165,7 +165,7 @@ def run_config(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainC
 
 
 def _difference(name: str, value: Any, own: Any) -> str | None:
-    """Return the problem with a given option that may not differ from the run's, or None."""
+    """Return the problem if a given option differs from the run's but may not, or else None."""
     option = OPTIONS[name]
     if option.affects not in (Affects.RESULT, Affects.LENGTH):
         return None
@@ -177,7 +177,7 @@ def _difference(name: str, value: Any, own: Any) -> str | None:
     if option.affects is Affects.LENGTH:
         if isinstance(own, int) and (value is None or value >= own):
             return None
-        return f"{flag(name)} {value}: the run has {_shown(own, option)}, and it may only grow"
+        return f"{flag(name)} {value}: the run has {_shown(own, option)}, which may only grow"
     if value == own:
         return None
     given, ours = _shown(value, option), _shown(own, option)
@@ -218,7 +218,7 @@ def _from(working_directory: str, path: str, name: str) -> str:
     is_name = name == "model_path" or (
         name in ("data", "val_data") and dataset_name(weighted(path)[0]) is not None
     )
-    # Unlike Path.exists, this returns False for a name that is invalid on any system.
+    # Unlike Path.exists, this returns False on every system if the name is invalid.
     return path if is_name and not os.path.exists(there) else str(there)  # noqa: PTH110
 
 
@@ -265,8 +265,7 @@ def check_initial(adapter: str, metadata: Mapping[str, Any]) -> None:
     weights = find_adapter(adapter, "--init-adapter")
     if file_hash(weights) != metadata.get("init_adapter_hash"):
         raise ModelError(
-            f"--init-adapter: the run started from another adapter than {weights}: leave it out "
-            "to resume"
+            f"--init-adapter: the run did not start from {weights}: leave the option out to resume"
         )
 
 

@@ -143,7 +143,7 @@ def about_result(
 
 
 def provenance_of(base: BaseModel, model_hash: Future[str]) -> dict[str, Any]:
-    """Return the facts on which a result depends, other than options and data."""
+    """Return the facts, other than options and data, on which a result depends."""
     return {
         "model_type": base.model_type,
         "dtype": base.dtype,

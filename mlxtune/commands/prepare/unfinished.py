@@ -1,7 +1,7 @@
-"""Notes in the user's cache on incomplete folders, so that later commands can remove them.
+"""Notes incomplete folders in the user's cache, so that later commands can remove the folders.
 
-A note names a folder and its inode number, and is locked while its process lives. Only mlxtune
-writes notes, so folders of other programs are never removed.
+A note gives a folder's path and inode, and is locked while the process that wrote it lives. Only
+mlxtune writes notes, so folders of other programs are never removed.
 """
 
 import os

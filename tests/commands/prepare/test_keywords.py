@@ -73,7 +73,7 @@ def test_paths_stay_what_they_are(data: Any) -> None:
 
 
 NO_DICTIONARY = (
-    'data: row 2 is no dictionary: 3: make it one, such as {"prompt": "…", "completion": "…"}'
+    'data: row 2 is not a dictionary: 3: make it one, such as {"prompt": "…", "completion": "…"}'
 )
 
 
@@ -93,7 +93,7 @@ def test_rows_that_are_none_are_named(rows: list[Any], problem: str) -> None:
 
 def test_rows_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keywords, "_MOST_ROWS", 3)
-    with pytest.raises(DataError, match=r"^data: 3 rows read, 107 B, and no end: end the iter"):
+    with pytest.raises(DataError, match=r"^data: has no end after 3 rows \(107 B\): end the iter"):
         with_rows({"data": cycle(ROWS)})
     assert len(read(with_rows({"data": ROWS * 2})["data"])) == 4
 
@@ -178,7 +178,7 @@ def test_length_that_is_not_known_and_first_row_that_is_none() -> None:
             raise TypeError("object of type 'generator' has no len()")
 
     assert len(read(with_rows({"data": Bar(ROWS)})["data"])) == len(ROWS)
-    with pytest.raises(DataError, match=r"^data: row 1 is no dictionary: None: make it one"):
+    with pytest.raises(DataError, match=r"^data: row 1 is not a dictionary: None: make it one"):
         with_rows({"data": iter([None, *ROWS])})
 
 
