@@ -25,7 +25,7 @@ class MlxTuneError(Exception):
 class ConfigError(MlxTuneError, ValueError):
     """Options are missing, unknown or out of range.
 
-    `problems` has a sentence for each problem; the message joins them.
+    `problems` has a sentence for each problem; the message joins these sentences.
     """
 
     def __init__(self, problems: list[str]) -> None:
@@ -54,7 +54,7 @@ class GpuError(MlxTuneError, RuntimeError):
 
 
 class WorkerError(MlxTuneError, RuntimeError):
-    """Another worker is gone, or its data, weights, options or versions differ."""
+    """Another worker is gone, or has different data, weights, options or versions."""
 
 
 class NonFiniteLossError(MlxTuneError, FloatingPointError):

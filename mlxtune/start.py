@@ -1,4 +1,4 @@
-"""Handle Ctrl-C with a one-line message while the command's modules are still being imported.
+"""Handles Ctrl-C with a one-line message while the command's modules are still being imported.
 
 `mlxtune/__init__.py` imports this module first.
 """

@@ -1,1 +1,1 @@
-"""Commands: a file and a public function for each command, and the code that they share."""
+"""Commands: a file and a public function for each command, and the code that commands share."""

@@ -61,8 +61,8 @@ def chat(config: ChatConfig) -> None:
         reader = Reader(config.reading(turns="last"), folder)
         reader.require_template()
         if trained_on_text(config):
-            console.warn("the adapter was trained on plain text: mlxtune generate completes texts")
-        encoder = reader.encoder  # report its problems before the model loads for minutes
+            console.warn("the adapter was trained on plain text: mlxtune generate completes text")
+        encoder = reader.encoder  # report template problems before the model loads for minutes
         loaded = load_model(config, folder, console)
         answerers = Answerers(config, loaded, reader)
         conversation = _Conversation(config, loaded, answerers, encoder)
@@ -127,7 +127,7 @@ class _Conversation:
             _note("the answer is empty; the message was dropped")
             return
         if any(answer.finish_reason == "length" for answer in answers.values()):
-            _note("cut at --max-new-tokens")
+            _note("the answer was cut at --max-new-tokens")
         for on, answer in answers.items():
             self.messages[on] = [*asked[on], {"role": "assistant", "content": answer.text}]
 

@@ -42,7 +42,7 @@ def export(config: ExportConfig) -> ExportResult:
     """
     source = find_source(config)
     with output_folder(source) as folder:
-        # Writing the adapter first fails early if the format does not support it.
+        # Writing the adapter first fails early if the format does not support the adapter.
         if config.merge:
             return certify(source, folder, _merge(config, source, folder))
         _write(config, source, folder)

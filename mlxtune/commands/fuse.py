@@ -48,7 +48,7 @@ def fuse(config: FuseConfig) -> ExportResult:
 def _dequantizes(config: FuseConfig, source: Source) -> bool:
     """Return whether to dequantise the weights, as the options or the format require.
 
-    Raises ModelError if this model cannot be written as GGUF.
+    Raises ModelError if --gguf is set but this model cannot be written as GGUF.
     """
     model = read_config(source.folder, trust_remote_code=config.trust_remote_code)
     if config.gguf:
@@ -60,7 +60,7 @@ def _dequantizes(config: FuseConfig, source: Source) -> bool:
         source.console.say("", "mlx-lm has no nf4: writing plain weights, as with --dequantize")
         return True
     if config.gguf:
-        source.console.say("", "llama.cpp reads plain weights: writing these, as with --dequantize")
+        source.console.say("", "llama.cpp needs plain weights: writing them, as with --dequantize")
     return config.gguf
 
 

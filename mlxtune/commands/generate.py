@@ -1,4 +1,4 @@
-"""`mlxtune generate`: answers a prompt, a conversation or standard input once."""
+"""`mlxtune generate`: answers one prompt or conversation, perhaps from standard input."""
 
 import sys
 from collections.abc import Callable
@@ -130,7 +130,7 @@ def _read_prompt() -> str:
 
 
 def _read(name: str) -> bytes:
-    """Read a file, or standard input for `-`, up to a byte over the limit. Raises DataError."""
+    """Read a file, or standard input for `-`, up to one byte over the limit. Raises DataError."""
     try:
         if name == "-":
             return b"" if sys.stdin is None else sys.stdin.buffer.read(MAX_BYTES + 1)

@@ -170,7 +170,7 @@ class ValidationAnswers(TrainingObserver):
 
     def on_validation(self, step: int, loss: float) -> None:
         """Write the current model's answers to the run's folder."""
-        # An error must not fail the run, so it only ends these answers.
+        # An error must not fail the run, so it only stops further answers.
         try:
             if self._works:
                 self._answer(step)
@@ -195,9 +195,9 @@ def judge(
 ) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
-    Compares it with the adapter from which training started, or else with the base model. The run
-    has ended and its adapter is written, so problems are only warnings. The losses come first,
-    because users wait for the verdict; the sample answers only serve the run's page.
+    Compares this adapter with the adapter from which training started, or else with the base model.
+    The run has ended and its adapter is written, so problems are only warnings. The losses come
+    first, because users wait for the verdict; the sample answers only serve the run's page.
     """
     adapter = str(config.output_path)
     # The adapter's own config says how the base was quantised.
@@ -243,7 +243,7 @@ def judge(
 def _start(
     config: TrainConfig, folder: Path, rows: CorpusRows, console: RunConsole, workers: Workers
 ) -> Any:
-    """Return the losses under the adapter from which training started; None without one."""
+    """Return the losses under the adapter from which training started; None if there was none."""
     if config.init_adapter is None:
         return None
     quantize = config.quantize or "none"

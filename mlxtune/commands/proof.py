@@ -253,7 +253,7 @@ def _write_end(source: Source, reader: Reader, folder: Path) -> None:
 
 
 def convert(source: Source, program: str, folder: Path, stored: str, remedy: str) -> None:
-    """Write a fused folder as GGUF, and check its weights. Raises OutputError."""
+    """Write a fused folder as GGUF, and check the weights of the GGUF. Raises OutputError."""
     console, trust = source.console, source.config.trust_remote_code
     console.say("Converting", f"with {program}")
     merged_gguf.convert(program, folder, stored, remedy)

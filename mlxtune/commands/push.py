@@ -92,7 +92,7 @@ def write_package(
     view = RunView.of(run)
     _check_adapter(run, view, source)
     if not view.finished:
-        console.warn(f"the run is {view.status}: this is its best adapter so far")
+        console.warn(f"the run is {view.status}: this is the run's best adapter so far")
     base = base_model or _name_of(source.folder)
     if not REPOSITORY.fullmatch(base):
         console.warn(

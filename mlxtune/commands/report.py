@@ -60,7 +60,7 @@ def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
             cause = problem.__cause__
             if html is not None or not isinstance(cause, OSError) or cause.errno not in _READ_ONLY:
                 raise
-            page = f"page: none: {problem}"
+            page = f"no page: {problem}"
     if as_json:
         print_json(_as_dict(found))
         return

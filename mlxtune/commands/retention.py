@@ -83,7 +83,7 @@ def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention |
 
 
 def _measure_of(source: Source, adapted: Adapted) -> tuple[str, str, float, float, _Measure]:
-    """Return a measure of quality: name, unit, values without and with the adapter, function."""
+    """Return a quality measure: name, unit, values without and with the adapter, and function."""
     if (rows := _validation_rows(source)) is not None:
 
         def loss(base: BaseModel) -> float:

@@ -36,7 +36,7 @@ _SAMPLES = 3
 
 
 def check_may_write(repository: str, *, public: bool) -> bool:
-    """Return whether a repository exists, without changing the hub.
+    """Check that an upload is allowed, without uploading; return whether the repository exists.
 
     Raises OutputError if the token may not write to the repository, or if the visibility of an
     existing repository differs from `public`, because an upload keeps the visibility.
@@ -197,7 +197,7 @@ def _training_lines(run: Run, view: RunView) -> Iterator[str]:
 
 
 def command_of(run: Run, base: str) -> str:
-    """Return the command that repeats the training, with names instead of paths."""
+    """Return the command that repeats the training, with file names instead of paths."""
     defaults = {each.name: each.default for each in dataclasses.fields(TrainConfig)}
     on_hub = {text(each, "name") for each in hub_data(run)}
     words = ["mlxtune", "train", "--model-path", base]

@@ -22,7 +22,7 @@ SLOWEST = 1000
 # Headers whose values become file names in the cache.
 _ETAGS = ("ETag", "X-Linked-Etag", "X-Xet-Hash")
 _COMMIT = "X-Repo-Commit"
-# A few megabytes of gzip unpack to gigabytes in memory, so only unpacked answers are requested.
+# A few megabytes of gzip unpack to gigabytes in memory, so only uncompressed answers are requested.
 _PLAIN = "identity"
 # The part of an address that marks a file. Files are written to disk in pieces, and other answers
 # are read whole. The second name keeps this mark on a request that is redirected elsewhere.
@@ -35,7 +35,7 @@ class BadAnswerError(ValueError):
 
 
 def check_answers() -> None:
-    """Check every answer of the hub to this process, and limit each wait."""
+    """Check every answer that the hub sends to this process, and limit each wait."""
     session = huggingface_hub.get_session()
     hooks = session.event_hooks
     if _check not in hooks["response"]:
@@ -115,8 +115,8 @@ def _check_facts(response: Any) -> None:
 def _within_limits(response: Any, most: int | None) -> Any:
     """Return an answer's stream, with limits on its speed and size.
 
-    The stream raises the client's ReadTimeout if slower than SLOWEST, and TooLarge after `most`
-    bytes.
+    The stream raises the client's ReadTimeout if it is slower than SLOWEST, and TooLarge after
+    `most` bytes.
     """
     library = importlib.import_module(type(response).__module__.partition(".")[0])
     stream = response.stream

@@ -23,7 +23,7 @@ def asking(
 ) -> Iterator[huggingface_hub.HfApi]:
     """Yield the client, and raise `error` with one line about `name` for any failure.
 
-    If the hub has nothing of this name, the error says "no such" and `kind`. Hides the client's
+    If the hub has nothing with this name, the error says "no such" and `kind`. Hides the client's
     warnings, such as a line for each retry.
     """
     # By default, uploads draw progress bars even into a pipe.

@@ -37,7 +37,7 @@ _IN_NAME = {
 
 
 def converted_splits(files: Iterable[str]) -> Splits:
-    """Return the splits in the hub's parquet branch; none if it has only part of the data."""
+    """Return the splits in the hub's parquet branch; none if the branch lacks part of the data."""
     splits: dict[str, dict[str, list[str]]] = {}
     for file in sorted(files):
         if match := _CONVERTED.fullmatch(file):

@@ -149,5 +149,5 @@ def test_folder_that_may_only_be_read(
     elif command != "verify":
         assert outcome.code == 0
     if command == "report":
-        assert "page: none: " in outcome.out
+        assert "no page: " in outcome.out
         assert "validation loss" in outcome.out

@@ -158,7 +158,7 @@ def test_quantised_base_is_written_plain(
     output = tmp_path / "fused"
     outcome = cli("fuse", "--adapter", trained(tmp_path, model), "--output", output, "--gguf")
     assert outcome.code == 0, outcome.err
-    assert "llama.cpp reads plain weights: writing these, as with --dequantize" in outcome.err
+    assert "llama.cpp needs plain weights: writing them, as with --dequantize" in outcome.err
     assert "quantization" not in json.loads((output / "config.json").read_text())
     assert (output / "model.gguf").is_file()
 

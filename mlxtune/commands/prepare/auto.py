@@ -24,8 +24,8 @@ def with_auto(
 ) -> tuple[C, str]:
     """Return the options with --auto's choices, and the equivalent command.
 
-    `given` names the options that the user chose. To choose other options, encodes and caches the
-    data.
+    `given` names the options that the user chose. To choose the other options, encodes and caches
+    the data.
     """
     if not config.auto:
         return config, ""

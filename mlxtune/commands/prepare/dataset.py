@@ -77,7 +77,7 @@ class Dataset:
 
 
 class Reader:
-    """Reads data files with a model's tokenizer and template, which it loads on first use.
+    """Reads data files with a model's tokenizer and template, which are loaded on first use.
 
     `on_rows` is called with a file's path and the number of rows encoded so far.
     """

@@ -76,7 +76,7 @@ def end_in_order() -> Iterator[None]:
 def _handled(
     numbers: Sequence[int], handle: Callable[[int, dict[int, Any]], None]
 ) -> Iterator[None]:
-    """Call `handle` with each signal and the previous handlers; restore them at the end."""
+    """Call `handle` with each signal and the previous handlers; restore the handlers at the end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

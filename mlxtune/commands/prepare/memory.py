@@ -135,7 +135,7 @@ def confirm(
     recorded: Measured | None = None,
     workers: Workers = ALONE,
 ) -> MemoryPlan:
-    """Choose the plan again from memory measured on the loaded model, apply it and return it.
+    """Choose the plan again from memory measured on the loaded model; apply and return the plan.
 
     Only the loaded model shows whether its head can be split off and whether examples can be packed
     into one sequence. Memory is measured once and cached; a resumed run uses its `recorded` memory.
@@ -209,7 +209,7 @@ def cut_loss_line(config: TrainConfig, base: BaseModel, work: DataSample, datase
 
 
 def speed_key(plan: MemoryPlan, dtype: str) -> str:
-    """Return the cache key of a measured speed: model and LoRA shapes, dtype and device."""
+    """Return the cache key of a measured speed, from model and LoRA shapes, dtype and device."""
     return key_of([_sizes(plan.shapes), dtype, device.device_name()])
 
 

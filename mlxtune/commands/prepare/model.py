@@ -77,7 +77,7 @@ def build_pipeline(
 
     `provenance` returns the facts about the model that checkpoints record. The new plan uses the
     memory that the resumed run recorded, or else cached or new measurements. Adapters record
-    `plain_text`, which says that all the data is plain text.
+    `plain_text`, which says whether all the data is plain text.
     """
     resumed = {} if resume is None else resume.checkpoint.metadata
     pipeline = InstructPipeline(
