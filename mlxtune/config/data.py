@@ -45,7 +45,7 @@ class _Source(Checked):
     _: dataclasses.KW_ONLY
     trust_remote_code: bool = FILES.option(
         False,
-        "Run Python code from the model's folder; read it first.",
+        "Run Python code from the model's folder; read that code first.",
         EXECUTION,
         encodes=True,  # the code may define another tokenizer
         inherited=False,
@@ -103,7 +103,7 @@ class ModelConfig(_Source):
     )
     quantize: str | None = RUN.option(
         None,
-        "Quantise the frozen weights while loading, in an MLX format or QLoRA's nf4.",
+        "Quantise the frozen weights to an MLX format or QLoRA's nf4 while loading.",
         RESULT,
         choices=FORMATS,
     )
@@ -121,7 +121,7 @@ class RowsConfig(RowObjectiveConfig):
     """Options of reading and encoding rows."""
 
     max_seq_len: int = DATA.option(
-        512, "Longest example in tokens; the rest is cut off.", RESULT, at_least=2, at_most=10**9
+        512, "Length in tokens to which a longer example is cut.", RESULT, at_least=2, at_most=10**9
     )
     cut: str = DATA.option(
         "end",
@@ -215,7 +215,7 @@ class DataConfig(RowsConfig, _Source):
         return [
             *super().contradictions(),
             *(
-                f"--data {value}: its weight must be a number above 0, at most {_MOST_WEIGHT}"
+                f"--data {value}: the weight must be a number above 0 and at most {_MOST_WEIGHT}"
                 for value, weight in weights
                 if not 0 < weight <= _MOST_WEIGHT
             ),

@@ -148,7 +148,7 @@ class Option:
         if self.path:
             for each in value if self.several else (value,):
                 if "\0" in each:
-                    raise ValueError(f"has a character that no file name can have, {_not(each)}")
+                    raise ValueError(f"must be a path without null characters, {_not(each)}")
         limits = (
             (self.at_least, "at least", operator.ge),
             (self.at_most, "at most", operator.le),
@@ -183,13 +183,13 @@ def _read_names(value: Any) -> tuple[str, ...]:
 def _read_items(value: Any, are_paths: bool) -> tuple[str, ...]:
     if isinstance(value, Mapping):  # in a config file, in its natural form
         if not all(map(_is_short, value.values())):
-            raise ValueError(f"must have a text or a number for each name, {_not(value)}")
+            raise ValueError(f"must have text or a number for each name, {_not(value)}")
         value = [f"{name}={each}" for name, each in value.items()]
     items = value if isinstance(value, list | tuple) else [value]
     if are_paths and any(isinstance(item, Mapping) for item in items):
         raise ValueError("must be paths: pass rows as train(data=rows), not in a config")
     if not all(isinstance(item, str | os.PathLike) for item in items):
-        raise ValueError(f"must be text, or several texts, {_not(value)}")
+        raise ValueError(f"must be text or a list of texts, {_not(value)}")
     texts = map(os.fspath, items)
     return tuple(text for text in texts if (text.strip() if are_paths else text))
 

@@ -65,7 +65,7 @@ def read_config_file(path: Path) -> Mapping[Any, Any]:
     if values is None:  # an empty file, or one of comments
         return {}
     if not isinstance(values, Mapping):
-        raise ConfigError([f"--config {path} must hold names and values, such as 'rank: 8'"])
+        raise ConfigError([f"--config {path} must contain names and values, such as 'rank: 8'"])
     return values
 
 

@@ -9,13 +9,13 @@ from typing import Any
 from mlxtune.errors import shorten
 
 _ADAMW = "the optimizer is always AdamW; --weight-decay 0 makes it Adam"
-_ANSWERS_ONLY = "only answers ever carry loss; --turns last keeps the last of a row"
+_ANSWERS_ONLY = "only answers ever carry loss; --turns last trains on a row's last answer"
 _ONE_LINE = "examples are always laid end to end, which changes nothing else"
 _NEW_TOKENS = "new tokens are out of scope: LoRA trains no embeddings"
 _FULL = "full fine-tuning is out of scope: mlxtune trains LoRA, and DoRA with --dora"
 _IMAGES = "images are out of scope: only a model's text part is trained"
 _REFERENCE = "the reference is the model without the adapter, so no option is needed"
-_OWN_CHOICE = "mlxtune decides that from the machine"
+_OWN_CHOICE = "mlxtune chooses this to suit the machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("eval_dataset test_datasets valid_file", "val_data", ""),
     ("val_set_size", "val_split", "a share of the rows; --val-rows bounds it"),
     ("dataset_text_field", "field=text=KEY", ""),
-    ("hf_dataset", "data", "owner/name:split on Hugging Face, with --field for its columns"),
+    ("hf_dataset", "data", "owner/name:split on Hugging Face, with --field for the columns"),
     ("max_seq_length max_length sequence_len model_max_length", "max_seq_len", ""),
-    ("chat_template chat_template_path", "template", "the model's own unless it is named"),
+    ("chat_template chat_template_path", "template", "the default is the model's own"),
     ("system_prompt", "system", ""),
     ("mask_prompt completion_only_loss assistant_only_loss", "", _ANSWERS_ONLY),
     ("train_on_inputs train_on_responses_only", "", _ANSWERS_ONLY),
@@ -74,11 +74,11 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("learning_rate", "lr", ""),
     ("iters", "max_steps", "--epochs bounds the steps too"),
     ("num_train_epochs num_epochs n_epochs", "epochs", ""),
-    ("per_device_train_batch_size micro_batch_size", "batch_size", "the rows of a whole step"),
+    ("per_device_train_batch_size micro_batch_size", "batch_size", "number of rows per step"),
     (
         "gradient_accumulation_steps grad_accumulation_steps",
         "batch_size=N",
-        "the rows of a whole step, split as the memory needs",
+        "number of rows per step, split as memory requires",
     ),
     ("gradient_checkpointing use_gradient_checkpointing", "grad_checkpoint=on", ""),
     ("lr_scheduler lr_scheduler_type lr_schedule", "schedule=warmup-cosine", ""),
@@ -95,7 +95,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     # Validation, checkpoints and records
     ("steps_per_eval eval_steps", "val_steps", "every epoch ends with a validation anyway"),
     ("eval_strategy evals_per_epoch", "val_steps=N", "every epoch ends with a validation anyway"),
-    ("val_batches", "", "each validation covers all of it; --val-rows bounds a split"),
+    ("val_batches", "", "each validation covers all its rows; --val-rows limits their number"),
     ("test test_batches", "", "mlxtune eval measures an adapter on test data"),
     ("early_stopping_patience", "patience", ""),
     ("early_stopping", "patience=5", "validations without a gain"),
@@ -121,7 +121,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("temp", "temperature", ""),
     ("extra_eos_token stop_words", "stop", ""),
     ("force", "overwrite", ""),
-    ("verbose", "", "all is shown unless --quiet"),
+    ("verbose", "", "everything is shown unless --quiet is given"),
     ("do_train do_eval", "", "each is a command: mlxtune train, mlxtune eval"),
     ("train", "", "leave it out: mlxtune train is a command"),
     ("clear_cache_threshold flash_attention attn_implementation", "", _OWN_CHOICE),
@@ -143,14 +143,14 @@ _ELSEWHERE: tuple[tuple[str, str, str], ...] = (
         "output out html",
         "--json prints the result, and > FILE keeps it",
     ),
-    ("train plan inspect bench", "adapter", "--init-adapter trains one further"),
+    ("train plan inspect bench", "adapter", "--init-adapter continues training an adapter"),
     ("chat", "prompt messages", "mlxtune generate answers one prompt"),
     ("generate chat", "data", "mlxtune eval --generate answers every row"),
     ("eval", "val_data val_split", "every row of --data is evaluated"),
     (
         "import report runs verify watch push",
         "adapter run",
-        "name its path alone, without an option",
+        "give the path alone, without an option",
     ),
     ("push", "private", "leave it out: private is the default"),
     ("push", "repo repo_id repository hub_model_id", "name OWNER/NAME after the run"),

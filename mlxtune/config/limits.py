@@ -95,7 +95,7 @@ class TooLarge(ValueError):
 def check_bytes(name: str, size: int, limits: Limits) -> None:
     """Raise TooLarge, naming the file, if it has more bytes than its kind may have."""
     if size > limits.bytes:
-        raise TooLarge(f"{name} is too large: {size:,} bytes, of at most {limits.bytes:,}")
+        raise TooLarge(f"{name} is too large: {size:,} bytes, more than {limits.bytes:,}")
 
 
 def parse_json(content: bytes, limits: Limits, name: str, *, constants: bool = True) -> Any:
@@ -161,7 +161,7 @@ def check_value(value: Any, limits: Limits, name: str) -> None:
         elif isinstance(each, dict | list):
             most = limits.items if isinstance(each, list) and limits.items else limits.entries
             if len(each) > most:
-                raise TooLarge(f"{name} has a list of {len(each):,}, of at most {most:,}")
+                raise TooLarge(f"{name} has a list of {len(each):,}, more than {most:,}")
             if depth > limits.depth:
                 raise TooLarge(f"{name} is nested too deep")
         elif isinstance(each, int) and _is_longer(each, limits.digits):

@@ -48,7 +48,7 @@ def translate(entries: Mapping[Any, Any]) -> Translation:
     found = Translation()
     for name, value in named.items():
         if (convert := _ENTRIES.get(name)) is None:
-            found.problems.append(f"{shorten(name)} is no option of mlx-lm or mlxtune")
+            found.problems.append(f"{shorten(name)} is not an option of mlx-lm or mlxtune")
             continue
         try:
             options, why = ({}, "not set") if value is None else convert(value, named)
@@ -58,7 +58,7 @@ def translate(entries: Mapping[Any, Any]) -> Translation:
         found.options |= options
         found.lines.append(_line(name, value, options, why))
     if absent := [f"{name} ({ours})" for name, ours in _DEFAULTS.items() if name not in named]:
-        found.lines.append(f"not in the file, so mlxtune's default: {', '.join(absent)}")
+        found.lines.append(f"not in the file, so mlxtune's default applies: {', '.join(absent)}")
     return found
 
 
@@ -140,7 +140,7 @@ def _optimizer_config(_: Any, entries: Entries) -> tuple[Options, str]:
 
 
 def _num_layers(value: Any, _: Entries) -> tuple[Options, str]:
-    return ({"num_layers": value}, "") if _number(value) > 0 else ({}, "all layers, as here")
+    return ({"num_layers": value}, "") if _number(value) > 0 else ({}, "all layers, as in mlxtune")
 
 
 def _batch_size(value: Any, entries: Entries) -> tuple[Options, str]:
@@ -175,7 +175,7 @@ def _lr_schedule(value: Any, entries: Entries) -> tuple[Options, str]:
         "warmup_fraction": warmup,
         "lr_min": _number(arguments[2]) if len(arguments) > 2 else 0.0,
     }
-    return options, "falls over the whole run"
+    return options, "the rate falls over the whole run"
 
 
 def _lora_parameters(value: Any, _: Entries) -> tuple[Options, str]:
@@ -203,7 +203,7 @@ def _report_to(value: Any, _: Entries) -> tuple[Options, str]:
 def _mask_prompt(value: Any, _: Entries) -> tuple[Options, str]:
     if value:
         return {"turns": "last"}, ""
-    return {}, "only answers carry loss here, in every turn"
+    return {}, "in mlxtune, only answers carry loss, in every turn"
 
 
 def _train(value: Any, _: Entries) -> tuple[Options, str]:
@@ -215,7 +215,7 @@ def _test(value: Any, _: Entries) -> tuple[Options, str]:
 
 
 def _hf_dataset(*_: Any) -> tuple[Options, str]:
-    raise _Impossible("give --data owner/name:split, and --field for its columns")
+    raise _Impossible("give --data owner/name:split, and --field for the columns")
 
 
 _ENTRIES: Mapping[str, _Converter] = {
@@ -232,7 +232,7 @@ _ENTRIES: Mapping[str, _Converter] = {
     "batch_size": _batch_size,
     "grad_accumulation_steps": _nothing("in --batch-size and --max-steps"),
     "iters": _iters,
-    "val_batches": _nothing("each validation covers all of it"),
+    "val_batches": _nothing("each validation covers all its rows"),
     "learning_rate": _learning_rate,
     "lr_schedule": _lr_schedule,
     "steps_per_report": _same("log_every"),

@@ -52,7 +52,7 @@ class RowObjectiveConfig(Checked):
     )
     orpo_nll: str = TRAINING.option(
         "answer",
-        "Tokens whose loss orpo adds: the chosen answer, or also the prompt, as in TRL.",
+        "Tokens whose loss orpo adds: the chosen answer's, or also the prompt's, as in TRL.",
         RESULT,
         encodes=True,
         choices=("answer", "prompt"),
@@ -65,7 +65,7 @@ class ObjectiveConfig(RowObjectiveConfig):
 
     beta: float | None = TRAINING.option(
         None,
-        "Beta of a preference objective; default: 0.1, for simpo 2.0.",
+        "Beta of a preference objective; default: 0.1, or 2.0 for simpo.",
         RESULT,
         above=0,
         at_most=1e6,
@@ -129,7 +129,7 @@ class ObjectiveConfig(RowObjectiveConfig):
                     f"{option} goes with --objective {' or '.join(objectives)}: leave it out"
                 )
         if self.beta is not None and self.objective == "sft":
-            problems.append("--beta goes with an --objective of preferences: leave it out")
+            problems.append("--beta goes with a preference objective: leave it out")
         if self.objective == "dpo" and self.label_smoothing and self.dpo_loss not in _SMOOTHED:
             problems.append(
                 f"--label-smoothing goes with --dpo-loss {', '.join(_SMOOTHED)}: leave it out"

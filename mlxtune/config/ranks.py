@@ -19,7 +19,7 @@ def target_ranks(options: Iterable[str]) -> dict[str, int]:
     for option in options:
         target, _, text = (part.strip() for part in option.rpartition("="))
         if not target or not re.fullmatch("[0-9]{1,6}", text) or int(text) < 1:
-            problems.append(f"--target-rank {option!r:.60}: must be as in q_proj=16")
+            problems.append(f"--target-rank {option!r:.60}: must be like q_proj=16")
         elif target in ranks:
             problems.append(f"--target-rank names {target:.60} twice")
         else:

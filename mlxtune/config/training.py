@@ -46,14 +46,14 @@ class _StepConfig(ModelConfig, ObjectiveConfig, DataConfig):
     )
     lr: float | None = TRAINING.option(
         None,
-        f"Peak learning rate of AdamW; default: {DEFAULT_RATE:g}, for preferences "
-        f"{PREFERENCE_RATE:g}.",
+        f"Peak learning rate of AdamW; default: {DEFAULT_RATE:g}, or "
+        f"{PREFERENCE_RATE:g} for preferences.",
         RESULT,
         above=0,
     )
     order: str = TRAINING.option(
         "shuffle",
-        "Order of the rows: shuffle mixes all, length puts rows of similar length into a step.",
+        "Order of the rows: shuffle mixes all; length puts rows of similar length into a step.",
         RESULT,
         choices=("shuffle", "length"),
     )
@@ -117,7 +117,7 @@ class _LoraConfig(Checked):
     init: str = LORA.option(
         "lora",
         "Initial LoRA values: lora is random, pissa takes the weights' largest singular vectors, "
-        "pissa_niter_N approximates these by N iterations, which is faster.",
+        "pissa_niter_N approximates these in N iterations, which is faster.",
         RESULT,
         metavar="lora|pissa|pissa_niter_N",
     )
@@ -265,7 +265,7 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
         False, "Use an adapter that was trained on another base model.", EXECUTION, inherited=False
     )
     wait: bool = RUN.option(
-        False, "Wait if other runs hold the memory, instead of failing.", EXECUTION, inherited=False
+        False, "Wait instead of failing if other runs hold the memory.", EXECUTION, inherited=False
     )
     ignore_ledger: bool = RUN.option(
         False, "Train even if other runs hold the memory.", EXECUTION, inherited=False
@@ -280,7 +280,7 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
         10, "Steps between progress lines when stderr is not a terminal.", PLACES, at_least=1
     )
     profile_interval: int = RUN.option(
-        0, "Profile every Nth step, by phase; 0 turns it off.", EXECUTION, at_least=0
+        0, "Profile every Nth step, by phase; 0 turns profiling off.", EXECUTION, at_least=0
     )
     track: tuple[str, ...] = RUN.option(
         (),
@@ -305,7 +305,7 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
         if self.parallel.startswith("tensor:"):
             return [
                 f"--parallel {shorten(self.parallel)}: MLX cannot divide the workers of its ring "
-                "into groups: give tensor, for a part of the model on each of them"
+                "into groups: give tensor, for a part of the model on each worker"
             ]
         if self.parallel != "tensor":
             return [f"--parallel must be data or tensor, not {shorten(self.parallel)}"]
@@ -415,14 +415,14 @@ class PlanConfig(TrainConfig):
         TrainConfig,
         "data",
         (),
-        "Data to plan for; without it, one example of --max-seq-len.",
+        "Data to plan for; without it, one example of --max-seq-len tokens.",
         required=False,
     )
     longest: bool = PLAN.option(
-        False, "Print the longest example that fits --memory-limit.", COMMAND
+        False, "Print the length of the longest example that fits in --memory-limit.", COMMAND
     )
     workers: int = PLAN.option(
-        1, "Machines to plan for, as mlx.launch starts them.", COMMAND, at_least=1
+        1, "Machines to plan for, each with one worker of mlx.launch.", COMMAND, at_least=1
     )
     link: float = PLAN.option(
         10.0, "Bandwidth between the machines, in Gbit/s.", COMMAND, above=0, metavar="GBPS"
@@ -432,9 +432,9 @@ class PlanConfig(TrainConfig):
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
         if self.workers > 1 and not self.data and self.parallel == "data":
-            problems.append("--workers needs --data: steps are shared by their examples")
+            problems.append("--workers needs --data: the workers share the examples of each step")
         if self.workers == 1 and self.parallel == "tensor":
-            problems.append("--parallel tensor needs --workers: say how many share the model")
+            problems.append("--parallel tensor needs --workers: give their number")
         return problems
 
 
@@ -459,7 +459,7 @@ class BenchConfig(_StepConfig):
         8, "Optimizer steps to time, from the start of an epoch.", COMMAND, at_least=1
     )
     repeats: int = BENCH.option(
-        2, "Times to measure each side, each in a new process.", COMMAND, at_least=1
+        2, "Number of times to measure each side, each time in a new process.", COMMAND, at_least=1
     )
     json: str | None = RUN.option(
         None, "Write the report as JSON to a file, or - for stdout; see docs/bench.md.", COMMAND

@@ -61,7 +61,7 @@ class UseConfig(ModelConfig):
         choices=("none", *FORMATS),
     )
     max_new_tokens: int = GENERATION.option(
-        256, "Longest answer in tokens.", COMMAND, at_least=1, at_most=10**9
+        256, "Maximum length of an answer in tokens.", COMMAND, at_least=1, at_most=10**9
     )
 
     def contradictions(self) -> list[str]:
@@ -125,7 +125,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
                 if not 0 < len(pattern) <= _LONGEST_PATTERN:
                     problems += [f"--match regex= takes 1 to {_LONGEST_PATTERN:,} characters"]
             except (regex.error, ValueError, RecursionError, MemoryError) as error:
-                problems += [f"--match {shorten(self.match)}: is no pattern: {error}"]
+                problems += [f"--match {shorten(self.match)}: is not a pattern: {error}"]
         elif self.match not in ("exact", "json", "contains"):
             problems += [
                 f"--match {shorten(self.match)}: must be exact, json, contains or regex=PATTERN"
@@ -148,11 +148,11 @@ class AnswerConfig(UseConfig):
         at_most=100,
     )
     top_k: int = GENERATION.option(
-        0, "Sample from the likeliest K tokens; 0 turns it off.", COMMAND, at_least=0
+        0, "Sample from the likeliest K tokens; 0 means all tokens.", COMMAND, at_least=0
     )
     top_p: float = GENERATION.option(
         1.0,
-        "Sample from the likeliest tokens with this total probability; 1 turns it off.",
+        "Sample from the likeliest tokens with this total probability; 1 means all tokens.",
         COMMAND,
         above=0,
         at_most=1,
@@ -271,7 +271,7 @@ class FuseConfig(ImportConfig):
     other_base: bool = same(TrainConfig, "other_base")
     dequantize: bool = EXPORT.option(False, "Dequantise the base model's weights.", COMMAND)
     force: bool = EXPORT.option(
-        False, "Quantise the trained projections like the base, however much is lost.", COMMAND
+        False, "Quantise the trained projections like the base, however much gain is lost.", COMMAND
     )
     gguf: bool = EXPORT.option(False, "Also write model.gguf with llama.cpp's converter.", COMMAND)
     json: bool = RUN.option(
@@ -295,7 +295,7 @@ class ExportConfig(ImportConfig):
         required=True,
     )
     merge: bool = EXPORT.option(
-        False, "With gguf, merge base and adapter into one model by llama.cpp's converter.", COMMAND
+        False, "For gguf, merge base and adapter into a model with llama.cpp's converter.", COMMAND
     )
     quantize: str | None = EXPORT.option(
         None,

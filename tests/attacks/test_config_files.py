@@ -78,7 +78,7 @@ YAML = {
     "tagged bytes": ("output: !!binary AAA", NOT_YAML),
     "bytes for text": ("output: !!binary AAAA", "--output must be text"),
     "pairs": ("data: !!pairs [a]", NOT_YAML),
-    "set": ("data: !!set {a, b}", "--data must be text, or several texts"),
+    "set": ("data: !!set {a, b}", "--data must be text or a list of texts"),
     "code": ("rank: !!python/object/apply:os.system [touch pwned]", NOT_YAML),
     "new object": ("rank: !!python/object/new:os.system [touch pwned]", NOT_YAML),
     # Characters

@@ -27,7 +27,7 @@ def write(folder: Path, rows: list[dict[str, str]]) -> Path:
 @pytest.mark.parametrize(
     ("rows", "options", "problem"),
     [
-        (PAIRS, (), "a pair of preferences ('chosen' and 'rejected': use --objective dpo)"),
+        (PAIRS, (), "a preference pair ('chosen' and 'rejected': use --objective dpo)"),
         (
             ANSWERS,
             DPO,
@@ -38,7 +38,7 @@ def write(folder: Path, rows: list[dict[str, str]]) -> Path:
         (
             PAIRS,
             ("--objective", "kto"),
-            "a pair of preferences ('chosen' and 'rejected': use --objective dpo, or make two rows "
+            "a preference pair ('chosen' and 'rejected': use --objective dpo, or make two rows "
             "of it, each with its answer as 'completion' and 'label' true or false)",
         ),
     ],
@@ -87,7 +87,7 @@ def test_resumed_run_keeps_its_beta_and_its_reference(
     assert train("--data", path, *DPO, "--max-steps", 1).code == 0
     resume = ("train", "--resume", output.parent, "--max-steps", 2, "--quiet")
     assert cli(*resume, "--beta", 0.2).error == (
-        "--beta 0.2: the run has the default (0.1, for simpo 2.0); another value changes its result"
+        "--beta 0.2: the run has the default (0.1, or 2.0 for simpo), and would give another result"
     )
     reference = output.parent / "checkpoints" / "reference.json"
     reference.write_text(reference.read_text().replace("-", "-1", 1))

@@ -92,8 +92,8 @@ def test_unknown_options_are_all_named_with_what_may_have_been_meant(
         ("run.toml", "seed = " + "9" * 5000, "is not valid TOML: a number has too many digits"),
         ("run.toml", "a" + ".a" * 5000 + " = 1", "is not valid TOML: line 1: a key has too many"),
         ("run.yaml", "#" * 70_000, "has more than 64 KB"),
-        ("run.yaml", "- rank\n- 8", "must hold names and values"),
-        ("run.yaml", "rank", "must hold names and values"),
+        ("run.yaml", "- rank\n- 8", "must contain names and values"),
+        ("run.yaml", "rank", "must contain names and values"),
         ("run.yaml", b"rank: \xff\xfe", "is not text in UTF-8"),
     ],
 )
@@ -208,7 +208,7 @@ def test_entries_of_other_tools_are_answered(tmp_path: Path) -> None:
     assert load_config_file(path, TrainConfig)[1] == [
         f"--config {path} has no option 'base_model', here: model_path: m",
         f"--config {path} has no option 'micro_batch_size', here: batch_size: 2 "
-        "(the rows of a whole step)",
+        "(number of rows per step)",
         f"--config {path} has no option 'bf16', here: dtype: bfloat16",
     ]
 

@@ -221,7 +221,7 @@ def test_answers_that_match_by_a_pattern_are_counted_with_and_without_the_adapte
     ("arguments", "said"),
     [
         (["--match", "json"], "--match counts answers: add --generate"),
-        (["--generate", "--match", "regex=("], "--match 'regex=(': is no pattern: missing )"),
+        (["--generate", "--match", "regex=("], "--match 'regex=(': is not a pattern: missing )"),
         (["--generate", "--match", "near"], "must be exact, json, contains or regex=PATTERN"),
         (["--adapter", "nowhere"], "nowhere: has no adapters.safetensors"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),

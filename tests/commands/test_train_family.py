@@ -136,7 +136,7 @@ def test_equivalent_lora_of_pissa_is_gone_on_with(model: Path, chat: Path, tmp_p
         ({"init": "pissa", "dora": True}, "--init pissa changes the weights whose row norms"),
         ({"init": "pissa", "init_adapter": "x"}, "--init pissa starts from the weights"),
         ({"init": "gaussian"}, "--init must be lora, pissa or pissa_niter_N"),
-        ({"target_rank": ("q_proj",)}, "--target-rank 'q_proj': must be as in q_proj=16"),
+        ({"target_rank": ("q_proj",)}, "--target-rank 'q_proj': must be like q_proj=16"),
         ({"lr_ratio": 0}, "--lr-ratio must be above 0"),
     ],
 )

@@ -165,7 +165,7 @@ def test_entry_becomes_options(entries: dict[str, Any], options: dict[str, Any])
         ({"fine_tune_type": "full"}, "fine_tune_type: 'full': full fine-tuning is out of scope"),
         ({"optimizer": "muon"}, "optimizer: 'muon': the optimizer is always AdamW"),
         ({"iters": "many"}, "iters: 'many': must be a number"),
-        ({"ranck": 4}, "'ranck' is no option of mlx-lm or mlxtune"),
+        ({"ranck": 4}, "'ranck' is not an option of mlx-lm or mlxtune"),
     ],
 )
 def test_entry_without_counterpart_is_a_problem(entries: dict[str, Any], problem: str) -> None:
@@ -186,6 +186,6 @@ def test_missing_entry_s_default_is_named() -> None:
     (line,) = translate({"iters": 10, "num_layers": 4, "lora_parameters": {}}).lines[3:]
 
     assert line == (
-        "not in the file, so mlxtune's default: learning_rate (--lr 1e-4, mlx-lm 1e-5), "
+        "not in the file, so mlxtune's default applies: learning_rate (--lr 1e-4, mlx-lm 1e-5), "
         "max_seq_length (--max-seq-len 512, mlx-lm 2048)"
     )

@@ -16,7 +16,7 @@ from tests.configs import config, problems
             {"objective": "dopo"},
             "--objective must be one of sft, dpo, orpo, cpo, simpo, kto, not 'dopo'",
         ),
-        ({"beta": 0.1}, "--beta goes with an --objective of preferences: leave it out"),
+        ({"beta": 0.1}, "--beta goes with a preference objective: leave it out"),
         ({"objective": "dpo", "beta": 0.0}, "--beta must be above 0, not 0.0"),
         (
             {"objective": "dpo", "dpo_loss": "exo_pair"},

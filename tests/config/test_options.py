@@ -313,8 +313,8 @@ def test_whole_number_is_not_rounded_from_another(value: Any) -> None:
     ("option", "value", "problem"),
     [
         ("model_path", None, "--model-path is required"),
-        ("data", 5, "--data must be text, or several texts, not 5"),
-        ("data", ["a.jsonl", 5], "--data must be text, or several texts, not ['a.jsonl', 5]"),
+        ("data", 5, "--data must be text or a list of texts, not 5"),
+        ("data", ["a.jsonl", 5], "--data must be text or a list of texts, not ['a.jsonl', 5]"),
         ("data", "  ", "--data is required"),
         ("data", [" ", ""], "--data is required"),
         ("data", [], "--data is required"),
@@ -398,5 +398,5 @@ def test_weight_is_a_number_above_zero(tmp_path: Path) -> None:
     (tmp_path / "a").touch()
     wrong = [*("a.jsonl=0", "c=2000", "c=-1", "c=1e9", "c=nan", "c=inf"), f"{tmp_path / 'a'}=two"]
     assert problems(data=[*wrong, "b=1e3"]) == [
-        f"--data {each}: its weight must be a number above 0, at most 1000" for each in wrong
+        f"--data {each}: the weight must be a number above 0 and at most 1000" for each in wrong
     ]

@@ -28,7 +28,7 @@ def test_every_wrong_rank_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         target_ranks(["q_proj", "=3", "v_proj=0", "k_proj=x", "o_proj=²", "a=1", "a=2"])
     assert len(caught.value.problems) == 6
-    assert "--target-rank 'v_proj=0': must be as in q_proj=16" in caught.value.problems
+    assert "--target-rank 'v_proj=0': must be like q_proj=16" in caught.value.problems
     assert "--target-rank names a twice" in caught.value.problems
 
 

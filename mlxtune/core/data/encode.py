@@ -416,4 +416,4 @@ def _check_surrogates(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise BadRow("text holds half a surrogate pair") from error
+        raise BadRow("text contains half a surrogate pair") from error

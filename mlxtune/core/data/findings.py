@@ -131,7 +131,7 @@ def _note_opposites(files: Sequence[EncodedFile], corpus: Corpus) -> None:
         if (other := first.get(sides[::-1])) is not None:
             file, row = corpus.place_of(index)
             other_file, other_row = corpus.place_of(other)
-            detail = f"as {where(files[other_file].skipped.path, other_row)}"
+            detail = f"the opposite of {where(files[other_file].skipped.path, other_row)}"
             files[file].notes.count(row, OPPOSITE, detail)
         first.setdefault(sides, index)
 

@@ -126,7 +126,7 @@ def _check_kind(content: JsonObject, objective: str) -> None:
     kind = preference_kind(content)
     if objective == "sft":
         if kind == "pair":
-            raise BadRow("a pair of preferences", f"{_PAIR}: use --objective dpo")
+            raise BadRow("a preference pair", f"{_PAIR}: use --objective dpo")
         if kind == "labelled" and label_of(content) is False:
             label = str(content["label"]).lower()
             raise BadRow("an answer labelled as bad", f"'label' is {label}: use --objective kto")
@@ -134,7 +134,7 @@ def _check_kind(content: JsonObject, objective: str) -> None:
         raise BadRow("an answer with a label, not a pair", "use --objective kto")
     elif objective in LABELLED and kind == "pair":
         raise BadRow(
-            "a pair of preferences",
+            "a preference pair",
             f"{_PAIR}: use --objective dpo, or make two rows of it, each with its answer as "
             "'completion' and 'label' true or false",
         )
@@ -212,7 +212,7 @@ def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
         if isinstance(first, dict) and recognise(first, formats) is not None:
             return f"the rows are under {shorten(key)}: save that list as the file"
     if content and all(len(key.split()) > 3 for key in content):
-        return "if these are texts of a row, write a line of column names above it"
+        return "if these are the values of a row, write a line of column names above it"
     texts = {key: value for key, value in content.items() if isinstance(value, str)}
     if len(content) > 2:
         texts = {key: value for key, value in texts.items() if " " in value.strip()}

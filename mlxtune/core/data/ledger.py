@@ -107,7 +107,7 @@ class EncodedFile:
             longest = int(self.arrays.lengths[examples].max())
             problem = BadRow(
                 f"longer than --max-seq-len {cut.max_seq_len}",
-                f"an answer to compare is not cut: raise it to {longest}",
+                f"an answer to compare is not cut: raise the limit to {longest}",
             )
             self.skipped.add(int(self.arrays.rows[example]), problem)
             return
@@ -115,6 +115,6 @@ class EncodedFile:
         first = int(self.arrays.mask[end - self.arrays.lengths[example] : end].argmax()) + 1
         problem = BadRow(
             f"no supervised token within --max-seq-len {cut.max_seq_len}",
-            f"the answer starts at token {first}: raise it",
+            f"the answer starts at token {first}: raise the limit",
         )
         self.skipped.add(int(self.arrays.rows[example]), problem)

@@ -232,7 +232,7 @@ class ModelTemplate:
             if name is None:
                 raise BadRow("a tool call has no function name", where)
             if name not in shown:
-                remedy = "name a template that writes them, such as --template qwen3 for Qwen"
+                remedy = "name a template that writes tool calls, such as --template qwen3 for Qwen"
                 raise BadRow("the model's template leaves out a tool call", f"{where}: {remedy}")
         return _Turn(prompt, answer, prompt + rest, unknown_end)
 

@@ -53,7 +53,7 @@ def read_pair(row: int, content: JsonObject, to_message: ToMessage) -> Pair:
     if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     elif any(side and side[0].get("role") in ("system", "user") for side in (chosen, rejected)):
-        raise BadRow("sides that do not begin with the prompt", "leave 'prompt' out, or make them")
+        raise BadRow("sides that do not begin with the prompt", "leave 'prompt' out, or add it")
     return _pair(row, content, prompt, chosen, rejected)
 
 
@@ -93,7 +93,7 @@ def _pair(
     row: int, content: JsonObject, prompt: list[Any], chosen: list[Any], rejected: list[Any]
 ) -> Pair:
     if not prompt:
-        raise BadRow("no prompt", "the messages before 'chosen' and 'rejected'")
+        raise BadRow("no prompt", "give the messages before 'chosen' and 'rejected'")
     if chosen == rejected:
         raise BadRow("chosen and rejected are the same")
     # The whole prompt is context, including its assistant turns.

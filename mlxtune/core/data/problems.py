@@ -45,8 +45,8 @@ ADVICE = {
     DROPPED_TOOLS: "training and inference do not show them: use a model that supports tools",
     DUPLICATE: "each copy is trained on: keep one, unless the copies are intended",
     EMPTY_PROMPT: "the answer is trained on without a question: fill it in, or remove the row",
-    LEAK: "the validation loss looks better than it is: remove it from one of the two",
-    LEAKED_PROMPT: "the validation looks better than it is: keep a prompt on one of the two sides",
+    LEAK: "the validation loss looks better than it is: remove the row from one of the two sets",
+    LEAKED_PROMPT: "the validation looks better than it is: keep each prompt in one of the sets",
     MERGED_SYSTEM: "--merge-system did this: merge it likewise at inference",
     MOJIBAKE: "the model learns to write it: read the source as UTF-8, and export it again",
     NO_END_OF_TURN: "it is trained on as ordinary text: mlxtune stops at it, other tools do not",
@@ -57,10 +57,9 @@ ADVICE = {
     REFUSAL: "the model learns to refuse: remove the row, unless that is intended",
     REPLACED: "the model learns to write it: export the text again, in UTF-8",
     TRUNCATED_ANSWER: "the model learns neither its end nor when to stop: raise --max-seq-len",
-    TWO_PROMPTS: "each side keeps the prompt of inference, so they share fewer tokens",
+    TWO_PROMPTS: "each side keeps the prompt of inference, so the two share fewer tokens",
     UNCLOSED_THINKING: "the model learns to answer within its thinking: write </think> after it",
-    UNREAD_KEY: "the model does not see it: add it to the prompt or the answer",
-    UNDECLARED_TOOL: "the model learns to invent tools: add it to the row's tools",
+    UNDECLARED_TOOL: "the model learns to invent tools: add the tool to the row's tools",
 }
 # The most JSON values in a row. Values take some 20 times the memory of their text.
 _MAX_VALUES = 4_000_000

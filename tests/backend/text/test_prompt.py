@@ -137,7 +137,7 @@ def test_file_that_holds_no_conversation_is_named_with_its_line(content: bytes, 
             [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
             "the last message is the assistant's",
         ),
-        ([{"role": "user", "content": "\ud800"}], "text holds half a surrogate pair"),
+        ([{"role": "user", "content": "\ud800"}], "text contains half a surrogate pair"),
     ],
 )
 def test_conversation_that_cannot_be_answered_says_why(

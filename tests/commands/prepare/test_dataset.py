@@ -305,7 +305,7 @@ def test_duplicates_and_leaks_are_warned_of_by_both(
         f"warning: {file}:7: duplicate row (same as {file}:1), and 1 more: "
         "each copy is trained on: keep one, unless the copies are intended",
         f"warning: {other}:1: validation row that is also trained on: "
-        "the validation loss looks better than it is: remove it from one of the two",
+        "the validation loss looks better than it is: remove the row from one of the two sets",
     ]
     shown = inspect(*arguments).out
     assert (

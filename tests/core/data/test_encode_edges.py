@@ -401,13 +401,13 @@ HALVES: dict[str, dict[str, Any]] = {
 def test_row_with_half_a_surrogate_pair_is_skipped(content: dict[str, Any]) -> None:
     file = encoded_file(words(), render_qwen3, [parse_conversation(3, content)])
 
-    assert file.skipped.places == {"text holds half a surrogate pair": [(3, "")]}
+    assert file.skipped.places == {"text contains half a surrogate pair": [(3, "")]}
 
 
 def test_document_with_half_a_surrogate_pair_is_skipped() -> None:
     file = encoded_file(words(eos="<|endoftext|>"), render_qwen3, [Document(3, "a \ud800")])
 
-    assert file.skipped.places == {"text holds half a surrogate pair": [(3, "")]}
+    assert file.skipped.places == {"text contains half a surrogate pair": [(3, "")]}
 
 
 def test_row_nested_too_deeply_for_a_template_is_skipped() -> None:

@@ -183,8 +183,8 @@ def test_pair_twice_and_the_other_way_round_are_found() -> None:
     assert found == {
         problems.DUPLICATE: (Place("a.jsonl", 4, "same as a.jsonl:1"),),
         problems.OPPOSITE: (
-            Place("a.jsonl", 3, "as a.jsonl:1"),
-            Place("a.jsonl", 4, "as a.jsonl:3"),
+            Place("a.jsonl", 3, "the opposite of a.jsonl:1"),
+            Place("a.jsonl", 4, "the opposite of a.jsonl:3"),
         ),
     }
 

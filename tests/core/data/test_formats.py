@@ -83,7 +83,7 @@ def test_answer_that_is_not_to_be_learned_is_skipped_by_name(
     assert [str(problem) for problem in skipped.problems.values()] == [
         *["an answer labelled as bad ('label' is false: use --objective kto)"] * 2,
         *["an answer labelled as bad ('label' is 0: use --objective kto)"] * (row is not TEXT),
-        "a pair of preferences ('chosen' and 'rejected': use --objective dpo)",
+        "a preference pair ('chosen' and 'rejected': use --objective dpo)",
     ]
 
 
@@ -224,7 +224,7 @@ def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: 
         ({"data": [PROMPT], "id": 1}, "the rows are under 'data': save that list as the file)"),
         (
             {"How do I reset it?": "a", "You open the settings.": "b"},
-            "if these are texts of a row, write a line of column names above it)",
+            "if these are the values of a row, write a line of column names above it)",
         ),
         ({"a": 1, "b": 2, "c": 3}, "--field NAME=KEY names a key of yours)"),
     ],

@@ -136,9 +136,10 @@ def test_ledger_counts_what_a_loop_over_rows_counts(
     ]
     assert (
         file.skipped.places.get(reason, [])
-        == [(row, f"the answer starts at token {first}: raise it") for row, first in lost.items()][
-            :5
-        ]
+        == [
+            (row, f"the answer starts at token {first}: raise the limit")
+            for row, first in lost.items()
+        ][:5]
     )
 
 

@@ -82,7 +82,7 @@ def test_large_or_irregular_file_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"12345")
     assert sizes.read_bytes(path, Limits(5)) == b"12345"
-    with pytest.raises(TooLarge, match="a is too large: 5 bytes, of at most 4"):
+    with pytest.raises(TooLarge, match="a is too large: 5 bytes, more than 4"):
         sizes.read_bytes(path, Limits(4))
     with pytest.raises(TooLarge):
         sizes.check_file(path, Limits(4))
@@ -107,5 +107,5 @@ def test_file_that_grows_while_it_is_read_is_refused(
             other.write(b"5")
 
     monkeypatch.setattr(sizes, "check_open", check_open)
-    with pytest.raises(TooLarge, match="a is too large: 5 bytes, of at most 4"):
+    with pytest.raises(TooLarge, match="a is too large: 5 bytes, more than 4"):
         sizes.read_bytes(path, Limits(4))

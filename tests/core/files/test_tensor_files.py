@@ -104,7 +104,7 @@ def test_header_larger_than_its_kind_is_refused_unread(
 ) -> None:
     monkeypatch.setattr(tensor_files, "HEADER", Limits(100))
     path = write(tmp_path / "a", {"a": A, "b": B}, length=101, data=100)
-    with pytest.raises(ValueError, match="the header of a is too large: 101 bytes, of at most 100"):
+    with pytest.raises(ValueError, match="the header of a is too large: 101 bytes, more than 100"):
         read_header(path)
 
 

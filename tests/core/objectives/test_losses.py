@@ -205,7 +205,7 @@ def test_first_loss_of_dpo_is_the_logarithm_of_two() -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"beta": 0.2}, "--beta goes with an --objective of preferences"),
+        ({"beta": 0.2}, "--beta goes with a preference objective"),
         ({"dpo_loss": "ipo"}, "--dpo-loss goes with --objective dpo"),
         ({"objective": "orpo", "gamma": 2.0}, "--gamma goes with --objective simpo"),
         ({"objective": "dpo", "label_smoothing": 0.1}, "--label-smoothing goes with --dpo-loss"),

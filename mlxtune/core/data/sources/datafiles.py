@@ -208,8 +208,8 @@ def _line_rows(path: Path) -> Iterator[NumberedRow]:
                 yield number, _parse(content)
             elif number - last > _MAX_ROWLESS:
                 raise DataError(
-                    f"{path}:{number}: is the last of {_MAX_ROWLESS:,} blank lines and comments in "
-                    "a row: remove them"
+                    f"{path}:{number}: is the last of {_MAX_ROWLESS:,} consecutive blank lines "
+                    "and comments: remove them"
                 )
 
 

@@ -66,7 +66,7 @@ def _read_line(process: LimitedProcess, path: Path, size: int) -> bytes:
         raise expands(path, size)
     if ended == "time":
         raise _damaged(path, "a few rows take more than 10 s")
-    raise _damaged(path, f"reading it ends the process that does, with {ended}")
+    raise _damaged(path, f"the process that reads it ended with {ended}")
 
 
 def _parse(line: bytes) -> dict[str, Any] | BadRow | str:

@@ -92,7 +92,7 @@ def _header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str]:
                 f"{path}:{number}: has two columns named {shorten(min(twice))}: rename one"
             )
         return number, names, delimiter
-    raise DataError(f"{path}: is empty: it needs a line of column names, then one row a line")
+    raise DataError(f"{path}: is empty: it needs a line of column names, then one row per line")
 
 
 def _split(line: str, delimiter: str) -> Sequence[str]:
@@ -105,7 +105,7 @@ def _split(line: str, delimiter: str) -> Sequence[str]:
 def _object(names: Sequence[str], cells: Iterable[str]) -> dict[str, Any] | BadRow:
     values = list(cells)
     if len(values) > len(names) and any(values[len(names) :]):
-        detail = f"{len(values)} of {len(names)}: put values with a separator in quotes"
+        detail = f"{len(values)} cells, {len(names)} columns: put values with a separator in quotes"
         return BadRow("more cells than columns", detail)
     found: dict[str, Any] = {
         name: value or None for name, value in zip(names, values, strict=False) if name
