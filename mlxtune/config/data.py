@@ -280,8 +280,8 @@ def parse_fields(pairs: Sequence[str]) -> dict[str, str]:
 def weighted(value: str) -> tuple[str, float]:
     """Return a value of --data without its weight, and the weight, by default 1.
 
-    If the text before the last `=` names an existing file, the text after it is the weight, or NaN
-    if it is not a number.
+    A number after the last `=` is the weight, unless the whole value is an existing path. Other
+    text after an existing path and `=` is a weight of NaN.
     """
     name, _, weight = value.rpartition("=")
     if not name or os.path.lexists(as_path(value)):

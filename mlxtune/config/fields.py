@@ -27,11 +27,11 @@ _TOO_LARGE = 2**63
 
 
 class Affects(Enum):
-    """The effect of an option of a run, which decides whether a resumed run may change it."""
+    """What an option of a run affects, and so whether a resumed run may change the option."""
 
     RESULT = auto()  # what is learned: must stay the same
     LENGTH = auto()  # how long the run trains: may only grow
-    INPUT = auto()  # which files are read: may move, their content is compared
+    INPUT = auto()  # which files are read: may move, but their content is compared
     EXECUTION = auto()  # time, memory, or which files of the run are kept: may change
     PLACES = auto()  # where files are, or how much is printed: may change; not compared in reports
     COMMAND = auto()  # a command other than train
@@ -62,7 +62,7 @@ class Option:
     """The meaning of an option, and the restrictions on its values beyond the type."""
 
     help: str
-    # No default, so that each new option must state it.
+    # No default, so that each new option must state what it affects.
     affects: Affects
     section: Section
     # The option changes the examples of a data file, so the key of cached files includes it.
@@ -169,7 +169,7 @@ def _not(value: Any) -> str:
 
 class _Short(reprlib.Repr):
     def repr_int(self, x: int, level: int) -> str:
-        """Return an integer as text, in hexadecimal if Python may refuse decimals."""
+        """Return an integer as text, in hexadecimal if Python may refuse to write it in decimal."""
         return hex(x)[:20] + "…" if x.bit_length() > 1000 else super().repr_int(x, level)
 
 
@@ -324,7 +324,7 @@ class Checked:
         return []
 
     def part(self, kind: type[_Part], **changes: Any) -> _Part:
-        """Return the options that `kind` shares with this config, with `changes`.
+        """Return a `kind` with the options that it shares with this config, and with `changes`.
 
         The fields of `kind` may have other names. For a value of None, `kind` keeps its default.
         """

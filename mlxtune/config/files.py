@@ -62,7 +62,7 @@ def read_config_file(path: Path) -> Mapping[Any, Any]:
         check_value(values, OPTIONS, f"--config {path}")
     except TooLarge as error:
         raise ConfigError([str(error)]) from error
-    if values is None:  # an empty file, or one of comments
+    if values is None:  # an empty file, or a file of comments
         return {}
     if not isinstance(values, Mapping):
         raise ConfigError([f"--config {path} must contain names and values, such as 'rank: 8'"])
@@ -78,7 +78,7 @@ def _parse_toml(path: Path, text: str) -> Any:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError([f"{problem}: {one_line(error)}"]) from error
-    except ValueError as error:  # int() accepts a few thousand digits
+    except ValueError as error:  # int() accepts at most a few thousand digits
         raise ConfigError([f"{problem}: a number has too many digits"]) from error
 
 

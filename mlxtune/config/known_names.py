@@ -22,9 +22,9 @@ _OWN_CHOICE = "mlxtune chooses this to suit the machine"
 class Known:
     """Our equivalent of another tool's option.
 
-    `ours` lists equivalent options, of which a command has at most one. A value in it, as in
-    `quantize=4`, replaces the given value. `differs` states other differences or, without `ours`,
-    the reason why we have no such option.
+    `ours` lists equivalent options: the first that a command has is suggested. A value in an entry,
+    as in `quantize=4`, replaces the given value. `differs` states the differences or, if `ours` is
+    empty, why we have no such option.
     """
 
     ours: tuple[str, ...]
@@ -133,7 +133,7 @@ KNOWN: Mapping[str, Known] = {
     for names, ours, differs in _TABLE
     for name in names.split()
 }
-# By command: options that it lacks, and what to use instead.
+# Commands, options that they lack, and what to use instead.
 _ELSEWHERE: tuple[tuple[str, str, str], ...] = (
     ("report inspect", "output out", "--html FILE writes the page"),
     ("runs", "output out html", "mlxtune report writes a page"),
@@ -201,7 +201,7 @@ def as_keyword(name: str, value: str | None) -> str:
 def answer(
     name: str, value: Any, own: Collection[str], write: Writer, flags: Collection[str] = ()
 ) -> str | None:
-    """Return our equivalent of another tool's name, to end a message; None if unknown.
+    """Return our equivalent of another tool's option, as the end of a message, or None.
 
     `own` has the command's options, and `flags` its options without a value. `value` is the given
     value, or None to leave it out.

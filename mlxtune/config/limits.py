@@ -16,11 +16,11 @@ _MB = 2**20
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper limits of one kind of file: its bytes, and the number and size of its values.
+    """Upper limits for one kind of file: its bytes, and the number and length of its values.
 
-    `values` is the number of all values together, `entries` the longest object and, without
-    `items`, the longest list, `text` the longest string or name, `digits` the longest number, and
-    `depth` the deepest nesting.
+    `bytes` limits the length of the file, `values` the number of all values together, `entries` the
+    length of an object, `items` the length of a list (by default `entries`), `text` the length of a
+    string or name, `digits` the length of a number, and `depth` the nesting.
     """
 
     bytes: int
@@ -58,7 +58,7 @@ REFERENCES = Limits(256 * _MB, values=10_000_000, entries=10_000_000)
 MANIFEST = Limits(_MB, values=1000, entries=100, text=1000)
 RECORD = Limits(_MB, values=20_000, entries=20_000)
 RECORDS = Limits(256 * _MB)
-# The most records of validations, epochs and skipped steps; other steps are kept as columns.
+# The maximum number of validations, epochs and skipped steps; other steps are kept as columns.
 OTHER_RECORDS = 200_000
 HUB_ANSWER = Limits(32 * _MB, values=1_000_000, entries=500_000, text=_MB)
 # A config file: almost no limit on digits or nesting, because each option reports its own errors.
@@ -130,7 +130,7 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 def has_more_values(content: bytes, most: int) -> bool:
     """Return whether JSON may have more than `most` values, counting brackets and commas."""
-    # Skipping strings takes time, so first count with the brackets and commas inside strings.
+    # Skipping strings takes time, so first count the brackets and commas inside strings too.
     if len(content) <= most or _marks(content, 0, len(content)) <= most:
         return False
     values = end = 0
@@ -161,7 +161,7 @@ def check_value(value: Any, limits: Limits, name: str) -> None:
         elif isinstance(each, dict | list):
             most = limits.items if isinstance(each, list) and limits.items else limits.entries
             if len(each) > most:
-                raise TooLarge(f"{name} has a list of {len(each):,}, more than {most:,}")
+                raise TooLarge(f"{name} has a list of {len(each):,} values, more than {most:,}")
             if depth > limits.depth:
                 raise TooLarge(f"{name} is nested too deep")
         elif isinstance(each, int) and _is_longer(each, limits.digits):

@@ -1,6 +1,6 @@
 """Translates config files of mlx-lm's trainer to our options, with a line on each entry.
 
-mlx_lm.lora takes such a file with --config; its keys and defaults are in mlx_lm/lora.py.
+mlx_lm.lora takes such a file with --config; the keys and defaults are in mlx_lm/lora.py.
 """
 
 import math
@@ -106,7 +106,7 @@ def _whole(value: Any, by: int = 1) -> int:
 
 
 def _accumulated(entries: Entries) -> int:
-    """Return the number of mlx-lm's batches that make one step here."""
+    """Return the number of mlx-lm's batches that make one of our steps."""
     return _whole(entries.get("grad_accumulation_steps") or 1)
 
 

@@ -81,8 +81,8 @@ class UseConfig(ModelConfig):
 class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     """Options of an evaluation, for the command and for `mlxtune.commands.evaluate`.
 
-    Evaluates every row of the data; in a folder, of its `test` or else its `valid` file. Without an
-    adapter, evaluates only the base model.
+    The command evaluates every row of the data; of a folder, every row of its test file or, without
+    one, its validation file. Without an adapter, it evaluates only the base model.
 
     Raises ConfigError, which lists every problem.
     """
@@ -113,7 +113,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
         if self.match != "exact" and not self.generate:
             problems += ["--match counts answers: add --generate"]
         if self.match.startswith("regex="):
-            # Import only for a pattern, because it takes time.
+            # Import only for a pattern, because the import takes time.
             import regex
 
             pattern = self.match.removeprefix("regex=")

@@ -10,7 +10,8 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 def is_file_name(name: object) -> bool:
     """Return whether a name, joined to a folder, can only lead to an entry of that folder.
 
-    It has no path separator of any system, is not `.` or `..`, and prints unchanged on a terminal.
+    Such a name has no path separator of any system, is not `.` or `..`, and prints unchanged on a
+    terminal.
     """
     return (
         isinstance(name, str)

@@ -56,7 +56,7 @@ _AROUND = 12
 
 
 def notes_on(row: Conversation | Document, text: str) -> Iterator[tuple[str, str]]:
-    """Yield the kind and a detail of each problem; `text` is all text of the row."""
+    """Yield the kind and a detail of each problem; `text` is all the text of the row."""
     if _REPLACEMENT in text:
         yield REPLACED, _around(text, text.index(_REPLACEMENT))
     if found := _MOJIBAKE.search(text):

@@ -21,7 +21,7 @@ _BESIDE_MESSAGES = ("context", "passage", "document", "input", *THINKING_FIELDS)
 class Message:
     """One turn. `tool_calls` holds an assistant's calls as JSON objects, in OpenAI's layout.
 
-    `thinking` is an assistant's reasoning before its answer, from its own field or from between
+    `thinking` is an assistant's reasoning before its answer, from a separate field or from between
     `<think>` tags. `trained` is False for an assistant turn that is only context. `fields` is the
     message for a model's own template: the file's message with text content and parsed arguments,
     without `weight` and nulls.
@@ -36,7 +36,7 @@ class Message:
 
 
 # The role of an example in its row: an answer; the chosen and the rejected answer of a pair, and
-# the chosen answer with its prompt; an answer with a label; and another row's answer to the prompt.
+# the chosen answer with its prompt; a good or bad answer; and another row's answer to the prompt.
 ANSWER, CHOSEN, REJECTED, WHOLE, DESIRABLE, UNDESIRABLE, MISMATCHED = range(7)
 ROLE_NAMES = (
     *("answer", "chosen", "rejected", "prompt and chosen"),
@@ -85,7 +85,7 @@ class Document:
 def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
     """Check and convert `{"messages": [...], "tools": [...], "system": "..."}`.
 
-    `tools` may also be the JSON text of a list, as in LLaMA-Factory's files, and `system` a text to
+    `tools` may also be the JSON text of a list, as in LLaMA-Factory's files, and `system` text to
     put before the messages, as in Anthropic's files. Raises BadRow.
     """
     messages = parse_messages(content.get("messages"))
@@ -110,7 +110,7 @@ def _unread(content: Mapping[str, Any], messages: tuple[Message, ...]) -> str:
 def parse_messages(messages: Any) -> tuple[Message, ...]:
     """Check and convert the messages of a row.
 
-    Raises BadRow, also if no assistant turn is trained.
+    Raises BadRow, also if no assistant turn is trained on.
     """
     if not isinstance(messages, list):
         raise BadRow("'messages' is not a list", json_type(messages))

@@ -94,7 +94,7 @@ class ExampleArrays:
 
     @property
     def plain_text(self) -> bool:
-        """Whether the second token of every example carries loss, as only in plain text."""
+        """Whether every example's second token carries loss, which is so only in plain text."""
         starts = self.ends - self.lengths
         return bool(self.mask[np.minimum(starts + 1, self.ends - 1)].all())
 
@@ -120,7 +120,7 @@ class ExampleArrays:
     def _supervised_within(
         self, lengths: npt.NDArray[np.int32], skipped: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:
-        """Return int32 (E,): the supervised tokens among `lengths` tokens after `skipped` ones."""
+        """Return int32 (E,): how many of the `lengths` tokens after `skipped` are supervised."""
         counts = np.zeros(len(lengths), dtype=np.int32)
         # Sum block by block: numpy would convert the whole array first.
         blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
@@ -149,9 +149,9 @@ class ExampleArrays:
 class CutExamples:
     """The examples of one data file, each cut to `max_seq_len`.
 
-    `lengths`, `supervised` and `skipped` are int32 (E,): the kept tokens of each example, the
-    supervised tokens among them, and the tokens skipped before them. An example with no supervised
-    token left keeps no token.
+    `lengths`, `supervised` and `skipped` are int32 (E,): the number of tokens of each example that
+    are kept, that are kept and supervised, and that are skipped at its start. An example with no
+    supervised token left keeps no token.
     """
 
     arrays: ExampleArrays
@@ -182,7 +182,7 @@ def _tokens_to_skip(mask: npt.NDArray[np.uint8], max_seq_len: int) -> int:
     Answers are skipped whole. The last answer keeps its start, and the token before it, even if its
     end is cut.
 
-    mask 0 0 1 1 0 0 0 1 1 max_seq_len 6: skip 4, as the first answer does not fit whole
+    With mask 0 0 1 1 0 0 0 1 1 and `max_seq_len` 6, skip 4, as the first answer does not fit whole.
     """
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
     starts, ends = edges[::2], edges[1::2]
@@ -256,9 +256,10 @@ class Corpus(Sequence[Example]):
     A row with no such example is left out. `weights` say how often the rows of each file are used
     in an epoch, once by default.
 
-    `lengths` and `supervised` are int32 (E,): each example's tokens after truncation, and the
-    number of them that carry loss. `row_numbers` and `row_of_example` are int64 (E,): the number of
-    the example's row in its file, and the row's index here. `identities` is uint64 (R,).
+    `lengths` and `supervised` are int32 (E,): the number of each example's tokens after truncation,
+    and the number of them that carry loss. `row_numbers` and `row_of_example` are int64 (E,): the
+    number of the example's row in its file, and the row's index in the corpus. `identities` is
+    uint64 (R,).
     """
 
     def __init__(
@@ -339,7 +340,7 @@ class Corpus(Sequence[Example]):
         return CorpusRows(self, range(self.num_rows) if rows is None else rows)
 
     def place_of(self, index: int) -> tuple[int, int]:
-        """Return the index of a row's file, and the row's number in it."""
+        """Return the index of a row's file, and the row's number in that file."""
         first = self._first_of_row[index]
         return int(self._file[first]), int(self.row_numbers[first])
 
@@ -365,7 +366,7 @@ class Corpus(Sequence[Example]):
     def data_hash(self) -> str:
         """Return `sha256:HASH` of examples per row, lengths, tokens and masks, each little-endian.
 
-        Roles are part of it unless all are answers, and weights of files unless all are 1.
+        The hash also covers roles unless all are answers, and weights of files unless all are 1.
 
         Row numbers are left out, as an added comment does not change the data.
         """
@@ -427,7 +428,7 @@ class CorpusRows:
 
     @cached_property
     def answers(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
-        """The place of each answer's row, int64 (A,), and a hash of its tokens, uint64 (A,).
+        """The place of each answer's row, int64 (A,), and a hash of the answer, uint64 (A,).
 
         An answer's tokens, its prompt included, are the same under every objective.
         """
@@ -440,7 +441,7 @@ class CorpusRows:
         return np.array(places, dtype=np.int64), np.array(hashes, dtype=np.uint64)
 
     def without(self, identities: npt.NDArray[np.uint64]) -> CorpusRows:
-        """Return the rows whose own identity and answers' identities are not among these."""
+        """Return the rows of which neither the identity nor an answer's hash is in `identities`."""
         known = np.isin(self.identities, identities)
         if len(identities):
             places, hashes = self.answers
@@ -457,7 +458,7 @@ class CorpusRows:
         return self.corpus.file_of_row[np.asarray(self.indices, dtype=np.int64)]
 
     def place(self, place: int) -> tuple[str, int]:
-        """Return the path of a row's file, if known, and the row's number in it."""
+        """Return the path of a row's file, if known, and the row's number in that file."""
         file, row = self.corpus.place_of(self.indices[place])
         return self.corpus.paths[file] if self.corpus.paths else "", row
 

@@ -31,7 +31,7 @@ from mlxtune.core.data.template import Rendered, Rendering, Template
 _CHUNK_ROWS = 512
 # Tokenizers take some 200 bytes for each character of a batch.
 _CHUNK_CHARACTERS, _MOST_CHARACTERS = 2**21, 2**22
-# The most characters of prompts, or of prompt tails, to encode one by one: half a minute of work.
+# The maximum number of characters of prompts, or of their tails, to encode singly: 30 s of work.
 _MOST_PROMPTS = 2**24
 _PREFETCHED_ROWS = 32
 # Texts before answers are short and recur, so their tokens are cached.
@@ -83,7 +83,7 @@ class Encoding(Protocol):
         """The tokens."""
 
     def boundary(self, character: int) -> int | None:
-        """Return the number of tokens that end before a character; None if one spans its start."""
+        """Return the number of tokens before a character, or None if a token spans its start."""
 
     def start(self, token: int) -> int:
         """Return the character at which a token starts."""
@@ -120,7 +120,7 @@ class OffsetEncoding:
     offsets: list[tuple[int, int]]
 
     def boundary(self, character: int) -> int | None:
-        """Return the number of tokens that end before a character; None if one spans its start."""
+        """Return the number of tokens before a character, or None if a token spans its start."""
         tokens = bisect_left(self.offsets, (character, -1))
         start, end = self.offsets[tokens - 1] if tokens else (-1, 0)
         # If a character is split into byte tokens, only the last token may have a width.

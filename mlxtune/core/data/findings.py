@@ -53,7 +53,7 @@ class Finding:
     """A problem in the data. `train` warns about it, or refuses the data if it is an `error`.
 
     `rows` counts the rows that have it, `places` holds the first few of them. `tokens` counts the
-    lost supervised tokens; for a skipped row, the mean of the other rows is assumed.
+    lost supervised tokens; for a skipped row, the mean of the file's examples is assumed.
     """
 
     level: str  # "warning" or "error"
@@ -69,8 +69,8 @@ def row_findings(
 ) -> list[Finding]:
     """Return a finding for each kind of note on the rows that are kept.
 
-    `files` are the files of `corpus`, then of `validation`. Call it once: it adds notes for
-    duplicates and leaks to `files`.
+    `files` are the files of `corpus`, then of `validation`. Call this once: the function adds notes
+    for duplicates and leaks to `files`.
     """
     _note_duplicates(files, corpus)
     _note_opposites(files, corpus)
@@ -186,7 +186,7 @@ def _findings(
 
 
 def _lost(file: EncodedFile, tally: RowTally, kind: str) -> int:
-    """Return the supervised tokens that a kind of problem costs in a file."""
+    """Return the number of supervised tokens that a kind of problem costs in a file."""
     if kind == TRUNCATED_ANSWER:
         return file.answer_tokens_cut
     if tally is file.skipped and len(file.arrays.supervised):

@@ -116,7 +116,7 @@ def preference_kind(content: JsonObject) -> Literal["pair", "labelled"] | None:
     """Return how a row states a preference: with two answers, or with one labelled answer."""
     if recognise(content, PAIRS):
         return "pair"
-    # A number next to a text is a class label, not a preference.
+    # A number next to plain text is a class label, not a preference.
     is_class = recognise(content) == "text" and str(content.get("label")).strip() in ("0", "1")
     return "labelled" if isinstance(label_of(content), bool) and not is_class else None
 
@@ -303,7 +303,7 @@ def _is_answer(message: Any) -> bool:
 
 
 def _from_alpaca(row: int, content: JsonObject) -> Conversation:
-    r"""Convert as LLaMA-Factory does: `instruction\ninput` is the user's turn; `history` trains."""
+    r"""Convert as LLaMA-Factory does: `history`, then a user turn of `instruction\ninput`."""
     instruction, history = [content["instruction"], content.get("input")], content.get("history")
     for name, text in zip(("instruction", "input"), instruction, strict=True):
         if not isinstance(text, str | None):
@@ -343,7 +343,7 @@ def _from_sharegpt(row: int, content: JsonObject) -> Conversation:
         for position, entry in enumerate(entries, start=1)
     ]
     tools = [
-        # LLaMA-Factory's files hold bare functions, which it wraps for the models.
+        # LLaMA-Factory's files contain bare functions, which LLaMA-Factory wraps for the models.
         {"type": "function", "function": tool} if "name" in tool and "type" not in tool else tool
         for tool in parse_tools(content.get("tools"))
     ]

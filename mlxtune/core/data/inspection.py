@@ -25,7 +25,7 @@ from mlxtune.core.data.places import where
 
 SCHEMA_VERSION = 1
 _SHORTEST_LIMIT = 128
-# In pairs with more pieces, the most frequent pieces are not compared, to save time.
+# In pairs with more pieces than this, the most frequent pieces are not compared, to save time.
 _EXACTLY = 1000
 # The share of the supervised tokens that may be cut off without a warning.
 _MOST_CUT = 0.01
@@ -51,7 +51,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """Rows and tokens cut by a `--max-seq-len`; `rows_lost` keep no supervised token."""
+    """The rows and tokens that a --max-seq-len cuts; `rows_lost` rows keep no supervised token."""
 
     max_seq_len: int
     rows_cut: int
@@ -75,10 +75,9 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of an example's text.
+    """Part of an example's text: one token, or the fewest tokens that form whole characters.
 
-    One token, or the fewest tokens that form whole characters. It `differs` if the other side of
-    its pair lacks it.
+    `differs` says whether the other side of the example's pair lacks the piece.
     """
 
     text: str
@@ -90,10 +89,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ShownExample:
-    """An example as the model sees it. It is part `part` of `parts` if a row was split.
+    """An example as the model sees it: part `part` of the `parts` parts of its row.
 
-    `role` is the name of its role in a preference row. `cut` tokens beyond --max-seq-len are not in
-    `pieces`. `kinds` are the kinds of the findings that name its row.
+    `role` is the name of the example's role in its row. `cut` tokens beyond --max-seq-len are not
+    in `pieces`. `kinds` are the kinds of the findings that name the row.
     """
 
     path: str
@@ -114,7 +113,7 @@ class ShownExample:
 
     @property
     def differing(self) -> int:
-        """The number of tokens that the other side of its pair lacks."""
+        """The number of tokens that the other side of the example's pair lacks."""
         return sum(piece.tokens for piece in self.pieces if piece.differs)
 
 
@@ -150,7 +149,10 @@ def together(shown: Sequence[ShownExample]) -> list[ShownExample | ShownPair]:
 
 @dataclass(frozen=True)
 class Inspection:
-    """An inspection's result. `files` are ledgers as in ledger.json; lengths are not truncated."""
+    """An inspection's result. `files` are ledgers as in ledger.json.
+
+    `tokens` and `supervised` count the tokens of examples before truncation.
+    """
 
     model: str
     template: str
@@ -213,11 +215,11 @@ class InspectedExamples:
         )
 
     def of_row(self, row: int) -> list[int]:
-        """Return the examples of the rows with this number, one row in each file."""
+        """Return the indices of the examples of the rows with this number, one row in each file."""
         return [int(i) for i in np.flatnonzero(self._corpus.row_numbers == row)]
 
     def choose(self, findings: Sequence[Finding], count: int) -> list[int]:
-        """Return examples to show: from rows that findings name, and evenly spaced examples.
+        """Return indices of examples to show: of rows that findings name, and evenly spaced ones.
 
         Preference rows are shown whole.
         """
@@ -322,9 +324,9 @@ class CutLoss:
 
 
 def cut_loss(files: Sequence[EncodedFile], max_seq_len: int, at: str) -> CutLoss | None:
-    """Return the loss of supervised tokens at a --max-seq-len.
+    """Return what a --max-seq-len cuts off, or None if it is at most 1% of the supervised tokens.
 
-    None if it is at most 1%. The sufficient limit is a power of two, or halfway between two powers.
+    The sufficient limit is a power of two, or halfway between two powers.
     """
     most, share = 1 - _MOST_CUT, _supervised_share(files, max_seq_len, at)
     if share >= most:
@@ -343,7 +345,7 @@ def _supervised_share(files: Sequence[EncodedFile], max_seq_len: int, at: str) -
 
 
 def limits(files: Sequence[EncodedFile], current: int, at: str) -> tuple[LengthLimit, ...]:
-    """Return the losses under the current limit, and under powers of two that may cut rows."""
+    """Return what is cut off at the current limit, and at powers of two that may cut rows."""
     longest = max((int(file.arrays.lengths.max(initial=0)) for file in files), default=0)
     sizes = {current}
     size = _SHORTEST_LIMIT

@@ -19,7 +19,7 @@ class Ledger:
     tokens_supervised + tokens_context + tokens_truncated.
 
     `rows_skipped` counts rows by reason, `notes` by kind of note. `weight` says how often an epoch
-    uses each row that trains; the counts ignore it.
+    uses each training row; the counts ignore it.
     """
 
     path: str = ""
@@ -72,10 +72,11 @@ class EncodedFile:
     answer_tokens_cut: int = 0
 
     def account(self, cut: CutExamples, title: str | None = None) -> Ledger:
-        """Return the ledger of the file's examples after they were cut.
+        """Return the ledger of the file, with its examples cut as in `cut`.
 
-        Its path is `title`, which files of the hub have, or else the file's path. Call it once: it
-        adds notes for truncated answers, and skips rows with no supervised token left.
+        The ledger's path is `title`, which files of the hub have, or else the file's path. Call
+        this once: the method adds notes for truncated answers, and skips rows with no supervised
+        token left.
         """
         arrays, kept_rows = self.arrays, cut.rows_kept
         lost = arrays.per_row(arrays.supervised - cut.supervised)

@@ -37,7 +37,7 @@ _END_THINK = "</think>"
 _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"))
 _PROBE = "mlxtune asks whether this is shown"
 # Each turn is rendered with all messages before it, so many short turns would take minutes. The
-# most characters to render in all, and the cost of a message on top of its characters.
+# maximum number of characters to render in all, and the number to add for each message.
 _MOST_RENDERED, _PER_MESSAGE = 2**27, 64
 
 
@@ -63,7 +63,7 @@ class RenderChat(Protocol):
 class _Turn:
     """One assistant turn; `text` is the prompt and the answer, perhaps with a newline after them.
 
-    `unknown_end` is the end of the answer if no token ends it, with a remedy.
+    `unknown_end` is the text that ends the answer if no token does, with a remedy.
     """
 
     prompt: str
@@ -354,7 +354,7 @@ def _without_tags(content: str) -> str:
 def _continue_thinking(prompt: str, text: str, message: Message, header: str, where: str) -> str:
     """Return the turn's text as the continuation of a prompt that has opened the thinking.
 
-    Some templates (DeepSeek-R1's) open it in the generation prompt and leave it out of the turns.
+    Some templates (DeepSeek-R1's) write the opening tag in the generation prompt but not in turns.
 
     Raises BadRow when the prompt differs from the turn in anything else.
     """

@@ -44,6 +44,6 @@ def is_zipped(path: Path) -> bool:
 
 
 def read_head(path: Path) -> bytes:
-    """Return the first bytes, unzipped. Raises the errors of opening and unzipping."""
+    """Return the first bytes of a file, unzipped. Raises the errors of opening and unzipping."""
     with open_zipped(path) if is_zipped(path) else open_regular(path) as file:
         return file.read(_HEAD_BYTES)

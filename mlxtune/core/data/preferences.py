@@ -3,10 +3,10 @@
 keys                                        a row of
 prompt, chosen, rejected                    texts, or lists of messages
 chosen, rejected                            two conversations, whose common messages are the prompt
-conversations, chosen, rejected             LLaMA-Factory's
+conversations, chosen, rejected             LLaMA-Factory
 input, preferred_output, …                  OpenAI's and Azure's fine-tuning APIs
 prompt, completion, label                   an answer, good if the label is true or 1
-messages, label; conversations, label       the same, whose last turn is the answer
+messages, label; conversations, label       a labelled conversation that ends with the answer
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ ToMessage = Callable[[Any, str], Any]
 
 
 def label_of(content: JsonObject) -> Any:
-    """Return a row's label: a boolean, also written as 1 or 0, or as text: true, false, yes, no."""
+    """Return a row's label; 1, 0 and the texts true, false, yes and no become booleans."""
     label = content.get("label")
     if isinstance(label, str | int | float):
         return _VERDICTS.get(f"{label:g}" if label in (0, 1) else str(label).strip().lower(), label)
@@ -74,7 +74,7 @@ _KINDS = ("", "non_")
 
 
 def read_labelled(content: JsonObject, conversation: Conversation) -> Conversation:
-    """Return a conversation with its row's label. Only its last answer carries loss."""
+    """Return a conversation with its row's label. Only the last answer carries loss."""
     label = label_of(content)
     if not isinstance(label, bool):
         label = shorten(str(content.get("label")))

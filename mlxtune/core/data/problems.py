@@ -61,7 +61,7 @@ ADVICE = {
     UNCLOSED_THINKING: "the model learns to answer within its thinking: write </think> after it",
     UNDECLARED_TOOL: "the model learns to invent tools: add the tool to the row's tools",
 }
-# The most JSON values in a row. Values take some 20 times the memory of their text.
+# The maximum number of JSON values in a row. Values take some 20 times the memory of their text.
 _MAX_VALUES = 4_000_000
 # Kinds of notes that `train` refuses.
 ERRORS = (DOUBLE_BOS,)
@@ -70,8 +70,8 @@ ERRORS = (DOUBLE_BOS,)
 class BadRow(ValueError):
     """A row that cannot be trained on.
 
-    `kind` is the reason under which rows with this problem are counted; `detail` gives the place in
-    the row.
+    `kind` is the reason under which rows with this problem are counted; `detail` adds the place in
+    the row, or a remedy.
     """
 
     def __init__(self, kind: str, detail: str = "") -> None:
@@ -110,7 +110,7 @@ class SkippedRows(RowTally):
 
     @property
     def problems(self) -> dict[int, BadRow]:
-        """The first few rows of each reason, by number, with their problem."""
+        """The problems of the first few rows of each reason, by row number."""
         return {
             row: BadRow(kind, detail) for kind in self.places for row, detail in self.places[kind]
         }
@@ -136,7 +136,7 @@ def check_values(text: bytes) -> None:
 
 
 def parse_json(text: str | bytes, kind: str = "not valid JSON") -> Any:
-    """Return the value of JSON text, in UTF-8 if it is bytes. Raises BadRow, of the given kind."""
+    """Return the value of JSON text, or of UTF-8 bytes. Raises BadRow, of `kind` for bad syntax."""
     try:
         if isinstance(text, bytes):
             check_values(text)

@@ -30,7 +30,8 @@ from mlxtune.errors import DataError
 
 # A placeholder for the answer; the prompt does not depend on it.
 _ANSWER = "The answer."
-# The most bytes of a prompt: half a million usual tokens. At a token a byte, encoding takes 0.7 GB.
+# The maximum length of a prompt in bytes: half a million usual tokens. At one token per byte,
+# encoding takes 0.7 GB.
 MAX_BYTES = 2 * 2**20
 
 
@@ -119,9 +120,9 @@ _TO_GIVE = (ANSWER, CHOSEN, DESIRABLE, UNDESIRABLE)
 
 
 def last_turn(row: Sequence[Example], ends: frozenset[int]) -> LastTurn | None:
-    """Return the last supervised turn of a row; `ends` are the tokens that may end one.
+    """Return the last supervised turn of a row; `ends` are the tokens that may end a turn.
 
-    None if the turn has no prompt, as in plain text, or its end was truncated.
+    Return None if the turn has no prompt, as in plain text, or its end was truncated.
     """
     example = [each for each in row if each.role in _TO_GIVE][-1]
     tokens = example.tokens

@@ -3,8 +3,8 @@ r"""Renders conversations as the text that the model reads, and marks supervised
     text        <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
     supervised                                                        ^^^^^^^^^^^^^^^^
 
-A span is the content of an assistant turn and the end-of-turn token after it. The header before
-it and the newline after it are context.
+A span is the content of an assistant turn and the end-of-turn token after it. The header before a
+span and the newline after it are context.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,9 +27,9 @@ from mlxtune.core.data.problems import DROPPED_THINKING, BadRow
 class Rendered:
     """A text that becomes an example; `spans` are the supervised [start, end) character ranges.
 
-    The text up to a span is the prompt that inference gives for that turn. `add_bos` and `add_end`
-    ask for BOS before its tokens and the end-of-text token after them. `role` is the role of its
-    examples in their row.
+    The text up to a span is the prompt that inference gives for the span's turn. `add_bos` and
+    `add_end` ask for BOS before its tokens and the end-of-text token after them. `role` is the role
+    of its examples in their row.
     """
 
     text: str
@@ -195,6 +195,6 @@ END_OF_TURN = {"chatml": "<|im_end|>", "qwen3": "<|im_end|>", "gemma": "<end_of_
 
 
 def built_in_jinja(name: str) -> str:
-    """Return a built-in template as Jinja, which renders as this module does, but adds the BOS."""
+    """Return a built-in template as Jinja text that renders as this module does, plus the BOS."""
     file = "gemma.jinja" if name == "gemma" else "chatml.jinja"
     return resources.files(__package__).joinpath(file).read_text(encoding="utf-8")

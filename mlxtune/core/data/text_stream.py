@@ -22,7 +22,7 @@ class TextStream:
         return self._take(self._decoder.decode(content))
 
     def finish(self) -> str:
-        """Return the text still held back, at the end of the answer."""
+        """Return, at the end of the answer, the text that is still held back."""
         shown = self._take(self._decoder.decode(b"", final=True)) + self._held
         self._held = ""
         return shown

@@ -28,10 +28,10 @@ ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *TABLES)
 # The names of validation files, and of the hub's splits.
 VALIDATION = ("validation", "valid", "val", "dev")
 _MAX_LINE_BYTES = 1 << 26
-# The most bytes of a JSON array, which is read whole: in memory, one character beyond 16 bits makes
-# every character take 32 bits.
+# The maximum length of a JSON array in bytes. Arrays are read whole, and one character beyond 16
+# bits makes every character take 32 bits in memory.
 _MAX_ARRAY_BYTES = 1 << 27
-# The most consecutive blank lines and comments; a million take a second.
+# The maximum number of consecutive blank lines and comments; a million take a second.
 _MAX_ROWLESS = 1_000_000
 # The number of a row, and its object or the reason for its absence.
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
@@ -163,7 +163,7 @@ def _file_named(stems: Sequence[str], folder: Path) -> list[Path]:
 
 
 def _head(path: Path) -> bytes:
-    """Return the first bytes, unzipped. Raises DataError when they are not data."""
+    """Return the first bytes of a file, unzipped. Raises DataError when they are not data."""
     with _reading(path):
         head = read_head(path)
     if not head:

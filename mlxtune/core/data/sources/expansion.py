@@ -13,7 +13,7 @@ from mlxtune.errors import DataError
 # one long system prompt, the most repetitive that people train on, unpack to some 100 times their
 # size.
 _ALWAYS, _PER_BYTE = 2**24, 200
-# The most bytes that one byte of gzip can unpack to.
+# The maximum number of bytes that one byte of gzip can unpack to.
 _MOST_OF_GZIP = 1032
 _PIECE = 2**20
 

@@ -1,4 +1,4 @@
-"""Rows of parquet files, read by pyarrow in a process with limits of memory and time.
+"""Rows of parquet files, read by pyarrow in a process whose memory and time are limited.
 
 A parquet file of a kilobyte may hold any number of rows of any size, and pyarrow unpacks a batch of
 them before anything can be counted.
@@ -70,7 +70,7 @@ def _read_line(process: LimitedProcess, path: Path, size: int) -> bytes:
 
 
 def _parse(line: bytes) -> dict[str, Any] | BadRow | str:
-    """Return an object, the reason for its absence, or, as text, the reason why the file ends."""
+    """Return an object, the reason for its absence, or, from the last line, why reading failed."""
     try:
         check_values(line)
         content: dict[str, Any] | list[str] | str = json.loads(line, object_hook=_present)

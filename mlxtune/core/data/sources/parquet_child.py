@@ -1,7 +1,8 @@
-"""Script that parquet.py runs to read Parquet files; imports nothing from mlxtune.
+"""Reads parquet files in a child process for parquet.py, and imports nothing from mlxtune.
 
-core/files/limited_child.py starts it. Writes one JSON line per row: the object, or `[reason,
-detail]` if the row has none. The last line is a text: the reason why reading failed, or empty.
+core/files/limited_child.py calls `prepare` and then `serve`, which writes one JSON line per row:
+the object, or `[reason, detail]` if the row has none. The last line is a string: the reason why
+reading failed, or empty.
 """
 
 import json
@@ -45,7 +46,7 @@ def _batches(pyarrow: Any, path: str) -> Iterator[Any]:
     signal.setitimer(signal.ITIMER_PROF, _SECONDS)
     # Without buffer_size, pyarrow would read a whole column of a row group.
     with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=_PIECE) as file:
-        # Times hold no text to train on, and Python cannot represent all of them.
+        # Times contain no text to train on, and Python cannot represent all of them.
         kinds = enumerate(file.schema_arrow.types)
         columns = [i for i, kind in kinds if not pyarrow.types.is_temporal(kind)]
         groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))

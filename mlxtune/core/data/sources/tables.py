@@ -78,7 +78,7 @@ def _lines(path: Path, file: IO[bytes], longest: int) -> Iterator[str]:
 def _header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str]:
     """Return the line number of the header, the column names, and their separator.
 
-    Spreadsheets write `;` if the comma is the decimal point.
+    Spreadsheets write `;` if the comma is the decimal separator.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
