@@ -29,7 +29,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge nothing."""
+        """Keep `<<` as an ordinary key."""
 
 
 for _kind, _pattern, _first in (

@@ -31,7 +31,7 @@ class Known:
     differs: str = ""
 
 
-# Other tools' names, ours, and the difference. Names are written with `_`.
+# Other tools' names of options, ours, and the difference. Names are written with `_`.
 _TABLE: tuple[tuple[str, str, str], ...] = (
     # Model and data
     ("model model_name base_model model_name_or_path", "model_path", ""),

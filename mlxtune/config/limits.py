@@ -1,6 +1,6 @@
 """Limits for each kind of file that is read, and a JSON parser that enforces them.
 
-Python objects take up to 40 times the memory of their JSON: `[],` is 3 bytes, and 64 in memory.
+Python objects take up to 40 times the memory of their JSON: `[],` takes 3 bytes, and the list 64.
 So the values are counted in the text before any object is created.
 """
 
@@ -34,7 +34,7 @@ class Limits:
 
 # Files of models, tokenizers and adapters, which may come from strangers.
 CONFIG = Limits(16 * _MB, values=500_000, entries=100_000, text=10_000)
-# Each control token takes time at every load; for a list of them, the time is quadratic.
+# Each control token takes time at every load; the time for a list of tokens is quadratic.
 CONTROL_TOKENS = 50_000
 TOKENIZER_CONFIG = Limits(
     32 * _MB, values=600_000, entries=CONTROL_TOKENS, text=4 * _MB, items=10_000

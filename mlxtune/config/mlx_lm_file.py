@@ -11,7 +11,7 @@ from typing import Any
 from mlxtune.config.known_names import as_flag
 from mlxtune.errors import shorten
 
-# Keys found only in mlx-lm's files; their other keys are also ours or other tools'.
+# Keys that mark a file as mlx-lm's. Other keys of mlx-lm are also ours or other tools'.
 _SIGNS = frozenset(
     (
         *("model", "iters", "lora_parameters", "lora_layers", "fine_tune_type", "adapter_path"),

@@ -91,7 +91,7 @@ class _StepConfig(ModelConfig, ObjectiveConfig, DataConfig):
         return problems
 
     def loading(self) -> dict[str, Any]:
-        """Return the keywords of `open_base` that load the base model as these options say."""
+        """Return arguments for `open_base` that load the base model as these options say."""
         names = ("trust_remote_code", "quantize", "double_quant", "quantized_compute")
         return {name: getattr(self, name) for name in names}
 

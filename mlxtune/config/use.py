@@ -135,7 +135,7 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
 
 @dataclasses.dataclass(frozen=True)
 class AnswerConfig(UseConfig):
-    """Options of sampling answers."""
+    """Options for sampling answers."""
 
     system: str | None = GENERATION.option(
         None, "System message before the conversation.", COMMAND, metavar="TEXT"

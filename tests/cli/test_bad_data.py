@@ -153,7 +153,7 @@ BAD_ROWS = {
     '{"messages": [{"role": "user", "content": "x"}]}': "no assistant turn",
     '{"messages": [{"role": "bot", "content": "x"}]}': "unknown role (message 1: 'bot'; ",
     '{"messages": [{"role": "assistant", "content": " "}]}': "empty answer (message 1)",
-    '{"messages": [{"role": "assistant", "content": 3}]}': "content is not text (message 1 is ",
+    '{"messages": [{"role": "assistant", "content": 3}]}': "content is not text (message 1: ",
     '{"messages": [{"content": "x"}]}': "a message has no role (message 1)",
     "[" * 200_000: "JSON nested too deeply",
     '{"messages": ' * 200_000: "JSON nested too deeply",

@@ -27,7 +27,7 @@ from mlxtune.core.files.scratch import PREFIX, scratch_folder
 from mlxtune.core.files.sizes import read_value
 
 ACCOUNT, CHECKSUMS = "account.json", "mlxtune-checksums.json"
-# The largest total size of all entries; the least recently used entries are removed first.
+# The maximum size of all entries together; the least recently used entries are removed first.
 MAX_BYTES = 10 * 10**9
 _ABANDONED_SECONDS = 86_400.0
 

@@ -140,7 +140,7 @@ def _parse_message(position: int, message: Any) -> Message:
     if role == "assistant":
         return _parse_answer(fields, _trained(message, where), where)
     if not isinstance(content, str):
-        raise BadRow("content is not text", f"{where} is {json_type(content)}")
+        raise BadRow("content is not text", f"{where}: {json_type(content)}")
     return Message(role, content, fields=fields)
 
 
@@ -175,7 +175,7 @@ def _parse_answer(fields: dict[str, Any], trained: bool, where: str) -> Message:
     if content is None:
         raise BadRow("empty answer", f"{where} has no content")
     if not isinstance(content, str):
-        raise BadRow("content is not text", f"{where} is {json_type(content)}")
+        raise BadRow("content is not text", f"{where}: {json_type(content)}")
     answer = content
     if "</think>" in content:
         thought, answer = _thinking_and_answer(content)
@@ -189,7 +189,7 @@ def _thinking_field(fields: Mapping[str, Any], where: str) -> str:
     for name in THINKING_FIELDS:
         thought = fields.get(name, "")
         if not isinstance(thought, str):
-            raise BadRow("thinking is not text", f"{where} is {json_type(thought)}")
+            raise BadRow("thinking is not text", f"{where}: {json_type(thought)}")
         if thought := thought.strip():
             return thought
     return ""

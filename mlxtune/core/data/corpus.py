@@ -347,7 +347,8 @@ class Corpus(Sequence[Example]):
     def part_of_example(self, index: int) -> tuple[int, int, int]:
         """Return an example's part number in its row, the number of parts, and its full length.
 
-        Parts count from 1. Only parts with the example's role count, truncated parts included.
+        Parts count from 1. Only parts with the example's role are counted, truncated parts
+        included.
         """
         arrays = self.files[int(self._file[index])].arrays
         own = int(np.searchsorted(arrays.ends, self._start[index], side="right"))

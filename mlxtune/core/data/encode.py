@@ -194,7 +194,7 @@ class Encoder:
     tokenizer: Tokenizer
     notes: Mapping[str, str] = field(default_factory=dict)
     prefetch: Callable[[Sequence[Row]], None] = lambda rows: None
-    # If true, pairs get an example whose chosen text carries loss from its first token on.
+    # If true, pairs also get an example whose chosen text carries loss from its first token on.
     trains_prompts: bool = False
     _tails: dict[str, Sequence[int]] = field(default_factory=dict)
     _prompt_budget: int = _MOST_PROMPTS
@@ -386,7 +386,7 @@ class Encoder:
 
 
 def _prefers(rendering: Rendering) -> bool:
-    """Return whether the texts are a preference row, whose examples are used together."""
+    """Return whether the texts come from a preference row, whose examples are used together."""
     return rendering.texts[0].role != ANSWER
 
 

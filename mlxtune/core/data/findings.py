@@ -69,8 +69,8 @@ def row_findings(
 ) -> list[Finding]:
     """Return a finding for each kind of note on the rows that are kept.
 
-    `files` are the files of `corpus`, then of `validation`. Call this once: the function adds notes
-    for duplicates and leaks to `files`.
+    `files` are the files of `corpus`, then of `validation`. Call this once: it adds notes for
+    duplicates and leaks to `files`.
     """
     _note_duplicates(files, corpus)
     _note_opposites(files, corpus)

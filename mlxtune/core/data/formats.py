@@ -83,7 +83,7 @@ def read_rows(
                 if file_format is not None:
                     raise DataError(
                         f"{where(path, row)}: is in the {recognised} format, but the file is in "
-                        f"{name} since row {since}: give each format its own file, or name one "
+                        f"{name} from row {since} on: give each format its own file, or name one "
                         "with --format to skip the others"
                     )
                 name, since, file_format = recognised, row, formats[recognised]

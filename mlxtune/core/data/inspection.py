@@ -180,7 +180,7 @@ class Inspection:
 
 
 class InspectedExamples:
-    """Every example that trains or validates, in order.
+    """All training and validation examples, in order.
 
     `validates` has the indices of the validation rows among the rows of all files.
     """

@@ -75,8 +75,7 @@ class EncodedFile:
         """Return the ledger of the file, with its examples cut as in `cut`.
 
         The ledger's path is `title`, which files of the hub have, or else the file's path. Call
-        this once: the method adds notes for truncated answers, and skips rows with no supervised
-        token left.
+        this once: it adds notes for truncated answers, and skips rows with no supervised token.
         """
         arrays, kept_rows = self.arrays, cut.rows_kept
         lost = arrays.per_row(arrays.supervised - cut.supervised)

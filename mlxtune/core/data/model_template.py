@@ -223,7 +223,7 @@ class ModelTemplate:
             rest = rest.removeprefix(header)
         end, unknown_end = self._end(rest, message)
         answer = rest[:end]
-        # The thinking and the content may also name the tool, so they are left out.
+        # The thinking and the content may also name the tool, so both are left out.
         shown = self._ends.sub("", answer)
         for text in (message.thinking, _content_after_thinking(message)):
             shown = shown.replace(text, "", 1)
@@ -244,8 +244,9 @@ class ModelTemplate:
         """
         ends = [match.span() for match in self._ends.finditer(rest)]
         last = ends[-1][1] if ends else 0
-        # The thinking, the content and the tool calls follow each other. The end is the first
-        # control token after the content or, with tool calls, the last one of the rendering.
+        # The thinking comes first, then the content, then the tool calls. The end is the first
+        # control token after the content or, with tool calls, the last control token of the
+        # rendering.
         content = _content_after_thinking(message)
         if content and not message.tool_calls:
             at = rest.rfind(content)

@@ -141,7 +141,7 @@ def check_size(content: bytes, where: str) -> None:
 
 
 def parse_content(content: bytes, where: str) -> dict[str, Any]:
-    """Return the conversation in JSON: a list of messages, or an object with `messages`.
+    """Return the conversation that JSON contains: a list of messages, or an object with `messages`.
 
     Raises DataError.
     """

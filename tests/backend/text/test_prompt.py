@@ -131,7 +131,7 @@ def test_file_that_holds_no_conversation_is_named_with_its_line(content: bytes, 
     [
         ([], "there is no message"),
         ({}, "'messages' is not a list (an object)"),
-        ([{"role": "user"}], "content is not text (message 1 is null)"),
+        ([{"role": "user"}], "content is not text (message 1: null)"),
         ([{"role": "bard", "content": "x"}], "unknown role (message 1: 'bard'"),
         (
             [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],

@@ -134,7 +134,7 @@ def test_alpaca_rows_become_what_llama_factory_makes_of_them(row: dict[str, Any]
     ("keys", "said"),
     [
         ({"output": ""}, "empty answer (message 2)"),
-        ({"output": 3}, "content is not text (message 2 is a number)"),
+        ({"output": 3}, "content is not text (message 2: a number)"),
         ({"input": []}, "'input' is not text (a list)"),
         ({"input": float("nan")}, "'input' is not text (a number)"),
         ({"instruction": {}}, "'instruction' is not text (an object)"),
@@ -142,7 +142,7 @@ def test_alpaca_rows_become_what_llama_factory_makes_of_them(row: dict[str, Any]
         ({"history": [["a", "b"], ["a"]]}, "'history' is not a list of pairs (entry 2)"),
         ({"history": ["ab"]}, "'history' is not a list of pairs (entry 1)"),
         ({"history": [["a", ""]]}, "empty answer (message 2)"),
-        ({"history": [[None, "b"]]}, "content is not text (message 1 is null)"),
+        ({"history": [[None, "b"]]}, "content is not text (message 1: null)"),
         ({"system": 3}, "'system' is not text (a number)"),
     ],
 )
@@ -234,7 +234,7 @@ def test_other_keys_of_an_entry_count(tmp_path: Path) -> None:
         ([{"from": "alien", "value": "x"}], "unknown role (message 1: 'alien'; known: human, us"),
         ([{"from": "gpt", "value": ""}], "empty answer (message 1)"),
         ([{"from": "gpt", "content": None}], "empty answer (message 1 has no content)"),
-        ([{"from": "human", "value": 5}], "content is not text (message 1 is a number)"),
+        ([{"from": "human", "value": 5}], "content is not text (message 1: a number)"),
         (
             [{"from": "function_call", "value": "f()"}],
             "a function_call is not JSON (Expecting",

@@ -192,7 +192,7 @@ def test_row_of_another_format_is_an_error_that_names_both(tmp_path: Path, zippe
     with pytest.raises(DataError) as raised:
         next(rows)
     assert str(raised.value) == (
-        f"{path}:3: is in the alpaca format, but the file is in chat since row 2: give each "
+        f"{path}:3: is in the alpaca format, but the file is in chat from row 2 on: give each "
         "format its own file, or name one with --format to skip the others"
     )
 
@@ -201,7 +201,7 @@ def test_rows_of_an_array_are_not_called_lines(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text(json.dumps([TEXT, PROMPT], indent=2))
 
-    with pytest.raises(DataError, match=r"json\[2\]: is in the prompt .* in text since row 1: "):
+    with pytest.raises(DataError, match=r"json\[2\]: is in the prompt .* in text from row 1 on: "):
         list(read_rows(path, SkippedRows(path)))
 
 

@@ -25,7 +25,7 @@ from mlxtune.errors import DataError, one_line
 
 # The endings of file names in a data folder: mlx-lm's .jsonl and other formats' suffixes.
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *TABLES)
-# The names of validation files, and of the hub's splits.
+# The names of validation files, and of validation splits on the hub.
 VALIDATION = ("validation", "valid", "val", "dev")
 _MAX_LINE_BYTES = 1 << 26
 # The maximum length of a JSON array in bytes. Arrays are read whole, and one character beyond 16
