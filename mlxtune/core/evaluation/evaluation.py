@@ -27,9 +27,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class Difference:
-    """The adapted model's loss minus another model's, with its interval; below 0 is better.
+    """The adapted model's loss minus another model's, and the interval of this difference.
 
-    `share` is the difference as a share of the other model's loss.
+    A difference below 0 is better. `share` is the difference as a share of the other model's loss.
     """
 
     loss: float
@@ -48,7 +48,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class RowLosses:
-    """A row's loss under both models, in nats per token; `row` is its number in the file."""
+    """A row's losses under both models, in nats per token; `row` is its number in its file."""
 
     path: str
     row: int
@@ -59,9 +59,9 @@ class RowLosses:
 
 @dataclass(frozen=True)
 class FileVerdict:
-    """The loss of one file's rows under both models, in nats per token, and their verdict.
+    """The losses of one file's rows under both models, in nats per token, and the file's verdict.
 
-    Under a preference objective, it also has the preferred shares before and after.
+    Under a preference objective, it also has the preferred shares before and after training.
     """
 
     path: str
@@ -81,7 +81,7 @@ class FileVerdict:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """The number of answers that equal the data's answer."""
+    """The number of answers that equal the expected answer, for each model."""
 
     base: int
     adapted: int | None
@@ -89,7 +89,7 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class Matches:
-    """The number of answers that match the data's answer, `by` json, contains or regex=PATTERN."""
+    """The number of answers that match the expected one, `by` json, contains or regex=PATTERN."""
 
     by: str
     base: int
@@ -110,7 +110,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Generated:
-    """Greedy answers to the last turn of each row with a prompt and a complete answer."""
+    """Greedy answers to the last turn of each row that has a prompt and a complete answer."""
 
     rows: int
     exact_match: ExactMatch
@@ -140,9 +140,9 @@ class Misjudged:
 class PreferenceDifference:
     """The share of pairs whose chosen answer a model prefers, before and after training.
 
-    For answers with a label (not `pairs`), the share of all pairs of a good and a bad answer in
-    which the good answer gained more, 0.5 by chance. `low` and `high` are the interval of the
-    difference. Margins are means, in nats per token. `fewest` counts pairs, or the answers of the
+    For answers with a label (not `pairs`), it is the share of all pairs of a good and a bad answer
+    in which the good answer gained more, 0.5 by chance. `low` and `high` are the interval of the
+    difference. Margins are means, in nats per token. `fewest` counts pairs, or the answers with the
     rarer label.
     """
 
@@ -163,14 +163,16 @@ class PreferenceDifference:
 class Evaluation:
     """The result of an evaluation. Without an adapter, only the base model's values are set.
 
-    `tokens` counts supervised tokens. The difference and the verdict compare with the base model,
-    or with the adapter from which training started: then `start` is its loss, and `base_difference`
-    compares with the base model. If the difference is below 1% of the loss, the adapter `hardly`
-    helped or hurt. `gained` and `lost` are the rows that contribute most to the difference from the
-    base model, in nats, for the better and for the worse.
+    `tokens` counts supervised tokens. The difference and the verdict compare the adapter with the
+    base model or, if training started from an adapter, with that first adapter: then `start` is the
+    first adapter's loss, and `base_difference` is the difference from the base model. If the
+    difference is below 1% of the loss, the adapter `hardly` helped or hurt. `gained` and `lost` are
+    the rows that contribute most to the difference from the base model, in nats, for the better and
+    for the worse.
 
-    Under a preference objective, the losses are of the good answers, the verdict is about
-    `preference`, and without an adapter `preferred` is the share of pairs that the base prefers.
+    Under a preference objective, the losses are those of the good answers, the verdict is about
+    `preference`, and without an adapter `preferred` is the share of pairs whose chosen answer the
+    base model prefers.
 
     `left_out` counts rows that are left out because they were trained on too; with `only_trained`,
     no other rows remained, and all were evaluated. `files` has a verdict on each file, if there are
@@ -198,7 +200,7 @@ class Evaluation:
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-ready values.
 
-        They include `matches` only if counted, and `files` only for several files.
+        They include `matches` only if matches were counted, and `files` only for several files.
         """
         values = asdict(self)
         if not self.files:
@@ -209,7 +211,7 @@ class Evaluation:
 
 
 def parse_evaluation(values: Any) -> Evaluation:
-    """Return an evaluation from the JSON of `as_dict`. Raises ValueError if it is not one."""
+    """Return an evaluation from the JSON of `as_dict`. Raises ValueError for other values."""
     evaluation: Evaluation = from_json(Evaluation, values)
     if evaluation.verdict not in (None, *VERDICTS):
         raise ValueError(f"no such verdict: {evaluation.verdict!r}")

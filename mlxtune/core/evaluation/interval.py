@@ -1,7 +1,7 @@
 """Confidence intervals, over rows, of the changes due to an adapter.
 
 The rows are a sample of the model's future inputs, so the bootstrap resamples rows, each with all
-its tokens and both losses: the interval is paired.
+its tokens and its losses under both models: the interval is paired.
 """
 
 import math
@@ -14,7 +14,7 @@ from mlxtune.core.evaluation.evaluation import Difference
 
 RESAMPLES, CONFIDENCE = 10_000, 0.95
 _TAIL = (1 - CONFIDENCE) / 2
-# The most row indices drawn at the same time, over several resamples.
+# The largest number of row indices drawn at the same time, over several resamples.
 _DRAWN_AT_ONCE = 1 << 22
 
 Floats = npt.NDArray[np.float64]
@@ -30,14 +30,15 @@ def paired_difference(
 ) -> Difference:
     """Return the difference of two losses over the same rows, with its bootstrap interval.
 
-    `base`, `adapted` and `tokens` are (R,): the summed losses of each row, and its tokens. Each
-    resample draws rows with replacement and divides the difference of their sums by their tokens.
+    `base`, `adapted` and `tokens` are (R,): each row's summed losses, and its number of tokens.
+    Each resample draws rows with replacement and divides the difference of their summed losses by
+    their number of tokens.
 
     Source: the bias-corrected and accelerated interval, Efron, Better Bootstrap Confidence
     Intervals, JASA 82 (1987), equations 2.3 and 6.6; Efron and Tibshirani, An Introduction to the
-    Bootstrap (1993), equations 14.9, 14.10, 14.14 and 14.15. Plain percentiles are too
-    narrow if a few rows contribute most of the difference. With few rows, every bootstrap interval
-    is too narrow, which `_tail` corrects.
+    Bootstrap (1993), equations 14.9, 14.10, 14.14 and 14.15. Plain percentiles are too narrow if a
+    few rows contribute most of the difference. With few rows, every bootstrap interval is too
+    narrow, so `_tail` widens it.
     """
     change = adapted - base
     observed = float(change.sum() / tokens.sum())
@@ -63,8 +64,8 @@ def paired_difference(
 def _tail(rows: int) -> float:
     """Return the share of resamples to leave out on each side.
 
-    It makes the bootstrap's interval of a mean as wide as Student's. Source: Hesterberg, What
-    Teachers Should Know About the Bootstrap, The American Statistician 69 (2015), expanded
+    This share makes the bootstrap's interval of a mean as wide as Student's. Source: Hesterberg,
+    What Teachers Should Know About the Bootstrap, The American Statistician 69 (2015), expanded
     percentiles; Abramowitz and Stegun, 26.7.5, for the quantile of Student's distribution.
     """
     if rows < 2:
@@ -98,7 +99,7 @@ def _acceleration(change: Floats, tokens: npt.NDArray[np.int64]) -> float:
 
 
 def equal_change_interval(change: float, rows: int) -> tuple[float, float]:
-    """Return the interval, within -1 and 1, of a change that is equal in all rows.
+    """Return the interval, between -1 and 1, of a change that is equal in all rows.
 
     Source: Clopper and Pearson (1934): if none of n rows differs, a share of at most 1 - (0.05 /
     2)^(1 / n), about 3.7 / n, may differ.

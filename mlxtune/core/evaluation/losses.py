@@ -1,6 +1,6 @@
 """Compares the losses of rows without and with an adapter, to judge whether it helped.
 
-A model's loss is the sum over all supervised tokens divided by their count.
+A model's loss is the sum of the losses of all supervised tokens divided by their number.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ _HARDLY = 0.01
 # The number of most improved rows, and of most worsened rows, to report.
 _TOP_ROWS = 5
 
-# Returns the summed loss of each example, float64 (B,), and reports its progress.
+# Returns the summed loss of each example, float64 (B,), and reports progress.
 ComputeLosses = Callable[[Sequence[Example], Callable[[int], None]], Floats]
 
 
@@ -44,7 +44,7 @@ class Sums:
     tokens: npt.NDArray[np.int64]
 
     def only(self, rows: npt.NDArray[np.int64]) -> "Sums":
-        """Return the losses of some rows, by their index."""
+        """Return the losses of the rows at these indices."""
         return Sums(self.losses[rows], self.tokens[rows])
 
     @property
@@ -56,7 +56,7 @@ class Sums:
 def sums_of(
     rows: CorpusRows, losses: ComputeLosses, on_progress: Callable[[int, int], None]
 ) -> Sums:
-    """Compute the losses of rows; `on_progress` gets the counts of done and of all examples.
+    """Compute the losses of rows; `on_progress` gets the numbers of finished and of all examples.
 
     The first token of an example is never predicted, so it does not count.
     """
@@ -112,7 +112,7 @@ def compare_rows(
         if sums is not None and not np.isfinite(sums.losses).all():
             where = rows.where(int(np.argmin(np.isfinite(sums.losses))))
             raise NonFiniteLossError(
-                f"{where}: its loss under the {name} model is not finite: "
+                f"{where}: the row's loss under the {name} model is not finite: "
                 "check the model, or use --dtype float32"
             )
     evaluation = Evaluation(

@@ -47,7 +47,8 @@ _SHOWN = 5
 class AnswerSums:
     """Losses of rows' answers under a model: of good answers and, in pairs, of bad answers.
 
-    The only answer of a row with a label is in `good`; `labels` (R,) has 1 or 0.
+    The only answer of a row with a label is in `good`; `labels` (R,) is 0 if that answer is bad,
+    and 1 for all other rows.
     """
 
     good: Sums
@@ -55,12 +56,12 @@ class AnswerSums:
     labels: Floats
 
     def only(self, rows: npt.NDArray[np.int64]) -> "AnswerSums":
-        """Return the losses of some rows, by their index."""
+        """Return the losses of the rows at these indices."""
         return AnswerSums(self.good.only(rows), self.bad.only(rows), self.labels[rows])
 
     @property
     def margins(self) -> Floats:
-        """The log-probability of good minus bad answers, (R,), in nats per token."""
+        """The mean log-probability of good minus bad answers, (R,), in nats per token."""
         good, bad = self.good.losses / self.good.tokens, self.bad.losses
         return bad / np.maximum(self.bad.tokens, 1) - good
 
@@ -68,7 +69,7 @@ class AnswerSums:
 def answer_sums(
     rows: CorpusRows, losses: ComputeLosses, on_progress: Callable[[int, int], None]
 ) -> AnswerSums:
-    """Compute the losses of answers; `on_progress` gets the counts of done and of all examples."""
+    """Compute the losses of answers; `on_progress` gets the numbers of done and of all examples."""
     examples = [
         (place, example)
         for place, row in enumerate(rows)
@@ -164,7 +165,7 @@ def _compare_labelled(
     share = float(_ranks(gains, good).mean())
     count = int(good.sum())
     low, high = rank_interval(share, count, len(good) - count)
-    # Each answer's gain is compared with the mean gain under the other label.
+    # Each answer's gain is compared with the mean gain of the answers with the other label.
     margins = np.zeros(len(good)), _against_others(gains, good)
     fewest = min(count, len(good) - count)
     found = _difference(rows, (0.5, share), (low - 0.5, high - 0.5), *margins, fewest)

@@ -18,8 +18,8 @@ _FEWEST_ANSWERS = 10
 def verdict_lines(evaluation: Evaluation) -> list[str]:
     """Return a line with the verdict and the size of the change, and sometimes a second line.
 
-    The second compares further training with the base model, or gives the losses of preferences.
-    Needs an evaluation with an adapter.
+    The second line compares further training with the base model or, for preferences, describes the
+    change in loss. The evaluation must have an adapter.
     """
     if evaluation.preference is not None:
         return _preference_lines(evaluation, evaluation.preference)
@@ -27,7 +27,7 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
     assert difference is not None
     rows = f"{count(evaluation.rows, 'row')}, {count(evaluation.tokens, 'supervised token')}"
     if evaluation.left_out:
-        rows += f", without {count(evaluation.left_out, 'row')} that were also trained on"
+        rows += f"; without {count(evaluation.left_out, 'row')} that training also had"
     other = " of the base model" if further is None else " of the first adapter"
     amount = f"{_amount(difference, other)}, on {rows}{_answers(evaluation)}"
     line = _verdict_line(evaluation, amount)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: to a temporary name, flushed, then renamed."""
+"""Files that are written whole or not at all: under a temporary name, then flushed and renamed."""
 
 import errno
 import fcntl
@@ -58,7 +58,7 @@ def beside(target: Path) -> Path:
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether `beside` made this name, for a file that a killed process left."""
+    """Return whether `beside` made this name: a killed process may have left the file behind."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
@@ -123,7 +123,7 @@ def append_line(target: Path, line: str) -> None:
 def read_own(path: Path, limits: Limits = RECORDS) -> bytes:
     """Return the content of a file that we wrote.
 
-    Raises ValueError if it is too large or not a regular file (a link, a pipe), or OSError.
+    Raises ValueError if the file is too large or not regular (a link, a pipe). Raises OSError.
     """
     return sizes.read_bytes(path, limits, links=False)
 
@@ -139,8 +139,8 @@ def read_json(path: Path, limits: Limits = OWN_JSON) -> dict[str, Any]:
 def file_hash(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hex.
 
-    Raises OSError, also for a file that consists almost entirely of holes, which may take days to
-    read.
+    Raises OSError, also for a file that consists almost entirely of holes, because reading it may
+    take days.
     """
     with open_regular(path) as file:
         try:
@@ -173,8 +173,9 @@ def _sync(descriptor: int) -> None:
 def check_writable(folder: Path, option: str, name: str = _LONG_NAME) -> None:
     """Raise OutputError unless a file of this name can be written into the folder.
 
-    The folder may not exist yet. Both names are tried in the nearest existing folder, as file
-    systems refuse different names; nothing is left behind. `option` is named in errors.
+    The folder may not exist yet. The names of the folder and the file are tried in the nearest
+    existing folder, as file systems refuse different names; nothing is left behind. `option` is
+    named in errors.
     """
     with as_output_error(folder / name if name != _LONG_NAME else folder, option):
         real = _real(folder)

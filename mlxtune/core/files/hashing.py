@@ -13,7 +13,7 @@ from mlxtune.core.files.reading import open_regular
 from mlxtune.core.files.tensor_files import read_header
 from mlxtune.errors import ModelError, OutputError
 
-# The cache of file hashes by path, with the size and times that the file had.
+# The cache of file hashes by path, with the size, times and inode that each file had.
 FILE = "hashes.json"
 _KEPT = 1000
 _PARTS = ("layout", "weights", "vectors")
@@ -35,11 +35,12 @@ def hash_in_background(folder: Path, cache: Path | None) -> Future[str]:
 
 
 def base_fingerprint(folder: Path) -> dict[str, str]:
-    """Return hashes of a model's weights that take milliseconds.
+    """Return hashes of a model's weights, computed in milliseconds.
 
-    `layout` covers their names, dtypes and shapes, `weights` 64 bytes of each, and `vectors` the
-    norms and biases, which stay the same when matrices are quantised. None depends on how the
-    weights are split into files. Raises ModelError if a file cannot be read.
+    `layout` covers the weights' names, dtypes and shapes, `weights` 64 bytes of each weight, and
+    `vectors` 64 bytes of each norm and bias, which stay the same when matrices are quantised. No
+    hash depends on how the weights are split into files. Raises ModelError if a file cannot be
+    read.
     """
     parts: dict[str, list[str]] = {name: [] for name in _PARTS}
     try:

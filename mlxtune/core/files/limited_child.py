@@ -44,7 +44,7 @@ def main() -> None:
     prepared = functions["prepare"]()
     if LIMITS_ITSELF:
         _limit_memory(int(memory))
-    # Libraries print errors when memory runs out; the parent reports it in one line.
+    # Libraries print errors when memory runs out; the parent reports this fault in one line.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     try:
         functions["serve"](prepared, *arguments)

@@ -13,7 +13,7 @@ from typing import Any
 from mlxtune.core.files.ours import NotOurs, open_ours, remove_file
 from mlxtune.core.files.reading import open_regular
 
-# The most bytes of a holder's note that other processes read.
+# The largest number of bytes of a holder's note that other processes read.
 _MAX_NOTE_BYTES = 64 * 1024
 # Readers hold a lock for an instant to see whether it is free; several may do so together.
 _INSTANT, _TRY_SECONDS = 0.1, 0.01
@@ -36,12 +36,12 @@ class NoLocks(OSError):
 class Lock:
     """A file that is locked until it is released or this process ends.
 
-    The kernel releases it when the process dies. `note` is kept in the file, with the process id
-    and the time, for others to read.
+    The kernel releases the lock when the process dies. `note` is kept in the file, with the process
+    id and the time, for others to read.
 
-    Raises LockHeldError if another process still holds it after `seconds`, NoLocks if the file
-    system has no locks, NotOurs for a file that is not our lock, and OSError if it cannot be
-    created.
+    Raises LockHeldError if another process still holds the lock after `seconds`, NoLocks if the
+    file system has no locks, NotOurs for a file that is not our lock, and OSError if the file
+    cannot be created.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Lock:
 
 
 def holder_of(path: Path) -> dict[str, Any] | None:
-    """Return the note of a lock's holder; None if no living process holds it.
+    """Return the note of a lock's holder; None if no living process holds the lock.
 
     Changes nothing, and works in a read-only folder.
     """
@@ -97,7 +97,7 @@ def _open_locked(path: Path, seconds: float) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
-    raise NoLocks(errno.ENOLCK, "files change their inode numbers here", str(path))
+    raise NoLocks(errno.ENOLCK, "its file system changes inode numbers", str(path))
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:

@@ -1,4 +1,4 @@
-"""Checks that a file is ours to change: regular, the user's, with one name, and no link.
+"""Checks that a file is ours to change: regular, the user's, not a link, and with only one name.
 
 Every file that the package writes, truncates, locks, appends to, replaces or removes is checked
 here: an open file by its descriptor, any other file just before it is replaced or removed.
@@ -14,9 +14,9 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-# Files that desktops leave in folders and users do not need.
+# Files that desktops leave in folders and that users do not need.
 _LITTER = {".DS_Store"}
-# No run nests folders nearly as deeply, and Python removes trees recursively.
+# No run nests folders nearly this deeply, and Python removes trees recursively.
 _MOST_LEVELS = 100
 _TOO_DEEP = f"its folders are nested more than {_MOST_LEVELS} deep"
 _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -52,7 +52,7 @@ def open_ours(path: Path, flags: int) -> int:
 
 
 def check_file(path: Path) -> None:
-    """Raise NotOurs if the path is a file that is not ours, or OSError if it is unreadable."""
+    """Raise NotOurs if the path leads to a file that is not ours. Raises OSError."""
     with suppress(FileNotFoundError):
         _check(path, path.lstat())
 
@@ -91,12 +91,12 @@ def ensure_folder(folder: Path) -> None:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether this is a folder, not a link to one."""
+    """Return whether a path is a folder, not a link to a folder."""
     return path.is_dir() and not path.is_symlink()
 
 
 def is_empty(folder: Path) -> bool:
-    """Return whether this is a folder, not a link to one, with nothing in it. Raises OSError."""
+    """Return whether a path is an empty folder, not a link to a folder. Raises OSError."""
     return is_folder(folder) and not entries(folder)
 
 
@@ -169,7 +169,7 @@ def _check(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise NotOurs(path, "it is not a regular file")
     if status.st_nlink > 1:
-        raise NotOurs(path, "it is also a file of another name, by a hard link")
+        raise NotOurs(path, "it also has another name, by a hard link")
     user = os.geteuid()
     if status.st_uid != user and status.st_uid != _owner_of_new_files(status.st_dev, path.parent):
         raise NotOurs(path, "it belongs to another user")
@@ -181,7 +181,7 @@ def _owner_of_new_files(device: int, folder: Path) -> int:
 
     Some network and shared file systems give all files one owner.
     """
-    del device  # part of the cache's key, as another file system may be mounted here
+    del device  # part of the cache's key, as another file system may be mounted on the folder
     path = folder / temporary_name("owner")
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN, 0o600)

@@ -30,8 +30,8 @@ def new_folder(
 ) -> Iterator[Path]:
     """Yield a folder to fill, which becomes the target if all goes well.
 
-    The caller writes the file `manifest` there, JSON with the SHA-256 of all other files in
-    `files`. An existing folder is replaced only with `overwrite`, and only if it holds exactly the
+    The caller writes the file `manifest` into it: JSON whose `files` has the SHA-256 of each other
+    file. An existing folder is replaced only with `overwrite`, and only if it contains exactly the
     unchanged files of its manifest, which must be remembered as this user's. `sources` are the
     files and folders to read, which must not be in the target.
 
@@ -59,8 +59,8 @@ def replaced_folder(
     """Yield an empty folder to fill, which replaces the target if all goes well.
 
     Otherwise the target stays as it was. `option` is named in errors. The target moves `aside`
-    until the new folder is in place. Both folders change only if `is_known` accepts them. Raises
-    OutputError.
+    until the new folder is in place. The target and `aside` change only if `is_known` accepts them.
+    Raises OutputError.
     """
     temporary = beside(target)
 
@@ -71,7 +71,7 @@ def replaced_folder(
             discard(aside, ignore_errors=True)
 
     with as_output_error(target, option):
-        clean_up()  # a killed process may have left such files
+        clean_up()  # a killed process may have left `aside`
         _check_known(target, option, is_known)
         try:
             temporary.mkdir(parents=True)
@@ -135,7 +135,7 @@ def _check_free(target: Path, manifest: str, overwrite: bool) -> _Known:
         if not _is_remembered(target / manifest):
             raise OutputError(
                 f"{target}: already holds other files, or was not written by you on this machine: "
-                "choose another --output, or remove it"
+                "choose another --output, or remove the folder"
             )
         if not overwrite:
             raise OutputError(

@@ -55,7 +55,7 @@ def start(
     """Start a process.
 
     Ctrl-C reaches only this process, which must `end` the child. Without `apart`, Ctrl-C reaches
-    both, and the child inherits open files. Raises OSError.
+    both processes, and the child inherits open files. Raises OSError.
     """
     return subprocess.Popen(
         command,
@@ -97,8 +97,8 @@ def output_of(
     environment: Mapping[str, str] | None = None,
 ) -> Output:
     """Run a process to its end. Raises OSError, and ChildTimeoutError after `seconds`."""
-    # Without `apart`, Python starts a path by posix_spawn, not by fork, which copies the page
-    # tables of a training process.
+    # Without `apart`, Python starts a program given by its path with posix_spawn, not with fork,
+    # which copies the page tables of a training process.
     with start(
         command, stdout=PIPE, stderr=PIPE, folder=folder, environment=environment, apart=False
     ) as process:
@@ -138,7 +138,7 @@ class Children:
         until: Callable[[], bool] = lambda: False,
         stop: signal.Signals = signal.SIGKILL,
     ) -> int:
-        """Run Python in a folder, made if missing, and write its output there; return its status.
+        """Run Python in a folder, made if missing; write output there, and return the status.
 
         Once `until` returns true, the process gets the signal `stop`. Raises ChildTimeoutError
         if it takes too long. Any end of this call also ends the process and its children.
@@ -195,7 +195,7 @@ class LimitedProcess:
     def __init__(self, script: Path, memory: int, *arguments: str) -> None:
         self._memory = memory
         self._unread = bytearray()
-        # -P: modules next to a script have common names, and must not shadow others.
+        # -P: modules next to a script have common names, and must not shadow other modules.
         command = [sys.executable, "-P", limited_child.__file__, str(memory), str(script)]
         self._process = start([*command, *arguments], stdin=PIPE, stdout=PIPE, stderr=None)
         self.pid = self._process.pid
@@ -208,9 +208,9 @@ class LimitedProcess:
             self._process.stdin.flush()
 
     def read_line(self, longest: int) -> bytes:
-        """Return the next line, with its end; incomplete if it is too long or the last line.
+        """Return the next line with its line end, or its first `longest` bytes.
 
-        Raises TooMuchMemory.
+        The last line may have no line end. Raises TooMuchMemory.
         """
         assert self._process.stdout is not None
         output, searched = self._process.stdout.fileno(), 0
@@ -238,7 +238,7 @@ class LimitedProcess:
 
 
 def resident_memory(pid: int) -> int:
-    """Return the bytes of a process in memory, without memory that macOS compressed."""
+    """Return the bytes that a process has in memory, not counting memory that macOS compressed."""
     import psutil
 
     with suppress(psutil.Error):  # the process has ended

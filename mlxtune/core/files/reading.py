@@ -52,7 +52,7 @@ def open_zipped(path: Path) -> IO[bytes]:
 
 
 def read_at_most(file: io.BufferedReader, size: int) -> bytes:
-    """Return the first bytes of a file that is open at its start. Raises OSError."""
+    """Return up to `size` bytes of an open file, positioned at its start. Raises OSError."""
     # A read allocates memory for the full size that it requests.
     content = file.read(min(os.fstat(file.fileno()).st_size + 1, size))
     # A file may grow while it is read.

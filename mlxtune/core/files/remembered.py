@@ -1,4 +1,4 @@
-"""Remembers files that this user made on this machine, by random ids in the user's cache."""
+"""Remembers files that this user made on this machine, by ids and hashes in the user's cache."""
 
 from contextlib import suppress
 
@@ -20,5 +20,5 @@ def remember(line: str) -> None:
 
 
 def is_remembered(line: str) -> bool:
-    """Return whether the list has this line. Raises OSError or ValueError if it is unreadable."""
+    """Return whether the list, if it can be read, has a line. Raises OSError or ValueError."""
     return line.encode() in read_own(user_cache() / "runs").splitlines()

@@ -28,7 +28,7 @@ def scratch_folder(purpose: str = "", parent: Path | None = None) -> Iterator[Pa
 
 @contextmanager
 def linked_folder(folder: Path, parent: Path) -> Iterator[Path]:
-    """Yield a link to a folder, named `model`, in a new folder of `parent`. Raises OSError."""
+    """Yield a link `model` to a folder; the link is in a new folder in `parent`. Raises OSError."""
     with scratch_folder(parent=parent) as scratch:
         link = scratch / "model"
         link.symlink_to(folder.absolute(), target_is_directory=True)

@@ -1,4 +1,4 @@
-"""Reads files within limits of their kind, and rejects sizes far beyond the blocks on disk."""
+"""Reads files within limits for their kind, and rejects files that are almost all holes."""
 
 import io
 import os
@@ -13,11 +13,11 @@ from mlxtune.core.files.reading import open_regular, read_at_most
 # that APFS, btrfs or ZFS compress shrinks to about a tenth of its size, and an untrained adapter,
 # half of it zeros, to about half.
 _LEAST_STORED = 64
-# Smaller files take little memory, and some file systems store them in no block.
+# Smaller files take little memory, and some file systems store them without blocks.
 _SMALL = 2**20
-# The limit of files without a limit for their kind, larger than any of them.
+# The limit for files whose kind has no limit, larger than any such file.
 _ANY = Limits(2**30)
-# The most pieces of a file to check; a file with more pieces is not made of holes.
+# The largest number of pieces of a file to check; a file with more pieces is not made of holes.
 _MOST_PIECES = 10_000
 
 
@@ -36,14 +36,14 @@ def check_open(name: str, file: io.BufferedReader) -> None:
     size = status.st_size
     if size < _SMALL or status.st_blocks * 512 * _LEAST_STORED >= size:
         return
-    # Some network file systems count no blocks, and ZFS none for fresh writes. They report a file's
-    # data and holes, or only data.
+    # Some network file systems count no blocks, and ZFS none for fresh writes. Such file systems
+    # report a file's data and holes, or only its data.
     if (stored := stored_bytes(file, size)) * _LEAST_STORED < size:
         raise TooLarge(f"{name} has {size:,} bytes, but only {stored:,} of them are on disk")
 
 
 def stored_bytes(file: io.BufferedReader, size: int) -> int:
-    """Return the bytes of an open file outside holes, or enough of them to accept the file."""
+    """Return the number of an open file's bytes outside holes, counted until it can be accepted."""
     if not hasattr(os, "SEEK_DATA"):
         return size
     stored = end = 0
@@ -59,22 +59,22 @@ def stored_bytes(file: io.BufferedReader, size: int) -> int:
 
 
 def check_file(path: Path, limits: Limits) -> None:
-    """Raise TooLarge, naming the file, if it exceeds limits or is made of holes, or OSError."""
+    """Raise TooLarge, naming the file, if it exceeds limits or is made of holes. Raises OSError."""
     with open_regular(path) as file:
         check_bytes(path.name, os.fstat(file.fileno()).st_size, limits)
         check_open(path.name, file)
 
 
 def check_values(path: Path, limits: Limits) -> None:
-    """Raise ValueError for a JSON file with too many values or bytes, or OSError."""
+    """Raise ValueError for a JSON file with too many values or bytes. Raises OSError."""
     check_count(read_bytes(path, limits), limits, path.name)
 
 
 def read_bytes(path: Path, limits: Limits = _ANY, *, links: bool = True) -> bytes:
     """Return the content of a regular file within limits.
 
-    Raises ValueError, which names the file, if it is not a regular file, exceeds the limits, or is
-    a link without `links`. Raises OSError if it cannot be read.
+    Raises ValueError, which names the file, if it is not a regular file, exceeds the limits or,
+    without `links`, is a link. Raises OSError if it cannot be read.
     """
     with open_regular(path, links=links) as file:
         check_bytes(path.name, os.fstat(file.fileno()).st_size, limits)

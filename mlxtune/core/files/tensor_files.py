@@ -35,7 +35,7 @@ class TensorHeader:
 def read_header(path: Path) -> TensorHeader:
     """Return the header of a safetensors file, after checking that its data is complete.
 
-    Raises ValueError, which names the file and the fault, or OSError.
+    Raises ValueError, which names the file and the fault. Raises OSError.
     """
     # Imported here, as the core must import without safetensors.
     from safetensors import SafetensorError, safe_open

@@ -13,7 +13,7 @@ _hints = cache(get_type_hints)
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """Return a JSON value as a dataclass, a collection, an optional or a plain value.
+    """Return a JSON value as a `kind`: a dataclass, a collection, an optional or plain value.
 
     Whole numbers are at least 0. Raises ValueError, which names the field, for any other value.
     """
@@ -43,7 +43,7 @@ def from_json(kind: Any, value: Any) -> Any:
 def _dataclass(kind: Any, value: Any) -> Any:
     fields, hints = {}, _hints(kind)
     if not isinstance(value, dict) or not value.keys() <= hints.keys():
-        raise ValueError("its fields are others")
+        raise ValueError("it has missing or unknown fields")
     for name, each in value.items():
         try:
             fields[name] = from_json(hints[name], each)
@@ -52,4 +52,4 @@ def _dataclass(kind: Any, value: Any) -> Any:
     try:
         return kind(**fields)
     except TypeError as error:
-        raise ValueError("its fields are others") from error
+        raise ValueError("it has missing or unknown fields") from error

@@ -203,7 +203,9 @@ def test_rows_that_gained_and_lost_most_are_named_by_what_they_brought() -> None
 
 
 def test_loss_that_is_not_finite_names_its_row() -> None:
-    with pytest.raises(NonFiniteLossError, match=r"^a\.jsonl:11: its loss under the adapted model"):
+    with pytest.raises(
+        NonFiniteLossError, match=r"^a\.jsonl:11: the row's loss under the adapted model"
+    ):
         evaluated([0.0, float("nan")])
 
 
@@ -290,7 +292,7 @@ def test_rows_that_were_trained_on_are_left_out_of_the_verdict() -> None:
     changes = [-4.0] * 10 + [1.0] * 10
     found = evaluated(changes, trained=list(range(10)))
     assert (found.rows, found.left_out, found.verdict) == (10, 10, "hurt")
-    assert verdict_lines(found)[0].endswith(", without 10 rows that were also trained on")
+    assert verdict_lines(found)[0].endswith("; without 10 rows that training also had")
 
     found = evaluated(changes, trained=list(range(20)))
     assert (found.rows, found.only_trained, found.verdict) == (20, True, "cannot tell")
