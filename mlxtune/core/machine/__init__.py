@@ -1,1 +1,1 @@
-"""The machine: its facts and conditions, checks of them, GPU faults and reservations."""
+"""The machine: its facts and their checks, its conditions, GPU faults and reservations."""

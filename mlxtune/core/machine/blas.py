@@ -36,7 +36,7 @@ def has_cpu_wheel() -> bool:
 
 @functools.cache
 def load_blas() -> Blas:
-    """Load a fast BLAS and keep freed memory, on Linux; do nothing elsewhere. Loads once."""
+    """On Linux, load a fast BLAS, once, and keep freed memory; elsewhere, do nothing."""
     if sys.platform != "linux":
         return Blas()
     if "mlx.core" in sys.modules:
@@ -64,7 +64,7 @@ def load_blas() -> Blas:
         os.environ[_CHOICE] = path
         return Blas(Path(path).name)
     return Blas(
-        problem="no fast BLAS found, training on the CPU will be about 27 times slower: "
+        problem="no fast BLAS found, so training on the CPU will be about 27 times slower: "
         "install one (apt-get install libopenblas0, or pip install mkl)"
     )
 
@@ -95,7 +95,7 @@ def _keep_freed_memory() -> None:
     """Make glibc keep big freed arrays instead of returning them to the kernel.
 
     Otherwise each operation faults its result's pages in again: adding to a 78 MB array takes 34 ms
-    without this and 5 ms with it.
+    without these settings and 5 ms with them.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # musl has no mallopt

@@ -125,7 +125,7 @@ def _packages(m: Machine) -> Iterator[Check]:
         yield Check(PROBLEM, name, found, f"pip install --upgrade '{requirement}'", stops)
     if len(m.libraries) > 1:
         # The library installed last is in use; its version may differ from mlx's.
-        found = f"{' and '.join(m.libraries)} both install MLX's library, into one file"
+        found = f"{' and '.join(m.libraries)} install MLX's library into the same file"
         yield Check(PROBLEM, "mlx", found, _keep_one_library(m))
     if m.mlx_first:
         found = "mlx was imported before mlxtune, too early to load a fast BLAS"
@@ -239,13 +239,13 @@ def _folders(m: Machine) -> Iterator[Check]:
 def _power_and_network(m: Machine) -> Iterator[Check]:
     if m.power.on_battery is not None:
         on_battery = m.power.on_battery
-        remedy = "plug it in: it computes more slowly on battery" if on_battery else ""
+        remedy = "plug the machine in: it computes more slowly on battery" if on_battery else ""
         yield _check("power", "battery" if on_battery else "mains", remedy)
     if m.power.saving:
         remedy = "turn Low Power Mode off while training (System Settings, Battery)"
         yield _check("power", "Low Power Mode is on", remedy)
     if m.thermal:
-        remedy = "let it cool: free its vents, and take it off soft ground"
+        remedy = "let the machine cool: free its vents, and take it off soft ground"
         yield _check("thermal state", m.thermal, remedy)
     if m.offline:
         remedy = f"unset {m.offline} to download a model by owner/name"

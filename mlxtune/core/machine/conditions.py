@@ -35,7 +35,7 @@ _INHIBIT = (
     *("systemd-inhibit", "--what=idle:sleep", "--mode=block"),
     *("--who=mlxtune", "--why=training", "cat"),
 )
-# Seconds between two readings of the memory, and of slower conditions.
+# Seconds between two readings of the memory pressure, and of conditions that are slow to read.
 _SECONDS, _SLOW_SECONDS = 3.0, 12.0
 
 
@@ -49,7 +49,7 @@ class Pressure(IntEnum):
 
 @dataclass(frozen=True)
 class Conditions:
-    """A reading: `on_battery` is None if unknown, `thermal` is empty if nominal or unknown."""
+    """A reading. `on_battery` is None if unknown; `thermal` is empty if nominal or unknown."""
 
     pressure: Pressure = Pressure.NORMAL
     on_battery: bool | None = None
@@ -80,10 +80,10 @@ class Sensors:
         return Pressure.WARN if float(shares.get("some", 0)) >= _SOME_WARN else Pressure.NORMAL
 
     def on_battery(self) -> bool | None:
-        """Return whether the machine runs on battery; None if it has none."""
+        """Return whether the machine runs on battery; None if unknown, or if it has no battery."""
         import psutil
 
-        # psutil reports a mouse's battery on machines without one.
+        # On machines without a battery, psutil reports that of a mouse.
         if self.system == "Linux" and not any(self.supplies.glob("BAT*")):
             return None
         battery = psutil.sensors_battery()
@@ -165,7 +165,8 @@ class ConditionsWatch:
 def kept_awake(system: str = platform.system()) -> Iterator[None]:
     """Keep the machine, but not its display, from sleeping while idle in this context.
 
-    Ends with this process at the latest. Does nothing if the system has no such command or refuses.
+    The effect ends with this process at the latest. Does nothing if the system has no command for
+    this purpose, or refuses.
     """
     command = ("caffeinate", "-i", "-w", str(os.getpid())) if system == "Darwin" else _INHIBIT
     process = None
@@ -181,10 +182,10 @@ def kept_awake(system: str = platform.system()) -> Iterator[None]:
 def seconds_asleep() -> float:
     """Return how long the machine has slept since it was started; 0 if unknown.
 
-    Unlike the wall clock, these clocks are never set. `time.monotonic` and `time.perf_counter` stop
-    while the machine sleeps.
+    Unlike the wall clock, the clocks used here are never set. `time.monotonic` and
+    `time.perf_counter` stop while the machine sleeps.
     """
-    # Linux's own name; macOS's MONOTONIC_RAW counts sleep too.
+    # Only Linux has CLOCK_BOOTTIME; macOS's CLOCK_MONOTONIC_RAW counts sleep too.
     name = "CLOCK_MONOTONIC_RAW" if sys.platform == "darwin" else "CLOCK_BOOTTIME"
     clock = getattr(time, name, None)
     return 0.0 if clock is None else time.clock_gettime(clock) - time.monotonic()

@@ -1,4 +1,4 @@
-"""The facts of a machine, read with the system's own tools. Nothing here needs mlx.
+"""The facts of a machine, read with the system's own tools. This module does not import mlx.
 
 checks.py interprets the facts.
 """
@@ -38,7 +38,8 @@ _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 class Package:
     """A required package: the accepted versions, and the installed version, if any.
 
-    `serves`: the installed version is accepted. `extra` is the optional extra that requires it.
+    `serves` says whether the installed version is accepted. `extra` is the optional extra that
+    requires it.
     """
 
     name: str
@@ -50,9 +51,9 @@ class Package:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that runs write to: bytes `free` on its disk, and the `size` of a cache's files.
+    """A folder that runs write to. `free` is the space on its disk, `size` that of a cache's files.
 
-    `problem` says why it cannot be written.
+    Both are in bytes. `problem` says why the folder cannot be written.
     """
 
     path: str
@@ -99,10 +100,10 @@ class Device:
 class Machine:
     """All facts of a machine. `device` is None if MLX does not start; `device_problem` says why.
 
-    `libraries` are the installed packages with MLX's own library. `mlx_first`: mlx was imported
-    before mlxtune. `translated`: Python runs through Rosetta. `wired_limit_mb` is macOS's limit of
-    GPU memory, 0 for its default. `thermal` describes how heat slows the machine, and is empty if
-    it does not. `offline` is the variable that forbids downloads, if any.
+    `libraries` are the installed packages with MLX's own library. `mlx_first` says whether mlx was
+    imported before mlxtune, `translated` whether Python runs through Rosetta. `wired_limit_mb` is
+    macOS's limit on GPU memory, 0 for its default. `thermal` describes how heat slows the machine,
+    and is empty if it does not. `offline` is the variable that forbids downloads, if any.
     """
 
     system: str
@@ -166,13 +167,13 @@ def read_system() -> dict[str, Any]:
 
 
 def available_memory() -> int | None:
-    """Return the bytes available to a new process; None if unknown."""
+    """Return the number of bytes of memory available to a new process; None if unknown."""
     memory = read_system()["memory"]
     return memory.available if isinstance(memory, Memory) else None
 
 
 def read_memory(limit: int = sys.maxsize) -> Memory:
-    """Return the memory of the machine; `limit` is a container's, in bytes."""
+    """Return the memory of the machine; `limit` is a container's limit in bytes."""
     # psutil is loaded only on use.
     import psutil
 
@@ -223,7 +224,7 @@ def folders() -> dict[str, Folder]:
 
 
 def _downloads() -> Path:
-    """Return huggingface_hub's folder of models, by its documented environment variables."""
+    """Return the folder of models that huggingface_hub's documented environment variables set."""
     if own := os.environ.get("HF_HUB_CACHE"):
         return as_path(own)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

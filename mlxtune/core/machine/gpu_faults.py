@@ -2,8 +2,8 @@
 
 MLX raises all of them as RuntimeError. Metal's texts are in MLX's backend/metal/allocator.cpp, and
 in the NSError that device.cpp appends to "Command buffer execution failed" (mlx#479, mlx#3267,
-mlx#3849); CUDA's are in backend/cuda/allocator.cpp, and in the cudaGetErrorString that utils.cpp
-appends to the call that failed.
+mlx#3849); CUDA's are in backend/cuda/allocator.cpp, and in the result of cudaGetErrorString, which
+utils.cpp appends to the name of the call that failed.
 """
 
 import re
@@ -11,13 +11,14 @@ from enum import Enum
 
 from mlxtune.errors import GpuError, MemoryLimitError, MlxTuneError, one_line
 
-# macOS ends commands that keep the GPU from drawing. Its driver reads this variable when MLX opens
-# the device. MLX's maintainers mention it; for users, smaller command buffers did not help.
+# macOS ends commands that keep the GPU from drawing. Its driver reads the variable below when MLX
+# opens the device. MLX's maintainers mention this variable; for users, smaller command buffers did
+# not help.
 _NO_WATCHDOG = (
-    "let the display sleep while it trains, or start it with AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 in "
-    "the environment, a switch of Apple's driver for this process"
+    "let the display sleep during training, or start mlxtune with "
+    "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 in the environment, a switch of Apple's driver"
 )
-_AGAIN = "run it again, and restart the machine if that fails too"
+_AGAIN = "start mlxtune again, and restart the machine if that fails too"
 
 
 class Fault(Enum):
@@ -33,7 +34,7 @@ class Fault(Enum):
     RESOURCE_LIMIT = (
         r"Resource limit \(\d+\) exceeded",
         "the GPU's limit on live buffers was reached",
-        "run it again: a new process starts without any",
+        "start mlxtune again: a new process has no live buffers yet",
     )
     TIMEOUT = (
         r"Caused GPU (Timeout|Hang) Error",
@@ -47,10 +48,10 @@ class Fault(Enum):
     )
     VICTIM = (
         r"Innocent ?Victim|victim of GPU error|SubmissionsIgnored|prior/excessive GPU errors",
-        "the GPU dropped a command because of an error in another",
+        "the GPU dropped a command because of an error in another command",
         _AGAIN,
     )
-    # After it, all CUDA calls in the process return the same error.
+    # After this fault, all CUDA calls in the process return the same error.
     LOST = (
         r"the launch timed out and was terminated|uncorrectable ECC error",
         "the GPU no longer serves this process",
@@ -84,7 +85,7 @@ def fault_of(error: BaseException) -> Fault | None:
 def fault_error(fault: Fault, text: str, when: str = "", remedy: str = "") -> MlxTuneError:
     """Return the one-line error for a fault that ends a command; `text` is MLX's message.
 
-    `when` names the work at that time; `remedy` replaces the fault's own.
+    `when` says when or where the fault occurred; `remedy` replaces the fault's own remedy.
     """
     what, remedy = f"{fault.meaning} {when}".rstrip(), remedy or fault.remedy
     if fault is Fault.OUT_OF_MEMORY:

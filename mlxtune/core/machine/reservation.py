@@ -39,12 +39,12 @@ class Reservation:
 
 
 def reserve(folder: Path, size: int, capacity: int, run: str) -> Lock:
-    """Reserve memory for a run until the lock is released or this process ends.
+    """Reserve memory for a run until the returned lock is released or this process ends.
 
     `size` and `capacity` are in bytes.
 
-    Raises MemoryLimitError, which names the other runs, if the sum exceeds `capacity`, or OSError
-    if the folder cannot be written.
+    Raises MemoryLimitError, which names the other runs, if all reservations together would exceed
+    `capacity`. Raises OSError if the folder cannot be written.
     """
     ensure_folder(folder)
     try:

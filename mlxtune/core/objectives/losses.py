@@ -1,7 +1,7 @@
 """Preference losses as formulas over log-probabilities.
 
-Each takes the `Sides` of a step's rows and the options, and returns the loss of each row. `xp` is
-the array module: numpy, or mlx.core if a gradient is needed.
+Each function takes the `Sides` of a step's rows and the options, and returns the loss of each row.
+`xp` is the array module: numpy, or mlx.core if a gradient is needed.
 
 Sources: TRL 1.16 (`DPOTrainer`, `KTOTrainer`, `CPOTrainer` and `ORPOTrainer`) and the papers that
 it cites; the losses have TRL's names.
@@ -17,7 +17,7 @@ from mlxtune.config.objective import ObjectiveConfig
 
 @dataclass(frozen=True)
 class Sides:
-    """The log-probabilities of a step's rows, each an array (R,).
+    """The log-probabilities of a step's rows, as arrays (R,).
 
     A row has a chosen and a rejected answer, or only the answer in `chosen`, with the label 1 or 0
     in `desirable`. `count_…` are numbers of supervised tokens. `reference_…` are log-probabilities
@@ -154,7 +154,7 @@ def _orpo(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
 
 
 def log_odds_ratio(s: Sides, xp: Any) -> Any:
-    """Return log(odds(chosen) / odds(rejected)), of means per token; Hong et al. 2024, (4)."""
+    """Return log(odds(chosen) / odds(rejected)) per token; Hong et al. 2024, equation 4."""
     chosen, rejected = s.chosen / s.count_chosen, s.rejected / s.count_rejected
     return (chosen - rejected) - (_log1mexp(xp, chosen) - _log1mexp(xp, rejected))
 

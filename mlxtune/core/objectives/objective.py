@@ -70,7 +70,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals over all rows of a step, which the loss of each part of its rows depends on.
+    """Totals over all rows of a step; the loss of each part of the rows depends on these totals.
 
     `tokens` counts the tokens whose cross-entropy is added to the loss; `kl` is the divergence.
     """
@@ -105,7 +105,7 @@ class Objective:
 
     @property
     def needs_kl(self) -> bool:
-        """Whether a step needs the divergence, estimated from other rows' answers to prompts."""
+        """Whether a step needs the divergence, estimated from prompts with other rows' answers."""
         return self.name in LABELLED and self.options.kto_loss == "kto"
 
     @property
@@ -163,7 +163,8 @@ class Objective:
     def loss(self, sums: Any, layout: Layout, totals: Totals, xp: Any = np) -> Any:
         """Return the part of a step's loss that these rows contribute, a scalar.
 
-        `sums` (columns, R) has their answers' log-probabilities, as an array of the module `xp`.
+        `sums` (columns, R) has the log-probabilities of the rows' answers, as an array of the
+        module `xp`.
         """
         losses = self._loss(self._sides(sums, layout, totals, xp), self.options, xp)
         loss = losses.sum() / totals.rows

@@ -30,7 +30,7 @@ class PreferenceRows(CorpusRows):
     """Rows of a corpus, with the examples and reference log-probabilities of an objective.
 
     With `adds_mismatched`, each row gets an example of its prompt with the previous row's answer
-    (the first row with the last row's), as in TRL. `references` has a log-probability for each
+    (for the first row, the last row's), as in TRL. `references` has a log-probability for each
     example of each row.
     """
 
@@ -100,7 +100,7 @@ def read_references(places: Sequence[Path], key: str, examples: int) -> list[flo
 
 
 def check_references(path: Path) -> str:
-    """Describe a file's content for `verify`. Raises OSError, or ValueError if it is damaged."""
+    """Describe a file's content for `verify`. Raises OSError, or ValueError for a damaged file."""
     found = read_json(path, REFERENCES)
     values: list[float] = from_json(list[float], found.get("logps"))
     if found != _content(str(found.get("key")), values):

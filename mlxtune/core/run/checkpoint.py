@@ -1,7 +1,7 @@
 """Checkpoint folders: written completely or not at all, verified before use, and pruned.
 
-The manifest, with size and SHA-256 of each file, is written last: a folder without a manifest is
-not a checkpoint.
+The manifest, with the size and SHA-256 of each file, is written last: a folder without a manifest
+is not a checkpoint.
 """
 
 import os
@@ -29,7 +29,7 @@ from mlxtune.core.files.output_folder import put_back, replaced_folder
 from mlxtune.core.files.sizes import check_stored
 from mlxtune.core.names import is_file_name
 
-# The names mlx-lm expects in an adapter folder.
+# The file names that mlx-lm expects in an adapter folder.
 ADAPTER = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 METADATA = "metadata.json"

@@ -21,10 +21,10 @@ class InstructStepResult:
 class InstructBatchResult:
     """The result of one step or one evaluation.
 
-    `avg_loss` is the sum over all supervised tokens divided by their count, in nats; `grad_norm`
-    the L2 norm before clipping, None for an evaluation; `total_tokens` counts context too. The
-    other fields describe the execution, 0 if not measured: peak `memory` in bytes, `micro_batches`,
-    and `run_tokens`, the tokens that the model processed, including `padding`.
+    `avg_loss` is the mean loss over all supervised tokens, in nats. `grad_norm` is the L2 norm
+    before clipping, or None for an evaluation. `total_tokens` counts context too. The other fields
+    describe the execution and are 0 if not measured: peak `memory` in bytes, `micro_batches`, and
+    `run_tokens`, the tokens that the model processed, including `padding`.
 
     Under a preference objective, `avg_loss` is the objective's loss, and `metrics` has rewards and
     log-probabilities under TRL's names.
@@ -112,7 +112,7 @@ class StepHistory(Sequence[StepRecord]):
 class SkippedStep:
     """A step that was not applied because its loss or gradient was not finite.
 
-    `rows` are its rows as `path:line`.
+    `rows` lists the rows of the step as `path:line`.
     """
 
     step: int
@@ -159,8 +159,9 @@ class ValidationRecord:
 class InstructEpochMetrics:
     """The metrics of one pass over the training rows; epochs count from 1.
 
-    `train_loss` is the mean over the epoch's supervised tokens, `val_loss` over the whole
-    validation set after the epoch, None without one; both are in nats per supervised token.
+    `train_loss` is the mean over the epoch's supervised tokens, `val_loss` the mean over the whole
+    validation set after the epoch, or None without validation. Both are in nats per supervised
+    token.
     """
 
     epoch: int
@@ -193,7 +194,7 @@ class TrainingMetrics:
     def convergence_rate(self) -> float | None:
         """Return (first loss - last loss) / first loss.
 
-        None with fewer than two steps, or a first loss of zero.
+        Returns None with fewer than two steps, or a first loss of zero.
         """
         if len(self.history) < 2 or self.history[0].loss == 0:
             return None
@@ -208,7 +209,7 @@ class TrainingMetrics:
 class InstructTrainResult:
     """The result of a whole run. Epochs count from 1.
 
-    `best_val_loss` is the lowest validation loss, after `best_step` in `best_epoch`;
+    `best_val_loss` is the lowest validation loss, reached after `best_step` in `best_epoch`;
     `initial_val_loss` is the loss before the first step. All four are None without validation.
     `validations` includes the validation before the first step.
     """

@@ -1,9 +1,9 @@
 """The runs that this user made on this machine.
 
-A stranger's run could request downloads and trackers. Each run's mark file has a random id, and the
-user's cache lists the runs made here by this id and the inode of their folder, as a run that was
-sent away may come back changed. A run that is not listed, because it was copied or the cache was
-emptied, counts as a stranger's.
+A stranger's run could request downloads and trackers. Each run's mark file has a random id. The
+user's cache lists each run made on this machine by this id and the inode of the run's folder, as a
+run that was sent away may come back changed. A run that is not listed, because it was copied or the
+cache was emptied, counts as a stranger's.
 """
 
 import re
@@ -13,7 +13,7 @@ from pathlib import Path
 from mlxtune.core.files.files import read_own, write_file
 from mlxtune.core.files.remembered import is_remembered, remember
 
-# A file that marks a run's folder: files with known names in it belong to the run.
+# A file that marks a run's folder: files with known names in that folder belong to the run.
 MARK = ".mlxtune"
 _ID = re.compile(rb"[0-9a-f]{32}\n")
 

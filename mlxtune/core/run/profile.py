@@ -54,7 +54,7 @@ class StepProfile:
 class PhaseTimer:
     """Divides the time and memory of a step into phases.
 
-    `memory` returns the bytes in use and the peak since its last call.
+    `memory` returns the number of bytes in use, and the peak since its last call.
     """
 
     memory: Callable[[], tuple[int, int]]
@@ -91,7 +91,7 @@ class ProfilerBackend(Protocol):
     timer: PhaseTimer | None
 
     def memory(self) -> tuple[int, int]:
-        """Return the bytes in use, and the peak since the last call."""
+        """Return the number of bytes in use, and the peak since the last call."""
 
 
 @dataclass

@@ -37,7 +37,7 @@ _KINDS: dict[str, type] = {
     "validation": ValidationRecord,
     "epoch": InstructEpochMetrics,
 }
-# Lines of fewer bytes, nearly all of up to a million, are parsed without checking limits.
+# Lines of fewer bytes are parsed without checking limits: of up to a million lines, nearly all are.
 _SHORT_LINE = 4096
 # Only skipped steps, which name their rows, may have longer lines.
 _LONG_LINE, _KIND_SKIPPED = 65_536, b'"kind": "skipped"'
@@ -182,7 +182,7 @@ class Progress:
     def reopen_epoch(self, steps_per_epoch: int, total_steps: int, validated: bool = False) -> None:
         """Drop the records that end an epoch cut short, if more steps may follow.
 
-        The last validation stays if an uninterrupted run has it too (`validated`), or if its
+        The last validation stays if an uninterrupted run would have it too (`validated`), or if its
         adapter has replaced the adapter of a worse validation in `best/`.
         """
         if self.step < total_steps and self.step % steps_per_epoch:
@@ -204,7 +204,8 @@ def progress_of(result: InstructTrainResult) -> Progress:
 
 def record_values(record: Record) -> dict[str, Any]:
     values = {"kind": _KIND_OF[type(record)], **asdict(record)}
-    # Only preference objectives have metrics, and only runs with several files a loss per file.
+    # Only preference objectives have metrics, and only runs with several files have a loss per
+    # file.
     optional = ("metrics", "files")
     for part in (values, *values.get("files", ())):
         for name in optional:
@@ -214,9 +215,9 @@ def record_values(record: Record) -> dict[str, Any]:
 
 
 def parse_records(content: bytes) -> Iterator[Record | ValueError]:
-    """Yield the record of each line of metrics.jsonl, or the problem with it.
+    """Yield the record of each line of metrics.jsonl, or the problem with that line.
 
-    Raises TooLarge for more lines, except steps, than any run writes.
+    Raises TooLarge if there are more lines, not counting steps, than any run writes.
     """
     others = 0
     for line in io.BytesIO(content):
@@ -279,7 +280,8 @@ class MetricsFile:
     def __post_init__(self) -> None:
         self._path = self.folder / METRICS
         self._failing = False
-        # The records and bytes in the file; None if the file must be replaced.
+        # The number of records in the file, and of bytes; `_size` is None if the file must be
+        # replaced.
         self._written = 0
         self._size: int | None = None
 
@@ -290,7 +292,7 @@ class MetricsFile:
                 self._write(progress)
         except OutputError as error:
             if not self._failing:
-                self.on_problem(f"{error}; training continues and will try again")
+                self.on_problem(f"{error}; training continues, and the next write will try again")
             self._failing = True
         else:
             self._failing = False

@@ -77,7 +77,7 @@ class Run:
 
 
 def run_folder_at(path: Path) -> Path:
-    """Return a run's folder, given its path, or its parent's, its adapter's or a checkpoint's.
+    """Return a run's folder, given the path of the folder, its parent, an adapter or a checkpoint.
 
     Raises OutputError if there is no run.
     """
@@ -216,7 +216,7 @@ def _read_metrics(run: Run) -> None:
 
 
 def _add_record(progress: Progress, record: Record | ValueError) -> bool:
-    """Add a line's record; return False for an invalid record, or if its step is not later."""
+    """Add a line's record; return False if it is invalid or not later than the last step."""
     if isinstance(record, ValueError):
         return False
     if isinstance(record, StepRecord | SkippedStep) and record.step <= progress.step:
@@ -242,7 +242,7 @@ def whole(values: Mapping[str, Any], *names: str) -> int | None:
 
 
 def text(values: Mapping[str, Any], *names: str) -> str:
-    """Return the text under nested keys, or an empty text."""
+    """Return the string under nested keys, or an empty string."""
     value = _at(values, names)
     return value if isinstance(value, str) else ""
 

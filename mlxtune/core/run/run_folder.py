@@ -1,6 +1,6 @@
 """The folder of a run: where to resume, and how a new run replaces it.
 
-The process that trains there holds `.mlxtune.lock`.
+The process that trains in the folder holds `.mlxtune.lock`.
 """
 
 import os
@@ -46,11 +46,12 @@ TRAINED_ROWS = "trained_rows.bin"
 REPORT = "report.html"
 # Answers after the last validation, with --open.
 SAMPLES = "samples.json"
-# The folder of an earlier run. The newest has the highest number; old versions wrote no number.
+# The folder of an earlier run. The newest run has the highest number; old versions of mlxtune wrote
+# no number.
 _PREVIOUS = re.compile(r"previous(?:-([1-9]\d{0,8}))?")
 _MOVING = ".previous.moving"
 LOCK = ".mlxtune.lock"
-# A file that asks the process training here to stop after its step, and to save.
+# A file that asks the process training in the folder to stop after its step, and to save.
 STOP = ".mlxtune.stop"
 # The reference's log-probabilities, under a preference objective.
 REFERENCE = "reference.json"
@@ -215,7 +216,7 @@ def _in_use(path: Path, held: LockHeldError, option: str) -> OutputError:
 def check_own(run: Path, *, new: bool = True) -> None:
     """Raise OutputError if a run would change files of other programs there.
 
-    A `new` run moves or replaces all files of an earlier run, a resumed run only some.
+    A `new` run moves or replaces all files of an earlier run; a resumed run replaces only some.
     """
     if not run.is_dir():
         return
@@ -275,8 +276,8 @@ def previous_number(name: str) -> int | None:
 def archive_previous_run(run: Path) -> Path | None:
     """Move an earlier run's files into a new folder `previous-N/`; mark `run` for a new run.
 
-    If interrupted, the next call completes the move. Returns `previous-N/`, or None when the folder
-    holds no run. Raises OutputError, also if other files are in the way.
+    If this call is interrupted, the next call completes the move. Returns `previous-N/`, or None
+    when the folder holds no run. Raises OutputError, also if other files are in the way.
     """
     check_own(run)
     moving = run / _MOVING

@@ -10,9 +10,9 @@ from mlxtune.core.steps.scaling import Scaling
 
 @dataclass(frozen=True)
 class LongestFit:
-    """The tokens of the longest example that fits, with activations kept or recomputed.
+    """The number of tokens of the longest example that fits, with activations kept or recomputed.
 
-    Neither exceeds `context`, the model's own limit.
+    Neither number exceeds `context`, the model's own limit.
     """
 
     kept: int
@@ -25,8 +25,8 @@ class RunPlan:
     """The expected cost of a run; without data, only the memory of the longest example.
 
     `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` describes the
-    gain of a larger --memory-limit, if any. `tokens` and `supervised` count the training rows'
-    tokens, `all_tokens` the tokens of all steps. With `scaling`, memory is one worker's.
+    gain from a larger --memory-limit, if any. `tokens` and `supervised` count the training rows'
+    tokens, `all_tokens` the tokens of all steps. With `scaling`, `memory` is that of one worker.
     `few_steps` is the advice if the run is too short; `free_memory` counts bytes that are free now,
     None if unknown.
     """

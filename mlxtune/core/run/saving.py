@@ -12,13 +12,14 @@ from mlxtune.errors import OutputError
 # After a failed save, the next attempt is at the next regular save or after this many seconds.
 _RETRY_SECONDS = 60.0
 
-# A captured state of a pipeline; calling it with a folder writes the state there, then or later.
+# A captured state of a pipeline; a call with a folder, now or later, writes the state into the
+# folder.
 Snapshot = Callable[[Path], None]
 
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """The contents of a checkpoint. `metrics` returns its lines of metrics.jsonl."""
+    """The contents of a checkpoint. `metrics` returns the lines of its metrics.jsonl."""
 
     snapshot: Snapshot
     metadata: Mapping[str, Any]
@@ -26,7 +27,7 @@ class CheckpointContent:
 
 
 def saves_epoch(epoch: int, epochs: int, save_every: int) -> bool:
-    """Return whether to write `epoch-N/`: every `save_every` epochs; in short runs, each epoch."""
+    """Return whether to write `epoch-N/`: every `save_every` epochs, or each in a short run."""
     return epochs <= save_every or epoch % save_every == 0
 
 
@@ -34,8 +35,8 @@ def saves_epoch(epoch: int, epochs: int, save_every: int) -> bool:
 class CheckpointSaver:
     """Writes the checkpoints of a run.
 
-    A checkpoint within an epoch is due every `every_steps` or `every_minutes`, whichever comes
-    first. The last `keep` remain, in addition to `best/`.
+    A checkpoint within an epoch is due after `every_steps` steps or `every_minutes` minutes,
+    whichever comes first. The last `keep` checkpoints remain, in addition to `best/`.
     """
 
     folder: Path
@@ -52,7 +53,7 @@ class CheckpointSaver:
         self._kept: list[Path] = []
         self._failing = False
         self._saved_at, self._saved_step = self.clock(), 0
-        # The best snapshot, until it can be written.
+        # The content of `best/`, until it can be written.
         self._pending_best: CheckpointContent | None = None
 
     def resume(self, kept: Sequence[Path], step: int) -> None:
@@ -116,5 +117,5 @@ class CheckpointSaver:
             write()
         except OutputError as error:
             if not self._failing:
-                self.on_problem(f"{error}; training continues and will try again")
+                self.on_problem(f"{error}; training continues, and the next save will try again")
             self._failing = True

@@ -13,13 +13,14 @@ from mlxtune.core.steps.memory_estimate import Measured
 from mlxtune.errors import OutputError
 
 FILE, MEMORY_FILE = "speeds.json", "memory.json"
-# A run needs this many steps; the first is not timed, because it may include compilation.
+# A run is measured from this many steps on; its first step is not timed, as it may include
+# compilation.
 _MIN_STEPS = 3
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second, without padding, and the day they were measured, as YYYY-MM-DD."""
+    """Tokens per second, without padding, and the day of the measurement, as YYYY-MM-DD."""
 
     tokens_per_s: float
     measured: str

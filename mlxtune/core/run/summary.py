@@ -48,7 +48,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class RunView:
-    """A run in a few numbers and sentences; None, or empty, for values that it did not record.
+    """A run in a few numbers and sentences. Values that the run did not record are None or empty.
 
     `status` is finished, stopped early, running or unfinished; `started` is in ISO 8601. Losses are
     in nats per supervised token, memory in bytes; `tokens_per_second` counts tokens of examples.
@@ -225,7 +225,7 @@ class RunView:
 def _judged(evaluation: Evaluation | None) -> Verdict | None:
     if evaluation is None or evaluation.verdict is None or evaluation.difference is None:
         return None
-    # A small gain is no success, so it is not shown in green.
+    # A small gain does not count as success, so it is not shown in green.
     certain = evaluation.verdict == HURT or not evaluation.hardly
     style, sign = _STYLES[evaluation.verdict if certain else CANNOT_TELL]
     return Verdict(style, f"{sign} {' '.join(map(sentence, verdict_lines(evaluation)))}")
@@ -331,7 +331,7 @@ SORTS: dict[str, Callable[[RunView], Any]] = {
 
 
 def option_texts(run: Run) -> dict[str, tuple[str, str, bool]]:
-    """Return each option's value, its default, and whether they differ, by its flag.
+    """Return, by flag, each option's value, its default, and whether the two differ.
 
     Options that differ come first.
     """

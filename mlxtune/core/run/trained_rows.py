@@ -51,15 +51,15 @@ def read_trained_rows(run: Path, warn: Callable[[str], None]) -> npt.NDArray[np.
     try:
         return _identities(path)
     except (OSError, ValueError):
-        warn(f"{path}: is missing or damaged, so rows that were trained on too are not left out")
+        warn(f"{path}: is missing or damaged, so rows that were also trained on are not left out")
     return NO_ROWS
 
 
 def rows_behind(adapter: Path, warn: Callable[[str], None]) -> npt.NDArray[np.uint64]:
     """Return the identities of the rows that an adapter was trained on, as far as is known.
 
-    The run holds the adapter's checkpoint, or is next to the adapter, unless its result has the
-    hash of another adapter.
+    They are known if the adapter is in a checkpoint of a run, or next to a run, unless the run's
+    result has the hash of a different adapter.
     """
     with suppress(OSError, ValueError, OutputError):
         run = run_folder_at(adapter)

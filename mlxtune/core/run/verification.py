@@ -107,7 +107,7 @@ def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
 def _check_checkpoint(checkpoint: Checkpoint) -> str:
     step = Progress.from_jsonl(checkpoint.metrics).step
     if step != checkpoint.step:
-        raise ValueError(f"{METRICS} ends at step {step}, metadata.json at {checkpoint.step}")
+        raise ValueError(f"{METRICS} ends at step {step}, but metadata.json at {checkpoint.step}")
     return f"step {step}, all files intact"
 
 
@@ -132,7 +132,7 @@ def _check_metrics(progress: Progress, newest: int) -> str:
 def _check_best(best: ValidationRecord, good: list[Checkpoint]) -> str:
     saved = next((each.step for each in good if each.folder.name == BEST), None)
     if saved is None:
-        raise ValueError(f"it has no checkpoint, though step {best.step} is the best")
+        raise ValueError(f"step {best.step} is the best, but best/ is not a valid checkpoint")
     if saved != best.step:
         raise ValueError(f"the checkpoint is of step {saved}, not {best.step}")
     return f"step {best.step}, validation loss {best.val_loss:.4f}"
@@ -153,7 +153,8 @@ def _check_options(run: Path, newest: Checkpoint) -> str:
         fixed = option.affects is Affects.RESULT and not option.path
         if fixed and name in said and name in kept and said[name] != kept[name]:
             raise ValueError(
-                f"has {flag(name)} {said[name]!r:.40}, {newest.folder.name} {kept[name]!r:.40}"
+                f"has {flag(name)} {said[name]!r:.40}, but {newest.folder.name} has "
+                f"{kept[name]!r:.40}"
             )
     return f"its options are those of {newest.folder.name}"
 
@@ -174,7 +175,7 @@ def _verify_result(found: Verification, run: Path, progress: Progress | None) ->
     steps = result.get("steps")
     problem = None
     if progress is not None and steps != progress.step:
-        problem = f"has {steps!r:.20} steps, {METRICS} has {progress.step}"
+        problem = f"has {steps!r:.20} steps, but {METRICS} has {progress.step}"
     found.add(RESULT, problem, f"{steps} steps")
     found.attempt("adapter", partial(_check_adapter, run, result))
 

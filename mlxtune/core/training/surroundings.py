@@ -57,7 +57,7 @@ class Surroundings:
         slept = self._slept - before
         if slept >= _SLEPT_SECONDS:
             message = f"the machine slept for {duration(slept)} after step {step}"
-            self.observer.on_note("Sleep", f"{message}; times and rates do not count it")
+            self.observer.on_note("Sleep", f"{message}; times and rates exclude the sleep")
         if latest.thermal != self._thermal:
             self._thermal = latest.thermal
             self.observer.on_thermal(latest.thermal)

@@ -300,7 +300,9 @@ class InstructTrainer:
                 return False
         epoch = math.ceil(step / self.steps_per_epoch)
         if step and all(record.epoch != epoch for record in self.progress.steps[-1:]):
-            raise NonFiniteLossError(f"no step of epoch {epoch} was finite: lower --lr")
+            raise NonFiniteLossError(
+                f"no step of epoch {epoch} had a finite loss and gradient: lower --lr"
+            )
         val_loss = self._validate()
         if step:
             self._recorder.end_epoch(epoch, val_loss)
@@ -338,7 +340,7 @@ class InstructTrainer:
         if self.config.on_nonfinite == "stop":
             raise NonFiniteLossError(problem) from error
         if in_a_row >= _MAX_SKIPPED_IN_A_ROW:
-            raise NonFiniteLossError(f"{problem}; {in_a_row} steps in a row") from error
+            raise NonFiniteLossError(f"{problem}; skipped {in_a_row} steps in a row") from error
         self._observer.on_problem(f"{problem}; training continues with the next step")
 
     def _validate(self) -> float | None:

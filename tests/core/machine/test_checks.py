@@ -236,9 +236,9 @@ def test_folder_is_judged_by_its_room(folder: Folder, level: str) -> None:
 
 
 def test_battery_low_power_heat_and_offline_are_noted() -> None:
-    assert "plug it in" in only(replace(MAC, power=Power(True, False)), "power").remedy
+    assert "plug the machine in" in only(replace(MAC, power=Power(True, False)), "power").remedy
     assert "Low Power" in only(replace(MAC, power=Power(False, True)), "power").remedy
-    assert "let it cool" in only(replace(MAC, thermal="serious"), "thermal state").remedy
+    assert "let the machine cool" in only(replace(MAC, thermal="serious"), "thermal state").remedy
     assert "HF_HUB_OFFLINE" in only(replace(MAC, offline="HF_HUB_OFFLINE"), "Hugging Face").remedy
 
 

@@ -211,7 +211,7 @@ def test_paused_worker_takes_the_step_after_which_all_stop(tmp_path: Path) -> No
 def test_sleep_has_a_line_and_naps_have_none(tmp_path: Path) -> None:
     slept = iter([100.0, 100.0, 105.0, *[7605.0] * 30])
     lines = run(tmp_path, Machine(NORMAL), FakePipeline(), asleep=lambda: next(slept))
-    message = "the machine slept for 2h 05m after step 2; times and rates do not count it"
+    message = "the machine slept for 2h 05m after step 2; times and rates exclude the sleep"
     assert lines == [f"Sleep: {message}"]
 
 
