@@ -14,8 +14,8 @@ class MicroBatch:
     """Examples padded on the right to one width, with targets shifted by one token.
 
     `inputs` and `targets` are int32 of shape (B, T), `mask` is float32 of shape (B, T) and 1 where
-    the target carries loss. `rows` has the row key of each example, which seeds its random numbers;
-    `lengths` counts its tokens without padding.
+    the target carries loss. `rows` has the row key of each example, which seeds the example's
+    random numbers; `lengths` has each example's number of tokens without padding.
     """
 
     inputs: npt.NDArray[np.int32]
@@ -41,7 +41,7 @@ class MicroBatch:
 def run_length(example: Example) -> int:
     """Return how many tokens the model must process: all before the last supervised token.
 
-    Later tokens predict nothing that carries loss. At least 1.
+    Later tokens predict nothing that carries loss. The result is at least 1.
     """
     supervised = example.assistant_mask[:0:-1]
     return len(supervised) - int(supervised.argmax()) if supervised.any() else 1
@@ -67,8 +67,9 @@ def collate(examples: Sequence[Example], width: int | None = None) -> MicroBatch
         assistant_mask   0 0 1 1 0      targets  b c d
                                         mask     0 1 1
 
-    `pack` lays examples in one line instead. Examples are padded to `width`, by default the widest
-    example's, with token 0 and mask 0. Under causal attention, no real token sees the padding.
+    `pack` lays examples end to end instead. Here, examples are padded to `width`, by default the
+    width of the widest example, with token 0 and mask 0. Under causal attention, no real token sees
+    the padding.
 
     Raises ValueError when an example is wider than `width`.
     """

@@ -17,7 +17,7 @@ class LinearHead(Protocol):
     """The cross-entropy of an output head that is one matrix product, in blocks to save memory.
 
     `weight` is (V, H), `hidden` float32 (P, H) and `targets` int32 (P,); the losses are float32
-    (P,). Workers that share a model also pass their `vocabulary`, whose rows they split.
+    (P,). Workers that split `weight` by rows also pass their parts as `vocabulary`.
     """
 
     def trained_head_losses(self, weight: Any, hidden: Any, targets: Any) -> Any:
@@ -60,11 +60,11 @@ class Operations(Protocol):
 
 @dataclass(frozen=True)
 class Execution:
-    """How a step is computed. Nothing here changes its loss or gradient beyond float rounding.
+    """How a step is computed. No field changes the step's loss or gradient beyond float rounding.
 
-    `operations` compute it. `micro_batch_tokens` bounds the tokens that run through the model
-    together. `split_head`: run the head on supervised positions only, `loss_chunk` at a time.
-    `packs`: lay examples end to end instead of padding them, and run shared prefixes once.
+    `operations` compute the step. `micro_batch_tokens` limits the number of tokens that run through
+    the model together. `split_head`: run the head on supervised positions only, `loss_chunk` at a
+    time. `packs`: lay examples end to end instead of padding them, and run shared prefixes once.
     `recompute`: keep only the input of each layer, and run the layer again in the backward pass.
     `fixed_cost` is the cost of a micro-batch beyond its tokens, in units of one token's time.
     `rounding` is applied to packed lines.

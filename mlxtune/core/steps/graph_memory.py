@@ -11,9 +11,10 @@ from mlxtune.core.steps.memory_estimate import (
     held_logits,
 )
 
-# The most and the fewest vocabulary rows in a block of the head, and the most logits in it; the
-# number of blocks of cast weights, and of logits, in memory, and the most copies of all logits.
+# The largest and smallest number of vocabulary rows in a block of the head, and the largest number
+# of logits in a block.
 _VOCABULARY_BLOCK, _FEWEST, _BLOCK_LOGITS = 4096, 512, 1 << 21
+# The numbers of blocks of cast weights and of logits in memory, and the most copies of all logits.
 _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 5, 9, 2
 # Copies of a chunk's logits that cross-entropy and its gradient hold, and copies that are not freed
 # yet when the backward passes of layers begin.
@@ -23,7 +24,8 @@ LOGITS, _IN_FLIGHT = 5, 2
 GRADIENTS = 3
 # Copies of a quantised matrix while it is unpacked.
 _UNPACKED = 2
-# Copies of a layer's products, and arrays as wide as its input, that it keeps in MLX's own graph.
+# Copies of a layer's products, and arrays as wide as the layer's input, that the layer keeps in
+# MLX's own graph.
 _COPIES, _WIDTHS = 2, 4
 # Copies of the experts' inputs and outputs that a layer's backward pass holds in MLX's own graph.
 _GATHERED = 2
@@ -74,7 +76,7 @@ class GraphMemory:
         return Entries(fixed, tokens, scores)
 
     def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
-        """Return the head's unfreed entries, which measurements without a head leave out."""
+        """Return the number of unfreed entries, which measurements without a head leave out."""
         positions, _ = head_states(shapes, settings, load)
         logits = held_logits(settings, positions, shapes)
         if settings.split_head and not self.holds_logits(shapes):
@@ -82,7 +84,7 @@ class GraphMemory:
         return _IN_FLIGHT * logits
 
     def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
-        """Return the working entries of the head, in addition to kept entries."""
+        """Return the number of working entries of the head, in addition to kept entries."""
         positions, hidden = head_states(shapes, settings, load)
         if settings.split_head and not self.holds_logits(shapes):
             rows = vocabulary_block(positions)
@@ -92,5 +94,5 @@ class GraphMemory:
         return hidden + shapes.head_cast + LOGITS * held_logits(settings, positions, shapes)
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
-        """Return whether the head holds logits, as in 16 bits or if it is not a single product."""
+        """Return whether the head holds logits: in 16 bits, or if it is not a single product."""
         return shapes.itemsize != 4 or not shapes.plain_head

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
 
-# The number of examples planned together: time grows with its square, and larger plans gain little.
+# The number of examples planned together: planning time grows with its square, and planning more
+# examples together gains little.
 AT_ONCE = 256
 
 
@@ -22,8 +23,8 @@ class Group:
     """The examples of a micro-batch, as indices into the step's examples.
 
     `tokens` counts the tokens that run through the model, padding included. `width` is the length
-    of the longest example, to which all are padded side by side. `added` counts the padding tokens
-    at the end of a packed line.
+    of the longest example, to which all examples are padded if they are side by side. `added`
+    counts the padding tokens at the end of a packed line.
     """
 
     examples: tuple[int, ...]
@@ -42,8 +43,8 @@ def plan_step(examples: Sequence[Example], max_tokens: int, fixed: int) -> list[
     """Group the examples of a step at the least cost; the largest group comes first.
 
     A group costs its tokens plus `fixed`, in units of one token's time. Each example is in exactly
-    one group, which runs at most `max_tokens` tokens, except for a single longer example. The plan
-    depends on the arguments only.
+    one group. A group runs at most `max_tokens` tokens, unless it is a single longer example. The
+    plan depends on the arguments only.
     """
     runs = [run_length(example) for example in examples]
     order = sorted(range(len(examples)), key=lambda i: (-runs[i], i))
@@ -65,7 +66,7 @@ def plan_step(examples: Sequence[Example], max_tokens: int, fixed: int) -> list[
 
 
 def cheapest_cut(size: int, costs: Callable[[int], Iterable[float]]) -> list[range]:
-    """Cut a sequence into parts at the least total cost; return the parts, last first.
+    """Cut a sequence into parts at the least total cost; return the parts in reverse order.
 
     `costs(start)` yields the costs of parts of 1, 2, … items that begin at `start`, up to the
     longest allowed part.

@@ -22,9 +22,9 @@ from mlxtune.core.steps.groups import Group
 
 @dataclass(frozen=True)
 class Factors:
-    """Ratios of measured to estimated bytes that grow with tokens and with scores.
+    """Ratios of measured to estimated bytes: of bytes that grow with tokens, and with scores.
 
-    `fixed` is the measured number of fixed bytes; without it, the estimate's applies.
+    `fixed` is the measured number of fixed bytes; without it, the estimated number applies.
     """
 
     tokens: float = 1.0
@@ -67,24 +67,25 @@ class Measured:
 class ModelShapes:
     """The sizes of a model with LoRA, in array entries unless bytes are mentioned.
 
-    `weights` counts the bytes of the stored base, with `stored_itemsize` bytes an entry (0 if
-    quantised); `itemsize` is the compute dtype's. `trainable` counts the LoRA parameters. `layers`
-    counts the layers from the first with LoRA on; the outputs of all their linear layers are
-    `products` wide together, the outputs of one layer `layer_products`, including inputs that its
-    experts gather, and the output of a single linear layer at most `widest_product`. `updated` is
-    the width of one layer's outputs with LoRA, `scaled` the width of all outputs that DoRA scales.
-    `largest_cast` and `unpacked` are the sizes of the largest matrix that is cast, and of the
-    largest quantised matrix that is unpacked, for a product; `head_cast` is the head's.
-    `plain_head`: the head is one product. Attention has `heads` heads of `head_size`.
+    `weights` counts the bytes of the stored base, with `stored_itemsize` bytes per entry (0 if
+    quantised); `itemsize` is that of the compute dtype. `trainable` counts the LoRA parameters.
+    `layers` counts the layers from the first layer with LoRA onwards. The outputs of all linear
+    layers in these layers are `products` wide together, the outputs in one layer `layer_products`,
+    including inputs that its experts gather, and the output of a single linear layer at most
+    `widest_product`. `updated` is the width of one layer's outputs with LoRA, `scaled` the width of
+    all outputs that DoRA scales. `largest_cast` and `unpacked` are the sizes of the largest matrix
+    that is cast, and of the largest quantised matrix that is unpacked, for a product; `head_cast`
+    is the size of the head if it is cast. `plain_head` says whether the head is one product.
+    Attention has `heads` heads of `head_size`.
 
     `scores` counts the copies of one head's scores that MLX's graph keeps in all layers,
     `layer_scores` the copies that one layer's backward pass adds, if examples are wider than
     `window`; `held_scores` the copies that the CPU's functions hold. `gathered` is the width of the
     inputs that the experts of all layers gather, `layer_gathered` the width of one layer's gathered
     inputs and outputs. `mixed` counts the channels of the convolutions of all layers, `layer_mixed`
-    the most in one layer. `looped` counts the entries per token that loops over tokens keep in all
-    layers, `layer_looped` the most that one layer's loop holds for a block of tokens. `measured`
-    corrects the estimate by measured passes.
+    the largest number in one layer. `looped` counts the entries per token that loops over tokens
+    keep in all layers, `layer_looped` the largest number of entries that one layer's loop holds for
+    a block of tokens. `measured` corrects the estimate by measured passes.
     """
 
     weights: int
@@ -184,7 +185,7 @@ class Settings(Protocol):
 
 
 def head_states(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> tuple[int, int]:
-    """Return the number of the head's positions, and the entries of states and gradients."""
+    """Return the numbers of the head's positions, and of entries of its states and gradients."""
     positions = load.positions if settings.split_head else load.tokens
     return positions, shapes.hidden * (3 * load.tokens + 4 * positions)
 
@@ -196,7 +197,7 @@ def held_logits(settings: Settings, positions: int, shapes: ModelShapes) -> int:
 
 
 class Entries(NamedTuple):
-    """Entries of arrays: fixed, growing with tokens, and growing with attention scores."""
+    """Numbers of array entries: fixed, growing with tokens, and growing with attention scores."""
 
     fixed: int
     tokens: int
@@ -206,8 +207,8 @@ class Entries(NamedTuple):
 class MemoryUse(Protocol):
     """How operations use memory, in entries of arrays of the compute dtype.
 
-    `casts_quantized`: quantised matrices are cast one at a time; if not, each is unpacked for its
-    product, the head in `head_copies` copies.
+    `casts_quantized` says whether quantised matrices are cast one at a time. If not, each is
+    unpacked for its product, and the head in `head_copies` copies.
     """
 
     casts_quantized: bool
@@ -220,10 +221,10 @@ class MemoryUse(Protocol):
         """Return the entries of one layer's backward pass, in addition to kept entries."""
 
     def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
-        """Return the head's entries that measurements without a head leave out."""
+        """Return the number of the head's entries that measurements without a head leave out."""
 
     def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
-        """Return the working entries of the head, in addition to kept entries."""
+        """Return the number of working entries of the head, in addition to kept entries."""
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
         """Return whether the head holds the logits of a chunk of positions."""

@@ -22,17 +22,18 @@ from mlxtune.core.text import byte_size
 MARGIN = 0.15
 # The range of the real peak, as shares of an estimate from sizes only.
 ESTIMATE = (0.7, 1.4)
-# The values to try: tokens of a micro-batch, and supervised positions of a chunk of the head.
+# The numbers to try: of tokens in a micro-batch, and of supervised positions in a chunk of the
+# head.
 _TOKENS = [1, *sorted(base << power for base in (64, 96) for power in range(14))]
 _CHUNKS = (256, 64, 16)
 # Factors of a step's time: for recomputing layers, and an assumed one for a chunk a quarter as
-# large. So plans use smaller chunks only if needed to fit, and before they recompute layers.
+# large. So plans use smaller chunks only if needed to fit, and prefer them to recomputing layers.
 _RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
 # A shorter --max-seq-len is not worth advising.
 _SHORTEST = 16
 # The bits of a weight with --quantize 4, and the number of weights that share a scale and a bias.
 _BITS, _GROUP = 4, 64
-# The most examples in the sample from which a plan is chosen.
+# The largest number of examples in the sample from which a plan is chosen.
 _PLANNED = 256
 
 
@@ -40,9 +41,9 @@ _PLANNED = 256
 class MemoryPlan:
     """How to run a step, and its cost.
 
-    `limit` and `estimate`, the peak by sizes only, are in bytes; `time` is in units of one token's
-    time. The other fields describe the planned steps: `padding_share` is the padding's share of the
-    tokens that run; `run_share` divides the tokens that run by the tokens of the data.
+    `limit` and `estimate`, the peak estimated from sizes only, are in bytes; `time` is in units of
+    one token's time. The other fields describe the planned steps: `padding_share` is the padding's
+    share of the tokens that run; `run_share` divides the tokens that run by the tokens of the data.
     """
 
     shapes: ModelShapes
@@ -70,7 +71,7 @@ def planned(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
 
 @dataclass(frozen=True)
 class DataSample:
-    """A sample of the data: the first steps, and the loads of the examples that take most memory.
+    """A data sample: the first steps, and the loads of the examples that take the most memory.
 
     With `keyed`, only examples of the same row share the tokens of a common prefix.
     """

@@ -30,8 +30,9 @@ def hold_out_rows(
     """Return the training rows and the held-out rows, as ascending indices.
 
     ceil(n * val_split) of n rows are held out, at most `val_rows`, with at least one on each side.
-    `files` gives each row's file; the same share of each is then held out. Rows of one group stay
-    on one side, so fewer may be held out. The choice depends on the seed, n and the groups.
+    `files` gives each row's file; the same share of each file is then held out. Rows of one group
+    stay on one side, so fewer rows may be held out. The choice depends on the seed, n and the
+    groups.
 
     Raises ValueError if all rows are in one group.
     """
@@ -110,7 +111,7 @@ def shuffled_steps(rows: int, batch_size: int, seed: int, epoch: int) -> list[li
 def steps_by_length(
     lengths: Sequence[int] | npt.NDArray[np.int64], batch_size: int, seed: int, epoch: int
 ) -> list[list[int]]:
-    """Return the rows of each step of an epoch, of similar lengths, with the steps shuffled.
+    """Return the rows of each step of an epoch: rows of similar lengths, and steps in random order.
 
     `lengths` counts the tokens of each row. If the rows do not fill all steps, one step, chosen at
     random, is smaller. The order depends on the arguments only.

@@ -1,11 +1,11 @@
-"""Examples laid end to end in one line: nothing is padded, and a shared prefix runs once.
+"""Examples laid end to end in one line: no example is padded, and a shared prefix runs once.
 
     tokens           a b c d e      a b x y      p q r
     in one line      a b c d   x    p q          the last token of each is predicted, not run
     segments         [a b] [c d] [x] [p q]       c and x continue a b, p continues none
 
-A token attends to earlier tokens of its segment and to the segments that its segment continues, and
-has its position in its example. So no token sees tokens of another example.
+Positions count from the start of each example. A token attends to earlier tokens of its segment and
+to the segments that its segment continues, so no token sees tokens of another example.
 """
 
 from bisect import bisect, insort
@@ -29,7 +29,7 @@ class Segment:
     """The tokens `start` to `end` of a line, which continue the segment `parent`.
 
     `parent` is the index of an earlier segment, or -1. `position` is the first token's position in
-    its example: the number of tokens in its ancestors.
+    its example: the number of tokens in the segment's ancestors.
     """
 
     start: int
@@ -83,8 +83,9 @@ def plan_packs(
     """Pack the examples of a step into lines of at most `max_tokens` tokens, the largest first.
 
     `fixed` is the cost of a line beyond its tokens, in units of one token's time. A longer example
-    gets a separate line. The shared prefix of a line's examples counts once, with `keyed` only if
-    their `key` is equal. Lengths are rounded after packing. The packs depend on the arguments only.
+    gets a separate line. A prefix that examples of a line share counts once; with `keyed`, only if
+    the examples have the same `key`. Lengths are rounded after packing. The packs depend on the
+    arguments only.
     """
     texts = [_run(example) for example in examples]
     packs: list[Group] = []
@@ -108,11 +109,11 @@ def _neighbours(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yield parts of a step, sorted so that neighbours share the longest prefixes.
 
-    A part has the indices of its examples, and the number of tokens that each shares with the next;
-    with `keyed`, 0 if their `key` differs.
+    A part has the indices of its examples, and the number of tokens that each example shares with
+    the next; with `keyed`, 0 if the two have different keys.
     """
     keys = [example.key if keyed else 0 for example in examples]
-    # As big-endian bytes, tokens sort by value, and a text comes before its continuations.
+    # As big-endian bytes, tokens sort by value, and a prefix comes before its continuations.
     bytes_of = [text.astype(">u4").tobytes() for text in texts]
     runs = [run_length(example) for example in examples]
     order = sorted(range(len(examples)), key=lambda i: (keys[i], bytes_of[i], -runs[i], i))
@@ -128,7 +129,7 @@ def _neighbours(
 
 
 def _common_tokens(a: _Ints, b: _Ints) -> int:
-    """Return the length of two texts' common prefix."""
+    """Return the length of the common prefix of two token sequences."""
     shortest = min(len(a), len(b))
     differs = a[:shortest] != b[:shortest]
     return int(differs.argmax()) if differs.any() else shortest
@@ -273,8 +274,8 @@ def _behind_shortest(segments: Sequence[Segment], length: int) -> Segment:
 def _segments(links: Sequence[tuple[int, int, int]], total: int) -> Iterator[Segment]:
     """Cut a line where an example's own tokens start, and where another example branches off.
 
-    A link has the place where own tokens start, their position, and the previous token's place or
-    -1.
+    A link has the place where an example's own tokens start, the position of the first of them, and
+    the place of the token before it, or -1.
     """
     begins = {start: (position, before) for start, position, before in links}
     branches = {before + 1 for _, _, before in links if before >= 0}

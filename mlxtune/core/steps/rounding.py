@@ -9,13 +9,13 @@ A line and its examples side by side, where each `.` is padding that no token se
 
 from dataclasses import dataclass
 
-# The most padding of a line, as a share of its tokens, and the smallest multiple that is tried.
+# The maximum padding of a line, as a share of its tokens, and the smallest multiple to try.
 _MOST_PADDING, _LEAST_MULTIPLE = 0.03, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The multiples of a line's length (a power of two) and of its examples' padded width."""
+    """Rounds line lengths up to multiples of `line`, a power of two, and widths of `width`."""
 
     line: int = 1
     width: int = 1
@@ -23,9 +23,9 @@ class Rounding:
     def padding(self, tokens: int, max_tokens: int) -> int:
         """Return the number of padding tokens at a line's end.
 
-        They make its length a multiple of `line`, or of its half, quarter and so on: the first of
-        these that adds at most 3%, as every layer runs the padding. A line never grows beyond
-        `max_tokens`.
+        They make the line's length a multiple of `line`, or of half of `line`, a quarter and so on:
+        the first of these multiples that adds at most 3%, as every layer runs the padding. A line
+        never grows beyond `max_tokens`.
         """
         multiple = self.line
         while multiple >= _LEAST_MULTIPLE:

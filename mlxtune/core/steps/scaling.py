@@ -28,7 +28,7 @@ class Scaling:
 
     @property
     def exchange_s(self) -> float:
-        """The seconds that the exchanges take on a ring.
+        """The time in seconds that the exchanges take on a ring.
 
         Each machine sends (n - 1) / n of the bytes twice, in 2 (n - 1) messages per exchange
         (Patarasu, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
@@ -46,7 +46,7 @@ class Scaling:
 
     @property
     def least_step_s(self) -> float:
-        """Steps longer than this run faster on several machines."""
+        """The time in seconds beyond which a step is faster on several machines."""
         return self.exchange_s / (1 - self.dearest) if self.dearest < 1 else float("inf")
 
     def as_dict(self) -> dict[str, Any]:

@@ -28,8 +28,8 @@ class Facts:
 
     `rows` counts the training rows, and `validates` says whether there are validation rows.
     `parameters` counts the model's parameters. `needed` is the smallest round --max-seq-len that
-    keeps 99% of the supervised tokens, `fitting` the longest example that fits into memory and the
-    model's context.
+    keeps 99% of the supervised tokens, `fitting` the length of the longest example that fits into
+    memory and the model's context.
     """
 
     rows: int
@@ -42,9 +42,9 @@ class Facts:
 def choose(facts: Facts, config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
     """Return values for the options that were not given.
 
-    All linear projections are targets, with a higher rank than the default for two targets; the
-    rate falls with the size of the model; --max-seq-len keeps the answers; epochs make enough steps
-    without overfitting; and ten validations choose the best adapter.
+    All linear projections are targets, with a higher rank than the default, which is for two
+    targets. The rate falls with the size of the model. --max-seq-len keeps the answers. There are
+    enough epochs to learn, but not to overfit, and ten validations choose the best adapter.
     """
     per_epoch = math.ceil(facts.rows / config.batch_size)
     epochs = min(max(math.ceil(_FEWEST_STEPS / per_epoch), 1), _MOST_EPOCHS)
@@ -64,7 +64,7 @@ def choose(facts: Facts, config: TrainConfig, given: Collection[str]) -> dict[st
 
 
 def _rate(parameters: int, share: float) -> float:
-    """Return the peak rate for a model's size, to one significant digit; less for preferences."""
+    """Return the peak rate for a model's size, to one significant digit; lower for preferences."""
     rate = _RATE * (_RATE_SIZE / max(parameters, 1)) ** _RATE_POWER
     return float(f"{share * min(max(rate, _LOWEST_RATE), _HIGHEST_RATE):.0e}")
 

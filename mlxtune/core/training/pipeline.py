@@ -79,8 +79,9 @@ class Pipeline(Protocol):
     def relieve_memory(self, halve_for: Sequence[Example] | None = None) -> int | None:
         """Release memory that is only cached.
 
-        With `halve_for`, the examples of a step, also limit micro-batches to half of its largest.
-        Return the new limit in tokens, or None if each micro-batch is already a single example.
+        With `halve_for`, the examples of a step, also limit micro-batches to half the size of the
+        step's largest. Return the new limit in tokens, or None if each micro-batch is already a
+        single example.
         """
 
     def logps(

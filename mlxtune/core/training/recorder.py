@@ -87,7 +87,7 @@ class RunRecorder:
             metrics = self._epoch_metrics(val_loss)
             self.add(metrics)
             self.observer.on_epoch(metrics, self._is_best())
-        # A killed run that is resumed here may lack checkpoints of the epoch.
+        # A killed run that is resumed at the end of an epoch may lack checkpoints of the epoch.
         metrics = self.progress.epochs[-1]
         saved = saves_epoch(epoch, self.config.epochs, self.config.save_every)
         self._save(metrics, f"epoch-{epoch}" if saved else None)

@@ -12,7 +12,7 @@ from mlxtune.core.training.pipeline import Pipeline
 
 # Shorter sleep is not reported.
 _SLEPT_SECONDS = 10.0
-# Seconds between checks of a paused run for Ctrl-C and mains power.
+# Seconds between a paused run's checks for Ctrl-C and mains power.
 _POLL_SECONDS = 0.2
 
 
@@ -29,7 +29,7 @@ class Surroundings:
     """Checks the machine before each step.
 
     `conditions` returns the latest reading, `asked` whether the run was asked to stop, `asleep` the
-    seconds that the machine has slept so far. `observer` receives its actions.
+    seconds that the machine has slept so far. `observer` receives the events.
     """
 
     conditions: Callable[[], Conditions] = Conditions
@@ -49,8 +49,9 @@ class Surroundings:
     def look(self, step: int) -> Demand | None:
         """Read the machine's conditions after a step, and report changes; return its demands.
 
-        Each level of pressure is demanded once until the pressure is normal again: small Macs are
-        often at the warning level, and clearing the cache at each reading would make it useless.
+        Each level of pressure leads to one demand until the pressure is normal again: small Macs
+        are often at the warning level, and clearing the cache at each reading would make it
+        useless.
         """
         self._latest = latest = self.conditions()
         before, self._slept = self._slept, self.asleep()

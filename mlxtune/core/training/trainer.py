@@ -47,10 +47,10 @@ _MAX_SKIPPED_IN_A_ROW = 3
 class InstructTrainer:
     """Trains a pipeline on a corpus.
 
-    With `validation`, no rows are held out: its examples are evaluated and the whole corpus trains;
-    if it is empty, there is no validation. `run_config` is saved in each checkpoint. The run stops
-    once `should_stop`, called after each step and during validation, returns true, and after step
-    `stop_after`. With several workers, `decide` is given whether this worker would save, and
+    With `validation`, no rows are held out: the run trains on the whole corpus, and evaluates the
+    examples of `validation`, if there are any. `run_config` is saved in each checkpoint. The run
+    stops once `should_stop`, called after each step and during validation, returns true, or after
+    step `stop_after`. With several workers, `decide` is given whether this worker would save, and
     returns whether all workers stop, and whether all save. The pipeline minimises `objective`; the
     reference's log-probabilities are kept in the run's folder and in `cache`. `progress` has the
     records of the run so far, `best_folder` the checkpoint of the best validation.
