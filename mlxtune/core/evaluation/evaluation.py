@@ -61,7 +61,8 @@ class RowLosses:
 class FileVerdict:
     """The losses of one file's rows under both models, in nats per token, and the file's verdict.
 
-    Under a preference objective, it also has the preferred shares before and after training.
+    Under a preference objective, it also has the shares of preferred answers, before and after
+    training.
     """
 
     path: str
@@ -174,7 +175,7 @@ class Evaluation:
     `preference`, and without an adapter `preferred` is the share of pairs whose chosen answer the
     base model prefers.
 
-    `left_out` counts rows that are left out because they were trained on too; with `only_trained`,
+    `left_out` counts rows that are left out because they were also trained on; with `only_trained`,
     no other rows remained, and all were evaluated. `files` has a verdict on each file, if there are
     several.
     """

@@ -22,7 +22,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 
 class LockHeldError(Exception):
-    """Another process holds the lock; `holder` is its note."""
+    """Another process holds the lock; `holder` is that process's note."""
 
     def __init__(self, holder: Mapping[str, Any]) -> None:
         super().__init__(f"held by process {holder.get('pid', 'unknown')}")
@@ -34,7 +34,7 @@ class NoLocks(OSError):
 
 
 class Lock:
-    """A file that is locked until it is released or this process ends.
+    """A file that is locked until `release` is called or this process ends.
 
     The kernel releases the lock when the process dies. `note` is kept in the file, with the process
     id and the time, for others to read.

@@ -1,7 +1,7 @@
-"""Loads a fast BLAS for the CPU on Linux, and sets the allocator, before mlx is loaded.
+"""Loads a fast BLAS for the CPU on Linux, and sets up the allocator, before mlx is loaded.
 
 The Linux CPU wheel of mlx bundles the reference BLAS, about 27 times slower in float32 than a tuned
-one. A tuned BLAS that is loaded first, with global symbols, replaces it.
+one. A tuned BLAS that is loaded first, with global symbols, replaces the reference BLAS.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ _LARGEST_INT = 2**31 - 1
 
 @dataclass(frozen=True)
 class Blas:
-    """The name of the library that was loaded, or the reason why none was."""
+    """The name of the library that was loaded, or the reason why no library was."""
 
     name: str | None = None
     problem: str = ""

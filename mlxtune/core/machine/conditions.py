@@ -25,7 +25,8 @@ _MAC_WARN, _MAC_CRITICAL = 2, 4
 # Percent of the last 10 s in which some, or all, programs waited for memory. systemd-oomd kills
 # programs at 60.
 _SOME_WARN, _FULL_CRITICAL = 10.0, 20.0
-# NSProcessInfo.thermalState, which needs no root. pmset reports heat for Intel chips only.
+# NSProcessInfo.thermalState, which can be read without root. pmset reports heat for Intel chips
+# only.
 _THERMAL = "ObjC.import('Foundation'); $.NSProcessInfo.processInfo.thermalState"
 _THERMAL_WORDS = {"1": "fair", "2": "serious", "3": "critical"}
 # The lowest plausible limit of a temperature, in degrees Celsius: lower values are placeholders.
@@ -83,7 +84,7 @@ class Sensors:
         """Return whether the machine runs on battery; None if unknown, or if it has no battery."""
         import psutil
 
-        # On machines without a battery, psutil reports that of a mouse.
+        # On machines without a battery, psutil reports a mouse's battery.
         if self.system == "Linux" and not any(self.supplies.glob("BAT*")):
             return None
         battery = psutil.sensors_battery()

@@ -81,7 +81,7 @@ class Power:
 
 @dataclass(frozen=True)
 class Device:
-    """MLX's device. Memory is in bytes; `limit` is the default of --memory-limit on it.
+    """MLX's device. Memory is in bytes; `limit` is the default of --memory-limit on the device.
 
     `gflops` is the speed of a float32 matrix product in MLX, `numpy_gflops` in numpy on the CPU.
     """

@@ -65,7 +65,7 @@ class Fault(Enum):
 
     @property
     def asks_for_less(self) -> bool:
-        """Whether less work may succeed.
+        """Whether less work at a time may succeed.
 
         Other faults may be transient, so their work is retried once.
         """

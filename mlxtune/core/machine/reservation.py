@@ -1,7 +1,7 @@
 """Reservations of memory by the runs on this machine.
 
 Each run keeps a small file in one folder, locked while it runs, with the amount that it reserves.
-When its process dies the lock is released, and the next reader removes the file.
+When the run's process dies, the lock is released, and the next reader removes the file.
 """
 
 import os

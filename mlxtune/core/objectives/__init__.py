@@ -1,1 +1,1 @@
-"""Objectives: functions of log-probabilities that a step minimises. Pure Python and numpy."""
+"""Objectives, which steps minimise: functions of log-probabilities in pure Python and numpy."""

@@ -71,7 +71,7 @@ def write_checkpoint(
     metadata: Mapping[str, Any],
     metrics: Iterable[bytes] = (),
 ) -> None:
-    """Write a checkpoint folder: the files that `save` writes, metrics, metadata, manifest.
+    """Write a checkpoint folder: the files that `save` writes, metrics, metadata and manifest.
 
     An existing checkpoint of that name is replaced only once the new one is complete.
 
@@ -163,7 +163,7 @@ def _is_listed(folder: Path, files: Mapping[str, Any], name: str) -> bool:
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
-    """Return the folders of a run that have a manifest, valid or not."""
+    """Return a run's checkpoint folders that have a manifest, valid or not."""
     if not run.is_dir():
         return []
     folders = filter(is_named_checkpoint, run.iterdir())

@@ -176,7 +176,7 @@ class InstructEpochMetrics:
 
 @dataclass(frozen=True)
 class TrainingMetrics:
-    """The metrics of the steps taken so far, in a run of `max_steps`."""
+    """The metrics of the steps taken so far, in a run of `max_steps` steps."""
 
     max_steps: int
     history: Sequence[StepRecord] = ()

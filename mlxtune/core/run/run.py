@@ -102,7 +102,7 @@ def _run_of(adapter: Path, run: Path) -> Path:
         return (run, *earlier)[names.index(adapter.name)]
     if not names[0]:  # not finished, or damaged
         return run
-    raise OutputError(f"{adapter}: its run is not here: {run} is the run of {names[0]}")
+    raise OutputError(f"{adapter}: its run is missing: {run} is the run of {names[0]}")
 
 
 def _written_name(run: Path) -> str:

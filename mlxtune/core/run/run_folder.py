@@ -141,7 +141,7 @@ def reopen(run: Path) -> None:
 def lock_run(run: Path, *, new: bool = False) -> Lock:
     """Lock a run's folder, created if missing, for the lifetime of this process.
 
-    The run must change no other program's files there (see `check_own`).
+    The run must not change other programs' files in the folder (see `check_own`).
 
     Raises OutputError when another process trains there, or the folder cannot be written.
     """
@@ -214,7 +214,7 @@ def _in_use(path: Path, held: LockHeldError, option: str) -> OutputError:
 
 
 def check_own(run: Path, *, new: bool = True) -> None:
-    """Raise OutputError if a run would change files of other programs there.
+    """Raise OutputError if a run would change files of other programs in its folder.
 
     A `new` run moves or replaces all files of an earlier run; a resumed run replaces only some.
     """
@@ -260,7 +260,7 @@ def _is_of_a_run(path: Path) -> bool:
 
 
 def check_outside(output: Path, run: Path) -> None:
-    """Raise OutputError if an adapter would be written into another run than `run`."""
+    """Raise OutputError if an adapter would be written into a run other than `run`."""
     folder = output.parent.resolve()
     for each in (folder, *folder.parents):
         if is_ours(each / MARK) and each != run.resolve():
@@ -324,7 +324,7 @@ def discard_unstarted(run: Path) -> None:
 
 
 def discard_empty(folder: Path) -> None:
-    """Remove a folder if it is empty."""
+    """Remove a folder if it is empty, and ignore errors."""
     with suppress(OSError):
         if is_empty(folder):
             discard(folder)

@@ -19,7 +19,7 @@ NO_ROWS: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)
 
 
 def identities_of(rows: CorpusRows) -> npt.NDArray[np.uint64]:
-    """Return the hashes of rows and of answers; an answer's hash is the same in any objective."""
+    """Return the hashes of rows and answers; an answer's hash is the same under any objective."""
     return np.union1d(rows.identities, rows.answers[1])
 
 

@@ -30,8 +30,9 @@ class LinearHead(Protocol):
 class Operations(Protocol):
     """The operations that compute a step on a device; arrays and modules are the backend's.
 
-    `by_segments`: causal attention keeps the examples of a packed line separate. `lazy`: building a
-    graph computes nothing. `joins`: projections of the same input run together in training.
+    `by_segments` says whether causal attention keeps the examples of a packed line separate, `lazy`
+    whether building a graph computes nothing, and `joins` whether projections of the same input run
+    together in training.
     """
 
     by_segments: bool
@@ -63,9 +64,9 @@ class Execution:
     """How a step is computed. No field changes the step's loss or gradient beyond float rounding.
 
     `operations` compute the step. `micro_batch_tokens` limits the number of tokens that run through
-    the model together. `split_head`: run the head on supervised positions only, `loss_chunk` at a
-    time. `packs`: lay examples end to end instead of padding them, and run shared prefixes once.
-    `recompute`: keep only the input of each layer, and run the layer again in the backward pass.
+    the model together. `split_head` runs the head on supervised positions only, `loss_chunk` at a
+    time. `packs` lays examples end to end instead of padding them, and runs shared prefixes once.
+    `recompute` keeps only the input of each layer, and runs the layer again in the backward pass.
     `fixed_cost` is the cost of a micro-batch beyond its tokens, in units of one token's time.
     `rounding` is applied to packed lines.
     """

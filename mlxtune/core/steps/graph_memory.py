@@ -76,7 +76,7 @@ class GraphMemory:
         return Entries(fixed, tokens, scores)
 
     def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
-        """Return the number of unfreed entries, which measurements without a head leave out."""
+        """Return the number of the head's unfreed entries, which passes without a head lack."""
         positions, _ = head_states(shapes, settings, load)
         logits = held_logits(settings, positions, shapes)
         if settings.split_head and not self.holds_logits(shapes):

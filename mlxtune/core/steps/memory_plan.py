@@ -1,4 +1,4 @@
-"""Plans a step within the memory limit, and advises if nothing fits."""
+"""Plans a step within the memory limit, and suggests remedies if nothing fits."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ ESTIMATE = (0.7, 1.4)
 # head.
 _TOKENS = [1, *sorted(base << power for base in (64, 96) for power in range(14))]
 _CHUNKS = (256, 64, 16)
-# Factors of a step's time: for recomputing layers, and an assumed one for a chunk a quarter as
+# Factors of a step's time: for recomputing layers, and an assumed factor for a chunk a quarter as
 # large. So plans use smaller chunks only if needed to fit, and prefer them to recomputing layers.
 _RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
 # A shorter --max-seq-len is not worth advising.

@@ -15,7 +15,7 @@ _MOST_PADDING, _LEAST_MULTIPLE = 0.03, 8
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Rounds line lengths up to multiples of `line`, a power of two, and widths of `width`."""
+    """Rounds lines to multiples of `line`, a power of two, and widths to multiples of `width`."""
 
     line: int = 1
     width: int = 1

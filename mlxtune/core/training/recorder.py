@@ -82,7 +82,7 @@ class RunRecorder:
         self._metrics_file.write(self.progress)
 
     def end_epoch(self, epoch: int, val_loss: float | None) -> None:
-        """Record an epoch that ended with the last step, write its checkpoints, start the next."""
+        """Record an epoch that the last step ended, write its checkpoints, and start the next."""
         if len(self.progress.epochs) < epoch:
             metrics = self._epoch_metrics(val_loss)
             self.add(metrics)

@@ -255,5 +255,5 @@ def test_adapter_beside_another_run_s_leads_to_its_own_run(tmp_path: Path) -> No
     assert run_folder_at(tmp_path / "a.safetensors") == before
     assert run_folder_at(tmp_path / "b.safetensors") == now
     (tmp_path / "c.safetensors").write_bytes(b"adapter")
-    with pytest.raises(OutputError, match=r"its run is not here: .* is the run of b\.safetensors"):
+    with pytest.raises(OutputError, match=r"its run is missing: .* is the run of b\.safetensors"):
         run_folder_at(tmp_path / "c.safetensors")
