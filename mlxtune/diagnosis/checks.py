@@ -19,29 +19,29 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 # In 16 bits, the lowest accepted cosine between a matrix's gradient and its float32 gradient, and
 # the largest accepted deviation from 1 of the ratio of their norms.
 COSINE_TOLERANCE, NORM_TOLERANCE = 0.999, 0.03
-# The largest accepted excess of a measured peak over its prediction, as a share; the GPU's is a
-# guess, without measurements.
+# The largest accepted excess of a measured peak over its prediction, as a share; the share for GPUs
+# is a guess, not based on measurements.
 MEMORY_MARGIN, GPU_MEMORY_MARGIN = 0.15, 0.5
 # Kinds of checks.
 GRADIENTS, DTYPE, BYTES, MEMORY = "gradients", "16 bits", "bytes", "memory"
 SPEED, PEER = "speed", "mlx-lm"
 # The `expected` of checks that ran out of time.
-_END = "an end"
+_END = "completion"
 # The consequence of a failed check, and the remedy, by kind.
 _ADVICE = {
-    GRADIENTS: "a step would learn something else here: train nothing that matters, update MLX "
+    GRADIENTS: "a step would learn something wrong here: train nothing that matters, update MLX "
     "and the system, and report the problem",
-    DTYPE: "training in 16 bits would learn something else here: train with --dtype float32, "
-    "update MLX and the system, and report it",
+    DTYPE: "training in 16 bits would learn something wrong here: train with --dtype float32, "
+    "update MLX and the system, and report the problem",
     BYTES: "a run cannot be repeated or resumed to the same adapter here: runs still learn; report "
-    "it",
-    MEMORY: "plans ask for less memory than runs take: lower --memory-limit by as much, and report "
-    "it",
-    SPEED: "the speed of steps could not be measured: report it",
+    "the problem",
+    MEMORY: "plans ask for less memory than runs take: lower --memory-limit by the difference, and "
+    "report the problem",
+    SPEED: "the speed of steps could not be measured: report the problem",
     PEER: "mlxtune and mlx-lm learn different things here: train nothing that matters, and "
     "report the problem",
 }
-# Gradients by the name of the matrix; and a step's loss with its gradients.
+# Gradients by the name of their matrix, and a step's loss with its gradients.
 Gradients = Mapping[str, npt.NDArray[Any]]
 Step = tuple[float, Gradients]
 
@@ -146,7 +146,7 @@ def check_gradients(name: str, loss: float, gradient: float) -> ProofCheck:
 
 
 def check_dtype(name: str, cosine: float, norm: float, packing_problem: str = "") -> ProofCheck:
-    """Judge 16-bit gradients by the lowest cosine with float32's and the worst ratio of norms.
+    """Judge 16-bit gradients by the lowest cosine with the float32 ones and the worst norm ratio.
 
     A step that could not pack its examples fails too, because the proof's models allow packing.
     """
@@ -240,7 +240,7 @@ def failed_check(kind: str, name: str, error: str) -> ProofCheck:
 
 def unfinished_check(kind: str, name: str, error: str) -> ProofCheck:
     """Return a check that ran out of time, perhaps on a busy machine: it has not failed."""
-    found = f"{error}: run it again while nothing else runs"
+    found = f"{error}: run this command again while nothing else runs"
     return ProofCheck(kind, name, _END, found, passed=None)
 
 

@@ -12,9 +12,9 @@ from mlxtune.views.output import print_json, print_line
 def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis:
     """Check whether this machine and its packages can train.
 
-    Under mlx.launch, also check all machines, the network between them, and whether all have the
-    same model and data. Raises WorkerError if they cannot be reached; other problems are in the
-    checks.
+    Under mlx.launch, also check all machines, the network between them, and whether they have the
+    same model and data. Raises WorkerError if a machine cannot be reached; other problems are in
+    the checks.
     """
     diagnosis = diagnose(read_machine())
     if not launched_several() or diagnosis.machine.device is None:

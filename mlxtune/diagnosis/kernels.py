@@ -28,7 +28,7 @@ from mlxtune.diagnosis.checks import DTYPE, GRADIENTS, ProofCheck, Step, compare
 from mlxtune.errors import one_line
 
 _VOCABULARY = 96
-# Metal's fused attention has a gradient for heads of 64 and, as used below, 128.
+# Metal's fused attention has a gradient for heads of width 64 and, as used below, 128.
 _SHAPE: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 64},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": _VOCABULARY},
@@ -82,7 +82,7 @@ def step_of(pipeline: InstructPipeline, examples: Sequence[Example]) -> Step:
 
 
 def _fill(parameters: Any, model: nn.Module, dtype: mx.Dtype) -> None:
-    """Fill a model with random weights from NumPy: MLX's differ in the last bits between devices.
+    """Fill a model with NumPy's random weights: MLX's differ in the last bits between devices.
 
     The weights are exact in bfloat16. Sinks and B, which start at zero, are filled too.
     """
@@ -137,7 +137,7 @@ def _function_step(
 
 
 def _gated_delta_inputs(rng: np.random.Generator) -> Arrays:
-    """Draw q, k, v, log-gates and beta of two chunks, in a shape that Metal's kernels support."""
+    """Draw q, k, v, log-gates and beta for two chunks, in a shape that Metal's kernels support."""
     tokens, keys, values, size = 70, 16, 32, 128
     q, k = (rng.standard_normal((1, tokens, keys, size)) / size**0.5 for _ in range(2))
     v = rng.standard_normal((1, tokens, values, size))
@@ -147,7 +147,7 @@ def _gated_delta_inputs(rng: np.random.Generator) -> Arrays:
 
 
 def _gate_inputs(rng: np.random.Generator) -> Arrays:
-    """Draw gate and up, in a size that fills several groups of threads and a part of one."""
+    """Draw gate and up, in a size that fills several groups of threads and a part of another."""
     return [2 * rng.standard_normal((3, 1031)) for _ in range(2)]
 
 
@@ -171,7 +171,7 @@ def _delta_state() -> mx.array:
 
 
 _WINDOW = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64}
-# Every token uses all experts: in 16 bits, a router might choose others.
+# Every token uses all experts: in 16 bits, a router might choose different ones.
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16}
 _TIED = {"tie_word_embeddings": True}
 _DELTA = {"gpu": _gated_delta_kernel, "plain": _gated_delta_by_chunks}

@@ -1,4 +1,4 @@
-"""Reads the facts of this machine, and whether its packages meet mlxtune's requirements."""
+"""Reads the facts of this machine, and checks its packages against mlxtune's requirements."""
 
 import importlib.metadata as metadata
 import platform

@@ -1,6 +1,6 @@
 """`mlxtune doctor --prove`: checks that mlxtune keeps its promises on this device.
 
-The checks run in separate processes, so that a crash fails only one check.
+Each part of the checks has its own processes, so that a crash ends only that part.
 """
 
 import getpass
@@ -37,11 +37,12 @@ def prove(
     on_progress: Callable[[str], None] = lambda text: None,
     on_check: Callable[[ProofCheck], None] = lambda check: None,
 ) -> MachineProof:
-    """Check with small models that this machine keeps mlxtune's promises.
+    """Check with small models that mlxtune keeps its promises on this machine.
 
-    Compares the gradients of every way to compute a step, the bytes of adapters, memory with its
-    prediction, and speed and losses with mlx-lm's. Takes a minute or two. `on_progress` is called
-    with the name of each part, `on_check` with each finished check.
+    Compares the gradients of every way to compute a step with the plain way's, repeated and resumed
+    runs byte for byte, peak memory with its prediction, and speed and losses with mlx-lm's. Takes a
+    minute or two. `on_progress` is called with the number and name of each part, `on_check` with
+    each finished check.
 
     Raises ModelError if MLX does not start; other failures are in the checks.
     """
@@ -74,10 +75,10 @@ def prove(
 
 
 def show(*, as_json: bool, share: Path | None = None) -> bool:
-    """Print the table, and JSON on request; return whether all checks passed.
+    """Print the table, and JSON on request; return whether no check failed.
 
-    If the terminal shows no live progress line, print each check when it ends. `share` is a file to
-    write the result to, without names and paths. Raises OutputError if it cannot be written.
+    If no live progress line can be shown, print each check when it ends. `share` is a file to write
+    the result to, without names and paths. Raises OutputError if `share` cannot be written.
     """
     if share is not None:
         files.check_outputs([share], [], "--share")

@@ -60,7 +60,7 @@ def check_line(check: ProofCheck) -> str:
 
 
 def summary(proof: MachineProof) -> str:
-    """Return the result in one line."""
+    """Return the result as one line."""
     device = f"{proof.device['name']} ({proof.device['kind']})"
     took = f"{proof.seconds:.0f} s on {device}"
     if proof.passed:
@@ -71,10 +71,10 @@ def summary(proof: MachineProof) -> str:
 
 
 def shareable(proof: MachineProof, names: Sequence[str]) -> dict[str, Any]:
-    """Return a proof for JSON that does not reveal whose machine it is.
+    """Return a proof as a JSON value that does not reveal whose machine made it.
 
-    It has no hashes, no paths and none of the `names` (of the host, the user and the home folder),
-    not even in errors. No text contains a path separator.
+    The value has no hashes, no paths and none of the `names` (of the host, the user and the home
+    folder), not even in errors. No text contains a path separator.
     """
     found = proof.as_dict()
     for check in found["checks"]:
@@ -94,7 +94,7 @@ def _anonymous(value: Any, names: Sequence[str]) -> Any:
 
 
 def _without(text: str, names: Sequence[str]) -> str:
-    """Return a text without `names`, matched as whole words in any case."""
+    """Return text without `names`, matched as whole words in any case."""
     # The part of a host's name before the first dot also identifies it.
     every = {part for name in names for part in (name, name.partition(".")[0])}
     for name in sorted(every, key=len, reverse=True):

@@ -26,7 +26,7 @@ _EXACT = {"MLX_ENABLE_TF32": "0"}
 # Jobs that run without `_EXACT`, as training does.
 _AS_TRAINED = ("kernels16", "dtype", "steps")
 _ROWS = 32
-# With dropout, at most two turns of a row share a prefix, which keeps bytes equal on Metal.
+# With dropout, at most two turns of a row share a prefix, so bytes stay equal on Metal.
 _TRAINING = (
     *("--batch-size", "4", "--val-split", "0", "--samples", "0", "--save-steps", "2"),
     *("--targets", "all", "--dropout", "0.1", "--lr", "1e-3"),
@@ -59,7 +59,7 @@ class Workbench:
 
     @cached_property
     def step(self) -> Path:
-        """A file of rows that share prefixes: one row per sequence of roles, and a duplicate."""
+        """A file of rows that share prefixes: one for each sequence of roles, the last twice."""
         kinds: dict[tuple[str, ...], str] = {}
         for line in read_text(self.rows).splitlines():
             kinds.setdefault(tuple(each["role"] for each in json.loads(line)["messages"]), line)
@@ -99,7 +99,7 @@ class Workbench:
         return file_hash(adapter)
 
     def resumed(self, name: str, stop: signal.Signals) -> tuple[str, int]:
-        """Stop and resume a run; return its adapter's hash, and the step at which it stopped."""
+        """Stop and resume a run; return its adapter's hash and the step after which it stopped."""
         folder = self.scratch / f"{name}-{stop.name}"
         run = folder / "checkpoints"
         metrics = run / "metrics.jsonl"
@@ -122,7 +122,7 @@ class Workbench:
         return self._run("train", name, folder, *_TRAINING, *steps, **options)
 
     def _run(self, command: str, name: str, folder: Path, *options: str, **settings: Any) -> int:
-        """Run a command on a model and the rows in a folder; return its exit status."""
+        """Run a command in a folder, on a model and the rows; return its exit status."""
         data = ("--model-path", str(self.model(name)), "--data", str(self.rows))
         run = ["-m", "mlxtune", command, *data, "--no-cache", "--quiet", *options]
         return Children(self.scratch).run(run, folder, **settings)

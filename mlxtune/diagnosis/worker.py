@@ -46,7 +46,7 @@ _ONE_STEP, _SMALL_CHUNK = 10**6, 16
 _DROPOUT = 0.3
 # Micro-batch sizes in tokens, and the number of rows that fill the largest.
 SIZES, _ROWS = (128, 512, 2048), 24
-# The number of timed rows, and the rows of a step.
+# The number of timed rows, and the number of rows in a step.
 _TIMED_ROWS, _ROWS_PER_STEP = 12, 4
 # The base: the width of its heads, and its quantisation.
 _HEAD, _GROUP, _BITS = 64, 64, 4
@@ -69,7 +69,7 @@ class Way:
 
 
 def _way(kind: str, parameters: int = 0) -> Way:
-    """Return the way `kind`, in one micro-batch; `parameters` decides if CPU kernels are used."""
+    """Return the way `kind`, in one micro-batch; CPU kernels need enough `parameters`."""
     execution = best_execution(parameters, kind=kind)
     return Way(kind, replace(execution, micro_batch_tokens=_ONE_STEP))
 
@@ -107,7 +107,10 @@ def gradients(model: Path, data: Path) -> Iterator[ProofCheck]:
 
 
 def dtype(model: Path, data: Path) -> Iterator[ProofCheck]:
-    """Compare 16-bit dtypes, in two ways, with the plain path in float32 on dequantised weights."""
+    """Compare steps in 16-bit dtypes, computed in two ways, with steps in float32.
+
+    The steps in float32 take the plain path on dequantised weights.
+    """
     examples = _examples(model, data)
     # On the CPU, because GPUs may round the factors of float32 products.
     with on_the_cpu():
@@ -163,10 +166,10 @@ def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
 
 
 def write_base(like: Path, folder: Path, *, quantized: bool) -> Sequence[ProofCheck]:
-    """Write a Qwen 3 model with seeded random weights to a folder; return no check.
+    """Write a Qwen 3 model with seeded random weights to a folder; return no checks.
 
-    The width depends on the device. Other files are copied from the model folder `like`. The
-    weights are in 4 bits if `quantized`, else in bfloat16.
+    The width depends on the device. All files except weights and config.json are copied from the
+    model folder `like`. The weights are in 4 bits if `quantized`, else in bfloat16.
     """
     width = _CPU_WIDTH if on_cpu() else _GPU_WIDTH
     make_folder(folder)
@@ -211,7 +214,7 @@ def _lora(dropout: float = 0.0) -> InstructConfig:
 def _computed(
     folder: Path, examples: Sequence[Example], way: Way, compute: str, dtype: str = "float32"
 ) -> tuple[Step, str]:
-    """Return loss and gradients with seeded LoRA matrices, and why examples are not packed."""
+    """Return loss and gradients with seeded LoRA matrices, and why packing failed, if it did."""
     base = loading.load_base(folder, dtype, quantized_compute=compute)
     pipeline = InstructPipeline(base.model, _lora(way.dropout), execution=way.execution)
     return step_of(pipeline, examples), pipeline.forward.packing_problem

@@ -34,7 +34,7 @@ _AVERAGED = 10
 _VERDICT = re.compile(r"(?:the adapter )?(helped|hardly helped|hardly hurt|hurt|cannot tell)\b")
 _VERDICT_COLOURS = {"helped": "green", "hurt": "red"}
 _VERDICT_COLOURS |= dict.fromkeys(("hardly helped", "hardly hurt", "cannot tell"), "yellow")
-# Least time between updates of a notebook's line, as each sends a message to the browser.
+# The least time between updates of a notebook's line, as each update is sent to the browser.
 _SECONDS_BETWEEN = 0.1
 
 
@@ -58,7 +58,7 @@ class BestEffortStream:
 
 
 class RunConsole(TrainingObserver):
-    """Prints each stage of a run in a line, and shows a live bar while it trains.
+    """Prints each stage of a run on a line, and shows a live bar during training.
 
     `peak_gb` returns the peak memory so far. With `quiet`, only warnings are printed.
     """
@@ -97,7 +97,7 @@ class RunConsole(TrainingObserver):
 
     @property
     def is_live(self) -> bool:
-        """True if a line can change in place: on a terminal and in a notebook."""
+        """True if a line can change in place: on a terminal or in a notebook."""
         return self._notebook or self._wraps
 
     @property
@@ -106,7 +106,7 @@ class RunConsole(TrainingObserver):
         return f"stopping after this step; {again} to stop at once"
 
     def say(self, stage: str, message: str, *, copyable: bool = False) -> None:
-        """Print a message with the name of its stage; markup in it is printed as text.
+        """Print a message with the name of its stage; print markup in the message as text.
 
         On a terminal, wrap a long message at words, indented, unless it is `copyable`.
         """
@@ -141,7 +141,8 @@ class RunConsole(TrainingObserver):
     def on_start(self, run: RunStart, previous: Path | None) -> None:
         if previous is not None:
             self.say(
-                "Checkpoints", f"an earlier run was moved to {previous}, for --adapter {previous}"
+                "Checkpoints",
+                f"an earlier run was moved to {previous}: use it with --adapter {previous}",
             )
         self._run = run
         self._best = best.val_loss if (best := run.progress.best) else math.inf
@@ -247,7 +248,7 @@ def in_notebook() -> bool:
 
 
 class TerminalLine:
-    """The last line of a terminal: a text and, with `bar`, a progress bar and the time left."""
+    """The last line of a terminal: text and, with `bar`, a progress bar and the time left."""
 
     def __init__(self, console: Console, *, bar: bool) -> None:
         text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=bar))
@@ -273,7 +274,7 @@ class TerminalLine:
 
 
 class NotebookLine:
-    """A text in a notebook, with a bar and the time left if the share done is known."""
+    """A line in a notebook, with a bar and the time left if the share done is known."""
 
     def __init__(self) -> None:
         from IPython.display import display

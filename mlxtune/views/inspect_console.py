@@ -1,4 +1,4 @@
-"""Prints an inspection on a terminal, with or without colour: the content of its page."""
+"""Prints the content of an inspection's page on a terminal, with or without colour."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -35,7 +35,7 @@ _MARKS: dict[visible.Kind, str] = {"newline": "↵\n", "tab": "→   "}
 def show_inspection(
     inspection: Inspection, console: Console, *, examples: Sequence[ShownExample] | None = None
 ) -> None:
-    """Print an inspection; by default with three examples, preferably with findings.
+    """Print an inspection; by default with three examples, preferably ones with findings.
 
     Control characters in the data are escaped.
     """
@@ -55,24 +55,24 @@ def _choose(shown: Sequence[ShownExample]) -> Sequence[ShownExample]:
     """
     items = [each.sides if isinstance(each, ShownPair) else (each,) for each in together(shown)]
     first = {item[0].kinds: item for item in reversed(items)}
-    # Examples with findings come first, then all others, in the order of the file.
+    # Rank the first example of each set of findings first, and among equals those with findings.
     ranked = sorted(items, key=lambda item: (first[item[0].kinds] is not item, not item[0].kinds))
     return [each for item in sorted(ranked[:_EXAMPLES], key=items.index) for each in item]
 
 
 def _line(markup: str) -> Padding:
-    """Return a line of rich's markup that keeps its indentation when it wraps."""
+    """Return a line of rich markup that keeps its indentation when it wraps."""
     text = Text.from_markup(markup.lstrip(" "), emoji=False)
     return Padding(text, (0, 0, 0, len(markup) - len(markup.lstrip(" "))), expand=False)
 
 
 def _safe(value: object) -> str:
-    """Escape a value for rich's markup, and its control characters."""
+    """Return a value as text for rich markup, with its control characters escaped."""
     return escape(visible.escape(str(value)))
 
 
 def _summary(inspection: Inspection) -> list[str]:
-    """Return an inspection without its examples, as lines of rich's markup."""
+    """Return an inspection without its examples, as lines of rich markup."""
     lengths: list[tuple[Any, ...]] = [("", "median", "p95", "longest", "mean", "sum")]
     for name, each in (("all", inspection.tokens), ("supervised", inspection.supervised)):
         lengths.append((name, each.p50, each.p95, each.max, round(each.mean), each.total))

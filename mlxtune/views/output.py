@@ -36,7 +36,7 @@ def print_answer(text: str) -> None:
 
 
 class AnswerConsole:
-    """Prints an answer as it arrives; several go side by side or, in a pipe, in turn at the end."""
+    """Prints an answer as it arrives, or several side by side; a pipe gets these at the end."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._texts = dict.fromkeys(names, "")
@@ -101,7 +101,7 @@ def render_lines(template: str, show: Callable[[Any], str], **values: Any) -> li
 
 
 def ask(question: str) -> bool:
-    """Ask a yes-or-no question, by default no. Raises ConfigError without a terminal."""
+    """Return the answer to a yes-or-no question. Raises ConfigError without a terminal."""
     if not sys.stdin.isatty():
         raise ConfigError([f"{question} There is no terminal to ask on: add --yes"])
     print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)

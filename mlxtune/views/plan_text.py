@@ -30,7 +30,7 @@ def peak_line(plan: MemoryPlan) -> str:
 
 
 def free_line(plan: MemoryPlan, free: int | None) -> str:
-    """Return a line that compares a plan with the memory free now; empty if that is unknown."""
+    """Return a line that compares a plan with the free memory; empty if `free` is None."""
     if free is None:
         return ""
     line = f"{byte_size(free)} free now"
@@ -39,7 +39,7 @@ def free_line(plan: MemoryPlan, free: int | None) -> str:
     return f"{line}, enough for this run"
 
 
-# Fewer steps teach an adapter little; after the second number, most adapters have learned.
+# Fewer steps than the first number teach an adapter little; after the second, most have learned.
 _FEWEST_STEPS, _ENOUGH_STEPS = 30, 100
 # Even the demo's small models learn best at a tenth of this rate.
 _LARGE_RATE = 0.05
@@ -58,9 +58,9 @@ def few_steps_line(
         rows = math.ceil(_ENOUGH_STEPS / auto.epochs) * auto.batch_size
         return (
             f"{count(steps, 'step')}, as there is too little data to learn from: "
-            f"{_ENOUGH_STEPS} in {count(auto.epochs, 'epoch')} take {rows} training rows"
+            f"{_ENOUGH_STEPS} steps in {count(auto.epochs, 'epoch')} take {rows} training rows"
         )
-    remedy = f"--epochs {math.ceil(_ENOUGH_STEPS / per_epoch)} gives {_ENOUGH_STEPS}"
+    remedy = f"--epochs {math.ceil(_ENOUGH_STEPS / per_epoch)} gives {_ENOUGH_STEPS} steps"
     if max_steps == steps:
         remedy = f"raise --max-steps; {remedy}"
     are = "is" if steps == 1 else "are"
@@ -68,7 +68,7 @@ def few_steps_line(
 
 
 def large_rate_line(rate: float) -> str:
-    """Return a warning of a learning rate at which adapters hardly learn; empty if lower."""
+    """Return a warning about a rate at which adapters hardly learn; empty for lower rates."""
     if rate <= _LARGE_RATE:
         return ""
     return f"--lr {rate:g} is far above the usual {DEFAULT_RATE:g}: lower it, or expect bad answers"
@@ -79,7 +79,7 @@ def cut_line(loss: CutLoss, max_seq_len: int, peak: int | None) -> str:
 
     `peak` is the memory for that length, or None if it does not fit.
     """
-    memory = f"in {byte_size(peak)}" if peak else "which does not fit into --memory-limit"
+    memory = f"in {byte_size(peak)}" if peak else "but does not fit into --memory-limit"
     return (
         f"--max-seq-len {max_seq_len} cuts off {loss.share:.0%} of the supervised tokens: "
         f"--max-seq-len {loss.enough} keeps 99% of them, {memory}"
@@ -125,7 +125,7 @@ def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
     yield (
         "Data",
         f"{count(run.rows, 'training row')}: {count(run.tokens, 'token')}, {run.supervised:,} of "
-        f"them supervised; the model reads {plan.run_share:.0%} of them, padding included",
+        f"them supervised; the model reads {plan.run_share:.0%} as many tokens, padding included",
     )
     yield "Steps", f"{count(run.steps, 'step')}, {run.steps_per_epoch:,} in an epoch"
     if run.few_steps:
@@ -142,7 +142,11 @@ def _longest_line(longest: LongestFit) -> str:
     if longest.kept == longest.context:
         return f"{longest.kept:,} tokens with activations kept{whole}"
     recomputed = f"{longest.recomputed:,} with --grad-checkpoint on"
-    kept = f"{longest.kept:,} tokens with activations kept" if longest.kept else "no example"
+    kept = (
+        f"{longest.kept:,} tokens with activations kept"
+        if longest.kept
+        else "no example with activations kept"
+    )
     return f"{kept}; {recomputed}{whole if longest.recomputed == longest.context else ''}"
 
 

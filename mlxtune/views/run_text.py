@@ -23,7 +23,7 @@ from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
 from mlxtune.views.visible import escape, without_template_tokens
 
-# The most characters of a sample to show.
+# The maximum number of characters shown of a sample.
 _LONGEST = 400
 _PHASE_WIDTH = 16
 # Fewer losses show no trend.
@@ -277,7 +277,7 @@ _CONVERT_OPTIONS = {
 
 
 def usage_line(config: TrainConfig, *, plain_text: bool = False) -> str:
-    """Return a command that chats with the trained model or, for plain text, completes a text."""
+    """Return a command that chats with the trained model or, for plain text, continues a prompt."""
     own = config.output_path
     adapter = shlex.quote(str(own.parent if own.name == ADAPTER else own))
     if plain_text:
@@ -293,7 +293,7 @@ def python_usage(model_path: str, adapter: str) -> str:
 
 
 def before_and_after(row: str, sample: Sample) -> Iterator[tuple[str, str]]:
-    """Yield a row's last user message and the answers before and after, each with a heading."""
+    """Yield a row's last user message and the answers without and with the adapter, by heading."""
     asked = [each["content"] for each in json.loads(row)["messages"] if each["role"] == "user"]
     for stage, text in (
         ("Question", asked[-1]),
@@ -318,7 +318,7 @@ def next_lines(run: TrainConfig) -> Iterator[str]:
         'each line of chat.jsonl: {"messages": [{"role": "user", "content": "2 + 2?"}, '
         '{"role": "assistant", "content": "4"}]}'
     )
-    yield "started by uvx or pipx run? pip install mlxtune, or type it before mlxtune here too"
+    yield "started by uvx or pipx run? Type that before mlxtune here too, or pip install mlxtune"
 
 
 def evaluation_lines(evaluation: Evaluation) -> list[str]:

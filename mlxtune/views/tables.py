@@ -25,7 +25,7 @@ _MOST_NAME = 32
 
 
 def result_console(*, stderr: bool = False) -> Console:
-    """Return a console for results, which wraps lines on a terminal only."""
+    """Return a console that prints results and wraps lines on a terminal only."""
     console = Console(stderr=stderr, highlight=False)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
@@ -47,7 +47,7 @@ def plain_table(headings: Sequence[str]) -> Table:
 def show_runs(runs: Sequence[RunView], console: Console) -> None:
     """Print a table of runs, with the columns that fit the terminal.
 
-    Below it are the adapters, the commands that resume unfinished runs, and damaged folders.
+    Below the table are the adapters, the commands that resume unfinished runs, and damaged folders.
     """
     rows = [_cells(each) for each in runs]
     columns = list(rows[0])

@@ -1,7 +1,8 @@
 r"""Makes text from data safe and fully visible.
 
 Control, bidi, zero-width and other unseen characters become escapes such as `\u202e`. Newlines,
-tabs and spaces that are easy to overlook are separated, so that pages and terminals can mark them.
+tabs and spaces that are easy to overlook become separate stretches, so that pages and terminals can
+mark them.
 """
 
 import re
@@ -45,7 +46,7 @@ def without_template_tokens(answer: str) -> str:
 
 
 def escape(text: str) -> str:
-    r"""Return a text as one line with escapes such as `\n` and `\u202e`."""
+    r"""Return text as one line with escapes such as `\n` and `\u202e`."""
     return _ODD.sub(lambda match: _escape(match[0]), text)
 
 
@@ -96,16 +97,16 @@ def _add(result: list[Stretch], kind: Kind, text: str) -> None:
 def middle_of(pieces: Sequence[Piece], head: int, tail: int) -> tuple[int, int]:
     """Return the range [start, end) of pieces to fold between the head and the tail.
 
-    It is empty if folding would save little.
+    The range is empty if folding would save little.
     """
     start, end = head, len(pieces) - tail
     return (start, end) if end - start > head // 2 else (len(pieces), len(pieces))
 
 
 def escape_controls(text: str) -> str:
-    r"""Return a text with an escape such as `\x1b` for each character that controls a terminal.
+    r"""Return text with an escape such as `\x1b` for each character that controls a terminal.
 
-    Newlines, tabs, visible characters and the joiners of emoji stay.
+    Newlines, tabs, visible characters and the joiners of emoji are kept.
     """
     return _ODD.sub(lambda match: _escape_control(match[0]), text)
 

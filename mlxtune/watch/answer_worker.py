@@ -1,8 +1,8 @@
 """The process that answers questions on the page of a run; `asking.py` starts and ends it.
 
-Its argument has the options as JSON. Each line of stdin is a question in JSON, each line of stdout
-an object: a text to add to the answer of the `base` model or of the `adapter`, the new `status`,
-`notes` or a `problem`. It ends when stdin closes or its parent ends.
+Its argument is the options as JSON. Each line of stdin is a question in JSON, and each line of
+stdout a JSON object with text to add to the answer of the `base` model or of the `adapter`, the new
+`status`, `notes` or a `problem`. The process ends when stdin closes or its parent ends.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""The model that answers questions on the page: a separate process, started on demand.
+"""Asks the model that answers questions on the page, in a process started on demand.
 
-It loads the model of one run, answers one question at a time, and ends after some minutes without
-a question, when a question is for another run, or when this process ends.
+The process loads the model of one run, answers one question at a time, and ends after some minutes
+without a question, when a question is for another run, or when the server ends.
 """
 
 import json
@@ -29,9 +29,9 @@ _WORKER = "mlxtune.watch.answer_worker"
 
 @dataclass
 class Question:
-    """A question for a run's model, and both answers so far.
+    """A question for a run, and the answers of the base model and the adapter so far.
 
-    `status` is the current work of the process, and empty at the end.
+    `status` is the current work of the process, and empty once the question is done.
     """
 
     run: Path
@@ -44,7 +44,7 @@ class Question:
 
 
 class Asker:
-    """Asks the models of runs; `on_change` is called whenever an answer grows."""
+    """Asks the models of runs; `on_change` is called whenever a question or its answers change."""
 
     def __init__(self, seconds: float = _SECONDS, kept_seconds: float = _KEPT_SECONDS) -> None:
         self._seconds, self._kept_seconds = seconds, kept_seconds
@@ -58,8 +58,8 @@ class Asker:
     def ask(self, run: Path, question: object) -> None:
         """Start to answer a question; `question_of` returns it with its answers.
 
-        Raises ConfigError if the question is not a text or too long, OutputError if another answer
-        is in progress or this run's model cannot answer.
+        Raises ConfigError if the question is empty, not text or too long. Raises OutputError if
+        another answer is in progress or this run's model cannot answer.
         """
         if not isinstance(question, str) or not question.strip():
             raise ConfigError(["the question is empty"])
@@ -136,7 +136,7 @@ class Asker:
         self.on_change()
 
     def _process_of(self, run: Path, options: dict[str, Any]) -> Process:
-        """Return the process that has the model of a run, started if necessary. Raises OSError."""
+        """Return the process for a run's model, started if needed. Raises OSError."""
         with self._lock:
             if self._letting_go is not None:
                 self._letting_go.cancel()
@@ -156,7 +156,7 @@ class Asker:
         return process
 
     def _give_up(self, asked: Question) -> None:
-        asked.problem = f"no end within {self._seconds:.0f} seconds"
+        asked.problem = f"the answers were not complete within {self._seconds:.0f} seconds"
         self.close()
 
     def _let_go_later(self) -> None:
@@ -176,7 +176,7 @@ def problem_of(run: Run) -> str:
 
 
 def _options_of(run: Run) -> dict[str, Any]:
-    """Return the options of the process that answers. Raises OutputError if it cannot."""
+    """Return the options of a run's answering process. Raises OutputError if it cannot answer."""
     view = RunView.of(run)
     if not view.finished or not view.adapter or not Path(view.adapter).is_file():
         raise OutputError("the model can be asked once the run has ended with an adapter")

@@ -29,12 +29,12 @@ from mlxtune.watch.asking import Asker, problem_of
 from mlxtune.watch.page import Parts, render_answers, render_page, render_run, render_runs
 
 _FILES = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, SAMPLES)
-# Seconds between checks of a run's files, and between checks for new runs; reading takes at most
-# this share of the time.
+# Seconds between checks of a run's files, seconds between checks for new runs, and the largest
+# share of the time spent reading.
 _LOOK_EVERY, _FIND_EVERY, _MOST_READING = 1.0, 5.0, 0.1
 # Seconds after which an empty event is sent, to see whether the page is still open.
 _SIGN_OF_LIFE = 10.0
-# The most runs to show: the newest runs of a folder.
+# The maximum number of runs shown: the newest runs of a folder.
 MOST_RUNS = 12
 
 
@@ -53,11 +53,11 @@ class _View:
 
 
 class Live:
-    """The site of `mlxtune watch`: all runs of a folder, or one of them, and the model's answers.
+    """The site of `mlxtune watch`: all runs of a folder, or one run and its model's answers.
 
     A page follows a view: the name of a run, or "" for all runs. Files are only read while a page
     is open. `folder` is the path of a run, or a folder with runs below it. Raises OutputError if
-    it has no run.
+    there is no run.
     """
 
     def __init__(self, folder: Path, asker: Asker) -> None:

@@ -23,8 +23,8 @@ PAGE = PageType(
     package=__package__,
     connects="'self'",
 )
-# The markup of each part by its name, empty for a hidden part; `chart_data` are the values of the
-# charts, `can_ask` is a boolean, and `title` is the page's title.
+# The markup of each part by its name, empty for a hidden part; `chart_data` contains the values of
+# the charts, `can_ask` is a boolean, and `title` is the page's title.
 Parts = dict[str, Any]
 _PARTS = ("problem", "back", "head", "charts", "why_not", "latest", "samples", "data")
 # The time left is estimated from this many recent steps.
@@ -55,7 +55,7 @@ def render_run(key: str, run: Run, why_not: str, *, several: bool, stopping: boo
 
 
 def render_runs(runs: Mapping[str, Run], stopping: Set[str]) -> Parts:
-    """Return the parts of several runs side by side."""
+    """Return the page's parts for several runs, shown side by side."""
     views = [RunView.of(run) for run in runs.values()]
     rows = [
         {
@@ -73,7 +73,7 @@ def render_runs(runs: Mapping[str, Run], stopping: Set[str]) -> Parts:
 
 
 def run_state(key: str, run: Run, view: RunView, *, stopping: bool) -> dict[str, Any]:
-    """Return a run's progress: its share in words, the time left, and its memory."""
+    """Return a run's state: the share done and the time left as text, its memory and figures."""
     total, running = view.total_steps, view.status == "running"
     left = seconds_left(run, view) if running else None
     limit = number(run.about, "plan", "memory", "limit")
@@ -90,7 +90,7 @@ def run_state(key: str, run: Run, view: RunView, *, stopping: bool) -> dict[str,
 
 
 def seconds_left(run: Run, view: RunView) -> float | None:
-    """Return the time of the remaining steps; None before the first step is measured."""
+    """Return the expected time of the remaining steps; None before the first step is measured."""
     seconds = [each for each in run.column("seconds")[-_RECENT_STEPS:] if math.isfinite(each)]
     if view.total_steps is None or not seconds:
         return None

@@ -1,8 +1,9 @@
 """A server of one page for one user of this machine, with the events that the page follows.
 
-It listens on the loopback interface only. A request must know the token in the address and name
-this machine in `Host`, so that no other site can reach it by a domain that resolves here. A request
-that changes something must come from the page itself, by its `Origin`. No file is served.
+It listens on the loopback interface only. A request must have the token in its address and name
+this machine in `Host`, so that no other site can reach the server by a domain that resolves to this
+machine. A request that changes something must come from the page itself, as its `Origin` shows. No
+file is served.
 """
 
 import hmac
@@ -25,10 +26,10 @@ from mlxtune.errors import MlxTuneError
 
 ADDRESS = "127.0.0.1"
 _HOST = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]{1,5})?")
-# Limits of a request in seconds and bytes, including its headers.
+# Limits of a request in seconds and bytes, including its headers, and limits of its JSON.
 _SECONDS, _LONGEST = 10.0, 128 * 1024
 _BODY = Limits(64 * 1024, values=100, entries=20, text=32 * 1024)
-# The most connections; each page keeps one connection for events.
+# The maximum number of connections; each page keeps one connection for events.
 _CONNECTIONS = 32
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -53,7 +54,7 @@ class Site(Protocol):
         """
 
     def act(self, action: str, values: Mapping[str, Any]) -> bool:
-        """Carry out a page's request; return False for an unknown action. Raises MlxTuneError."""
+        """Carry out a page's request, or raise MlxTuneError; return False for an unknown action."""
 
 
 class PageServer(ThreadingHTTPServer):
@@ -76,7 +77,7 @@ class PageServer(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, or close the connection if there are too many."""
+        """Answer in a thread, or close the connection if too many are open."""
         if self._slots.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
@@ -143,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def do_POST(self) -> None:
-        """Carry out a request of the page, with values as JSON."""
+        """Carry out a request of the page, whose values are JSON."""
         if (place := self._place()) is None:
             return
         if self.headers.get_all("Origin") != [f"http://{self.headers['Host']}"]:
@@ -183,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._start(HTTPStatus.OK, "text/event-stream")
         # Milliseconds until a page that lost the server connects again.
         self.wfile.write(b"retry: 1000\n\n")
-        # The browser ends the connection by closing the page.
+        # When the page closes, the browser ends the connection.
         with suppress(OSError):
             for event in self.server.site.follow(view, self.headers.get("Last-Event-ID", "")):
                 text = ":\n\n" if event is None else f"id: {event[0]}\ndata: {event[1]}\n\n"

@@ -21,7 +21,8 @@ from mlxtune.watch.asking import Asker
 from mlxtune.watch.live import Live
 from mlxtune.watch.server import PageServer
 
-# Seconds without an open page or a run in progress after which the server ends.
+# Seconds without an open page or a run in progress after which the server ends, and seconds between
+# checks for these.
 _IDLE_SECONDS, _LOOK_EVERY = 600.0, 2.0
 # A file with the last port and token of each folder, so that open pages find the next server.
 _ADDRESSES, _MOST_ADDRESSES = "watch.json", 100

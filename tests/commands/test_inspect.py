@@ -43,7 +43,7 @@ def test_every_part_is_printed_on_stdout_and_nothing_else(inspect: Cli, chat: Pa
     for part in (
         "template built-in qwen3",
         f"{ROWS} rows read = 16 train + 4 validation + 0 skipped",
-        "Tokens of an example  of 20",
+        "Tokens per example  of 20",
         "What --max-seq-len would cut",
         "One epoch  4 steps of 4 rows",
         "Findings  none",

@@ -136,7 +136,7 @@ def test_failed_check_says_what_it_means_and_what_to_do_in_a_line(check: ProofCh
     assert check.found in check.advice
     assert check.name in check.advice
     assert "\n" not in check.advice
-    assert "report it" in remedy
+    assert "report the problem" in remedy
     assert meaning
     assert replace(check, passed=True).advice == ""
 
@@ -146,7 +146,7 @@ def test_check_that_did_not_end_in_time_fails_nothing() -> None:
     proof = MachineProof([late], {}, {}, {}, 1.0)
     assert proof.passed
     assert proof.unfinished == [late]
-    assert "run it again" in late.found
+    assert "run this command again" in late.found
 
 
 def test_proof_passes_unless_a_check_fails() -> None:

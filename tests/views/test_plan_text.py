@@ -111,11 +111,11 @@ def test_cut_of_supervised_tokens_names_a_limit_and_its_memory() -> None:
 
 
 def test_few_steps_are_said_to_be_too_few_with_the_epochs_that_are_enough() -> None:
-    line = "29 steps are too few to learn from: --epochs 4 gives 100"
+    line = "29 steps are too few to learn from: --epochs 4 gives 100 steps"
     assert few_steps_line(29, 29, None) == line
     assert few_steps_line(29, 29, 30) == line
     assert few_steps_line(29, 40, 29).endswith(
-        "learn from: raise --max-steps; --epochs 3 gives 100"
+        "learn from: raise --max-steps; --epochs 3 gives 100 steps"
     )
     assert few_steps_line(30, 30, None) == ""
     assert line in text(replace(RUN, few_steps=line))
@@ -129,7 +129,8 @@ def test_rate_far_above_the_usual_is_warned_of() -> None:
 def test_few_steps_by_auto_name_the_rows_that_are_enough() -> None:
     auto = TrainConfig("model", ("data",), epochs=3)
     assert few_steps_line(2, 1, None, auto) == (
-        "2 steps, as there is too little data to learn from: 100 in 3 epochs take 136 training rows"
+        "2 steps, as there is too little data to learn from: 100 steps in 3 "
+        "epochs take 136 training rows"
     )
     assert few_steps_line(2, 1, 2, auto).startswith("2 steps are too few to learn from: raise")
 
@@ -139,7 +140,7 @@ def test_lines_give_memory_parts_steps_and_shares() -> None:
     for part in ("weights        1.2 GB", "optimizer       20 MB", "head            80 MB"):
         assert part in lines
     assert "80 training rows: 9,000 tokens, 2,000 of them supervised" in lines
-    assert "the model reads 80% of them, padding included" in lines
+    assert "the model reads 80% as many tokens, padding included" in lines
     assert "60 steps, 20 in an epoch" in lines
 
 
@@ -172,7 +173,7 @@ def test_workers_say_what_they_gain_and_what_it_takes() -> None:
     ("longest", "line"),
     [
         (LongestFit(0, 0, 4096), "not even one token fits: raise --memory-limit, or use"),
-        (LongestFit(0, 96, 4096), "no example; 96 with --grad-checkpoint on"),
+        (LongestFit(0, 96, 4096), "no example with activations kept; 96 with --grad-checkpoint on"),
         (LongestFit(1500, 2900, 4096), "1,500 tokens with activations kept; 2,900 with --grad"),
         (LongestFit(1500, 4096, 4096), "4,096 with --grad-checkpoint on, all that the model"),
         (LongestFit(4096, 4096, 4096), "4,096 tokens with activations kept, all that the model"),

@@ -88,7 +88,7 @@ def test_one_question_at_a_time(asker: Asker, run: Path) -> None:
 def test_answer_ends_with_its_time(asker: Asker, run: Path) -> None:
     asker._seconds = 0.5
     asker.ask(run, "wait")
-    assert "no end within" in answered(asker, run).problem
+    assert "not complete within" in answered(asker, run).problem
 
 
 @pytest.mark.parametrize("question", ["fail", "nonsense"])

@@ -1,1 +1,1 @@
-"""Pages, charts and cards of a run."""
+"""Pages of runs and inspections, with charts, and the card of a run in a notebook."""

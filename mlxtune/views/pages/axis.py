@@ -10,7 +10,7 @@ import numpy as np
 _MARGIN = 0.05
 # An axis starts at 0 if the lowest value is below this share of the highest.
 _NEAR_ZERO = 0.4
-# The narrowest range with ticks: floats below about 1e-308 lose their digits.
+# The narrowest range with ticks: floats below about 1e-308 lose precision.
 _NARROWEST = 1e-300
 # Values that span more than this factor are shown on a logarithmic axis.
 _SPANS = 20.0

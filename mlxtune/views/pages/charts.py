@@ -14,7 +14,7 @@ from mlxtune.views.pages.page import render
 
 # The width and height of a plot, in the units of its lines.
 _WIDE, _HIGH = 1000, 500
-# The most points to draw of a curve.
+# The maximum number of points drawn of a curve.
 _POINTS = 1000
 
 
@@ -22,7 +22,7 @@ _POINTS = 1000
 class Series:
     """A curve: its points, and whether it is drawn as a `line`, as a `faint` line or as `points`.
 
-    `style` is a CSS class, `run` the number of its run in a comparison.
+    `style` is a CSS class, `run` the number of the curve's run in a comparison.
     """
 
     name: str
@@ -37,9 +37,9 @@ class Series:
 class Chart:
     """The contents of a chart. `description` is the chart in words.
 
-    `levels` are values to compare with, by their names; `verticals` are steps to mark, `skipped`
-    the steps that were not applied. The scale is linear if it starts `from_zero`, and logarithmic
-    otherwise if values are far apart.
+    `levels` are values to compare the curves with, by name; `verticals` are steps to mark,
+    `skipped` the steps that were not applied. The scale is linear if it starts `from_zero`, and
+    logarithmic otherwise if values are far apart.
     """
 
     title: str

@@ -28,8 +28,8 @@ _START = 4096
 class PageType:
     """The pages of one command.
 
-    `styles` and `scripts` are files in `templates/` besides those of all pages. `package` has the
-    page's own templates, and `connects` the addresses that its script fetches.
+    `styles` and `scripts` are files in `templates/` besides those of all pages. `package` contains
+    the pages' own templates, and `connects` lists the addresses that their script fetches.
     """
 
     command: str
@@ -107,7 +107,7 @@ def _environment(package: str) -> Environment:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value with invisible characters escaped; markup stays, and None is a dash."""
+    """Return a value with invisible characters escaped; markup stays, and None becomes a dash."""
     if isinstance(value, Markup):
         return value
     return "–" if value is None else visible.escape(str(value))

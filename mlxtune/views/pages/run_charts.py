@@ -13,7 +13,7 @@ from mlxtune.core.run.summary import RunView
 from mlxtune.core.text import byte_size, count, loss_text
 from mlxtune.views.pages.charts import Chart, Series
 
-# The number of colours for runs; more runs repeat the colours with other dashes.
+# The numbers of colours and of dash patterns for runs: more runs repeat the colours with dashes.
 COLOURS, _DASHES = 8, 3
 # A level is drawn if the highest value is between _NEAR times and 1 / _NEAR² times the level.
 _NEAR = 0.4
@@ -23,7 +23,7 @@ _LOSS_UNIT = "nats per supervised token"
 
 @dataclass(frozen=True)
 class _Measure:
-    """A value of each step to draw. `averaged` adds its moving average, which is smoother."""
+    """A value to draw for each step. `averaged` adds its moving average, which is smoother."""
 
     title: str
     unit: str
@@ -134,7 +134,7 @@ def loss_chart(run: Run, view: RunView) -> Chart:
 
 
 def comparison_charts(runs: Sequence[Run], views: Sequence[RunView]) -> list[Chart]:
-    """Return the charts of several runs, each in its own colour; validation loss first."""
+    """Return the charts of several runs, each run in its own colour; validation loss first."""
     named = [(view.name, style_of(i), runs[i], i) for i, view in enumerate(views)]
     best = (f"{each.name} {loss_text(each.best_val_loss)} at best" for each in views)
     validation = [_validation(*each) for each in named]
@@ -176,7 +176,7 @@ def _validation(name: str, style: str, run: Run, place: int | None = None) -> Se
 
 
 def _validation_by_file(run: Run) -> list[Series]:
-    """Return a curve of the validation loss of each file, if there are several files."""
+    """Return a curve of the validation loss for each file, if there are several files."""
     points: dict[str, tuple[list[float], list[float]]] = {}
     for each in run.progress.validations:
         for file in each.files:
@@ -205,8 +205,8 @@ def span_for(steps: int) -> int:
 def smooth(values: Sequence[float]) -> list[float]:
     """Return the moving average of the finite values, with NaN in place of other values.
 
-    It is exponential, with the centre of mass of a window of `span_for` values, and its start is
-    corrected for bias as in Adam (arXiv:1412.6980, section 3).
+    The average is exponential, with the centre of mass of a window of `span_for` values, and its
+    start is corrected for bias as in Adam (arXiv:1412.6980, section 3).
     """
     span = span_for(len(values))
     keep = (span - 1) / (span + 1)
@@ -237,6 +237,6 @@ def _describe(name: str, values: Sequence[float]) -> str:
 
 
 def _speeds(run: Run) -> list[float]:
-    """Return the tokens a second of each step, NaN if no time was measured."""
+    """Return each step's speed in tokens a second, NaN if no time was measured."""
     pairs = zip(run.column("tokens"), run.column("seconds"), strict=True)
     return [tokens / seconds if seconds > 0 else math.nan for tokens, seconds in pairs]

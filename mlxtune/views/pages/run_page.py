@@ -31,16 +31,16 @@ PAGE = PageType(
     styles=("chart.css", "run_page.css"),
     scripts=("chart.js", "run_page.js"),
 )
-# The most sample answers on a page, and how many are unfolded at first.
+# The maximum number of sample answers on a page, and how many are unfolded at first.
 _MOST_SAMPLES, _OPEN_SAMPLES = 40, 3
-# Longer texts are cut.
+# Texts with more characters are cut.
 _MOST_TEXT = 4000
-# The most skipped steps on a page, rows of a skipped step, and epochs.
+# The maximum numbers of skipped steps on a page, of rows of a skipped step, and of epochs.
 _MOST_SKIPPED, _MOST_ROWS, _MOST_EPOCHS = 100, 8, 200
 
 
 def write_page(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """Write the page of a run into its folder and return its path; on an error, warn instead."""
+    """Write a run's page into its folder; return the page's path, or warn and return None."""
     target = folder / REPORT
     try:
         write_file(target, [render_runs([read_run(folder)]).encode()])
@@ -68,7 +68,7 @@ def render_runs(runs: Sequence[Run]) -> str:
 def _chart_context(charts: Sequence[Chart]) -> dict[str, Any]:
     drawings = [draw(chart, number) for number, chart in enumerate(charts)]
     data = json.dumps([data for _, data in drawings], separators=(",", ":"), allow_nan=False)
-    # Only `<` can end a script element.
+    # Only a tag, which starts with `<`, can end a script element.
     escaped = Markup(data.replace("<", "\\u003c"))
     return {"charts": [html for html, _ in drawings], "chart_data": escaped}
 
@@ -179,7 +179,7 @@ def _lengths(run: Run) -> dict[str, Any] | None:
 
 
 def _origin(run: Run, view: RunView) -> list[tuple[str, str]]:
-    """Return the names and values of a run's inputs, versions and files, other than its options."""
+    """Return the names and values of a run's inputs, versions and files, without its options."""
     pairs = [
         ("run", str(run.folder)),
         ("adapter", view.adapter),

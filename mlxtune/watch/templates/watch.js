@@ -3,7 +3,7 @@
   const question = byId("question"), confirm = byId("confirm");
   let source, shown = "", retry;
 
-  // Show a part: markup from the server, which escapes all data, or a flag that shows or hides it.
+  // Show a part: markup from the server, which escapes all data, or a flag that shows or hides the part.
   const show = (name, value) => {
     if (name === "title") { document.title = value + " · mlxtune watch"; return; }
     if (name === "chart_data") return;

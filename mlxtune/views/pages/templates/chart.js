@@ -9,7 +9,7 @@ const showValues = (charts, hidden) => {
     return value.toLocaleString("en", { maximumSignificantDigits: 5 });
   };
 
-  // Return the index of the number nearest to x, in ascending numbers.
+  // Return the index of the number nearest to x in an ascending list.
   const nearest = (numbers, x) => {
     let low = 0, high = numbers.length - 1;
     while (low < high) {

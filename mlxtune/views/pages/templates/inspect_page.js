@@ -141,7 +141,7 @@
     for (const folded of document.querySelectorAll("#examples details")) folded.open = true;
   });
 
-  // Describe the token under the pointer: a title on each token would double the page.
+  // Describe the token under the pointer: a title on each token would double the page's size.
   byId("examples").addEventListener("mouseover", (event) => {
     const token = event.target.closest(".text i, .text code");
     if (!token || token.title) return;
