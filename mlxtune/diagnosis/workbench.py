@@ -19,7 +19,7 @@ QWEN, GEMMA = "demo-qwen3", "demo-gemma3"
 # The base models, and the jobs of the worker that make them.
 BASE, DENSE = "4-bit base", "16-bit base"
 _MADE = {BASE: "base", DENSE: "dense"}
-# Several threads would slow down such small products.
+# Several threads would slow down the matrix products of such small models.
 _QUICK = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # Without this, the newest GPUs round the factors of float32 products to 19 bits.
 _EXACT = {"MLX_ENABLE_TF32": "0"}

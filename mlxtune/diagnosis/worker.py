@@ -50,7 +50,7 @@ SIZES, _ROWS = (128, 512, 2048), 24
 _TIMED_ROWS, _ROWS_PER_STEP = 12, 4
 # The base: the width of its heads, and its quantisation.
 _HEAD, _GROUP, _BITS = 64, 64, 4
-# The base's width: small on the CPU, where quantised products are some 20 times slower.
+# The base's width: small on the CPU, where quantised products take some 20 times float32's time.
 _CPU_WIDTH, _GPU_WIDTH = 256, 1024
 # The shapes in which steps are timed. Add an entry for each new kind of rounding.
 SHAPES: Mapping[str, Callable[[Execution], Execution]] = {

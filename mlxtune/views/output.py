@@ -101,7 +101,7 @@ def render_lines(template: str, show: Callable[[Any], str], **values: Any) -> li
 
 
 def ask(question: str) -> bool:
-    """Return the answer to a yes-or-no question. Raises ConfigError without a terminal."""
+    """Return whether the user says yes, by default no. Raises ConfigError without a terminal."""
     if not sys.stdin.isatty():
         raise ConfigError([f"{question} There is no terminal to ask on: add --yes"])
     print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)

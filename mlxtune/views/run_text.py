@@ -82,7 +82,7 @@ def template_line(template: str, config: DataConfig, *, added: bool = False) -> 
     """Return a line on a run's template; `added` says that the model itself has none."""
     turns = "every assistant turn" if config.turns == "all" else "the last assistant turn"
     thinking = "" if config.thinking == "auto" else f", thinking {config.thinking}"
-    alone = "; mlx-lm applies it to what mlxtune fuse writes, not to the adapter" if added else ""
+    alone = "; mlx-lm uses the template with a fused model, not with the adapter" if added else ""
     return f"{template}; {turns}{thinking}, up to {config.max_seq_len:,} tokens{alone}"
 
 

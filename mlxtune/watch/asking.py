@@ -68,7 +68,7 @@ class Asker:
         options = _options_of(read_run(run))
         with self._lock:
             if self._question is not None and self._question.status:
-                raise OutputError("another question is being answered: wait until it ends")
+                raise OutputError("another question is being answered: wait for its answers")
             self._question = asked = Question(run, question)
         self.on_change()
         threading.Thread(target=self._answer, args=(asked, options), daemon=True).start()

@@ -101,7 +101,7 @@ class Live:
     def act(self, action: str, values: Mapping[str, Any]) -> bool:
         run = self._runs.get(str(values.get("run")))
         if run is None:
-            raise OutputError("this run is no longer there: reload the page")
+            raise OutputError("this run no longer exists: reload the page")
         if action == "stop":
             self._asked[key_of(run)] = holder_of(run / LOCK)
             request_stop(run)

@@ -147,7 +147,7 @@ def test_plan_says_how_much_will_be_trained_and_how() -> None:
 def test_template_that_the_model_lacks_is_said_to_be_left_out_by_mlx_lm() -> None:
     config = TrainConfig("model", ("data.jsonl",), output="out")
     plain, added = (run_text.template_line("t", config, added=each) for each in (False, True))
-    assert added == f"{plain}; mlx-lm applies it to what mlxtune fuse writes, not to the adapter"
+    assert added == f"{plain}; mlx-lm uses the template with a fused model, not with the adapter"
 
 
 def summary(

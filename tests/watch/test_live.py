@@ -147,7 +147,7 @@ def test_stop_needs_a_run_of_the_page_that_is_in_progress(tmp_path: Path) -> Non
     run = write_run(tmp_path, finished=False)
     live = Live(run, Asker())
     for name in ("../..", str(run), None, ["a"]):
-        with pytest.raises(OutputError, match="no longer there"):
+        with pytest.raises(OutputError, match="no longer exists"):
             live.act("stop", {"run": name})
     with pytest.raises(OutputError, match="no process is training here"):
         live.act("stop", {"run": key_of(run)})

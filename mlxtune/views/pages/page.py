@@ -114,7 +114,7 @@ def _shown(value: Any) -> Any:
 
 
 def _multiline(text: str) -> Markup:
-    """Escape a text except for its newlines."""
+    """Escape text except for its newlines."""
     return Markup("\n").join(map(visible.escape, text.split("\n")))
 
 
