@@ -38,8 +38,8 @@ class Chart:
     """The contents of a chart. `description` is the chart in words.
 
     `levels` are values to compare the curves with, by name; `verticals` are steps to mark,
-    `skipped` the steps that were not applied. The scale is logarithmic if
-    values are far apart, unless it starts `from_zero`; else it is linear.
+    `skipped` the steps that were not applied. The scale is logarithmic if values are far apart,
+    unless it starts `from_zero`; else it is linear.
     """
 
     title: str
