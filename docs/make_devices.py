@@ -20,14 +20,14 @@ LARGEST, LONGEST, MOST_CHECKS = 200_000, 80, 200
 PACKAGES = ("mlxtune", "mlx", "mlx-lm")
 HEAD = """# Devices
 
-What `mlxtune doctor --prove` found on the machines whose owners shared it, made by
-`python docs/make_devices.py` from the files in `docs/devices/`. [First boot](first-boot.md) says
-how to add yours. Speeds are measured on the proof's small model, not on a real one.
+This page has the results of `mlxtune doctor --prove` that owners of machines shared;
+`python docs/make_devices.py` makes it from the files in `docs/devices/`. [First boot](first-boot.md)
+says how to add yours. Speeds are measured on the proof's small model, not on a real one.
 
 """
 COLUMNS = (
     *("device", "kind", "memory, GB", "system", "mlxtune, mlx, mlx-lm", "checks", "failed"),
-    *("16 bits, least cosine", "peak / predicted", "speed beside mlx-lm"),
+    *("16 bits, lowest cosine", "peak / predicted", "speed beside mlx-lm"),
 )
 
 

@@ -48,17 +48,18 @@ steps in float32, one after the other: 2 steps of 4 rows of WikiSQL, 1 step of 4
   an adapter of `all`.
 - **Template**: whether the model's own chat template is tested against golden renders.
 
-Figures are from one run of each side, or medians of `repeats` in the file. Most of WikiSQL was
-measured once, sometimes while other programs ran and the code was still changing: these figures
-show which side is faster, and roughly by how much. Qwen3, Qwen3-MoE, Qwen3.5, Gemma 3 and gpt-oss
-were measured again with nothing else running: most had reached half of that efficiency before.
-Alpaca and 2,048 tokens were measured with one core for each architecture (`threads` in the file)
-and other work on the other core; at 2,048 tokens, mlx-lm's side was not warmed up.
+Figures are from one run of each side, or medians of several (`repeats` in the file). Most of the
+WikiSQL column was measured once, sometimes while other programs ran and the code was still
+changing: these figures show which side is faster, and roughly by how much. Qwen3, Qwen3-MoE,
+Qwen3.5, Gemma 3 and gpt-oss were measured again with nothing else running: before, most had reached
+half of the efficiency shown. Alpaca and 2,048 tokens were measured with one core for each
+architecture (`threads` in the file) and other work on the other core; at 2,048 tokens, mlx-lm's
+side was not warmed up.
 
 † Measured on the CPU when mlxtune still had kernels there for experts, convolutions and
 recurrences, and chunks for RWKV 7 and for gates of each channel. MLX's operations now compute
-these, and mlx-lm's loop over tokens runs RWKV 7, Mamba and Kimi Linear. They have not been measured
-again, except for the figures in the last table.
+these, and mlx-lm's loop over tokens runs RWKV 7, Mamba and Kimi Linear. The marked architectures
+have not been measured again, except for the figures in the last table.
 
 No architecture may be slower or larger than in mlx-lm's own trainer; otherwise the command fails.
 """

@@ -59,7 +59,7 @@ def table() -> str:
         f"{title}: {each[0].exchanged / 1e6:.1f} MB, {links[0]}" for title, each in found.items()
     ]
     columns = [part for head in heads for part in (head, *links[1:])]
-    lines = [["machines", "dearest share", *columns], ["---"] * (2 + len(columns))]
+    lines = [["machines", "largest share", *columns], ["---"] * (2 + len(columns))]
     for i, workers in enumerate(RANKS):
         each = [of[i] for of in found.values()]
         gains = [cell for scaling in each for cell in cells(scaling)]
