@@ -98,7 +98,7 @@ def test_adapters_that_mlx_lm_trained_are_loaded(
 ) -> None:
     model, _ = load(str(folder))
     model.set_dtype(mx.float32)
-    # No alpha in a config gives exactly this scale as alpha / rank.
+    # No value of alpha makes alpha / rank exactly this scale.
     parameters = {"rank": 3, "scale": 0.1 + 0.2, "dropout": 0.0} | ({"keys": keys} if keys else {})
     model.freeze()
     linear_to_lora_layers(model, layers, parameters, use_dora=dora)

@@ -164,7 +164,7 @@ def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[
     found, load = measure(pipeline, shapes, [how.recompute]), load_of(group, step)
     release()
     resident = mx.get_active_memory() - elsewhere
-    # The least of three, because a busy device lags and holds more memory.
+    # The lowest of three peaks, because a busy device lags and keeps more memory.
     measured = min(_peak_of_step(pipeline, step, numpy=how.operations is CPU) for _ in range(3))
     return Case(
         estimated=predict(shapes, how, load).total,

@@ -107,7 +107,7 @@ def formula(
 
 
 SOME = ("in one line", "split head", "all")
-# By default, each objective runs in two micro-batches of lines; two also run in other ways.
+# By default, each objective runs packed, in two micro-batches; dpo and kto also run in other ways.
 CASES = [
     (name, way, tokens)
     if (tokens == 64 and way in SOME[:1])

@@ -31,7 +31,7 @@ from tests.models import VOCAB_SIZE, write_model
 PLAIN = Execution(operations.PLAIN, split_head=False, packs=False)
 SPLIT = Execution(MLX, packs=False)
 IN_LINE = replace(SPLIT, packs=True)
-# Without backend/cpu, MLX computes these ways too.
+# Without backend/cpu, MLX's operations stand in for the CPU's kernels.
 _CPU = KERNELS or MLX
 WAYS: dict[str, Execution] = {
     "split head": SPLIT,

@@ -1,4 +1,4 @@
-"""Script for test_workers.py: check that workers which share a model compute one worker's steps.
+"""Script for test_workers.py: check that workers sharing a model compute a single worker's steps.
 
 python -m tests.backend.step.on_split_workers [ARCHITECTURE ...]
 """

@@ -58,7 +58,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-# Every way with several micro-batches; some ways also with one example, or all, in each.
+# Every way runs several micro-batches; some ways also run one for each example, and one for all.
 SIZED = [(way, 60) for way in WAYS]
 SIZED += [(way, tokens) for way in ("split head", "all") for tokens in (1, 10_000)]
 

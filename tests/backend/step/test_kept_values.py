@@ -46,7 +46,7 @@ def kept(layers: int, tokens: int, share: float) -> int:
     mx.eval(loss)
     mx.synchronize()
     found = mx.get_active_memory() - before
-    # The gradients are not evaluated, so they hold the values that they need.
+    # The gradients are not evaluated, so they keep the values that they need in memory.
     assert gradients
     return found
 
@@ -61,7 +61,7 @@ def kept(layers: int, tokens: int, share: float) -> int:
 )
 def test_layer_keeps_few_values_a_token(share: float, tokens: tuple[int, int], most: int) -> None:
     few, many = tokens
-    # The least of two: timing decides which buffers MLX reuses.
+    # The lower of two measurements: timing decides which buffers MLX reuses.
     least = {
         (layers, n): min(kept(layers, n, share) for _ in range(2))
         for layers in (2, 6)

@@ -88,7 +88,7 @@ def test_stages_take_no_more_memory() -> None:
         examples = random_examples(4, longest=120)
         pipeline.train_batch(examples)
         peaks = []
-        # The least of three, because peaks include buffers in flight, which depend on timing.
+        # The lowest of three, because peaks include buffers in flight, which depend on timing.
         for _ in range(3):
             mx.reset_peak_memory()
             before = mx.get_active_memory()

@@ -107,7 +107,7 @@ def test_conversation_that_a_template_refuses_is_skipped_with_the_templates_own_
         reason = each["error"].removeprefix("TemplateError: ")
         (warning,) = dataset.files[0].skipped.warnings()
         assert warning.startswith(f"{data}:2: ")
-        # The other two are refused earlier, because the template has no place for a turn's text.
+        # These two conversations are refused earlier: the template has no place for a turn's text.
         if each["conversation"] not in ("assistant_first", "tool_call"):
             assert reason in warning, each["conversation"]
             refused[each["conversation"]] += 1

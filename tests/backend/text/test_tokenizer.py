@@ -170,7 +170,7 @@ def test_boundaries_and_starts_are_those_of_the_bytes(
         ends = list(accumulate(map(len, spelled), initial=0))
         for character in range(1, len(text)):
             before = len(text[:character].encode())
-            # A token of only an added space belongs to the text after it.
+            # A token that is only an added space belongs to the text after the token.
             expected = ends.index(before) if before in ends else None
             assert encoded.boundary(character) == expected, (text, character)
         for token, end in enumerate(ends[:-1]):

@@ -37,7 +37,7 @@ class Template:
     """A template file, and its notation according to the model's documentation.
 
     `calls` is the notation of tool calls, empty if the template omits them. `in_content` and
-    `in_field` are the notations of thinking that the data holds in tags or in a field. `unthought`
+    `in_field` are the notations of thinking from tags and from a field of the data. `unthought`
     begins an answer without thinking while thinking is on; `unthought_after_tool` does so after a
     tool's answer.
     """
@@ -231,7 +231,7 @@ def _written_calls(template: Template, message: Row) -> str:
 
 
 def answer(template: Template, mode: str, messages: Sequence[Row], position: int) -> str:
-    """Return the supervised text of a turn by the model's documentation; `mode` is on or off."""
+    """Return a turn's supervised text, by the model's documentation; `mode` is on or off."""
     message = messages[position]
     _, has_block, text = message["content"].rpartition("</think>")
     if has_block or template.trims:

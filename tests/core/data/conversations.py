@@ -30,7 +30,7 @@ def converse(*messages: tuple[str, str] | Message, tools: tuple[Any, ...] = ()) 
 
 
 def text_of(rendering: Rendering) -> str:
-    """Return the single text that holds every turn."""
+    """Return the text of a rendering with a single text."""
     (one,) = rendering.texts
     return one.text
 
@@ -42,7 +42,7 @@ CALLS = st.builds(
     st.text(max_size=5)
     | st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3) | st.none()),
 )
-# Like a row that was read, each has an assistant turn somewhere.
+# Like every row that is read, each conversation has an assistant turn.
 MESSAGES = st.lists(
     st.builds(
         lambda role, content, calls: Message(role, content, calls * (role == "assistant")),

@@ -28,7 +28,7 @@ CONTROL = "|".join(map(re.escape, CONTROL_TOKENS))
 
 @dataclass
 class PatternTokenizer:
-    """Makes a token of each match of a pattern that covers any text; ids by first occurrence."""
+    """Makes a token of each match of a pattern that covers any text; numbers them as they occur."""
 
     pattern: str
     bos: str | None = None
@@ -75,7 +75,7 @@ class PatternTokenizer:
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """A token for each byte. Those of one character have its offsets, or all but the last no width.
+    """Makes a token of each byte. If `narrow`, only the last token of a character has a width.
 
     character    a        é
     byte         61     c3     a9
@@ -122,7 +122,7 @@ def words(bos: str | None = None, eos: str | None = None) -> PatternTokenizer:
 
 
 def merged_newlines(bos: str | None = None, eos: str | None = None) -> PatternTokenizer:
-    """Join neighbouring newlines into one token, also a header's with an answer's."""
+    """Join neighbouring newlines into one token, even the header's with the answer's."""
     return PatternTokenizer(rf"{CONTROL}|\n+|\w+|.", bos, eos, CONTROL_TOKENS)
 
 

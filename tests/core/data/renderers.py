@@ -22,7 +22,7 @@ def turn(role: str, text: str) -> str:
 
 
 def chatml(messages: Messages, *, tools: Any, add_generation_prompt: bool, **_: Any) -> str:
-    """Plain ChatML, with tools before it and calls after the content as JSON."""
+    """Writes plain ChatML, with tools in a first turn and calls after the content, as JSON."""
     text = turn("system", json.dumps(tools)) if tools else ""
     for message in messages:
         calls = "".join(f"<call>{to_json(c)}</call>" for c in message.get("tool_calls") or ())
@@ -40,7 +40,7 @@ def qwen3_like(
     enable_thinking: bool | None = None,
     **_: Any,
 ) -> str:
-    """Drops thinking before the last question, and gives the last turn a block if it has none."""
+    """Drops thinking before the last question, and gives every later answer a thinking block."""
     asked = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
     text = ""
     for i, message in enumerate(messages):
@@ -60,7 +60,7 @@ R1_SOURCE = "{{ content.split('</think>')[-1] }} <think>"
 
 
 def r1_like(messages: Messages, *, add_generation_prompt: bool, **_: Any) -> str:
-    """Opens the thinking in its prompt, and omits it from the turns, as DeepSeek-R1 does."""
+    """Opens the thinking in the prompt, and omits thinking from turns, as DeepSeek-R1 does."""
     text = ""
     for message in messages:
         content = message["content"]
@@ -76,7 +76,7 @@ CHANNEL_SOURCE = "{% if enable_thinking %} {{ message.get('reasoning') }}"
 def channelled(
     messages: Messages, *, add_generation_prompt: bool, enable_thinking: bool | None, **_: Any
 ) -> str:
-    """Writes thinking only from a field, into a channel, which it always opens when it thinks."""
+    """Writes thinking from a field into a channel; the prompt opens a channel if thinking is on."""
     text = ""
     for message in messages:
         thought = message.get("reasoning")
@@ -90,7 +90,7 @@ def channelled(
 
 
 def bracketed(messages: Messages, *, add_generation_prompt: bool, **_: Any) -> str:
-    """Without a token that ends a turn."""
+    """Writes turns in brackets, without a token that ends a turn."""
     text = "".join(f"[{message['role']}] {message['content']}\n" for message in messages)
     return text + "[assistant] " * add_generation_prompt
 

@@ -1,4 +1,4 @@
-"""The reasons for which a row is no conversation, and their messages."""
+"""The reasons why a row is not a conversation, and their messages."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def check_corpus(files: list[list[PlainRow]], limit: int | None, mapped: bool) -
 
 
 def data_hash(rows: Sequence[Sequence[tuple[Pairs, int]]]) -> str:
-    """Return the SHA-256 over one column after another: examples a row, lengths, tokens, masks."""
+    """Return the SHA-256 over one column after another: row sizes, lengths, tokens, masks."""
     examples = [pairs for row in rows for pairs, _ in row]
     pairs = [pair for one in examples for pair in one]
     content = struct.pack(f"<{len(rows)}q", *map(len, rows))

@@ -197,7 +197,7 @@ def test_broken_array_is_an_error_that_names_its_line(
 def test_rows_before_damage_are_read_and_then_it_is_an_error(
     tmp_path: Path, then: bytes, said: str
 ) -> None:
-    """This shows that a gzip file is not held as a whole."""
+    """Rows before the damage can be read only if the file is not read as a whole."""
     rows = [{"text": str(i)} for i in range(5000)]
     packer = zlib.compressobj(wbits=31)
     packed = packer.compress("\n".join(map(json.dumps, rows)).encode() + b"\n")

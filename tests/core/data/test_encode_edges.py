@@ -228,7 +228,7 @@ def test_turns_stay_one_example_where_what_begins_a_text_is_tokenised_otherwise(
     assert tokenizer.decode(example.tokens) == "<|im_start|>a b c\nd<|im_end|>\n"
 
 
-# The first splits a token before an H; the second has no control tokens.
+# The first pattern splits "assistant\n" before an H; neither has control tokens.
 @pytest.mark.parametrize("pattern", [r"assistant\n(?!H)|\n|\w+|.", r"\n|\w+|."])
 def test_row_whose_prompts_take_minutes_to_encode_is_skipped(
     monkeypatch: pytest.MonkeyPatch, pattern: str
@@ -253,8 +253,8 @@ def test_row_whose_prompts_take_minutes_to_encode_is_skipped(
 
 
 def test_prompt_has_its_own_tokens_also_where_the_answer_would_change_them() -> None:
-    # "assistant\n" is one token, but two before an H: no token crosses the edge, but the whole does
-    # not begin with the prompt's tokens.
+    # "assistant\n" is one token, but two tokens before an H: no token crosses the edge, but the
+    # whole text does not begin with the prompt's tokens.
     tokenizer = PatternTokenizer(
         rf"{CONTROL}|assistant\n(?!H)|\n|\w+|.", control_tokens=CONTROL_TOKENS
     )

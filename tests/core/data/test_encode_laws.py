@@ -22,7 +22,7 @@ TURNS = st.lists(
     st.tuples(st.sampled_from(["system", "user", "assistant", "assistant", "tool"]), CONTENT),
     max_size=5,
 )
-# Like a row that was read, each has an assistant turn somewhere.
+# Like every row that is read, each conversation has an assistant turn.
 CONVERSATIONS = st.lists(
     st.builds(
         lambda before, answer, after: [*before, ("assistant", answer), *after],

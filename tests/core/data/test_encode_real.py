@@ -107,7 +107,7 @@ def test_qwen3_ids_equal_llama_cpps_vectors_as_text_and_as_an_answer(
 def test_qwen3_newlines_at_the_edge_keep_the_tokens_of_the_prompt(qwen3: RealTokenizer) -> None:
     (example,), _, _ = encode(qwen3, converse(("user", "Hi"), ("assistant", "\n\nHello")))
 
-    # 198 and 271 as separate tokens; joined they would be 1406 (DESIGN.md).
+    # 198 and 271 are separate tokens; joined, they would be token 1406.
     assert example.tokens.tolist()[-5:] == [77091, 198, 271, 9707, 151645]
     assert example.assistant_mask.tolist()[-5:] == [0, 0, 1, 1, 1]
 

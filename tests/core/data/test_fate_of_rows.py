@@ -90,7 +90,7 @@ def without_unasked(
 ) -> list[int]:
     """Return the trained turns if some unprompted turns cannot be written.
 
-    A note reports such turns. They have a tool call, which not every template shows.
+    A note reports such turns. Each of them has a tool call, because not every template shows calls.
     """
     missing = len(chosen) - runs
     assert missing == 0 or told[problems.NO_PROMPT]

@@ -185,7 +185,7 @@ def test_sharegpt_row_of_llama_factory_is_read_with_its_calls_and_tools(tmp_path
         ("tool", "4", []),
         ("assistant", "2 and 4.", []),
     ]
-    # Its tool_utils.py wraps a bare function for the models.
+    # LLaMA-Factory's tool_utils.py wraps a bare function for the models.
     assert one.tools == (WRAPPED,)
     assert converted(tmp_path, row | {"tools": [WRAPPED]}).tools == (WRAPPED,)
     for message in one.messages:

@@ -48,7 +48,7 @@ def test_greeting_behind_a_system_message_is_context_where_it_cannot_be_prompted
     assert answers(rendering) == [f"Hello!{END}"]
     assert "Welcome!" in rendering.texts[0].text
     assert rendering.notes == {problems.NO_PROMPT: ""}
-    # A template with a prompt for this turn trains it.
+    # The turn is trained if the template has a prompt for it.
     assert answers(render(chatml, converse(*greeting, *asked))) == [
         f"Welcome!{END}",
         f"Hello!{END}",

@@ -96,7 +96,7 @@ def test_interval_covers_the_true_effect_about_as_often_as_it_says() -> None:
     for seed in range(runs):
         found = paired_difference(*drawn_rows(rng, 50, -0.05), seed, resamples=1000)
         covered += found.low <= -0.05 <= found.high
-    # Three standard deviations of a count of 200 at 95%.
+    # The tolerance is three standard deviations of a count of 200 at 95%.
     assert covered / runs == pytest.approx(0.95, abs=0.05)
 
 
@@ -108,7 +108,7 @@ def test_interval_of_few_rows_covers_no_effect_about_as_often_as_it_says(rows: i
         changes = rng.normal(0.0, 1.0, rows)
         found = paired_difference(np.zeros(rows), changes, tokens, seed, resamples=1000)
         covered += found.low <= 0 <= found.high
-    # Without Student's quantile, 0.86 and 0.89.
+    # Without Student's quantile, the coverage would be 0.86 and 0.89.
     assert covered / runs > 0.91
 
 
@@ -163,7 +163,7 @@ def example(row: int, length: int, supervised: int) -> Example:
 def evaluated(
     changes: list[float], trained: list[int] | None = None, start: float | None = None
 ) -> Evaluation:
-    """Evaluate rows of loss 2.0 a token; `trained` are indices, `start` changes the base's loss."""
+    """Evaluate rows of loss 2.0 per token, `start` more per row for the first adapter."""
     corpus = Corpus.of([example(10 + i, 9, 4) for i in range(len(changes))])
     corpus.paths = ["a.jsonl"]
     judged = JudgedRows.of(corpus.select(), corpus.identities[trained or []])

@@ -1,4 +1,4 @@
-"""One process at a time holds a lock, and none holds it after its death."""
+"""One process at a time holds a lock, and a dead process holds none."""
 
 from __future__ import annotations
 

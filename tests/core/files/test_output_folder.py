@@ -65,7 +65,7 @@ def test_folder_of_ours_is_replaced_only_when_asked(tmp_path: Path) -> None:
 
 
 def _forged(out: Path) -> None:
-    """Make two small files, as anyone can."""
+    """Replace files of a folder with two small files, as anyone can."""
     for path in (out / "inner" / "template", out / "weights"):
         path.unlink()
     (out / MANIFEST).write_text('{"files": {}}')
@@ -73,7 +73,7 @@ def _forged(out: Path) -> None:
 
 
 def _forged_with_hashes(out: Path) -> None:
-    """Write a manifest, as somebody who knew the file could."""
+    """Write a manifest of a changed folder, as somebody who knew the format could."""
     (out / "inner" / "a.bin").write_text("mine")
     (out / MANIFEST).write_text(json.dumps({"files": hashes(out)}))
 

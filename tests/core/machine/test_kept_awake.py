@@ -16,14 +16,14 @@ from tests.core.files.test_processes import alive
 from tests.paths import ROOT
 from tests.waiting import wait_until
 
-# Like systemd-inhibit, it starts the command after its options, and waits for the command.
+# Like systemd-inhibit, this script runs the command that follows its options, and waits for it.
 INHIBIT = """\
 while [ "${1#--}" != "$1" ]; do printf '%s\\n' "$1" >> "$0.asked"; shift; done
 printf '%s\\n' "$*" >> "$0.asked"
 echo $$ > "$0.pid.new"; mv "$0.pid.new" "$0.pid"
 "$@"
 """
-# Like caffeinate with -w, except that it does not watch the process.
+# Like caffeinate with -w, except that this script does not watch the process.
 CAFFEINATE = """\
 printf '%s\\n' "$*" > "$0.asked"
 echo $$ > "$0.pid.new"; mv "$0.pid.new" "$0.pid"

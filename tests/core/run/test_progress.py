@@ -24,7 +24,7 @@ from tests.core.training.records import epoch_metrics, step_record
 
 
 def step(number: int, epoch: int = 1) -> StepRecord:
-    # The shortest form of its gradient's norm has 17 digits.
+    # The shortest exact form of this gradient norm has 17 digits.
     return step_record(number, epoch=epoch, loss=2.0 / number, grad_norm=0.1 + 0.2)
 
 

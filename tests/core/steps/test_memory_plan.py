@@ -196,7 +196,7 @@ def test_longest_example_fits_and_one_token_more_does_not(limit: int, recompute:
 
 
 def test_measurement_decides_what_fits_and_not_which_of_those() -> None:
-    """A measurement differs a little each time, and another plan would round differently."""
+    """A measurement differs a little each time, and a different plan would round differently."""
     given = work(*[64] * 8)
     measured = [None, Measured(again=Factors(tokens=50.0)), Measured(kept=Factors(tokens=0.02))]
     of = [replace(shapes(), measured=each) for each in measured]

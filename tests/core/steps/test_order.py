@@ -190,7 +190,7 @@ def test_orders_and_split_are_those_of_earlier_versions() -> None:
     assert shuffled_steps(10, 4, 42, 1) == [[0, 1, 4, 7], [3, 2, 9, 8], [6, 5]]
     assert steps_by_length(LENGTHS[:10], 4, 42, 1) == [[5, 8], [1, 4, 7, 2], [0, 3, 6, 9]]
     assert steps_by_length(LENGTHS[:10], 4, 42, 2) == [[0, 3, 6, 9], [1, 4], [7, 2, 5, 8]]
-    # Indices; they are the 3rd, 5th and 7th rows.
+    # These are indices: the 3rd, 5th and 7th rows.
     assert hold_out_rows(range(10), 0.3, 42, 1000)[1] == [2, 4, 6]
 
 

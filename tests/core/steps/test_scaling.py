@@ -26,7 +26,7 @@ def test_speedup_is_that_of_the_dearest_share_and_the_exchange() -> None:
 
 
 def test_dearest_share_is_over_all_steps() -> None:
-    # Divided between two, the steps take 5 of 8 and 3 of 4.
+    # Divided between two workers, the steps cost 5 of 8 and 3 of 4.
     assert dearest_share([[5, 2, 1], [3, 1]], 2) == pytest.approx(8 / 12)
     assert dearest_share([[5, 2, 1]], 1) == 1
     assert dearest_share([], 2) == 1

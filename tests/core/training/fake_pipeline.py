@@ -52,9 +52,9 @@ class Started:
 class FakePipeline:
     """Records each call.
 
-    A step has the loss `train_loss(step)`, and a row's token on validation number v, from 0,
-    `val_loss(v)` plus a little for the row. `full` tells whether the disk is full, from folder and
-    step.
+    The loss of a step is `train_loss(step)`. In validation number v, counted from 0, the loss of a
+    token is `val_loss(v)` plus a little that depends on the row. `full` returns whether the disk is
+    full, given a folder and a step.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class FakePipeline:
         self._full = full
         self.batches: list[list[int]] = []
         self.learning_rates: list[float] = []
-        # The rows of each validation, with the number of steps before it.
+        # The number of steps before each validation, and the validation's rows.
         self.validations: list[tuple[int, list[int]]] = []
         self.saves: list[tuple[str, int]] = []
         self.loads = 0
-        # The steps before each release of the cache and each halving.
+        # The number of steps before each release of the cache, and before each halving.
         self.releases: list[int] = []
         self.halvings: list[int] = []
         self.tokens = 64

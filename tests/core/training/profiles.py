@@ -17,7 +17,7 @@ class Ticking:
 
 
 class FakeMeter:
-    """Reports memory that rises by 10 bytes at each border, with a peak of 5 more.
+    """Reports memory that rises by 10 bytes at each border, with a peak 5 bytes higher.
 
     `attached` has a True for each measured step, and a False for its end.
     """

@@ -100,7 +100,7 @@ def test_run_stopped_after_any_step_and_resumed_is_the_whole_run(
     assert stop_at > 12
 
 
-# Failures by kind, one in so many operations; the others reach the same lines of code.
+# Kinds of failure, each with N to try one in N operations; the others reach the same code.
 EVERY = [("crash", 13), ("ENOSPC", 37), ("EIO", 61), ("EACCES", 61)]
 EVERY += [slow("crash", 5), slow("ENOSPC", 5), slow("EIO", 17), slow("EACCES", 17)]
 EVERY += [long("crash", 1), long("ENOSPC", 2), long("EIO", 5), long("EACCES", 5)]
@@ -148,8 +148,8 @@ def test_resumed_run_goes_on_from_the_newest_good_checkpoint_and_says_why_not_fr
         ([], "step-7"),
         (["step-7"], "epoch-2"),
         (["step-7", "epoch-2"], "best"),
-        # Without the best checkpoint, later ones are useless; a checkpoint that is itself the best
-        # is not.
+        # Without the best checkpoint, later checkpoints are useless; one that is itself the best is
+        # not.
         (["best"], "epoch-2"),
     ):
         folder = tmp_path / "-".join(["copy", *spoiled])
@@ -214,7 +214,7 @@ def test_run_with_more_steps_takes_back_the_end_of_the_epoch_that_was_cut_short(
 def test_validation_at_a_cut_counts_if_its_adapter_has_replaced_an_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise `best/` would hold an adapter that the record lacks."""
+    """If the validation did not count, `best/` would contain an adapter that the record lacks."""
     losses = {0: 4.0, 3: 3.0, 5: 1.0, 6: 2.0, 9: 2.0}
 
     def pipeline() -> FakePipeline:
@@ -247,7 +247,7 @@ def test_early_stopping_counts_epochs_from_before_the_pause(tmp_path: Path) -> N
 
 
 class Diverging(FakePipeline):
-    """Has non-finite losses at some steps."""
+    """A pipeline whose loss is not finite at some steps."""
 
     def __init__(self, steps: set[int]) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class Diverging(FakePipeline):
         if step in self.diverges:
             raise NonFiniteLossError(f"step {step}: the loss is nan")
         self.taken += 1
-        # FakePipeline numbers its batches by its own count of steps.
+        # FakePipeline requires consecutive step numbers, so skipped steps must not count.
         return super().train_batch(examples, step=len(self.batches) + 1, learning_rate=1.0)
 
 
