@@ -97,7 +97,7 @@ def test_stages_take_no_more_memory() -> None:
         return min(peaks)
 
     staged, whole = staged_and_whole(12)
-    # It would be 1.24 times as much if stages kept the recomputed values.
+    # The peak would be 1.24 times as high if stages kept the recomputed values.
     assert peak(staged) < 1.12 * peak(whole)
 
 

@@ -419,7 +419,7 @@ def test_row_nested_too_deeply_for_a_template_is_skipped() -> None:
     file = encoded_file(words(), render_qwen3, [parse_conversation(1, {"messages": [message]})])
 
     assert set(file.skipped.counts) == {"JSON nested too deeply"}
-    while deep:  # Freeing it in one call would exhaust the stack of some Pythons.
+    while deep:  # Freeing `deep` in one call would exhaust the stack of some Pythons.
         deep = deep["a"]
 
 

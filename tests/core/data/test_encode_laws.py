@@ -35,7 +35,7 @@ CONVERSATIONS = st.lists(
 
 
 def may_be_one_example(tokenizer: Any, rendered: Rendered) -> bool:
-    """Return whether the whole begins with each prompt's tokens and ends answers with a token."""
+    """Return whether the tokens begin with each prompt's, and no token crosses an answer's end."""
     texts = [rendered.text, *(rendered.text[:start] for start, _ in rendered.spans)]
     whole, *prompts = (encoded.ids for encoded in tokenizer.encode_batch(texts))
     lengths = [

@@ -56,7 +56,7 @@ def test_interval_without_skew_is_that_of_a_loop_over_drawn_rows() -> None:
         change = sum(adapted[i] - base[i] for i in rows)
         drawn.append(change / sum(int(tokens[i]) for i in rows))
     drawn.sort()
-    # The reference corrects for bias and skew, with another generator.
+    # The interval also corrects for bias and skew, and draws with a different generator.
     assert found.low == pytest.approx(drawn[100], abs=0.012)
     assert found.high == pytest.approx(drawn[3900], abs=0.012)
     assert found.low < found.loss < found.high

@@ -115,7 +115,7 @@ def test_file_is_not_replaced_where_another_one_stands(
 
 @pytest.fixture
 def another_user(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Act as another user than the owner of the files."""
+    """Act as a user who does not own the files."""
     ours._owner_of_new_files.cache_clear()
     user = os.geteuid() + 1
     with monkeypatch.context() as patch:

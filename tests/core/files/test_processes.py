@@ -1,4 +1,4 @@
-"""Processes of a check: how they end, and that none survives."""
+"""Child processes are ended with all their children, and their ends are described."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_mlx_imported_first_is_said() -> None:
 
 @linux
 def test_importing_mlxtune_before_mlx_is_enough() -> None:
-    """The error message recommends this; `import mlxtune` alone is lazy and loads no library."""
+    """The error message recommends this order; `import mlxtune` alone loads no library."""
     result = run(
         "import mlxtune\nimport mlx.core\nimport mlxtune.backend\n"
         "print(mlxtune.backend.BLAS is not None)\n"

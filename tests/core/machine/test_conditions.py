@@ -24,7 +24,7 @@ THERM = "CPU Power notify\n\tCPU_Scheduler_Limit \t= 100\n\tCPU_Speed_Limit \t= 
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Put a command that prints a text on PATH, which then holds no other command."""
+    """Return a function that makes a command print a text; PATH has only such commands."""
     commands = tmp_path / "bin"
     commands.mkdir()
     monkeypatch.setenv("PATH", str(commands))
@@ -224,7 +224,7 @@ def test_time_asleep_is_counted_by_a_clock_that_runs_on_beside_one_that_stops(
 
 
 def test_clocks_of_steps_and_rates_stop_while_the_machine_sleeps() -> None:
-    # Documented to stop; clock_gettime_ns(CLOCK_UPTIME_RAW) is mach_absolute_time too.
+    # Both clocks are documented to stop; CLOCK_UPTIME_RAW is mach_absolute_time too.
     for clock in ("monotonic", "perf_counter"):
         used = time.get_clock_info(clock).implementation
         assert used in ("clock_gettime(CLOCK_MONOTONIC)", "mach_absolute_time()")

@@ -131,7 +131,7 @@ def test_orpo_takes_the_prompt_too_where_that_is_asked_for() -> None:
 
 
 def test_simpo_has_a_margin_and_means() -> None:
-    # Its own beta is 2.0: 2 (-2.5 + 2.6) - 1 and 2 (-2.1 + 3.5) - 1.
+    # SimPO's default beta is 2.0: 2 (-2.5 + 2.6) - 1 and 2 (-2.1 + 3.5) - 1.
     wanted = (nls(-0.8) + nls(1.8)) / 2
     assert loss(objective("simpo"), PAIRS, LOGPS) == pytest.approx(wanted)
 

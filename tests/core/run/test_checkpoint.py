@@ -116,7 +116,7 @@ def test_checkpoint_is_old_or_new_and_nothing_lies_beside_it_whichever_step_fail
         assert names_in(folder) == ["best"] * (found is not None)
         outcomes.append(found)
 
-    # From some operation on, failures leave the new checkpoint, and before it the old one.
+    # Early failures leave the old checkpoint, later failures the new one.
     assert len(outcomes) > 15
     assert outcomes == sorted(outcomes, key=lambda found: found == "new")
     assert outcomes[0] == before

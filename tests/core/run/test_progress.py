@@ -92,7 +92,7 @@ def test_validation_after_skipped_steps_alone_is_of_their_epoch() -> None:
 
 @pytest.mark.parametrize(
     ("steps_per_epoch", "total", "left"),
-    # Step 4 ends an epoch, ends the run, or ends neither.
+    # Step 4 ends an epoch, the run, or neither.
     [(2, 10, 9), (4, 10, 9), (3, 4, 9), (3, 5, 7)],
 )
 def test_end_of_an_epoch_that_was_cut_short_is_taken_back_when_more_is_to_follow(

@@ -36,7 +36,7 @@ from mlxtune.core.steps.order import (
 def test_split_holds_out_the_ceiling_of_the_share_within_its_bounds(
     count: int, share: int, seed: int, val_rows: int
 ) -> None:
-    # In 64ths, which floats hold exactly, so that whole numbers give the ceiling too.
+    # The share is in 64ths, which floats represent exactly, so that integers give the same ceiling.
     training, validation = hold_out_rows(range(count), share / 64, seed, val_rows)
 
     assert len(validation) == min(-(-count * share // 64), val_rows, count - 1)

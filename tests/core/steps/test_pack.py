@@ -75,7 +75,7 @@ def taught_by(line: Pack) -> Iterator[tuple[int, ...]]:
 
 
 def taught(examples: Sequence[Example]) -> Iterator[tuple[int, ...]]:
-    """Yield each supervised token of examples, after those before it."""
+    """Yield each supervised token of examples, after the tokens before it."""
     for one in examples:
         for i in np.flatnonzero(one.assistant_mask[1:]).tolist():
             yield tuple(one.tokens[: i + 2].tolist())
@@ -170,7 +170,7 @@ def test_each_example_stands_in_one_line_that_is_short_enough(
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=12))
 def test_lines_are_about_as_few_as_there_can_be(runs: list[int]) -> None:
     planned = plan_packs(of_lengths(*runs), 100, 50)
-    # Two consecutive lines are together longer than one may be, so at least half the space is used.
+    # Two consecutive lines together exceed the bound of one, so at least half the space is used.
     assert len(planned) <= max(1, -(-2 * sum(runs) // 100))
 
 

@@ -319,7 +319,7 @@ def test_best_epoch_and_early_stopping_follow_the_validation_losses(
     best = losses.index(min(losses[:ended])) + 1
 
     with tempfile.TemporaryDirectory() as folder:
-        # Rows 7 and 14 add nothing to a validation's loss; the first precedes training.
+        # Rows 7 and 14 add nothing to a validation's loss; the first validation precedes training.
         pipeline = FakePipeline(val_loss=lambda v: [9.0, *losses][v])
         found = train(
             Path(folder),
