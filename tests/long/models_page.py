@@ -61,7 +61,7 @@ recurrences, and chunks for RWKV 7 and for gates of each channel. MLX's operatio
 these, and mlx-lm's loop over tokens runs RWKV 7, Mamba and Kimi Linear. The marked architectures
 have not been measured again, except for the figures in the last table.
 
-No architecture may be slower or larger than in mlx-lm's own trainer; otherwise the command fails.
+The command fails if an architecture is slower or takes more memory than in mlx-lm's own trainer.
 """
 
 
