@@ -21,7 +21,7 @@ from tests.core.data.datafiles import GOOD
 from tests.slow import long_except
 
 MB = 1_000_000
-UNPACKS = r"its [\d.]+ k?M?B unpack to more than [\d.]+ [MG]B, which no conversations do"
+UNPACKS = r"unpacks from [\d.]+ k?M?B to more than [\d.]+ [MG]B, far more than conversations do"
 ALL_BAD = r"rows cannot be used; the first: "
 Make = Callable[[Path], Path]
 

@@ -52,7 +52,7 @@ GROWS = {
 def test_every_tokenizer_that_may_be_loaded_is_tried(broken: Path, name: str) -> None:
     chosen = ["tokenizer.json", f"{name}.json"]
     with_tokenizers(broken, chosen, **{name: GROWS})
-    with pytest.raises(ModelError, match=f"{name}.json: its normalizer makes up to"):
+    with pytest.raises(ModelError, match=f"{name}.json: its normalizer turns a character into"):
         try_tokenizer(broken)
 
 

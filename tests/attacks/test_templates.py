@@ -16,7 +16,7 @@ MESSAGES: list[dict[str, Any]] = [
     {"role": "user", "content": "What is 1 + 1?"},
     {"role": "assistant", "content": "Two."},
 ]
-RANDOM, OBJECT, TIME = "chooses at random", "writes a Python object", "writes the time of the day"
+RANDOM, OBJECT, TIME = "chooses at random", "writes a Python object", "writes the time of day"
 ATTACKS = {
     "random": ("{{ ['a', 'b'] | random }}", RANDOM),
     "random of one": ("{{ ['a'] | random }}", RANDOM),

@@ -197,7 +197,7 @@ def test_other_data_is_an_error_and_moved_data_is_none(
     assert "--data" in cli("train", "--resume", stopped, "--data", other).error
     outcome = cli("train", "--resume", stopped, "--val-data", other)
     assert outcome.code == 1
-    assert "error: --val-data: gives other examples" in outcome.err
+    assert "error: --val-data: gives different examples" in outcome.err
 
     moved = Path(shutil.move(chat, tmp_path / "moved.jsonl"))
     assert "chat.jsonl" in cli("train", "--resume", stopped).error

@@ -384,7 +384,10 @@ def test_texts_have_no_samples_and_are_to_be_completed(
     data = write_chat(tmp_path / "text.jsonl", rows)
     outcome = train("--data", data, "--samples", 3, quiet=False)
     assert outcome.code == 0
-    assert "Samples     none: no row has a prompt and a whole answer, as plain text" in outcome.err
+    assert (
+        "Samples     none: no row has a prompt and a whole answer (plain text has neither)"
+        in outcome.err
+    )
     assert f"mlxtune generate --adapter {output.parent} --prompt" in outcome.err
     assert evaluation(output.parent)["generated"] is None
     trained = [trained_on_text(UseConfig(adapter=str(each))) for each in (output, home / "out")]

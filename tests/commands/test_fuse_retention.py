@@ -61,7 +61,7 @@ def test_projections_get_more_bits_where_four_lose_the_gain(
 ) -> None:
     outcome = cli("fuse", "--adapter", run / "out", "--output", tmp_path / "fused")
     assert outcome.code == 0, outcome.err
-    assert "warning: quantised again as the base, the adapter loses" in outcome.err
+    assert "warning: with weights quantised again as in the base, the adapter loses" in outcome.err
     assert "the trained projections are stored in 6 bits" in outcome.err
     found = certificate_of(tmp_path / "fused")["retention"]
     assert found["measure"] == "Loss on 10 validation rows"

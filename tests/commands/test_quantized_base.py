@@ -97,7 +97,7 @@ def test_adapter_is_judged_on_the_base_it_was_trained_on(
     outcome = cli("eval", *asked, "--json")
     assert outcome.code == 0, outcome.err
     assert f"quantised to {name}" in outcome.err
-    assert "which training used" in outcome.err
+    assert "as in training" in outcome.err
     found = json.loads(outcome.out)
     double = ["--double-quant"] if name == "nf4" else []
     own = json.loads(cli("eval", *asked, "--json", "--quantize", name, *double).out)

@@ -145,7 +145,7 @@ def test_upload_that_breaks_leaves_the_hub_as_it_was(
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (lambda handler: handler.refuse(503, "", "down"), "out of order (503)"),
+        (lambda handler: handler.refuse(503, "", "down"), "not working (503)"),
         (lambda handler: handler.refuse(403, "", "no more"), "denies access (no more)"),
         (lambda handler: handler.answer(b"<html>"), "is not that of a hub"),
     ],

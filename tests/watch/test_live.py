@@ -225,7 +225,7 @@ def test_answers_after_the_last_validation_give_way_to_the_pairs_at_the_end(
     (run / "samples.json").write_text(json.dumps({"step": 40, "samples": samples}))
     events = following(Live(run, Asker()))
     latest = parts_of(events)["latest"]
-    assert "After step 40" in latest
+    assert "after step 40" in latest
     assert "&lt;b&gt;4&lt;/b&gt;" in latest
     assert latest.count("✓ exact") == 1
     (run / "evaluation.json").write_text(json.dumps(EVALUATION))

@@ -59,6 +59,7 @@ ADVICE = {
     TRUNCATED_ANSWER: "the model learns neither its end nor when to stop: raise --max-seq-len",
     TWO_PROMPTS: "each side keeps the prompt of inference, so the two share fewer tokens",
     UNCLOSED_THINKING: "the model learns to answer within its thinking: write </think> after it",
+    UNREAD_KEY: "the model does not see it: add the text to the prompt or the answer",
     UNDECLARED_TOOL: "the model learns to invent tools: add the tool to the row's tools",
 }
 # The maximum number of JSON values in a row. Values take some 20 times the memory of their text.

@@ -118,9 +118,13 @@ def test_weight_of_another_shape_is_named_with_the_keys_that_explain_it(tmp_path
     write_model(tmp_path, "qwen3_moe", **EXPERTS["qwen3_moe"])
     config = json.loads((tmp_path / "config.json").read_text())
     for key, value, weight in (
-        ("moe_intermediate_size", 48, "mlp.switch_mlp.gate_proj.weight is (4, 48, 64), but in"),
-        ("num_key_value_heads", 4, "self_attn.k_proj.weight is (64, 64), but in the weights it is"),
-        ("num_experts", 8, "mlp.gate.weight is (8, 64), but in the weights it is (4, 64): check "),
+        ("moe_intermediate_size", 48, "mlp.switch_mlp.gate_proj.weight the shape (4, 48, 64), but"),
+        ("num_key_value_heads", 4, "self_attn.k_proj.weight the shape (64, 64), but the weights"),
+        (
+            "num_experts",
+            8,
+            "mlp.gate.weight the shape (8, 64), but the weights have the shape (4, 64)",
+        ),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
         with pytest.raises(ModelError) as raised:

@@ -92,7 +92,7 @@ def test_form_that_raises_is_not_taken(base: nn.Module, monkeypatch: pytest.Monk
     found = time_products(base, mx.float32, 8)
     assert found is not None
     assert found.faster == "dequantized"
-    assert "quantized not available" in found.describe()
+    assert "quantized: not available" in found.describe()
 
 
 def test_model_without_quantised_layers_has_no_choice(tmp_path: Path) -> None:

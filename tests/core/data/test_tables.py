@@ -89,7 +89,7 @@ def test_lists_are_json_in_a_cell(tmp_path: Path) -> None:
         ("data.xlsx", b"PK\x03\x04...", "spreadsheet or another archive: save it as CSV: in Excel"),
         ("data.xls", b"\xd0\xcf\x11\xe0...", "is an Excel file: save it as CSV: in Excel, File > "),
         ("data.csv", "a,b\n".encode("utf-16"), "is text in UTF-16: save it in UTF-8"),
-        ("data.csv", "a,b,a\n", ":1: has two columns 'a': rename one of them"),
+        ("data.csv", "a,b,a\n", ":1: has two columns named 'a': rename one of them"),
         ("data.csv", "\n\n", "is empty: it needs a line of column names"),
     ],
 )

@@ -89,7 +89,7 @@ def _header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str]:
         twice = {name for name, times in Counter(names).items() if name and times > 1}
         if twice:
             raise DataError(
-                f"{path}:{number}: has two columns named {shorten(min(twice))}: rename one"
+                f"{path}:{number}: has two columns named {shorten(min(twice))}: rename one of them"
             )
         return number, names, delimiter
     raise DataError(f"{path}: is empty: it needs a line of column names, then one row per line")
