@@ -298,7 +298,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
                 )
             ]
         ),
-        "it adds 100,000 tokens",
+        "adds 100,000 tokens",
     ),
     "merges.txt of 100 MB": (_without_tokenizer, TOO_LARGE),
     "a hole for a tokenizer": (_sparse("tokenizer.json", 200_000_000), TOO_LARGE),

@@ -211,7 +211,7 @@ def load_model(
     elif config.quantize is not None and base_mismatch(
         adapted.weights, base, trust_remote_code=config.trust_remote_code
     ):
-        console.warn("--quantize gives a different base from the adapter's own")
+        console.warn("--quantize gives a base other than the one that the adapter was trained on")
     if (problem := base_difference(adapted.weights, base.folder)) is not None:
         console.warn(f"{problem}: answers and losses may differ from those in training")
     return LoadedModel(base, adapted)
