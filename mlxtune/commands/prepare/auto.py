@@ -11,6 +11,7 @@ from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.commands.prepare.memory import longest_example, training_rows
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.inspection import cut_loss
+from mlxtune.core.steps import order
 from mlxtune.core.training.auto import Facts, choose, command_line
 from mlxtune.views.console import RunConsole
 
@@ -33,10 +34,11 @@ def with_auto(
         reader = Reader(config, folder, console.on_encoding)
         dataset = load_dataset(replace(config, max_seq_len=_UNCUT), reader)
     base = loading.open_base(folder, config.dtype, **config.loading())
+    rows = dataset.corpus.select(training_rows(config, dataset))
     own = TrainConfig.max_seq_len
     loss = cut_loss(dataset.files, own, config.cut)
     facts = Facts(
-        rows=len(training_rows(config, dataset)),
+        rows=len(order.rows_of_epoch(rows, config.seed, 1)),
         validates=bool(config.val_split if dataset.validation is None else dataset.validation),
         parameters=base.parameters,
         needed=own if loss is None else loss.enough,

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from mlxtune.config.fields import Checked, options_of
 from mlxtune.core.data.cache import least_used
 from mlxtune.core.data.places import rows_folder
+from mlxtune.core.data.sources.datafiles import VALIDATION
 from mlxtune.core.files import ours
 from mlxtune.core.files.files import file_hash, make_folder, mark_used, write_file
 from mlxtune.core.text import byte_size
@@ -27,7 +28,6 @@ Result = TypeVar("Result")
 _MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
 # The name of a file of rows: the keyword, and a hash of the content.
 _NAME = re.compile(r"(data|val_data)-[0-9a-f]{16}\.jsonl$")
-_VALIDATION = ("validation", "valid", "val")
 
 
 def takes_options(
@@ -76,7 +76,7 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
     data = changed.get("data")
     if isinstance(data, Mapping) and "train" in data and _is_rows(data["train"]):
         # A dictionary of splits, such as datasets.load_dataset returns.
-        validation = next((data[name] for name in _VALIDATION if name in data), None)
+        validation = next((data[name] for name in VALIDATION if name in data), None)
         changed["data"] = data["train"]
         if validation is not None:
             changed.setdefault("val_data", validation)

@@ -57,7 +57,7 @@ def first_epoch(config: TrainConfig, dataset: Dataset) -> Iterator[list[Sequence
     """Yield the rows of each step of the first epoch, as the trainer takes them."""
     rows = dataset.corpus.select(training_rows(config, dataset))
     for step in order.steps_of(rows, config.batch_size, config.order, config.seed, 1):
-        yield [rows[i] for i in step]
+        yield order.draw_rows(rows, step)
 
 
 def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[Sequence[Example]]:

@@ -267,7 +267,8 @@ class InstructTrainer:
                 if self._ends_after(number):
                     return
             rows = steps_of_epoch(epoch + 1)[place]
-            examples = [example for i in rows for example in self.train_rows[i]]
+            drawn = order.draw_rows(self.train_rows, rows)
+            examples = [example for row in drawn for example in row]
             halved = False
             if (demand := self._surroundings.look(number)) is not None:
                 self._finish()

@@ -44,3 +44,14 @@ def test_auto_makes_room_for_the_supervised_tokens(tmp_path: Path) -> None:
     settled, line = with_auto(config, config.given, model, RunConsole(quiet=True))
     assert settled.max_seq_len > 512
     assert f"--max-seq-len {settled.max_seq_len}" in line
+
+
+def test_auto_counts_a_row_as_often_as_an_epoch_uses_it(tmp_path: Path, model: Path) -> None:
+    data = write_chat(tmp_path / "chat.jsonl", sums(20))
+    chosen = []
+    for weight in ("", "=10"):
+        config = TrainConfig(str(model), (f"{data}{weight}",), auto=True, val_split=0.1)
+        settled, _ = with_auto(config, config.given, model, RunConsole(quiet=True))
+        chosen.append((settled.epochs, settled.val_steps))
+    # 18 rows in steps of 4 are 5 steps an epoch; with the weight, they are 45.
+    assert chosen == [(3, 2), (3, 14)]

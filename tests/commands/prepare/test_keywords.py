@@ -61,8 +61,9 @@ def test_rows_become_a_file_without_what_is_missing(rows: Any) -> None:
     assert with_rows({"data": ROWS})["data"] == found["data"]
 
 
-def test_splits_of_a_dataset_are_training_and_validation() -> None:
-    found = with_rows({"data": {"train": Dataset(), "validation": ROWS[:1], "test": ROWS[1:]}})
+@pytest.mark.parametrize("name", ["validation", "dev"])
+def test_splits_of_a_dataset_are_training_and_validation(name: str) -> None:
+    found = with_rows({"data": {"train": Dataset(), name: ROWS[:1], "test": ROWS[1:]}})
 
     assert (len(read(found["data"])), len(read(found["val_data"]))) == (2, 1)
 

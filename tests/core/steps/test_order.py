@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -14,9 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxtune
+from mlxtune.config import ObjectiveConfig
+from mlxtune.core.data.conversation import CHOSEN, REJECTED
 from mlxtune.core.data.corpus import Corpus, ExampleArrays
 from mlxtune.core.data.encode import Example
+from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.steps.order import (
+    draw_rows,
     hold_out_rows,
     rows_of_epoch,
     shuffled_steps,
@@ -314,3 +319,19 @@ def test_weights_are_part_of_what_the_data_is() -> None:
     hashes = {corpus([10, 4], w).data_hash() for w in (None, [1, 1], [1, 2], [2, 1])}
 
     assert len(hashes) == 3
+
+
+def test_row_that_a_step_uses_twice_is_two_rows_of_a_preference_loss() -> None:
+    rows = corpus([2]).select()
+    pairs = [
+        [replace(example, role=role) for example in rows[i] for role in (CHOSEN, REJECTED)]
+        for i in range(2)
+    ]
+    drawn = draw_rows(pairs, [0, 1, 0])  # type: ignore[arg-type]
+
+    dpo = Objective(ObjectiveConfig(objective="dpo", beta=1.0))
+    logps = np.array([3.0, 0.0, 0.0, 0.0, 3.0, 0.0])
+    loss, _ = dpo.evaluate([example for row in drawn for example in row], logps)
+    # -log sigmoid of the margins 3, 0 and 3.
+    assert loss == pytest.approx((2 * np.log1p(np.exp(-3.0)) + np.log(2)) / 3, rel=1e-12)
+    assert [[example.draw for example in row] for row in drawn] == [[0, 0], [0, 0], [1, 1]]

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.config import InstructTrainingConfig
-from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.corpus import Corpus, ExampleArrays
 from mlxtune.core.data.encode import Example
 from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.training.trainer import InstructTrainer
@@ -56,6 +56,19 @@ def test_split_rows_are_evaluated_and_the_others_train(
     validated = set(pipeline.validations[0][1])
     assert len(validated) == held_out
     assert sorted([*trained, *validated]) == list(range(1, count + 1))
+
+
+def test_step_that_uses_a_row_twice_tells_the_two_uses_apart(tmp_path: Path) -> None:
+    keys = []
+
+    class Pipeline(FakePipeline):
+        def train_batch(self, examples: Sequence[Example], **options: Any) -> InstructBatchResult:
+            keys.extend(example.key for example in examples)
+            return super().train_batch(examples, **options)
+
+    corpus = Corpus([ExampleArrays.of(rows(1, 2)).cut()], weights=[3.0])
+    train(tmp_path, Pipeline(), corpus, validation=[], epochs=1, batch_size=6)
+    assert len(set(keys)) == len(keys) == 6
 
 
 def test_validation_rows_given_replace_the_split(tmp_path: Path) -> None:
