@@ -195,7 +195,7 @@ def test_workers_with_other_data_end_before_the_first_step(tmp_path: Path) -> No
     script.write_text('if [ "$MLX_RANK" = 1 ]; then exec {}; else exec {}; fi\n'.format(*lines))
     said = run(2, ["bash", script], tmp_path / "log")
     (line,) = [line for line in said.splitlines() if "mlxtune: error" in line]
-    problem = "reads other examples from --data than worker 0: copy the files"
+    problem = "reads examples from --data that differ from worker 0's: copy the files"
     assert line.startswith(f"mlxtune: error: worker 1 {problem}")
     assert not (tmp_path / "run" / "checkpoints").exists()
 

@@ -180,7 +180,7 @@ def test_merged_export_is_one_rounded_file_whose_plain_weights_were_proved(
     outcome = cli("export", *MERGE, *options)
     assert outcome.code == 0, outcome.err
     assert "14 fused weights equal to the folder's" in outcome.err
-    assert "before they were rounded to Q4_K_M: the rounded weights are not proved" in outcome.out
+    assert "rounded to Q4_K_M: the proof does not cover the rounded weights" in outcome.out
     assert files_in(output) == ["Modelfile", "certificate.json", "model.gguf"]
     assert (output / "Modelfile").read_text() == "FROM ./model.gguf\n"
     assert (output / "model.gguf").read_bytes().endswith(b"rounded")

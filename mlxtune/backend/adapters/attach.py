@@ -152,7 +152,7 @@ def check_base(weights: Path, folder: Path, *, other_base: bool) -> None:
 
 
 def base_mismatch(weights: Path, base: BaseModel, *, trust_remote_code: bool = False) -> str | None:
-    """Return a warning if an adapter was trained on a differently quantised base, else None."""
+    """Return a warning if `base` is not quantised as in the adapter's training, else None."""
     try:
         trained = base_options(weights, base.folder, trust_remote_code=trust_remote_code)
     except ModelError as problem:

@@ -75,8 +75,8 @@ class WeightCheck:
     """A comparison of a fused model's tensors with the expected tensors.
 
     `unchanged` counts the tensors that equal the base model's, `fused` the tensors with an update.
-    `largest_error` is relative to the largest entry of the tensor. `problems` are messages about
-    tensors that differ by more than rounding.
+    `largest_error` is the largest error of an entry, relative to the largest entry of its tensor.
+    `problems` are messages about tensors that differ by more than rounding.
     """
 
     unchanged: int
@@ -92,8 +92,8 @@ class Certificate:
     `tolerance` is the largest logit difference that rounding explains. It is None if the weights
     were quantised again: then the logits need only be finite. `effect` is the adapter's largest
     change to a logit, for comparison. `retention` measures the quality lost by quantising the
-    weights again, and is None otherwise. `quantized` is the type that llama.cpp rounded the weights
-    to after the comparison.
+    weights again, and is None if they were not. `quantized` is the type, if any, that llama.cpp
+    rounded the weights to after the comparison.
     """
 
     format: str
@@ -120,7 +120,7 @@ class Certificate:
         elif not difference <= self.tolerance:
             problems.append(
                 f"its logits differ by up to {difference:.3g} from those of the trained model, "
-                f"where rounding explains {self.tolerance:.3g}"
+                f"but rounding explains only {self.tolerance:.3g}"
             )
         return problems
 
@@ -164,8 +164,10 @@ class Certificate:
             f"{count(compared.generated, 'token')}",
         ]
         if self.tolerance is not None and self.tolerance > self.effect:
-            other = "--dtype float32 proves more" if self.weights is None else "weights prove more"
-            lines.append(f"rounding may hide the adapter, so logits alone prove little: {other}")
+            other = "--dtype float32 proves" if self.weights is None else "equal weights prove"
+            lines.append(
+                f"rounding may hide the adapter, so logits alone prove little: {other} more"
+            )
         if self.weights is not None:
             lines.append(
                 f"{count(self.weights.fused, 'tensor')} fused, with errors up to "
@@ -177,7 +179,7 @@ class Certificate:
         if self.quantized is not None:
             lines.append(
                 f"the weights were compared before they were rounded to {self.quantized}: "
-                "the rounded weights are not proved"
+                "the proof does not cover the rounded weights"
             )
         return lines
 

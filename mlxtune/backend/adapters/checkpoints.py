@@ -22,7 +22,7 @@ from mlxtune.errors import ModelError, one_line
 OPTIMIZER = "optimizer.safetensors"
 # The file of the trained tensors, written if the adapter file has them padded or converted.
 PARAMETERS = "parameters.safetensors"
-# Names of PiSSA's initial factors, which are saved with the trained tensors.
+# Suffixes that name PiSSA's initial factors, which are saved with the trained tensors.
 _PRINCIPAL = (".taken_a", ".taken_b")
 
 
@@ -137,8 +137,8 @@ def optimizer_writer(
 def read_optimizer(path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
     """Return a stored optimizer's state and settings.
 
-    Raises ModelError unless the stored state has the shapes of `state`, and the settings are
-    integers.
+    Raises ModelError unless the stored state has the names, shapes and dtypes of `state`, and the
+    settings are integers.
     """
     tensors, metadata = load_tensors(path, dict(tree_flatten(state)))
     try:

@@ -88,9 +88,9 @@ def check_replaceable(weights: Path) -> None:
 
 
 def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str, str]) -> None:
-    """Raise OutputError if the folder has a different adapter, whose config would be replaced.
+    """Raise OutputError if another adapter in the folder of `weights` would lose its config.
 
-    The folder's config differs if it lacks an entry of `described`, or names a base model with a
+    That config differs if it lacks an entry of `described`, or names a base model with a
     fingerprint other than `base`.
     """
     try:
@@ -135,8 +135,8 @@ def _describes_adapter(path: Path) -> bool:
 def read_adapter_config(weights: Path) -> dict[str, Any]:
     """Return an adapter's config, in mlx-lm's or PEFT's form. Raises ModelError.
 
-    The config in the adapter's metadata overrides adapter_config.json, which another adapter in the
-    folder may have replaced.
+    The config in the adapter's metadata overrides adapter_config.json, which may describe another
+    adapter in the folder.
     """
     path, own = weights.with_name(ADAPTER_CONFIG), _own_config(weights)
     try:

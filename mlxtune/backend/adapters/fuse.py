@@ -1,4 +1,4 @@
-"""Fuses an adapter into its base model's weights: a model folder that needs no adapter.
+"""Fuses an adapter into its base model's weights, to make a model folder that needs no adapter.
 
 A fused weight is `W + scale * (a b)ᵀ`, with its rows scaled to the norms `m` for DoRA, computed in
 float32 and rounded once to the dtype of the base's weight. Weights are computed when they are
@@ -39,8 +39,8 @@ from mlxtune.core.files.files import as_output_error, copy_file, make_folder, wr
 from mlxtune.core.files.sizes import check_file
 from mlxtune.errors import ModelError, OutputError, one_line
 
-# The maximum size of a weight file, whose weights are in memory while it is written. mlx-lm's files
-# are five times as large.
+# The maximum size of a weight file, whose weights are in memory while it is written. mlx-lm's
+# maximum is five times as large.
 _SHARD_GB = 1
 # Patterns of the files that are copied from a model folder.
 _COPIED = (

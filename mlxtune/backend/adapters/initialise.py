@@ -30,7 +30,7 @@ from mlxtune.config.ranks import pissa_iterations
 from mlxtune.core.files.files import file_hash
 from mlxtune.errors import ModelError
 
-# The relative difference that rounding causes between an adapter's scale and the options' scale.
+# The relative difference that rounding may cause between an adapter's and the options' scale.
 _SCALE_TOLERANCE = 1e-9
 # Extra random directions, which make the power iteration converge faster.
 _OVERSAMPLING = 8
@@ -136,7 +136,7 @@ def init_pissa(modules: dict[str, nn.Module], init: str, seed: int) -> None:
             rank, key = module.lora_a.shape[1], hash_of(f"{seed}/{name}", 8)
             u, s, v = principal_svd(weight, rank, pissa_iterations(init), key)
             root = np.sqrt(s / module.scale)
-            # Row-major, as a resumed run reads the factors: other layouts round products
+            # Row-major, as a resumed run reads the factors: in another layout, products round
             # differently.
             a, b = (np.ascontiguousarray(x, dtype=np.float32) for x in (v * root, (u * root).T))
             module.lora_a, module.lora_b = mx.array(a), mx.array(b)
@@ -149,9 +149,9 @@ def principal_svd(
 ) -> tuple[Matrix, Matrix, Matrix]:
     """Return the truncated SVD of a weight (out, in): U (out, rank), S (rank,) and V (in, rank).
 
-    Without `iterations`, it is exact, from the float64 eigenvectors of W W^T or W^T W, whichever is
-    smaller: this takes an eighth of a full SVD's time. Otherwise, random directions are refined by
-    that many power iterations, arXiv:0909.4061, algorithms 4.4 and 5.1.
+    Without `iterations`, the SVD is exact, from the float64 eigenvectors of W W^T or W^T W,
+    whichever is smaller: this takes an eighth of a full SVD's time. With `iterations`, random
+    directions are refined by that many power iterations, arXiv:0909.4061, algorithms 4.4 and 5.1.
     """
     if iterations is not None:
         return _randomized_svd(weight, rank, iterations, seed)

@@ -14,7 +14,7 @@ from mlxtune.backend.adapters.certificate import Comparison, Logits
 from mlxtune.backend.lora.targets import PROJECTIONS
 
 NEW_TOKENS = 64
-# The number of positions compared at the end of a sequence, or the answer's length if larger.
+# The number of positions compared at the end of a sequence, unless the answer is longer.
 _POSITIONS = 128
 # The tolerance as a multiple of the effect of rounding each product once: products are sums of many
 # terms, which tools add in different orders.

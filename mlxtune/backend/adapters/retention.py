@@ -15,7 +15,7 @@ MOST_LOST = 0.1
 
 @dataclass(frozen=True)
 class StorageTrial:
-    """A storage format for the trained projections, the measure's value, and the share lost."""
+    """A storage format for the trained projections: its measured value, and the share lost."""
 
     storage: str
     value: float

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 AS_BASE, PLAIN = "as the base", "plain"
-# The number of bits of each storage that uses MLX's affine format.
+# The number of bits of each storage format that uses MLX's affine quantisation.
 _BITS = {"in 6 bits": 6, "in 8 bits": 8}
 _QUANTIZED = (nn.QuantizedLinear, QuantizedSwitchLinear)
 # The smallest group size of the affine format; formats of 4-bit floats have smaller groups.
@@ -35,7 +35,7 @@ def storages_for(modules: Iterable[nn.Module]) -> list[str]:
 def layer_like(module: nn.Module, weight: mx.array, storage: str = AS_BASE) -> nn.Module:
     """Return a copy of a layer with this weight in the given storage.
 
-    A plain layer stays plain; a layer with at least the storage's bits keeps its format.
+    A plain layer stays plain; a layer with at least as many bits as the storage keeps its format.
     """
     made: Any
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
@@ -64,7 +64,7 @@ def _format(module: nn.Module, storage: str) -> dict[str, Any]:
 def add_to_config(
     config: dict[str, Any], layers: Iterable[tuple[str, nn.Module, nn.Module]], storage: str
 ) -> None:
-    """Record in a quantised model's config the layers whose format differs from the model's.
+    """Unless the storage is the base's, record each layer's format in a quantised model's config.
 
     Each layer is given as its path, the base's module and the module that replaces it.
     """

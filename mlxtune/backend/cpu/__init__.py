@@ -1,8 +1,8 @@
-"""The CPU's operations: numpy's BLAS for products, kernels compiled by numba for everything else.
+"""The CPU's operations: products by numpy's BLAS, and kernels that numba compiles.
 
 This folder is optional: `forward.operations` uses `CPU` if the folder exists. numba and the modules
-that use it are imported at first use: the import takes long, and only the extra `cpu` installs
-numba, on Linux.
+that use it are imported at first use: the import takes long, and numba is only installed by the
+extra `cpu`, on Linux.
 """
 
 from collections.abc import Callable
@@ -78,7 +78,7 @@ class CpuOperations:
         return self.linear_head(mx.float32).losses(logits, targets)
 
     def layer_passes(self, recompute: bool) -> KernelLayers:
-        """Return passes that keep each layer's products, or with `recompute` only its input."""
+        """Return passes that keep each layer's products or, with `recompute`, only its inputs."""
         return KernelLayers(keep_products=not recompute)
 
 

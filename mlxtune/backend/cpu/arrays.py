@@ -116,9 +116,9 @@ def by_rows(
 
 
 def in_parts(work: Callable[[int, int, int], None], count: int) -> None:
-    """Call `work(part, start, end)` for parts of `count` items, one part on each thread.
+    """Divide `count` items into one part for each thread, and call `work(part, start, end)` there.
 
-    Inside such a part, the calling thread does all nested work.
+    A call from inside a part does all its work on the calling thread.
     """
     parts = min(THREADS, count)
     if parts < 2 or getattr(_inside, "part", False):

@@ -17,7 +17,7 @@ from mlxtune.backend.models.autograd import differentiable
 
 @dataclass(frozen=True)
 class _Part:
-    """A block of groups and queries of one line, and the ranges of keys that they see."""
+    """A block of groups and queries of one line, and the ranges of keys that the queries see."""
 
     line: int
     groups: slice
@@ -76,7 +76,7 @@ class _Attention:
                 yield line, slice(start, end), (slice(0, seen),)
 
     def for_each_part(self, run: Callable[[_Part], None]) -> None:
-        """Call `run` for every part. Threads divide the groups if each thread gets one."""
+        """Call `run` for every part. Threads divide the groups if there are enough."""
 
         def run_those(_: int, first: int, last: int) -> None:
             for line, queries, keys in self.blocks():

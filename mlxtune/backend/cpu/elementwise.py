@@ -13,7 +13,8 @@ from mlxtune.backend.cpu.layers import reads_gate, unread
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable
 
-# Table lengths for packed lines are rounded up to this multiple, so that few tables are needed.
+# Table lengths for packed lines are rounded up to a multiple of this, so that few tables are
+# needed.
 _LENGTH_MULTIPLE = 256
 
 

@@ -1,6 +1,6 @@
 """Layers that are evaluated immediately, and keep their products for the backward pass.
 
-Selective recomputation as in arXiv:2205.05198, section 5: products take most of the time, the
+Recomputation is selective, as in arXiv:2205.05198, section 5: products take most of the time, the
 values between them most of the memory.
 """
 

@@ -130,7 +130,7 @@ class _RoPE(nn.Module):
 
 
 class _FrequencyRoPE(nn.Module):
-    """Rotary embeddings with precomputed frequencies, as in Llama 3, Gemma 4 and others."""
+    """Rotary embeddings with precomputed frequencies, as in Llama 3, Gemma 4 and other models."""
 
     def __call__(self, x: mx.array, offset: Any = 0, **options: Any) -> mx.array:
         if options or getattr(self, "mscale", 1.0) != 1.0:

@@ -33,7 +33,8 @@ from mlxtune.backend.models.layers import PackedRows
 # A frozen matrix (out, in), plain or quantised.
 Weight = mx.array | PackedRows
 
-# The number of vocabulary rows that fit in a thread's cache, and in a block for all threads.
+# The number of vocabulary rows that fit in a thread's cache, and the number in a block for all
+# threads.
 _ROWS = 1024
 _VOCABULARY = _ROWS * THREADS
 # One thread casts weights with fewer elements faster than two threads do.
@@ -255,7 +256,7 @@ class _Head(_OnlineSoftmax):
 
 
 def _over_vocabulary(weight: Weight, hidden: Floats, *, expects: bool) -> _Head:
-    """Return the softmax over the whole vocabulary; each thread takes a part of the tokens."""
+    """Return the softmax over the whole vocabulary, of which each thread takes a part."""
     heads = [_Head(hidden, expects=expects) for _ in range(THREADS)]
     stored = _stored(weight)
     if stored is None:
@@ -282,7 +283,7 @@ def _share(block: Floats, heads: list[_Head]) -> None:
 
 
 def _right(weight: Weight, hidden: Floats, targets: mx.array) -> tuple[Floats, Floats]:
-    """Return the logits (P,) of the targets, and their rows (P, H) of the weight."""
+    """Return the targets' logits (P,), and the targets' rows (P, H) of the weight."""
     rows = in_float32(weight[targets])
     logits: Floats = np.einsum("ph,ph->p", hidden, rows)
     return logits, rows

@@ -29,7 +29,8 @@ _CUDA_SHARE = 0.9
 # The share of the GPU's memory that is wired. Wiring all of it starves the window server and other
 # programs, which then stall.
 _WIRED_SHARE = 0.9
-# The highest peaks before MLX's own peak was last reset: the process's, and since `start_peak`.
+# The highest peaks before MLX's own peak was last reset: in the whole process, and since
+# `start_peak`.
 _highest = [0]
 _since_start = [0]
 

@@ -22,8 +22,9 @@ def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
     """Yield a context for each try of some work, until a try ends without a GPU fault.
 
     After a fault, `change` is called with it and MLX's message, to shrink the work or free memory.
-    `change` raises an error if nothing is left to change. Then the work is tried again. Each kind
-    of transient fault, which earlier work or another program may have caused, is retried only once.
+    `change` raises an error if nothing is left to change. Then the work is tried again. After each
+    kind of transient fault, which earlier work or another program may have caused, the work is
+    tried again only once.
 
     Raises MemoryLimitError or GpuError.
     """
@@ -40,7 +41,8 @@ def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
         if fault in repeated and not fault.asks_for_less:
             raise fault_error(fault, text, "twice in a row")
         repeated.add(fault)
-        # Work that is queued behind a failed command fails too, and must not fail the next try.
+        # Work that is queued behind a failed command fails too, and must not make the next try
+        # fail.
         with suppress(RuntimeError):
             device.finish()
         change(fault, text)

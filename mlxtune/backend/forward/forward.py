@@ -116,7 +116,7 @@ class Forward:
 
     @property
     def packing_problem(self) -> str:
-        """The reason why examples are padded instead of packed; empty if they are packed."""
+        """The reason why examples cannot be packed; empty if they can, or if packing is off."""
         if self.execution.packs or not self._should_pack:
             return ""
         return self._split.packing_problem or "the model's head does not run apart from its layers"
@@ -181,10 +181,10 @@ class Forward:
     def preference_loss(
         self, parameters: Mapping[str, Any], arrays: Mapping[str, Any], scale: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Return `scale` times a micro-batch's preference loss, and its log-probabilities.
+        """Return `scale` times a micro-batch's preference loss, and the log-probabilities.
 
-        The examples' log-probabilities, float32 (B,), have no gradient. `reduce` in `arrays` maps
-        the losses (P,) of supervised tokens to one array with both results.
+        The log-probabilities of the examples, float32 (B,), have no gradient. `reduce` in `arrays`
+        maps the losses (P,) of supervised tokens to one array with both results.
         """
         values = self.scaled_loss(parameters, arrays, mx.array(1.0))
         return values[0] * scale, mx.stop_gradient(values[1:])

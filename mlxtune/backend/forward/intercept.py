@@ -10,9 +10,9 @@ from mlx.utils import tree_unflatten
 class Intercepted(nn.Module):
     """Replaces a module of a model, and runs `call(module, *args, **options)` in its place.
 
-    It has the children, parameters and attributes of the module, so that names stay unchanged, and
-    is an instance of the module's class, because some models choose a layer's mask by the layer's
-    class.
+    The replacement has the module's children, parameters and attributes, so that names stay
+    unchanged, and is an instance of the module's class, because some models choose a layer's mask
+    by the layer's class.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""Tries whether a model gives packed examples the same results as separate examples."""
+"""Tests whether a model gives packed examples the same results as separate examples."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +17,8 @@ from mlxtune.core.steps.pack import Segment
 # when run separately: a root mean square relative to the separate states. Random last bits in the
 # outputs of attention in both runs alone cause up to 0.02 in bfloat16 and 0.0025 in float16.
 _TOLERANCES = {mx.bfloat16: 3e-2, mx.float16: 4e-3, mx.float32: 1e-4}
-# The tolerance of embeddings, which are exact, as a share of those above. It is low enough to
-# detect positional embeddings that add 2% or more.
+# The tolerance for embeddings, which are exact, as a share of the tolerances above. It is low
+# enough to detect positional embeddings that add 2% or more.
 _SHARE_OF_EMBEDDINGS = 0.25
 
 
@@ -55,9 +55,9 @@ class Texts:
         return [self.tokens[place // self.length][place % self.length] for place in self.places]
 
 
-# Metal runs other kernels (`sdpa_vector`) if the number of queries times the number of query heads
-# per key head is at most 32. The long texts are long enough, both packed and run separately, for
-# the kernels used in training.
+# Metal runs special kernels (`sdpa_vector`) if the number of queries times the number of query
+# heads per key head is at most 32. The long texts are long enough, both packed and run separately,
+# for the kernels used in training.
 _SHORT, _LONG = Texts(4, 2), Texts(36, 16)
 
 

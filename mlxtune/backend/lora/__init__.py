@@ -1,1 +1,1 @@
-"""LoRA and its variants: target projections, layers, initial values and optimizer."""
+"""LoRA and its variants: target projections, layers and optimizer."""

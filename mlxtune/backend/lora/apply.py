@@ -203,7 +203,7 @@ def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
         num_layers=num_layers,
         layers=sum(bool(adapted_modules(layer)) for layer in model.layers),
         trainable_parameters=sum(p.size for _, p in tree_flatten(model.trainable_parameters())),
-        # This counts only leaf modules; LoRA's matrices, which are in their parents, are left out.
+        # This counts only leaf modules, which LoRA's matrices do not belong to.
         total_parameters=get_total_parameters(model),
         dropout_keys=dropout_keys,
         scale=scale,

@@ -242,7 +242,7 @@ class DoRALinear(LoRALinear):
         return mx.stop_gradient(mx.sqrt(mx.maximum(squares, _SMALLEST_SQUARE)))
 
     def compute_magnitudes(self) -> None:
-        """Compute `m` now; layer by layer, this keeps only one dequantised weight in memory."""
+        """Compute `m` now, so that only one layer's dequantised weight is in memory at a time."""
         mx.eval(self.m, self._squares)
 
     def product(self, x: mx.array) -> mx.array:

@@ -28,7 +28,8 @@ from mlxtune.core.steps.memory_estimate import Entries, Factors, Measured, Model
 from mlxtune.core.steps.pack import Pack
 
 # The numbers of tokens of the passes. A lazy graph is built ahead of the device, so short passes
-# hold relatively more memory than long ones. With kernels that run immediately, they do not.
+# hold relatively more memory than long ones. With kernels that run immediately, short passes do
+# not.
 _LAZY, _EAGER = (64, 192, 512), (32, 96, 256)
 # The number of layers of each kind in the passes (two in a lazy graph, which holds arrays of
 # neighbouring layers together), and the maximum number of layers. Passes with twice as many layers
@@ -37,8 +38,8 @@ _LAZY_LAYERS, _EAGER_LAYERS, _MOST_LAYERS = 2, 1, 4
 # The weights of the size-based estimate in a fit to a pass, and to the difference between two
 # passes.
 _PRIOR, _PRIOR_OF_DIFFERENCE = 0.15, 0.5
-# Factors and bytes are rounded up to these multiples, so that runs rarely differ. An excess below
-# a quarter of a multiple is noise.
+# Factors and bytes are rounded up to multiples of these units, so that runs rarely differ. An
+# excess below a quarter of a unit is noise.
 _FACTOR, _BYTES, _NOISE = 1 / 16, 1 << 18, 0.25
 
 Floats = npt.NDArray[np.float64]
@@ -170,7 +171,8 @@ def _group(
 ) -> tuple[Group, MicroBatch | Pack, list[Example]]:
     """Return two examples of about `tokens` tokens in total, with their group and micro-batch.
 
-    They share a prefix of a quarter of the tokens, and the last token of each is supervised.
+    The examples share a prefix of a quarter of the tokens, and only their last tokens are
+    supervised.
     """
     prefix, own = tokens // 4, (tokens - tokens // 4) // 2
     mask = np.zeros(prefix + own + 1, dtype=np.uint8)

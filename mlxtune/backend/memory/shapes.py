@@ -99,7 +99,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
 def _matrices(
     base: BaseModel, config: InstructConfig, memory: MemoryUse
 ) -> list[list[_StoredMatrix]]:
-    """Return the matrices of each layer from the first layer with LoRA on.
+    """Return the matrices of each layer, starting at the first layer with LoRA.
 
     Raises ModelError if LoRA cannot be applied.
     """
@@ -200,13 +200,13 @@ def _is_fused(base: BaseModel, head_size: int) -> bool:
 def _held_scores(base: BaseModel) -> int:
     """Return how many scores per pair of tokens a layer's backward pass holds on the CPU."""
     heads = int(base.text_config.get("num_attention_heads") or 1)
-    # No kernel caps scores, and latent attention adds other scores, which have a gradient.
+    # No kernel caps scores, or computes the gradient of the scores that latent attention adds.
     held = _caps(base, attention=True) or base.text_config.get("kv_lora_rank")
     return _COPIES * heads if held else 0
 
 
 def _caps(base: BaseModel, *, attention: bool) -> bool:
-    """Return whether attention's scores, or else the logits, are capped or scaled."""
+    """Return whether the scores (with `attention`) or the logits (without) are capped or scaled."""
     text = getattr(base.model, "language_model", base.model)
     # The model's arguments have defaults for options that config.json leaves out.
     options = {**base.text_config, **vars(getattr(text, "args", object))}

@@ -6,8 +6,8 @@ from typing import Any
 
 import mlx.core as mx
 
-# Runs, in place of MLX, a function with a custom gradient, given `forward`, `backward` and the
-# primals. tests/long sets `EXPORTED` to count operations in graphs that MLX cannot export
+# Takes `forward`, `backward` and the primals, and runs the function with its custom gradient in
+# place of MLX. tests/long sets `EXPORTED` to count operations in graphs that MLX could not export
 # otherwise.
 Call = Callable[[Callable[..., Any], Callable[..., Any], tuple[mx.array, ...]], Any]
 EXPORTED: ContextVar[Call | None] = ContextVar("custom gradients of exported graphs", default=None)

@@ -144,7 +144,7 @@ def _integers(values: list[Any]) -> bool:
 
 
 def _unknown_formats(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problems of quantised formats: values that MLX lacks, and a group size of 0.
+    """Yield the problems of quantised formats: values unknown to MLX, and a group size of 0.
 
     `quantization` has MLX's formats, also for single layers; `quantization_config` has formats of
     other tools, of which only the group size is checked, because libraries divide by it.

@@ -1,4 +1,4 @@
-"""QLoRA's 4-bit NormalFloat: 16 levels, and blocks of 64 scaled by their largest magnitude.
+"""QLoRA's 4-bit NormalFloat: 16 levels, and blocks of 64 entries with one scale each.
 
 Sources: QLoRA, arXiv:2305.14314, section 3 and appendix E. The packed codes and the quantised
 scales equal bitsandbytes' byte for byte.
@@ -71,8 +71,8 @@ class NF4Linear(DequantizedLinear):
 def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
     """Return the codes uint32 (out, in / 8) and scales float32 (out, in / 64) of a weight.
 
-    Each block of 64 is divided by its largest magnitude, and each entry becomes the nearest level
-    (the lower level in a tie). `in` is a multiple of 64.
+    Each block of 64 entries is divided by its largest magnitude, and each entry becomes the nearest
+    level (the lower level in a tie). `in` is a multiple of 64.
     """
 
     def codes_and_scales(rows: mx.array) -> tuple[mx.array, mx.array]:
@@ -120,7 +120,7 @@ def dequantize(codes: mx.array, scales: mx.array) -> mx.array:
 def quantize_scales(scales: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     """Return the uint8 codes of scales, their nested float32 scales, and their mean.
 
-    Section 3, "double quantization": the mean is subtracted, and the rest quantised to 8 bits in
+    Section 3, "double quantization": the mean is subtracted, and the rest is quantised to 8 bits in
     blocks of 256, with the levels of arXiv:2110.02861 as in bitsandbytes.
     """
     mean = scales.mean()

@@ -2,8 +2,8 @@
 
     python -m mlxtune.backend.models.probe
 
-A damaged installation of MLX may kill its process without a Python exception, which the doctor
-must survive. Prints a JSON object.
+A damaged installation of MLX may kill the process without a Python exception, and the doctor must
+survive this. Prints a JSON object.
 """
 
 import json

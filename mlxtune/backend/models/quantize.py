@@ -1,4 +1,4 @@
-"""Quantises a model as its weights are read, so that memory never holds all the originals."""
+"""Quantises a model as its weights are read, so that memory never holds all original weights."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -108,8 +108,8 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def read_one_by_one(model: nn.Module) -> None:
     """Read and quantise a model's weights one module at a time, the largest first.
 
-    Each original is freed before the next is read, so memory holds one module in addition to the
-    quantised weights.
+    A module's original weights are freed before the next module is read, so memory holds those of
+    only one module in addition to the quantised weights.
     """
     parts = [module for _, module in model.named_modules() if not module.children()]
 
@@ -123,7 +123,7 @@ def read_one_by_one(model: nn.Module) -> None:
 
 
 def _quantize_in_parts(module: nn.Module, weight: mx.array) -> None:
-    """On the CPU, quantise a module to floats some rows at a time, with the same result as at once.
+    """On the CPU, quantise a module to floats a few rows at a time, without changing the result.
 
     On the CPU, MLX's temporary arrays take up to 80 bytes per entry for 4-bit floats.
     """
@@ -154,7 +154,7 @@ def _to_nf4(model: nn.Module, predicate: Predicate | None, double_quant: bool) -
     for path, module in model.named_modules():
         if isinstance(module, SwitchLinear):
             raise ModelError(
-                f"--quantize nf4: not supported for experts ({path}): use --quantize mxfp4"
+                f"--quantize nf4 does not support experts ({path}): use --quantize mxfp4"
             )
         fits = type(module) is nn.Linear and not module.weight.shape[1] % BLOCK
         # Layers for which an architecture requests more bits are not quantised.

@@ -59,7 +59,7 @@ def time_products(
     """Time both forms on the model's largest quantised matrix; return None if there is no choice.
 
     No weights are read: random weights of the same shape and format are timed. Embeddings and
-    heads, which run on few tokens, and experts, which have other kernels, are not timed.
+    heads, which run on few tokens, and experts, which use different kernels, are not timed.
     """
     layers = [
         (name, module)

@@ -75,7 +75,7 @@ class PreferenceStep:
         return float(self.objective.loss(self.layout.sums(self.logps), self.layout, self.totals))
 
     def check_first_loss(self, logps: _Floats, *, in_16_bits: bool) -> None:
-        """Raise ModelError if the first step's loss contradicts the reference's log-probabilities.
+        """Raise ModelError if the first step's loss does not match the reference.
 
         At the first step, policy and reference are the same model, so DPO's loss is ln 2. Rounding
         may differ, because the reference may have run in different micro-batches.

@@ -28,8 +28,8 @@ from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.pack import Pack
 
 # The maximum number of tokens in a batch, the number of operations per parameter and token, and the
-# maximum number of operations in a batch. These take about a second on a fast GPU, or ten seconds
-# on two CPU cores, and may delay Ctrl-C for as long.
+# maximum number of operations in a batch. Such a batch takes about a second on a fast GPU, or ten
+# seconds on two CPU cores, and may delay Ctrl-C for as long.
 _MOST_TOKENS, _OPERATIONS = 16384, 2
 _GPU_OPERATIONS, _CPU_OPERATIONS = 1e13, 1e12
 # The numbers of copies in memory at a time: of a layer's outputs, of attention's scores if they are
@@ -190,7 +190,7 @@ class BatchMemory:
     def fits(self, load: BatchLoad) -> bool:
         """Return whether a batch fits in memory.
 
-        No batch does if the model computes the logits of all tokens together.
+        No batch fits if the model computes the logits of all tokens together.
         """
         return self._splits_head and self.of(load) <= self._free
 

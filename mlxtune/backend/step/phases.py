@@ -9,7 +9,7 @@ from mlxtune.backend.device import memory
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.core.run.profile import PhaseTimer
 
-# The loss, for preferences in a pair with the log-probabilities, and then the gradients.
+# The loss (for preferences, the pair of loss and log-probabilities), then the gradients.
 Gradients = tuple[Any, dict[str, Any]]
 
 

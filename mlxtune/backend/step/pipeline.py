@@ -50,10 +50,10 @@ class InstructPipeline:
     Applies LoRA to `model`, an mlx-lm model whose own weights stay frozen. `execution` changes
     neither loss nor gradient; its micro-batches are halved, and `warn` is called, when memory runs
     out. Written adapters record `base_model` and the entries of `base_record`. Unless `fresh`, LoRA
-    gets its values from `restore`, and `initial_hash` is the SHA-256 of the adapter that the run
-    started from, if any. `provenance` returns further entries for a checkpoint's metadata. A step
-    minimises `objective`. With several `workers`, each worker's pipeline takes the same steps, and
-    computes its share of the examples.
+    gets its values from `restore`, and the argument `initial_hash` gives the SHA-256 of any adapter
+    that the run started from. `provenance` returns further entries for a checkpoint's metadata. A
+    step minimises `objective`. With several `workers`, each worker's pipeline takes the same steps,
+    and computes its share of the examples.
 
     Raises ModelError if a target matches nothing.
     """
@@ -161,7 +161,8 @@ class InstructPipeline:
         rate = self.learning_rate if learning_rate is None else learning_rate
         build = partial(self.builder.build, examples, step, rate)
         if before is not None:
-            # Builds only steps of one micro-batch ahead: several keep the device busy anyway.
+            # Only a step of one micro-batch is built ahead: several micro-batches keep the device
+            # busy.
             ahead = self.forward.execution.operations.lazy and not self.phases.timer
             ahead = ahead and self.builder.can_build_ahead()
             if ahead and before.step and self.batches.is_one(share):
@@ -229,11 +230,11 @@ class InstructPipeline:
         lora: dict[str, Any] = {}
         if self.config.init != "lora":
             # PiSSA's initial model equals the base except for rounding, which depends on rank and
-            # targets. Excludes the number of epochs, which may change later.
+            # targets. The number of epochs is left out, because it may change later.
             lora = dataclasses.asdict(self.config) | {"epochs": None}
         return {
             **{name: provenance.get(name) for name in named},
-            # Excludes entries that only matter when the adapter is used.
+            # Entries that only matter when the adapter is used are left out.
             "base": {name: value for name, value in (record or {}).items() if name not in used},
             "adapter": self.initial_hash,
             "lora": lora,

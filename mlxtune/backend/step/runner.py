@@ -1,6 +1,6 @@
 """Runs steps: in stages, and again after a fault of the GPU.
 
-macOS ends commands that keep the GPU from drawing the display for some seconds (mlx#3267), so on a
+macOS ends commands that keep the GPU from drawing the display for a few seconds (mlx#3267), so on a
 Mac, no stage takes much longer than a second.
 """
 

@@ -221,10 +221,11 @@ class Generator:
 
 
 class _CheckedSampler:
-    """A sampler that raises ModelError if a logit is NaN; minus infinity excludes a token.
+    """A sampler that raises ModelError if a logit is NaN.
 
-    A call checks the logits of two calls ago, which are already computed: waiting for newer logits
-    would idle the GPU. `finish` checks the rest.
+    Minus infinity is allowed, as it excludes a token. A call checks the logits of two calls ago,
+    which are already computed: waiting for newer logits would idle the GPU. `finish` checks the
+    rest.
     """
 
     def __init__(self, sampler: Callable[[mx.array], mx.array]) -> None:
@@ -292,7 +293,7 @@ def answers(
 
     def answer() -> list[str]:
         ends = tokenizer.eos_ids | {each.end for each in batch() if each.end is not None}
-        # The only part of a tokenizer that mlx-lm needs for prompts of tokens.
+        # All that mlx-lm needs of a tokenizer if prompts are already tokenised.
         used = SimpleNamespace(eos_token_ids=ends, decode=lambda ids: text_of(tokenizer.spell(ids)))
         sampler = _CheckedSampler(sampling.sampler(vocab_size))
         try:

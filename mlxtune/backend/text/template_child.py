@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 # Kinds of replies: the rendered text; the error of a template that rejects the messages; the error
-# of an invalid template; and what makes a template unsteady, random numbers or the time of day.
+# of an invalid template; and the cause of nondeterministic output (random numbers or the time of
+# day).
 TEXT, REFUSED, INVALID, UNSTEADY = "text", "refused", "invalid", "unsteady"
 
 Reply = tuple[str, str]

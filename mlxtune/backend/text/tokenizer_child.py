@@ -45,7 +45,7 @@ def serve(libraries: Any, path: str) -> None:
             problem = _problem(json.loads(Path(path).read_bytes()))
             if problem is None:
                 tokenizer = tokenizers.Tokenizer.from_file(path)
-                # As in FastTokenizer, whatever the file enables.
+                # FastTokenizer also disables both, even if the file enables them.
                 tokenizer.no_truncation()
                 tokenizer.no_padding()
                 signal.setitimer(signal.ITIMER_PROF, _SECONDS)
@@ -57,7 +57,8 @@ def serve(libraries: Any, path: str) -> None:
     except MemoryError:
         raise
     except BaseException as error:  # noqa: BLE001
-        # Reports only panics of the Rust library; other errors surface when mlxtune loads the file.
+        # Only panics of the Rust library are reported; other errors surface when mlxtune loads the
+        # file.
         panicked = type(error).__name__ == "PanicException"
         problem = f"is damaged ({error!s:.200})" if panicked else None
     print(json.dumps(problem), flush=True)
@@ -73,7 +74,7 @@ def _problem(content: Any) -> str | None:
 
 
 def _growth(normalizer: Any) -> Iterator[float]:
-    """Yield the maximum number of characters that each step of a normalizer makes of one."""
+    """Yield how many characters, at most, each step of a normalizer makes from one character."""
     if not isinstance(normalizer, dict):
         return
     for step in normalizer.get("normalizers") or ():

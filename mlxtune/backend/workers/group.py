@@ -186,7 +186,7 @@ class Workers:
         found = np.array(mx.distributed.all_gather(mine, group=self.group))
         rows = [row.tobytes() for row in found]
         if not all(row.startswith(number) for row in rows):
-            raise WorkerError("another worker is gone, or is at another point of the run")
+            raise WorkerError("another worker is gone, or is at a different point in the run")
         return [row[_NUMBER_SIZE:] for row in rows]
 
 

@@ -117,7 +117,7 @@ def watched(
     began: str,
     describe: Callable[[int | None], str] = lambda lost: ": give the same command again",
 ) -> Iterator[tuple[str, ...]]:
-    """Watch the other workers inside the block; yield the machine of each. See `Watch`.
+    """Watch the other workers inside the block; yield the machines of all workers. See `Watch`.
 
     Raises WorkerError instead of an error that the loss of another worker has caused.
     """

@@ -32,9 +32,9 @@ from mlxtune.errors import (
 _COMMON = {
     "versions": "has different versions ({}): install the same on all machines",
     "options": "was given different options ({}): start all workers with one command",
-    "base_hash": "reads other weights from --model-path than worker 0: copy the folder",
-    "data_hash": "reads other examples from --data than worker 0: copy the files",
-    "validation_hash": "reads other examples from --val-data than worker 0: copy the file",
+    "base_hash": "reads weights from --model-path that differ from worker 0's: copy the folder",
+    "data_hash": "reads examples from --data that differ from worker 0's: copy the files",
+    "validation_hash": "reads examples from --val-data that differ from worker 0's: copy the file",
     "dtype": "computes in a different --dtype ({}): set --dtype",
     "quantized_compute": "multiplies quantised weights differently ({}): set --quantized-compute",
     "step": "starts at a different step ({}): start all workers with one command",

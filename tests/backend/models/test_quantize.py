@@ -97,7 +97,7 @@ def test_nf4_is_on_the_linear_layers_but_the_head(tmp_path: Path) -> None:
 
 
 def test_nf4_refuses_what_it_would_leave_as_it_is(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="nf4: not supported for experts"):
+    with pytest.raises(ModelError, match="nf4 does not support experts"):
         open_base(write_model(tmp_path / "moe", "qwen3_moe", **EXPERTS), "auto", quantize="nf4")
     narrow = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 3}
     folder = write_model(tmp_path / "narrow", "llama", **narrow, num_key_value_heads=1)

@@ -88,7 +88,7 @@ class Adapter:
         return next(iter(self.modules.values())).rank
 
     def check_plain(self, format: str, *, dora: bool = False, experts: bool = False) -> None:
-        """Raise ModelError if the adapter has DoRA or experts, and the format cannot hold them."""
+        """Raise ModelError if the format cannot hold the adapter's DoRA magnitudes or experts."""
         if self.is_dora and not dora:
             raise ModelError(
                 f"{format} cannot hold DoRA's magnitudes: use --format peft, or mlxtune fuse"

@@ -61,7 +61,7 @@ def advice(folder: Path, dtype: str) -> str:
 
 
 def write_modelfile(folder: Path) -> None:
-    """Write a Modelfile that makes Ollama load the folder's GGUF, or without one, the folder."""
+    """Write a Modelfile that makes Ollama load the folder's GGUF or, without one, the folder."""
     model = f"./{MERGED}" if (folder / MERGED).is_file() else "."
     write_file(folder / MODELFILE, [f"FROM {model}\n".encode()])
 

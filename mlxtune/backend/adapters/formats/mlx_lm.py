@@ -35,9 +35,9 @@ _NONE: Mapping[str, nn.Module] = MappingProxyType({})
 
 
 def read_mlx_lm(weights: Path, modules: Mapping[str, nn.Module] = _NONE) -> Adapter:
-    """Return an adapter in mlx-lm's layout.
+    """Read an adapter from a file in mlx-lm's layout.
 
-    Its shapes are checked against `modules`, a base model's projections by path, before its tensors
+    The shapes are checked against `modules`, a base model's projections by path, before the tensors
     are read. Raises ModelError.
     """
     info = read_info(weights)
@@ -76,8 +76,8 @@ def tensors_of(modules: Mapping[str, Update]) -> dict[str, Matrix]:
 def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
     """Write an adapter file, and adapter_config.json next to it, each atomically.
 
-    The file's metadata also holds the config, because another adapter may replace
-    adapter_config.json. Tensors are sorted by name, so that equal adapters give equal bytes. Raises
+    The file's metadata also holds the config, because adapter_config.json may be replaced by
+    another adapter's. Tensors are sorted by name, so that equal adapters give equal bytes. Raises
     OutputError.
     """
     config = {

@@ -145,7 +145,7 @@ def read_peft(folder: Path, modules: Mapping[str, nn.Module], model_type: str) -
     config, weights = _read_config(folder / CONFIG), folder / WEIGHTS
     if config.get("target_parameters") and model_type not in peft_experts.PLACES:
         raise ModelError(
-            f"{folder / CONFIG}: has target_parameters, not supported for {model_type}: "
+            f"{folder / CONFIG}: has target_parameters, which are not supported for {model_type}: "
             "merge the adapter into its base model with PEFT's merge_and_unload instead"
         )
     parts = _parts(weights, dora=bool(config.get("use_dora")))
@@ -339,7 +339,7 @@ def _by_pattern(patterns: Any, name: str, default: Any) -> Any:
 
 
 def _check_padding(path: Path, updates: Sequence[Update], rank: int) -> None:
-    """Raise ModelError if an adapter, padded to one rank, exceeds the limits of its size."""
+    """Raise ModelError if an adapter would be too large when padded to one rank."""
     sizes = [each.a.nbytes + each.b.nbytes for each in updates]
     padded = sum(rank * size // each.rank for each, size in zip(updates, sizes, strict=True))
     if padded > max(_PADDED_BYTES, _PADDED_TIMES * sum(sizes)):

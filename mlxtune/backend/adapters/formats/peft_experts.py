@@ -2,8 +2,9 @@
 
 transformers has two such parameters in the `experts` of a layer: `gate_up_proj`, with the outputs
 of gate and up concatenated or interleaved, and `down_proj`. PEFT wraps the module once for each of
-its `target_parameters`, so if it has both, the LoRA of `gate_up_proj` is at `experts.base_layer`.
-`lora_A` is (experts * rank, in), expert-major, and `lora_B` (out, rank * experts), rank-major.
+its `target_parameters`, so if both are targets, the LoRA of `gate_up_proj` is at
+`experts.base_layer`. `lora_A` is (experts * rank, in), expert-major, and `lora_B` (out, rank *
+experts), rank-major.
 
 Source: ParamWrapper in PEFT's tuners/lora/layer.py.
 """

@@ -1,6 +1,6 @@
 """Attention with a gradient on every device, and windowed attention in blocks.
 
-MLX's fused attention has a gradient on Metal with more than 8 queries and without sinks; its
+MLX's fused attention has a gradient on Metal only for more than 8 queries without sinks; its
 library says "the vector kernels do not produce a logsumexp; the VJP path requires the
 full-attention kernel" and "[ScaledDotProductAttentionVJP] NYI: attention sinks" (0.32.4).
 """

@@ -15,7 +15,8 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.replaced import subclasses
 
-# With fewer tokens times experts per token, sorting costs more than it gains, as in mlx-lm.
+# Below this number of tokens times experts per token, sorting costs more than it gains, as in
+# mlx-lm.
 _FEWEST = 64
 
 
