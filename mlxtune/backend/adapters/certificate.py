@@ -92,8 +92,8 @@ class Certificate:
     `tolerance` is the largest logit difference that rounding explains. It is None if the weights
     were quantised again: then the logits need only be finite. `effect` is the adapter's largest
     change to a logit, for comparison. `retention` measures the quality lost by quantising the
-    weights again, and is None if they were not. `quantized` is the type, if any, that llama.cpp
-    rounded the weights to after the comparison.
+    weights again, and is None if they were not quantised again. `quantized` is the type, if any,
+    that llama.cpp rounded the weights to after the comparison.
     """
 
     format: str

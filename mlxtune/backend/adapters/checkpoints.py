@@ -1,4 +1,4 @@
-"""A checkpoint's tensor files: adapter, optimizer, and parameters if the adapter lacks them."""
+"""A checkpoint's tensor files: adapter, optimizer and, if the adapter file differs, parameters."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

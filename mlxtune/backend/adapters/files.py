@@ -90,8 +90,8 @@ def check_replaceable(weights: Path) -> None:
 def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str, str]) -> None:
     """Raise OutputError if another adapter in the folder of `weights` would lose its config.
 
-    That config differs if it lacks an entry of `described`, or names a base model with a
-    fingerprint other than `base`.
+    The folder's config counts as another adapter's if it lacks an entry of `described`, or names a
+    base model with a fingerprint other than `base`.
     """
     try:
         config = read_json(weights.with_name(ADAPTER_CONFIG), CONFIG_LIMITS)
@@ -312,7 +312,7 @@ def check_shapes(
 
 def other_base_error(path: Path, base: str, problem: str) -> ModelError:
     """Return the error for an adapter that was trained on a different model."""
-    made = f"was made on another model, {base:.200}, and " if base else ""
+    made = f"was trained on another model, {base:.200}, and " if base else ""
     return ModelError(
         f"{path}: {made}does not fit the model: {problem}: name the right base with --model-path"
     )

@@ -318,7 +318,7 @@ def storages(
     trust_remote_code: bool,
     quantization: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """Return the storage formats to try for the weights with an update, without reading any."""
+    """Return the storage formats to try for the weights with an update; read no weights."""
     model = _open(folder, trust_remote_code, quantization).model
     return storages_for(_trained(model, adapter))
 

@@ -15,7 +15,7 @@ MOST_LOST = 0.1
 
 @dataclass(frozen=True)
 class StorageTrial:
-    """A storage format for the trained projections: its measured value, and the share lost."""
+    """A storage format, the value measured with it, and the share of the gain that it loses."""
 
     storage: str
     value: float

@@ -25,7 +25,7 @@ _GELU_SCALE, _GELU_CUBE = _f(0.7978845608028654), _f(0.044715)
 
 @inline
 def exp(x):  # type: ignore[no-untyped-def]
-    """Return e to the power of x within a relative error of 2e-7, as Cephes' expf does."""
+    """Return e to the power of x with a relative error of at most 2e-7, as Cephes' expf does."""
     x = min(max(x, _LOWEST), _HIGHEST)
     whole = np.floor(x * _LOG2_E + _HALF)
     r = x - whole * _LN2_HIGH - whole * _LN2_LOW
@@ -181,7 +181,7 @@ def softmax_gradient_(start, end, x, d, queries, causal):  # type: ignore[no-unt
 
 @kernel
 def online_softmax_(start, end, x, highest, total, correction):  # type: ignore[no-untyped-def]
-    """Add a block of logits x to a softmax; replace each with exp(logit - the highest so far).
+    """Add a block of logits x to a softmax; replace each logit with exp(logit - highest so far).
 
     `highest` and `total` (m,) cover the blocks so far; `correction` (m,) rescales earlier sums.
     """

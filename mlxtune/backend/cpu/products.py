@@ -211,7 +211,7 @@ class _OnlineSoftmax:
         self.total, self.correction = np.zeros((2, rows), dtype=np.float32)
 
     def take(self, logits: Floats) -> None:
-        """Add a block of logits, and replace each with exp(logit - the highest so far)."""
+        """Add a block of logits, and replace each logit with exp(logit - the highest so far)."""
         by_rows(kernels.online_softmax_, logits, self.highest, self.total, self.correction)
 
     def log_sums(self) -> Floats:
@@ -220,7 +220,7 @@ class _OnlineSoftmax:
 
 
 class _Head(_OnlineSoftmax):
-    """A softmax over the head's logits (P, V); `expects` adds its weighted sum of head rows."""
+    """A softmax over the head's logits (P, V); if `expects`, also a weighted sum of head rows."""
 
     def __init__(self, hidden: Floats, *, expects: bool) -> None:
         super().__init__(len(hidden))

@@ -164,7 +164,7 @@ def start_peak() -> None:
 
 
 def lap_peak() -> int:
-    """Return MLX's peak memory use since the last call or reset, in bytes; keep other peaks."""
+    """Return MLX's peak memory use since the last call or reset, in bytes; keep the other peaks."""
     peak = int(mx.get_peak_memory())
     _highest[0], _since_start[0] = peak_bytes(), last_peak_bytes()
     mx.reset_peak_memory()

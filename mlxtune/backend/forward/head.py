@@ -27,8 +27,9 @@ _HEAD_POSITIONS = 4
 class _TrunkSlot:
     """Replaces the trunk, or its last norm, for one call of the model.
 
-    Without `given`, it runs the trunk, keeps its `hidden` states, and returns the first `positions`
-    of them for the head, by default all. With `given`, it returns the given states.
+    Without `given`, the slot runs the trunk, keeps its `hidden` states, and returns the first
+    `positions` of them for the head, by default all. With `given`, the slot returns the given
+    states.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ def share_inputs(model: nn.Module) -> Callable[[], None]:
     sharing: list[LoRALinear] = []
     frozen: list[tuple[nn.Module, Callable[..., Any]]] = []
     for module, x in (call for each in calls.values() for call in each):
-        # PiSSA's initial factors are float32, and are joined to A and B before the cast.
+        # With PiSSA, A and B are joined with float32 factors before the cast, so they stay float32.
         if isinstance(module, LoRALinear) and module.principal is None:
             module.input_dtype = x.dtype
     for group in (group for each in calls.values() for group in _groups(each)):

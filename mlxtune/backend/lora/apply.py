@@ -37,7 +37,7 @@ _MOSTLY = 0.5
 
 @dataclass(frozen=True)
 class Match:
-    """The projections at one path within a layer, over the searched layers where they are alike.
+    """The projections at one path within their layers that are alike in experts and in LoRA.
 
     `layers` is the number of these layers, `experts` the number of stacked experts in each
     projection (0 if it is plain), and `parameters` the number of LoRA parameters (0 without LoRA).

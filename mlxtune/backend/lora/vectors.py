@@ -1,4 +1,4 @@
-"""A model's trained matrices, joined into vectors for the optimizer, a step and a file."""
+"""Joins a model's trained matrices into vectors, and converts these for a step or a file."""
 
 import math
 from collections.abc import Sequence

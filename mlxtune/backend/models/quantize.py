@@ -125,7 +125,7 @@ def read_one_by_one(model: nn.Module) -> None:
 def _quantize_in_parts(module: nn.Module, weight: mx.array) -> None:
     """On the CPU, quantise a module to floats a few rows at a time, without changing the result.
 
-    On the CPU, MLX's temporary arrays take up to 80 bytes per entry for 4-bit floats.
+    Otherwise, MLX's temporary arrays would take up to 80 bytes per entry for 4-bit floats.
     """
     if module.mode == "affine" or not on_cpu():
         return

@@ -200,8 +200,8 @@ class StepBuilder:
     def can_build_ahead(self) -> bool:
         """Return whether a step can be built before the previous step is computed.
 
-        A preference step cannot if its loss needs log-probabilities first, or if there are several
-        workers, which must agree.
+        A preference step cannot be built ahead if its loss needs log-probabilities first, or if
+        there are several workers, which must agree.
         """
         objective = self.objective
         prepares = objective.needs_kl or objective.is_across_rows or self._workers.size > 1

@@ -55,7 +55,7 @@ class InstructPipeline:
     step minimises `objective`. With several `workers`, each worker's pipeline takes the same steps,
     and computes its share of the examples.
 
-    Raises ModelError if a target matches nothing.
+    Raises ModelError if LoRA cannot be applied.
     """
 
     def __init__(

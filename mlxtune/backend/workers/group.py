@@ -109,7 +109,7 @@ class Workers:
         return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
 
     def check_same(self, tree: Any, step: int) -> None:
-        """Raise WorkerError if a worker's adapter after a step, a tree of arrays, differs."""
+        """Raise WorkerError unless all workers have equal adapters, trees of arrays, after a step."""
         if self.size == 1:
             return
         digest = hashlib.sha256()

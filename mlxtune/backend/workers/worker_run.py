@@ -63,7 +63,7 @@ class _Log:
 
 
 class Says(Protocol):
-    """Receives the lines of a run: its console, or a log."""
+    """A console or a log, which receives the lines of a run."""
 
     def say(self, label: str, text: str) -> None: ...
 

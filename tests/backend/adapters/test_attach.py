@@ -148,7 +148,7 @@ def test_adapter_of_another_model_is_an_error(trained: tuple[Path, Path], tmp_pa
         load_adapted(load_base(other, "float32"), str(adapter))
     # The message names one tensor and counts the others.
     assert re.fullmatch(
-        f".*: was made on another model, {trained[0]}, and does not fit the model: "
+        f".*: was trained on another model, {trained[0]}, and does not fit the model: "
         r"\S+ is \(64, 8\), but the model needs \(32, 8\), and \d+ more: "
         "name the right base with --model-path",
         str(raised.value),

@@ -72,7 +72,7 @@ def _rows(outputs: int, model_type: str) -> tuple[slice, slice]:
 
 
 def _without_padding(update: Update) -> Update:
-    """Return an update without the ranks at which B is zero in all experts."""
+    """Return an update without the rank-1 terms whose B is zero in all experts."""
     used = update.b.any(axis=(0, 1))
     return (
         update if used.all() or not used.any() else Update(update.a[:, used], update.b[..., used])
