@@ -202,7 +202,7 @@ def check_copied(base: Path) -> None:
             if path.is_file():
                 check_file(path, limits_of(path.name))
         except TooLarge as error:
-            raise ModelError(f"{path}: would be copied: {error}: download it again") from error
+            raise ModelError(f"{path}: cannot be copied: {error}: download it again") from error
 
 
 def _projection(modules: Mapping[str, nn.Module], name: str, folder: Path) -> nn.Module:

@@ -79,7 +79,7 @@ def judge_workers(reports: Sequence[WorkerReport], link: Link) -> Iterator[Check
     for worker, report in enumerate(others, 1):
         if differ := difference(report.versions, first.versions):
             found = f"worker {worker} has {differ}"
-            yield Check(PROBLEM, "versions", found, "install the same on all machines", stops=True)
+            yield Check(PROBLEM, "versions", found, "use the same versions everywhere", stops=True)
         for found, remedy in report.problems:
             yield Check(PROBLEM, "worker", f"worker {worker}: {found}", remedy)
     for path, expected in first.files.items():

@@ -109,7 +109,7 @@ class Workers:
         return [row[:length].decode() for row, length in zip(rows, lengths, strict=True)]
 
     def check_same(self, tree: Any, step: int) -> None:
-        """Raise WorkerError unless all workers have equal adapters, trees of arrays, after a step."""
+        """Raise WorkerError unless `tree`, the adapter after a step, is equal on all workers."""
         if self.size == 1:
             return
         digest = hashlib.sha256()

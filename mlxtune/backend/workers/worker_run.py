@@ -30,7 +30,7 @@ from mlxtune.errors import (
 
 # Values that must be the same on all workers of a run, and the error if they differ.
 _COMMON = {
-    "versions": "has different versions ({}): install the same on all machines",
+    "versions": "has different versions ({}): use the same versions everywhere",
     "options": "was given different options ({}): start all workers with one command",
     "base_hash": "reads weights from --model-path that differ from worker 0's: copy the folder",
     "data_hash": "reads examples from --data that differ from worker 0's: copy the files",
