@@ -71,7 +71,7 @@ def test_worker_that_is_killed_before_anything_is_saved_is_named(
     # The other worker may have recorded the first step.
     assert re.search(rf"worker {worker} is gone after step [01]\b", line)
     # No checkpoint exists from which to resume.
-    assert line.endswith("; nothing was saved: give the same command again")
+    assert line.endswith("; nothing was saved: run the same command again")
 
 
 @pytest.mark.parametrize("act", [KILLED, long("time.sleep(600)")])

@@ -53,7 +53,7 @@ class Retention:
 
 
 def share_lost(base: float, trained: float, value: float) -> float:
-    """Return the share of the gain lost if the measure is `value`; 1 if a value is not finite."""
+    """Return the share of the gain lost at the measure `value`: 1 if not finite, 0 without gain."""
     gain = base - trained
     if not math.isfinite(value) or not math.isfinite(gain):
         return 1.0

@@ -56,7 +56,7 @@ class LoRASummary:
     `matches` cover the last `num_layers` layers, of which `layers` have LoRA. An adapter file has
     only one rank, the largest (`written_rank`), and the `scale` of that rank. With
     `trained_as_written`, the file contains the trained tensors without padding. `alike` names the
-    modules that every worker has whole.
+    modules that are not split among workers.
     """
 
     config: InstructConfig
@@ -99,7 +99,7 @@ class LoRASummary:
         return sum(match.layers * match.experts for match in self.matches if match.parameters)
 
     def describe(self) -> str:
-        """Describe the trained parameters in one line."""
+        """Return a one-line description of the trained parameters."""
         config = self.config
         share = self.trainable_parameters / (self.total_parameters * self.parts)
         ranks = target_ranks(config.target_rank)

@@ -69,7 +69,7 @@ class SharedInput:
     def _backward(self, primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         # MLX passes a single array without a list.
         x, *trained = [primals] if isinstance(primals, mx.array) else primals
-        # The last cotangent belongs to `narrow`, which nothing outside reads.
+        # The last cotangent belongs to `narrow`, which only this backward pass reads.
         pairs = list(zip(self.projections, cotangents, strict=False))
         d_x = _gradient(*pairs[0], x)
         for each, cotangent in pairs[1:]:

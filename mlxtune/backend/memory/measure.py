@@ -27,7 +27,7 @@ from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.memory_estimate import Entries, Factors, Measured, ModelShapes, load_of
 from mlxtune.core.steps.pack import Pack
 
-# The numbers of tokens of the passes. A lazy graph is built ahead of the device, so short passes
+# The numbers of tokens in the passes. A lazy graph is built ahead of the device, so short passes
 # hold relatively more memory than long ones. With kernels that run immediately, short passes do
 # not.
 _LAZY, _EAGER = (64, 192, 512), (32, 96, 256)

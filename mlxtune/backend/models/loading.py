@@ -76,7 +76,7 @@ class BaseModel:
     own_vocab: int = 0
 
     def describe(self) -> str:
-        """Describe the model in one line."""
+        """Return a one-line description of the model."""
         quantization = ""
         if self.quantization:
             when = " while loading" if self.quantize else ""

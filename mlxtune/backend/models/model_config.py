@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# The maximum of counts that libraries turn into lists, in some cases just to load the tokenizer.
+# The maximum for counts that libraries turn into lists, in some cases just to load the tokenizer.
 _MOST = 10_000
 # The maximum width of a matrix or size of a vocabulary: forty times the largest known.
 _WIDEST = 10_000_000
@@ -29,7 +29,7 @@ _ABOVE_ZERO = re.compile(r".*theta|.*base_freq|rotary_emb_base|factor|(?:long|sh
 _NUMBER = re.compile(rf"{_ABOVE_ZERO.pattern}|.*(?:eps|epsilon)")
 # Values that must be finite; Mamba's time_step_limit is not among them, as it may be infinite.
 _FINITE = re.compile(r".*(?:eps|epsilon|theta|base_freq|factor|scale|scaling|multiplier)")
-# The maximum of factors and bases; the maximum of an epsilon is 1.
+# The maximum for factors and bases; the maximum for an epsilon is 1.
 _LARGEST = 1e15
 # The number of digits that are read from a number given as text.
 _LONGEST_NUMBER = 20

@@ -44,7 +44,7 @@ class TimedProducts:
         return DEQUANTIZED if gains else QUANTIZED
 
     def describe(self) -> str:
-        """Return the choice and the times in one line."""
+        """Return a line that states the choice and the times."""
         times = {QUANTIZED: self.quantized, DEQUANTIZED: self.dequantized}
         other = next(form for form in times if form != self.faster)
         return (

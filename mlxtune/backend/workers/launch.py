@@ -91,7 +91,7 @@ def from_worker_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, R
 def check_workers(
     workers: Workers, checks: Sequence[Check], model_path: str | None, data: Sequence[str]
 ) -> list[Check]:
-    """Return the checks of all workers, alike on every worker; `checks` are this machine's."""
+    """Return the checks of all workers, the same on each worker; `checks` are this machine's."""
     files = {path: _hash_of_data(Path(path)) for path in data}
     if model_path is not None:
         files[model_path] = _hash_of_model(model_path)

@@ -115,7 +115,7 @@ class Watch:
 def watched(
     workers: Workers,
     began: str,
-    describe: Callable[[int | None], str] = lambda lost: ": give the same command again",
+    describe: Callable[[int | None], str] = lambda lost: ": run the same command again",
 ) -> Iterator[tuple[str, ...]]:
     """Watch the other workers inside the block; yield the machines of all workers. See `Watch`.
 

@@ -91,7 +91,7 @@ class LastStep(TrainingObserver):
         """Return the end of the message about a lost worker: the last step, and how to continue."""
         log = f", see {run / f'worker-{lost}.log'}" if lost else ""
         again = f"resume with {resume_command(run)}"
-        again = again if self._saved else "nothing was saved: give the same command again"
+        again = again if self._saved else "nothing was saved: run the same command again"
         return f" after step {self._progress.step}{log}; {again}"
 
 
@@ -140,7 +140,7 @@ class WorkerRun(Generic[ConsoleT]):
 def join_run(
     config: TrainConfig, console_of: Callable[[TrainConfig, TextIO | None], ConsoleT]
 ) -> Iterator[WorkerRun[ConsoleT]]:
-    """Join the other workers of the launch, if there are any.
+    """Join the other workers of the launch, if there are any, and yield this worker of the run.
 
     `console_of(config, file)` makes a console, which writes to the log `file` if it is not None.
 
@@ -200,7 +200,7 @@ def join_run(
 
 
 def _alike(config: TrainConfig, workers: Workers) -> TrainConfig:
-    """Return the options of workers that share a model: all must run the same micro-batches."""
+    """Return options with one memory limit for all workers, whose micro-batches must be the same."""
     limit = memory.find_limits(config.memory_limit).memory / memory.GB
     limits = map(json.loads, workers.texts(json.dumps(limit)))
     # Sampling needs the whole model, which no worker has.
