@@ -128,7 +128,7 @@ class Forward:
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """The matrices of each layer, and the config's sizes."""
+        """The matrices of each layer, and the sizes in the model's config."""
         return ModelFacts(self.model)
 
     def arrays(self, batch: MicroBatch | Pack, keys: mx.array | None) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class Forward:
 
     @contextmanager
     def watched(self, around: Callable[[Head, mx.array], mx.array]) -> Iterator[None]:
-        """Call `around(head, rows)` in place of `head(rows)` if the model is split."""
+        """Inside the block, call `around(head, rows)` for `head(rows)` if the model is split."""
         self._around_head = around
         try:
             yield

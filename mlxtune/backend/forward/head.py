@@ -138,7 +138,7 @@ class SplitModel:
 
     @contextmanager
     def _without_layers(self) -> Iterator[None]:
-        """Make the layers before the slot return their inputs."""
+        """Inside the block, make the layers before the slot return their inputs."""
         layers = self._owner.get("layers")
         if layers:
             self._owner["layers"] = [lambda x, *args, **options: x for _ in layers]

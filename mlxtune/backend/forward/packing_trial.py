@@ -81,7 +81,7 @@ class LayerInputs:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Record the inputs of the layers."""
+        """Record the inputs of the layers that run inside the block."""
         self.alone = []
 
         def keep(layer: nn.Module, *args: Any, **options: Any) -> Any:
@@ -93,7 +93,7 @@ class LayerInputs:
 
     @contextmanager
     def compared(self) -> Iterator[None]:
-        """Compare the layers' inputs with the kept inputs, which the layers get instead."""
+        """Inside the block, compare layers' inputs with the kept inputs, and pass on the latter."""
         self.differences, self._dtypes, kept = [], set(), iter(self.alone)
 
         def compare(layer: nn.Module, *args: Any, **options: Any) -> Any:

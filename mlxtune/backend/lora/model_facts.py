@@ -40,7 +40,7 @@ class Matrix:
 
 
 class ModelFacts:
-    """The matrices of each layer by path, and the config's sizes; no weights are read."""
+    """The matrices of each layer by path, and the sizes in the config; no weights are read."""
 
     def __init__(self, model: nn.Module) -> None:
         text = getattr(model, "language_model", model)

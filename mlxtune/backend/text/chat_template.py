@@ -19,7 +19,7 @@ from mlxtune.core.files.sizes import read_text, read_value
 from mlxtune.errors import ModelError, one_line
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
-# The maximum number of characters of JSON to prefetch: for more, extra round trips cost little.
+# The maximum number of characters of JSON to prefetch: beyond it, extra round trips cost little.
 _MAX_PREFETCHED = 2**22
 _ADDRESS = re.compile(r"<[^\n]{1,80}? at 0x[0-9a-f]{6,16}>")
 

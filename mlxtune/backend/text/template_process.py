@@ -21,7 +21,8 @@ from mlxtune.core.files.processes import LimitedProcess, TooMuchMemory
 # `_CHARACTERS_AGAIN` characters, and a result may have `_GROWTH` characters for each character of
 # its request.
 _CHARACTERS_AGAIN, _GROWTH = 2**22, 16
-# How many characters any result may have, and all results of an exchange together.
+# How many characters a result may have for any request, and how many all results of an exchange may
+# have together.
 _ALWAYS, _MAX_RESULT = 2**20, 2**25
 
 _TOO_LARGE = "produces more text or values than any conversation needs"

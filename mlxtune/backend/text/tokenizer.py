@@ -227,7 +227,7 @@ def _flush_stderr() -> None:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Silence transformers' advice to model authors."""
+    """Silence transformers' advice to model authors inside the block."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:

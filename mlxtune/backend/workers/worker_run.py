@@ -200,7 +200,7 @@ def join_run(
 
 
 def _alike(config: TrainConfig, workers: Workers) -> TrainConfig:
-    """Return options with one memory limit for all workers, whose micro-batches must be the same."""
+    """Return options with one memory limit for all workers, because they share micro-batches."""
     limit = memory.find_limits(config.memory_limit).memory / memory.GB
     limits = map(json.loads, workers.texts(json.dumps(limit)))
     # Sampling needs the whole model, which no worker has.

@@ -92,9 +92,9 @@ def _unit_inverse(a: mx.array) -> mx.array:
 
 
 def _inverted(a: mx.array) -> mx.array:
-    """Return (I + A)^-1 by halves, whose inverses are T and U: the lower left block is -U A_21 T.
+    """Return (I + A)^-1; if its diagonal blocks are T and U, its lower left block is -U A_21 T.
 
-    For larger matrices, a power series would lose digits: its binomial coefficients cancel.
+    For larger matrices, a power series would lose digits, because its terms cancel.
     """
     size = a.shape[-1]
     if size <= _SMALLEST:

@@ -13,7 +13,8 @@ from mlxtune.backend.models.mixers.recurrences import by_blocks
 # The number of tokens, over all rows, computed together; it bounds the memory of long rows.
 _TOKENS = 2048
 # The head size, and the numbers of key and value heads, for which mlx.metallib 0.32.4 has the
-# kernels `seq_gated_delta_*` and `gated_delta_fused_*` with `_vjp_`. CUDA has no such kernels.
+# kernels `seq_gated_delta_*` and `gated_delta_fused_*` with `_vjp_` in their names. CUDA has no
+# such kernels.
 _KERNEL_SIZE = 128
 _KERNEL_HEADS = {(16, 16), (16, 32), (16, 48), (16, 64), (24, 24), (32, 32)}
 
