@@ -54,7 +54,7 @@ class KernelMemory:
         return _NUMPY_SCORES * scores + _NUMPY_WIDTHS * load.tokens * width
 
     def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
-        """Return the working entries of the head; a single-product head holds no logits."""
+        """Return the working entries of the head; a split single-product head holds no logits."""
         positions, hidden = head_states(shapes, settings, load)
         if settings.split_head and shapes.plain_head:
             return hidden + (_BLOCKS * _VOCABULARY_BLOCK * shapes.hidden if shapes.head_cast else 0)
