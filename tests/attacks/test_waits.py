@@ -40,7 +40,7 @@ def test_row_of_very_many_turns_is_skipped_and_counted(
     assert time.monotonic() - started < 40
     assert outcome.code == 0, outcome.err
     (ledger,) = json.loads(outcome.out)["files"]
-    assert ledger["rows_skipped"] == {"its turns are too many to render": 1}
+    assert ledger["rows_skipped"] == {"it has too many turns to render": 1}
 
 
 def test_row_of_many_turns_is_rendered(inspect: Cli, templated: Path, tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_row_of_many_turns_is_rendered(inspect: Cli, templated: Path, tmp_path: 
 LONG = {
     "a text of 40 MB": (2, "word " * 4_000_000, "its text is too long"),
     # The model's tokens cross the edges of answers, so each prompt is encoded separately.
-    "turns of another template": (6000, "Hi", "its turns are too many to encode"),
+    "turns of another template": (6000, "Hi", "it has too many turns to encode"),
 }
 
 

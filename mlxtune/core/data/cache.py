@@ -2,7 +2,7 @@
 
 An entry is a folder named by a hash of everything that its content depends on. It holds the columns
 of ExampleArrays, account.json with the skipped rows and the notes, and, written last, the checksums
-of these files. An entry whose checksums differ is ignored.
+of these files. An entry whose files do not match their checksums is ignored.
 """
 
 import hashlib
@@ -41,11 +41,10 @@ def key_of(parts: Any) -> str:
 
 
 def encode_file(path: Path, encode: Encode, *, cache: Path | None, key: str) -> EncodedFile:
-    """Return an encoded file from the cache, or encode and store it there.
+    """Return a file's examples from the cache, or encode the file and add them to the cache.
 
-    Without a cache, or if it cannot be written, the columns are kept until the process ends.
-
-    Raises OutputError when there is no space for them.
+    Without a cache, or if the cache cannot be written, the examples are kept until the process
+    ends. Raises OutputError if they cannot be written to the disk.
     """
     if cache is not None and (cached := _read(cache / key, path)) is not None:
         return cached
@@ -101,7 +100,7 @@ def least_used(entries: Iterable[tuple[float, Path, int]], keep: Path) -> Iterat
 
 
 def _remove(entry: Path) -> None:
-    """Remove an entry, complete or not, unless it holds other files."""
+    """Remove an entry, complete or not, unless it contains files that no entry has."""
     with suppress(OSError):
         remove_folder(entry, {*COLUMNS, ACCOUNT, CHECKSUMS}.__contains__)
 
@@ -119,7 +118,7 @@ def _write_account(folder: Path, skipped: SkippedRows, notes: RowTally) -> None:
 
 
 def _read(entry: Path, path: Path) -> EncodedFile | None:
-    """Return an entry, or None if there is none or it is damaged."""
+    """Return an entry, or None if it is missing or damaged."""
     try:
         if read_value(entry / CHECKSUMS, OWN_JSON) != _checksums(entry):
             return None

@@ -102,5 +102,5 @@ def _is_declared(row: Conversation, name: str) -> bool:
 
 
 def _around(text: str, start: int) -> str:
-    """Return the characters around a place in a text, quoted."""
+    """Return the characters of `text` around `start`, quoted."""
     return shorten(text[max(start - _AROUND, 0) : start + 2 * _AROUND].strip("\0"))

@@ -35,8 +35,9 @@ class Message:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-# The role of an example in its row: an answer; the chosen and the rejected answer of a pair, and
-# the chosen answer with its prompt; a good or bad answer; and another row's answer to the prompt.
+# The roles of examples in their rows: an answer; the chosen answer of a pair, the rejected answer,
+# and the prompt with the chosen answer; a good or a bad answer; and the prompt with the answer of
+# another row.
 ANSWER, CHOSEN, REJECTED, WHOLE, DESIRABLE, UNDESIRABLE, MISMATCHED = range(7)
 ROLE_NAMES = (
     *("answer", "chosen", "rejected", "prompt and chosen"),
@@ -85,8 +86,8 @@ class Document:
 def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
     """Check and convert `{"messages": [...], "tools": [...], "system": "..."}`.
 
-    `tools` may also be the JSON text of a list, as in LLaMA-Factory's files, and `system` text to
-    put before the messages, as in Anthropic's files. Raises BadRow.
+    `tools` may also be the JSON text of a list, as in LLaMA-Factory's files. `system` is put before
+    the messages, as in Anthropic's files. Raises BadRow.
     """
     messages = parse_messages(content.get("messages"))
     if content.get("system") is not None:
@@ -96,7 +97,7 @@ def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
 
 
 def _unread(content: Mapping[str, Any], messages: tuple[Message, ...]) -> str:
-    """Return the first key with a text that may belong to the conversation but is not in it."""
+    """Return the first key whose text may belong to the conversation but is missing from it."""
     for key in _BESIDE_MESSAGES:
         text = content.get(key)
         # A single word is more likely a label.
@@ -110,7 +111,7 @@ def _unread(content: Mapping[str, Any], messages: tuple[Message, ...]) -> str:
 def parse_messages(messages: Any) -> tuple[Message, ...]:
     """Check and convert the messages of a row.
 
-    Raises BadRow, also if no assistant turn is trained on.
+    Raises BadRow if a message is not valid, or if no assistant turn is trained on.
     """
     if not isinstance(messages, list):
         raise BadRow("'messages' is not a list", json_type(messages))
@@ -128,7 +129,7 @@ def _parse_message(position: int, message: Any) -> Message:
     role = message.get("role")
     if not isinstance(role, str):
         raise BadRow("a message has no role", where)
-    # OpenAI's newer name for "system", which few templates know.
+    # Few templates know "developer", OpenAI's newer name for "system".
     role = "system" if role == "developer" else role
     if role not in ROLES:
         raise BadRow("unknown role", f"{where}: {shorten(role)}; known: {', '.join(ROLES)}")
@@ -228,7 +229,7 @@ def function_name(call: Mapping[str, Any]) -> str | None:
 
 
 def _system(text: Any, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the message for a row's `system`; () if it is empty or already in the messages."""
+    """Return the message for a row's `system` text; () if the text is empty or already present."""
     if not isinstance(text, str):
         raise BadRow("'system' is not text", json_type(text))
     present = {message.content for message in messages if message.role == "system"}
@@ -240,14 +241,14 @@ def _system(text: Any, messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def parse_tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    """Check and convert `tools`: a list of objects or its JSON text. Raises BadRow."""
+    """Check and convert `tools`: a list of objects, or such a list as JSON text. Raises BadRow."""
     if isinstance(tools, str):
         tools = parse_json(tools, "'tools' is text that is not JSON") if tools.strip() else None
     return _objects(tools, "tools")
 
 
 def to_json(value: Any) -> str:
-    """Return JSON as chat templates write it. Raises BadRow when it is nested too deeply."""
+    """Return a value as JSON in chat templates' style. Raises BadRow if it is nested too deeply."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError as error:

@@ -3,7 +3,7 @@
 tokens   a b c d e f g h i      the tokens of all examples in order, before truncation
 mask     0 0 1 1 0 1 0 0 1
 ends           4   6     9      where each example ends
-rows           1   1     2      the row that it comes from
+rows           1   1     2      the number of each example's row
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ class CutExamples:
 def _tokens_to_skip(mask: npt.NDArray[np.uint8], max_seq_len: int) -> int:
     """Return how many tokens to skip at the start of an example, to cut it to `max_seq_len`.
 
-    Answers are skipped whole. The last answer keeps its start, and the token before it, even if its
-    end is cut.
+    Answers are skipped whole. The last answer and the token before it are not skipped, even if the
+    end of the answer is then cut.
 
     With mask 0 0 1 1 0 0 0 1 1 and `max_seq_len` 6, skip 4, as the first answer does not fit whole.
     """
@@ -196,7 +196,7 @@ def _tokens_to_skip(mask: npt.NDArray[np.uint8], max_seq_len: int) -> int:
 
 
 def _as_columns(rows: Sequence[Sequence[Example]], start: int = 0) -> dict[str, Any]:
-    """Return the columns of rows; `start` tokens of the file precede them."""
+    """Return the columns of rows; `start` tokens of the file precede the rows."""
     examples = [example for row in rows for example in row]
     columns = {
         "tokens": np.concatenate([example.tokens for example in examples]),
@@ -226,7 +226,7 @@ def _unmasked(example: Example) -> Example:
 
 
 def _prompt(example: Example) -> Example:
-    """Return the tokens before the first token that carries loss."""
+    """Return an example of the tokens before the first token that carries loss."""
     start = int(example.assistant_mask.argmax())
     mask = example.assistant_mask[:start]
     return replace(example, tokens=example.tokens[:start], assistant_mask=mask, role=ANSWER)
@@ -251,13 +251,13 @@ def rows_used(rows: int, weight: float) -> tuple[int, int]:
 
 
 class Corpus(Sequence[Example]):
-    """The examples with a supervised token in one or more files. `paths` name the files.
+    """All examples with a supervised token, from one or more files. `paths` name the files.
 
     A row with no such example is left out. `weights` say how often the rows of each file are used
     in an epoch, once by default.
 
     `lengths` and `supervised` are int32 (E,): the number of each example's tokens after truncation,
-    and the number of them that carry loss. `row_numbers` and `row_of_example` are int64 (E,): the
+    and how many of these tokens carry loss. `row_numbers` and `row_of_example` are int64 (E,): the
     number of the example's row in its file, and the row's index in the corpus. `identities` is
     uint64 (R,).
     """
@@ -347,8 +347,8 @@ class Corpus(Sequence[Example]):
     def part_of_example(self, index: int) -> tuple[int, int, int]:
         """Return an example's part number in its row, the number of parts, and its full length.
 
-        Parts count from 1. Only parts with the example's role are counted, truncated parts
-        included.
+        Parts are numbered from 1. Only parts with the example's role count, including parts that
+        truncation removed.
         """
         arrays = self.files[int(self._file[index])].arrays
         own = int(np.searchsorted(arrays.ends, self._start[index], side="right"))
@@ -365,11 +365,11 @@ class Corpus(Sequence[Example]):
         return largest
 
     def data_hash(self) -> str:
-        """Return `sha256:HASH` of examples per row, lengths, tokens and masks, each little-endian.
+        """Return the corpus's SHA-256 as `sha256:HASH`.
 
-        The hash also covers roles unless all are answers, and weights of files unless all are 1.
-
-        Row numbers are left out, as an added comment does not change the data.
+        The hash covers the number of examples per row, lengths, tokens and masks, each
+        little-endian. It also covers roles unless all are answers, and weights of files unless all
+        are 1. It leaves out row numbers, so that an added comment does not change the hash.
         """
         digest = hashlib.sha256()
         digest.update(np.diff(self._first_of_row).astype("<i8").tobytes())
@@ -397,7 +397,7 @@ class Corpus(Sequence[Example]):
 
 
 def _kept(number: int, file: CutExamples) -> tuple[npt.NDArray[Any], ...]:
-    """Return file, start, length, supervised tokens, row, role and identity of kept examples."""
+    """Return the file, start, length, supervised count, row, role and identity of kept examples."""
     arrays, kept = file.arrays, np.flatnonzero(file.supervised)
     identities = np.repeat(arrays.identities, np.diff(arrays.first_of_row))[kept]
     starts = arrays.ends[kept] - arrays.lengths[kept] + file.skipped[kept]
@@ -442,7 +442,7 @@ class CorpusRows:
         return np.array(places, dtype=np.int64), np.array(hashes, dtype=np.uint64)
 
     def without(self, identities: npt.NDArray[np.uint64]) -> CorpusRows:
-        """Return the rows of which neither the identity nor an answer's hash is in `identities`."""
+        """Return the rows that have neither their identity nor an answer's hash in `identities`."""
         known = np.isin(self.identities, identities)
         if len(identities):
             places, hashes = self.answers

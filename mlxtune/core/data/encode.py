@@ -91,7 +91,7 @@ class Encoding(Protocol):
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer for encoding and for showing tokens.
+    """The part of a tokenizer's interface that encoding texts and showing tokens need.
 
     `bos_id` starts every sequence and `eos_id` ends a text, if the model has them. `control_tokens`
     are the texts of the special tokens and `control_ids` their ids.
@@ -115,7 +115,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OffsetEncoding:
-    """Tokens, and the [start, end) characters of each."""
+    """Tokens, and the [start, end) range of each token's characters."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
@@ -154,14 +154,14 @@ EncodedRows = list[list[Example]]
 
 
 class ControlTokens:
-    """Finds control tokens in texts, in time that hardly depends on the number of tokens.
+    """Finds control tokens in texts; the time hardly depends on the number of control tokens.
 
-    A regular expression of all tokens takes quadratic time to compile.
+    A regular expression of all control tokens would take quadratic time to compile.
     """
 
     def __init__(self, tokens: Sequence[str]) -> None:
-        # If one token starts with another, only the shorter is kept. So a text can start with only
-        # one of the remaining tokens, which comes right before the text in sorted order.
+        # If one token starts with another, only the shorter is kept. So a text can start with at
+        # most one of the remaining tokens, which comes right before the text in sorted order.
         self._tokens: list[str] = []
         for token in sorted({token for token in tokens if 0 < len(token) <= _LONGEST_WRITTEN}):
             if not self._tokens or not token.startswith(self._tokens[-1]):
@@ -171,7 +171,7 @@ class ControlTokens:
         self._longest = max(map(len, self._tokens), default=0)
 
     def search(self, text: str) -> str | None:
-        """Return the first token in a text, or None."""
+        """Return the first control token in a text, or None."""
         at = 0
         while start := self._starts.search(text, at):
             at = start.start()
@@ -287,7 +287,7 @@ class Encoder:
                 notes.count(row, DOUBLE_BOS)
             supervised = [bool(one.assistant_mask.any()) for one in examples]
             if not all(map(len, examples)):
-                skipped.add(row, BadRow("its turns are too many to encode"))
+                skipped.add(row, BadRow("it has too many turns to encode"))
             elif all(supervised) or (examples[0].role == ANSWER and any(supervised)):
                 yield examples
             else:
@@ -332,10 +332,11 @@ class Encoder:
     def _token_span(
         self, text: str, whole: Encoding, span: tuple[int, int]
     ) -> tuple[int, int] | None:
-        """Return the token range of a span; None if its prompt alone is tokenised differently.
+        """Return the range of a span's tokens; None if each turn must be a separate example.
 
-        Tokenizers split a text at control tokens first, so only the prompt's tail after the last
-        control token can differ and is compared.
+        That is so if a token crosses an edge of the span, or if the span's prompt alone is
+        tokenised differently. Tokenizers split a text at control tokens first, so only the prompt's
+        tail after the last control token can differ and is compared.
         """
         start, end = whole.boundary(span[0]), whole.boundary(span[1])
         if start is None or end is None or self._prompt_budget < 0:
@@ -361,7 +362,8 @@ class Encoder:
     def _continuation(self, answer: str) -> Sequence[int]:
         """Return the tokens of a text that continues a sequence.
 
-        Some tokenizers put a space before a text; a character before it takes that space.
+        Some tokenizers put a space before a text, so the text is encoded after another character,
+        which gets that space.
         """
         for before in "\n", ".", "a":
             encoded = self.tokenizer.encode_batch([before + answer])[0]

@@ -52,8 +52,9 @@ class Place:
 class Finding:
     """A problem in the data. `train` warns about it, or refuses the data if it is an `error`.
 
-    `rows` counts the rows that have it, `places` holds the first few of them. `tokens` counts the
-    lost supervised tokens; for a skipped row, the mean of the file's examples is assumed.
+    `rows` counts the rows with the problem, and `places` contains the first few of these rows.
+    `tokens` counts the lost supervised tokens; for a skipped row, the mean of the file's examples
+    is assumed.
     """
 
     level: str  # "warning" or "error"
@@ -69,8 +70,8 @@ def row_findings(
 ) -> list[Finding]:
     """Return a finding for each kind of note on the rows that are kept.
 
-    `files` are the files of `corpus`, then of `validation`. Call this once: it adds notes for
-    duplicates and leaks to `files`.
+    `files` are the files of `corpus`, then of `validation`. Call this once: it adds notes on
+    duplicates, opposites and leaks to `files`.
     """
     _note_duplicates(files, corpus)
     _note_opposites(files, corpus)

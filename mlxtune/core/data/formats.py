@@ -1,4 +1,4 @@
-"""Formats: convert the rows of data files to conversations, by their keys.
+"""Formats: recognise the rows of data files by their keys, and convert them to conversations.
 
 format    keys                      a conversation of
 chat      messages                  the messages
@@ -63,8 +63,9 @@ def read_rows(
 
     With `auto`, the first row whose format is recognised decides the file's format. `fields` maps
     field names to the keys that the file uses for them. A preference `objective` accepts only
-    preference rows; other objectives reject them. Raises DataError when the file cannot be read,
-    has rows of two formats under `auto`, or many rows of which nearly all are bad.
+    preference rows; `sft` rejects pairs and answers labelled as bad. Raises DataError if the file
+    cannot be read, if it has rows of two formats under `auto`, or if nearly all of many rows are
+    bad.
     """
     fields, formats = fields or {}, formats_of(objective)
     file_format = None if format == "auto" else formats[format]
@@ -220,7 +221,7 @@ def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
         prompt, completion = map(shlex.quote, texts)
         if len(prompt + completion) < 100:
             return f"give --field prompt={prompt} --field completion={completion}"
-    return "--field NAME=KEY names a key of yours"
+    return "if your keys have other names, give --field NAME=KEY"
 
 
 def _letters(key: str) -> str:
@@ -229,7 +230,7 @@ def _letters(key: str) -> str:
 
 
 def _with_prompt(content: JsonObject) -> JsonObject:
-    """Return a pair of texts with its prompt, and any `input` after it, under the key `prompt`.
+    """Return a pair of texts whose prompt, followed by any `input`, is under the key `prompt`.
 
     Raises BadRow for further text whose place is unknown.
     """

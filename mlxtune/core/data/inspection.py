@@ -62,9 +62,9 @@ class LengthLimit:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of an epoch: optimizer steps, and tokens through the model without padding.
+    """The cost of an epoch: its numbers of optimizer steps, tokens and supervised tokens.
 
-    `validation_tokens` are the tokens of one validation.
+    `validation_tokens` is the number of tokens of one validation. No count includes padding.
     """
 
     steps: int
@@ -151,7 +151,7 @@ def together(shown: Sequence[ShownExample]) -> list[ShownExample | ShownPair]:
 class Inspection:
     """An inspection's result. `files` are ledgers as in ledger.json.
 
-    `tokens` and `supervised` count the tokens of examples before truncation.
+    `tokens` and `supervised` are distributions over the examples before truncation.
     """
 
     model: str
@@ -171,7 +171,7 @@ class Inspection:
 
     @property
     def errors(self) -> Sequence[Finding]:
-        """The findings that `train` refuses."""
+        """The findings for which `train` refuses the data."""
         return [finding for finding in self.findings if finding.level == "error"]
 
     def as_dict(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class InspectedExamples:
         return [int(i) for i in np.flatnonzero(self._corpus.row_numbers == row)]
 
     def choose(self, findings: Sequence[Finding], count: int) -> list[int]:
-        """Return indices of examples to show: of rows that findings name, and evenly spaced ones.
+        """Return the indices of examples to show: from rows that findings name, and evenly spaced.
 
         Preference rows are shown whole.
         """

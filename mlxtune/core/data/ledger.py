@@ -18,8 +18,8 @@ class Ledger:
     rows_read = rows_train + rows_validation + the sum of rows_skipped, and tokens =
     tokens_supervised + tokens_context + tokens_truncated.
 
-    `rows_skipped` counts rows by reason, `notes` by kind of note. `weight` says how often an epoch
-    uses each training row; the counts ignore it.
+    `rows_skipped` counts rows by reason, and `notes` counts rows by kind of note. `weight` says how
+    often an epoch uses each training row; the counts ignore it.
     """
 
     path: str = ""

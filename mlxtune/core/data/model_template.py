@@ -1,7 +1,7 @@
 r"""A model's own chat template: the prompts of inference, and the answers that must follow.
 
 A turn's prompt is the messages before it, rendered with the generation prompt; its answer is the
-text that the turn adds to that prompt when it is rendered too.
+text that follows that prompt when the turn is rendered too.
 
     prompt  <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n
     turn    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n
@@ -239,7 +239,7 @@ class ModelTemplate:
     def _end(self, rest: str, message: Message) -> tuple[int, str]:
         """Return where the answer at the start of `rest` ends, after its end-of-turn token.
 
-        If no token ends it, the answer ends after the text that follows its content; this text is
+        If no token ends the answer, it ends after the text that follows its content; this text is
         returned too, with a remedy.
         """
         ends = [match.span() for match in self._ends.finditer(rest)]
@@ -253,8 +253,8 @@ class ModelTemplate:
             while at >= 0:
                 stop = at + len(content)
                 after = [end for start, end in ends if start >= stop]
-                # An answer such as "end" or "<" also occurs inside a control token, or reaches into
-                # one.
+                # An answer such as "end" or "<" may also occur inside a control token, or reach
+                # into one.
                 cuts = any(
                     start < at < end or start < stop < end or (start, end) == (at, stop)
                     for start, end in ends
@@ -317,7 +317,7 @@ def _check_cost(messages: Sequence[Message], turns: Sequence[int]) -> None:
     cost = sum(ends[turn] + ends[turn + 1] for turn in turns)
     if cost > _MOST_RENDERED:
         raise BadRow(
-            "its turns are too many to render",
+            "it has too many turns to render",
             f"{len(messages):,} messages, {cost:,} characters in all: split the conversation",
         )
 
@@ -357,7 +357,7 @@ def _continue_thinking(prompt: str, text: str, message: Message, header: str, wh
 
     Some templates (DeepSeek-R1's) write the opening tag in the generation prompt but not in turns.
 
-    Raises BadRow when the prompt differs from the turn in anything else.
+    Raises BadRow if the prompt differs from the turn in any other way.
     """
     for opening, closing in _THINKING:
         head, opened, after = prompt.rpartition(opening)

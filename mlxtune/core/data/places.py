@@ -1,4 +1,4 @@
-"""The place of a row in messages: a line of a file, or an element of an array."""
+"""The place of a row, as messages name it: a line of a file, or an element of an array."""
 
 import zlib
 from pathlib import Path

@@ -3,7 +3,7 @@
 keys                                        a row of
 prompt, chosen, rejected                    texts, or lists of messages
 chosen, rejected                            two conversations, whose common messages are the prompt
-conversations, chosen, rejected             LLaMA-Factory
+conversations, chosen, rejected             LLaMA-Factory's files
 input, preferred_output, …                  OpenAI's and Azure's fine-tuning APIs
 prompt, completion, label                   an answer, good if the label is true or 1
 messages, label; conversations, label       a labelled conversation that ends with the answer
@@ -53,7 +53,7 @@ def read_pair(row: int, content: JsonObject, to_message: ToMessage) -> Pair:
     if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     elif any(side and side[0].get("role") in ("system", "user") for side in (chosen, rejected)):
-        raise BadRow("sides that do not begin with the prompt", "leave 'prompt' out, or add it")
+        raise BadRow("sides that do not begin with the prompt", "omit 'prompt', or add it to both")
     return _pair(row, content, prompt, chosen, rejected)
 
 

@@ -46,7 +46,7 @@ ADVICE = {
     DUPLICATE: "each copy is trained on: keep one, unless the copies are intended",
     EMPTY_PROMPT: "the answer is trained on without a question: fill it in, or remove the row",
     LEAK: "the validation loss looks better than it is: remove the row from one of the two sets",
-    LEAKED_PROMPT: "the validation looks better than it is: keep each prompt in one of the sets",
+    LEAKED_PROMPT: "validation results look better than they are: keep each prompt in only one set",
     MERGED_SYSTEM: "--merge-system did this: merge it likewise at inference",
     MOJIBAKE: "the model learns to write it: read the source as UTF-8, and export it again",
     NO_END_OF_TURN: "it is trained on as ordinary text: mlxtune stops at it, other tools do not",
@@ -111,13 +111,13 @@ class SkippedRows(RowTally):
 
     @property
     def problems(self) -> dict[int, BadRow]:
-        """The problems of the first few rows of each reason, by row number."""
+        """The problems of the first few rows skipped for each reason, by row number."""
         return {
             row: BadRow(kind, detail) for kind in self.places for row, detail in self.places[kind]
         }
 
     def warnings(self) -> Iterator[str]:
-        """Yield `path:line: reason` for a few rows of each reason, then the number of others."""
+        """Yield `path:line: reason` for a few rows of each reason, then how many more there are."""
         for kind, places in self.places.items():
             for row, detail in places:
                 yield f"{where(self.path, row)}: {BadRow(kind, detail)}; row skipped"
@@ -137,7 +137,7 @@ def check_values(text: bytes) -> None:
 
 
 def parse_json(text: str | bytes, kind: str = "not valid JSON") -> Any:
-    """Return the value of JSON text, or of UTF-8 bytes. Raises BadRow, of `kind` for bad syntax."""
+    """Return the value of JSON, given as text or UTF-8. Raises BadRow, of `kind` for bad syntax."""
     try:
         if isinstance(text, bytes):
             check_values(text)

@@ -30,7 +30,7 @@ from mlxtune.errors import DataError
 
 # A placeholder for the answer; the prompt does not depend on it.
 _ANSWER = "The answer."
-# The maximum length of a prompt in bytes: half a million usual tokens. At one token per byte,
+# The maximum length of a prompt in bytes, usually half a million tokens. At one token per byte,
 # encoding takes 0.7 GB.
 MAX_BYTES = 2 * 2**20
 

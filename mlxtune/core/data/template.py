@@ -27,9 +27,9 @@ from mlxtune.core.data.problems import DROPPED_THINKING, BadRow
 class Rendered:
     """A text that becomes an example; `spans` are the supervised [start, end) character ranges.
 
-    The text up to a span is the prompt that inference gives for the span's turn. `add_bos` and
-    `add_end` ask for BOS before its tokens and the end-of-text token after them. `role` is the role
-    of its examples in their row.
+    The text up to a span is the prompt that inference gives for the span's turn. `add_bos` asks for
+    BOS before the tokens of the text, and `add_end` for the end-of-text token after them. `role` is
+    the role in their row of the examples that come from the text.
     """
 
     text: str
@@ -59,7 +59,7 @@ class Rendering:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def in_role(self, role: int) -> "Rendering":
-        """Return this rendering with all its texts in a role."""
+        """Return this rendering with the given role for all its texts."""
         return replace(self, texts=tuple(replace(text, role=role) for text in self.texts))
 
 
@@ -195,6 +195,6 @@ END_OF_TURN = {"chatml": "<|im_end|>", "qwen3": "<|im_end|>", "gemma": "<end_of_
 
 
 def built_in_jinja(name: str) -> str:
-    """Return a built-in template as Jinja text that renders as this module does, plus the BOS."""
+    """Return a built-in template as Jinja text, which renders BOS and then as this module does."""
     file = "gemma.jinja" if name == "gemma" else "chatml.jinja"
     return resources.files(__package__).joinpath(file).read_text(encoding="utf-8")

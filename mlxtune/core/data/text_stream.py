@@ -8,7 +8,7 @@ class TextStream:
     """Turns the bytes of tokens into text, up to the first of the `stops`.
 
     Incomplete characters, and text that may be the start of a stop, are held back. `stopped` is
-    True once a stop was found.
+    True once a stop has been found.
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:

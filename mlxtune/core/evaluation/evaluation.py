@@ -61,8 +61,8 @@ class RowLosses:
 class FileVerdict:
     """The losses of one file's rows under both models, in nats per token, and the file's verdict.
 
-    Under a preference objective, it also has the shares of preferred answers, before and after
-    training.
+    Under a preference objective, `preferred_before` and `preferred_after` are the `before` and
+    `after` of a PreferenceDifference over the file's rows.
     """
 
     path: str
@@ -99,7 +99,7 @@ class Matches:
 
 @dataclass(frozen=True)
 class Sample:
-    """The answers of both models to one row, and the expected answer."""
+    """The answers of both models to the prompt of one row, and the expected answer."""
 
     path: str
     row: int
@@ -111,7 +111,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Generated:
-    """Greedy answers to the last turn of each row that has a prompt and a complete answer."""
+    """Greedy answers to the last prompt of each row whose last answer is complete."""
 
     rows: int
     exact_match: ExactMatch

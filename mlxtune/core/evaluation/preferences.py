@@ -1,6 +1,6 @@
-"""Tells whether an adapter learned preferences: its choices on held-out pairs.
+"""Tells whether an adapter learned preferences, from its choices on held-out pairs.
 
-A model prefers the answer whose tokens have the higher mean log-probability; the sum would prefer
+A model prefers the answer whose tokens have the higher mean log-probability; a sum would favour
 short answers. An answer with a label has no counterpart: good answers should gain more than bad
 answers.
 """
@@ -61,7 +61,7 @@ class AnswerSums:
 
     @property
     def margins(self) -> Floats:
-        """The mean log-probability of good minus bad answers, (R,), in nats per token."""
+        """The mean log-probability of good answers minus that of bad answers, (R,), per token."""
         good, bad = self.good.losses / self.good.tokens, self.bad.losses
         return bad / np.maximum(self.bad.tokens, 1) - good
 
@@ -201,7 +201,7 @@ def _difference(
 
 
 def _ranks(gains: Floats, good: npt.NDArray[np.bool_]) -> Floats:
-    """Return (R,): for each answer, the share of the other label's answers that it surpasses."""
+    """Return (R,): the share of the pairs with each answer in which the good answer gained more."""
     if good.all() or not good.any():
         return np.full(len(gains), 0.5)
 

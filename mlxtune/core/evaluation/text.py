@@ -52,7 +52,7 @@ def _preferred(file: FileVerdict) -> str:
 
 
 def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> list[str]:
-    """Return the verdict on preferences with its size, and the change in the good answers."""
+    """Return the verdict with the change in preferences, and the good answers' change in loss."""
     rows = count(evaluation.rows, "pair" if found.pairs else "answer")
     if evaluation.left_out:
         rows += f" (without {count(evaluation.left_out, 'row')} that were also trained on)"

@@ -242,14 +242,14 @@ def test_row_whose_prompts_take_minutes_to_encode_is_skipped(
     _, _, skipped = encode(tokenizer, converse(*turns))
 
     assert len(few) in (1, 2)
-    assert skipped.counts == {"its turns are too many to encode": 1}
+    assert skipped.counts == {"it has too many turns to encode": 1}
     assert sum(map(len, texts)) < 30_000
 
     # One side of a pair is not kept alone.
     chosen, rejected = converse(*turns), converse(*turns[:4])
     pair = Pair(replace(chosen, role=CHOSEN), replace(rejected, role=REJECTED))
     examples, _, skipped = encode(tokenizer, pair)
-    assert (examples, skipped.counts) == ([], {"its turns are too many to encode": 1})
+    assert (examples, skipped.counts) == ([], {"it has too many turns to encode": 1})
 
 
 def test_prompt_has_its_own_tokens_also_where_the_answer_would_change_them() -> None:

@@ -226,7 +226,7 @@ def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: 
             {"How do I reset it?": "a", "You open the settings.": "b"},
             "if these are the values of a row, write a line of column names above it)",
         ),
-        ({"a": 1, "b": 2, "c": 3}, "--field NAME=KEY names a key of yours)"),
+        ({"a": 1, "b": 2, "c": 3}, "if your keys have other names, give --field NAME=KEY)"),
     ],
 )
 def test_unknown_keys_are_answered(tmp_path: Path, row: dict[str, Any], advice: str) -> None:

@@ -41,7 +41,7 @@ def test_rows_have_the_number_of_their_first_line(tmp_path: Path) -> None:
         (3, {"prompt": "Hi", "completion": "Hello!", "id": "1"}),
         (4, {"prompt": "two\r\nlines", "completion": 'He said "no"'}),
         (6, {"prompt": "x", "completion": None, "id": None}),
-        (8, "more cells than columns (4 cells, 3 columns: put values with a separator in quotes)"),
+        (8, "more cells than columns (4 cells, 3 columns: quote values that contain a separator)"),
         (9, {"prompt": "last", "completion": "one", "id": "2"}),
     ]
 

@@ -56,8 +56,8 @@ def find_data_files(
 
     `validation_files` are further validation files.
 
-    Raises DataError when a path is missing, when a folder has no `train` file or `option` takes no
-    folder, and when a file is named twice.
+    Raises DataError if a path is missing, a folder has no `train` file, `option` takes no folder,
+    or a file is named twice.
     """
     train: list[Path] = []
     validation = [*validation_files]

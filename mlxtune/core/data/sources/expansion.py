@@ -9,9 +9,9 @@ from mlxtune.core.files.reading import open_zipped
 from mlxtune.core.text import byte_size
 from mlxtune.errors import DataError
 
-# The unpacked bytes allowed to any file, and the additional bytes for each packed byte. Rows with
-# one long system prompt, the most repetitive that people train on, unpack to some 100 times their
-# size.
+# The number of unpacked bytes that any file may have, and the additional number for each packed
+# byte. Files whose rows share one long system prompt, the most repetitive files that people train
+# on, unpack to some 100 times their size.
 _ALWAYS, _PER_BYTE = 2**24, 200
 # The maximum number of bytes that one byte of gzip can unpack to.
 _MOST_OF_GZIP = 1032
@@ -30,7 +30,7 @@ def expands(path: Path, size: int) -> DataError:
 
 
 def check_gzip(path: Path) -> None:
-    """Raise DataError for a gzip file that unpacks to too much. Damage surfaces on reading."""
+    """Raise DataError for a gzip file that unpacks to too much. A damaged file fails when read."""
     size = path.stat().st_size
     left = most_bytes(size)
     if size * _MOST_OF_GZIP <= left:

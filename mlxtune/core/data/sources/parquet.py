@@ -70,7 +70,7 @@ def _read_line(process: LimitedProcess, path: Path, size: int) -> bytes:
 
 
 def _parse(line: bytes) -> dict[str, Any] | BadRow | str:
-    """Return an object, the reason for its absence, or, from the last line, why reading failed."""
+    """Return a row's object, or the reason why it has none; for the last line, the string in it."""
     try:
         check_values(line)
         content: dict[str, Any] | list[str] | str = json.loads(line, object_hook=_present)

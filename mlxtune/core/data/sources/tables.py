@@ -34,7 +34,7 @@ def is_table(path: Path, head: bytes) -> bool:
 
 
 def check_no_spreadsheet(path: Path, head: bytes) -> None:
-    """Raise DataError for a spreadsheet, and for a table in UTF-16, as Excel writes it."""
+    """Raise DataError for a spreadsheet, and for text in UTF-16, which Excel can write."""
     for start, kind in _SPREADSHEETS.items():
         if head.startswith(start):
             raise DataError(f"{path}: is {kind}: {_EXPORT}")
@@ -105,7 +105,7 @@ def _split(line: str, delimiter: str) -> Sequence[str]:
 def _object(names: Sequence[str], cells: Iterable[str]) -> dict[str, Any] | BadRow:
     values = list(cells)
     if len(values) > len(names) and any(values[len(names) :]):
-        detail = f"{len(values)} cells, {len(names)} columns: put values with a separator in quotes"
+        detail = f"{len(values)} cells, {len(names)} columns: quote values that contain a separator"
         return BadRow("more cells than columns", detail)
     found: dict[str, Any] = {
         name: value or None for name, value in zip(names, values, strict=False) if name
