@@ -2,7 +2,7 @@
 
 import re
 
-# The longest name that file systems take, in bytes.
+# The maximum length of a file's name in bytes.
 _LONGEST = 255
 _COMMIT = re.compile("[0-9a-f]{40}")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 
 def count(number: int, noun: str) -> str:
-    """Return `1 row`, `2,000 rows`."""
+    """Return `1 row` or `2,000 rows`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
@@ -26,7 +26,7 @@ def byte_size(number: float) -> str:
 
 
 def loss_text(loss: float | None) -> str:
-    """Return a loss to three significant digits, or one decimal from 10 up; `–` for None."""
+    """Return a loss to three significant digits, or to one decimal from 10 up; `–` for None."""
     if loss is None:
         return "–"
     return f"{loss:#.3g}" if abs(loss) < 10 else f"{loss:,.1f}"

@@ -31,7 +31,7 @@ ACCOUNT, CHECKSUMS = "account.json", "mlxtune-checksums.json"
 MAX_BYTES = 10 * 10**9
 _ABANDONED_SECONDS = 86_400.0
 
-# Encodes a file: yields rows with their examples, and adds to the skipped rows and the notes.
+# Encodes a file: yields a few rows' examples at a time, and adds to the skipped rows and the notes.
 Encode = Callable[[SkippedRows, RowTally], Iterable[EncodedRows]]
 
 

@@ -29,7 +29,7 @@ from mlxtune.core.data.problems import (
 from mlxtune.core.data.template import Rendered, Rendering, Template
 
 _CHUNK_ROWS = 512
-# Tokenizers take some 200 bytes for each character of a batch.
+# Tokenizers take some 200 bytes of memory for each character of a batch.
 _CHUNK_CHARACTERS, _MOST_CHARACTERS = 2**21, 2**22
 # The maximum number of characters of prompts, or of their tails, to encode singly: 30 s of work.
 _MOST_PROMPTS = 2**24

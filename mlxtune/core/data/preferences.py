@@ -28,7 +28,7 @@ from mlxtune.errors import shorten
 
 JsonObject = Mapping[str, Any]
 _VERDICTS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
-# Reads the entries of a conversation as messages.
+# Converts an entry of a conversation to a message; the text names the entry's place in errors.
 ToMessage = Callable[[Any, str], Any]
 
 

@@ -64,7 +64,7 @@ ADVICE = {
 }
 # The maximum number of JSON values in a row. Values take some 20 times the memory of their text.
 _MAX_VALUES = 4_000_000
-# Kinds of notes that `train` refuses.
+# Kinds of notes for which `train` refuses the data.
 ERRORS = (DOUBLE_BOS,)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from mlxtune.core.files.typed_json import from_json
 
 VERDICTS = HELPED, HURT, CANNOT_TELL = "helped", "hurt", "cannot tell"
-# With fewer rows, not even a change of equal sign in all rows is significant: 2 * (1/2)^5 > 0.05.
+# A change of the same sign in all of fewer rows is not yet significant: 2 * (1/2)^5 > 0.05.
 FEWEST_ROWS = 6
 PERPLEXITY_CAP = 1e6
 

@@ -174,8 +174,8 @@ def check_writable(folder: Path, option: str, name: str = _LONG_NAME) -> None:
     """Raise OutputError unless a file of this name can be written into the folder.
 
     The folder may not exist yet. The names of the folder and the file are tried in the nearest
-    existing folder, as file systems refuse different names; nothing is left behind. `option` is
-    named in errors.
+    existing folder, as file systems differ in the names that they refuse; nothing is left behind.
+    `option` is named in errors.
     """
     with as_output_error(folder / name if name != _LONG_NAME else folder, option):
         real = _real(folder)

@@ -37,14 +37,14 @@ def end_with(parent: int) -> None:
 
 
 def main() -> None:
-    """Run a script under the limit: `MEMORY SCRIPT [ARGUMENT…]`."""
+    """Run a script under a memory limit; the command line is `MEMORY SCRIPT [ARGUMENT…]`."""
     memory, script, *arguments = sys.argv[1:]
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     functions = runpy.run_path(script)
     prepared = functions["prepare"]()
     if LIMITS_ITSELF:
         _limit_memory(int(memory))
-    # Libraries print errors when memory runs out; the parent reports this fault in one line.
+    # Drop what libraries print when memory runs out: the parent reports this fault in one line.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     try:
         functions["serve"](prepared, *arguments)

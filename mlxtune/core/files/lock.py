@@ -1,4 +1,4 @@
-"""File locks that a process holds until it ends, however it ends, and that name their holder."""
+"""File locks that name their holder, and that the kernel releases however the holder ends."""
 
 import errno
 import fcntl
@@ -37,7 +37,7 @@ class Lock:
     """A file that is locked until `release` is called or this process ends.
 
     The kernel releases the lock when the process dies. `note` is kept in the file, with the process
-    id and the time, for others to read.
+    id and the time, for other processes to read.
 
     Raises LockHeldError if another process still holds the lock after `seconds`, NoLocks if the
     file system has no locks, NotOurs for a file that is not our lock, and OSError if the file

@@ -101,7 +101,7 @@ def is_empty(folder: Path) -> bool:
 
 
 def entries(folder: Path) -> list[Path]:
-    """Return the entries of a folder, sorted, without files that desktops leave. Raises OSError."""
+    """Return a folder's entries, sorted, without files that desktops add. Raises OSError."""
     return sorted(path for path in folder.iterdir() if path.name not in _LITTER)
 
 

@@ -30,10 +30,10 @@ def new_folder(
 ) -> Iterator[Path]:
     """Yield a folder to fill, which becomes the target if all goes well.
 
-    The caller writes the file `manifest` into it: JSON whose `files` has the SHA-256 of each other
-    file. An existing folder is replaced only with `overwrite`, and only if it contains exactly the
-    unchanged files of its manifest, which must be remembered as this user's. `sources` are the
-    files and folders to read, which must not be in the target.
+    The caller writes the file `manifest` into the folder: JSON whose `files` has the SHA-256 of all
+    other files. An existing folder is replaced only with `overwrite`, and only if it contains
+    exactly the unchanged files of its manifest, and the manifest is remembered as this user's.
+    `sources` are the files and folders to read, which must not be in the target.
 
     Raises OutputError.
     """
@@ -124,7 +124,7 @@ def _check_apart(target: Path, sources: Iterable[Path]) -> None:
 
 
 def _check_free(target: Path, manifest: str, overwrite: bool) -> _Known:
-    """Check that the target may be written; return the files in it, all of them ours."""
+    """Check that the target may be written; return fingerprints of its files, all of them ours."""
     with as_output_error(target, "--output"):
         if not os.path.lexists(target):
             return {}
@@ -134,8 +134,8 @@ def _check_free(target: Path, manifest: str, overwrite: bool) -> _Known:
             return {}
         if not _is_remembered(target / manifest):
             raise OutputError(
-                f"{target}: already holds other files, or was not written by you on this machine: "
-                "choose another --output, or remove the folder"
+                f"{target}: already holds files of other programs, or was not written by you on "
+                "this machine: choose another --output, or remove the folder"
             )
         if not overwrite:
             raise OutputError(

@@ -238,7 +238,7 @@ class LimitedProcess:
 
 
 def resident_memory(pid: int) -> int:
-    """Return the bytes that a process has in memory, not counting memory that macOS compressed."""
+    """Return how many bytes a process has in memory, not counting memory that macOS compressed."""
     import psutil
 
     with suppress(psutil.Error):  # the process has ended

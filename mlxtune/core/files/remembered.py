@@ -20,5 +20,5 @@ def remember(line: str) -> None:
 
 
 def is_remembered(line: str) -> bool:
-    """Return whether the list, if it can be read, has a line. Raises OSError or ValueError."""
+    """Return whether the list has a line. Raises OSError or ValueError if it cannot be read."""
     return line.encode() in read_own(user_cache() / "runs").splitlines()

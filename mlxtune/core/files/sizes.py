@@ -10,7 +10,7 @@ from mlxtune.config.limits import Limits, TooLarge, check_bytes, check_count, pa
 from mlxtune.core.files.reading import open_regular, read_at_most
 
 # At least one in this number of bytes must be on disk; otherwise a file is almost all holes. Text
-# that APFS, btrfs or ZFS compress shrinks to about a tenth of its size, and an untrained adapter,
+# that APFS, btrfs or ZFS compresses shrinks to about a tenth of its size, and an untrained adapter,
 # half of it zeros, to about half.
 _LEAST_STORED = 64
 # Smaller files take little memory, and some file systems store them without blocks.
@@ -24,7 +24,7 @@ _MOST_PIECES = 10_000
 def check_stored(path: Path) -> None:
     """Raise TooLarge, naming the file, if nearly all of its declared size is missing on disk.
 
-    A hole of terabytes costs its maker nothing, and its reader time and memory. Raises OSError.
+    A hole of terabytes costs its maker nothing, but its reader time and memory. Raises OSError.
     """
     with open_regular(path) as file:
         check_open(path.name, file)
@@ -43,7 +43,7 @@ def check_open(name: str, file: io.BufferedReader) -> None:
 
 
 def stored_bytes(file: io.BufferedReader, size: int) -> int:
-    """Return the number of an open file's bytes outside holes, counted until it can be accepted."""
+    """Count an open file's bytes outside holes; stop once there are enough to accept the file."""
     if not hasattr(os, "SEEK_DATA"):
         return size
     stored = end = 0

@@ -37,7 +37,7 @@ def read_header(path: Path) -> TensorHeader:
 
     Raises ValueError, which names the file and the fault. Raises OSError.
     """
-    # Imported here, as the core must import without safetensors.
+    # Imported here, as the core must be importable without safetensors.
     from safetensors import SafetensorError, safe_open
 
     name = f"the header of {path.name}"

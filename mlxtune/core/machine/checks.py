@@ -245,7 +245,7 @@ def _power_and_network(m: Machine) -> Iterator[Check]:
         remedy = "turn Low Power Mode off while training (System Settings, Battery)"
         yield _check("power", "Low Power Mode is on", remedy)
     if m.thermal:
-        remedy = "let the machine cool: free its vents, and take it off soft ground"
+        remedy = "let the machine cool: clear its vents, and put it on a hard surface"
         yield _check("thermal state", m.thermal, remedy)
     if m.offline:
         remedy = f"unset {m.offline} to download a model by owner/name"

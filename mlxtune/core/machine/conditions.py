@@ -29,7 +29,7 @@ _SOME_WARN, _FULL_CRITICAL = 10.0, 20.0
 # only.
 _THERMAL = "ObjC.import('Foundation'); $.NSProcessInfo.processInfo.thermalState"
 _THERMAL_WORDS = {"1": "fair", "2": "serious", "3": "critical"}
-# The lowest plausible limit of a temperature, in degrees Celsius: lower values are placeholders.
+# The lowest plausible temperature limit, in degrees Celsius: lower values are placeholders.
 _LEAST_LIMIT = 30.0
 # `cat` ends with its input pipe, which the system closes however this process ends.
 _INHIBIT = (
@@ -84,7 +84,7 @@ class Sensors:
         """Return whether the machine runs on battery; None if unknown, or if it has no battery."""
         import psutil
 
-        # On machines without a battery, psutil reports a mouse's battery.
+        # On machines without a battery, psutil may report a mouse's battery.
         if self.system == "Linux" and not any(self.supplies.glob("BAT*")):
             return None
         battery = psutil.sensors_battery()
@@ -99,7 +99,7 @@ class Sensors:
         return None if mode is None else mode[1] == "1"
 
     def thermal(self) -> str:
-        """Describe in a few words how heat slows the machine; empty if it does not."""
+        """Return in a few words how heat slows the machine; empty if it does not."""
         if self.system != "Darwin":
             return "hot" if _is_hot() else ""
         speed = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", tool_output("pmset", "-g", "therm"))

@@ -51,9 +51,10 @@ class Package:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that runs write to. `free` is the space on its disk, `size` that of a cache's files.
+    """A folder that runs write to.
 
-    Both are in bytes. `problem` says why the folder cannot be written.
+    `free` is the free space on its disk, and `size` the total size of its files if it is a cache,
+    both in bytes. `problem` says why the folder cannot be written.
     """
 
     path: str

@@ -1,7 +1,7 @@
 """Reservations of memory by the runs on this machine.
 
-Each run keeps a small file in one folder, locked while it runs, with the amount that it reserves.
-When the run's process dies, the lock is released, and the next reader removes the file.
+Each run keeps a small file in a common folder, with the amount that it reserves, and locks the
+file. When the run's process dies, the lock is released, and the next reader removes the file.
 """
 
 import os
@@ -28,7 +28,7 @@ POLL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Reservation:
-    """The bytes that another process has reserved, and a description of its run."""
+    """The number of bytes that another process has reserved, and a description of its run."""
 
     pid: int
     size: int

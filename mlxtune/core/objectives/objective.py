@@ -1,4 +1,4 @@
-"""The loss that a step minimises, as a function of the log-probabilities of all its examples.
+"""The loss that a step minimises, as a function of the log-probabilities of the step's examples.
 
 A pair has examples of a chosen and of a rejected answer; a labelled row has examples of one answer.
 The log-probability of an answer is the sum over its supervised tokens, in nats. No function here
@@ -150,7 +150,7 @@ class Objective:
         return Totals(layout.rows, float(layout.counts[self._nll_column].sum()), kl)
 
     def kl(self, layout: Layout, sums: Any) -> float:
-        """Return the divergence, at least 0: the mean log-ratio of the other rows' answers.
+        """Return the divergence, at least 0: the mean log-ratio of the mismatched answers.
 
         `sums` is (columns, R). The gradient does not flow through the result.
         """

@@ -80,7 +80,7 @@ class PreferenceRows(CorpusRows):
 
 
 def reference_key(model: Mapping[str, Any], rows: Sequence[PreferenceRows]) -> str:
-    """Return a hash of the inputs of reference log-probabilities: starting model and examples."""
+    """Return a hash of what decides reference log-probabilities: starting model and examples."""
     parts = {**model, "examples": [each.digest() for each in rows]}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -116,7 +116,7 @@ def write_references(path: Path, key: str, logps: Sequence[float]) -> None:
 
 
 def _content(key: str, logps: Sequence[float]) -> dict[str, Any]:
-    """Return the content of a file: the key of its inputs, and log-probabilities with their hash.
+    """Return a file's content: a key from `reference_key`, and log-probabilities with their hash.
 
     The hash reveals a damaged digit.
     """

@@ -138,7 +138,7 @@ def is_named_checkpoint(path: Path) -> bool:
 def is_checkpoint(folder: Path) -> bool:
     """Return whether mlxtune wrote a folder as a checkpoint, valid or not.
 
-    It has a manifest, which may be damaged, and only files that a checkpoint may have.
+    Such a folder has a manifest, which may be damaged, and only files that a checkpoint may have.
     """
     try:
         if not is_folder(folder):

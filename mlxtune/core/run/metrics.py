@@ -21,10 +21,10 @@ class InstructStepResult:
 class InstructBatchResult:
     """The result of one step or one evaluation.
 
-    `avg_loss` is the mean loss over all supervised tokens, in nats. `grad_norm` is the L2 norm
-    before clipping, or None for an evaluation. `total_tokens` counts context too. The other fields
-    describe the execution and are 0 if not measured: peak `memory` in bytes, `micro_batches`, and
-    `run_tokens`, the tokens that the model processed, including `padding`.
+    `avg_loss` is the mean loss over all supervised tokens, in nats. `grad_norm` is the gradient's
+    L2 norm before clipping, or None for an evaluation. `total_tokens` counts context too. The other
+    fields describe the execution and are 0 if not measured: peak `memory` in bytes,
+    `micro_batches`, and `run_tokens`, the tokens that the model processed, including `padding`.
 
     Under a preference objective, `avg_loss` is the objective's loss, and `metrics` has rewards and
     log-probabilities under TRL's names.

@@ -37,7 +37,8 @@ _KINDS: dict[str, type] = {
     "validation": ValidationRecord,
     "epoch": InstructEpochMetrics,
 }
-# Lines of fewer bytes are parsed without checking limits: of up to a million lines, nearly all are.
+# Lines with fewer bytes are parsed without checking limits, to save time: a file has up to a
+# million lines, nearly all of them that short.
 _SHORT_LINE = 4096
 # Only skipped steps, which name their rows, may have longer lines.
 _LONG_LINE, _KIND_SKIPPED = 65_536, b'"kind": "skipped"'
@@ -271,7 +272,7 @@ def _without_measurements(record: Record) -> dict[str, Any]:
 class MetricsFile:
     """Writes the record of a run to metrics.jsonl.
 
-    When the disk fails, it warns once; the next write that succeeds completes the file.
+    If a write fails, `on_problem` is called once; the next write that succeeds completes the file.
     """
 
     folder: Path

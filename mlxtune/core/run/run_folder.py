@@ -1,4 +1,4 @@
-"""The folder of a run: where to resume, and how a new run replaces it.
+"""The folder of a run: where a run resumes, and how a new run replaces an earlier one.
 
 The process that trains in the folder holds `.mlxtune.lock`.
 """
@@ -44,10 +44,10 @@ RESULT = "result.json"
 EVALUATION = "evaluation.json"
 TRAINED_ROWS = "trained_rows.bin"
 REPORT = "report.html"
-# Answers after the last validation, with --open.
+# The answers generated after the last validation, with --open.
 SAMPLES = "samples.json"
-# The folder of an earlier run. The newest run has the highest number; old versions of mlxtune wrote
-# no number.
+# The name of an earlier run's folder. The newest earlier run has the highest number; old versions
+# of mlxtune wrote no number.
 _PREVIOUS = re.compile(r"previous(?:-([1-9]\d{0,8}))?")
 _MOVING = ".previous.moving"
 LOCK = ".mlxtune.lock"
@@ -84,7 +84,7 @@ class ResumePoint:
 def find_resume_point(run: Path) -> ResumePoint | None:
     """Return the newest checkpoint to resume from; None if the folder has none.
 
-    It must be valid, and so must `best/` if an earlier validation was the best so far.
+    The checkpoint must be valid, and so must `best/` if an earlier validation was the best so far.
 
     Raises OutputError when there are checkpoints but none is usable.
     """
@@ -141,9 +141,8 @@ def reopen(run: Path) -> None:
 def lock_run(run: Path, *, new: bool = False) -> Lock:
     """Lock a run's folder, created if missing, for the lifetime of this process.
 
-    The run must not change other programs' files in the folder (see `check_own`).
-
-    Raises OutputError when another process trains there, or the folder cannot be written.
+    Raises OutputError if another process trains there, if the run would change files of other
+    programs (see `check_own`), or if the folder cannot be written.
     """
     with as_output_error(run, "--checkpoint-dir"):
         try:
@@ -333,8 +332,8 @@ def discard_empty(folder: Path) -> None:
 def remove_run(run: Path) -> None:
     """Remove a run's files, apart from its adapter and the earlier runs in its folder.
 
-    Raises OutputError, and removes nothing, if a process trains there, or the folder holds other
-    files.
+    Raises OutputError, and removes nothing, if a process trains there, or if the folder contains
+    files of other programs.
     """
     lock = lock_run(run, new=True)
     try:

@@ -26,9 +26,9 @@ class RunPlan:
 
     `expert_matrices` counts the matrices of experts that get LoRA. `larger_limit` describes the
     gain from a larger --memory-limit, if any. `tokens` and `supervised` count the training rows'
-    tokens, `all_tokens` the tokens of all steps. With `scaling`, `memory` is that of one worker.
-    `few_steps` is the advice if the run is too short; `free_memory` counts bytes that are free now,
-    None if unknown.
+    tokens, `all_tokens` the tokens of all steps. With `scaling`, `memory` is the memory of one
+    worker. `few_steps` is the advice if the run is too short; `free_memory` counts bytes that are
+    free now, None if unknown.
     """
 
     model: str

@@ -27,7 +27,7 @@ class CheckpointContent:
 
 
 def saves_epoch(epoch: int, epochs: int, save_every: int) -> bool:
-    """Return whether to write `epoch-N/`: every `save_every` epochs, or each in a short run."""
+    """Return whether to write `epoch-N/`: every `save_every` epochs, or always in a short run."""
     return epochs <= save_every or epoch % save_every == 0
 
 
@@ -82,7 +82,7 @@ class CheckpointSaver:
     def save(self, name: str, content: CheckpointContent) -> Path:
         """Write a checkpoint and remove older ones. Raises OutputError."""
         self._saved_step, self._saved_at = content.metadata["step"], self.clock()
-        # A checkpoint after the best one cannot be resumed without `best/`.
+        # Without `best/`, a run cannot resume from a checkpoint after the best one.
         self._save_pending_best()
         target = self._write(name, content)
         self._kept = [*(path for path in self._kept if path != target), target][-self.keep :]

@@ -1,4 +1,4 @@
-"""Describes a run once, for all texts, pages, cards and tables, and compares options of runs."""
+"""Describes a run in one place for all texts, pages, cards and tables, and compares options."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def read_trained_rows(run: Path, warn: Callable[[str], None]) -> npt.NDArray[np.
 
 
 def rows_behind(adapter: Path, warn: Callable[[str], None]) -> npt.NDArray[np.uint64]:
-    """Return the identities of the rows that an adapter was trained on, as far as is known.
+    """Return the identities of the rows that an adapter was trained on; none if they are unknown.
 
     They are known if the adapter is in a checkpoint of a run, or next to a run, unless the run's
     result has the hash of a different adapter.

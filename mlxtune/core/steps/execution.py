@@ -14,7 +14,7 @@ from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 
 class LinearHead(Protocol):
-    """The cross-entropy of an output head that is one matrix product, in blocks to save memory.
+    """The cross-entropy of an output head that is one matrix product, computed in blocks.
 
     `weight` is (V, H), `hidden` float32 (P, H) and `targets` int32 (P,); the losses are float32
     (P,). Workers that split `weight` by rows also pass their parts as `vocabulary`.

@@ -14,20 +14,21 @@ from mlxtune.core.steps.memory_estimate import (
 # The largest and smallest number of vocabulary rows in a block of the head, and the largest number
 # of logits in a block.
 _VOCABULARY_BLOCK, _FEWEST, _BLOCK_LOGITS = 4096, 512, 1 << 21
-# The numbers of blocks of cast weights and of logits in memory, and the most copies of all logits.
+# The numbers of blocks of cast weights and of logits in memory, and the maximum number of copies of
+# all logits.
 _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 5, 9, 2
-# Copies of a chunk's logits that cross-entropy and its gradient hold, and copies that are not freed
-# yet when the backward passes of layers begin.
+# The number of copies of a chunk's logits that cross-entropy and its gradient hold, and the number
+# of copies not yet freed when the backward passes of layers begin.
 LOGITS, _IN_FLIGHT = 5, 2
-# Gradients that the backward pass of a layer holds at the same time: three as wide as its widest
-# product, and three as wide as its input.
+# The number of gradients as wide as a layer's widest product, and the number as wide as its input,
+# that the layer's backward pass holds at the same time.
 GRADIENTS = 3
-# Copies of a quantised matrix while it is unpacked.
+# The number of copies of a quantised matrix while it is unpacked.
 _UNPACKED = 2
-# Copies of a layer's products, and arrays as wide as the layer's input, that the layer keeps in
-# MLX's own graph.
+# The number of copies of its products that a layer keeps in MLX's own graph, and the number of
+# arrays as wide as its input.
 _COPIES, _WIDTHS = 2, 4
-# Copies of the experts' inputs and outputs that a layer's backward pass holds in MLX's own graph.
+# The number of copies of the experts' inputs and outputs that a layer's backward pass holds.
 _GATHERED = 2
 # Arrays as wide as a layer's convolution: the number that its backward pass holds, and the number
 # that the layer keeps.
@@ -76,7 +77,7 @@ class GraphMemory:
         return Entries(fixed, tokens, scores)
 
     def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
-        """Return the number of the head's unfreed entries, which passes without a head lack."""
+        """Return the number of the head's unfreed entries, which passes without a head omit."""
         positions, _ = head_states(shapes, settings, load)
         logits = held_logits(settings, positions, shapes)
         if settings.split_head and not self.holds_logits(shapes):

@@ -1,4 +1,4 @@
-"""Estimates the memory of a micro-batch from sizes, and corrects it by measured passes.
+"""Estimates the memory of a micro-batch from sizes, and corrects the estimate by measurements.
 
 Memory peaks either in the head or in the backward pass of a layer, and consists of
 
@@ -22,7 +22,7 @@ from mlxtune.core.steps.groups import Group
 
 @dataclass(frozen=True)
 class Factors:
-    """Ratios of measured to estimated bytes: of bytes that grow with tokens, and with scores.
+    """Ratios of measured to estimated bytes, for bytes that grow with tokens or with scores.
 
     `fixed` is the measured number of fixed bytes; without it, the estimated number applies.
     """
@@ -68,15 +68,15 @@ class ModelShapes:
     """The sizes of a model with LoRA, in array entries unless bytes are mentioned.
 
     `weights` counts the bytes of the stored base, with `stored_itemsize` bytes per entry (0 if
-    quantised); `itemsize` is that of the compute dtype. `trainable` counts the LoRA parameters.
-    `layers` counts the layers from the first layer with LoRA onwards. The outputs of all linear
-    layers in these layers are `products` wide together, the outputs in one layer `layer_products`,
-    including inputs that its experts gather, and the output of a single linear layer at most
-    `widest_product`. `updated` is the width of one layer's outputs with LoRA, `scaled` the width of
-    all outputs that DoRA scales. `largest_cast` and `unpacked` are the sizes of the largest matrix
-    that is cast, and of the largest quantised matrix that is unpacked, for a product; `head_cast`
-    is the size of the head if it is cast. `plain_head` says whether the head is one product.
-    Attention has `heads` heads of `head_size`.
+    quantised); `itemsize` is the number of bytes per entry of the compute dtype. `trainable` counts
+    the LoRA parameters. `layers` counts the layers from the first layer with LoRA onwards. The
+    outputs of all linear layers in these layers are `products` wide together, the outputs in one
+    layer `layer_products`, including inputs that its experts gather, and the output of a single
+    linear layer at most `widest_product`. `updated` is the width of one layer's outputs with LoRA,
+    `scaled` the width of all outputs that DoRA scales. `largest_cast` and `unpacked` are the sizes
+    of the largest matrix that is cast, and of the largest quantised matrix that is unpacked, for a
+    product; `head_cast` is the size of the head if it is cast. `plain_head` says whether the head
+    is one product. Attention has `heads` heads of `head_size`.
 
     `scores` counts the copies of one head's scores that MLX's graph keeps in all layers,
     `layer_scores` the copies that one layer's backward pass adds, if examples are wider than
@@ -208,7 +208,7 @@ class MemoryUse(Protocol):
     """How operations use memory, in entries of arrays of the compute dtype.
 
     `casts_quantized` says whether quantised matrices are cast one at a time. If not, each is
-    unpacked for its product, and the head in `head_copies` copies.
+    unpacked for its product, the head's matrix in `head_copies` copies.
     """
 
     casts_quantized: bool

@@ -18,7 +18,8 @@ from mlxtune.core.steps.memory_estimate import (
 )
 from mlxtune.core.text import byte_size
 
-# The largest expected error of a prediction, as a share: plans leave this much free if they can.
+# The largest expected error of a prediction, as a share: plans leave this share of the predicted
+# peak free if they can.
 MARGIN = 0.15
 # The range of the real peak, as shares of an estimate from sizes only.
 ESTIMATE = (0.7, 1.4)
@@ -31,7 +32,8 @@ _CHUNKS = (256, 64, 16)
 _RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
 # A shorter --max-seq-len is not worth advising.
 _SHORTEST = 16
-# The bits of a weight with --quantize 4, and the number of weights that share a scale and a bias.
+# The number of bits of a weight with --quantize 4, and the number of weights that share a scale and
+# a bias.
 _BITS, _GROUP = 4, 64
 # The largest number of examples in the sample from which a plan is chosen.
 _PLANNED = 256
@@ -144,9 +146,9 @@ def choose(
     Measured memory decides whether a plan fits. The estimate from sizes ranks the plans:
     measurements vary a little, and a different plan changes float rounding.
 
-    `limit` is in bytes; MARGIN of it stays free if possible. `checkpointing` has the allowed values
-    of `recompute`. A plan may be slower than the fastest by the share `tolerance`. Returns None if
-    nothing fits. The choice depends on the arguments only.
+    `limit` is in bytes; a share MARGIN of the predicted peak stays free if possible.
+    `checkpointing` has the allowed values of `recompute`. A plan may be slower than the fastest by
+    the share `tolerance`. Returns None if nothing fits. The choice depends on the arguments only.
     """
     plans = list(_plans(shapes, work, base, limit, checkpointing))
     for bound in (limit / (1 + MARGIN), limit):
@@ -170,7 +172,8 @@ def longest(
 ) -> int:
     """Return the length of the longest example that fits if all its tokens are supervised.
 
-    Leaves MARGIN of the limit free. Returns at most `most` tokens; 0 if not even one fits.
+    Leaves a share MARGIN of the predicted peak free. Returns at most `most` tokens; 0 if not even
+    one token fits.
     """
 
     def needs(tokens: int) -> int:

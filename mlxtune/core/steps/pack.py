@@ -82,10 +82,10 @@ def plan_packs(
 ) -> list[Group]:
     """Pack the examples of a step into lines of at most `max_tokens` tokens, the largest first.
 
-    `fixed` is the cost of a line beyond its tokens, in units of one token's time. A longer example
-    gets a separate line. A prefix that examples of a line share counts once; with `keyed`, only if
-    the examples have the same `key`. Lengths are rounded after packing. The packs depend on the
-    arguments only.
+    `fixed` is the cost of a line beyond its tokens, in units of one token's time. An example longer
+    than `max_tokens` gets a separate line. A prefix that examples of a line share counts once; with
+    `keyed`, only if the examples have the same `key`. Lengths are rounded after packing. The packs
+    depend on the arguments only.
     """
     texts = [_run(example) for example in examples]
     packs: list[Group] = []
@@ -138,8 +138,8 @@ def _common_tokens(a: _Ints, b: _Ints) -> int:
 class _Lines:
     """Distributes examples over lines. A place is an example's index in the sorted order.
 
-    `runs` has the length of each example, `neighbours` the length of its common prefix with the
-    next.
+    `runs` has the length of each example, and `neighbours` the length of its common prefix with the
+    next example.
     """
 
     def __init__(self, runs: list[int], neighbours: list[int], max_tokens: int) -> None:
@@ -166,7 +166,7 @@ class _Lines:
         return sum(self._runs[i] for i in line) - sum(self._common(i, j) for i, j in pairwise(line))
 
     def shortest(self, line: Sequence[int]) -> int:
-        """Return the length of the shortest example that is not a prefix of the next."""
+        """Return the length of the shortest example that is not a prefix of the next example."""
         ends = [self._runs[i] for i, j in pairwise(line) if self._common(i, j) < self._runs[i]]
         return min([*ends, self._runs[line[-1]]])
 

@@ -14,9 +14,9 @@ _LATENCY = 1e-4
 class Scaling:
     """A step on `workers` machines with links of `gbps` Gbit/s.
 
-    `dearest` is the largest share of the step's cost on one machine. `exchanges` all-reduces sum
-    `exchanged` bytes in total: gradients and, if the workers share the model, partial results.
-    `step_s` is the time of a step on one machine, if known.
+    `dearest` is the share of the step's cost that falls on the most loaded machine. `exchanges`
+    all-reduces sum `exchanged` bytes in total: gradients and, if the workers share the model,
+    partial results. `step_s` is the time of a step on one machine, if known.
     """
 
     workers: int
@@ -46,7 +46,7 @@ class Scaling:
 
     @property
     def least_step_s(self) -> float:
-        """The time in seconds beyond which a step is faster on several machines."""
+        """The time in seconds per step on one machine beyond which several machines are faster."""
         return self.exchange_s / (1 - self.dearest) if self.dearest < 1 else float("inf")
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The options that --auto chooses, from facts of the data, the model and the machine's memory."""
+"""The options that --auto chooses, from facts about the data, the model and the memory."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import flag
 from mlxtune.config.objective import DEFAULT_RATE
 
-# One or two epochs hardly overfit; from the third on, they do on small data sets.
+# One or two epochs hardly overfit; on small data sets, further epochs do.
 _MOST_EPOCHS, _FEWEST_STEPS = 3, 100
 _VALIDATIONS = 10
 # Half of the validations: many runs improve again at the end, when the rate falls.

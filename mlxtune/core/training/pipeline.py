@@ -1,4 +1,4 @@
-"""The interface of the backend that the trainer uses."""
+"""The backend's interface for the trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ class PendingStep(Protocol):
     def result(self) -> InstructBatchResult:
         """Wait for the step and return its result.
 
-        Raises NonFiniteLossError if it changed nothing because the loss or gradient is not finite.
+        Raises NonFiniteLossError if the step changed nothing, as its loss or gradient is not
+        finite.
         """
 
 
@@ -89,7 +90,8 @@ class Pipeline(Protocol):
     ) -> npt.NDArray[np.float64]:
         """Return each example's summed log-probability over its supervised tokens, in nats, (E,).
 
-        `on_progress` is called now and then with the number of examples done; its errors propagate.
+        `on_progress` is called now and then with the number of examples done; errors that it raises
+        propagate.
         """
 
     def measure(

@@ -1,4 +1,4 @@
-"""The recorder of a run: its progress, its metrics.jsonl and its checkpoints."""
+"""Records a run: its progress, its metrics.jsonl and its checkpoints."""
 
 import math
 import time

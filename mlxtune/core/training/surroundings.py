@@ -1,4 +1,4 @@
-"""A run's response to its machine: memory pressure, battery, heat and sleep."""
+"""A run's response to its machine's memory pressure, battery, heat and sleep."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ class Demand:
 class Surroundings:
     """Checks the machine before each step.
 
-    `conditions` returns the latest reading, `asked` whether the run was asked to stop, `asleep` the
-    seconds that the machine has slept so far. `observer` receives the events.
+    `conditions` returns the latest reading, `asked` whether the run was asked to stop, and `asleep`
+    the number of seconds that the machine has slept so far. `observer` receives the events.
     """
 
     conditions: Callable[[], Conditions] = Conditions
@@ -99,12 +99,12 @@ class Surroundings:
         if pressure is Pressure.WARN:
             pipeline.relieve_memory()
             self.observer.on_problem(
-                f"the machine's memory is short after step {step}: cached memory is given back"
+                f"the machine is short of memory after step {step}: cached memory is given back"
             )
             return False
         tokens = pipeline.relieve_memory(halve_for=examples)
         how = "micro-batches cannot be halved: close other programs"
         if tokens is not None:
             how = f"micro-batches of up to {tokens:,} tokens from here on"
-        self.observer.on_problem(f"the machine's memory is very short after step {step}: {how}")
+        self.observer.on_problem(f"the machine is very short of memory after step {step}: {how}")
         return tokens is not None

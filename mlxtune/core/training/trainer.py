@@ -156,8 +156,8 @@ class InstructTrainer:
 
         Raises NonFiniteLossError, MemoryLimitError or GpuError if a step cannot be taken,
         OutputError if the best or last checkpoint cannot be written, ModelError if the checkpoint
-        does not fit, and TrainingInterrupted, with the state saved, once `should_stop` returns
-        true.
+        does not fit the model, and TrainingInterrupted, with the state saved, once `should_stop`
+        returns true.
         """
         make_folder(self._folder)
         previous = None if resume else run_folder.archive_previous_run(self._folder)
@@ -229,7 +229,7 @@ class InstructTrainer:
         key = preference_rows.reference_key(self.pipeline.reference(), rows)
         own, cached = self._folder / run_folder.REFERENCE, preference_rows.cached(self._cache, key)
         examples = [example for part in parts for example in part]
-        # The cache comes first: a run's folder may be a stranger's, so it is never cached.
+        # The cache comes first: a run's folder may be a stranger's, so its values are never cached.
         known = [*cached, own] if resume is not None else cached
         logps = preference_rows.read_references(known, key, len(examples))
         if logps is None and resume is not None:

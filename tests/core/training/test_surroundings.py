@@ -73,7 +73,7 @@ def test_warning_gives_caches_back_once_per_event(tmp_path: Path) -> None:
     pipeline = FakePipeline()
     lines = run(tmp_path, Machine(NORMAL, WARN, WARN, NORMAL, WARN), pipeline)
     assert lines == [
-        f"warning: the machine's memory is short after step {step}: cached memory is given back"
+        f"warning: the machine is short of memory after step {step}: cached memory is given back"
         for step in (1, 4)
     ]
     assert pipeline.releases == [1, 4]
@@ -95,7 +95,7 @@ def test_critical_pressure_halves_once_per_event_which_ends_when_it_is_normal(
     lines = run(tmp_path, machine, pipeline)
     assert pipeline.halvings == [0, 4]
     assert lines == [
-        f"warning: the machine's memory is very short after step {step}: "
+        f"warning: the machine is very short of memory after step {step}: "
         f"micro-batches of up to {tokens} tokens from here on"
         for step, tokens in ((0, 32), (4, 16))
     ]
@@ -106,7 +106,7 @@ def test_single_examples_are_not_halved(tmp_path: Path) -> None:
     pipeline.tokens = 1
     lines = run(tmp_path, Machine(NORMAL, NORMAL, CRITICAL), pipeline)
     assert lines == [
-        "warning: the machine's memory is very short after step 2: "
+        "warning: the machine is very short of memory after step 2: "
         "micro-batches cannot be halved: close other programs"
     ]
     assert not any(name.startswith("step-") for name in names_in(tmp_path))

@@ -31,9 +31,9 @@ _MAX_LINE_BYTES = 1 << 26
 # The maximum length of a JSON array in bytes. Arrays are read whole, and one character beyond 16
 # bits makes every character take 32 bits in memory.
 _MAX_ARRAY_BYTES = 1 << 27
-# The maximum number of consecutive blank lines and comments; a million take a second.
+# The maximum number of consecutive blank lines and comments; reading a million takes a second.
 _MAX_ROWLESS = 1_000_000
-# The number of a row, and its object or the reason for its absence.
+# The number of a row, and its object or the reason why it has none.
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
 
 

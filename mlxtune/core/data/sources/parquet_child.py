@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 _BATCH_ROWS, _BATCH_BYTES, _PIECE = 256, 2**24, 2**20
-# CPU seconds for a batch.
+# The maximum CPU time for a batch, in seconds.
 _SECONDS = 10.0
 
 
 def prepare() -> Any:
-    # pyarrow's own allocator reserves a gigabyte of addresses.
+    # pyarrow's own allocator reserves a gigabyte of address space.
     os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"
     import pyarrow
     import pyarrow.parquet
