@@ -90,7 +90,7 @@ def _prune(cache: Path, keep: Path) -> None:
 
 
 def least_used(entries: Iterable[tuple[float, Path, int]], keep: Path) -> Iterator[Path]:
-    """Yield the least recently used entries beyond MAX_BYTES, given (last use, path, size)."""
+    """Yield paths of the least recently used (last use, path, size) entries beyond MAX_BYTES."""
     oldest = sorted(entries)
     total = sum(size for _, _, size in oldest)
     for _, entry, size in oldest:

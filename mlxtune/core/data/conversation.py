@@ -24,7 +24,7 @@ class Message:
     `thinking` is an assistant's reasoning before its answer, from a separate field or from between
     `<think>` tags. `trained` is False for an assistant turn that is only context. `fields` is the
     message for a model's own template: the file's message with text content and parsed arguments,
-    without `weight` and nulls.
+    without `weight` or nulls.
     """
 
     role: str

@@ -30,7 +30,7 @@ from mlxtune.core.files.reading import open_regular
 
 RowExamples = tuple[Example, ...]
 
-# Roles of examples that repeat an answer of the row, or have another row's answer.
+# Roles of examples that repeat an answer of their row, or have another row's answer.
 _COPIES = (WHOLE, MISMATCHED)
 # The number of tokens in each block of a pass over a whole file.
 _AT_ONCE = 1 << 20
@@ -233,7 +233,7 @@ def _prompt(example: Example) -> Example:
 
 
 def write_arrays(folder: Path, chunks: Iterable[Sequence[Sequence[Example]]]) -> None:
-    """Write examples into a folder, one file for each column; each chunk is a few rows."""
+    """Write examples into a folder, one file for each column; each chunk contains a few rows."""
     end = 0
     with ExitStack() as stack:
         files = {name: stack.enter_context(new_file(folder / name)) for name in COLUMNS}
@@ -245,7 +245,7 @@ def write_arrays(folder: Path, chunks: Iterable[Sequence[Sequence[Example]]]) ->
 
 
 def rows_used(rows: int, weight: float) -> tuple[int, int]:
-    """Return how often an epoch uses every row of a file, and how many rows it uses once more."""
+    """Return how often an epoch uses every row of a file, and how many of these rows once more."""
     whole, part = int(weight), round(weight % 1 * rows)
     return whole, part if whole or not rows else max(part, 1)
 
@@ -258,8 +258,8 @@ class Corpus(Sequence[Example]):
 
     `lengths` and `supervised` are int32 (E,): the number of each example's tokens after truncation,
     and how many of these tokens carry loss. `row_numbers` and `row_of_example` are int64 (E,): the
-    number of the example's row in its file, and the row's index in the corpus. `identities` is
-    uint64 (R,).
+    number of each example's row in its file, and the index of that row in the corpus. `identities`
+    is uint64 (R,).
     """
 
     def __init__(
@@ -387,7 +387,7 @@ class Corpus(Sequence[Example]):
         return f"sha256:{digest.hexdigest()}"
 
     def _stretches(self, column: str) -> Iterator[npt.NDArray[Any]]:
-        """Yield a column of the kept examples in order, adjacent examples together."""
+        """Yield a column of the kept examples in order; adjacent examples come in one array."""
         ends = self._start + self.lengths
         apart = (self._start[1:] != ends[:-1]) | (self._file[1:] != self._file[:-1])
         edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(self)] if len(self) else []
@@ -408,7 +408,7 @@ def _kept(number: int, file: CutExamples) -> tuple[npt.NDArray[Any], ...]:
 
 @dataclass(frozen=True, eq=False)
 class CorpusRows:
-    """Some rows of a corpus, by index; each is built on access."""
+    """Some rows of a corpus, by index; a row's examples are built on access."""
 
     corpus: Corpus
     indices: Sequence[int]

@@ -311,9 +311,9 @@ class Encoder:
     def _examples(self, row: int, text: Rendered, whole: Encoding) -> Iterator[Example]:
         """Yield the examples of a text: one, or one for each of its turns.
 
-        A text is tokenised as a whole. It becomes one example if it contains every turn's prompt as
-        inference tokenises it. If not, because a token crosses an edge of an answer, each turn is
-        an example: the tokens of its prompt, then the tokens of its answer.
+        A text is tokenised as a whole. The text becomes one example if its tokens contain every
+        turn's prompt as inference tokenises that prompt. If not, because a token crosses an edge of
+        an answer, each turn is an example: the tokens of its prompt, then the tokens of its answer.
         """
         self._prompt_budget = _MOST_PROMPTS
         ranges = [self._token_span(text.text, whole, span) for span in text.spans]

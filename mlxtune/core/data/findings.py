@@ -34,7 +34,7 @@ _MUCH_LONGER = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A row to look at; `row` is its 1-based number in the file, `detail` may be empty."""
+    """A row to look at; `row` is its 1-based number in the file, and `detail` may be empty."""
 
     path: str
     row: int
@@ -81,7 +81,7 @@ def row_findings(
 
 
 def by_loss(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings in reading order: errors first, then by lost tokens and rows."""
+    """Return findings in reading order: errors first, then by counts of lost tokens and of rows."""
     return sorted(findings, key=lambda each: (each.level != "error", -each.tokens, -each.rows))
 
 
@@ -157,7 +157,7 @@ def length_findings(corpus: Corpus) -> Iterator[Finding]:
 
 
 def _mean_length(corpus: Corpus, role: int) -> float:
-    """Return the mean number of supervised tokens per row in answers with a role."""
+    """Return the mean number of supervised tokens per row in answers with the given role."""
     there = corpus.roles == role
     return float(corpus.supervised[there].sum() / len(np.unique(corpus.row_of_example[there])))
 
@@ -165,7 +165,7 @@ def _mean_length(corpus: Corpus, role: int) -> float:
 def _findings(
     tallies: Sequence[tuple[EncodedFile, RowTally]], advice: dict[str, str]
 ) -> list[Finding]:
-    """Return a finding for each kind, over all files. Kinds without advice are skip reasons."""
+    """Return a finding for each kind, over all files. Kinds without advice are for skipped rows."""
     findings = []
     for kind in dict.fromkeys(kind for _, tally in tallies for kind in tally.counts):
         places = [

@@ -51,7 +51,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """The rows and tokens that a --max-seq-len cuts; `rows_lost` rows keep no supervised token."""
+    """How many rows and tokens a --max-seq-len cuts; `rows_lost` rows keep no supervised token."""
 
     max_seq_len: int
     rows_cut: int
@@ -219,7 +219,7 @@ class InspectedExamples:
         return [int(i) for i in np.flatnonzero(self._corpus.row_numbers == row)]
 
     def choose(self, findings: Sequence[Finding], count: int) -> list[int]:
-        """Return the indices of examples to show: from rows that findings name, and evenly spaced.
+        """Return indices of examples to show: those that findings name, and evenly spaced others.
 
         Preference rows are shown whole.
         """
@@ -326,7 +326,7 @@ class CutLoss:
 def cut_loss(files: Sequence[EncodedFile], max_seq_len: int, at: str) -> CutLoss | None:
     """Return what a --max-seq-len cuts off, or None if it is at most 1% of the supervised tokens.
 
-    The sufficient limit is a power of two, or halfway between two powers.
+    `enough` is a power of two, or halfway between two powers.
     """
     most, share = 1 - _MOST_CUT, _supervised_share(files, max_seq_len, at)
     if share >= most:
@@ -353,7 +353,7 @@ def limits(files: Sequence[EncodedFile], current: int, at: str) -> tuple[LengthL
         sizes.add(size)
         size *= 2
     every = [_limit(files, size, at) for size in sorted(sizes)]
-    # Among limits that cut the same rows, show only the shortest.
+    # Among limits that cut equally many rows, show only the smallest.
     first = {(limit.rows_cut, limit.rows_lost): limit.max_seq_len for limit in reversed(every)}
     shown = {current, every[-1].max_seq_len, *first.values()}
     return tuple(limit for limit in every if limit.max_seq_len in shown)

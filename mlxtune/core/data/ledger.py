@@ -74,8 +74,9 @@ class EncodedFile:
     def account(self, cut: CutExamples, title: str | None = None) -> Ledger:
         """Return the ledger of the file, with its examples cut as in `cut`.
 
-        The ledger's path is `title`, which files of the hub have, or else the file's path. Call
-        this once: it adds notes for truncated answers, and skips rows with no supervised token.
+        The ledger's path is `title`, which only files from the hub have, or else the file's path.
+        Call this once: it adds notes for truncated answers, and skips rows with no supervised
+        token.
         """
         arrays, kept_rows = self.arrays, cut.rows_kept
         lost = arrays.per_row(arrays.supervised - cut.supervised)

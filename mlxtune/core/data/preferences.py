@@ -74,7 +74,7 @@ _KINDS = ("", "non_")
 
 
 def read_labelled(content: JsonObject, conversation: Conversation) -> Conversation:
-    """Return a conversation with its row's label. Only the last answer carries loss."""
+    """Return a conversation in the role that its label gives. Only the last answer carries loss."""
     label = label_of(content)
     if not isinstance(label, bool):
         label = shorten(str(content.get("label")))

@@ -29,7 +29,7 @@ class Rendered:
 
     The text up to a span is the prompt that inference gives for the span's turn. `add_bos` asks for
     BOS before the tokens of the text, and `add_end` for the end-of-text token after them. `role` is
-    the role in their row of the examples that come from the text.
+    the role that the text's examples have in their row.
     """
 
     text: str

@@ -48,7 +48,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class RowLosses:
-    """A row's losses under both models, in nats per token; `row` is its number in its file."""
+    """A row's losses under both models, in nats per token; `row` is the row's number in `path`."""
 
     path: str
     row: int
@@ -82,7 +82,7 @@ class FileVerdict:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """The number of answers that equal the expected answer, for each model."""
+    """The number of each model's answers that equal the expected answers."""
 
     base: int
     adapted: int | None
@@ -90,7 +90,7 @@ class ExactMatch:
 
 @dataclass(frozen=True)
 class Matches:
-    """The number of answers that match the expected one, `by` json, contains or regex=PATTERN."""
+    """The number of each model's answers that match; `by` is json, contains or regex=PATTERN."""
 
     by: str
     base: int

@@ -88,9 +88,10 @@ class JudgedRows:
 def evaluation_of(
     judged: JudgedRows, base: Sums, adapted: Sums | None, seed: int, start: Sums | None = None
 ) -> Evaluation:
-    """Compare the losses of rows under the base, the adapter, and its starting point, if any.
+    """Compare the losses of rows under the base model, the adapter, and its starting point, if any.
 
-    With several files, each has a verdict. Raises NonFiniteLossError if a row's loss is not finite.
+    With several files, each file gets a verdict. Raises NonFiniteLossError if a row's loss is not
+    finite.
     """
     evaluation = compare_rows(judged, base, adapted, seed, start)
     if adapted is None:

@@ -69,7 +69,7 @@ class AnswerSums:
 def answer_sums(
     rows: CorpusRows, losses: ComputeLosses, on_progress: Callable[[int, int], None]
 ) -> AnswerSums:
-    """Compute the losses of answers; `on_progress` gets the numbers of done and of all examples."""
+    """Compute answers' losses; `on_progress` gets the numbers of finished and of all examples."""
     examples = [
         (place, example)
         for place, row in enumerate(rows)
@@ -99,7 +99,7 @@ def evaluate_preferences(
     """Compare the preferences of models; losses are over the good answers.
 
     `start` has the answers' losses under the adapter from which training started. With several
-    files, each has a verdict.
+    files, each file gets a verdict.
     """
     evaluation = _compare_rows(judged, objective, base, adapted, seed, start)
     if adapted is None:

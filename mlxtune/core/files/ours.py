@@ -52,7 +52,7 @@ def open_ours(path: Path, flags: int) -> int:
 
 
 def check_file(path: Path) -> None:
-    """Raise NotOurs if the path leads to a file that is not ours. Raises OSError."""
+    """Raise NotOurs if there is a file at this path that is not ours. Raises OSError."""
     with suppress(FileNotFoundError):
         _check(path, path.lstat())
 

@@ -77,7 +77,7 @@ def replaced_folder(
             temporary.mkdir(parents=True)
             yield temporary
             _check_known(target, option, is_known)
-            # rename cannot replace a folder that is not empty, so the old one moves first.
+            # rename cannot replace a folder that is not empty, so the old folder moves first.
             if target.exists():
                 move(target, aside)
             move(temporary, target)
@@ -153,7 +153,7 @@ def _is_remembered(manifest: Path) -> bool:
 
 
 def _check_written(target: Path, files: Mapping[str, Any]) -> None:
-    """Raise OutputError unless a folder holds only these files, each with its SHA-256, if any."""
+    """Raise OutputError unless a folder holds only `files`, each with the SHA-256 given, if any."""
     remedy = "move it away, or choose another --output"
     found = contents(target)
     if others := [name for name in found if name not in files or not is_ours(found[name])]:

@@ -140,8 +140,8 @@ class Children:
     ) -> int:
         """Run Python in a folder, made if missing; write output there, and return the status.
 
-        Once `until` returns true, the process gets the signal `stop`. Raises ChildTimeoutError
-        if it takes too long. Any end of this call also ends the process and its children.
+        Once `until` returns true, the process gets the signal `stop`. Raises ChildTimeoutError if
+        the process takes too long. Any end of this call also ends the process and its children.
         """
         make_folder(folder)
         own = {"TMPDIR": str(self.scratch), "MLX_PTX_CACHE_DIR": kernel_cache()}
@@ -171,7 +171,7 @@ def kernel_cache() -> str:
     """Return the folder in which MLX keeps the CUDA kernels that it compiles.
 
     By default, they are in the temporary folder, so a process with another temporary folder would
-    compile all of them again, which takes seconds for each.
+    compile all of them again, which takes seconds for each kernel.
     """
     kept = Path(tempfile.gettempdir()) / "mlx" / importlib.metadata.version("mlx") / "ptx"
     return os.environ.get("MLX_PTX_CACHE_DIR") or str(kept)

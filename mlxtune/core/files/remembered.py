@@ -9,7 +9,7 @@ _MAX_LINES = 20_000
 
 
 def remember(line: str) -> None:
-    """Add a line to the list; without a cache, nothing is remembered."""
+    """Add a line to the list in the user's cache; if that fails, nothing is remembered."""
     with suppress(OSError, ValueError):
         path = user_cache() / "runs"
         make_folder(path.parent)

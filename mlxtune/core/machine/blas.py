@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mlxtune.core.files.sizes import read_text
 
-# The environment variable that names a library.
+# The environment variable that names the library to load.
 _CHOICE = "MLXTUNE_BLAS"
 # glibc's mallopt parameters (malloc.h).
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4

@@ -50,7 +50,10 @@ class Pressure(IntEnum):
 
 @dataclass(frozen=True)
 class Conditions:
-    """A reading. `on_battery` is None if unknown; `thermal` is empty if nominal or unknown."""
+    """One reading of the conditions.
+
+    `on_battery` is None if unknown; `thermal` is empty if nominal or unknown.
+    """
 
     pressure: Pressure = Pressure.NORMAL
     on_battery: bool | None = None

@@ -11,9 +11,9 @@ from enum import Enum
 
 from mlxtune.errors import GpuError, MemoryLimitError, MlxTuneError, one_line
 
-# macOS ends commands that keep the GPU from drawing. Its driver reads the variable below when MLX
-# opens the device. MLX's maintainers mention this variable; for users, smaller command buffers did
-# not help.
+# macOS ends commands that keep the GPU from drawing. Apple's driver reads the variable below when
+# MLX opens the device. MLX's maintainers mention this variable; for users, smaller command buffers
+# did not help.
 _NO_WATCHDOG = (
     "let the display sleep during training, or start mlxtune with "
     "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 in the environment, a switch of Apple's driver"

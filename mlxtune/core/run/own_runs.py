@@ -1,7 +1,7 @@
 """The runs that this user made on this machine.
 
 A stranger's run could request downloads and trackers. Each run's mark file has a random id. The
-user's cache lists each run made on this machine by this id and the inode of the run's folder, as a
+user's cache lists the runs made on this machine, each by its id and the inode of its folder, as a
 run that was sent away may come back changed. A run that is not listed, because it was copied or the
 cache was emptied, counts as a stranger's.
 """

@@ -26,7 +26,8 @@ OTHER = "other"
 class Phase:
     """A phase of a step.
 
-    `bytes` is the peak memory minus the memory in use at the start, `peak_bytes` the total peak.
+    `bytes` is the peak memory minus the memory in use at the start, and `peak_bytes` the total
+    peak.
     """
 
     seconds: float

@@ -45,8 +45,8 @@ T = TypeVar("T")
 class Run:
     """A run as described by its folder; `problems` describe missing and invalid files.
 
-    `about` is run.json, `metadata` the metadata.json of the newest checkpoint; `holder` is the
-    process that is training it now.
+    `about` is run.json, `metadata` the metadata.json of the newest checkpoint; `holder` is the note
+    of the process that trains in the folder now.
     """
 
     folder: Path

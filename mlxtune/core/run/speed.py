@@ -13,8 +13,7 @@ from mlxtune.core.steps.memory_estimate import Measured
 from mlxtune.errors import OutputError
 
 FILE, MEMORY_FILE = "speeds.json", "memory.json"
-# A run is measured from this many steps on; its first step is not timed, as it may include
-# compilation.
+# Runs with fewer steps are not measured. The first step is not timed, as it may include compilation.
 _MIN_STEPS = 3
 
 

@@ -35,7 +35,7 @@ _NOT_IN_JSON = ("problems", "curve", "rows_per_second", "last_val_loss", "best_p
 
 @dataclass(frozen=True)
 class Verdict:
-    """A sentence on a run, its style on the page, and a command or path that belongs to it."""
+    """A sentence on a run, its style on the page, and a command or path to show after it."""
 
     style: str
     text: str
@@ -129,7 +129,7 @@ class RunView:
 
     @property
     def finished(self) -> bool:
-        """Whether training is complete, by its last epoch or by early stopping."""
+        """Whether training is complete: it took all its steps, or stopped early."""
         return self.status in ("finished", "stopped early")
 
     @property
@@ -316,7 +316,7 @@ def _newest_first(run: RunView) -> float:
     return -datetime.datetime.fromisoformat(run.started).timestamp() if run.started else 0.0
 
 
-# The keys that sort runs: newest, lowest loss, fastest or longest first.
+# Sort keys for runs: the newest, the lowest loss, the fastest or the longest first, or by name.
 SORTS: dict[str, Callable[[RunView], Any]] = {
     "when": _newest_first,
     "name": lambda run: run.name,

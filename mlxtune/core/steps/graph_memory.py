@@ -95,5 +95,5 @@ class GraphMemory:
         return hidden + shapes.head_cast + LOGITS * held_logits(settings, positions, shapes)
 
     def holds_logits(self, shapes: ModelShapes) -> bool:
-        """Return whether the head holds logits: in 16 bits, or if it is not a single product."""
+        """Return whether the head holds logits: it is 16-bit, or is not a single product."""
         return shapes.itemsize != 4 or not shapes.plain_head

@@ -1,7 +1,7 @@
 """Groups the examples of a step into padded micro-batches if they cannot be packed.
 
-An example runs up to the token before its last supervised one, and is padded to the widest example
-of its group.
+An example runs up to the token before its last supervised token, and is padded to the width of its
+group's widest example.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def plan_step(examples: Sequence[Example], max_tokens: int, fixed: int) -> list[
     """Group the examples of a step at the least cost; the largest group comes first.
 
     A group costs its tokens plus `fixed`, in units of one token's time. Each example is in exactly
-    one group. A group runs at most `max_tokens` tokens, unless it is a single longer example. The
-    plan depends on the arguments only.
+    one group. A group runs at most `max_tokens` tokens, unless it consists of a single, longer
+    example. The plan depends on the arguments only.
     """
     runs = [run_length(example) for example in examples]
     order = sorted(range(len(examples)), key=lambda i: (-runs[i], i))

@@ -32,9 +32,9 @@ def hold_out_rows(
 ) -> tuple[list[int], list[int]]:
     """Return the training rows and the held-out rows, as ascending indices.
 
-    ceil(n * val_split) of n rows are held out, at most `val_rows`, with at least one on each side.
-    `files` gives each row's file; the same share of each file is then held out. Rows of one group
-    stay on one side, so fewer rows may be held out. The choice depends on the seed, n and the
+    ceil(n * val_split) of n rows are held out, at most `val_rows`, with at least one row on each
+    side. `files` gives each row's file; the same share of each file is then held out. Rows of one
+    group stay on one side, so fewer rows may be held out. The choice depends on the seed, n and the
     groups.
 
     Raises ValueError if all rows are in one group.

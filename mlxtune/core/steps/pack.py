@@ -47,9 +47,9 @@ class Pack:
 
     `inputs` is int32 (1, T). `places` int32 (P,) are the positions in the line that predict
     `targets` int32 (P,), one for each supervised token; `counts` gives the number of targets of
-    each example. `rows` has each example's row key, which seeds its random numbers, and `owners`
-    int32 (T,) each token's example. With `is_rounded`, the last segment is padding, which no token
-    sees.
+    each example. `rows` has each example's row key, which seeds the example's random numbers, and
+    `owners` int32 (T,) each token's example. With `is_rounded`, the last segment is padding, which
+    no token sees.
     """
 
     inputs: _Ints

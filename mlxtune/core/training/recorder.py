@@ -61,7 +61,7 @@ class RunRecorder:
         self._started = self._epoch_started = time.perf_counter()
 
     def resume(self, point: ResumePoint, validated: Callable[[int], bool]) -> None:
-        """Take over progress, checkpoints and times of a run that stopped.
+        """Take over the progress, checkpoints and times of a run that stopped.
 
         `validated` returns whether a validation follows a step within an epoch. Raises ModelError
         if the checkpoint does not fit the pipeline.

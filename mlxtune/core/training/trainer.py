@@ -53,7 +53,7 @@ class InstructTrainer:
     step `stop_after`. With several workers, `decide` is given whether this worker would save, and
     returns whether all workers stop, and whether all save. The pipeline minimises `objective`; the
     reference's log-probabilities are kept in the run's folder and in `cache`. `progress` has the
-    records of the run so far, `best_folder` the checkpoint of the best validation.
+    records of the run so far, and `best_folder` the checkpoint of the best validation.
 
     Raises ValueError when the corpus is empty or too small to hold rows out.
     """
@@ -186,8 +186,8 @@ class InstructTrainer:
                             step.examples, step=step.number, learning_rate=step.learning_rate
                         )
                         if self._profiler:
-                            # While a step is profiled, no other step may run. `_finish` reports its
-                            # error.
+                            # While a step is profiled, no other step may run. `_finish` reports the
+                            # step's error.
                             pending.result()
                     # A step's results are read while the device computes the next step.
                     self._finish()
@@ -218,7 +218,8 @@ class InstructTrainer:
     def _refer(self, resume: ResumePoint | None) -> None:
         """Read or compute the reference's log-probabilities for the preference rows.
 
-        A new run computes them before its first step, if not cached; a resumed run must find them.
+        A new run computes them before its first step unless they are cached; a resumed run must
+        find them.
         """
         if not self.objective.needs_reference:
             return

@@ -1,4 +1,4 @@
-"""Reads rows of data files: JSON lines, a JSON array or CSV, also gzipped, and parquet.
+"""Reads rows of data files: JSON lines, a JSON array or CSV, each perhaps gzipped, and parquet.
 
 The first bytes of a file decide its kind; only CSV and TSV are recognised by name.
 """
@@ -39,7 +39,7 @@ NumberedRow = tuple[int, dict[str, Any] | BadRow]
 
 @dataclass(frozen=True, slots=True)
 class DataFiles:
-    """The files to train on, and the validation files in the same folders."""
+    """The files to train on, and the validation files."""
 
     train: tuple[Path, ...]
     validation: tuple[Path, ...]
@@ -54,7 +54,7 @@ def find_data_files(
 ) -> DataFiles:
     """Return the files that `option` names; from folders, the train and validation files.
 
-    `validation_files` are further validation files.
+    `validation_files` are added to the validation files.
 
     Raises DataError if a path is missing, a folder has no `train` file, `option` takes no folder,
     or a file is named twice.

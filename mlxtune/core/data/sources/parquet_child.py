@@ -59,7 +59,7 @@ def _batches(pyarrow: Any, path: str) -> Iterator[Any]:
 
 
 def _lines(batch: Any) -> Iterator[bytes]:
-    """Yield the rows of a pyarrow RecordBatch as JSON, converted singly if the batch cannot be."""
+    """Yield the rows of a pyarrow RecordBatch as JSON, converted one by one if the batch fails."""
     try:
         rows = batch.to_pylist(maps_as_pydicts="lossy")
     except (ValueError, OverflowError) as error:
