@@ -34,7 +34,8 @@ def as_it_is(_: Path) -> None:
 REFUSED: dict[str, tuple[list[Any], Callable[[Path], object], list[object], str]] = {
     "mixed formats": (
         [*sums(2), {"text": "x"}],
-        *(as_it_is, [], "{file}:3: is in the text format, but the file is in chat from row 1 on"),
+        *(as_it_is, []),
+        "{file}:3: is in the text format, but the file is in the chat format from row 1 on",
     ),
     "strict": (
         [*sums(2), {"words": "x"}],

@@ -142,7 +142,7 @@ def test_failed_check_says_what_it_means_and_what_to_do_in_a_line(check: ProofCh
 
 
 def test_check_that_did_not_end_in_time_fails_nothing() -> None:
-    late = checks.unfinished_check("mlx-lm", "4-bit base", "no end within 300 seconds")
+    late = checks.unfinished_check("mlx-lm", "4-bit base", "did not end within 300 seconds")
     proof = MachineProof([late], {}, {}, {}, 1.0)
     assert proof.passed
     assert proof.unfinished == [late]

@@ -65,7 +65,7 @@ def test_card_names_the_objective_and_the_first_adapter_without_its_path(tmp_pat
     text = card(run_with(tmp_path, options=options, about=about, evaluation=evaluation))
     assert "- objective: dpo (ipo), beta 0.2\n" in text
     assert "--objective dpo" in text and "--dpo-loss ipo" in text and "`chat.jsonl`" in text
-    assert "it prefers the chosen answer of 75%" in text
+    assert "it prefers the chosen answer in 75%" in text
     assert "Losses are of the good answers, in nats" in text
     assert "starting from one\n" in text and "/home" not in text
 

@@ -84,8 +84,8 @@ def read_rows(
                 if file_format is not None:
                     raise DataError(
                         f"{where(path, row)}: is in the {recognised} format, but the file is in "
-                        f"{name} from row {since} on: give each format its own file, or name one "
-                        "with --format to skip the others"
+                        f"the {name} format from row {since} on: give each format its own file, or "
+                        "name one with --format to skip the others"
                     )
                 name, since, file_format = recognised, row, formats[recognised]
             converted = file_format.convert(row, renamed)

@@ -47,7 +47,7 @@ ADVICE = {
     EMPTY_PROMPT: "the answer is trained on without a question: fill it in, or remove the row",
     LEAK: "the validation loss looks better than it is: remove the row from one of the two sets",
     LEAKED_PROMPT: "validation results look better than they are: keep each prompt in only one set",
-    MERGED_SYSTEM: "--merge-system did this: merge it likewise at inference",
+    MERGED_SYSTEM: "--merge-system did this: do the same at inference",
     MOJIBAKE: "the model learns to write it: read the source as UTF-8, and export it again",
     NO_END_OF_TURN: "it is trained on as ordinary text: mlxtune stops at it, other tools do not",
     NO_PROMPT: "there is nothing to answer, so it is context and not trained on",

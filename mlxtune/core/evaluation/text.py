@@ -61,7 +61,7 @@ def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> li
         f"{100 * (found.after - found.before):+.0f} points, {found.confidence:.0%} interval "
         f"{100 * found.low:+.0f} to {100 * found.high:+.0f}"
     )
-    what = f"it prefers the chosen answer of {after} of {rows}, {before} before ({interval})"
+    what = f"it prefers the chosen answer in {after} of {rows}, {before} before ({interval})"
     if not found.pairs:
         what = f"good answers gained more than bad ones in {after} of pairs, on {rows} ({interval})"
     difference = evaluation.difference

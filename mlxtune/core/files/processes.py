@@ -160,7 +160,7 @@ class Children:
                         process.send_signal(stop)
                         stopped = True
                     if time.monotonic() > deadline:
-                        raise ChildTimeoutError(f"no end within {self.limit:.0f} seconds")
+                        raise ChildTimeoutError(f"did not end within {self.limit:.0f} seconds")
                     time.sleep(_POLL_SECONDS)
                 return process.returncode
             finally:

@@ -13,7 +13,8 @@ from mlxtune.core.steps.memory_estimate import Measured
 from mlxtune.errors import OutputError
 
 FILE, MEMORY_FILE = "speeds.json", "memory.json"
-# Runs with fewer steps are not measured. The first step is not timed, as it may include compilation.
+# Runs with fewer steps are not measured. A run's first step is not timed, as it may include
+# compilation.
 _MIN_STEPS = 3
 
 

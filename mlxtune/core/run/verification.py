@@ -134,7 +134,7 @@ def _check_best(best: ValidationRecord, good: list[Checkpoint]) -> str:
     if saved is None:
         raise ValueError(f"step {best.step} is the best, but best/ is not a valid checkpoint")
     if saved != best.step:
-        raise ValueError(f"the checkpoint is of step {saved}, not {best.step}")
+        raise ValueError(f"the checkpoint is from step {saved}, not {best.step}")
     return f"step {best.step}, validation loss {best.val_loss:.4f}"
 
 

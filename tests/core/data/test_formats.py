@@ -192,8 +192,8 @@ def test_row_of_another_format_is_an_error_that_names_both(tmp_path: Path, zippe
     with pytest.raises(DataError) as raised:
         next(rows)
     assert str(raised.value) == (
-        f"{path}:3: is in the alpaca format, but the file is in chat from row 2 on: give each "
-        "format its own file, or name one with --format to skip the others"
+        f"{path}:3: is in the alpaca format, but the file is in the chat format from row "
+        "2 on: give each format its own file, or name one with --format to skip the others"
     )
 
 

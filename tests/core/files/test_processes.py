@@ -72,7 +72,7 @@ def test_signal_is_sent_once_the_moment_has_come(tmp_path: Path) -> None:
 
 
 def test_process_without_end_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ChildError, match="no end within 0 seconds"):
+    with pytest.raises(ChildError, match="did not end within 0 seconds"):
         Children(tmp_path, limit=0.1).run(["-c", SLEEPING], tmp_path / "run")
 
 
