@@ -13,7 +13,7 @@ ROLES = ("system", "user", "assistant", "tool")
 _NO_TEXT = ("image", "input_image", "audio", "input_audio", "video")
 # The fields that hold thinking in data files and in templates.
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# Keys of rows whose text often belongs to the prompt or the answer.
+# Further keys of a row; their text often belongs to the prompt or the answer.
 _BESIDE_MESSAGES = ("context", "passage", "document", "input", *THINKING_FIELDS)
 
 

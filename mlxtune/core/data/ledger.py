@@ -63,7 +63,7 @@ class Ledger:
 class EncodedFile:
     """One data file as examples before truncation, with the skipped rows and the notes.
 
-    `answer_tokens_cut` counts the supervised tokens that kept rows lost.
+    `answer_tokens_cut` counts the supervised tokens that truncation cut from kept rows.
     """
 
     arrays: ExampleArrays

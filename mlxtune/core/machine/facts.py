@@ -225,7 +225,7 @@ def folders() -> dict[str, Folder]:
 
 
 def _downloads() -> Path:
-    """Return the folder of models that huggingface_hub's documented environment variables set."""
+    """Return the folder for models that huggingface_hub's documented variables set."""
     if own := os.environ.get("HF_HUB_CACHE"):
         return as_path(own)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -80,7 +80,7 @@ class PreferenceRows(CorpusRows):
 
 
 def reference_key(model: Mapping[str, Any], rows: Sequence[PreferenceRows]) -> str:
-    """Return a hash of what decides reference log-probabilities: starting model and examples."""
+    """Return a hash of what decides the log-probabilities: the starting model and the examples."""
     parts = {**model, "examples": [each.digest() for each in rows]}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

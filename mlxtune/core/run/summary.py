@@ -52,9 +52,10 @@ class RunView:
 
     `status` is finished, stopped early, running or unfinished; `started` is in ISO 8601. Losses are
     in nats per supervised token, memory in bytes; `tokens_per_second` counts tokens of examples.
-    `train_loss` is the mean of the last epoch, or of the steps so far in the first epoch. `curve`
-    has means of the validation losses or, with fewer than three, of the training losses. `judged`
-    is the verdict of the evaluation, `best_place` the epoch or step of the best validation.
+    `train_loss` is the mean over the last epoch, or over the steps so far in the first epoch.
+    `curve` has means of the validation losses or, with fewer than three, of the training losses.
+    `judged` is the verdict of the evaluation, `best_place` the epoch or step of the best
+    validation.
     """
 
     name: str

@@ -149,7 +149,7 @@ def _check_ledger(run: Path) -> str:
 def _check_options(run: Path, newest: Checkpoint) -> str:
     said, kept = mapping(read_json(run / ABOUT), "config"), mapping(newest.metadata, "config")
     for name, option in OPTIONS.items():
-        # A resumed run may have other paths and be longer.
+        # A resumed run may have different paths and be longer.
         fixed = option.affects is Affects.RESULT and not option.path
         if fixed and name in said and name in kept and said[name] != kept[name]:
             raise ValueError(

@@ -43,7 +43,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class Measured:
-    """The factors by which short passes, measured on the device, differ from the estimate.
+    """The factors by which the measured memory of short passes differs from the estimate.
 
     `kept` is for the values that layers keep, `working` for one layer's backward pass, and `again`
     for a backward pass that first runs its layer again.

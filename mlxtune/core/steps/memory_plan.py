@@ -41,7 +41,7 @@ _PLANNED = 256
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How to run a step, and its cost.
+    """A plan of how to run a step, and the step's cost.
 
     `limit` and `estimate`, the peak estimated from sizes only, are in bytes; `time` is in units of
     one token's time. The other fields describe the planned steps: `padding_share` is the padding's
