@@ -141,7 +141,7 @@ class InstructTrainer:
         return self._data_hash
 
     def validation_hash(self) -> str:
-        """Return `sha256:HASH` of the data that validation rows come from; empty without such rows."""
+        """Return `sha256:HASH` of the data of the validation rows; empty if there are none."""
         corpus = self.val_rows.corpus
         held_out = bool(self.val_rows) and corpus is self.train_rows.corpus
         return self._data_hash if held_out else corpus.data_hash() if self.val_rows else ""
