@@ -1,1 +1,1 @@
-"""The `bench` command, which times training against a peer: its processes, result and view."""
+"""The processes, result and view of the `bench` command, which times training steps."""

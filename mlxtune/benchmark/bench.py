@@ -48,8 +48,8 @@ def bench(config: BenchConfig) -> Benchmark:
 
     Writes the file that --json names.
 
-    Raises a subclass of MlxTuneError for faults of options, files or the model, and MlxTuneError if
-    mlxtune's own process fails or is killed.
+    Raises a subclass of MlxTuneError for errors in options, files or the model, and MlxTuneError if
+    mlxtune's own process reports an error or is killed.
     """
     with closing(RunConsole(quiet=config.quiet)) as console, prepared(config, console) as job:
         result = measured(config, job, console)
@@ -63,8 +63,8 @@ def bench(config: BenchConfig) -> Benchmark:
 def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
     """Read the data, write the adapter that both sides start from, and yield mlxtune's job.
 
-    A peer's job differs only in `side`. No weights are read. Raises ModelError, and
-    MemoryLimitError if not even one example fits.
+    A peer's job differs only in `side`. No weights are read. Raises a subclass of MlxTuneError,
+    such as MemoryLimitError if not even one example fits.
     """
     folder = model_folder.find_folder(config.model_path)
     config = with_hub_data(config, console)
@@ -92,7 +92,7 @@ def measured(
 ) -> Benchmark:
     """Time the steps in mlxtune, and in the given peer or the peer of --against, if any.
 
-    Raises MlxTuneError if mlxtune's own process fails or is killed.
+    Raises MlxTuneError if mlxtune's own process reports an error or is killed.
     """
     if peer is None and config.against is not None:
         peer = config.against, worker_command
@@ -182,13 +182,13 @@ def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> 
     """Run a job in a new process; `on_step` is called with the number of steps done.
 
     Raises MlxTuneError with the error that the process reports or, if it reports none, with its
-    exit status.
+    exit status. Raises RuntimeError if mlxtune's own process exits without a report.
     """
     path = job.adapter.with_name("job.pickle")
     files.write_file(path, [pickle.dumps(replace(job, started=time.time()))])
     steps: list[TimedStep] = []
     with scratch_file() as errors:
-        # stdin stays open without input: the worker ends when this process closes it.
+        # stdin stays open without input: the worker ends when this process closes the pipe.
         process = processes.start(
             command(path), stdin=processes.PIPE, stdout=processes.PIPE, stderr=errors
         )
@@ -210,7 +210,7 @@ def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> 
 
 
 def worker_command(job: Path) -> list[str]:
-    """Return the command line of mlxtune's worker for the job in a file."""
+    """Return the command line of the worker that runs the job in a file."""
     run = "from mlxtune.benchmark.worker import main; main()"
     return [sys.executable, "-c", run, str(job)]
 

@@ -10,7 +10,7 @@ from mlxtune.views.tables import plain_table, shown
 
 
 def show_benchmark(benchmark: Benchmark, console: Console) -> None:
-    """Print the table of a benchmark, and remarks on it."""
+    """Print the title, table and remarks of a benchmark."""
     head, *rows = table(benchmark)
     columns = plain_table(head)
     for row in rows:
@@ -36,7 +36,7 @@ def run_line(side: str, run: BenchmarkRun) -> str:
 
 
 def table(benchmark: Benchmark) -> list[tuple[str, ...]]:
-    """Return the table's rows, the header first; a peer adds its own column and one of ratios."""
+    """Return the table's rows, the header first; with a peer, the last column has the ratios."""
     sides = [side for side in (benchmark.ours, benchmark.theirs) if side is not None]
     ratios = benchmark.ratios()
     rows = [("", *(side.name for side in sides), *(["ratio"] if len(sides) > 1 else []))]
@@ -69,13 +69,13 @@ def agreement_line(agreed: Agreement) -> str:
         return "losses do NOT agree: one is not finite"
     verdict = "agree" if agreed.agree else "do NOT agree: the ratios compare different work"
     return (
-        f"losses {verdict} (they differ by {agreed.first:.1e} at the first step, by up to "
-        f"{agreed.largest:.1e} after; allowed: {agreed.first_tolerance:g} and {agreed.tolerance:g})"
+        f"losses {verdict} (they differ by {agreed.first:.1e} at the first step, later by up to "
+        f"{agreed.largest:.1e}; allowed: {agreed.first_tolerance:g} and {agreed.tolerance:g})"
     )
 
 
 def _range(values: Spread, show: Callable[[float], str]) -> str:
-    """Return `2.1 s (2 s-2.3 s)`, or one number if all are equal."""
+    """Return the median and range, as in `2.1 s (2 s-2.3 s)`; one number if both ends are equal."""
     middle, low, high = map(show, (values.median, values.min, values.max))
     return middle if low == high else f"{middle} ({low}-{high})"
 

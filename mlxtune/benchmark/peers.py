@@ -1,4 +1,4 @@
-"""mlx-lm as the peer of `mlxtune bench`: it trains on the same examples with its own steps."""
+"""mlx-lm as the peer of `mlxtune bench`: trains on the same examples with mlx-lm's own code."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -109,12 +109,12 @@ class MlxLm:
         return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
     def loss_and_gradients(self, tokens: mx.array, supervised: mx.array) -> Any:
-        """Return a pair of a batch's loss and its number of targets, and then its gradients."""
+        """Return a batch's loss and number of targets as a pair, and then the batch's gradients."""
         loss = default_loss if self.loss_function == "default" else masked_loss
         return nn.value_and_grad(self._model, loss)(self._model, tokens, supervised)
 
     def make_step(self, *, compiled: bool) -> Callable[..., Any]:
-        """Return a function that adds a batch's gradients and, in the last batch, updates LoRA."""
+        """Return a function that sums batches' gradients and, in the last batch, updates LoRA."""
 
         def step(
             tokens: mx.array, supervised: mx.array, share: mx.array, before: Any, last: bool
@@ -139,7 +139,10 @@ class MlxLm:
     def parts(
         self, step: Callable[..., Any], examples: Sequence[Example]
     ) -> Iterator[tuple[mx.array, Any]]:
-        """Take a step; yield each batch's part of the loss, and the sum of the gradients so far."""
+        """Take a step; yield each batch's part of the loss, and the sum of the gradients so far.
+
+        Yields None in place of the last sum, which the update has used.
+        """
         batches = [self.batch(batch) for batch in self.batches(examples)]
         total = sum(count for _, _, count in batches)
         gradients = None
@@ -165,8 +168,8 @@ class MlxLm:
     ) -> tuple[mx.array, mx.array, int]:
         """Return padded tokens (B, L), their supervised spans or mask, and the number of targets.
 
-        A span holds the first and the last supervised position. With `own`, it ends one position
-        after the row, as in mlx-lm.
+        A span is the pair of the first and the last supervised position. With `own`, it ends one
+        position after the row, as in mlx-lm.
         """
         rows = [(each.tokens.tolist(), int(each.assistant_mask.argmax())) for each in examples]
         tokens, own_spans = next(iterate_batches(rows, len(rows), self._lora.max_seq_len))
@@ -190,7 +193,7 @@ def one_span(example: Example) -> bool:
 def masked_loss(
     model: nn.Module, tokens: mx.array, supervised: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Return the mean loss and the number of targets, chosen by a bool mask (B, L - 1).
+    """Return the mean loss and the number of the targets that a bool mask (B, L - 1) chooses.
 
     For one span per row, the result equals that of mlx-lm's `default_loss`, which supports no other
     masks.
@@ -202,7 +205,7 @@ def masked_loss(
 
 
 def write_start(base: BaseModel, config: InstructConfig, adapter: Path) -> None:
-    """Write the adapter that both sides start from into the folder `adapter`, as `train` does.
+    """Write both sides' initial adapter to the folder `adapter`, as `train` does.
 
     Attaches LoRA to the model, but reads no weights. Raises ModelError.
     """

@@ -1,10 +1,10 @@
-"""The numbers of a benchmark: steps, runs, sides, their ratios, and whether their losses agree.
+"""The numbers of a benchmark: steps, runs, sides, ratios, and whether the losses agree.
 
     side      one trainer: this package, or a peer
     run       one process of a side, which takes all steps
     step      one optimizer update, timed
 
-Ratios are mlxtune's numbers over the peer's.
+A ratio is mlxtune's number divided by the peer's.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SCHEMA_VERSION = 2
-# The largest accepted differences of losses, relative to the greater of 1 and the loss: at the
+# The largest accepted differences between losses, relative to the greater of 1 and the loss: at the
 # first step, and later. Before the first update, both sides compute the same function of the same
 # numbers; later, AdamW turns a rounding error in a gradient near 0 into an update of full size.
 _TOLERANCES = {"float32": (1e-4, 1e-3)}
-# The same in 16 bits: bfloat16 rounds a log-sum-exp of 10 to within 0.03.
+# The largest accepted differences in 16 bits: bfloat16 rounds a log-sum-exp of 10 to within 0.03.
 _TOLERANCES_16_BIT = (2e-2, 2e-2)
 
 
 @dataclass(frozen=True)
 class TimedStep:
-    """The time in seconds of one step, its peak memory in bytes, its loss and its tokens.
+    """One step: its time in seconds, peak memory in bytes, loss and numbers of tokens.
 
     `tokens` counts the examples' tokens, `tokens_run` all tokens that the model processed, and
     `padding` the wasted tokens: pads, and tokens after an example's last supervised token.
@@ -48,7 +48,7 @@ class BenchmarkRun:
     `process_s` is the time from the start of the process until it is ready to train, and
     `startup_s` the part of that time after the weights are read. `peak_rss` is the largest memory
     of the process. `loss_function` names the loss of a peer, and `loss_with_pad_targets` is the
-    peer's first loss with its own targets. `execution` names how the side computes, and
+    first step's loss with the peer's own targets. `execution` names how the side computes, and
     `reference_s` is the time for the reference's log-probabilities, if the objective needs them.
     """
 
@@ -129,7 +129,7 @@ class Side:
     failed: str | None = None
 
     def spread(self, quantity: str) -> Spread:
-        """Return the spread over the runs, or over all their steps for `seconds_per_step`."""
+        """Return a quantity's spread over the runs or, for `seconds_per_step`, over all steps."""
         if quantity == "seconds_per_step":
             return Spread.of(step.seconds for run in self.runs for step in run.steps)
         return Spread.of(getattr(run, quantity) for run in self.runs)
@@ -149,7 +149,7 @@ _SPREADS = (*_COMPARED, "seconds_per_step", "padding_share", "startup_s")
 
 @dataclass(frozen=True)
 class Agreement:
-    """The differences of two sides' losses, relative to the greater of 1 and the loss.
+    """The differences between two sides' losses, relative to the greater of 1 and the loss.
 
     `first` is the difference at the first step, and `largest` the largest difference at later
     steps; both are None if a loss is not finite.
@@ -169,7 +169,7 @@ class Agreement:
 
 
 def agreement(ours: Sequence[float], theirs: Sequence[float], dtype: str) -> Agreement:
-    """Compare the losses of both sides at the same steps, computed in `dtype`."""
+    """Compare both sides' losses at the same steps; `dtype` decides the tolerances."""
     apart = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(ours, theirs, strict=True)]
     finite = all(map(math.isfinite, apart))
     first_tolerance, tolerance = _TOLERANCES.get(dtype, _TOLERANCES_16_BIT)
@@ -183,7 +183,7 @@ def agreement(ours: Sequence[float], theirs: Sequence[float], dtype: str) -> Agr
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The measurements and their conditions; `rows` and `examples` count all steps together."""
+    """The measurements and their conditions; `rows` and `examples` are totals over all steps."""
 
     model: str
     device: str
@@ -203,7 +203,7 @@ class Benchmark:
 
     @property
     def pairs(self) -> list[tuple[BenchmarkRun, BenchmarkRun]]:
-        """Each run of mlxtune, paired with the peer's run right after it."""
+        """Pairs of a run of mlxtune and the peer's run right after it."""
         return list(zip(self.ours.runs, self.theirs.runs, strict=False)) if self.theirs else []
 
     def ratios(self) -> dict[str, Spread]:

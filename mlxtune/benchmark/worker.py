@@ -1,4 +1,4 @@
-"""One process of a benchmark: takes the steps of one side, and writes its measurements.
+"""One process of a benchmark: takes the steps of one side, and writes the measurements.
 
 Each line on stdout is a JSON object with one entry: a step, the run as a whole, or an error.
 """
@@ -43,21 +43,21 @@ class BenchSide(Protocol):
         """Attach the adapter to the model, and prepare the steps. Raises MlxTuneError."""
 
     def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
-        """Compile for the steps without training; return `loss_with_pad_targets`, if any."""
+        """Prepare for the steps, without training; return `loss_with_pad_targets` or None."""
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
         """Take step `number`, counted from 1, on all its examples; return its loss."""
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
-        """Return the numbers of processed tokens and of padding in the last step."""
+        """Return the numbers of processed tokens and of padding tokens in the last step."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The steps of a side, with `rows` rows in total. `started` is the start time of its process.
+    """The steps of a side, with `rows` rows in total.
 
     `adapter` is the folder of the adapter that both sides start from. `execution` is the value of
-    --execution.
+    --execution. `started` is the time at which the side's process was started.
     """
 
     side: str
@@ -73,7 +73,8 @@ class Job:
 class OurSide:
     """mlxtune's side: the steps of `train`, set up as in `commands.train`.
 
-    Its methods import its libraries, so that a peer's process neither loads nor measures them.
+    The methods import mlxtune's libraries, so that a peer's process neither loads nor measures
+    them.
     """
 
     loss_function = "own"
@@ -128,7 +129,7 @@ class OurSide:
         return None
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
-        """Take a step at the constant learning rate."""
+        """Take a step at the peak learning rate, which stays constant."""
         self._result = self._start(number, examples).result()
         return self._result.avg_loss
 
@@ -257,7 +258,7 @@ def _claim_stdout() -> TextIO:
 
 def _end_with_parent() -> None:
     # The pipe closes when the parent ends, even if it is killed. `sys.stdin` is not used: an exit
-    # after an error would wait for its lock, and abort.
+    # after an error would wait for that stream's lock, and abort.
     while os.read(0, 1):
         pass
     os._exit(1)

@@ -65,7 +65,7 @@ def command() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command and exit. Print an error that users can fix as one line on stderr."""
+    """Run the command and exit; an error that users can fix becomes one line on stderr."""
     try:
         unguard()
         _main(list(sys.argv[1:] if arguments is None else arguments))
@@ -122,7 +122,7 @@ def _code_of(interrupt: KeyboardInterrupt) -> int:
 
 
 def _interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
-    """Return the interrupt that caused an error, for example inside a lock or an import."""
+    """Return the interrupt that caused an error, such as one inside an import; None if none did."""
     cause = error.__context__
     if cause is None or isinstance(cause, KeyboardInterrupt):
         return cause

@@ -24,7 +24,7 @@ def _command(
     config: type | None = None,
     argument: str | None = None,
 ) -> click.Command:
-    """Return a command that calls a function, and exits with status 1 if it returns False.
+    """Return a command that calls a function, and exits with status 1 if the result is False.
 
     A function that loads mlx is given by name, because --help must not load mlx. A function given
     by name gets the config built from flags and a file, if the command has a config; a callable
@@ -63,7 +63,7 @@ def _flag(names: str, help: str) -> click.Option:
 
 
 def _demo(config: str | None, **flags: Any) -> None:
-    """Train on the demo's data, and print an answer from before and after training."""
+    """Train on the demo's data, and print the answers to one question before and after training."""
     from mlxtune.commands.train import demo
     from mlxtune.views.console import RunConsole
     from mlxtune.views.run_text import before_and_after, next_lines
@@ -84,7 +84,7 @@ def _demo(config: str | None, **flags: Any) -> None:
 def _train(
     config: str | None, dry_run: bool, resume: str | None, open_page: bool, **flags: Any
 ) -> None:
-    """Start a run, or resume one with its recorded options and the given ones."""
+    """Start a run, or resume one with its recorded options, changed by the given options."""
     if resume is None:
         checked, point = merged(TrainConfig, config, flags), None
     else:
@@ -107,7 +107,7 @@ def _train(
 
 
 def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) -> bool:
-    """Check this machine or, with `prove`, its results; return whether all checks passed."""
+    """Check this machine or, with `prove`, training on it; return whether no check failed."""
     if share is not None and not prove:
         raise ConfigError(["--share writes the result of --prove: give both"])
     if prove:

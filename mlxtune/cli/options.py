@@ -79,7 +79,7 @@ class Command(click.Command):
     """A command that recognises options of other tools and of our other commands."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. Report all options of other tools at once, each with our option."""
+        """Parse the arguments; report all other tools' options at once, with our equivalents."""
         problems = [] if ctx.resilient_parsing else list(self._unknown(args))
         if problems:
             raise click.UsageError("; ".join(problems), ctx)
@@ -194,7 +194,7 @@ def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Con
 def given(
     kind: type, config: str | None, flags: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the unchecked options in a file and flags, and a problem for each unknown option."""
+    """Return the unchecked options from a file and flags, and a problem for each unknown option."""
     options: dict[str, Any] = {}
     problems: list[str] = []
     if config is not None:
@@ -221,8 +221,8 @@ def load_config_file(
     """Read options from a YAML or TOML file; keys are field names, with `-` or `_`.
 
     Returns the options of `config`, and a problem for each unknown option. Options of other
-    commands are ignored, so that one file serves all. For a file of mlx-lm, `say` gets a title and
-    lines that explain its entries.
+    commands are ignored, so that one file serves all commands. For a file of mlx-lm, `say` gets a
+    title and lines that explain its entries.
 
     Raises ConfigError when the file cannot be read.
     """
@@ -233,7 +233,7 @@ def load_config_file(
     entries, problems = read_config_file(path), []
     if is_mlx_lm_file(entries, every):
         translated = translate(entries)
-        say(f"{path} is mlx-lm's; each entry and what it becomes:", translated.lines)
+        say(f"{path} is for mlx-lm; its entries, and what they become:", translated.lines)
         entries = translated.options
         problems = [f"--config {path}: {problem}" for problem in translated.problems]
     options: dict[str, Any] = {}

@@ -21,8 +21,8 @@ _TEMPORARY = ("TMPDIR", "TEMP", "TMP", "TEMPDIR")
 def open_streams() -> None:
     """Open closed streams on the null device, and report failed writes as our own errors.
 
-    If a stream stayed closed, the next opened file would get its descriptor, and with it other
-    code's output.
+    If a stream stayed closed, the next opened file would get the stream's descriptor, and so the
+    output that other code writes to the stream.
     """
     for number in (_STDIN, _STDOUT, _STDERR):
         try:
@@ -40,7 +40,7 @@ def open_streams() -> None:
 
 
 def flush_results() -> None:
-    """Flush stdout. Raises OutputError or BrokenPipeError after dropping its buffer."""
+    """Flush stdout. If that fails, drop the buffer and raise OutputError or BrokenPipeError."""
     try:
         sys.stdout.flush()
     except BaseException:
@@ -49,7 +49,7 @@ def flush_results() -> None:
 
 
 def drop_results() -> None:
-    """Drop the buffer of stdout, so that Python does not report the failure again at exit."""
+    """Drop the buffer of stdout, so that Python does not report a failed write again at exit."""
     with suppress(OSError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())

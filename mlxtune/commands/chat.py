@@ -95,7 +95,7 @@ class _Conversation:
 
     @property
     def who(self) -> str:
-        """A phrase that names the answering model and its path."""
+        """A phrase that names each answering model and its path."""
         base, adapter = f"the base model {self.config.model_path}", ""
         if self.loaded.adapted is not None:
             adapter = f"the adapter {self.loaded.adapted.weights}"

@@ -55,7 +55,7 @@ def show(config: ExportConfig) -> None:
 
 
 def _merge(config: ExportConfig, source: Source, folder: Path) -> Certificate:
-    """Merge base and adapter into a GGUF or, without llama.cpp's converter, a model folder.
+    """Merge base and adapter into a GGUF file or, without llama.cpp's converter, a model folder.
 
     The output folder also gets a Modelfile for Ollama. The proof covers the weights before
     quantisation.

@@ -30,8 +30,8 @@ from mlxtune.views.output import print_json, print_line
 from mlxtune.views.pages.inspect_page import PAGE, render_page
 from mlxtune.views.tables import result_console
 
-# The largest number of examples on a page, and elsewhere: in JSON or on a terminal, which may show
-# fewer.
+# The largest numbers of examples: on a page, and elsewhere (in JSON, or on a terminal, which may
+# show fewer).
 ON_PAGE, ELSEWHERE = 200, 12
 
 

@@ -210,10 +210,10 @@ def judge(
         evaluation = compare_losses(loaded, judged, config.seed, console, workers, start, objective)
         write_json(target, evaluation.as_dict())
     except MlxTuneError as problem:
-        console.warn(f"the adapter is written, but could not be evaluated: {problem}")
+        console.warn(f"the adapter was written, but could not be evaluated: {problem}")
         return None
     except KeyboardInterrupt:
-        console.warn("the adapter is written, but not evaluated: run mlxtune eval for a verdict")
+        console.warn("the adapter was written, but not evaluated: run mlxtune eval for a verdict")
         raise
     for number, line in enumerate([*verdict_lines(evaluation), *file_lines(evaluation)]):
         console.say("" if number else "Verdict", line)

@@ -139,7 +139,8 @@ def _on_workers(planned: RunPlan, config: PlanConfig, costs: Sequence[Sequence[f
     gradients = 4 * planned.trainable_parameters
     scaling = Scaling(config.workers, config.link, dearest_share(costs, config.workers), gradients)
     if config.parallel == "tensor":
-        # Workers sum hidden states twice in each pass of a layer: forward, backward and recomputed.
+        # Workers sum hidden states twice in each pass of a layer: forward, backward and
+        # recomputation.
         shapes, execution = planned.memory.shapes, planned.memory.execution
         sums = shapes.layers * (6 if execution.recompute else 4)
         hidden = planned.tokens / planned.steps_per_epoch * shapes.hidden * shapes.itemsize

@@ -1,4 +1,4 @@
-"""Code that `fuse` and `export` share, to find the inputs, and to write and prove the output."""
+"""Code that `fuse` and `export` share, to find the inputs, and to write and test the output."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,8 +48,8 @@ class Source:
     """A trained adapter and its base model on disk, named by the options of `config`.
 
     `metadata` is from the checkpoint with the same adapter, or empty; `run` is the folder of that
-    checkpoint's run. `quantization` has the keywords with which `loading.load_base` quantises the
-    base as in training.
+    checkpoint's run, or None. `quantization` has the keywords with which `loading.load_base`
+    quantises the base as in training.
     """
 
     config: OutgoingConfig
@@ -64,7 +64,7 @@ class Source:
 
 @dataclass(frozen=True)
 class ExportResult:
-    """The written file or folder, and its comparison with the trained model."""
+    """The written folder, and the certificate of its comparison with the trained model."""
 
     output: Path
     certificate: Certificate
@@ -88,8 +88,9 @@ def find_source(config: OutgoingConfig) -> Source:
 def output_folder(source: Source) -> Iterator[Path]:
     """Yield a temporary folder, and move it to --output if no error occurs.
 
-    First reports a base that is quantised while loading. A signal that ends the process removes the
-    folder; a killed process leaves it to the next `fuse` or `export`. Raises OutputError.
+    First reports a base that is quantised while loading. If a signal ends the process, the folder
+    is removed; if the process is killed, the next `fuse` or `export` removes the folder. Raises
+    OutputError.
     """
     config, console = source.config, source.console
     if source.quantization:
@@ -154,7 +155,7 @@ def prove_export(
 
 
 def certify(source: Source, folder: Path, certificate: Certificate) -> ExportResult:
-    """Write the certificate of a folder, with the hashes of its files."""
+    """Write a folder's certificate, with the hashes of the files; return the result."""
     certificate = replace(certificate, files=hashes(folder))
     write_json(folder / CERTIFICATE, certificate.as_dict())
     return ExportResult(source.config.output_path, certificate)

@@ -83,7 +83,7 @@ def write_package(
     model_path: str,
     console: RunConsole,
 ) -> None:
-    """Write the files to upload into a folder: the adapter in two layouts, and its card."""
+    """Write the upload to a folder: the adapter, in two layouts if possible, and its card."""
     _check_names(repository, base_model)
     run = read_run(run_folder_at(as_path(run_path)))
     source = find_source(

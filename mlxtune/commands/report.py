@@ -27,7 +27,7 @@ _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def report(*runs: str | Path, html: str | Path | None = None) -> list[RunView]:
-    """Return summaries of runs, in the order given; with `html`, also write their page to it.
+    """Return summaries of runs, in the order given; with `html`, also write a page to that path.
 
     Each run is named by its folder, its adapter, or the adapter's folder.
 

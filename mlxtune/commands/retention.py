@@ -1,4 +1,4 @@
-"""Chooses how `fuse` stores the trained projections of a quantised model with little loss."""
+"""Chooses how `fuse` stores a quantised model's trained projections, to keep the adapter's gain."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -29,16 +29,17 @@ from mlxtune.errors import MlxTuneError
 # The largest number of rows to measure on: more rows take longer and hardly change the result.
 _MOST_ROWS = 100
 
-# Measures the quality of a model; lower is better.
+# Measures a model: the lower the value, the better the model.
 _Measure = Callable[[BaseModel], float]
 
 
 def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention | None]:
     """Return how to store the trained projections, and how much of the adapter's gain is lost.
 
-    Measures the loss on the run's validation rows, if this user made the run and the data still
-    exists, or else the KL divergence from the trained model on the proof's prompts. If only one way
-    is possible, as without quantised projections, measures nothing, and the second value is None.
+    Measures the loss on the run's validation rows, if this user made the run, the data still exists
+    and the adapter lowers that loss, or else the KL divergence from the trained model on the
+    proof's prompts. If only one way is possible, as without quantised projections, nothing is
+    measured, and the second value is None.
 
     Raises the errors of `load_base` and `load_adapted`.
     """

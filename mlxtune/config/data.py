@@ -118,7 +118,7 @@ class ModelConfig(_Source):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsConfig(RowObjectiveConfig):
-    """Options of reading and encoding rows."""
+    """Options for reading and encoding rows."""
 
     max_seq_len: int = DATA.option(
         512, "Length in tokens to which a longer example is cut.", RESULT, at_least=2, at_most=10**9

@@ -89,7 +89,7 @@ class Option:
 
     @property
     def missing(self) -> str:
-        """The error message if a required option is not given."""
+        """The end of the error message if a required option is not given."""
         return "is required" + (f": {_one_of(self.choices)}" if self.choices else "")
 
     def read(self, value: Any, annotation: Any) -> Any:
@@ -181,7 +181,7 @@ def _read_names(value: Any) -> tuple[str, ...]:
 
 
 def _read_items(value: Any, are_paths: bool) -> tuple[str, ...]:
-    if isinstance(value, Mapping):  # in a config file, in its natural form
+    if isinstance(value, Mapping):  # as `data: {a.jsonl: 2}` in a config file
         if not all(map(_is_short, value.values())):
             raise ValueError(f"must have text or a number for each name, {_not(value)}")
         value = [f"{name}={each}" for name, each in value.items()]
@@ -231,14 +231,14 @@ def flag(name: str) -> str:
 
 def as_path(text: str) -> Path:
     """Return the path that an option names, with `~` and `~name` expanded."""
-    # Unlike Path.expanduser, leave unknown names unchanged.
+    # Unlike Path.expanduser, this leaves unknown user names unchanged.
     return Path(os.path.expanduser(text))  # noqa: PTH111
 
 
 def same(
     config: type, name: str, default: Any = dataclasses.MISSING, help: str = "", **changes: Any
 ) -> Any:
-    """Reuse an option of another config as a field; its name, default and help may differ.
+    """Reuse an option of another config as a field; the field's name, default and help may differ.
 
     `changes` replace other fields of Option.
     """

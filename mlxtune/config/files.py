@@ -25,7 +25,7 @@ class _Loader(yaml.SafeLoader):
     names the option. `<<` is a key like any other: merging can double a mapping with every line.
     """
 
-    # Without the resolvers of SafeLoader.
+    # Drop the resolvers of SafeLoader.
     yaml_implicit_resolvers: dict[Any, Any] = {}  # noqa: RUF012
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 from mlxtune.errors import shorten
 
 _ADAMW = "the optimizer is always AdamW; --weight-decay 0 makes it Adam"
-_ANSWERS_ONLY = "only answers ever carry loss; --turns last trains on a row's last answer"
-_ONE_LINE = "examples are always laid end to end, which changes nothing else"
+_ANSWERS_ONLY = (
+    "in conversations, only answers carry loss; --turns last trains on a row's last answer"
+)
+_ONE_LINE = "where the architecture allows it, examples are always laid end to end"
 _NEW_TOKENS = "new tokens are out of scope: LoRA trains no embeddings"
 _FULL = "full fine-tuning is out of scope: mlxtune trains LoRA, and DoRA with --dora"
 _IMAGES = "images are out of scope: only a model's text part is trained"
@@ -90,7 +92,11 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("training_mode train_mode rl", "objective", ""),
     ("loss_type", "dpo_loss", ""),
     ("ref_model ref_model_path reference_model reference_model_path", "", _REFERENCE),
-    ("limit max_samples num_samples", "", "all rows are used: head -n 20 FILE writes fewer"),
+    (
+        "limit max_samples num_samples",
+        "",
+        "all rows are used: to use fewer, run head -n 20 FILE > SMALL",
+    ),
     ("neftune_noise_alpha", "", "mlxtune adds no noise to embeddings"),
     # Validation, checkpoints and records
     ("steps_per_eval eval_steps", "val_steps", "every epoch ends with a validation anyway"),
@@ -98,7 +104,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("val_batches", "", "each validation covers all its rows; --val-rows limits their number"),
     ("test test_batches", "", "mlxtune eval measures an adapter on test data"),
     ("early_stopping_patience", "patience", ""),
-    ("early_stopping", "patience=5", "validations without a gain"),
+    ("early_stopping", "patience=5", "number of validations in a row without a better loss"),
     ("save_strategy steps_per_save", "save_steps=N", ""),
     ("save_total_limit", "keep", ""),
     ("steps_per_report logging_steps", "log_every", ""),
@@ -183,18 +189,18 @@ Writer = Callable[[str, str | None], str]
 
 
 def as_flag(name: str, value: str | None) -> str:
-    """Write an option as the command line takes it."""
+    """Return an option as the command line takes it."""
     flag = "--" + name.replace("_", "-")
     return flag if value is None else f"{flag} {shlex.quote(value)}"
 
 
 def as_entry(name: str, value: str | None) -> str:
-    """Write an option as a config file takes it."""
+    """Return an option as a config file takes it."""
     return f"{name}: {'true' if value is None else value}"
 
 
 def as_keyword(name: str, value: str | None) -> str:
-    """Write an option as Python takes it."""
+    """Return an option as Python takes it."""
     return f"{name}={'True' if value is None else value}"
 
 
@@ -222,7 +228,7 @@ def answer(
 
 
 def _shown(value: Any) -> str:
-    """Return a value as text to repeat in a message."""
+    """Return a value as text to repeat in a message; an ellipsis if it is long or unprintable."""
     values = value if isinstance(value, list | tuple) else [value]
     text = ",".join(map(str, values))
     is_shown = all(isinstance(each, str | int | float) for each in values) and text.isprintable()

@@ -34,7 +34,8 @@ class Limits:
 
 # Files of models, tokenizers and adapters, which may come from strangers.
 CONFIG = Limits(16 * _MB, values=500_000, entries=100_000, text=10_000)
-# Each control token takes time at every load; the time for a list of tokens is quadratic.
+# Each control token takes time at every load; the time for a list of tokens is quadratic in its
+# length.
 CONTROL_TOKENS = 50_000
 TOKENIZER_CONFIG = Limits(
     32 * _MB, values=600_000, entries=CONTROL_TOKENS, text=4 * _MB, items=10_000
@@ -161,7 +162,9 @@ def check_value(value: Any, limits: Limits, name: str) -> None:
         elif isinstance(each, dict | list):
             most = limits.items if isinstance(each, list) and limits.items else limits.entries
             if len(each) > most:
-                raise TooLarge(f"{name} has a list of {len(each):,} values, more than {most:,}")
+                raise TooLarge(
+                    f"{name} has a list or object of {len(each):,} values, more than {most:,}"
+                )
             if depth > limits.depth:
                 raise TooLarge(f"{name} is nested too deep")
         elif isinstance(each, int) and _is_longer(each, limits.digits):

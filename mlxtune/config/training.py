@@ -440,7 +440,7 @@ class PlanConfig(TrainConfig):
 
 @dataclasses.dataclass(frozen=True)
 class BenchConfig(_StepConfig):
-    """Options of a benchmark of training steps; without `against`, of this package only."""
+    """Options of a benchmark of training steps in mlxtune and, with `against`, in a peer."""
 
     _: dataclasses.KW_ONLY
     # Rows held out for validation would not be timed.
@@ -478,9 +478,10 @@ class BenchConfig(_StepConfig):
         return None if self.json in (None, "-") else as_path(str(self.json))
 
     def training(self, dtype: str) -> TrainConfig:
-        """Return the options of the timed run: without clipping, like other trainers by default.
+        """Return the options of the timed run.
 
-        The plan estimates the memory, and uses no cached measurement.
+        Clipping is off, as it is by default in other trainers. The plan estimates the memory, and
+        uses no cached measurement.
         """
         own: dict[str, Any] = {"schedule": "constant", "max_grad_norm": 0.0, "no_cache": True}
         return self.part(TrainConfig, dtype=dtype, **own)

@@ -71,7 +71,7 @@ class UseConfig(ModelConfig):
         return problems
 
     def reading(self, **options: Any) -> DataConfig:
-        """Return the options that read data as `train` does, changed by `options`."""
+        """Return the options for reading data as `train` does, changed by `options`."""
         # Prompts need no data file, and EvalConfig has its own data.
         changes = {"data": getattr(self, "data", ("none",)), "val_split": 0.0}
         return self.part(DataConfig, **changes | options)
@@ -81,8 +81,8 @@ class UseConfig(ModelConfig):
 class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     """Options of an evaluation, for the command and for `mlxtune.commands.evaluate`.
 
-    The command evaluates every row of the data; of a folder, every row of its test file or, without
-    one, its validation file. Without an adapter, it evaluates only the base model.
+    The command evaluates every row of the data. In a folder, it reads the test file or, if there is
+    none, the validation file. Without an adapter, it evaluates only the base model.
 
     Raises ConfigError, which lists every problem.
     """
@@ -186,7 +186,7 @@ class ChatConfig(AnswerConfig):
 
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig(AnswerConfig):
-    """Options of one answer, for the command and for `mlxtune.commands.generate`.
+    """Options for generating an answer, for `mlxtune generate` and `mlxtune.commands.generate`.
 
     Raises ConfigError, which lists every problem.
     """

@@ -47,8 +47,8 @@ def check_may_write(repository: str, *, public: bool) -> bool:
         if token.get("role") == "read":
             raise OutputError(
                 f"{repository}: the token {token.get('displayName', '')!s:.60} of "
-                f"{account['name']!s:.60} may only read: on the page of your tokens, make one that "
-                "may write, and set HF_TOKEN"
+                f"{account['name']!s:.60} can only read: create one with write access on your "
+                "tokens page, and set HF_TOKEN"
             )
         try:
             private = hub.model_info(repository, timeout=_TIMEOUT).private is not False

@@ -75,7 +75,7 @@ def reason(error: Exception, kind: str) -> str:
         return f"{error}: check HF_ENDPOINT"
     nonsense = (TypeError, ValueError, LookupError, AttributeError, AssertionError)
     if isinstance(error, (*nonsense, errors.FileMetadataError)):
-        return f"the answer of {constants.ENDPOINT} is not that of a hub: check HF_ENDPOINT"
+        return f"{constants.ENDPOINT} does not answer like a hub: check HF_ENDPOINT"
     return (
         f"the connection to {constants.ENDPOINT} failed ({one_line(cause)}): check the network, "
         "and try again"
@@ -96,7 +96,7 @@ def _refusal(error: errors.HfHubHTTPError, kind: str) -> str:
     if code == 404:
         return "the hub lacks a file that it lists: try again, or name another revision"
     if code == 429:
-        return "the hub has received too many requests: wait some minutes, and try again"
+        return "the hub has received too many requests: wait a few minutes, and try again"
     if code >= 500:
         return f"the hub is not working ({code}): try again later"
     return f"the hub answers with error {code} ({said})"

@@ -138,7 +138,7 @@ def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
 def _longest_line(longest: LongestFit) -> str:
     if not longest.recomputed:
         return "not even one token fits: raise --memory-limit, or use --quantize 4"
-    whole = f", all that the model was made for: --max-seq-len {longest.context}"
+    whole = f", the model's maximum: use --max-seq-len {longest.context}"
     if longest.kept == longest.context:
         return f"{longest.kept:,} tokens with activations kept{whole}"
     recomputed = f"{longest.recomputed:,} with --grad-checkpoint on"
@@ -156,12 +156,15 @@ def _workers_line(scaling: Scaling) -> str:
         f"adding {byte_size(scaling.exchanged)} of {what} takes "
         f"{short_duration(scaling.exchange_s)} at {scaling.gbps:g} Gbit/s"
     )
-    share = f"one computes up to {scaling.dearest:.0%} of a step"
+    share = f"the busiest computes up to {scaling.dearest:.0%} of a step"
     if scaling.speedup is None or scaling.step_s is None:
         return f"{scaling.workers}: {share}; {exchange}"
-    gain = f"at most {scaling.speedup:.1f} times as fast as one"
+    gain = f"at most {scaling.speedup:.1f} times as fast as one alone"
     if scaling.speedup < 1:
-        gain = f"slower than one: only steps of over {short_duration(scaling.least_step_s)} gain"
+        gain = (
+            "slower than one alone: only steps of over "
+            f"{short_duration(scaling.least_step_s)} get faster"
+        )
     return f"{scaling.workers}, {gain}: {share} of {short_duration(scaling.step_s)}; {exchange}"
 
 

@@ -190,7 +190,7 @@ def test_file_of_mlx_lm_is_read_and_each_entry_said(tmp_path: Path) -> None:
     assert problems == []
     assert options["model_path"] == "m" and options["max_steps"] == 60
     ((title, lines),) = said
-    assert title == f"{path} is mlx-lm's; each entry and what it becomes:"
+    assert title == f"{path} is for mlx-lm; its entries, and what they become:"
     assert lines[0] == "model: m → --model-path m"
 
 

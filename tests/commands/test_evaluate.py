@@ -297,7 +297,7 @@ def test_interrupt_while_it_is_evaluated_loses_neither_adapter_nor_result(
     assert outcome.code == 130
     warning, last = outcome.err.splitlines()
     assert warning == (
-        "warning: the adapter is written, but not evaluated: run mlxtune eval for a verdict"
+        "warning: the adapter was written, but not evaluated: run mlxtune eval for a verdict"
     )
     assert last == "mlxtune: interrupted"
     assert output.exists()

@@ -61,7 +61,7 @@ def test_every_option_of_mlx_lm_is_ours_or_known() -> None:
         ("ranck", "3", " (did you mean --rank?)"),
         ("batch-size", "3", " (did you mean --batch-size 3?)"),
         ("ref_model", "m", ": the reference is the model without the adapter"),
-        ("limit", "20", ": all rows are used: head -n 20 FILE writes fewer"),
+        ("limit", "20", ": all rows are used: to use fewer, run head -n 20 FILE > SMALL"),
         ("zzz", "3", ""),
     ],
 )

@@ -18,9 +18,9 @@ SMALL = Limits(1000, values=10, entries=4, text=20, digits=5, items=3, depth=3)
     ("value", "said"),
     [
         ([1, 2, 3], None),
-        ([1, 2, 3, 4], "has a list of 4 values, more than 3"),
+        ([1, 2, 3, 4], "has a list or object of 4 values, more than 3"),
         ({"a": 1, "b": 2, "c": 3, "d": 4}, None),
-        ({"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}, "has a list of 5 values, more than 4"),
+        ({"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}, "has a list or object of 5 values, more than 4"),
         ("x" * 20, None),
         ("x" * 21, "has text of 21 characters"),
         ({"x" * 21: 1}, "has text of 21 characters"),

@@ -98,7 +98,7 @@ def test_existing_repository_is_as_visible_as_was_asked_for(
     [
         ("", "needs a token of the hub"),
         ("hf_typo", "the hub refuses the token"),
-        ("hf_reader", "the token test of me may only read"),
+        ("hf_reader", "the token test of me can only read"),
     ],
 )
 def test_token_that_may_not_write_is_found_before_anything_is_sent(
@@ -147,7 +147,7 @@ def test_upload_that_breaks_leaves_the_hub_as_it_was(
     [
         (lambda handler: handler.refuse(503, "", "down"), "not working (503)"),
         (lambda handler: handler.refuse(403, "", "no more"), "denies access (no more)"),
-        (lambda handler: handler.answer(b"<html>"), "is not that of a hub"),
+        (lambda handler: handler.answer(b"<html>"), "does not answer like a hub"),
     ],
     ids=["down", "forbidden", "nonsense"],
 )
@@ -155,7 +155,7 @@ def test_hub_that_is_out_of_order_is_an_error_in_one_line(
     hub: Hub, folder: Path, part: str, how: Callable[[Handler], object], message: str
 ) -> None:
     hub.faults.append(failing(part, how))
-    if part == "PUT /storage" and message == "is not that of a hub":
+    if part == "PUT /storage" and message == "does not answer like a hub":
         # The client ignores the content of the storage's answers.
         return
     assert message in refusal(folder)

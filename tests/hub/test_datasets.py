@@ -238,9 +238,7 @@ def test_answer_that_makes_no_sense_is_an_error_in_one_line(hub: Hub, answer: by
         return "/api/" in path
 
     hub.faults.append(fault)
-    assert refusal("org/sums") == (
-        f"the answer of {hub.endpoint} is not that of a hub: check HF_ENDPOINT"
-    )
+    assert refusal("org/sums") == (f"{hub.endpoint} does not answer like a hub: check HF_ENDPOINT")
     assert kept() == []
 
 
@@ -251,7 +249,7 @@ def test_file_without_the_hubs_headers_is_an_error(hub: Hub) -> None:
         return method == "HEAD"
 
     hub.faults.append(fault)
-    assert refusal("org/sums").endswith("is not that of a hub: check HF_ENDPOINT")
+    assert refusal("org/sums").endswith("does not answer like a hub: check HF_ENDPOINT")
 
 
 @pytest.mark.parametrize("part", ["/api/", "/resolve/"])

@@ -25,8 +25,8 @@ def with_auto(
 ) -> tuple[C, str]:
     """Return the options with --auto's choices, and the equivalent command.
 
-    `given` names the options that the user chose. To choose the other options, encodes and caches
-    the data.
+    `given` names the options that the user chose. Encodes and caches the data in order to choose
+    the other options. Without --auto, the command is empty.
     """
     if not config.auto:
         return config, ""

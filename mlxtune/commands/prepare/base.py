@@ -63,7 +63,7 @@ def find_base(
 
 
 def metadata_of(weights: Path) -> tuple[Mapping[str, Any], Path | None]:
-    """Return the metadata and the run folder of the checkpoint with the same adapter.
+    """Return the metadata and the run folder of the checkpoint that has the adapter `weights`.
 
     The checkpoint is the adapter's own folder, or is in `checkpoints` next to the adapter. Without
     such a checkpoint, the metadata is empty and the folder None.

@@ -145,7 +145,7 @@ class Reader:
 
     @cached_property
     def _built_in(self) -> str | None:
-        """Return the template that the options name, or else the built-in one for the model's type.
+        """Return the given template's name, or else that of the model type's built-in template.
 
         Returns None if there is no such template.
         """
@@ -222,7 +222,7 @@ class Reader:
         return encode_file(path, encode, cache=self._config.cache_path, key=self._key(path))
 
     def why_skipped(self, path: Path, row: int) -> BadRow | None:
-        """Return the reason for skipping a row; None if it is kept, or does not exist."""
+        """Return the reason for skipping a row; None if the row is kept, or does not exist."""
         unread = SkippedRows(path, places_per_kind=sys.maxsize)
         same = [each for each in self.rows(path, unread) if each.row == row]
         file = encode_file(
@@ -317,7 +317,7 @@ def with_hub_data(config: Config, console: RunConsole) -> Config:
 def _pinned(
     value: str, config: DataConfig | EvalConfig, console: RunConsole, *, held_out: bool = False
 ) -> str:
-    """Return a value of --data, with a commit if it names a data set of the hub."""
+    """Return a value of --data; if it names a data set of the hub, download it and add a commit."""
     plain, _ = weighted(value)
     if (name := dataset_name(plain)) is None:
         return value

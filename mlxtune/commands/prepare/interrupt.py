@@ -18,8 +18,8 @@ def stop_on_interrupt(
 ) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether a signal has arrived; the first signal calls `notify`.
 
-    A second signal ends the process as usual: SIGINT raises KeyboardInterrupt. Does nothing outside
-    the main thread, where Python cannot handle signals.
+    A second signal ends the process as usual: SIGINT raises KeyboardInterrupt. Outside the
+    main thread, Python cannot handle signals, and the function always returns False.
     """
     received: list[int] = []
     # Notify in a thread, because the handler may interrupt a method of a console, and consoles are

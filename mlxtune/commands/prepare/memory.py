@@ -71,8 +71,8 @@ def planned_work(
 ) -> DataSample:
     """Return the work to plan: steps, and the single examples that need the most memory.
 
-    Looks for these examples in the whole data set or else in the steps. If there are neither data
-    nor steps, the work is one example of --max-seq-len tokens.
+    Looks for these examples in the whole data set or else in the steps. Without data and steps, the
+    work is one example of --max-seq-len tokens.
     """
     sizes = [(len(example), example.supervised) for step in steps for example in step]
     if dataset is not None:
@@ -196,7 +196,7 @@ def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str
 
 
 def cut_loss_line(config: TrainConfig, base: BaseModel, work: DataSample, dataset: Dataset) -> str:
-    """Return a line on the supervised tokens that --max-seq-len cuts off; empty if it cuts few."""
+    """Return a line on the supervised tokens that --max-seq-len cuts off; empty if only a few."""
     loss = cut_loss(dataset.files, config.max_seq_len, config.cut)
     if loss is None:
         return ""

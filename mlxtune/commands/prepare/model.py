@@ -143,7 +143,7 @@ def prompted_as_trained(config: U) -> U:
 
 
 def judged_as_trained(config: EvalConfig, given: Collection[str]) -> EvalConfig:
-    """Return the options with the adapter's objective, unless `given` names an objective.
+    """Return the options with the adapter's objective, unless `given` contains "objective".
 
     Raises ModelError.
     """
@@ -153,7 +153,7 @@ def judged_as_trained(config: EvalConfig, given: Collection[str]) -> EvalConfig:
 
 
 def _with_recorded(config: U, adapter: str, record: str, names: Collection[str]) -> U:
-    """Return the options, with the values that the adapter records for `names`."""
+    """Return the options with the adapter's recorded values for `names`. Raises ModelError."""
     weights = find_adapter(adapter)
     trained = read_info(weights).mlxtune.get(record)
     known = {} if trained is None else trained

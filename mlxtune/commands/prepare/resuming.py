@@ -34,12 +34,12 @@ _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
     "data_hash": (
         DataError,
         "--data: gives different examples from those that the run was trained on: "
-        "bring back its files, or start a new run",
+        "bring back the run's files, or start a new run",
     ),
     "validation_hash": (
         DataError,
         "--val-data: gives different examples from those that the run was validated with: "
-        "bring back its file, or start a new run",
+        "bring back the run's file, or start a new run",
     ),
     "base_hash": (
         ModelError,
@@ -191,7 +191,7 @@ def _shown(value: Any, option: Option) -> str:
 
 
 def _places(run: Path, own: Mapping[str, Any], working_directory: str) -> dict[str, Any]:
-    """Resolve a run's path options against its working directory, even if the run has moved."""
+    """Return a run's paths, resolved against its working directory; outputs follow a moved run."""
     places: dict[str, Any] = {}
     if working_directory and Path(working_directory) != Path.cwd():
         for name, value in own.items():
@@ -239,7 +239,7 @@ def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunCon
     if (workers := metadata.get("workers", 1)) != now["workers"]:
         console.warn(
             f"the run was on {_workers(workers)} and goes on with {_workers(now['workers'])}: its "
-            "result is the same but for rounding, not to the byte"
+            "result is the same except for rounding, but not byte for byte"
         )
     before = mapping(metadata, "versions")
     changed = [

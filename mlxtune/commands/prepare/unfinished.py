@@ -1,7 +1,7 @@
 """Notes incomplete folders in the user's cache, so that later commands can remove the folders.
 
-A note gives a folder's path and inode, and is locked while the process that wrote it lives. Only
-mlxtune writes notes, so folders of other programs are never removed.
+A note gives a folder's path and inode, and is locked while the process that wrote the note lives.
+Only mlxtune writes notes, so folders of other programs are never removed.
 """
 
 import os
