@@ -13,13 +13,13 @@ import numpy.typing as npt
 from mlxtune.core.text import byte_size
 
 SCHEMA_VERSION = 1
-# The largest accepted differences from the plain path in float32: of the loss, relative to it,
-# and of gradients, relative to their largest entry.
+# The largest accepted differences from the plain path in float32: of the loss, as a share of the
+# plain path's, and of gradients, as a share of their largest entry.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 # In 16 bits, the lowest accepted cosine between a matrix's gradient and its float32 gradient, and
 # the largest accepted deviation from 1 of the ratio of their norms.
 COSINE_TOLERANCE, NORM_TOLERANCE = 0.999, 0.03
-# The largest accepted excess of a measured peak over its prediction, as a share; the share for GPUs
+# The largest accepted excess of a measured peak, as a share of its prediction; the share for GPUs
 # is a guess, not based on measurements.
 MEMORY_MARGIN, GPU_MEMORY_MARGIN = 0.15, 0.5
 # Kinds of checks.
@@ -48,7 +48,7 @@ Step = tuple[float, Gradients]
 
 @dataclass(frozen=True)
 class ProofCheck:
-    """The result of a check; `values` are its numbers for JSON."""
+    """The result of a check; `values` are its numbers and hashes for JSON."""
 
     kind: str
     name: str
@@ -72,7 +72,7 @@ class ProofCheck:
 
 @dataclass(frozen=True)
 class MachineProof:
-    """The checks of a machine, with the machine, device and package versions that they ran on."""
+    """The checks of a machine, with facts on the machine, its device and its package versions."""
 
     checks: Sequence[ProofCheck]
     machine: Mapping[str, Any]
@@ -119,7 +119,7 @@ def _largest_difference(found: Gradients, expected: Gradients) -> float:
 
 
 def _cosine_and_ratio(found: Gradients, expected: Gradients) -> tuple[float, float]:
-    """Return the lowest cosine of any matrix's gradients, and the norm ratio farthest from 1."""
+    """Return the lowest cosine of a matrix's two gradients, and the norm ratio farthest from 1."""
     cosines, ratios = [], []
     for name, value in expected.items():
         other = found[name]
@@ -146,7 +146,7 @@ def check_gradients(name: str, loss: float, gradient: float) -> ProofCheck:
 
 
 def check_dtype(name: str, cosine: float, norm: float, packing_problem: str = "") -> ProofCheck:
-    """Judge 16-bit gradients by the lowest cosine with the float32 ones and the worst norm ratio.
+    """Judge 16-bit gradients by the lowest cosine with float32 gradients and the worst norm ratio.
 
     A step that could not pack its examples fails too, because the proof's models allow packing.
     """

@@ -123,7 +123,7 @@ def _function_step(
     dtype: mx.Dtype,
     kind: str,
 ) -> Step:
-    """Return the sum of squares of a function's result, and its gradient for each input."""
+    """Return the sum of squares of a function's result, and the sum's gradient for each input."""
     # The numbers are exact in bfloat16, so that all dtypes get equal inputs.
     drawn = inputs(np.random.default_rng(0))
     arrays = [mx.array(x, dtype=mx.bfloat16).astype(dtype) for x in drawn]
@@ -171,7 +171,7 @@ def _delta_state() -> mx.array:
 
 
 _WINDOW = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 64}
-# Every token uses all experts: in 16 bits, a router might choose different ones.
+# Every token uses all experts: in 16 bits, a router might choose different experts.
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16}
 _TIED = {"tie_word_embeddings": True}
 _DELTA = {"gpu": _gated_delta_kernel, "plain": _gated_delta_by_chunks}

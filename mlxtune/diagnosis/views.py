@@ -94,7 +94,7 @@ def _anonymous(value: Any, names: Sequence[str]) -> Any:
 
 
 def _without(text: str, names: Sequence[str]) -> str:
-    """Return text without `names`, matched as whole words in any case."""
+    """Return text with an ellipsis in place of `names`, matched as whole words in any case."""
     # The part of a host's name before the first dot also identifies it.
     every = {part for name in names for part in (name, name.partition(".")[0])}
     for name in sorted(every, key=len, reverse=True):

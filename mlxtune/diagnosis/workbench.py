@@ -59,7 +59,7 @@ class Workbench:
 
     @cached_property
     def step(self) -> Path:
-        """A file of rows that share prefixes: one for each sequence of roles, the last twice."""
+        """A file of rows that share prefixes: one per sequence of roles, and the last row twice."""
         kinds: dict[tuple[str, ...], str] = {}
         for line in read_text(self.rows).splitlines():
             kinds.setdefault(tuple(each["role"] for each in json.loads(line)["messages"]), line)
@@ -79,7 +79,7 @@ class Workbench:
         _expect(status, 0, folder)
 
     def measure_model(self, job: str, name: str, rows: Path) -> Iterator[ProofCheck]:
-        """Yield the checks of a job on a model, with the model's name in front of theirs."""
+        """Yield the checks of a job on a model, with the model's name before each check's name."""
         for check in self.measure(job, self.model(name), rows):
             yield replace(check, name=f"{name}: {check.name}")
 
@@ -105,7 +105,8 @@ class Workbench:
         metrics = run / "metrics.jsonl"
 
         def has_begun() -> bool:
-            # A killed run resumes from its last checkpoint; an interrupted run saves a new one.
+            # A killed run resumes from its last checkpoint; an interrupted run saves another
+            # checkpoint.
             return any(run.glob("step-*")) if stop == signal.SIGKILL else metrics.exists()
 
         status = self._train(name, folder, until=has_begun, stop=stop)

@@ -102,7 +102,7 @@ def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> 
 
 
 def _listing(hub: huggingface_hub.HfApi, name: DatasetName, held_out: bool) -> HubData:
-    """Ask the hub which files a name stands for; return the files' paths in the repository."""
+    """Ask the hub what a name stands for; the files' paths are those in the repository."""
     about = hub.dataset_info(name.repository, timeout=_TIMEOUT)
     info, splits = about, None
     if name.revision is None:

@@ -73,7 +73,7 @@ def own_splits(files: Iterable[str], configs: Any) -> Splits:
 
 
 def _data_files(files: Iterable[str]) -> list[str]:
-    """Return the data files of the most common type; files of other types repeat the same rows."""
+    """Return the data files of the most common type; other types probably repeat the same rows."""
     kinds: dict[str, list[str]] = {}
     for file in sorted(files):
         name = PurePosixPath(file).name

@@ -22,8 +22,8 @@ Value = bool | int | float | str
 class TrackedRun:
     """A run as a tracker knows it.
 
-    `identity` stays the same when the run is resumed. `folder` holds its checkpoints; `step` is the
-    last step before the run was resumed, 0 for a new run.
+    `identity` stays the same when the run is resumed. `folder` contains the run's checkpoints;
+    `step` is the last step before the run was resumed, 0 for a new run.
     """
 
     identity: str

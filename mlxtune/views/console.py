@@ -29,12 +29,12 @@ from mlxtune.views import run_text
 from mlxtune.views.output import print_line
 
 _STAGE_WIDTH = 12
-# The displayed loss is the mean of this many steps.
+# The displayed loss is the mean loss of this many steps.
 _AVERAGED = 10
 _VERDICT = re.compile(r"(?:the adapter )?(helped|hardly helped|hardly hurt|hurt|cannot tell)\b")
 _VERDICT_COLOURS = {"helped": "green", "hurt": "red"}
 _VERDICT_COLOURS |= dict.fromkeys(("hardly helped", "hardly hurt", "cannot tell"), "yellow")
-# The least time between updates of a notebook's line, as each update is sent to the browser.
+# The least time in seconds between updates of a notebook's line, as each is sent to the browser.
 _SECONDS_BETWEEN = 0.1
 
 
@@ -264,7 +264,7 @@ class TerminalLine:
         self.progress.start()
 
     def update(self, text: str, share: float | None = None) -> None:
-        """Show `text`; refresh at the first share, as the run may end before the next refresh."""
+        """Show `text`; redraw at once at the first `share`, as the run may end before a refresh."""
         first = share is not None and not self._progressed
         self._progressed = self._progressed or first
         self.progress.update(self._task, description=text, completed=share, refresh=first)

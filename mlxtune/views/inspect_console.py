@@ -22,12 +22,12 @@ from mlxtune.core.text import count
 from mlxtune.views import visible
 from mlxtune.views.output import render_lines
 
-# The number of pieces printed at each end of a long example.
+# The numbers of pieces printed at the start and at the end of a long example.
 _HEAD, _TAIL = 240, 80
 _EXAMPLES = 3
 # The narrowest terminal for two columns.
 _TWO_COLUMNS = 60
-# The style of text in which the two answers of a pair differ.
+# The style of the text that differs between the two answers of a pair.
 _DIFFERS = {"chosen": "bold black on green", "rejected": "bold white on red"}
 _MARKS: dict[visible.Kind, str] = {"newline": "↵\n", "tab": "→   "}
 
@@ -88,7 +88,7 @@ def _summary(inspection: Inspection) -> list[str]:
 
 
 def _columns(cells: Sequence[Any]) -> str:
-    """Return the cells of a row, right-aligned except for the first."""
+    """Return a row's cells as one line of columns, right-aligned except for the first."""
     texts = [each if isinstance(each, str) else f"{each:,}" for each in cells]
     return f"{texts[0]:<12}" + "".join(f"{text:>16}" for text in texts[1:])
 

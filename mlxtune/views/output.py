@@ -22,7 +22,7 @@ def print_json(value: Any) -> None:
 
 
 def print_line(line: str = "", *, stderr: bool = False, flush: bool = False) -> None:
-    """Print text that may have several lines, with all other control characters escaped."""
+    """Print text; newlines stay, and all other control characters are escaped."""
     print(printable(line), file=sys.stderr if stderr else sys.stdout, flush=flush)
 
 
@@ -36,7 +36,7 @@ def print_answer(text: str) -> None:
 
 
 class AnswerConsole:
-    """Prints an answer as it arrives, or several side by side; a pipe gets these at the end."""
+    """Prints one answer as it arrives, or several side by side; a pipe gets several one by one."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._texts = dict.fromkeys(names, "")
@@ -60,7 +60,7 @@ class AnswerConsole:
             print_answer(text)
 
     def close(self) -> None:
-        """Print the rest of the text, and end the line."""
+        """Print what is left of the answers, and end the line."""
         if self._live is not None:
             self._live.stop()
             self._console.print(self._columns())

@@ -1,4 +1,4 @@
-"""A plan as lines of text. Nothing here prints."""
+"""A plan as lines of text. Nothing in this file prints."""
 
 import math
 from collections.abc import Iterator
@@ -39,7 +39,8 @@ def free_line(plan: MemoryPlan, free: int | None) -> str:
     return f"{line}, enough for this run"
 
 
-# Fewer steps than the first number teach an adapter little; after the second, most have learned.
+# Fewer steps than the first number teach an adapter little; after the second number of steps, most
+# adapters have learned.
 _FEWEST_STEPS, _ENOUGH_STEPS = 30, 100
 # Even the demo's small models learn best at a tenth of this rate.
 _LARGE_RATE = 0.05

@@ -1,4 +1,4 @@
-"""The output of `train` and `eval` as lines of text. Nothing here prints."""
+"""The output of `train` and `eval` as lines of text. Nothing in this file prints."""
 
 import json
 import math
@@ -23,7 +23,7 @@ from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
 from mlxtune.views.visible import escape, without_template_tokens
 
-# The maximum number of characters shown of a sample.
+# The maximum number of characters of a sample that are shown.
 _LONGEST = 400
 _PHASE_WIDTH = 16
 # Fewer losses show no trend.
@@ -35,7 +35,7 @@ _LESS_LIKELY = 0.1
 
 
 def loss_and_perplexity(value: float, objective: str = "sft") -> str:
-    """Format a loss, such as `1.2817 (perplexity 3.603)`.
+    """Return a loss as text, such as `1.2817 (perplexity 3.603)`.
 
     The loss of a preference objective has no perplexity, as it is not a loss of text.
     """

@@ -25,7 +25,7 @@ _MOST_NAME = 32
 
 
 def result_console(*, stderr: bool = False) -> Console:
-    """Return a console that prints results and wraps lines on a terminal only."""
+    """Return a console for results, which wraps lines on a terminal but not in a pipe."""
     console = Console(stderr=stderr, highlight=False)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH

@@ -1,1 +1,1 @@
-"""The live page of runs: its server, its view, and the model that answers on it."""
+"""The live page of runs: its server, its view, and the model that answers questions on the page."""

@@ -176,7 +176,7 @@ def problem_of(run: Run) -> str:
 
 
 def _options_of(run: Run) -> dict[str, Any]:
-    """Return the options of a run's answering process. Raises OutputError if it cannot answer."""
+    """Return the options with which a run's model answers. Raises OutputError if it cannot."""
     view = RunView.of(run)
     if not view.finished or not view.adapter or not Path(view.adapter).is_file():
         raise OutputError("the model can be asked once the run has ended with an adapter")

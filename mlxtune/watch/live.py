@@ -45,7 +45,7 @@ def key_of(run: Path) -> str:
 
 @dataclass
 class _View:
-    """A view that pages follow: its parts, and the time to read them again."""
+    """A view that pages follow: its parts, the state of its files, and when to read them again."""
 
     parts: Parts = field(default_factory=dict)
     seen: Any = None

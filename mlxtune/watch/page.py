@@ -73,7 +73,7 @@ def render_runs(runs: Mapping[str, Run], stopping: Set[str]) -> Parts:
 
 
 def run_state(key: str, run: Run, view: RunView, *, stopping: bool) -> dict[str, Any]:
-    """Return a run's state: the share done and the time left as text, its memory and figures."""
+    """Return a run's state, such as the share done and the time left, as values for a template."""
     total, running = view.total_steps, view.status == "running"
     left = seconds_left(run, view) if running else None
     limit = number(run.about, "plan", "memory", "limit")

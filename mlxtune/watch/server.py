@@ -45,10 +45,11 @@ class Site(Protocol):
     """The served site: a page, its events, and the answers to its requests."""
 
     def page(self) -> str:
-        """Return the page."""
+        """Return the page as HTML."""
 
     def follow(self, view: str, last: str) -> Iterator[tuple[str, str] | None]:
-        """Yield events, each with its id and data, and sometimes None, to notice a closed page.
+        """Yield events, each with its id and data, and None at times, which shows if the page is
+        closed.
 
         `last` is the id of the last event that the page received.
         """

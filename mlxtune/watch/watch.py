@@ -21,10 +21,11 @@ from mlxtune.watch.asking import Asker
 from mlxtune.watch.live import Live
 from mlxtune.watch.server import PageServer
 
-# Seconds without an open page or a run in progress after which the server ends, and seconds between
-# checks for these.
+# The server ends after the first number of seconds without an open page or a run in progress. The
+# second number is the seconds between checks for both.
 _IDLE_SECONDS, _LOOK_EVERY = 600.0, 2.0
-# A file with the last port and token of each folder, so that open pages find the next server.
+# A file with the last port and token of each folder, so that open pages find the next server, and
+# the maximum number of folders in the file.
 _ADDRESSES, _MOST_ADDRESSES = "watch.json", 100
 _LONGEST_LINE, _START_SECONDS = 4096, 20.0
 
@@ -50,7 +51,7 @@ def show(folder: str) -> None:
 
 
 def start_server(live: Live, folder: Path) -> PageServer:
-    """Return a server at the folder's last address or, if its port is in use, at a new one."""
+    """Return a server at the folder's last address, or at a new one if the port is in use."""
     place, key = user_cache() / _ADDRESSES, str(folder.resolve())
     known: dict[str, Any] = {}
     with suppress(OSError, ValueError):
@@ -85,7 +86,7 @@ class PageOpener(TrainingObserver):
         self._server: Process | None = None
 
     def on_start(self, run: RunStart, previous: Path | None) -> None:
-        """Open the page."""
+        """Start the server, which opens the page, and print the page's address."""
         try:
             process = start(
                 [sys.executable, "-m", "mlxtune", "watch", str(self._folder)],

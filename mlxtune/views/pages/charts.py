@@ -14,7 +14,7 @@ from mlxtune.views.pages.page import render
 
 # The width and height of a plot, in the units of its lines.
 _WIDE, _HIGH = 1000, 500
-# The maximum number of points drawn of a curve.
+# The maximum number of points that are drawn for a curve.
 _POINTS = 1000
 
 
@@ -115,7 +115,8 @@ def _points_at(series: Series, shown: Sequence[int]) -> Series:
 def decimate(values: Sequence[float], points: int = _POINTS) -> list[int]:
     """Return the indices of at most `points` finite values whose curve looks the same.
 
-    Keeps the first, the last, and the lowest and highest value of each stretch, and so all peaks.
+    Keeps the first and the last value, and the lowest and highest of each stretch, and so all
+    peaks.
     """
     every = np.asarray(values, dtype=np.float64)
     finite = np.flatnonzero(np.isfinite(every))
@@ -134,7 +135,7 @@ def _path(series: Series, x_axis: Axis, y_axis: Axis) -> str:
         for x, y in zip(series.x, series.y, strict=True)
     ]
     if len(points) == 1:
-        # Double the point: a line of zero length is drawn as a dot by its round ends.
+        # Double the point: a line of zero length with round ends is drawn as a dot.
         points *= 2
     return "M" + "L".join(points)
 

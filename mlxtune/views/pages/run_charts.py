@@ -58,7 +58,7 @@ def charts_of(run: Run, view: RunView) -> list[Chart]:
 
 
 def _rewards_chart(run: Run) -> Chart:
-    """Draw the rewards of chosen and rejected answers, with their moving averages."""
+    """Return the chart of the rewards of chosen and rejected answers, with moving averages."""
     series, last = [], []
     for name, style in (("chosen", "train"), ("rejected", "val")):
         found = [

@@ -44,7 +44,7 @@ def write_page(folder: Path, warn: Callable[[str], None]) -> Path | None:
     target = folder / REPORT
     try:
         write_file(target, [render_runs([read_run(folder)]).encode()])
-    # The adapter is already written, so an error in its page must not fail the run.
+    # The adapter is already written, so an error in the page must not fail the run.
     except Exception as problem:  # noqa: BLE001
         warn(f"{target}: the report could not be written: {type(problem).__name__}: {problem}")
         return None
