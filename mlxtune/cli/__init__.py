@@ -107,7 +107,8 @@ def _main(arguments: list[str]) -> NoReturn:
     except Exception as error:
         if (behind := _interrupt_behind(error)) is not None:
             _exit(_INTERRUPTED, _code_of(behind))
-        # Faults in training name a checkpoint. Faults in other stages, such as loading, end here.
+        # Training turns faults into errors that name a checkpoint. Faults in other stages, such as
+        # loading, arrive here.
         fault = fault_of(error) if isinstance(error, RuntimeError | MemoryError) else None
         if fault is None or "--debug" in arguments:
             raise

@@ -103,7 +103,7 @@ class Command(click.Command):
         return f", such as {as_flag(_plain(found), value)}" if found else ""
 
     def _unknown(self, args: list[str]) -> Iterator[str]:
-        """Yield a suggestion for each unknown option, if any of them has an equivalent here.
+        """Yield a suggestion for each unknown option, if any of them has an equivalent in mlxtune.
 
         An option with choices but no value, as other tools allow, counts as unknown.
         """

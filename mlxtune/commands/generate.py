@@ -56,7 +56,7 @@ def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda tex
 
 
 def _completes_text(config: GenerateConfig, reader: Reader, *, named: bool) -> str:
-    """Return a line on why the prompt is completed as plain text; empty if it is answered.
+    """Return why the prompt is completed as plain text; empty if the prompt is answered.
 
     `named` says whether the options name a template.
     """

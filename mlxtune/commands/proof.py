@@ -47,9 +47,9 @@ _PROMPTS = (
 class Source:
     """A trained adapter and its base model on disk, named by the options of `config`.
 
-    `metadata` is from the checkpoint with the same adapter, or empty; `run` is the folder of that
-    checkpoint's run, or None. `quantization` has the keywords with which `loading.load_base`
-    quantises the base as in training.
+    `metadata` is from the checkpoint that has the adapter `weights`, or empty; `run` is the folder
+    of that checkpoint's run, or None. `quantization` has the keywords with which
+    `loading.load_base` quantises the base as in training.
     """
 
     config: OutgoingConfig

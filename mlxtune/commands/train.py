@@ -386,7 +386,7 @@ def make_trainer(
         TrackingObserver(each, config, console.warn) for each in dict.fromkeys(config.track)
     ]
     first = list(observers) if worker_run.workers.index == 0 else []
-    # With several workers, the others would wait while the first one answers.
+    # With several workers, the other workers would wait while the first worker answers.
     if live and config.samples and worker_run.workers.size == 1 and setup.pipeline.objective.is_sft:
         first.append(ValidationAnswers(config, setup.base, lambda: trainer.val_rows))
     observer = Observers([console, *trackers, *first, worker_run.last_step])

@@ -11,7 +11,8 @@ from typing import Any
 from mlxtune.config.known_names import as_flag
 from mlxtune.errors import shorten
 
-# Keys that mark a file as mlx-lm's. Other keys of mlx-lm are also ours or other tools'.
+# Keys that mark a file as a config of mlx-lm. mlx-lm's other keys are also keys of mlxtune or
+# of other tools.
 _SIGNS = frozenset(
     (
         *("model", "iters", "lora_parameters", "lora_layers", "fine_tune_type", "adapter_path"),

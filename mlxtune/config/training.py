@@ -206,7 +206,7 @@ class _LoopConfig(Checked):
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
-    """Options of one run, for the command and for `mlxtune.commands.train`.
+    """Options of one run, for `mlxtune train` and `mlxtune.commands.train`.
 
     Strings, as from flags and config files, are converted to the field's type.
 

@@ -79,7 +79,7 @@ class UseConfig(ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
-    """Options of an evaluation, for the command and for `mlxtune.commands.evaluate`.
+    """Options of an evaluation, for `mlxtune eval` and `mlxtune.commands.evaluate`.
 
     The command evaluates every row of the data. In a folder, it reads the test file or, if there is
     none, the validation file. Without an adapter, it evaluates only the base model.

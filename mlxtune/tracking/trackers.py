@@ -37,7 +37,7 @@ class TrackedRun:
 class Tracker:
     """An open run: `log` records values after a step; `finish` records the result and ends the run.
 
-    `finish` also gets whether the run is complete. Both may raise any exception: the run then
+    `finish` also gets whether the run is complete. Either may raise any exception: the run then
     continues without the tracker.
     """
 

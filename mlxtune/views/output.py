@@ -36,7 +36,7 @@ def print_answer(text: str) -> None:
 
 
 class AnswerConsole:
-    """Prints one answer as it arrives, or several side by side; a pipe gets several one by one."""
+    """Prints one answer as it arrives, or several side by side (in a pipe, one after another)."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._texts = dict.fromkeys(names, "")

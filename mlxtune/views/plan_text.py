@@ -76,7 +76,7 @@ def large_rate_line(rate: float) -> str:
 
 
 def cut_line(loss: CutLoss, max_seq_len: int, peak: int | None) -> str:
-    """Return how many supervised tokens --max-seq-len cuts off, and the length that keeps 99%.
+    """Return a line on the supervised tokens that --max-seq-len cuts off, and on the length needed.
 
     `peak` is the memory for that length, or None if it does not fit.
     """

@@ -31,7 +31,7 @@ _WORKER = "mlxtune.watch.answer_worker"
 class Question:
     """A question for a run, and the answers of the base model and the adapter so far.
 
-    `status` is the current work of the process, and empty once the question is done.
+    `status` is the current work of the process, and empty once that work is done.
     """
 
     run: Path

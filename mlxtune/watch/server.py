@@ -48,8 +48,7 @@ class Site(Protocol):
         """Return the page as HTML."""
 
     def follow(self, view: str, last: str) -> Iterator[tuple[str, str] | None]:
-        """Yield events, each with its id and data, and None at times, which shows if the page is
-        closed.
+        """Yield events, each with its id and data, and None at times, to test for a closed page.
 
         `last` is the id of the last event that the page received.
         """
