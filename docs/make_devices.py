@@ -2,7 +2,7 @@
 
     python docs/make_devices.py
 
-The files come from strangers: what is not of the documented type and size is an error.
+The files come from strangers: a value without the documented type and size is an error.
 `tests/test_devices.py` fails if the page is out of date.
 """
 
@@ -28,12 +28,12 @@ not on a real one.
 """
 COLUMNS = (
     *("device", "kind", "memory, GB", "system", "mlxtune, mlx, mlx-lm", "checks", "failed"),
-    *("16 bits, lowest cosine", "peak / predicted", "speed beside mlx-lm"),
+    *("16 bits, lowest cosine", "peak / predicted", "speed relative to mlx-lm"),
 )
 
 
 class BadProofError(Exception):
-    """A file is not what `--share` writes."""
+    """A file does not contain what `--share` writes."""
 
 
 def page(files: list[Path]) -> str:
@@ -61,10 +61,10 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def row(proof: dict[str, Any]) -> list[str]:
-    """Return the cells of a proof."""
+    """Return the cells of a proof's row. Raises BadProofError."""
     checks, device, machine = proof["checks"], proof["device"], proof["machine"]
     if any(check["passed"] not in (True, False, None) for check in checks):
-        raise BadProofError("a check neither passed nor failed")
+        raise BadProofError("a check's `passed` is not true, false or null")
     failed = [f"{check['kind']}: {check['name']}" for check in checks if check["passed"] is False]
     peaks = [
         number(check["values"]["measured"]) / number(check["values"]["predicted"])
@@ -93,23 +93,23 @@ def row(proof: dict[str, Any]) -> list[str]:
 
 
 def number(value: Any) -> float:
-    """Return a finite number above 0. Raises BadProofError."""
+    """Return a value that must be a finite number above 0, as a float. Raises BadProofError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadProofError("a number is none")
+        raise BadProofError("a value is not a number")
     if not (math.isfinite(value) and value > 0):
-        raise BadProofError("a number is not above 0")
+        raise BadProofError("a number is not finite and above 0")
     return float(value)
 
 
 def text(value: Any) -> str:
-    """Return a text for a cell, without markup. Raises BadProofError."""
+    """Return a string without markup, for a cell. Raises BadProofError."""
     if not isinstance(value, str) or not 0 < len(value) <= LONGEST:
-        raise BadProofError(f"a text is none, or longer than {LONGEST} characters")
+        raise BadProofError(f"a value is not a string of 1 to {LONGEST} characters")
     plain = re.sub(r"[^A-Za-z0-9 .,:+()-]", "", value)
-    # A dot within a word is a link to some, and a word between colons a picture.
+    # Some sites turn a word with a dot into a link, and a word between colons into a picture.
     plain = re.sub(r"\.(?=[A-Za-z])|:(?! )", " ", plain).strip()
     if not plain:
-        raise BadProofError("a text has no letter")
+        raise BadProofError("a string has no character that the page may show")
     return plain
 
 

@@ -28,41 +28,45 @@ REFERENCE, ARCHITECTURE = DOCS / "reference.md", DOCS / "architecture.md"
 MODULES_BEGIN, MODULES_END = "<!-- modules: docs/make_reference.py -->", "<!-- end of modules -->"
 # The folders of checkpoints; N is an epoch or a step.
 CHECKPOINT = "checkpoints/{best,epoch-N,step-N}"
-# Every file that a run writes, and its contents: paths relative to the folder of --output, with the
-# default --checkpoint-dir. tests/core/run/test_run_folder_files.py compares them with a run.
+# Every file that a run leaves, and its contents. Paths are relative to the folder of --output, with
+# the default --checkpoint-dir. tests/core/run/test_run_folder_files.py compares them with a run.
 RUN_FILES: dict[str, str] = {
-    "checkpoints/.mlxtune": "marks the folder as a run's, whose files the next run may move",
+    "checkpoints/.mlxtune": "marks the folder as a run's, so that the next run may move its files",
     "checkpoints/run.json": "the run's options, model, plan and data",
-    "adapters.safetensors": "the adapter in mlx-lm's format: of the step with the lowest "
-    "validation loss, "
-    "or of the last step without validation; --output sets its name",
+    "adapters.safetensors": "the adapter in mlx-lm's format, from the step with the lowest "
+    "validation loss or, without validation, from the last step; --output sets the file's name",
     "adapter_config.json": "what mlx-lm needs to load the adapter: rank, scale, dropout and layers",
     "checkpoints/metrics.jsonl": "a JSON line for every step, skipped step, validation and epoch "
     "so far",
     "checkpoints/ledger.json": "where every row and every token of each data file went",
-    "checkpoints/trained_rows.bin": "hashes of each row that was trained on; eval leaves these "
+    "checkpoints/trained_rows.bin": "hashes of the rows that were trained on; eval leaves these "
     "rows out",
     "checkpoints/result.json": "the result of a finished run: steps, losses, the adapter's SHA-256",
     "checkpoints/evaluation.json": "how much the adapter helped on the validation rows, if there "
     "are any",
     "checkpoints/report.html": "a page about the run; mlxtune report rewrites it",
-    "checkpoints/profile.jsonl": "how long each phase of a step took; with --profile-interval",
-    "checkpoints/.mlxtune.stop": "asks the run to stop after its step and save, for an instant; "
-    "with --open or mlxtune watch",
+    "checkpoints/profile.jsonl": "how long each phase of a profiled step took; with "
+    "--profile-interval",
+    "checkpoints/.mlxtune.stop": "for a moment: a request that the run finish its step, save and "
+    "stop; with --open or mlxtune watch",
     "checkpoints/samples.json": "answers to validation rows after the last validation; with --open",
+    "checkpoints/reference.json": "the reference's log-probabilities of the answers; with "
+    "--objective dpo or kto",
+    "checkpoints/worker-N.log": "the messages of worker N, on its own machine; with --hosts or -n "
+    "of mlx.launch",
     "checkpoints/tracking.json": "the run's ids in its trackers; with --track",
     "checkpoints/{tensorboard,wandb}/…": "files of the trackers; with --track",
     f"{CHECKPOINT}/adapters.safetensors": "the adapter at that step",
-    f"{CHECKPOINT}/adapter_config.json": "the same as next to --output",
+    f"{CHECKPOINT}/adapter_config.json": "the same as the file next to the adapter",
     f"{CHECKPOINT}/optimizer.safetensors": "AdamW's moments and step, for --resume",
     f"{CHECKPOINT}/parameters.safetensors": "the trained parameters, for --resume, if the adapter "
-    "stores an equivalent LoRA: with --init pissa, or with several workers",
+    "file holds an equivalent LoRA instead: with --init pissa or unequal ranks",
     f"{CHECKPOINT}/metrics.jsonl": "the records up to that step",
     f"{CHECKPOINT}/metadata.json": "every option, seeds, versions, hashes of the data and base "
     "model",
     f"{CHECKPOINT}/manifest.json": "size and SHA-256 of each file of the checkpoint, written last",
-    "checkpoints/previous-N/…": "the files of each run that was here before, the newest with the "
-    "highest number; `mlxtune runs --remove` removes them",
+    "checkpoints/previous-N/…": "the files of each earlier run in this folder; the newest of these "
+    "runs has the highest number, and `mlxtune runs --remove` removes them",
 }
 KINDS = {"int": "whole number", "float": "number", "bool": "flag"}
 
@@ -73,7 +77,7 @@ def reference() -> str:
         [
             "# Reference",
             "",
-            "Written by `docs/make_reference.py` from the code; change that, not this.",
+            "`docs/make_reference.py` writes this page from the code: change the code instead.",
             "",
             *_contents(),
             "## Commands",
@@ -81,7 +85,7 @@ def reference() -> str:
             *(line for each in COMMANDS for line in _command(each)),
             "### `mlxtune --version`",
             "",
-            "Prints the version; `mlxtune doctor` prints those of the other packages as well.",
+            "Prints mlxtune's version; `mlxtune doctor` also prints other packages' versions.",
             "",
             "## Exit codes",
             "",
@@ -90,15 +94,15 @@ def reference() -> str:
             ),
             "## Files of a run",
             "",
-            "Relative to the folder of `--output`; the second part is `--checkpoint-dir`, by "
-            "default `checkpoints`.",
+            "Paths are relative to the folder of `--output`; `checkpoints` is the default of "
+            "`--checkpoint-dir`.",
             "",
             *_table(
                 ("file", "holds"), [(f"`{path}`", contents) for path, contents in RUN_FILES.items()]
             ),
             "## Python",
             "",
-            "`mlxtune.__version__` is the version.",
+            "`mlxtune.__version__` is mlxtune's version.",
             "",
             *(line for name in mlxtune.__all__ for line in _name(name)),
         ]
@@ -144,7 +148,7 @@ def _argument(argument: click.Argument) -> str:
 
 
 def _sections(each: click.Command) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    """Yield the options of a command section by section; the last holds its own options."""
+    """Yield a command's options by section; the last section has those that are not in a config."""
     fields = dataclasses.fields(each.config) if isinstance(each, ConfigCommand) else ()
     types = field_types(each.config) if isinstance(each, ConfigCommand) else {}
     arguments = {p.name for p in each.params if isinstance(p, click.Argument)}
@@ -154,7 +158,7 @@ def _sections(each: click.Command) -> Iterator[tuple[str, list[tuple[str, ...]]]
         yield section.value, [_option(field, types[field.name]) for field in known]
     names = {field.name for field in fields}
     own = [p for p in each.params if isinstance(p, click.Option) and p.name not in names]
-    yield "Of the command itself" if fields else "Options", [_own_option(p) for p in own]
+    yield "Options of the command itself" if fields else "Options", [_own_option(p) for p in own]
 
 
 def _option(field: dataclasses.Field[Any], annotation: Any) -> tuple[str, ...]:
@@ -202,7 +206,7 @@ def _own_option(option: click.Option) -> tuple[str, ...]:
         if option.metavar:
             takes = {"PATH": "path", "FILE": "path"}.get(option.metavar, f"`{option.metavar}`")
     if option.multiple:
-        takes += ", may be given again"
+        takes += ", may be repeated"
     plain = isinstance(option.default, str | int | float)
     default = "required" if option.required else _default(option.default if plain else None)
     return f"`{name}`", takes, default, option.help or ""
@@ -216,8 +220,8 @@ def _name(name: str) -> Iterator[str]:
     yield f"### `{name}`"
     yield ""
     if inspect.isclass(found) and issubclass(found, BaseException):
-        bases = ", ".join(f"`{base.__name__}`" for base in found.__bases__)
-        yield f"An exception, {bases}."
+        bases = " and ".join(f"`{base.__name__}`" for base in found.__bases__)
+        yield f"An exception, derived from {bases}."
         yield ""
     elif inspect.isclass(found) and dataclasses.is_dataclass(found):
         yield from ("```python", *_fields(found), "```", "")
@@ -229,7 +233,7 @@ def _name(name: str) -> Iterator[str]:
 
 
 def _fields(found: type) -> Iterator[str]:
-    """Yield the fields of a dataclass as a call with them."""
+    """Yield the lines of a call that creates a dataclass, one field on each."""
     yield f"{found.__name__}("
     for field in dataclasses.fields(found):
         default = ""
@@ -280,7 +284,7 @@ def _written(value: Any) -> str:
 
 
 def _doc(found: Any) -> str:
-    # Its tables have the fields of a config.
+    # The tables of options in this reference have the fields of a config.
     own = (found.__doc__ or "").partition(f"\n\n{FIELDS}\n")[0]
     # Dataclasses without a docstring get a generated one.
     return "" if own.startswith(f"{getattr(found, '__name__', '')}(") else inspect.cleandoc(own)

@@ -1,7 +1,7 @@
 """What mkdocs needs to build the site from pages that are written for GitHub.
 
-README.md and CHANGELOG.md become pages. Links to folders and to other files outside docs/ become
-their text.
+README.md and CHANGELOG.md become pages. Links to folders and to other files outside docs/ are
+replaced by the text of the link.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Rewrite what mkdocs reads otherwise than GitHub does."""
-    # What follows the language in guide.md is for tests/long/check_guide.py.
+    """Rewrite the Markdown that mkdocs and GitHub read differently."""
+    # In guide.md, the words after a block's language are for tests/long/check_guide.py.
     markdown = re.sub(r"(?m)^```(\w+) .*$", r"```\1", markdown)
     return re.sub(r"\[([^\]]+)\]\(([^)#:]+)(#[^)]*)?\)", _link, markdown)
 
@@ -38,7 +38,7 @@ def _link(found: re.Match[str]) -> str:
     name = str(path.relative_to(ROOT))
     if name in PAGES:
         return f"[{text}]({PAGES[name]}{anchor or ''})"
-    # mkdocs itself looks at the links to files in docs/.
+    # mkdocs itself resolves the links to files in docs/.
     if path.is_dir() or (path.is_file() and not path.is_relative_to(DOCS)):
         return text
     return found[0]

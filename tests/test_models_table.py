@@ -109,7 +109,7 @@ def test_law_names_what_is_slower_or_larger_than_in_mlx_lms_trainer(
     records = {"qwen3": record("qwen3"), "llama": record("llama", alpaca=found)}
     expected = [] if why is None else [f"Llama 3: Alpaca: {why}"]
     assert [each[: len(expected[0])] for each in broken(records)] == expected
-    assert ("Not yet so" in page(records)) is bool(expected)
+    assert ("Not yet met" in page(records)) is bool(expected)
 
 
 def test_records_are_kept_by_architecture_in_the_order_of_the_list(tmp_path: Path) -> None:

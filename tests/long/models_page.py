@@ -1,4 +1,4 @@
-"""docs/models.md from the measurements of tests.long.models_table, and the rule that it checks."""
+"""Makes docs/models.md from the measurements of tests.long.models_table, and checks its rule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.long.model_sizes import LISTED
 
-# The measurements by architecture; their cases are by execution and name.
+# Measurements by architecture; the cases of each are by execution and name.
 Records = Mapping[str, Mapping[str, Any]]
 CASES = {"wikisql": "WikiSQL", "alpaca": "Alpaca", "long": "2,048 tokens"}
 _GETS = {
@@ -25,14 +25,14 @@ _EARLIER = {
 }
 _HEAD = """# Models
 
-Support for each architecture of mlx-lm. `python -m tests.long.models_table` makes this page; its
-figures are in [measured/models.jsonl](measured/models.jsonl).
+This page lists the support for each architecture of mlx-lm. `python -m tests.long.models_table`
+makes the page; its figures are in [measured/models.jsonl](measured/models.jsonl).
 
 Models have random weights, hidden size 512, 8 layers, 8 heads of 64 (4 for keys), 16 experts of
-384 of which 4 are used, and mostly the vocabulary of the real model. Both sides train the same
-adapter (rank 8, on the default targets, or on all projections if none has such a name) on the same
-steps in float32, one after the other: 2 steps of 4 rows of WikiSQL, 1 step of 4 rows of Alpaca, or
-1 step of one example of 2,048 tokens.
+384, of which 4 are used, and mostly the vocabulary of the real model. mlxtune and mlx-lm train the
+same adapter (rank 8, on the default targets, or on all projections if none has such a name) on the
+same steps in float32, one after the other: 2 steps of 4 rows of WikiSQL, 1 step of 4 rows of
+Alpaca, or 1 step of one example of 2,048 tokens.
 
 - **WikiSQL, Alpaca, 2,048 tokens**: real tokens per second as a multiple of mlx-lm's own trainer,
   and peak memory as a share of the trainer's. An empty cell has not been measured.
@@ -53,15 +53,15 @@ WikiSQL column was measured once, sometimes while other programs ran and the cod
 changing: these figures show which side is faster, and roughly by how much. Qwen3, Qwen3-MoE,
 Qwen3.5, Gemma 3 and gpt-oss were measured again with nothing else running: before, most had reached
 half of the efficiency shown. Alpaca and 2,048 tokens were measured with one core for each
-architecture (`threads` in the file) and other work on the other core; at 2,048 tokens, mlx-lm's
-side was not warmed up.
+architecture (`threads` in the file) and other work on the other core; at 2,048 tokens, mlx-lm was
+not warmed up.
 
 † Measured on the CPU when mlxtune still had kernels there for experts, convolutions and
-recurrences, and chunks for RWKV 7 and for gates of each channel. MLX's operations now compute
-these, and mlx-lm's loop over tokens runs RWKV 7, Mamba and Kimi Linear. The marked architectures
-have not been measured again, except for the figures in the last table.
+recurrences, and chunks for RWKV 7 and for gates per channel. MLX's operations now compute
+all of these, and mlx-lm's loop over tokens runs RWKV 7, Mamba and Kimi Linear. The marked
+architectures have not been measured again, except for the figures in the last table.
 
-The command fails if an architecture is slower or takes more memory than in mlx-lm's own trainer.
+`models_table` fails if an architecture is slower or takes more memory than in mlx-lm's own trainer.
 """
 
 
@@ -81,12 +81,12 @@ def page(records: Records) -> str:
             "\n".join(table) + "\n",
         ]
     if found := broken(records):
-        parts += ["## Not yet so\n", "\n".join(f"- {each}" for each in found) + "\n"]
+        parts += ["## Not yet met\n", "\n".join(f"- {each}" for each in found) + "\n"]
     return "\n".join(parts)
 
 
 def broken(records: Records) -> list[str]:
-    """Return a sentence for each case in which an architecture breaks the rule."""
+    """Return a line for each failure of an architecture to train or to keep up with mlx-lm."""
     return [
         f"{_title(name)}: {why}"
         for name in LISTED
@@ -144,7 +144,7 @@ def _targets(record: Mapping[str, Any]) -> str:
 
 
 def _figures(record: Mapping[str, Any], execution: str) -> list[str]:
-    """Return the cells of the cases, and the step efficiency of WikiSQL."""
+    """Return a cell for each case, and a cell with the step efficiency of WikiSQL."""
     found = _measured(record, execution)
     efficiency = found.get("wikisql", {}).get("step_efficiency")
     return [
