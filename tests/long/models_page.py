@@ -51,10 +51,10 @@ Alpaca, or 1 step of one example of 2,048 tokens.
 Figures are from one run of each side, or medians of several (`repeats` in the file). Most of the
 WikiSQL column was measured once, sometimes while other programs ran and the code was still
 changing: these figures show which side is faster, and roughly by how much. Qwen3, Qwen3-MoE,
-Qwen3.5, Gemma 3 and gpt-oss were measured again with nothing else running: before, most had reached
-half of the efficiency shown. Alpaca and 2,048 tokens were measured with one core for each
-architecture (`threads` in the file) and other work on the other core; at 2,048 tokens, mlx-lm was
-not warmed up.
+Qwen3.5, Gemma 3 and gpt-oss were measured again with nothing else running: before, most of these
+had reached half of the efficiency shown. The Alpaca and 2,048-token columns were measured with one
+core for each architecture (`threads` in the file) and other work on the second core; at 2,048
+tokens, mlx-lm was not warmed up.
 
 † Measured on the CPU when mlxtune still had kernels there for experts, convolutions and
 recurrences, and chunks for RWKV 7 and for gates per channel. MLX's operations now compute
