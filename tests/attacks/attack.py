@@ -1,4 +1,4 @@
-"""Run a command as in an attack, and check its limits of time and memory."""
+"""Runs a command with an attacker's input, and checks its CPU time and memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any
 from tests.command import Outcome
 
 SECONDS, MEMORY = 10, 1.5e9
-# Other tests may run at the same time; an unbounded attack takes minutes or never ends.
+# The alarm allows for tests that run at the same time; an unbounded attack takes minutes or more.
 _PATIENCE = 6
 _KB = 1 if sys.platform == "darwin" else 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended(Outcome):
-    """A command that was not killed, with `seconds` of CPU time and `memory` in bytes."""
+    """The outcome of a command, with `seconds` of CPU time and the peak `memory` in bytes."""
 
     seconds: float
     memory: int
@@ -34,7 +34,7 @@ class Ended(Outcome):
 
 
 def attack(*arguments: object, command: list[str] | None = None, **options: Any) -> Ended:
-    """Run a command to its end. `options` are Popen's; redirected streams are not read."""
+    """Run a command for at most 60 s. `options` are Popen's; redirected streams are not read."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
         given = command or [sys.executable, "-m", "mlxtune"]
@@ -54,23 +54,24 @@ def attack(*arguments: object, command: list[str] | None = None, **options: Any)
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
         seconds = usage.ru_utime + usage.ru_stime
-        # On Linux, ru_maxrss is at least the parent's; if they are equal, the command took less.
+        # On Linux, ru_maxrss is at least the parent's value; if both are equal, the command took
+        # less.
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         memory = 0 if usage.ru_maxrss <= own else usage.ru_maxrss * _KB
         return Ended(process.returncode, *texts, seconds, memory)
 
 
 def refused(outcome: Ended) -> str:
-    """Check that a command kept the limits and refused, and return its one line."""
+    """Check that a command kept the limits and printed only an error message; return that."""
     error = outcome.error
     assert outcome.within_limits, f"{outcome.seconds:.1f} s, {outcome.memory / 1e9:.1f} GB"
     return error
 
 
 def contents(folder: Path, *, folder_times: bool = True) -> dict[str, tuple[int, int, bytes | str]]:
-    """Return the inode, time of change and content (or link target) of each path in a folder.
+    """Return the inode, modification time and content (or link target) of each path in a folder.
 
-    Without `folder_times`, omit the times at which entries of folders were last made or removed.
+    Without `folder_times`, the modification times of folders are 0.
     """
     found = {}
     for path in sorted([folder, *folder.rglob("*")]):

@@ -1,4 +1,4 @@
-"""The limits of attacks: 10 s on the CPU and 1.5 GB of additional memory."""
+"""Limits for code under attack: 10 s on the CPU and 1.5 GB of additional memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ SECONDS, MEMORY = 10.0, 1_500_000_000
 
 
 class TookTooLong(BaseException):
-    """Not an Exception, so that no handler catches it."""
+    """The CPU time is up; not an Exception, so that no `except Exception` catches it."""
 
 
 @contextmanager
 def limited(seconds: float = SECONDS, memory: int = MEMORY) -> Iterator[None]:
-    """Raise if the code exceeds the limits. On macOS, without /proc, memory is not limited."""
+    """End code that exceeds the limits with an exception. Without /proc, memory is not limited."""
 
     def end(*_: Any) -> None:
         raise TookTooLong

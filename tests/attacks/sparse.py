@@ -15,7 +15,7 @@ SIZES = {"F32": 4, "F16": 2, "I32": 4, "C64": 8, "U64": 8}
 def write_tensors(
     path: Path, shapes: Mapping[str, tuple[str, tuple[int, ...]]], content: bytes = b""
 ) -> None:
-    """Write a safetensors file with tensors of these dtypes and shapes, whose data is a hole."""
+    """Write a safetensors file of these dtypes and shapes; after `content`, the data is a hole."""
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in shapes.items():
@@ -32,7 +32,7 @@ def write_tensors(
 
 
 def enlarge(path: Path, size: int) -> None:
-    """Make a file this large, with a hole after its first bytes."""
+    """Enlarge a file to `size` bytes, with a hole after its present content."""
     with path.open("ab") as file:
         file.truncate(size)
 
@@ -46,7 +46,7 @@ def shapes_of(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def list_again(checkpoint: Path, *hashed: str) -> None:
-    """Write a checkpoint's manifest for its current files, with hashes for the `hashed` ones."""
+    """Update all sizes in a checkpoint's manifest, and the hashes of files not in `hashed`."""
     path = checkpoint / "manifest.json"
     manifest = json.loads(path.read_text())
     for name in manifest["files"]:

@@ -1,4 +1,4 @@
-"""Config files of strangers: each gives one line that names the file or the option."""
+"""Strangers' config files: each causes a one-line error that names the file or the option."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DIGITS = "9" * 5000
 
 
 def doubling(*, merged: bool, lines: int = 40) -> str:
-    """Return lines of YAML, each of which contains the line before it twice."""
+    """Return lines of YAML, each of which contains the previous line's value twice."""
     text = "a0: &a0 {x: 1}\n" if merged else "a0: &a0 [x]\n"
     for line in range(1, lines):
         before = f"[*a{line - 1}, *a{line - 1}]"

@@ -1,4 +1,4 @@
-"""Data files of a few kilobytes that unpack to gigabytes or take hours."""
+"""Data files that unpack to gigabytes or would take hours to read."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _parquet(columns: Callable[[Any], dict[str, Any]], **options: Any) -> Make:
 
 
 def _dictionary(pa: Any, size: int, count: int) -> Any:
-    """Repeat a text `count` times, which parquet stores once."""
+    """Return `count` equal texts of `size` characters; parquet stores the text only once."""
     return pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), ["a" * size])
 
 
@@ -89,7 +89,7 @@ def _sparse(folder: Path) -> Path:
 
 
 def _split_members(folder: Path) -> Path:
-    """Make a good file, followed by a second gzip member that unpacks to a gigabyte."""
+    """Write a gzip file with a good member and a second member that unpacks to 200 MB."""
     path = folder / "data.jsonl.gz"
     bomb = zlib.compressobj(9, wbits=31)
     packed = b"".join(bomb.compress(b"{}\n" * 333_333) for _ in range(200)) + bomb.flush()

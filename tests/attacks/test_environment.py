@@ -1,4 +1,4 @@
-"""Broken environments of a command: streams, folders, limits and names."""
+"""Commands in broken environments: streams, folders, limits and names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.slow import long, slow
 
 SHELL = ["sh", "-c"]
 FULL = "stdout: cannot be written: No space left on device: redirect it elsewhere"
-# Redirections, each with the exit code and the text on stderr.
+# Redirections, each with the expected exit code and text on stderr.
 REDIRECTED: dict[str, tuple[int, str]] = {
     ">/dev/full": (1, FULL),
     ">&-": (0, ""),
@@ -37,7 +37,7 @@ REDIRECTED: dict[str, tuple[int, str]] = {
 
 
 def shell(line: str, *arguments: object, **options: object) -> Ended:
-    """Run the command in a line of shell, as `"$0" "$@"`."""
+    """Run a line of shell in which `"$0" "$@"` runs mlxtune with these arguments."""
     command = [*SHELL, line, sys.executable, "-m", "mlxtune"]
     return attack(*arguments, command=command, **options)
 

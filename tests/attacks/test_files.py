@@ -128,7 +128,7 @@ def test_a_strangers_run_does_not_choose_what_is_replaced(
     place(Path(target).resolve())
     monkeypatch.chdir(tmp_path)
     outcome = cli("train", "--resume", run)
-    # A run may write a new file of that name in its own folder.
+    # In the other cases, a run may write a new file of that name in its own folder.
     if name == "ck" or where == "of the same folder":
         assert outcome.code != 0
         assert "--output" in outcome.error

@@ -46,7 +46,7 @@ def download(request: pytest.FixtureRequest) -> Callable[[], Path]:
 
 
 def outside(folder: Path) -> dict[str, object]:
-    """Return all files except the two repositories in the hub's cache."""
+    """Return a snapshot without the two cached repositories and the caches' own files."""
     return {
         name: each
         for name, each in snapshot(folder).items()

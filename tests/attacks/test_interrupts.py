@@ -1,4 +1,4 @@
-"""Signals at any moment: one line, the right code, no verdict, and no files left behind."""
+"""A signal at any moment gives one line, the right code and no verdict, and leaves no files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.command import Cli, finish, start
 from tests.models import sums, write_chat
 from tests.slow import slow
 
-# During start-up: an interrupt in an import, wherever it is slow.
+# During start-up: an interrupt while a module is imported.
 
 MODULES = ["mlxtune.config", "mlxtune.cli.commands"]
 INTERRUPTS = """
@@ -128,7 +128,7 @@ def test_interrupt_in_a_replay_gives_no_verdict(
 
 
 def newest_only(run: Path) -> Any:
-    """Return only the newest checkpoint, so that a run is replayed from its start."""
+    """Keep only the newest good checkpoint, so that the run is replayed from its start."""
     found, good = verify_files(run)
     return found, good[:1]
 

@@ -84,7 +84,7 @@ def prepare(run: Path, state: list[str], locks: list[Lock]) -> None:
         locks.append(Lock(run / ".mlxtune.lock"))
 
 
-# Every command in one state, and the two commands that read most in every state.
+# Every command in one state, and the two commands that read the most files in every state.
 CASES = [(command, "best steps aside while another process writes") for command in COMMANDS]
 CASES += [(command, state) for command in ("verify", "report --json") for state in STATES]
 
@@ -104,7 +104,7 @@ def test_looking_changes_nothing(
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     places = {"run": run, "out": run.parent, "model": model, "chat": chat, "elsewhere": elsewhere}
-    # A dry run checks whether its output can be created there.
+    # A dry run creates and removes a file to check whether its output can be created.
     folder_times = command != "dry run"
     before = contents(run.parent, folder_times=folder_times)
     outcome = cli(*(each.format(**places) for each in COMMANDS[command]))

@@ -1,4 +1,4 @@
-"""Model folders whose name is a pattern, and tokenizers other than the tried one."""
+"""Model folders with glob patterns as names, and tokenizer files other than tokenizer.json."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_folder_whose_name_is_a_pattern_is_a_folder_like_any_other(
 
 
 def with_tokenizers(folder: Path, chosen: Any, **files: dict[str, Any]) -> Path:
-    """Make transformers load one of several changed files in place of tokenizer.json."""
+    """Write changed copies of tokenizer.json; transformers may load the files in `chosen`."""
     good = json.loads((folder / "tokenizer.json").read_text())
     for name, changes in files.items():
         (folder / f"{name}.json").write_text(json.dumps(good | changes))

@@ -47,7 +47,7 @@ def test_run_whose_name_is_not_utf_8(cli: Cli, tmp_path: Path, command: str, nam
 
 @pytest.fixture
 def two_names(tmp_path: Path) -> tuple[Path, Path]:
-    """Give one file two names with different real paths, as macOS does by case."""
+    """Give one file two names with different real paths, as upper and lower case do on macOS."""
     (tmp_path / "chat.jsonl").write_text("mine")
     (tmp_path / "Chat.jsonl").hardlink_to(tmp_path / "chat.jsonl")
     return tmp_path / "chat.jsonl", tmp_path / "Chat.jsonl"
@@ -66,7 +66,7 @@ def test_folder_that_holds_the_input_is_no_output_under_another_name(
 ) -> None:
     source = tmp_path / "caf\u00e9"
     (source / "base").mkdir(parents=True)
-    # On macOS these names belong to the same folder.
+    # On macOS both names belong to the same folder.
     alike = {str(tmp_path / form), str(source)}
     same = Path.samefile
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Files of other programs and people with mlxtune's names and in its places."""
+"""Files of other programs and people that have mlxtune's names or lie where mlxtune writes."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _forged(out: Path) -> None:
 
 
 def _listed(out: Path) -> None:
-    """List a file with its hash in the manifest, as somebody who knew the file could."""
+    """List a foreign file with its hash in the manifests, as somebody who knew the file could."""
     place(out / "thesis.tex")
     for path in (out / "certificate.json", out / "mlxtune-files.json"):
         if path.exists():

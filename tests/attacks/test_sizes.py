@@ -27,13 +27,13 @@ GB = 10**9
 
 
 def empty_lists() -> bytes:
-    """Return 6 million empty lists: three bytes each in the file, and 64 in memory."""
+    """Return 6 million empty lists as JSON: each takes 3 bytes in the file, and 64 in memory."""
     return b"[" + b"[]," * 6_000_000 + b"[]]"
 
 
 @pytest.fixture
 def adapter(run_to_copy: Path, tmp_path: Path) -> Path:
-    """A small adapter and its run."""
+    """The weights file of a small adapter, in a copy of its run."""
     return Path(shutil.copytree(run_to_copy, tmp_path / "out")) / "adapters.safetensors"
 
 
@@ -56,7 +56,7 @@ ADAPTER_COMMANDS: dict[str, list[str]] = {
 
 
 def _large_adapter(weights: Path, *, rank: int) -> int:
-    """Give an adapter this rank in both of its files, with holes as data; return its size."""
+    """Give an adapter this rank, with a hole as data; return the size of its weights file."""
     shapes = {
         name: (dtype, tuple(rank if each == 8 else each for each in shape))
         for name, (dtype, shape) in shapes_of(weights).items()
@@ -120,7 +120,7 @@ def test_adapter_for_another_model_is_refused_before_its_tensors_are_read(
 
 
 def _hollow(run: Path) -> None:
-    """Make each checkpoint's adapter 400 GB, and list that size in its manifest."""
+    """Make each checkpoint's adapter 400 GB large, and list this size in the manifest."""
     for checkpoint in (*run.glob("*-*"), run / "best"):
         enlarge(checkpoint / "adapters.safetensors", 400 * GB)
         list_again(checkpoint, "adapters.safetensors")
@@ -355,7 +355,7 @@ def _answer_of(content: bytes, **headers: str) -> Callable[[Handler, str, str], 
 
 
 def _zipped() -> bytes:
-    """Return 4 MB of gzip that unpack to 4 GB of spaces and end with a wrong checksum."""
+    """Return 4 MB of gzip data that unpack to 4 GB of spaces; the checksum at the end is wrong."""
     packer = zlib.compressobj(9, zlib.DEFLATED, 31)
     start = packer.compress(b"{") + packer.flush(zlib.Z_FULL_FLUSH)
     piece = packer.compress(b" " * 2**24) + packer.flush(zlib.Z_FULL_FLUSH)

@@ -1,4 +1,4 @@
-"""Strangers' runs choose neither the downloads nor who learns of them."""
+"""Strangers' runs decide neither what is downloaded nor who learns of the downloads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HUB = "evil/model"
 
 
 def change(run: Path, working_directory: str = "", **options: Any) -> None:
-    """Change options in a run's checkpoints, as its sender might."""
+    """Change options in a run's checkpoints, as the sender of the run might."""
     for folder in checkpoint.checkpoint_folders(run):
         metadata = json.loads((folder / "metadata.json").read_text())
         metadata["config"] |= {"epochs": 5, "max_steps": None, **options}
@@ -39,7 +39,7 @@ def run(own_run: Path) -> Path:
 
 @pytest.fixture
 def downloads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The requested names, none of which exists."""
+    """The names of the requested models, none of which exists."""
     asked: list[str] = []
 
     def refuse(name: str, **_: object) -> str:

@@ -1,4 +1,4 @@
-"""Chat templates whose text does not follow from their messages, so no training is repeatable."""
+"""Chat templates whose output depends on more than the messages: no training is repeatable."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ RECORDS = ("run.json", "ledger.json", "result.json", "evaluation.json")
 
 
 def planted(value: Any) -> Any:
-    """Put a control sequence into every text of a record."""
+    """Return a record with a control sequence at the start of every text."""
     if isinstance(value, dict):
         return {name: planted(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -122,7 +122,7 @@ TEXTS = {
 
 
 def modules(containing: str) -> Iterator[tuple[str, ast.AST]]:
-    """Yield the parsed modules whose text matches."""
+    """Yield the path and the syntax tree of each module whose text matches `containing`."""
     folder = ROOT / "mlxtune"
     for path in sorted(folder.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -131,7 +131,7 @@ def modules(containing: str) -> Iterator[tuple[str, ast.AST]]:
 
 
 def writes(node: ast.AST) -> bool:
-    """Return whether a node prints, or uses a standard stream."""
+    """Return whether a node prints, or uses sys.stdout or sys.stderr for more than `isatty`."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         return node.func.id == "print"
     if not isinstance(node, ast.Attribute):

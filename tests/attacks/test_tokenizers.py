@@ -1,4 +1,4 @@
-"""Model folders whose tokenizer, template or config would exhaust memory without a message."""
+"""Model folders whose tokenizer, template or config would exhaust memory if it were accepted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _nested(step: Json, depth: int) -> Json:
     return {"normalizer": step}
 
 
-# The changes that each attack makes to tokenizer.json, and its message.
+# The changes that each attack makes to tokenizer.json, and the expected message.
 TOKENIZERS: dict[str, tuple[Callable[[], Json], str]] = {
     "33 that double": (lambda: _sequence(*[_replace("aa")] * 33), GROWS),
     "one of 30 MB": (lambda: {"normalizer": _replace("a" * 30_000_000)}, GROWS),

@@ -1,4 +1,4 @@
-"""Every wait has a limit: rows that render endlessly, and code that would wait."""
+"""Every wait has a limit: for rows that render endlessly, and in the code of the package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def row(turns: int, text: str = "Hi") -> str:
 
 @pytest.fixture
 def templated(broken: Path) -> Path:
-    """A model folder with its own template, which is rendered for each turn."""
+    """A model folder with its own chat template, which is rendered for each turn."""
     (broken / "chat_template.jinja").write_text(CHATML)
     return broken
 
@@ -82,7 +82,7 @@ def test_row_that_would_take_minutes_to_encode_is_skipped(
 # Code that waits without a limit
 
 WAITS = {"run", "check_output", "check_call", "communicate", "wait", "urlopen"}
-# Modules and functions, with the reason for which each may wait.
+# Functions that may wait without a limit, each with its module and the reason.
 PATIENT = {
     ("core/files/processes.py", "why_ended"): "after the end of its output",
     ("benchmark/bench.py", "_run_process"): "a worker trains as long as it takes, Ctrl-C ends it",
@@ -90,7 +90,7 @@ PATIENT = {
 
 
 def waits(tree: ast.AST) -> Iterator[str]:
-    """Yield the functions that wait for a process or a connection without a limit."""
+    """Yield the name of each function that waits for a process or a connection without a limit."""
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
@@ -123,7 +123,7 @@ GLOBS = {"glob", "iglob"}
 
 
 def test_no_glob_takes_a_folder_for_a_pattern() -> None:
-    """Path.glob takes only its argument as a pattern; glob.glob also takes the folder as one."""
+    """Path.glob takes only its argument as a pattern; glob.glob takes the folder as part of it."""
     for path in sorted((ROOT / "mlxtune").rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "glob" not in text:
@@ -135,7 +135,7 @@ def test_no_glob_takes_a_folder_for_a_pattern() -> None:
                 assert ast.unparse(node.func.value) != "glob", f"{path}: glob.{node.func.attr}"
                 given = node.args[0]
                 names = {each.id for each in ast.walk(given) if isinstance(each, ast.Name)}
-                # Constants of the module, or one of two loop variables.
+                # A pattern may only use constants of the module, or one of two loop variables.
                 assert all(name.isupper() or name in ("package", "pattern") for name in names), (
                     f"{path}: {ast.unparse(node)}"
                 )

@@ -1,4 +1,4 @@
-"""A worker ends, hangs or starts differently: the others name it and the way to continue."""
+"""If a worker ends, hangs or starts differently, the others name it and the way to continue."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def lines(said: str) -> list[str]:
 
 
 def attacked(folder: Path, worker: int, place: str, act: str, command: list[object]) -> list[str]:
-    """Run workers, one of which misbehaves at a place; return the last lines of output."""
+    """Run two workers, one of which does `act` at `place`; return the last lines of output."""
     module, owner, name = PLACES[place]
     patch = WRAP.format(module=module, owner=owner, name=name, act=act)
     script = Path(str(patched(folder, worker, patch)[0]))
@@ -76,7 +76,7 @@ def test_worker_that_is_killed_before_anything_is_saved_is_named(
 
 @pytest.mark.parametrize("act", [KILLED, long("time.sleep(600)")])
 @pytest.mark.parametrize("worker", [long(0), 1])
-# On a busy machine the other worker may end before it can say why.
+# These cases are long, as on a busy machine the other worker may end before it can say why.
 @pytest.mark.parametrize("command", [long("train"), long("resume"), long("doctor")])
 def test_worker_that_joins_and_says_nothing_is_not_waited_for(
     tmp_path: Path, worker: int, act: str, command: str

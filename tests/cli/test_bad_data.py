@@ -163,7 +163,7 @@ BAD_ROWS = {
 def test_bad_rows_are_skipped_with_path_line_and_reason(
     train: Cli, tmp_path: Path, output: Path
 ) -> None:
-    # Like in an editor, line numbers count the comment in line 1 and the blank line 2.
+    # As in an editor, line numbers count the comment in line 1 and the blank line 2.
     file = write_chat(tmp_path / "mixed.jsonl", ["# bad first", "", *BAD_ROWS, *sums(ROWS)])
     outcome = train("--data", file, "--max-steps", 1)
     assert outcome.code == 0

@@ -69,7 +69,7 @@ def to_sparse(name: str, size: int) -> Callable[[Path], object]:
 
 
 def change_header(old: bytes, new: bytes) -> Callable[[Path], object]:
-    """Return a function that replaces bytes in the weights' header, keeping its length."""
+    """Return a function that replaces bytes in the weights' header, but not the header's length."""
 
     def damage(folder: Path) -> None:
         path = folder / "model.safetensors"

@@ -20,14 +20,14 @@ from mlxtune.core.steps.execution import Execution
 from tests.models import sums, write_chat, write_model
 from tests.paths import DOCS
 
-# The most frames from the command line's `train` to the caller of mx.fast.cross_entropy.
+# The maximum number of frames from the command line's `train` to the caller of cross_entropy.
 MOST = 10
 
 
 def test_cross_entropy_is_few_frames_from_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counts mlxtune's own frames in a step on a GPU in bfloat16."""
+    """Count only mlxtune's own frames, in a step in bfloat16 as on a GPU."""
     train = next(each for each in COMMANDS if each.name == "train")
     assert isinstance(train.callback, FunctionType)
     start = train.callback.__code__

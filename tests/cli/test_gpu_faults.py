@@ -21,7 +21,7 @@ NO_MEMORY = "[malloc] Unable to allocate 78643200 bytes."
 
 
 def failing(function: Callable[..., Any], text: str, calls: int = 0) -> Callable[..., Any]:
-    """Return the function, made to raise an error with the text after some calls."""
+    """Wrap a function so that it raises RuntimeError(text) after `calls` calls."""
     count = iter(range(10**9))
 
     def run(*args: Any, **options: Any) -> Any:

@@ -34,7 +34,7 @@ def signalled(run: list[object], heard: str, number: signal.Signals) -> Outcome:
 
 
 def signalled_twice(model: Path, output: Path, number: signal.Signals) -> Outcome:
-    """Signal a run twice, the second time once it reports its stop; wait for its end."""
+    """Signal a run twice, the second time once it reports that it is stopping; wait for its end."""
     # Long steps, so that the second signal still arrives within a step.
     rows = write_chat(output.parents[1] / "many.jsonl", sums(6000))
     paths = ["--model-path", model, "--data", rows, "--output", output, "--val-split", 0]
@@ -173,7 +173,7 @@ def test_interrupt_while_encoding_leaves_nothing(
 
 
 def test_interrupt_within_exec_is_an_exit_and_no_signal(tmp_path: Path) -> None:
-    """An interrupt within `exec`, which dataclasses call, would end `python -m` by the signal."""
+    """Unhandled, an interrupt in `exec`, which dataclasses call, ends `python -m` by a signal."""
     script = """
 from mlxtune import cli
 cli._main = lambda arguments: exec("raise KeyboardInterrupt")

@@ -83,7 +83,7 @@ def test_longest_example_grows_with_the_limit(plan: Cli) -> None:
     assert json.loads(off)["longest"]["recomputed"] == found[1]["kept"]
     bare = json.loads(plan("--json").out)
     assert bare["longest"] is None
-    # Null if the system does not report it.
+    # The free memory is null if the system does not report it.
     assert bare["free_memory"] is None or bare["free_memory"] > 0
     assert "with --grad-checkpoint on" in plan("--longest", "--memory-limit", 0.003).out
 
@@ -190,7 +190,7 @@ def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
 
 
 def run_as_planned(step: Any, base: Any, pipeline: Any, work: Any, plan: Any, *_: Any) -> Any:
-    """Replaces `confirm`, which would find that the plan does not fit."""
+    """Run as planned, in place of `confirm`, which would find that the plan does not fit."""
     pipeline.run_as(plan.execution)
     return plan
 
@@ -202,7 +202,7 @@ def test_gain_of_a_larger_limit_is_said_and_kept(
     from mlxtune.backend.device import memory
 
     monkeypatch.setattr(memory.mx, "device_info", lambda: {info: 8_000_000_000})
-    # Each limit fits one example at a time; the second allows for a GPU's rounding.
+    # Each limit has room for one example at a time; the second allows for a GPU's rounding.
     lines: list[str] = []
     cache = ("--cache-dir", tmp_path / "cache")
     for small in (("--memory-limit", 0.0012), ("--memory-limit", 0.002)):

@@ -60,7 +60,7 @@ def test_resumed_run_writes_the_same_bytes(train: Cli, output: Path) -> None:
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float, float], None]]:
-    """Make products run as on a GPU; return a function that sets both forms' measured seconds."""
+    """Make products run as on a GPU; yield a function that sets both forms' measured seconds."""
     seconds = {"quantized": 1.0, "dequantized": 1.0}
 
     def time_products(model: Any, dtype: Any, tokens: int) -> TimedProducts:

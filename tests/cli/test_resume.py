@@ -58,7 +58,7 @@ def stopped_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The adapter of an uninterrupted run with the same options."""
+    """The adapter of an uninterrupted run with the options of `stopped_run`."""
     folder = tmp_path_factory.mktemp("whole")
     config = run_config(model, write_chat(folder / "chat.jsonl", sums(ROWS)), folder)
     run_training(config)
@@ -280,7 +280,7 @@ def test_run_killed_in_a_validation_within_an_epoch_ends_as_the_whole_run(
     assert train(*options, "--output", whole).code == 0
 
     paths = ["--model-path", model, "--data", chat, "--output", output]
-    # The result does not depend on set order.
+    # This seed changes the order of sets, on which the result must not depend.
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     process = start("train", *paths, *options, "--log-every", 1, env=environment)
     read_until(process, "step 6/")
@@ -305,7 +305,7 @@ def test_second_run_in_a_folder_is_told_who_trains_there(
     read += read_until(first, "step 9/")
     first.send_signal(signal.SIGKILL)
     finish(first)
-    # The killed run holds neither its folder nor memory.
+    # The killed run no longer locks its folder or reserves memory.
     assert "resume it with mlxtune train --resume" in train().error
 
 

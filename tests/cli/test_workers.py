@@ -90,7 +90,7 @@ def test_two_workers_learn_what_one_does(whole: Path, tmp_path: Path) -> None:
     )
     train(config)
     assert_same_but_for_rounding(whole, tmp_path)
-    # Only worker 0 writes the run, and worker 1 a log; the verdict covers all rows.
+    # Only worker 0 writes the run's files; worker 1 writes a log. The verdict covers all rows.
     files = {path.name for path in (whole / "checkpoints").iterdir()}
     assert {"best", "worker-1.log", "report.html", "result.json"} <= files
     assert "Training" in (whole / "checkpoints" / "worker-1.log").read_text()
@@ -167,7 +167,7 @@ InstructPipeline.start_batch, os.fsync = waiting, slow"""
     with launched(2, command, tmp_path / "log") as launch:
         wait_until(lambda: steps_in(tmp_path) > 4)
         workers = [pid_of(launch, worker) for worker in range(2)]
-        # Not to mlx.launch, which would end all workers as soon as one ends.
+        # The signal does not go to mlx.launch, which would end all workers as soon as one ends.
         for process in workers:
             os.kill(process, signal.SIGINT)
         pressed.touch()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 # isort: off
-import mlxtune.backend  # noqa: F401  a fast BLAS, before mlx
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 
 # isort: on
 import mlx.core as mx
@@ -106,7 +106,7 @@ def test_mlx_lm_computes_the_losses_that_were_reported(
 
 def held_out_rows(shared: Path) -> list[Any]:
     lines = rows_of(shared)
-    # Equal rows all train or all validate.
+    # Equal rows are all trained on or all held out.
     identities = [lines.index(line) for line in lines]
     _, held_out = hold_out_rows(identities, 0.2, 42, VAL_ROWS)
     return [json.loads(lines[i])["messages"] for i in held_out]

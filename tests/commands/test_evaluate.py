@@ -39,7 +39,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def judged(cli: Cli, home: Path) -> Cli:
-    """Run `mlxtune eval` on the model and its adapter; options given later win."""
+    """A function that runs `mlxtune eval` on the model and its adapter; options given later win."""
 
     def run(*arguments: object) -> Outcome:
         data = [] if "--data" in arguments else ["--data", home / "new.jsonl"]
@@ -50,7 +50,7 @@ def judged(cli: Cli, home: Path) -> Cli:
 
 
 def plain_loss(home: Path, adapter: Path | None) -> float:
-    """Return the loss over all supervised tokens, from mlx-lm's logits and its own template."""
+    """Return the loss over all supervised tokens, from mlx-lm's logits and the model's template."""
     import mlx.core as mx
     from mlx_lm.utils import load
 
@@ -100,7 +100,7 @@ def test_lines_say_it_plainly(judged: Cli, home: Path) -> None:
 
 
 def scaled(home: Path, folder: Path, factor: float) -> Path:
-    """Write the run's adapter with its update scaled by a factor."""
+    """Write the run's adapter, with its update scaled by a factor, to `folder`; return `folder`."""
     folder.mkdir()
     shutil.copy(home / "out" / "adapter_config.json", folder)
     tensors = safetensors.numpy.load_file(home / "out" / "adapters.safetensors")
@@ -246,7 +246,7 @@ def test_run_ends_with_the_verdict_on_its_validation_rows(home: Path) -> None:
     losses = [each["val_loss"] for each in map(json.loads, records) if each["kind"] == "epoch"]
     result = json.loads((home / "out" / "checkpoints" / "result.json").read_text())
     assert (found["rows"], found["verdict"]) == (8, "helped")
-    # The trainer's losses, before the first step and at the best epoch.
+    # These are the trainer's losses before the first step and at the best epoch.
     assert found["base"]["loss"] == pytest.approx(result["initial_val_loss"], rel=1e-5)
     assert found["adapted"]["loss"] == pytest.approx(min(losses), rel=1e-5)
     assert {each["path"] for each in found["gained"]} == {str(home / "chat.jsonl")}

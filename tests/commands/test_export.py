@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 
 # isort: off
-import mlxtune.backend  # noqa: F401  a fast BLAS, before mlx
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 
 # isort: on
 import mlx.core as mx
@@ -82,7 +82,7 @@ def test_fused_folder_is_a_model_of_its_own_in_mlx_lm(
     written = {each.read_text() for each in (tmp_path / "fused").rglob("*.jinja")}
     assert written == {built_in_jinja("gemma")}
     fused, tokenizer = load(str(tmp_path / "fused"))
-    # Its turns end with another token than the base model's.
+    # The template's turns end with a different token from the base model's turns.
     ends = map(tokenizer.convert_ids_to_tokens, sorted(tokenizer.eos_token_ids))
     assert list(ends) == ["<|im_end|>", "<end_of_turn>"]
     np.testing.assert_allclose(logits(fused), trained_logits(model, adapter), rtol=0, atol=1e-5)

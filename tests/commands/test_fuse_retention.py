@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 # isort: off
-import mlxtune.backend  # noqa: F401  a fast BLAS, before mlx
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 
 # isort: on
 import mlx.core as mx
@@ -26,7 +26,7 @@ from tests.slow import slow
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on a 4-bit base whose updates are smaller than a 4-bit step."""
+    """A run on a 4-bit base, with updates smaller than a step of the 4-bit format."""
     folder = tmp_path_factory.mktemp("run")
     write_model(folder / "model", "qwen3", quantize=4, dtype="bfloat16")
     write_chat(folder / "chat.jsonl", sums(40))

@@ -30,7 +30,7 @@ PROMPT = "A table for two, Sunday at noon. Ida Park"
 
 @pytest.fixture
 def say(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a command on the demo's model with this text on standard input."""
+    """A function that runs a command on the demo's model with the given standard input."""
 
     def run(command: str, *arguments: object, stdin: str | bytes = "") -> Outcome:
         content = stdin.encode() if isinstance(stdin, str) else stdin
@@ -258,7 +258,7 @@ def test_conversation_through_a_pipe_is_answered_turn_by_turn_and_saved(
     roles = [message["role"] for message in row["messages"]]
     assert roles == ["system", "user", "assistant", "user", "assistant"]
     assert row["messages"][2]["content"] in outcome.out
-    # Each answer equals the answer to the conversation so far in a fresh process.
+    # The last answer equals the answer of `generate` to the conversation before it.
     path = tmp_path / "asked.json"
     path.write_text(json.dumps(row["messages"][:-1]))
     again = say("generate", "--messages", path, "--quiet").out
@@ -290,7 +290,7 @@ def test_both_models_answer_each_with_its_own_conversation(
     (row,) = map(json.loads, saved.read_text().splitlines())
     answers = [each["content"] for each in row["messages"] if each["role"] == "assistant"]
     assert len(answers) == 2
-    # The adapter's answers are saved, and each follows from its own conversation.
+    # The adapter's answers are saved, and each continues the adapter's own conversation.
     path = tmp_path / "asked.json"
     path.write_text(json.dumps(row["messages"][:-1]))
     again = say("generate", "--adapter", adapter, "--messages", path, "--quiet").out
@@ -356,8 +356,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program_and_ctrl_d_ends_it() -> Non
     process, terminal = start_in_terminal("chat", "--model-path", DEMO, *endless, "--quiet")
     try:
         read_until(terminal, rb"> ")
-        # No answer is being written. Before readline waits for a key, the signal acts after the
-        # line.
+        # No answer is being written. A signal that comes before readline waits for a key takes
+        # effect after the line.
         process.send_signal(signal.SIGINT)
         os.write(terminal, b"\n")
         read_until(terminal, rb"Ctrl-D or /quit quits(.|\s)*> ")

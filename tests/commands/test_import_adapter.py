@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 # isort: off
-import mlxtune.backend  # noqa: F401  a fast BLAS, before mlx
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 
 # isort: on
 import mlx.core as mx
@@ -258,7 +258,7 @@ def test_infinite_number_in_an_adapters_config_is_refused(
     mlx_lm_made(model, tmp_path / "theirs")
     path = tmp_path / "theirs" / "adapter_config.json"
     text = json.dumps(json.loads(path.read_text()) | {"mlxtune": {"alpha": float("inf")}})
-    # JSON for a number that is too large
+    # JSON can write a number that is too large for a float.
     path.write_text(text.replace("Infinity", "1e999"))
     error = cli("import", tmp_path / "theirs", "--output", tmp_path / "ours").error
     assert "adapter_config.json" in error and "is not valid JSON" in error

@@ -80,7 +80,7 @@ def test_folder_without_weights_and_config_is_enough(cli: Cli, light: Path, chat
 
 @pytest.fixture
 def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load a tokenizer once, as loading takes more than a second."""
+    """Load each tokenizer only once, as loading takes more than a second."""
     from mlxtune.commands.prepare import dataset
 
     monkeypatch.setattr(dataset, "load_tokenizer", functools.cache(dataset.load_tokenizer))
@@ -148,7 +148,7 @@ def test_row_that_is_skipped_or_none_is_an_error_with_its_reason(
 ) -> None:
     user = {"messages": [{"role": "user", "content": "x"}]}
     long = [("user", "word " * 99), ("assistant", "end")]
-    # Row 15 is the sixth of its kind; the warnings keep five.
+    # Row 15 is the sixth with its problem; a warning keeps only five rows.
     rows = [*sums(1), "{no", user, long, "", *sums(5)[1:], *[{"words": 1}] * 9]
     file = write_chat(tmp_path / "bad.jsonl", rows)
     outcome = inspect("--data", file, "--row", row, "--max-seq-len", 64)

@@ -41,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return made
 
 
-# One in this many operations fails: for each, fuse and export load the model three times.
+# One in this many operations fails; for each failure, fuse and export load the model three times.
 EVERY = {"fuse": 20, "export": 20, "import": 2}
 CASES = [("fuse", "crash", 60), ("export", "ENOSPC", 60), ("import", "crash", 12)]
 CASES += [long(name, kind, every) for name, every in EVERY.items() for kind in KINDS]
@@ -87,7 +87,7 @@ def test_nothing_that_looks_finished_is_left_where_an_operation_fails(
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the content of each file in a folder; of a certificate, only its existence."""
+    """Return the content of each file in a folder, but b"" for a certificate."""
     return {
         name: b"" if name == CERTIFICATE else (folder / name).read_bytes()
         for name in files_in(folder)

@@ -73,7 +73,7 @@ def test_adapter_arrives_in_both_layouts_with_its_card(
     assert len(hub.models["me/sums"].commits) == 1
     assert out.endswith(f"{'Pushed':<12}{hub.endpoint}/me/sums\n")
     assert out.startswith(files["README.md"].decode())
-    # The exact bytes of the run's adapter.
+    # The pushed adapter has the exact bytes of the run's adapter.
     assert files["mlx-lm/adapters.safetensors"] == (run / "adapters.safetensors").read_bytes()
     own = json.loads((run / "adapter_config.json").read_text())
     assert json.loads(files["mlx-lm/adapter_config.json"]) == {**own, "model": "tiny"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 # isort: off
-import mlxtune.backend  # noqa: F401  a fast BLAS, before mlx
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 
 # isort: on
 import mlx.core as mx
@@ -27,7 +27,7 @@ from tests.slow import long, slow, slow_except
 
 TOKENS = [[5, 17, 80, 3, 44, 12]]
 FORMATS = ["4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4"]
-# mlx_lm.convert's entries of config.json.
+# The entries that mlx_lm.convert writes to config.json.
 CONVERTED = {
     "4": {"group_size": 64, "bits": 4, "mode": "affine"},
     "8": {"group_size": 64, "bits": 8, "mode": "affine"},
@@ -48,7 +48,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(home: Path) -> dict[str, Path]:
-    """The folder of an adapter for each requested format."""
+    """The folders of the adapters trained so far, by format; tests add to them."""
     return {}
 
 
@@ -198,7 +198,7 @@ def test_export_is_proved_on_the_quantised_base(
     found = export(ExportConfig(adapter=str(adapter), output=output, format=format, quiet=True))
     assert not found.certificate.problems
     assert found.certificate.comparison.largest_difference < 1e-3
-    # The trained model, and the base for the exported adapter.
+    # The first base is for the trained adapter, the second for the exported adapter.
     name = adapter.name.removeprefix("out-")
     assert [(base.quantize, base.double_quant) for base in bases] == [(name, name == "nf4")] * 2
 

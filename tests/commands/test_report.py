@@ -24,7 +24,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_page_of_a_run_is_written_into_its_folder(cli: Cli) -> None:
     run = write_run(Path("out"), evaluation=EVALUATION)
-    for _ in range(2):  # its own page is replaced
+    for _ in range(2):  # the second page replaces the first
         outcome = cli("report", "out")
         assert outcome.code == 0
         assert outcome.out.splitlines() == [

@@ -124,7 +124,7 @@ def test_runs_are_removed_after_a_question(cli: Cli, monkeypatch: pytest.MonkeyP
 
 
 def test_adapter_of_an_earlier_run_is_its_best_checkpoint(cli: Cli) -> None:
-    """The later run's adapter replaced its own."""
+    """The later run's adapter replaced the earlier run's adapter."""
     run = write_run(Path("out"))
     earlier = run / "previous-1"
     earlier.mkdir()

@@ -45,7 +45,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def gibberish(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A validation file whose loss rises in training."""
+    """A validation file on which the loss rises in training."""
     rows = [[("user", f"What is {i}?"), ("assistant", "zqxj%~" * 3)] for i in range(3)]
     return write_chat(tmp_path_factory.mktemp("data") / "gibberish.jsonl", rows)
 
@@ -61,7 +61,7 @@ Run = tuple[Path, TrainResult]
 
 @pytest.fixture(scope="module")
 def run(model: Path, chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of three epochs with a held-out fifth, in a new folder."""
+    """A run of three epochs in a new folder, with a fifth of the rows held out."""
     folder = tmp_path_factory.mktemp("run") / "new" / "folder"
     return folder, train(config(model, chat, folder))
 
@@ -285,7 +285,7 @@ def test_output_may_have_any_name(
     result = train(config(model, chat, tmp_path, output=str(output), epochs=1, quiet=False))
     assert result.adapter == output
     assert names_in(tmp_path) == {"tuned.safetensors", "adapter_config.json", "checkpoints"}
-    # mlx-lm loads only folders with one file name, and best/ is such a folder.
+    # mlx-lm loads only folders with an adapters.safetensors, such as best/.
     best = tmp_path / "checkpoints" / "best"
     assert output.read_bytes() == (best / ADAPTER).read_bytes()
     assert f"mlxtune chat --adapter {output}" in capsys.readouterr().err

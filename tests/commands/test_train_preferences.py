@@ -53,7 +53,7 @@ def records(output: Path) -> list[dict[str, Any]]:
 
 
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the number of answers of each evaluation."""
+    """A list to which each evaluation adds its number of answers."""
     counts: list[int] = []
     real = InstructPipeline.logps
 
@@ -154,7 +154,7 @@ def test_reference_is_computed_once(
     counts = evaluated(monkeypatch)
     options = {"max_steps": 1, "cache_dir": str(tmp_path / "cache")}
     train(config(folder, tmp_path / "first", "dpo", **options))
-    # All answers, then the validation answers before and after the step.
+    # The run evaluates all answers, then the validation answers before and after the step.
     assert counts[0] == 72
     assert all(count == counts[1] < 72 for count in counts[1:])
     counts.clear()

@@ -22,12 +22,12 @@ STEPS, HALVED = 6, 3
 
 
 class Killed(BaseException):
-    """The end of a process without saving."""
+    """Ends the run without saving, as a kill would."""
 
 
 @pytest.fixture
 def configured(model: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """Return a function that configures a run of six steps which saves only at its end."""
+    """A function that configures a run of six steps that saves only at its end."""
     chat = write_chat(tmp_path / "chat.jsonl", sums(24))
 
     def make(name: str, **options: Any) -> TrainConfig:

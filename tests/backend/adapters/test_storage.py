@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 # isort: off
-import mlxtune.backend  # noqa: F401  a fast BLAS, before mlx
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 
 # isort: on
 import mlx.core as mx

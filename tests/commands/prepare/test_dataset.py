@@ -318,7 +318,7 @@ def test_duplicates_and_leaks_are_warned_of_by_both(
 
 
 def test_identical_rows_stand_on_one_side(model: Path, tmp_path: Path) -> None:
-    # The same rows for the model, written differently.
+    # These rows are the same for the model, but are written differently.
     again = [
         {"id": i, "messages": [dict(zip(("content", "role"), (c, r), strict=True)) for r, c in row]}
         for i, row in enumerate(sums(10))
@@ -475,7 +475,7 @@ def test_template_of_a_file_is_used_and_decides_the_cache(tmp_path: Path) -> Non
     jinja = tmp_path / "mine.jinja"
     for greeting in ("Hi! ", "Ho! "):
         jinja.write_text(greeting + CHATML)
-        for template in (str(jinja), greeting + CHATML):  # the form that an adapter keeps
+        for template in (str(jinja), greeting + CHATML):  # an adapter keeps the second
             found = both(folder, file, tmp_path, template=template)
             assert texts(found) == [greeting + chatml("q", "a")]
             assert found.template == "from a file"

@@ -162,7 +162,7 @@ def test_other_version_of_the_code_encodes_anew(
 
 
 def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
-    """Find every module whose code runs to encode, except modules that only read files."""
+    """Find every module whose code runs to encode data, except modules that only read files."""
     code = (
         "import sys, threading; from pathlib import Path; from mlxtune.config import DataConfig\n"
         "from mlxtune.commands.prepare.dataset import Reader\n"
@@ -180,12 +180,12 @@ def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
     )
     used = {name.removeprefix("mlxtune.").replace(".", "/") for name in process.stdout.split()}
-    # The recipe and the options only select the data; these modules only read and check files.
+    # The recipe and the options only select the data; the removed modules only read or check files.
     used = {name for name in used if name.startswith(("core/", "backend/")) and name.count("/") > 1}
     hashed = set(mlxtune.commands.prepare.dataset._code_hashes())
     used -= {"backend/models/model_folder", "backend/models/model_config"}
     used -= {f"core/files/{name}" for name in ("files", "ours", "reading", "scratch", "sizes")}
-    # This module only passes lines on.
+    # processes.py only passes lines on.
     used -= {"core/files/processes"}
     assert used <= hashed
 

@@ -1,4 +1,4 @@
-"""The first Ctrl-C requests a stop, the second ends the process."""
+"""The first Ctrl-C requests a stop, and the second ends the process."""
 
 from __future__ import annotations
 

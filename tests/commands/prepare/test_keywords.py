@@ -147,7 +147,7 @@ def test_run_from_python_calls_back_after_steps_and_validations(
 
 
 class Once:
-    """Like a progress bar: it has a length, and can be iterated once."""
+    """An iterable that, like a progress bar, has a length but can be iterated only once."""
 
     def __init__(self, rows: Any) -> None:
         self._rows = iter(rows)

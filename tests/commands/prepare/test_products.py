@@ -23,7 +23,7 @@ from tests.models import write_model
 
 
 class Worker(Workers):
-    """One of two workers; `said` holds their messages by worker."""
+    """One of two workers; `said` is the list of both workers' messages."""
 
     said: list[str]
 
@@ -101,7 +101,7 @@ def test_resumed_run_is_not_timed(tmp_path: Path, timed: list[int], form: str) -
         (24, [[8, 20], [5]], 24),
         (1000, [[8, 20], [5]], 28),  # no step has more tokens
         (1000, [], 1000),
-        (1, [], 70),  # without data, the longest example
+        (1, [], 70),  # without data, the longest possible example
     ],
 )
 def test_tokens_are_those_of_a_large_micro_batch(
