@@ -56,7 +56,7 @@ class Visit:
 
 
 def browse(folder: Path, address: str) -> Visit:
-    """Open a page of the folder and return its result."""
+    """Open a page of the folder; return the result of the visit."""
     net_log = folder / "net.json"
     process = subprocess.run(
         [
@@ -98,7 +98,7 @@ def drive(folder: Path, steps: str) -> dict[str, Any]:
         if text := visit.dom.partition('<pre id="result">')[2].partition("</pre>")[0]:
             break
     assert visit.said == []
-    # Chromium itself requests lists from its vendor, without an answer.
+    # Chromium itself requests lists from its vendor, and gets no answer.
     asked = [each for each in visit.requested if not each.startswith(("file:", "chrome", "data"))]
     assert not [each for each in asked if not re.search(r"googleapis|google\.com", each)]
     found: dict[str, Any] = json.loads(html.unescape(text))

@@ -1,4 +1,4 @@
-"""Configs of runs with only the required options, and their errors, for tests."""
+"""Configs of runs with few options beyond the required ones, and their problems, for tests."""
 
 from __future__ import annotations
 

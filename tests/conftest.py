@@ -39,7 +39,7 @@ sys.dont_write_bytecode = False
 # digits, but tests need five.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
-# Must come before the import of these modules, so that failed asserts in them show values.
+# This must come before the import of these modules, so that their failed asserts show values.
 pytest.register_assert_rewrite("tests.command", "tests.core.training.fake_pipeline")
 
 from mlxtune.cli import main  # noqa: E402
@@ -115,7 +115,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             "HF_HUB_DISABLE_TELEMETRY": True,
             "HF_HUB_DISABLE_XET": True,
             "DOWNLOAD_CHUNK_SIZE": 4000,
-            # Long enough for a busy machine; tests of a silent hub shorten it.
+            # These limits suffice on a busy machine; tests of a silent hub shorten them.
             "HF_HUB_DOWNLOAD_TIMEOUT": SECONDS,
             "HF_HUB_ETAG_TIMEOUT": SECONDS,
         }.items():
@@ -136,8 +136,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def cli(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, short_checks: None
 ) -> Cli:
-    """Run a command in this process, which has already loaded mlx."""
-    # `main` replaces it for the rest of the process; this restores it.
+    """A function that runs a command in this process, which has already loaded mlx."""
+    # `main` replaces this function for the rest of the process; monkeypatch restores it.
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
 
     def run(*arguments: object) -> Outcome:
@@ -152,9 +152,9 @@ def cli(
 
 @pytest.fixture
 def train(cli: Cli, model: Path, chat: Path, output: Path) -> Cli:
-    """Run `mlxtune train --quiet` on a valid model and file; later options win.
+    """A function that runs `mlxtune train --quiet` on a valid model and file; later options win.
 
-    Samples are off, because answering them takes longer than the run.
+    Samples are off, because generating them takes longer than the run.
     """
 
     def run(*arguments: object, quiet: bool = True) -> Outcome:
@@ -168,7 +168,7 @@ def train(cli: Cli, model: Path, chat: Path, output: Path) -> Cli:
 
 @pytest.fixture
 def inspect(cli: Cli, model: Path, chat: Path) -> Cli:
-    """Run `mlxtune inspect` on a valid model and file; later options win."""
+    """A function that runs `mlxtune inspect` on a valid model and file; later options win."""
 
     def run(*arguments: object) -> Outcome:
         data = [] if "--data" in arguments else ["--data", chat]
@@ -223,7 +223,7 @@ def run_to_copy(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_run(run_to_copy: Path, output: Path) -> Path:
-    """The checkpoints of a finished run of two steps, which is marked as this user's own."""
+    """The checkpoints of a finished run of two steps that is marked as this user's own."""
     from mlxtune.core.run import own_runs
 
     run = Path(shutil.copytree(run_to_copy, output.parent)) / "checkpoints"

@@ -22,7 +22,7 @@ OPERATIONS = [
     (os, "fsync"),
     (shutil, "rmtree"),
 ]
-# The operations that a full or broken disk fails; it can still remove files.
+# The operations that fail on a full or broken disk, where files can still be removed.
 _MAKING = {"mkdir", "open", "fdopen", "rename", "replace", "fsync", "write"}
 CRASH = -1
 KINDS = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO, "EACCES": errno.EACCES, "crash": CRASH}
@@ -35,9 +35,9 @@ class Crash(BaseException):
 class FaultyDisk:
     """Fails the file operation of number `fails_at`, counted from 1.
 
-    That operation writes half of its data and fails with `code`; later ones succeed. With CRASH, it
-    and all later ones raise Crash, so that no cleanup happens either. Only operations in the folder
-    `within` count, by default all.
+    If that operation is a write, half of its data is written. It fails with `code`, and later
+    operations succeed. With CRASH, it and all later operations raise Crash, so that no cleanup
+    happens either. Only operations in the folder `within` count, by default all operations.
     """
 
     def __init__(

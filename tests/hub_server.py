@@ -81,7 +81,7 @@ class Hub:
         self.gave_up: list[bool] = []
 
     def given_up(self) -> bool:
-        """True if the client closed every unanswered connection."""
+        """Return whether the client closed every unanswered connection."""
         for _ in range(500):
             if self.gave_up:
                 return all(self.gave_up)
@@ -163,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
         """Send no answer until the client gives up or a minute has passed."""
         self.connection.settimeout(60)
         try:
-            # Empty once the client has closed the connection.
+            # `recv` returns nothing once the client has closed the connection.
             self.hub.gave_up.append(self.connection.recv(1) == b"")
         except OSError:
             self.hub.gave_up.append(False)

@@ -65,7 +65,7 @@ def launched(
 def free_port(count: int) -> int:
     """Return the first of `count` consecutive free ports."""
     while True:
-        # Below the system's ephemeral ports.
+        # This range is below the system's ephemeral ports.
         first = random.SystemRandom().randrange(10_000, 32_000)
         with suppress(OSError), ExitStack() as held:
             for port in range(first, first + count):

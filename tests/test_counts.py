@@ -30,7 +30,8 @@ def test_products_of_a_gradient_are_counted_with_their_shapes() -> None:
     def gradient(x: mx.array) -> Traced:
         return [mx.grad(lambda a: (mx.tanh(x @ a) @ W.T).sum())(a)], []
 
-    # One product forward, because nothing reads the last. Backward, the gradients of tanh and `a`.
+    # There is one product forward, because nothing reads the second product, and two backward: for
+    # the gradients of tanh and of `a`.
     assert flops(gradient, X) == {"products": 3 * 2 * 15 * 8 * 16}
 
 
@@ -137,7 +138,7 @@ def test_products_and_launches_are_summed_over_the_steps() -> None:
     found = count_steps(Fake(), of_lengths(5, 6, 5))
     assert found.matmul_flops == 2 * 16 * 8 * 16
     assert found.attention_flops == 0
-    # Each step creates its input by Full.
+    # Each step creates its input with Full.
     assert found.launches == {"Full": 3, "Exp": 3, "Matmul": 3}
     assert found.head_launches == 3
 

@@ -24,7 +24,8 @@ OF_OS = {
 }
 OF_OTHERS = {("io", "open"), ("io", "FileIO"), ("gzip", "open"), ("gzip", "GzipFile")}
 OF_OTHERS |= {(module, "open") for module in ("bz2", "lzma", "codecs", "tarfile", "shelve", "dbm")}
-# Methods of a path. `replace` is separate: a path's takes one argument, a string's two.
+# Methods of a path. `replace` is separate: a path's method takes one argument, a string's method
+# two.
 OF_PATHS = {
     *("open", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "unlink", "rename"),
     *("rmdir", "symlink_to", "hardlink_to", "link_to", "mkdir", "chmod", "lchmod"),

@@ -92,7 +92,7 @@ def test_command_that_does_what_it_must_not_is_found_and_its_files_are_kept(
     monkeypatch.chdir(place.cases)
     monkeypatch.setattr(fuzz_cases, "SECONDS", 0.15 if "took" in said else 10)
     monkeypatch.setattr("mlxtune.commands.inspect.show", lambda config: fault(place))
-    # The first case that runs `inspect`.
+    # The first case with a problem is the first that runs `inspect`.
     results = ((name, run_case(place, SEED, name)) for name in names_of(20, 0))
     name, result = next(each for each in results if each[1]["problem"])
     assert result["problem"].startswith(said)

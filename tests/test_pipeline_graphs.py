@@ -1,4 +1,4 @@
-"""The matrix products and launches in our steps' graphs, against formulas."""
+"""The matrix products and launches in the graphs of mlxtune's steps, against formulas."""
 
 from __future__ import annotations
 
@@ -59,14 +59,15 @@ def test_products_of_a_layer_are_those_of_real_tokens(folder: Path) -> None:
 
 def test_layer_that_runs_again_is_counted_again(folder: Path) -> None:
     once, again = counted(folder), counted(folder, recompute=True)
-    # The layer again, without its last product, which its backward pass does not read.
+    # The layer runs again without its last product, which the backward pass does not read.
     forward = 2 * T * (ATTENTION + MLP - HIDDEN * INNER)
     lora = 2 * T * RANK * (2 * HIDDEN + Q_AND_V)
-    # The gradient of the first layer's inputs, on which its other gradients depend.
+    # The gradient of the first layer's inputs is computed, as the layer's other gradients depend on
+    # it.
     inputs = 2 * T * (ATTENTION - OUTPUT + RANK * 2 * HIDDEN)
     assert again.matmul_flops - once.matmul_flops == forward + lora + inputs
     assert again.attention_flops / once.attention_flops == 8 / 5
-    # Six of the layer, three of LoRA, and four for the gradient of the inputs.
+    # These are six products of the layer, three of LoRA, and four for the gradient of the inputs.
     products = [each.launches["Matmul"] + each.launches["AddMM"] for each in (once, again)]
     assert products[1] - products[0] == 13
 

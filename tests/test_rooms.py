@@ -12,7 +12,7 @@ from tests.paths import ROOT
 PACKAGE = ROOT / "mlxtune"
 MOST_MODULES = 16
 FEWEST_LINES = 80
-# May hold short modules: each command, format, tracker and child process has its own file.
+# Folders that may have short modules, as each command, format or tracker has its own file.
 ONE_FILE_EACH = ("commands/", "backend/adapters/formats/", "tracking/")
 SCRIPTS = ("worker", "_child", "probe", "__main__")
 

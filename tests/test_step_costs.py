@@ -53,7 +53,7 @@ def test_costs_of_both_sides_are_those_of_the_same_steps(costs: dict[str, Any]) 
     ("script", "said"),
     [
         slow(f'#!/bin/sh\nexec {sys.executable} -I "$@"', "No package metadata was found for"),
-        (None, "is no program"),
+        (None, "is not a program"),
     ],
 )
 def test_unsloth_runs_in_the_environment_that_is_named(

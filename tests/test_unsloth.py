@@ -1,4 +1,4 @@
-"""Unsloth's side of a benchmark takes the same steps as ours, through callbacks in a thread."""
+"""In a benchmark, Unsloth takes the same steps as mlxtune, through callbacks in a thread."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_wheel_holds_the_package_and_what_the_demo_needs_and_nothing_else(wheel:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The installed wheel's command, in an environment that also sees this one's packages."""
+    """The installed wheel's command, in an environment that also sees the current packages."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"

@@ -70,7 +70,7 @@ _LEAVES = {
 
 
 def tensor_of(model: Any, name: str) -> Any:
-    """Return PEFT's parameter that corresponds to one of our names."""
+    """Return the parameter of PEFT's model that corresponds to a name in mlxtune."""
     module, _, leaf = name.rpartition(".")
     return model.get_parameter(f"base_model.model.{module}.{_LEAVES[leaf]}")
 
@@ -80,7 +80,7 @@ def parameters(pipeline: InstructPipeline) -> Arrays:
 
 
 def give(model: Any, pipeline: InstructPipeline) -> None:
-    """Copy our initial values into PEFT's model."""
+    """Copy the pipeline's initial values into PEFT's model."""
     with torch.no_grad():
         for name, value in parameters(pipeline).items():
             tensor_of(model, name).copy_(torch.from_numpy(value.T.copy()))
@@ -199,7 +199,7 @@ def test_steps_with_two_rates_are_those_of_peft(folder: Path, member: str) -> No
 
 
 def effective(weight: npt.NDArray[Any], module: Any) -> npt.NDArray[Any]:
-    """Return the weight (out, in) with the update of one of our LoRA modules."""
+    """Return the weight (out, in) with the update of one of mlxtune's LoRA modules."""
     a, b = (np.array(x, dtype=np.float64) for x in module.factors())
     return weight + module.scale * (a @ b).T
 

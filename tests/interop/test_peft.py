@@ -80,7 +80,7 @@ def test_exported_adapter_gives_the_trained_models_logits_in_peft(
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "mixtral", "olmoe", "qwen3_moe"])
-# PEFT warns because it checks these patterns against modules only; it applies them to parameters
+# PEFT warns because it checks these patterns against modules only, but applies them to parameters
 # too.
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern:RuntimeWarning")
 def test_experts_give_the_trained_models_logits_in_peft_and_back(tmp_path: Path, kind: str) -> None:
@@ -154,7 +154,7 @@ def imported(path: Path, model: Path, output: Path) -> Path:
 
 
 def data_of(weights: Path) -> bytes:
-    """Return a safetensors file's bytes after the header, which differs by the config."""
+    """Return a safetensors file's bytes after the header, which depends on the config."""
     content = weights.read_bytes()
     return content[8 + int.from_bytes(content[:8], "little") :]
 

@@ -47,7 +47,7 @@ def run(code: str, folder: Path, **environment: str) -> subprocess.CompletedProc
 def trained(folder: Path, model: Path, chat: Path, tracker: str, **environment: str) -> Path:
     """Train, stop after step 4, and resume from step 2 as after a crash; return the run's folder.
 
-    Checks that nothing is written to stdout and that there is no warning.
+    Check that nothing is written to stdout and that there is no warning.
     """
     options = {
         "output": str(folder / "run/adapters.safetensors"),
@@ -197,7 +197,7 @@ def test_wandb_keeps_the_run_in_its_folder_without_a_login(
 
 
 def wandb_records(path: Path) -> list[Any]:
-    """Return the records of wandb's run file: LevelDB's log format after 7 bytes."""
+    """Return the records of wandb's run file, in LevelDB's log format after the first 7 bytes."""
     from wandb.proto import wandb_internal_pb2
 
     content, place, records, parts = path.read_bytes(), 7, [], b""

@@ -145,7 +145,7 @@ def test_step_is_that_of_trl(family: str, name: str, monkeypatch: pytest.MonkeyP
     # TRL reports zero for a KL or NLL that an objective lacks; mlxtune reports nothing.
     absent = {"kl": not objective.needs_kl, "nll_loss": not objective.options.chosen_weight}
     assert {k for k in _REPORTED if k in metrics and not absent.get(k)} == ours.metrics.keys()
-    assert ours.metrics.get("kl", 1) > 0 or family == "qwen3"  # whose KL estimate is negative
+    assert ours.metrics.get("kl", 1) > 0 or family == "qwen3"  # qwen3's KL estimate is negative
     for metric, value in ours.metrics.items():
         found[metric] = abs(value - metrics[metric]) / max(1.0, abs(metrics[metric]))
     largest = max(np.abs(value).max() for value in theirs.gradients.values())

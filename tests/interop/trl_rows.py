@@ -110,10 +110,10 @@ def compare_rows(
 ) -> tuple[Counter[str], list[Row]]:
     """Compare every pair's tokens and masks; raise AssertionError at the first difference.
 
-    Both sides must agree, unless a token crosses the start of an answer: then TRL's answers start
-    before that token, while ours keep the prompt of inference. TRL also trains on the template's
-    text after the end of the turn; ours do not. Return the number of sides by kind, and the pairs
-    as TRL's rows, without that text.
+    Both libraries must agree, unless a token crosses the start of an answer: then TRL's answer
+    starts before that token, while mlxtune's keeps the prompt of inference. TRL also trains on the
+    template's text after the end of the turn; mlxtune does not. Return the number of answers by
+    kind, and the equal pairs as TRL's rows, without that text.
     """
     template = {} if thinking is None else {"enable_thinking": thinking}
     options = {} if thinking is None else {"thinking": "on" if thinking else "off"}
@@ -147,7 +147,7 @@ def compare_rows(
 
 
 def compare_texts(folder: Path, rows: Sequence[Row], path: Path, **options: Any) -> int:
-    """Check that pairs give the same examples as texts and as messages; return their number."""
+    """Check that pairs give equal examples as texts and as messages; return the number of pairs."""
     texts = [(row, text) for row in rows if (text := as_texts(row))]
     messages, plain = zip(*texts, strict=True)
     both = (our_rows(folder, each, path, **options) for each in (messages, plain))
@@ -160,7 +160,7 @@ def compare_texts(folder: Path, rows: Sequence[Row], path: Path, **options: Any)
 
 
 def compare_logps(family: str, same: Sequence[Row], size: int = 50) -> float:
-    """Return the largest relative difference of log-probabilities under a tiny model."""
+    """Return the largest relative difference between both libraries' log-probabilities."""
     trainer, worst = trainer_of(family, "dpo"), 0.0
     keys = ("prompt_ids", "chosen_ids", "rejected_ids")
     for start in range(0, len(same), size):

@@ -105,7 +105,7 @@ def labelled_rows(count: int) -> list[dict[str, Any]]:
 
 @cache
 def trainer_of(family: str, objective: str, rows: int = 6, loss: str = "") -> Any:
-    """Return TRL's trainer for an objective, with our reference's matrices.
+    """Return TRL's trainer for an objective, with the LoRA matrices of mlxtune's reference.
 
     TRL's own reference is a copy of these matrices. A step takes all rows as one batch.
     """
@@ -154,7 +154,7 @@ def batch_of(trainer: Any, rows: Iterable[int] | None = None) -> dict[str, Any]:
 
 
 def examples_of(batch: Mapping[str, Any], objective: Objective) -> list[Example]:
-    """Return a TRL batch as our examples, without reference log-probabilities."""
+    """Return a TRL batch as mlxtune's examples, without reference log-probabilities."""
     if "label" in batch:
         roles = [DESIRABLE if label else UNDESIRABLE for label in batch["label"].tolist()]
         answers = _examples(batch, "", batch["completion_mask"], roles)
@@ -227,7 +227,7 @@ def our_step(family: str, objective: Objective, batch: Mapping[str, Any]) -> Num
 def their_step(
     trainer: Any, family: str, batch: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Numbers:
-    """Return the results of a step by TRL's trainer, with `settings` as its attributes."""
+    """Set the attributes `settings` of TRL's trainer; return the results of a step."""
     model, policy = trainer.model, sft_pipeline(family, POLICY)
     give(model, policy)
     model.train()

@@ -30,11 +30,12 @@ DATA = {
     "WikiSQL": SHARED / "chat" / "wikisql_train.jsonl",
     "tool calls": SHARED / "chat" / "lf_glaive_toolcall_en.jsonl",
 }
-# The most characters in a row, so that a pair of runs takes minutes. Both models have short tokens.
+# The maximum number of characters in a row, so that a pair of runs takes minutes. Both models have
+# short tokens.
 _LONGEST = 1600
 _CHOSEN = ("lr", "max_seq_len", "epochs")
-# --max-seq-len of both runs where the default would cut off every answer, and the number of rows:
-# fewer, because they are long.
+# --max-seq-len of both runs where the default would cut off every answer, and the number of rows,
+# which is smaller because these rows are long.
 _LONG = {("tool calls", "stories260k"): (1024, 30)}
 
 
@@ -46,7 +47,7 @@ def rows_of(path: Path, count: int) -> tuple[list[str], list[str]]:
 
 
 def compare(data: str, model: str, count: int, folder: Path) -> dict[str, Any]:
-    """Return the losses with the defaults and with --auto, and the options it chose."""
+    """Return the losses with the defaults and with --auto, and the options that --auto chose."""
     template = "chatml" if model == "stories260k" else "auto"
     shared: dict[str, Any] = {"model_path": str(MODELS[model]), "template": template, "quiet": True}
     length, count = _LONG.get((data, model), (None, count))

@@ -3,11 +3,11 @@
     python -m tests.long.bench_preferences [--peer-python PATH] [--repeats N] [--json FILE]
 
 The rows are the first 16 pairs of LLaMA-Factory's `dpo_en_demo` with one human turn and fewer than
-4,300 characters, in 4 steps of 4, cut to 1,024 tokens; the model is the small shape in float32,
-with rank 8 on queries and values. A measured run consists of the reference and the steps, without
-start and warm-up. `bench_unsloth` says how to make Unsloth's environment, PATH. Its trainer
-computes the reference either before or within the steps, and compiles neither: compiling takes ten
-more minutes on the CPU.
+4,300 characters, in 4 steps of 4 pairs, cut to 1,024 tokens; the model is the small shape in
+float32, with rank 8 on queries and values. A measured run consists of the reference and the steps,
+without start and warm-up. `bench_unsloth` says how to make Unsloth's environment, whose interpreter
+is PATH. Unsloth's trainer computes the reference either before or within the steps. It does not
+compile, as compiling takes ten more minutes on the CPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def messages(row: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
 
 
 def ours(folder: Path, execution: str, objective: str) -> Run:
-    """Take the steps once in a new process."""
+    """Take mlxtune's steps once in a new process; return the measurements."""
     sft = objective == "sft"
     config = BenchConfig(
         model_path=str(folder / "model"),
@@ -87,7 +87,7 @@ def ours(folder: Path, execution: str, objective: str) -> Run:
 
 
 def unsloth(folder: Path, python: str, first: bool) -> Run:
-    """Run Unsloth's trainer; `first` computes the reference before the steps."""
+    """Run Unsloth's trainer; with `first`, it computes the reference before the steps."""
     job = folder / "job.json"
     described = {
         "model": str(folder / "model"),

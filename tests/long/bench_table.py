@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 from tests.paths import ROOT, SHARED
 
 import mlx.core as mx  # isort: skip
@@ -70,8 +70,8 @@ SYSTEM_TOKENS = 396  # 400 with the template's control tokens
 class Case:
     """One row of a table: a model shape, its data, and the number and size of steps.
 
-    `rows` limits the data to its first rows. `execution` is that option of `bench`. `target` is the
-    required ratio of tokens/s.
+    `rows` limits the data to its first rows. `execution` is `bench`'s option of that name. `target`
+    is the required ratio of tokens/s.
     """
 
     title: str

@@ -11,9 +11,9 @@ trainer; mlxtune need not be installed there. On Linux, without torch:
     unsloth/bin/pip install --no-deps unsloth unsloth_zoo
 
 Unsloth uses its own loader, LoRA, batches, fused cross-entropy and compiled step, without clipping
-and gradient checkpointing; it gets labels from our mask, the same LoRA matrices, and one example
-per row. Its first step is taken twice: the first time as a warm-up at a rate of 0, in which it
-compiles (minutes on the CPU) and after which the optimizer is reset.
+and gradient checkpointing; it gets labels from mlxtune's mask, the same LoRA matrices, and one
+example per row. Its first step is taken twice: the first time as a warm-up at a rate of 0, in which
+it compiles (minutes on the CPU) and after which the optimizer is reset.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tests.paths import ROOT
 def measure(config: BenchConfig, python: str, console: RunConsole) -> Benchmark:
     """Time mlxtune's steps, and Unsloth's with another environment's interpreter."""
     if shutil.which(python) is None:
-        raise MlxTuneError(f"--peer-python {python} is no program")
+        raise MlxTuneError(f"--peer-python {python} is not a program")
     if config.quantize is not None:
         raise ConfigError(["unsloth has no --quantize: use a quantised base"])
 

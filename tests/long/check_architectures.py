@@ -3,7 +3,7 @@
     python -m tests.long.check_architectures [NAME ...]
 
 Prints for each architecture which optimisations apply, and how far loss and gradients are from the
-plain path's. tests/backend/step/test_execution_architectures.py tests some of them.
+plain path's. tests/backend/step/test_execution_architectures.py tests some architectures.
 
 Results: tests/long/README.md.
 """
@@ -87,7 +87,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 result = check(name, Path(folder), targets=targets)
-            except ModelError:  # it has no projections with these names
+            except ModelError:  # the model has no such projections
                 continue
             except Exception as error:  # noqa: BLE001
                 failed += 1

@@ -2,12 +2,13 @@
 
     python -m tests.long.check_faults [--every 1] [--whole]
 
-A tiny model is trained for two epochs, many times. Each time, one operation on its folder (opening,
-writing, flushing, renaming, making a folder, removing) fails with ENOSPC, EIO or EACCES, or the
-process dies at it. The newest valid checkpoint must load, and the resumed run must produce the same
-adapter bytes and metrics. With --whole, the run is a whole `mlxtune train` with PiSSA and unequal
-ranks, which also writes an adapter, a verdict and a page; in the end it must pass `mlxtune verify`.
-tests/core/training/test_resume.py does the same in seconds, with a pipeline that computes nothing.
+A tiny model is trained for two epochs, many times. Each time, one operation on the run's folder
+(opening, writing, flushing, renaming, making a folder, removing) fails with ENOSPC, EIO or EACCES,
+or the process dies at it. The newest valid checkpoint must load, and the resumed run must produce
+the same adapter bytes and metrics. With --whole, the run is a whole `mlxtune train` with PiSSA and
+unequal ranks, which also writes an adapter, a verdict and a page; in the end it must pass `mlxtune
+verify`. tests/core/training/test_resume.py does the same in seconds, with a pipeline that computes
+nothing.
 
 Results: docs/reliability.md.
 """
@@ -70,7 +71,7 @@ def run(model: Path, folder: Path, *, resume: bool = False) -> tuple[bytes, list
 
 
 def run_whole(model: Path, folder: Path, *, resume: bool = False) -> tuple[bytes, list[Any]]:
-    """Do the same as `run`, by `mlxtune train`."""
+    """Do the same as `run`, with `mlxtune train`."""
     adapter, chat = folder / "adapters.safetensors", model.parent / "chat.jsonl"
     lora: dict[str, Any] = {"rank": 2, "init": "pissa", "target_rank": ("q_proj=4",)}
     config = TrainConfig(
@@ -132,8 +133,8 @@ def check(
 def main() -> None:
     """Fail the operations and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--every", type=int, default=1, help="fail one operation of so many")
-    parser.add_argument("--whole", action="store_true", help="as mlxtune train does it")
+    parser.add_argument("--every", type=int, default=1, help="fail only every N-th operation")
+    parser.add_argument("--whole", action="store_true", help="run all of mlxtune train")
     given = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mlxtune-faults-") as scratch:

@@ -5,8 +5,8 @@
     python -m tests.long.check_guide --short     with runs of a few steps
 
 Blocks of the guide that begin with ```sh install or ```sh demo run in one temporary folder with the
-demo's data. Each must exit with 0 and write the files named in its `writes=`; the text in `typed=`
-is its input. Exits with 1 and the failures if a block fails.
+demo's data. Each block must exit with 0 and write the files named in its `writes=`; the text in
+`typed=` is its input. Prints the failures and exits with 1 if a block fails.
 
 Results: tests/long/README.md.
 """
@@ -51,7 +51,7 @@ def blocks(text: str) -> Iterator[Block]:
         said = dict(word.partition("=")[::2] for word in shlex.split(found[2]))
         unknown = said.keys() - {"writes", "typed"}
         if unknown:
-            raise ValueError(f"a block says {', '.join(sorted(unknown))}, which means nothing")
+            raise ValueError(f"a block has unknown attributes: {', '.join(sorted(unknown))}")
         line = text.count("\n", 0, found.start()) + 1
         writes = tuple(filter(None, said.get("writes", "").split(",")))
         typed = f"{said['typed']}\n" if "typed" in said else ""
@@ -119,7 +119,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="mlxtune-guide-") as folder:
         problems = walk(Path(folder), install=given.install, short=given.short)
-    print("\n".join(problems) or "the guide's path can be walked", flush=True)
+    print("\n".join(problems) or "all blocks of the guide work", flush=True)
     sys.exit(1 if problems else 0)
 
 

@@ -5,8 +5,9 @@
 
 Trains ../shared/models/stories260k on real rows, once without interruption. Then each run is killed
 with SIGKILL at random moments (also inside steps, saves and validations), up to `--kills` times,
-and resumed with `mlxtune train --resume`. In the end its adapter must have the same bytes, and its
-metrics.jsonl the same lines except for times. Options after -- go to the runs.
+and resumed with `mlxtune train --resume`. In the end, its adapter must have the same bytes as the
+uninterrupted run's, and its metrics.jsonl the same lines except for times. Options after -- go to
+the runs.
 
 Results: docs/reliability.md.
 """
@@ -65,9 +66,9 @@ def metrics_of(folder: Path) -> list[dict[str, object]]:
 
 
 def start(folder: Path, arguments: list[str]) -> int:
-    """Fork a process that runs the command, with all modules loaded; return its id.
+    """Fork a process that runs the command, with all modules loaded; return the process id.
 
-    Its output goes to log.txt in the folder.
+    The command's output goes to log.txt in the folder.
     """
     process = os.fork()
     if process:
@@ -102,7 +103,7 @@ def wait(process: int, seconds: float) -> int | None:
 
 
 def run_to_end(folder: Path, arguments: list[str]) -> float:
-    """Run the command; return its seconds. Raises RuntimeError if it fails."""
+    """Run the command; return its duration in seconds. Raises RuntimeError if it fails."""
     began = time.monotonic()
     process = start(folder, arguments)
     code = wait(process, _ENDS_WITHIN)
@@ -130,7 +131,7 @@ def place_of(folder: Path) -> str:
 def attempt(
     folder: Path, train: list[str], length: float, kills: int, draw: random.Random
 ) -> Report:
-    """Run with up to `kills` kills, then to the end."""
+    """Kill a run up to `kills` times, then let it end; return the report."""
     report = Report(runs=1)
     resumes = False
     for _ in range(draw.randint(1, kills)):
@@ -211,7 +212,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("options", nargs="*", help="further options of the runs, behind --")
+    parser.add_argument("options", nargs="*", help="further options of the runs, after --")
     given = parser.parse_args()
     scratch = Path(tempfile.mkdtemp(prefix="mlxtune-kills-"))
     began = time.monotonic()

@@ -66,7 +66,7 @@ def mlx_lm_texts(base: Path, adapter: Path) -> list[str]:
 
 
 def check(folder: Path, data: Sequence[str]) -> dict[str, int]:
-    """Return the number of texts in which each export equals mlx-lm, by export."""
+    """Return, for each export, the number of texts that equal mlx-lm's."""
     base, out = write_base(folder / "base"), folder / "out"
     options = {"targets": ("all",), "lr": 5e-3, "max_steps": 3, "samples": 0, "quiet": True}
     train(TrainConfig(str(base), tuple(data), output=str(out), **options))

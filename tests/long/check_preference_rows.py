@@ -3,8 +3,8 @@
     python -m tests.long.check_preference_rows [--pairs 10000]
 
 `--pairs` pairs use tiny tokenizers, with log-probabilities of tiny models of three families; as
-many use the templates of ../shared with a real vocabulary, in every thinking mode. Needs torch and
-trl, as tests/interop does.
+many pairs use the templates of ../shared with a real vocabulary, in every thinking mode. Needs
+torch and trl, as tests/interop does.
 
 Results: docs/preferences.md.
 """
@@ -26,7 +26,7 @@ from tests.interop.trl_rows import compare_logps, compare_rows, compare_texts, g
 from tests.models import CHATML, THINKING, write_model
 from tests.paths import SHARED
 
-# A model type, a template, and whether its answers think.
+# A model type, a template, and whether thinking is on (None if the template has no thinking).
 _TINY: tuple[tuple[str, str, bool | None], ...] = (
     ("llama", CHATML, None),
     ("qwen3", THINKING, False),
@@ -61,7 +61,7 @@ Checked = tuple[str, Counter[str] | None, float]
 
 
 def tiny(parent: Path, pairs: int) -> Iterator[Checked]:
-    """Yield the results of pairs under tiny tokenizers."""
+    """Yield the results of comparing pairs under tiny tokenizers."""
     share = -(-pairs // len(_TINY))
     for seed, (family, template, thinking) in enumerate(_TINY, start=1):
         folder = write_model(parent / family, family)
@@ -70,7 +70,7 @@ def tiny(parent: Path, pairs: int) -> Iterator[Checked]:
 
 
 def real(parent: Path, pairs: int) -> Iterator[Checked]:
-    """Yield the results of pairs under the models' real templates."""
+    """Yield the results of comparing pairs under the models' real templates."""
     modes = [
         (folder, thinking)
         for folder in write_folders(SHARED, parent).values()

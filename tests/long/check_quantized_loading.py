@@ -3,8 +3,8 @@
     python -m tests.long.check_quantized_loading [--model FOLDER] [--json FILE]
 
 Random weights in bfloat16 are written to a temporary folder unless a folder is named. Each format
-is loaded in a separate process. Its resident memory is the peak that the kernel reports, less the
-peak before the weights are read.
+is loaded in a separate process. The printed resident memory is the process's peak, which the kernel
+reports, less the peak before the weights are read.
 
 Results: docs/quantization.md.
 """
@@ -33,7 +33,7 @@ FORMATS = ("none", "4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4", "nf4+")
 
 
 def load(folder: str, name: str) -> dict[str, int]:
-    """Load a model in this process; return its weights' bytes, MLX's peak and RSS growth."""
+    """Load a model in this process; return the bytes of the weights, MLX's peak and RSS growth."""
     import mlxtune.backend  # noqa: F401, I001
     import mlx.core as mx
     from mlx.utils import tree_flatten

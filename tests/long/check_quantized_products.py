@@ -2,9 +2,9 @@
 
     python -m tests.long.check_quantized_products --model FOLDER --text FILE
 
-The loss is the mean over the text's tokens, in windows of 256. Products have a layer's width and
-256 rows, forward and for the gradient; their times are the least processor times of alternating
-runs, printed as ratios.
+The loss is the mean over the text's tokens, in windows of 256 tokens. Products have a layer's width
+and 256 rows, forward and for the gradient; their times are the shortest processor times of
+alternating runs, printed as ratios.
 
 Results: docs/quantization.md.
 """

@@ -2,9 +2,9 @@
 
     python -m tests.long.check_templates
 
-In every thinking mode of the template, the prompt tokens must equal `apply_chat_template` of the
-messages before the turn, and the supervised tokens must decode to the turn's content and
-end-of-turn token. Takes minutes; the tests compare a part of the data.
+In every thinking mode of the template, the prompt tokens must equal the result of
+`apply_chat_template` for the messages before the turn, and the supervised tokens must decode to the
+turn's content and end-of-turn token. Takes minutes; the tests compare a part of the data.
 
 Results: docs/encoding.md.
 """

@@ -34,7 +34,7 @@ _PRODUCTS = {
     "QuantizedMatmul",
     "SegmentedMM",
 }
-# Primitives that launch no kernel: views, and primitives that only order others.
+# Primitives that launch no kernel: views, and primitives that only set the order of others.
 _VIEWS = {
     "AsStrided",
     "Broadcast",
@@ -69,10 +69,11 @@ class GraphSource(Protocol):
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counts over some steps; None if the graph cannot be exported.
+    """Counts over some steps; a count is None if the graph cannot be exported.
 
     `matmul_flops` counts matrix products except attention's, which `attention_flops` counts without
-    regard to masks. `launches` is by primitive; `head_launches` is the head's part.
+    regard to masks. `launches` counts kernel launches by primitive, and `head_launches` the head's
+    launches.
     """
 
     matmul_flops: int | None = None
@@ -176,7 +177,7 @@ def launches(tree: Any) -> Counter[str]:
 
 @contextmanager
 def counted_evaluations() -> Iterator[list[int]]:
-    """Yield a list with the number of evaluations that MLX is asked for inside the block.
+    """Yield a list whose only entry counts the evaluations that the block requests of MLX.
 
     Waiting for a started evaluation does not count.
     """
@@ -220,7 +221,7 @@ def compiled_as_on_gpu() -> Iterator[None]:
 
 
 def _fused() -> Any:
-    """Replace each of MLX's fused functions by one primitive per direction, as on a GPU.
+    """Replace each of MLX's fused functions with one primitive per direction, as on a GPU.
 
     The replacements are scans, which MLX does not compile into other operations.
     """

@@ -44,7 +44,7 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
+        """The number of multiplications and additions."""
         return 2 * self.batch * self.m * self.k * self.n
 
 
@@ -65,16 +65,16 @@ def step_products(
 
     A stretch is a run of consecutive real tokens: a whole example, a shared prefix, or the rest of
     an example after its prefix. `stretches` gives each stretch's length and the length of its
-    prefix. `supervised` is the number of tokens with loss. Counted, for T tokens:
-    - projections: (T, in, out) forward; (T, out, in) for the gradient of the inputs in the layers
-      above the first with LoRA. Frozen weights need no gradient. If that first layer has LoRA on
-      its attention, its projections after the attention are counted too.
-    - LoRA: two products forward, two for its own gradients, two for the gradient of the inputs.
-    - attention, by stretch and head: scores and values forward, and four products backward.
-      Causal attention needs n (n + 1) / 2 of n² pairs, fewer in a sliding window.
-    - gated delta rule, by stretch and head: the products of its chunks, twice as many backward.
-    - head: (supervised, hidden, vocabulary) forward, and for the gradient of the hidden states.
-    - experts: like projections and LoRA, one product per expert, with tokens divided evenly.
+    prefix. `supervised` is the number of tokens with loss. Counted are, for T tokens: -
+    projections: (T, in, out) forward; (T, out, in) for the gradient of the inputs in the layers
+    above the first with LoRA. Frozen weights need no gradient. If that first layer has LoRA on its
+    attention, its projections after the attention are counted too. - LoRA: two products forward,
+    two for its own gradients, two for the gradient of the inputs. - attention, by stretch and head:
+    scores and values forward, and four products backward. Causal attention needs n (n + 1) / 2 of
+    n² pairs, fewer in a sliding window. - gated delta rule, by stretch and head: the products of
+    its chunks, twice as many backward. - head: (supervised, hidden, vocabulary) forward, and for
+    the gradient of the hidden states. - experts: like projections and LoRA, one product per expert,
+    with tokens divided evenly.
 
     Attention and recurrences of unknown shape are left out.
     """
@@ -192,7 +192,7 @@ def _dims(linear: nn.Module) -> tuple[int, int]:
 
 
 def _rounded(tokens: int) -> tuple[int, float]:
-    """Return the nearest of four sizes an octave, and the ratio of the tokens to it."""
+    """Return the nearest of four sizes per octave, and the ratio of `tokens` to that size."""
     if tokens < 8:
         return max(tokens, 1), float(tokens > 0)
     unit = 2 ** (int(math.log2(tokens)) - 2)
@@ -218,8 +218,8 @@ def product_seconds(products: Products, dtype: str) -> dict[str, float]:
 def _seconds(batch: int, m: int, k: int, n: int, dtype: str) -> float:
     """Return the seconds of one product.
 
-    Each repetition has another second matrix, so that it comes from memory and not from a cache,
-    like a step's weights.
+    Each repetition has a different second matrix, so that the matrix comes from memory and not from
+    a cache, like a step's weights.
     """
     copies = min(-(-_BEYOND_CACHES // (batch * k * n)), _MOST_COPIES)
     random = np.random.default_rng(0)

@@ -31,7 +31,7 @@ from typing import Any
 from tests.long.fuzz_cases import FOLDERS, Place, command, prepare, run_case
 from tests.paths import ROOT
 
-# The most memory of a case, in bytes.
+# The maximum memory of a case, in bytes.
 MEMORY = 2 * 10**9
 # A worker that prints nothing for this many seconds is killed.
 _SILENT = 60.0

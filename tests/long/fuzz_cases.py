@@ -25,7 +25,7 @@ from tests.long.mutated_folders import (
 from tests.long.mutations import ROWS, config_file, data_file, messages_file
 from tests.models import THINKING, sums, write_chat, write_model
 
-# The most seconds of a case.
+# The maximum duration of a case, in seconds.
 SECONDS = 10.0
 FOLDERS = ("model", "config", "run", "adapter", "peft", "messages", "report")
 _ERROR = "mlxtune: error: "
@@ -38,7 +38,7 @@ _WRITES = {
     "chat": ("saved.jsonl",),
     **dict.fromkeys(("export", "fuse", "import"), ("out",)),
 }
-# The file in a case's folder with its standard input.
+# The file in a case's folder that has the command's standard input.
 _STDIN = "stdin"
 
 
@@ -103,7 +103,7 @@ def prepare(place: Place) -> None:
     os.chdir(place.cases)
     paths = ["--model-path", place.model, "--data", place.chat, "--quiet", "--no-cache"]
     paths += ["--output", place.run / "a.safetensors"]
-    # Samples would take most of this run's time; cases that train again have some.
+    # Samples would take most of this run's time; the cases that train have samples.
     _do("train", *paths, "--epochs", 2, "--save-steps", 1, "--samples", 0)
     shutil.copytree(place.run, place.ended)
     (place.run / "checkpoints" / "result.json").unlink()
@@ -144,7 +144,7 @@ def command(*arguments: object, stdin: bytes = b"") -> tuple[Any, str, str]:
             main([str(argument) for argument in arguments])
         except SystemExit as done:
             return done.code, out.getvalue(), err.getvalue()
-        except BaseException:  # noqa: BLE001  a bug, which is what is looked for
+        except BaseException:  # noqa: BLE001  a bug, as the fuzzer looks for
             return "an exception", out.getvalue(), err.getvalue() + traceback.format_exc()
         finally:
             warnings.formatwarning, sys.stdin = formatting, standard_input
@@ -281,7 +281,7 @@ def _data_options(rng: Random, path: Path) -> list[object]:
 
 
 def run_case(place: Place, seed: int, name: str, *, show: bool = False) -> dict[str, Any]:
-    """Run a case; return its exit code, its seconds and its problem, if any.
+    """Run a case; return the exit code, the duration and the problem, if any.
 
     A slow case runs again, because the machine may have been busy.
     """
@@ -330,9 +330,9 @@ def run_once(place: Place, seed: int, name: str, *, show: bool) -> dict[str, Any
 
 
 def _touched(folder: Path, before: dict[str, tuple[int, ...]], writes: tuple[str, ...]) -> bool:
-    """Return whether anything in a folder changed except the files that a command may write.
+    """Return whether anything in a folder has changed except the files that a command may write.
 
-    The parents of such a file may change too.
+    The parent folders of those files may change too.
     """
     if "" in writes:
         return False
@@ -368,7 +368,7 @@ def problem_of(code: Any, out: str, said: str, *, talks: bool = False) -> str:
 
 
 def snapshot(folder: Path, but: Path | None = None) -> dict[str, tuple[int, ...]]:
-    """Return mode, inode, size and time by path, for all files below a folder but `but`."""
+    """Return mode and inode of paths below a folder, not below `but`, and files' size and time."""
     found: dict[str, tuple[int, ...]] = {}
     left = [str(folder)]
     while left:

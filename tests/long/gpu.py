@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 from tests.paths import ROOT, SHARED
 
 import mlx.core as mx  # isort: skip
@@ -327,7 +327,7 @@ def run_all(parts: Parts, machine: Machine) -> None:
     tests = EQUALITY[-2:] if machine.tiny else EQUALITY
     parts.run("equality", 240, lambda seconds: equality(seconds, tests))
     if not machine.tiny:
-        # Before the benchmarks, which mean little if the proof fails.
+        # This part precedes the benchmarks, which mean little if the proof fails.
         parts.run("doctor --prove", 240, lambda seconds: proof(seconds, machine.scratch))
     parts.run("two runs", 120, lambda seconds: train_twice(seconds, machine, cases[0]))
     for case in cases:
@@ -345,7 +345,7 @@ def main() -> None:
     given = parser.parse_args()
     if on_cpu() and not given.tiny:
         parser.error("MLX computes on the CPU here: install mlxtune[cuda13], or use --tiny")
-    # Set before this process compiles its first kernel.
+    # This must be set before the process compiles its first kernel.
     os.environ["MLX_PTX_CACHE_DIR"] = kernel_cache()
     report: dict[str, Any] = {
         "device": device_name(),

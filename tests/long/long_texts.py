@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from unittest.mock import patch
 
-import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 from tests.long import bench_table
 from tests.models import write_chat
 from tests.paths import SHARED

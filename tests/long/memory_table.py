@@ -104,7 +104,7 @@ QUANTISED = {"group_size": 64, "bits": 4}
 
 @dataclass(frozen=True)
 class Row:
-    """The bytes of a model's weights, and the least peak by length of the example."""
+    """The bytes of a model's weights, and the lowest possible peak by length of the example."""
 
     name: str
     bits: int

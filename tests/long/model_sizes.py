@@ -152,7 +152,7 @@ def config_of(name: str, layers: int | None = None) -> dict[str, Any]:
 def _enlarged(tiny: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config with real sizes; lists with an entry for each layer are repeated.
 
-    Parts that an architecture disables by 0 or null stay disabled.
+    Parts that an architecture disables with 0 or null stay disabled.
     """
     found: dict[str, Any] = {}
     layers = tiny.get("num_hidden_layers")

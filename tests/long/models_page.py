@@ -1,4 +1,4 @@
-"""Makes docs/models.md from the measurements of tests.long.models_table, and checks its rule."""
+"""Makes docs/models.md from models_table's measurements; checks them against the page's rule."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _GETS = {
     "line": "packed line",
     "layerwise": "kernels",
 }
-# Measured before MLX's operations computed experts, convolutions and recurrences on the CPU.
+# These were measured before MLX's operations computed experts, convolutions and recurrences on the
+# CPU.
 _EARLIER = {
     *("qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4_text (experts)", "llama4"),
     *("mixtral", "gpt_oss", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "lfm2"),
@@ -144,7 +145,7 @@ def _targets(record: Mapping[str, Any]) -> str:
 
 
 def _figures(record: Mapping[str, Any], execution: str) -> list[str]:
-    """Return a cell for each case, and a cell with the step efficiency of WikiSQL."""
+    """Return the cells of the cases, and a cell with WikiSQL's step efficiency."""
     found = _measured(record, execution)
     efficiency = found.get("wikisql", {}).get("step_efficiency")
     return [

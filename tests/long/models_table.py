@@ -5,9 +5,10 @@
     python -m tests.long.models_table --page
 
 Models with random weights are made in a temporary folder, one at a time (up to 1 GB each).
-docs/measured/models.jsonl keeps the results, one line per architecture, so that one can be measured
-again; `--page` makes the page from it without measuring. Exits with 1 and a list if any
-architecture is slower or takes more memory than in mlx-lm's trainer, or does not train.
+docs/measured/models.jsonl keeps the results, one line per architecture, so that a single
+architecture can be measured again; `--page` makes the page from it without measuring. Exits with 1
+and a list if any architecture is slower or takes more memory than in mlx-lm's trainer, or does not
+train.
 
 Takes up to five minutes for an architecture; close all other programs. Two commands may measure
 different architectures at the same time on separate cores (`taskset -c 0 python -m …`).
@@ -29,7 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 from mlxtune.backend.adapters.formats import gguf, mlx_lm, peft
 from mlxtune.backend.cpu.arrays import THREADS
 from mlxtune.backend.models.loading import BaseModel, load_base
@@ -114,7 +115,7 @@ def _exports(pipeline: InstructPipeline, folder: Path) -> list[str]:
 
 
 def _ask_gguf(adapter: Any, base: BaseModel, folder: Path) -> None:
-    """Raise the ModelError of `write_gguf`, without its package."""
+    """Raise the ModelError that `write_gguf` would raise, without the package gguf."""
     adapter.check_plain("GGUF")
     if base.model_type not in gguf.ARCHITECTURES:
         raise ModelError(base.model_type)
@@ -237,7 +238,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=[], metavar="NAME", help=", ".join(LISTED))
     parser.add_argument("--case", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--execution", choices=("auto", "gpu"), default="auto")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each side; their median")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each side, for medians")
     parser.add_argument("--page", action="store_true", help="make the page, measure nothing")
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in LISTED]:

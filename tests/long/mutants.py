@@ -2,8 +2,8 @@
 
     python -m tests.long.mutants [NAME ...]
 
-Each entry of mutants.toml replaces a text in a module, and its tests run until one fails. Prints a
-line per mutant and the number caught; exits with 1 if one was not caught.
+Each entry of mutants.toml replaces some text in a module, and its tests run until one fails. Prints
+a line per mutant and the number caught; exits with 1 if one was not caught.
 
 Results: tests/long/README.md. tests/test_mutants.py checks that each text is still in its module.
 """
@@ -27,7 +27,7 @@ _TIMEOUT_SECONDS = 900
 
 
 class Mutant(NamedTuple):
-    """A defect: `after` replaces `before`, which is once in `module`; `tests` should catch it."""
+    """A defect: `after` replaces the only `before` in `module`; `tests` should catch the defect."""
 
     name: str
     concern: str

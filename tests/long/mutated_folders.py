@@ -34,7 +34,7 @@ def mutate_json_file(rng: Random, path: Path) -> None:
 
 
 def mutate_file(rng: Random, path: Path) -> None:
-    """Damage a file, or replace it by another kind of file."""
+    """Damage a file, or replace it with a different kind of file."""
     kind = rng.randrange(12)
     content = path.read_bytes() if path.is_file() else b""
     if path.is_dir() and not path.is_symlink():
@@ -264,8 +264,8 @@ def mutate_peft(rng: Random, folder: Path) -> None:
 def mutate_run(rng: Random, run: Path, *, everything: bool = False) -> None:
     """Damage a run's folder; half of the time, update its manifests to match.
 
-    With `everything`, also damage the files that `train` writes for `report`, and replace some by
-    folders.
+    With `everything`, also damage the files that `train` writes for `report`, and replace some of
+    them with folders.
     """
     checkpoints = sorted(path.parent for path in run.rglob("manifest.json"))
     for _ in range(rng.choice((1, 1, 2, 4))):

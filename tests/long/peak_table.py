@@ -26,7 +26,7 @@ class Recorder:
         self.rows: list[str] = []
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Replace the test module's `case_of` by one that records its result."""
+        """Replace the test module's `case_of` with a function that also records the result."""
         module = items[0].module
         whole = module.case_of
 

@@ -1,4 +1,4 @@
-"""The graphs of our own steps, for counting."""
+"""The graphs of mlxtune's steps, for counting."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from tests.long.exportable import ExportableVjp
 
 
 class PipelineGraphs:
-    """The graphs of our own steps, as computed by MLX's operations."""
+    """The graphs of mlxtune's steps, as computed by MLX's operations."""
 
     def __init__(self, pipeline: InstructPipeline) -> None:
         self._pipeline = pipeline

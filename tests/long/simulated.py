@@ -7,8 +7,8 @@
 m5-32, h200) makes MLX answer like that device, so that the code runs as on a GPU while MLX computes
 on the CPU; without paths, it runs only the tests that depend on the device. Both may be given.
 
-Makes an environment with links to this one's packages except the hidden ones, so that processes
-that tests start are simulated too, whatever their environment variables. Linux only.
+Makes an environment with links to the current environment's packages, except the hidden ones, so
+that processes that tests start are simulated too, whatever their environment variables. Linux only.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import tempfile
 import venv
 from pathlib import Path
 
-# This import puts its BLAS's path into MLXTUNE_BLAS for child processes: without mkl they have no
-# fast BLAS, although a Mac has one, and the reference's products would take most of the time.
+# This import puts the fast BLAS's path into MLXTUNE_BLAS for child processes: without mkl they
+# would find no fast BLAS, although a Mac has one, and the reference's products would take most of
+# the time.
 import mlxtune.backend  # noqa: F401
 from tests.long import simulation
 from tests.paths import ROOT
@@ -43,7 +44,7 @@ WHERE_IT_MATTERS = (
 
 
 def make_environment(folder: Path, *, hidden: bool, device: str | None) -> Path:
-    """Make an environment with this one's packages; return its Python."""
+    """Make an environment with the current environment's packages; return its Python."""
     venv.create(folder, symlinks=True)
     (site,) = (folder / "lib").glob("python3*/site-packages")
     skipped = tuple(f"{name}{end}" for name in HIDDEN for end in ("", ".py")) if hidden else ()

@@ -2,8 +2,8 @@
 
     python -m tests.long.split_memory [--workers 2] [--shape qwen3-0.6b] [--execution gpu|auto]
 
-Takes a step of 4 rows of WikiSQL on a model with random weights. Both sides compute as on a GPU,
-unless the one machine uses its best execution (auto). Needs ../shared.
+Takes a step of 4 rows of WikiSQL on a model with random weights. The workers compute as on a GPU,
+and so does the one machine unless `--execution` is auto. Needs ../shared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 from mlxtune.backend.device import memory
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.models.loading import open_base, read_weights

@@ -47,7 +47,7 @@ from tests.long.pipeline_graphs import PipelineGraphs
 
 
 def costs(job: Job) -> dict[str, Any]:
-    """Return the costs of a side's steps; for our side also the products that the steps need."""
+    """Return the costs of a side's steps; for mlxtune, also the products that the steps need."""
     side = open_side(job)
     side.start(job.adapter, job.steps)
     if not isinstance(side, OurSide):
@@ -63,7 +63,7 @@ def costs(job: Job) -> dict[str, Any]:
 
 
 def needed_products(side: OurSide, examples: Sequence[Example]) -> Products:
-    """Return the products that one of our steps needs."""
+    """Return the products that one of mlxtune's steps needs."""
     batches = side.pipeline.batches.of(examples)
     return step_products(
         side.pipeline.model,

@@ -25,7 +25,7 @@ _REPEATS = 2
 
 
 def seconds_of(function: Callable[..., mx.array], *given: mx.array) -> float:
-    """Return the least seconds of a function's forward and backward pass."""
+    """Return the shortest time of a function's forward and backward pass, in seconds."""
     (output,) = mx.vjp(lambda *each: [function(*each)], list(given), [function(*given)])[0]
     cotangent = mx.random.normal(output.shape).astype(output.dtype)
     mx.eval(*given, cotangent)

@@ -1,7 +1,7 @@
 """Unsloth's MLX trainer as the other side of `mlxtune bench`; see `bench_unsloth`.
 
-Its own loop runs in a thread and waits in its callbacks. The first step, in which it compiles, is
-taken twice; the first time as a warm-up at a rate of 0.
+Its own loop runs in a thread and waits in its callbacks. The first step, in which the trainer
+compiles, is taken twice: first as a warm-up at a rate of 0.
 """
 
 import json
@@ -29,11 +29,11 @@ _IGNORED = -100
 
 
 class Unsloth:
-    """Unsloth's model, LoRA, batches, loss and step, with our optimizer's settings.
+    """Unsloth's model, LoRA, batches, loss and step, with the settings of mlxtune's optimizer.
 
-    Like our side, it uses no gradient checkpointing and no clipping. It compiles, which is its
-    default: on the CPU the first step waits minutes for a C++ compiler, and later steps take half
-    the time.
+    Like mlxtune in benchmarks, it uses no gradient checkpointing and no clipping. It compiles,
+    which is its default: on the CPU the first step waits minutes for a C++ compiler, and later
+    steps take half the time.
     """
 
     loss_function = "unsloth"
@@ -174,7 +174,7 @@ class Turns:
         seen = state.num_input_tokens_seen
         self.batch_tokens, self._seen = seen - self._seen, seen
         if not self._taken:
-            # In place, because a compiled step reads this object.
+            # The state is updated in place, because a compiled step reads this object.
             optimizer.state.update(tree_map(mx.zeros_like, optimizer.state))
 
     def _serve(self) -> None:

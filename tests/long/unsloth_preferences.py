@@ -6,7 +6,7 @@ with the keys `model`, `rows` (prompt, chosen and rejected as lists of messages)
 the reference runs before the steps. Prints one line of JSON.
 """
 
-# Loads the fast BLAS and sets the allocator, like our side.
+# This import loads the fast BLAS and sets the allocator, as in mlxtune's own runs.
 import mlxtune.backend  # noqa: F401, I001
 
 import json
@@ -20,7 +20,7 @@ import mlx.core as mx
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Train a job; return the seconds from the loaded model to the last step, and peaks."""
+    """Train a job; return the seconds from the loaded model to the last step, and memory peaks."""
     os.environ |= {"UNSLOTH_IS_PRESENT": "1", "UNSLOTH_ZOO_DISABLE_GPU_INIT": "1"}
     from unsloth_zoo.mlx.loader import FastMLXModel
     from unsloth_zoo.mlx.trainer import MLXDPOConfig, MLXDPOTrainer

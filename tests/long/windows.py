@@ -16,7 +16,7 @@ import argparse
 import time
 from collections.abc import Callable
 
-import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 from mlxtune.backend.models.mixers.attention import scaled_dot_product_attention
 from mlxtune.backend.models.windows import window_mask
 

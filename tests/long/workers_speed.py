@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import mlxtune.backend  # noqa: F401  before mlx, for a fast BLAS
+import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 from tests.launch import free_ports
 from tests.long.bench_table import write_model
 from tests.paths import SHARED

@@ -26,7 +26,7 @@ ROWS = [{"prompt": "é", "completion": "b", "id": None}, {"prompt": "c", "comple
 
 
 class Dataset:
-    """Implements the used part of datasets.Dataset: it yields dictionaries, more than once."""
+    """Like datasets.Dataset, can be iterated more than once and yields dictionaries."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(ROWS)
