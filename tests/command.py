@@ -66,7 +66,7 @@ def read_until(process: subprocess.Popen[str], text: str) -> str:
         read += line
         if text in line:
             return read
-    raise AssertionError(f"{text!r} was never said:\n{read}")
+    raise AssertionError(f"{text!r} was never printed:\n{read}")
 
 
 def read_terminal(terminal: int) -> Iterator[str]:

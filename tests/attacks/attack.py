@@ -62,7 +62,7 @@ def attack(*arguments: object, command: list[str] | None = None, **options: Any)
 
 
 def refused(outcome: Ended) -> str:
-    """Check that a command kept the limits and printed only an error message; return that."""
+    """Check that a command kept the limits and printed one error message; return the message."""
     error = outcome.error
     assert outcome.within_limits, f"{outcome.seconds:.1f} s, {outcome.memory / 1e9:.1f} GB"
     return error

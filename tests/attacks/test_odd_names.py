@@ -47,7 +47,7 @@ def test_run_whose_name_is_not_utf_8(cli: Cli, tmp_path: Path, command: str, nam
 
 @pytest.fixture
 def two_names(tmp_path: Path) -> tuple[Path, Path]:
-    """Give one file two names with different real paths, as upper and lower case do on macOS."""
+    """Give one file two names with different real paths, as a change of case does on macOS."""
     (tmp_path / "chat.jsonl").write_text("mine")
     (tmp_path / "Chat.jsonl").hardlink_to(tmp_path / "chat.jsonl")
     return tmp_path / "chat.jsonl", tmp_path / "Chat.jsonl"

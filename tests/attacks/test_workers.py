@@ -45,7 +45,7 @@ def lines(said: str) -> list[str]:
 
 
 def attacked(folder: Path, worker: int, place: str, act: str, command: list[object]) -> list[str]:
-    """Run two workers, one of which does `act` at `place`; return the last lines of output."""
+    """Run two workers, one of which executes `act` at `place`; return the last lines of output."""
     module, owner, name = PLACES[place]
     patch = WRAP.format(module=module, owner=owner, name=name, act=act)
     script = Path(str(patched(folder, worker, patch)[0]))

@@ -42,7 +42,7 @@ PAGE = DOCS / "bench.md"
 
 @pytest.fixture
 def bench(cli: Cli, model: Path, chat: Path) -> Cli:
-    """Run `mlxtune bench` for one short run on a good model and file; later options win."""
+    """A function that runs `mlxtune bench` briefly on a valid model and file; later options win."""
 
     def run(*arguments: object) -> Outcome:
         good = ["--model-path", model, "--data", chat, "--steps", 2, "--repeats", 1]
@@ -125,7 +125,7 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
     real_warm_up = bench_worker.MlxLm.warm_up
 
     def warm_up(self: Any, *arguments: Any) -> Any:
-        # Set only now, because the CPU takes a minute to compile a step.
+        # This is set only now, because the CPU takes a minute to compile a step.
         monkeypatch.setattr(peers, "on_cpu", lambda: False)
         return real_warm_up(self, *arguments)
 
@@ -174,7 +174,7 @@ def test_ratios_are_of_the_numbers_that_stand_beside_them(
         max(step["peak_memory"] for step in found[side]["runs"][0]["steps"])
         for side in ("ours", "theirs")
     ]
-    assert min(peaks) > 100_000  # the weights alone are more
+    assert min(peaks) > 100_000  # the weights alone take more
     assert found["ratio"]["peak_memory"] == pytest.approx(peaks[0] / peaks[1], rel=0.2)
     assert all(math.isfinite(value) and value > 0 for value in found["ratio"].values())
     assert 0 <= found["padding_share"] < found["theirs"]["padding_share"]["median"] < 1
@@ -337,7 +337,7 @@ def test_model_with_broken_weights_is_an_error(bench: Cli, broken: Path) -> None
 
 
 def command_of_peer(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code: str) -> None:
-    """Make the peer's process run some code, and ours return a recorded result."""
+    """Make the peer's process run `code`, and mlxtune's process return a recorded result."""
     run = dict(found["ours"]["runs"][0])
     (step, *_) = run.pop("steps")
     told = "\n".join(json.dumps(record) for record in ({"step": step}, {"run": run}))
@@ -443,7 +443,7 @@ def test_interrupt_ends_the_command_and_leaves_no_file(long_bench: Any) -> None:
     assert outcome.err.splitlines()[-1] == "mlxtune: interrupted"
     assert "Traceback" not in outcome.err
     assert not workers(long_bench.scratch)
-    # MLX keeps compiled code there.
+    # MLX keeps compiled code in the folder `mlx`.
     assert [path for path in long_bench.scratch.iterdir() if path.name != "mlx"] == []
 
 

@@ -258,7 +258,7 @@ def test_infinite_number_in_an_adapters_config_is_refused(
     mlx_lm_made(model, tmp_path / "theirs")
     path = tmp_path / "theirs" / "adapter_config.json"
     text = json.dumps(json.loads(path.read_text()) | {"mlxtune": {"alpha": float("inf")}})
-    # JSON can write a number that is too large for a float.
+    # 1e999 is valid JSON, but too large for a float.
     path.write_text(text.replace("Infinity", "1e999"))
     error = cli("import", tmp_path / "theirs", "--output", tmp_path / "ours").error
     assert "adapter_config.json" in error and "is not valid JSON" in error

@@ -1,4 +1,4 @@
-"""Names of other tools: errors name our option, from a table that matches the real options."""
+"""Names from other tools: errors name mlxtune's option, from a table that matches the options."""
 
 from __future__ import annotations
 

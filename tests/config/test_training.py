@@ -195,7 +195,7 @@ def test_home_is_found_in_paths_and_a_tilde_that_is_no_home_is_a_name(
     assert found.output_path == tmp_path / "a.safetensors"
     assert found.checkpoint_path == tmp_path / "runs"
 
-    # A shell passes it unexpanded.
+    # A shell passes the name of an unknown user's home unexpanded.
     stranger = "~nobody-of-that-name/a.safetensors"
     assert config(output=stranger).output_path == Path(stranger)
 

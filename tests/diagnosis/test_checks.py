@@ -16,7 +16,7 @@ SPREAD = {"median": 300.0, "min": 290.0, "max": 310.0}
 
 
 def benchmark(**changes: Any) -> dict[str, Any]:
-    """Return the used entries of a benchmark's JSON."""
+    """Return the entries of a benchmark's JSON that the checks use."""
     return {
         "ours": {"real_tokens_per_s": SPREAD},
         "theirs": {"real_tokens_per_s": SPREAD | {"median": 100.0}, "failed": None},

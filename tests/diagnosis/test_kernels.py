@@ -129,7 +129,7 @@ def test_sink_of_the_wrong_sign_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def check_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, Any]]:
-    """Return the checks of a small model in 16 bits, by name."""
+    """A function that returns the checks of a small model in 16 bits, by name."""
     model = write_model(tmp_path / "model", "qwen3", dtype="bfloat16")
     monkeypatch.setattr(worker, "_examples", lambda *_: random_examples(4))
     return lambda: {check.name: check for check in worker.dtype(model, tmp_path)}

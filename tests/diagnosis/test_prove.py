@@ -57,7 +57,7 @@ BENCH = {
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
-    """Results of the workbench without processes, for tests to change, in a temporary folder."""
+    """Fake results of the workbench, for tests to change; no processes run."""
     values: dict[str, Any] = {
         "gradients": [GRADIENT],
         "kernels": [GRADIENT],

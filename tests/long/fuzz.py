@@ -196,7 +196,7 @@ def main() -> int:
     parser.add_argument("--data", type=int, default=20_000)
     parser.add_argument("--folders", type=int, default=2_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", help="run this one alone, and show what it says")
+    parser.add_argument("--case", help="run this case alone, and show its output")
     parser.add_argument("--keep", type=Path, help="where the files of failed cases stay")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--names", type=Path, help=argparse.SUPPRESS)
@@ -211,7 +211,7 @@ def main() -> int:
     prepare(place)
     if options.case:
         found = run_case(place, options.seed, options.case, show=True)
-        print(f"{options.case}: {found['problem'] or 'as it should'}, {found['seconds']:.1f} s")
+        print(f"{options.case}: {found['problem'] or 'no problem'}, {found['seconds']:.1f} s")
         return 1 if found["problem"] else 0
     started = time.monotonic()
     results = fuzz(place, options.seed, names_of(options.data, options.folders))

@@ -20,7 +20,7 @@ TOKEN = "t" * 32
 
 
 class FakeSite:
-    """A site with a fixed page and two events, which records its requests."""
+    """Records the requests to a site with a fixed page and two events."""
 
     def __init__(self) -> None:
         self.followed: list[tuple[str, str]] = []

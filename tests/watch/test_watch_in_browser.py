@@ -23,7 +23,7 @@ from tests.runs import EVALUATION, as_lines, step_line, write_run
 from tests.views.pages.test_run_page import hostile
 from tests.waiting import wait_until
 
-# True if the page says that the server is gone.
+# This expression is true if the page says that the server is gone.
 GONE = "document.getElementById('gone') && !document.getElementById('gone').hidden"
 pytestmark = [needs_browser, pytest.mark.slow]
 

@@ -25,7 +25,7 @@ def assert_same_function(
     outputs, expected = fast(*given), plain(*given)
     assert outputs.dtype == expected.dtype
     assert_close(outputs, expected, tolerance)
-    # A random cotangent in another memory layout than the output.
+    # A random cotangent whose memory layout differs from the output's.
     cotangent = random(*expected.shape[::-1], seed=9).transpose()
     _, found = mx.vjp(lambda *x: fast(*x), given, [cotangent])
     _, wanted = mx.vjp(lambda *x: plain(*x), given, [cotangent])

@@ -19,7 +19,7 @@ class _Skipped(pytest.Module):
 def pytest_pycollect_makemodule(
     module_path: Path, parent: pytest.Collector
 ) -> pytest.Module | None:
-    """Replace a module by a skipped one if numba is missing."""
+    """Replace a module with a skipped one if numba is missing."""
     if find_spec("numba") is not None:
         return None
     return _Skipped.from_parent(parent, path=module_path)

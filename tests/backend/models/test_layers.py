@@ -49,7 +49,7 @@ def examples() -> list[Example]:
 
 
 def on_plain_weights(model: nn.Module) -> None:
-    """Replace each quantised layer by a plain layer with its dequantised weights in float32."""
+    """Replace each quantised layer with a plain layer of the dequantised weights in float32."""
     made = []
     for name, module in model.named_modules():
         if not hasattr(module, "unpacked"):

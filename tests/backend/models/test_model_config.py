@@ -159,13 +159,13 @@ def test_any_other_value_of_a_config_is_one_line_at_once_or_harmless(
             apply_lora(open_base(tmp_path, "auto").model, config)
         except ModelError as error:
             assert "\n" not in str(error)
-        # Only a loop over 10**8 items would take longer.
+        # Only a loop over 10**8 items would take so long.
         assert time.process_time() - started < 5
     assert peak_bytes() - peak < 2**30
 
 
 def mutated(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield copies of a config, each with one number or list replaced by another value."""
+    """Yield copies of a config, each with one number or list replaced with a different value."""
     for key, value in config.items():
         others: list[Any] = []
         if isinstance(value, dict):

@@ -171,7 +171,7 @@ def _write_gemma_tokenizer(qwen: Path, folder: Path) -> None:
     tokenizer.bos_token, tokenizer.eos_token = "<bos>", "<eos>"
     tokenizer.chat_template = None
     tokenizer.save_pretrained(folder)
-    # As in Gemma's own folders, another token than eos_token ends a turn.
+    # As in Gemma's own folders, a token other than eos_token ends a turn.
     ends = [tokenizer.convert_tokens_to_ids(end) for end in ("<eos>", "<end_of_turn>")]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
 

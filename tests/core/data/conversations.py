@@ -30,7 +30,7 @@ def converse(*messages: tuple[str, str] | Message, tools: tuple[Any, ...] = ()) 
 
 
 def text_of(rendering: Rendering) -> str:
-    """Return the text of a rendering with a single text."""
+    """Return the text of a rendering that has only one."""
     (one,) = rendering.texts
     return one.text
 

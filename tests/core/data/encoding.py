@@ -122,12 +122,12 @@ def words(bos: str | None = None, eos: str | None = None) -> PatternTokenizer:
 
 
 def merged_newlines(bos: str | None = None, eos: str | None = None) -> PatternTokenizer:
-    """Join neighbouring newlines into one token, even the header's with the answer's."""
+    """Return a tokenizer that joins neighbouring newlines, even the header's with the answer's."""
     return PatternTokenizer(rf"{CONTROL}|\n+|\w+|.", bos, eos, CONTROL_TOKENS)
 
 
 def triples(bos: str | None = None, eos: str | None = None) -> PatternTokenizer:
-    """Make a token of every three characters, regardless of edges."""
+    """Return a tokenizer that makes a token of every three characters, regardless of edges."""
     return PatternTokenizer(r".{1,3}", bos, eos)
 
 

@@ -27,7 +27,7 @@ FILES = {*COLUMNS, "roles", "account.json", cache_module.CHECKSUMS}
 
 
 class Encoding:
-    """Encodes three rows of four and has notes on them; `times` counts the encodings."""
+    """Encodes three of 14 rows, skips the others, and counts notes; `times` counts the calls."""
 
     def __init__(self, first: int = 7, tokens: int = 3) -> None:
         self.first = first

@@ -51,7 +51,7 @@ def plain(one: Example) -> Pairs:
 def kept_rows(
     files: Sequence[Sequence[PlainRow]], limit: int | None
 ) -> Iterator[tuple[int, int, list[tuple[Pairs, int]], list[Pairs]]]:
-    """Return file, row, cut examples with their length before the cut, and all uncut examples."""
+    """Yield file, row, cut examples with their length before the cut, and all uncut examples."""
     for i, rows in enumerate(files):
         for row, several in rows:
             cut = [(pairs[:limit], len(pairs)) for pairs in several]
@@ -280,7 +280,7 @@ def test_identity_tells_where_examples_part_and_tokens_from_masks() -> None:
         of(([1], [0]), ([2], [1])),
         of(([1, 2], [0, 1]), ([1, 2], [0, 1])),
         of(),
-        # Equal bytes that differ only in their lengths.
+        # These two have equal tokens and masks, and differ only in the lengths of their examples.
         of(([5], [1]), ([0], [1])),
         of(([5, 1], [0, 1])),
     ]

@@ -228,7 +228,7 @@ def test_turns_stay_one_example_where_what_begins_a_text_is_tokenised_otherwise(
     assert tokenizer.decode(example.tokens) == "<|im_start|>a b c\nd<|im_end|>\n"
 
 
-# The first pattern splits "assistant\n" before an H; neither has control tokens.
+# The first pattern splits "assistant\n" before an H; neither pattern has control tokens.
 @pytest.mark.parametrize("pattern", [r"assistant\n(?!H)|\n|\w+|.", r"\n|\w+|."])
 def test_row_whose_prompts_take_minutes_to_encode_is_skipped(
     monkeypatch: pytest.MonkeyPatch, pattern: str

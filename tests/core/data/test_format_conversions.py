@@ -30,7 +30,7 @@ from tests.core.data.rows import (
 
 
 def test_prompt_and_completion_are_a_user_and_an_assistant(tmp_path: Path) -> None:
-    """The same messages as mlx-lm's CompletionsDataset.process builds."""
+    """The messages equal those that mlx-lm's CompletionsDataset.process builds."""
     row = {"prompt": "What is\n1 + 1?", "completion": " 2", "tools": [WRAPPED]}
 
     one = converted(tmp_path, row)

@@ -112,7 +112,8 @@ def test_gemma_equals_its_own_template_on_chat_data_without_tools(shared: Path) 
     for path in sorted((shared / "chat").glob("*.jsonl")):
         for conversation in chat(path):
             roles = [message.role for message in conversation.messages]
-            # Gemma's template refuses any other order of turns, and trims text that ours keeps.
+            # Gemma's template refuses any other order of turns, and trims text that mlxtune's
+            # template keeps.
             if conversation.tools or roles != ["user", "assistant"] * (len(roles) // 2):
                 continue
             trimmed = converse(*((m.role, m.content.strip()) for m in conversation.messages))
@@ -132,7 +133,7 @@ def test_templates_equal_the_golden_renders(shared: Path) -> None:
         if name is None or golden["add_generation_prompt"] or "error" in golden:
             continue
         if name == "qwen3" and ("think" in turns or "reasoning" in turns):
-            continue  # Our template keeps thinking as it is in the data, and the model's does not.
+            continue  # mlxtune's template keeps thinking as in the data; the model's does not
         messages = [
             Message(m["role"], m.get("content") or "", tuple(m.get("tool_calls") or ()))
             for m in golden["messages"]

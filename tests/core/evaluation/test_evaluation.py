@@ -33,7 +33,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def drawn_rows(rng: np.random.Generator, rows: int, effect: float) -> tuple[Any, Any, Any]:
-    """Return losses of rows whose adapter changes each token's loss by `effect` on average."""
+    """Draw rows; return losses before and after a mean change of `effect` per token, and tokens."""
     tokens = rng.integers(5, 60, rows)
     base = rng.gamma(4, 0.5, rows) * tokens
     change = (effect + rng.normal(0, 0.3, rows)) * tokens
@@ -163,7 +163,7 @@ def example(row: int, length: int, supervised: int) -> Example:
 def evaluated(
     changes: list[float], trained: list[int] | None = None, start: float | None = None
 ) -> Evaluation:
-    """Evaluate rows of loss 2.0 per token, `start` more per row for the first adapter."""
+    """Evaluate rows of base loss 8; the adapter adds `changes`, and the first adapter `start`."""
     corpus = Corpus.of([example(10 + i, 9, 4) for i in range(len(changes))])
     corpus.paths = ["a.jsonl"]
     judged = JudgedRows.of(corpus.select(), corpus.identities[trained or []])

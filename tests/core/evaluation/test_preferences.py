@@ -27,7 +27,7 @@ from mlxtune.core.objectives.objective import Objective
 
 
 def evaluated(before: list[float], after: list[float], files: tuple[int, ...] = ()) -> Evaluation:
-    """Evaluate pairs with these margins, in nats per token, each from its own file."""
+    """Evaluate pairs with these margins, in nats per token; `files` has the file of each pair."""
     tokens, mask = np.arange(6, dtype=np.int32), np.array([0, 0, 1, 1, 1, 1], dtype=np.uint8)
     examples = [
         Example(row, tokens + row, mask, files[row - 1] if files else 0, role)

@@ -69,7 +69,7 @@ def test_file_that_has_not_changed_is_read_once(
     assert model_hash(folder, cache) == first
     assert len(read) == 3
 
-    # A change of equal size with the old time restored.
+    # This change keeps the file's size, and the old time is restored.
     weights = folder / "model-1.safetensors"
     times = weights.stat()
     weights.write_bytes(b"ONE" * 1000)

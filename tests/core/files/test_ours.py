@@ -1,4 +1,4 @@
-"""A file is ours before it is written, truncated, locked, appended to, moved or removed."""
+"""Files are checked to be ours before they are written, truncated, locked, moved or removed."""
 
 from __future__ import annotations
 

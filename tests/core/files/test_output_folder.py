@@ -65,7 +65,7 @@ def test_folder_of_ours_is_replaced_only_when_asked(tmp_path: Path) -> None:
 
 
 def _forged(out: Path) -> None:
-    """Replace files of a folder with two small files, as anyone can."""
+    """Replace files of a folder with an empty manifest and a foreign file, as anyone can."""
     for path in (out / "inner" / "template", out / "weights"):
         path.unlink()
     (out / MANIFEST).write_text('{"files": {}}')

@@ -58,7 +58,7 @@ def test_processes_share_the_kernels_that_mlx_compiles(
 
     monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
     assert cache("first") == cache("second") == kernel_cache()
-    # MLX's own default folder, when this process has no temporary folder.
+    # Without a folder of its own, this process uses MLX's default, in the temporary folder.
     assert kernel_cache().startswith(tempfile.gettempdir())
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/elsewhere")
     assert cache("third") == "/elsewhere"

@@ -183,7 +183,7 @@ def test_linux_is_hot_at_a_limit_of_a_chip(
 
 @dataclass(frozen=True)
 class Scripted:
-    """Sensors that report each pressure of a list in turn, then keep the last."""
+    """Sensors that report each pressure of a list in turn, and then always the last."""
 
     pressures: list[Pressure]
 

@@ -34,7 +34,7 @@ Install = Callable[[str, str], Path]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Put a command first on PATH."""
+    """A function that puts a script first on PATH as a command."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def write(name: str, script: str) -> Path:

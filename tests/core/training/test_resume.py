@@ -170,7 +170,7 @@ def test_resumed_run_goes_on_from_the_newest_good_checkpoint_and_says_why_not_fr
 
 
 def stops_after(step: int) -> Callable[[], bool]:
-    """Request a stop after a step of a run of 10 rows in steps of 3, with 2 rows held out."""
+    """Return a function that requests a stop after `step`: 10 rows in steps of 3, 2 held out."""
     asked = 0
 
     def should_stop() -> bool:

@@ -13,7 +13,7 @@ from mlxtune.views.pages.inspect_page import render_page
 from tests.browser import browse, drive, needs_browser
 from tests.inspections import HOSTILE, INSPECTION, with_text
 
-# Uses the page as a reader would.
+# This script uses the page as a reader would.
 STEPS = """
   const later = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
   const shown = (page) => page.querySelectorAll("article.example:not([hidden])").length;

@@ -16,7 +16,7 @@ from tests.views.pages.test_run_page import HOSTILE, hostile
 
 pytestmark = needs_browser
 
-# Uses the pages as a reader would.
+# This script uses the pages as a reader would.
 STEPS = """
   const colour = (element, name) => getComputedStyle(element)[name];
   const point = (view, plot, x, y) => plot.dispatchEvent(new view.PointerEvent("pointermove",
