@@ -34,7 +34,7 @@ class MLXTrainingConfig(SimpleNamespace):
 
 
 class MLXTrainer:
-    """Trains on rows in order, padded to the longest, with the callbacks of Unsloth's trainer."""
+    """Trains on batches in order, padded to the longest row; callbacks are like Unsloth's."""
 
     def __init__(self, model: Any, _: Any, rows: Any, args: Any, callbacks: Any) -> None:
         self.model, self.rows, self.args, self.callbacks = model, rows, args, callbacks

@@ -58,7 +58,7 @@ def test_dependencies_resolve_for_apple_silicon(python: str) -> None:
 
 @pytest.mark.slow
 def test_macos_before_14_is_refused_by_mlx() -> None:
-    """Shows that `resolve` notices a dependency without support for a macOS version."""
+    """Show that `resolve` notices a dependency without support for a macOS version."""
     with pytest.raises(LookupError, match="macosx_13_0_arm64"):
         resolve("--python-version", "3.11", macos="13.0")
 

@@ -1,4 +1,4 @@
-"""The text that each mutant replaces exists once, and its tests exist."""
+"""The text that each mutant replaces exists once, and the mutant's tests exist."""
 
 from __future__ import annotations
 

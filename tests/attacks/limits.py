@@ -18,7 +18,7 @@ class TookTooLong(BaseException):
 
 @contextmanager
 def limited(seconds: float = SECONDS, memory: int = MEMORY) -> Iterator[None]:
-    """End code that exceeds the limits with an exception. Without /proc, memory is not limited."""
+    """Raise an exception in code that exceeds the limits. Without /proc, memory is not limited."""
 
     def end(*_: Any) -> None:
         raise TookTooLong

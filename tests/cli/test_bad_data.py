@@ -114,7 +114,7 @@ def test_pipe_in_place_of_a_file_is_refused_and_not_waited_for(
 def test_line_without_an_end_is_refused_before_it_fills_the_memory(
     train: Cli, tmp_path: Path
 ) -> None:
-    # 4 MB compressed and 300 MB decompressed, which the limit for compressed files allows.
+    # 4 MB compressed and 300 MB decompressed: the limit for compressed files allows this.
     file = tmp_path / "bomb.jsonl.gz"
     with gzip.open(file, "wb", compresslevel=1) as zipped:
         zipped.write(json.dumps({"messages": []}).encode() + b"\n{")

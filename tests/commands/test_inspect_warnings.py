@@ -1,4 +1,4 @@
-"""Warnings of inspect about the model's template or options, and their places."""
+"""Warnings of inspect about the model's template, the rows and the options."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ def test_output_may_have_any_name(
     result = train(config(model, chat, tmp_path, output=str(output), epochs=1, quiet=False))
     assert result.adapter == output
     assert names_in(tmp_path) == {"tuned.safetensors", "adapter_config.json", "checkpoints"}
-    # mlx-lm loads only folders with an adapters.safetensors, such as best/.
+    # mlx-lm loads only folders with a file adapters.safetensors, such as best/.
     best = tmp_path / "checkpoints" / "best"
     assert output.read_bytes() == (best / ADAPTER).read_bytes()
     assert f"mlxtune chat --adapter {output}" in capsys.readouterr().err

@@ -27,7 +27,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def configured(model: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """A function that configures a run of six steps that saves only at its end."""
+    """A function that configures a six-step run that saves only at its end."""
     chat = write_chat(tmp_path / "chat.jsonl", sums(24))
 
     def make(name: str, **options: Any) -> TrainConfig:

@@ -169,7 +169,7 @@ def test_exported_and_imported_again_is_the_same_to_the_bit(
     ours, theirs = (
         json.loads((folder / "adapter_config.json").read_text()) for folder in (adapter, back)
     )
-    # PEFT's config cannot hold mlxtune's own options.
+    # PEFT's config cannot contain mlxtune's own options.
     assert {name: said for name, said in ours.items() if name != "mlxtune"} == theirs
 
 

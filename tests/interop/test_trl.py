@@ -167,7 +167,7 @@ _REPORTED = (
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["sigmoid", "kto"])
 def test_twenty_steps_give_the_adapter_of_trl(family: str, name: str) -> None:
-    """Both sides take the same rows, four a step, and start from the reference's matrices."""
+    """Both libraries take the same rows, four per step, and start from the reference's matrices."""
     rows, size = 20, 4
     case = CASES[name]
     objective = objective_of(case)
@@ -208,7 +208,7 @@ def test_pairs_and_their_log_probabilities_are_those_of_trl(family: str, tmp_pat
     folder, rows = write_model(tmp_path / family, family), generated(100, longest=10)
     (folder / "chat_template.jinja").write_text(CHATML if family == "llama" else THINKING)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    # The answers have no thinking, so it is off.
+    # The answers have no thinking, so thinking is off.
     thinking = None if family == "llama" else False
     counts, same = compare_rows(folder, tokenizer, rows, tmp_path / "pairs.jsonl", thinking)
     assert counts == {"pairs": 100, "same": 200, "tails": 200} and len(same) == 100

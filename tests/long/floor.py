@@ -65,16 +65,16 @@ def step_products(
 
     A stretch is a run of consecutive real tokens: a whole example, a shared prefix, or the rest of
     an example after its prefix. `stretches` gives each stretch's length and the length of its
-    prefix. `supervised` is the number of tokens with loss. Counted are, for T tokens: -
-    projections: (T, in, out) forward; (T, out, in) for the gradient of the inputs in the layers
-    above the first with LoRA. Frozen weights need no gradient. If that first layer has LoRA on its
-    attention, its projections after the attention are counted too. - LoRA: two products forward,
-    two for its own gradients, two for the gradient of the inputs. - attention, by stretch and head:
-    scores and values forward, and four products backward. Causal attention needs n (n + 1) / 2 of
-    n² pairs, fewer in a sliding window. - gated delta rule, by stretch and head: the products of
-    its chunks, twice as many backward. - head: (supervised, hidden, vocabulary) forward, and for
-    the gradient of the hidden states. - experts: like projections and LoRA, one product per expert,
-    with tokens divided evenly.
+    prefix. `supervised` is the number of tokens with loss. For T tokens, these are counted:
+    - projections: (T, in, out) forward; (T, out, in) for the gradient of the inputs in the layers
+      above the first with LoRA. Frozen weights need no gradient. If that first layer has LoRA on
+      its attention, its projections after the attention are counted too.
+    - LoRA: two products forward, two for its own gradients, two for the gradient of the inputs.
+    - attention, by stretch and head: scores and values forward, and four products backward.
+      Causal attention needs n (n + 1) / 2 of n² pairs, fewer in a sliding window.
+    - gated delta rule, by stretch and head: the products of its chunks, twice as many backward.
+    - head: (supervised, hidden, vocabulary) forward, and for the gradient of the hidden states.
+    - experts: like projections and LoRA, one product per expert, with tokens divided evenly.
 
     Attention and recurrences of unknown shape are left out.
     """

@@ -144,7 +144,7 @@ def command(*arguments: object, stdin: bytes = b"") -> tuple[Any, str, str]:
             main([str(argument) for argument in arguments])
         except SystemExit as done:
             return done.code, out.getvalue(), err.getvalue()
-        except BaseException:  # noqa: BLE001  a bug, as the fuzzer looks for
+        except BaseException:  # noqa: BLE001  a bug, which the fuzzer looks for
             return "an exception", out.getvalue(), err.getvalue() + traceback.format_exc()
         finally:
             warnings.formatwarning, sys.stdin = formatting, standard_input

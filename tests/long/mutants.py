@@ -3,7 +3,7 @@
     python -m tests.long.mutants [NAME ...]
 
 Each entry of mutants.toml replaces some text in a module, and its tests run until one fails. Prints
-a line per mutant and the number caught; exits with 1 if one was not caught.
+a line per mutant and the number of caught mutants; exits with 1 if any was not caught.
 
 Results: tests/long/README.md. tests/test_mutants.py checks that each text is still in its module.
 """

@@ -1,6 +1,6 @@
 """Unsloth's MLX trainer as the other side of `mlxtune bench`; see `bench_unsloth`.
 
-Its own loop runs in a thread and waits in its callbacks. The first step, in which the trainer
+The trainer's own loop runs in a thread and waits in callbacks. The first step, in which the trainer
 compiles, is taken twice: first as a warm-up at a rate of 0.
 """
 
