@@ -344,7 +344,7 @@ def read_until(terminal: int, pattern: bytes) -> bytes:
     while not re.search(pattern, seen):
         ready, _, _ = select.select([terminal], [], [], SECONDS)
         if not ready:
-            raise AssertionError(f"{pattern!r} was never said:\n{seen.decode()}")
+            raise AssertionError(f"{pattern!r} was never printed:\n{seen.decode()}")
         seen += os.read(terminal, 4096)
     return seen
 
