@@ -43,7 +43,7 @@ def test_losses_that_do_not_agree_are_said_to_make_the_ratios_void() -> None:
     assert line.startswith(
         "losses do NOT agree: the ratios compare different work (they differ by 0.0"
     )
-    assert "up to 2.0e-01 after; allowed: 0.0001 and 0.001" in line
+    assert "later by up to 2.0e-01; allowed: 0.0001 and 0.001" in line
 
 
 def test_range_is_left_out_where_all_values_are_equal() -> None:

@@ -173,8 +173,11 @@ def test_workers_say_what_they_gain_and_what_it_takes() -> None:
         (LongestFit(0, 0, 4096), "not even one token fits: raise --memory-limit, or use"),
         (LongestFit(0, 96, 4096), "no example with activations kept; 96 with --grad-checkpoint on"),
         (LongestFit(1500, 2900, 4096), "1,500 tokens with activations kept; 2,900 with --grad"),
-        (LongestFit(1500, 4096, 4096), "4,096 with --grad-checkpoint on, all that the model"),
-        (LongestFit(4096, 4096, 4096), "4,096 tokens with activations kept, all that the model"),
+        (LongestFit(1500, 4096, 4096), "4,096 with --grad-checkpoint on, the model's maximum: use"),
+        (
+            LongestFit(4096, 4096, 4096),
+            "4,096 tokens with activations kept, the model's maximum: use",
+        ),
     ],
 )
 def test_longest_example_is_told_with_what_it_takes(longest: LongestFit, line: str) -> None:

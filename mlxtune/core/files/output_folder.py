@@ -134,8 +134,8 @@ def _check_free(target: Path, manifest: str, overwrite: bool) -> _Known:
             return {}
         if not _is_remembered(target / manifest):
             raise OutputError(
-                f"{target}: already holds files of other programs, or was not written by you on "
-                "this machine: choose another --output, or remove the folder"
+                f"{target}: already holds other files, or was not written by you on this machine: "
+                "choose another --output, or remove the folder"
             )
         if not overwrite:
             raise OutputError(

@@ -53,7 +53,7 @@ def test_what_rounding_explains_passes_and_more_does_not() -> None:
     failed = certificate(compared(1.2e-3))
     assert failed.problems
     with pytest.raises(
-        OutputError, match=r"out: differs from what was trained.* rounding explains 0.001"
+        OutputError, match=r"out: differs from what was trained.* rounding explains only 0.001"
     ):
         check(failed, Path("out"))
 

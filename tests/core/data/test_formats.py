@@ -173,8 +173,8 @@ def test_first_row_recognised_decides_for_the_file(tmp_path: Path) -> None:
         for line in (
             "1: not a JSON object (a number)",
             "2: no known format (its keys: 'id'; looked for: messages, conversations, "
-            "prompt + completion, instruction + output, text; --field NAME=KEY names a key of "
-            "yours)",
+            "prompt + completion, instruction + output, text; if your keys have other names, "
+            "give --field NAME=KEY)",
             "3: no assistant turn",
             "5: no 'messages' (its keys: 'prompt')",
         )
@@ -201,7 +201,10 @@ def test_rows_of_an_array_are_not_called_lines(tmp_path: Path) -> None:
     path = tmp_path / "data.json"
     path.write_text(json.dumps([TEXT, PROMPT], indent=2))
 
-    with pytest.raises(DataError, match=r"json\[2\]: is in the prompt .* in text from row 1 on: "):
+    with pytest.raises(
+        DataError,
+        match=r"json\[2\]: is in the prompt .* in the text format from row 1 on: ",
+    ):
         list(read_rows(path, SkippedRows(path)))
 
 
