@@ -12,7 +12,12 @@ import numpy.typing as npt
 from rich.console import Console
 
 from mlxtune.backend.adapters.attach import base_mismatch, check_base
-from mlxtune.backend.adapters.files import check_beside, check_replaceable, find_adapter
+from mlxtune.backend.adapters.files import (
+    check_beside,
+    check_known,
+    check_replaceable,
+    find_adapter,
+)
 from mlxtune.backend.device import memory
 from mlxtune.backend.forward import operations
 from mlxtune.backend.models import loading, model_folder
@@ -147,6 +152,8 @@ def train(
         worker_run = replace(worker_run, config=config)
         console = worker_run.console
         folder = check_paths(config)
+        if resume is None and not config.overwrite:
+            check_known(config.output_path, run_folder.adapters_in(config.checkpoint_path))
         if resume is None:
             config, stands_for = with_auto(config, given, folder, console)
             worker_run = replace(worker_run, config=config)

@@ -259,7 +259,10 @@ class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
         inherited=False,
     )
     overwrite: bool = RUN.option(
-        False, "Start over if the folder holds an unfinished run.", PLACES, inherited=False
+        False,
+        "Start over if the folder holds an unfinished run or another adapter.",
+        PLACES,
+        inherited=False,
     )
     other_base: bool = LORA.option(
         False, "Use an adapter that was trained on another base model.", EXECUTION, inherited=False

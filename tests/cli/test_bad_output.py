@@ -103,3 +103,23 @@ def test_output_inside_a_checkpoint_is_written_or_refused_before_training(
         *("--max-steps", 1),
     )
     assert inside.is_file() or (outcome.code == 1 and files_in(tmp_path) == ["chat.jsonl"])
+
+
+def test_adapter_that_no_run_in_the_folder_keeps_is_not_replaced(
+    train: Cli, own_run: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("adapters.safetensors", "adapter_config.json"):
+        shutil.copy(own_run.parent / name, copy)
+    files = {path: path.read_bytes() for path in copy.iterdir()}
+    outcome = train("--output", copy, "--max-steps", 1)
+    assert "is not from an earlier run in this folder" in outcome.error
+    assert {path: path.read_bytes() for path in copy.iterdir()} == files
+
+    (copy / "adapters.safetensors").rename(copy / "adapter_model.bin")
+    (copy / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    assert "adapter_config.json: is not from" in train("--output", copy, "--max-steps", 1).error
+
+    assert train("--output", copy, "--max-steps", 1, "--overwrite").code == 0
+    assert train("--output", copy, "--max-steps", 1).code == 0

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from mlxtune.config.fields import as_path
 from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
 from mlxtune.config.limits import parse_json
 from mlxtune.config.ranks import alpha_of
-from mlxtune.core.files.files import read_json, write_file
+from mlxtune.core.files.files import file_hash, read_json, write_file
 from mlxtune.core.files.tensor_files import TensorHeader, TensorInfo, read_header
 from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
 from mlxtune.core.text import join_few
@@ -85,6 +85,26 @@ def check_replaceable(weights: Path) -> None:
                 f"{path}: is not part of an adapter, and would be replaced: move it away, or "
                 "choose another --output"
             )
+
+
+def check_known(weights: Path, kept: Iterable[Path]) -> None:
+    """Raise OutputError if replacing an adapter would lose it.
+
+    That is so unless one of the files `kept` has its bytes. A config without an adapter beside it
+    belongs to an adapter of another format, unless mlxtune wrote the config.
+    """
+    path, known = weights, True
+    with suppress(OSError, ValueError):
+        if os.path.lexists(weights):
+            own = file_hash(weights)
+            known = any(file_hash(each) == own for each in kept)
+        elif os.path.lexists(path := weights.with_name(ADAPTER_CONFIG)):
+            known = "mlxtune" in read_json(path, CONFIG_LIMITS)
+    if not known:
+        raise OutputError(
+            f"{path}: is not from an earlier run in this folder, and would be lost: choose another "
+            "--output, or replace the file with --overwrite"
+        )
 
 
 def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str, str]) -> None:

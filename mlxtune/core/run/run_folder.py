@@ -5,7 +5,7 @@ The process that trains in the folder holds `.mlxtune.lock`.
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from mlxtune.core.files.ours import (
     remove_file,
 )
 from mlxtune.core.run.checkpoint import (
+    ADAPTER,
     BEST,
     METRICS,
     Checkpoint,
@@ -264,6 +265,13 @@ def check_outside(output: Path, run: Path) -> None:
     for each in (folder, *folder.parents):
         if is_ours(each / MARK) and each != run.resolve():
             raise OutputError(f"{output}: is within the run in {each}: choose another --output")
+
+
+def adapters_in(run: Path) -> Iterator[Path]:
+    """Yield the adapters in the checkpoints of a run, and of earlier runs in its folder."""
+    paths = entries(run) if is_folder(run) else []
+    for folder in (run, *(path for path in paths if previous_number(path.name) is not None)):
+        yield from (checkpoint / ADAPTER for checkpoint in checkpoint_folders(folder))
 
 
 def previous_number(name: str) -> int | None:
