@@ -5,7 +5,8 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,17 @@ def peak_of(compute: Callable[[], Any]) -> int:
     before = mx.get_active_memory()
     compute()
     return lap_peak() - before
+
+
+@contextmanager
+def peaks_kept() -> Iterator[None]:
+    """Leave the memory use inside the block out of `peak_bytes` and `last_peak_bytes`."""
+    before = peak_bytes(), last_peak_bytes()
+    try:
+        yield
+    finally:
+        _highest[0], _since_start[0] = before
+        mx.reset_peak_memory()
 
 
 def forget_peak() -> None:

@@ -51,13 +51,14 @@ def measure(
     """Measure passes in each of the `modes`: True recomputes activations, False keeps them.
 
     Returns None if the architecture cannot run some of its layers alone. The pipeline's own mode is
-    restored.
+    restored, and the passes leave no trace in the process's peaks.
     """
     began, found = pipeline.forward.execution.recompute, Measured()
     try:
-        for recompute in modes:
-            pipeline.forward.recompute(recompute)
-            found = _measured(pipeline, replace(shapes, measured=None), found)
+        with memory.peaks_kept():
+            for recompute in modes:
+                pipeline.forward.recompute(recompute)
+                found = _measured(pipeline, replace(shapes, measured=None), found)
     # Any error may occur: layers may need unusual arguments, or memory may not fit a few layers.
     except Exception:  # noqa: BLE001
         return None

@@ -98,14 +98,39 @@ def _acceleration(change: Floats, tokens: npt.NDArray[np.int64]) -> float:
     return float((deviation**3).sum()) / (6 * spread**1.5) if spread > 0 else 0.0
 
 
-def equal_change_interval(change: float, rows: int) -> tuple[float, float]:
-    """Return the interval, between -1 and 1, of a change that is equal in all rows.
+def paired_share_interval(
+    before: npt.NDArray[np.bool_], after: npt.NDArray[np.bool_]
+) -> tuple[float, float]:
+    """Return the interval of the change of a share of rows, between -1 and 1.
 
-    Source: Clopper and Pearson (1934): if none of n rows differs, a share of at most 1 - (0.05 /
-    2)^(1 / n), about 3.7 / n, may differ.
+    Few rows may change, so that resampled rows would vary too little. Source: Newcombe, Statistics
+    in Medicine 17 (1998), 2635-2650, method 10.
     """
-    others = 1 - _TAIL ** (1 / rows)
-    return change - (change + 1) * others, change + (1 - change) * others
+    rows, both, neither = len(before), int((before & after).sum()), int((~before & ~after).sum())
+    earlier, later = int(before.sum()), int(after.sum())
+    product = float(earlier * (rows - earlier) * later * (rows - later))
+    excess = float(both * neither - (earlier - both) * (later - both))
+    excess = max(excess - rows / 2, 0.0) if excess > 0 else excess
+    correlation = excess / math.sqrt(product) if product else 0.0
+    old, new = earlier / rows, later / rows
+    (old_low, old_high), (new_low, new_high) = _wilson(old, rows), _wilson(new, rows)
+
+    def distance(x: float, y: float) -> float:
+        return math.sqrt(max(x * x - 2 * correlation * x * y + y * y, 0.0))
+
+    change = new - old
+    return (
+        change - distance(new - new_low, old_high - old),
+        change + distance(new_high - new, old - old_low),
+    )
+
+
+def _wilson(share: float, rows: int) -> tuple[float, float]:
+    """Return the interval of a share. Source: Wilson, JASA 22 (1927), 209-212."""
+    z = NormalDist().inv_cdf(1 - _TAIL)
+    centre, scale = share + z * z / (2 * rows), 1 + z * z / rows
+    width = z * math.sqrt(share * (1 - share) / rows + z * z / (4 * rows * rows))
+    return (centre - width) / scale, (centre + width) / scale
 
 
 def rank_interval(area: float, good: int, bad: int) -> tuple[float, float]:

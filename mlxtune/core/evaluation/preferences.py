@@ -25,8 +25,7 @@ from mlxtune.core.evaluation.evaluation import (
 from mlxtune.core.evaluation.interval import (
     CONFIDENCE,
     Floats,
-    equal_change_interval,
-    paired_difference,
+    paired_share_interval,
     rank_interval,
 )
 from mlxtune.core.evaluation.losses import (
@@ -133,7 +132,7 @@ def _compare_rows(
         preferred = float((before.margins > 0).mean()) if objective.has_pairs else None
         return replace(evaluation, preferred=preferred)
     if objective.has_pairs:
-        found = _compare_pairs(judged.rows, before, adapted, seed)
+        found = _compare_pairs(judged.rows, before, adapted)
     else:
         found = _compare_labelled(judged.rows, before, adapted)
     found = replace(found, objective=objective.description)
@@ -145,14 +144,10 @@ def _compare_rows(
 
 
 def _compare_pairs(
-    rows: CorpusRows, before: AnswerSums, adapted: AnswerSums, seed: int
+    rows: CorpusRows, before: AnswerSums, adapted: AnswerSums
 ) -> PreferenceDifference:
     won, wins = (each.margins > 0 for each in (before, adapted))
-    counted = np.ones(len(rows), dtype=np.int64)
-    change = paired_difference(won.astype(float), wins.astype(float), counted, seed)
-    bounds = change.low, change.high
-    if change.is_alike:
-        bounds = equal_change_interval(change.loss, len(rows))
+    bounds = paired_share_interval(won, wins)
     shares = float(won.mean()), float(wins.mean())
     return _difference(rows, shares, bounds, before.margins, adapted.margins, len(rows))
 

@@ -49,7 +49,10 @@ def test_passes_change_nothing_of_what_a_step_computes(tmp_path: Path, operation
     for measures in (False, True):
         pipeline, shapes = started(tmp_path / str(measures), operations)
         if measures:
+            memory.release()
+            peak = memory.peak_bytes()
             assert measure(pipeline, shapes, [False, True]) is not None
+            assert memory.peak_bytes() == peak
         result = pipeline.train_batch(random_examples(3))
         trained = tree_flatten(pipeline.model.trainable_parameters())
         found.append((result.avg_loss, {name: np.array(value) for name, value in trained}))

@@ -15,7 +15,7 @@ from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, REJECTED
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.evaluation import Evaluation, parse_evaluation
-from mlxtune.core.evaluation.interval import rank_interval
+from mlxtune.core.evaluation.interval import paired_share_interval, rank_interval
 from mlxtune.core.evaluation.losses import JudgedRows, Sums
 from mlxtune.core.evaluation.preferences import (
     AnswerSums,
@@ -48,10 +48,10 @@ def evaluated(before: list[float], after: list[float], files: tuple[int, ...] = 
 @pytest.mark.parametrize(
     ("before", "after", "verdict", "low", "high"),
     [
-        # The exact bound for none of 10 rows: 1 - 0.025^(1 / 10) = 31%.
-        ([1.0], [2.0], "cannot tell", -0.308, 0.308),
-        ([-1.0], [2.0], "helped", 1 - 2 * 0.308, 1.0),
-        ([1.0], [-2.0], "hurt", -1.0, 2 * 0.308 - 1),
+        # Wilson's bound for none of 10 rows: z^2 / (10 + z^2) = 28%, for one side or for both.
+        ([1.0], [2.0], "cannot tell", -0.2775, 0.2775),
+        ([-1.0], [2.0], "helped", 1 - math.sqrt(2) * 0.2775, 1.0),
+        ([1.0], [-2.0], "hurt", -1.0, math.sqrt(2) * 0.2775 - 1),
     ],
 )
 def test_interval_of_rows_that_all_change_alike_is_no_point(
@@ -63,6 +63,31 @@ def test_interval_of_rows_that_all_change_alike_is_no_point(
     assert found.verdict == verdict
     assert found.preference.low == pytest.approx(low, abs=1e-3)
     assert found.preference.high == pytest.approx(high, abs=1e-3)
+
+
+def test_few_changed_pairs_are_no_verdict() -> None:
+    # The exact sign test has p = 0.25 for three changes alike, and p = 0.03 for six.
+    for changed, verdict in ((3, "cannot tell"), (6, "helped")):
+        before = [-1.0] * changed + [1.0] * 100 + [-1.0] * (100 - changed)
+        assert (
+            evaluated(before, [1.0] * (100 + changed) + before[100 + changed :]).verdict == verdict
+        )
+
+
+@pytest.mark.parametrize(("rows", "share"), [(50, 0.05), (200, 0.01), (200, 0.25)])
+def test_noise_in_pairs_is_seldom_called_a_change(rows: int, share: float) -> None:
+    draw = np.random.default_rng(7)
+    outside = 0
+    for _ in range(1000):
+        # Equal shares of the pairs are lost and gained; the other half of the rest is preferred.
+        place = draw.random(rows)
+        kept = place >= (1 + 2 * share) / 2
+        low, high = paired_share_interval(
+            (place < share) | kept, (place >= share) & (place < 2 * share) | kept
+        )
+        assert -1 <= low <= high <= 1
+        outside += not low <= 0 <= high
+    assert outside <= 60
 
 
 def test_points_decide_whether_an_adapter_hardly_helped() -> None:
