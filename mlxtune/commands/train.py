@@ -207,6 +207,8 @@ def train(
         if result is not None:
             finish(setup, trainer, result, worker_run)
             peak_gb, judged = memory.peak_gb(), JudgedRows.of(trainer.val_rows, trained)
+            candidates = sum(each.step > 0 for each in result.validations)
+            judged = replace(judged, candidates=max(candidates, 1))
             # Free the model, because the adapter is judged on a newly loaded one.
             del setup, trainer
             memory.release()

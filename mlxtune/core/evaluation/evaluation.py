@@ -177,7 +177,8 @@ class Evaluation:
 
     `left_out` counts rows that are left out because they were also trained on; with `only_trained`,
     no other rows remained, and all were evaluated. `files` has a verdict on each file, if there are
-    several.
+    several. If training validated on these rows and chose the best adapter, `candidates` is the
+    number of adapters from which it chose.
     """
 
     rows: int
@@ -197,13 +198,17 @@ class Evaluation:
     files: tuple[FileVerdict, ...] = ()
     preference: PreferenceDifference | None = None
     preferred: float | None = None
+    candidates: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON-ready values.
 
-        They include `matches` only if matches were counted, and `files` only for several files.
+        They include `matches` only if matches were counted, `files` only for several files, and
+        `candidates` only if there were several.
         """
         values = asdict(self)
+        if self.candidates == 1:
+            del values["candidates"]
         if not self.files:
             del values["files"]
         if self.generated is not None and self.generated.matches is None:

@@ -70,11 +70,15 @@ def sums_of(
 
 @dataclass(frozen=True)
 class JudgedRows:
-    """Rows to evaluate: rows that were not trained on or, if there are none, all rows."""
+    """Rows to evaluate: rows that were not trained on or, if there are none, all rows.
+
+    `candidates` is the number of adapters from which training chose the best on these rows.
+    """
 
     rows: CorpusRows
     left_out: int
     only_trained: bool
+    candidates: int = 1
 
     @classmethod
     def of(cls, rows: CorpusRows, trained: npt.NDArray[np.uint64]) -> "JudgedRows":
@@ -122,6 +126,7 @@ def compare_rows(
         base.loss,
         left_out=judged.left_out,
         only_trained=judged.only_trained,
+        candidates=judged.candidates,
     )
     if adapted is None:
         return evaluation

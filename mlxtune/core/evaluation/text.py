@@ -78,6 +78,11 @@ def _preference_lines(evaluation: Evaluation, found: PreferenceDifference) -> li
 
 
 def _verdict_line(evaluation: Evaluation, evidence: str) -> str:
+    if evaluation.candidates > 1:
+        evidence += (
+            f"; as the best of {evaluation.candidates} adapters on these rows, it may change other "
+            "rows less"
+        )
     if evaluation.verdict != CANNOT_TELL:
         return f"the adapter {'hardly ' * evaluation.hardly}{evaluation.verdict}: {evidence}"
     few = f"; at least {FEWEST_ROWS} rows are needed" * (evaluation.rows < FEWEST_ROWS)

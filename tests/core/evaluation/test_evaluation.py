@@ -288,6 +288,13 @@ def test_verdict_says_the_share_of_answers() -> None:
     assert "exact" not in verdict_lines(replace(evaluated([-1.0] * 40), generated=few))[0]
 
 
+def test_verdict_on_rows_that_chose_the_adapter_names_the_number_of_adapters() -> None:
+    found = replace(evaluated([-4.0] * 40), candidates=5)
+    assert "; as the best of 5 adapters on these rows, it may change" in verdict_lines(found)[0]
+    assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found
+    assert "candidates" not in evaluated([-4.0] * 40).as_dict()
+
+
 def test_rows_that_were_trained_on_are_left_out_of_the_verdict() -> None:
     changes = [-4.0] * 10 + [1.0] * 10
     found = evaluated(changes, trained=list(range(10)))
