@@ -33,7 +33,7 @@ class _StepConfig(ModelConfig, ObjectiveConfig, DataConfig):
 
     rank: int = LORA.option(8, "Rank of the LoRA matrices.", RESULT, at_least=1, at_most=10**6)
     alpha: float = LORA.option(
-        16.0, "LoRA alpha; the update is scaled by alpha / rank.", RESULT, above=0
+        16.0, "LoRA alpha; the update is scaled by alpha / rank.", RESULT, above=0, at_most=1e6
     )
     targets: tuple[str, ...] = LORA.option(
         ("q_proj", "v_proj"),

@@ -109,7 +109,10 @@ def test_without_data_one_example_is_planned_for(cli: Cli, model: Path) -> None:
     assert "for one example of 99 tokens" in outcome.out
 
 
-def test_time_is_known_after_a_run_of_the_same_model(plan: Cli, train: Cli, tmp_path: Path) -> None:
+def test_time_is_known_after_a_run_of_the_same_model(
+    plan: Cli, train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxtune.core.run.speed._MIN_SECONDS", 0.0)
     cache = ["--cache-dir", tmp_path / "cache"]
     assert "unknown" in plan().out
     assert train(*cache, "--max-steps", 2).code == 0

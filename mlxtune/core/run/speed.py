@@ -13,9 +13,9 @@ from mlxtune.core.steps.memory_estimate import Measured
 from mlxtune.errors import OutputError
 
 FILE, MEMORY_FILE = "speeds.json", "memory.json"
-# Runs with fewer steps are not measured. A run's first step is not timed, as it may include
-# compilation.
-_MIN_STEPS = 3
+# Shorter runs are not measured: their speed is not that of longer runs. A run's first step is not
+# timed, as it may include compilation.
+_MIN_STEPS, _MIN_SECONDS = 3, 1.0
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,11 @@ class Speed:
 
 
 def speed_of(steps: Sequence[StepRecord], today: str) -> Speed | None:
+    """Return the speed of a run's steps; None if they are too few or took too little time."""
     if len(steps) < _MIN_STEPS:
         return None
     tokens, seconds = sum(s.tokens for s in steps[1:]), sum(s.seconds for s in steps[1:])
-    return Speed(tokens / seconds, today) if tokens and seconds > 0 else None
+    return Speed(tokens / seconds, today) if tokens and seconds >= _MIN_SECONDS else None
 
 
 def read_speed(cache: Path | None, key: str) -> Speed | None:

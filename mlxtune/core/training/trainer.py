@@ -356,8 +356,12 @@ class InstructTrainer:
         if not math.isfinite(loss):
             raise NonFiniteLossError(
                 f"the validation loss after step {step} is {loss}"
-                f"{f' at learning rate {self._schedule(step):g}' if step else ''}: "
-                "lower --lr, or check the model and --dtype"
+                + (
+                    f" at learning rate {self._schedule(step):g}: lower --lr, or check the model "
+                    "and --dtype"
+                    if step
+                    else ": check the model, --alpha and --dtype"
+                )
             )
         record = ValidationRecord(step, loss, perplexity(loss), result.metrics, files)
         self._recorder.add(record)

@@ -14,9 +14,10 @@ def steps(*seconds: float) -> list[StepRecord]:
     return [StepRecord(i, 1, 1.0, 1e-4, 1.0, 1.0, 100, 50, 4, s) for i, s in enumerate(seconds, 1)]
 
 
-def test_speed_leaves_out_the_first_step_and_needs_three() -> None:
+def test_speed_leaves_out_the_first_step_and_needs_three_and_a_second() -> None:
     assert speed_of(steps(99.0, 2.0, 3.0), "2026-01-02") == Speed(40.0, "2026-01-02")
     assert speed_of(steps(1.0, 1.0), "2026-01-02") is None
+    assert speed_of(steps(1.0, 0.01, 0.02, 0.9), "2026-01-02") is None
 
 
 def test_speed_is_read_back_by_its_key_and_the_latest_counts(tmp_path: Path) -> None:
