@@ -61,9 +61,10 @@ def few_steps_line(
             f"{count(steps, 'step')}, as there is too little data to learn from: "
             f"{_ENOUGH_STEPS} steps in {count(auto.epochs, 'epoch')} take {rows} training rows"
         )
-    remedy = f"--epochs {math.ceil(_ENOUGH_STEPS / per_epoch)} gives {_ENOUGH_STEPS} steps"
+    epochs = math.ceil(_ENOUGH_STEPS / per_epoch)
+    remedy = f"--epochs {epochs} gives {epochs * per_epoch} steps"
     if max_steps == steps:
-        remedy = f"raise --max-steps; {remedy}"
+        remedy = f"use --max-steps {_ENOUGH_STEPS} or more"
     are = "is" if steps == 1 else "are"
     return f"{count(steps, 'step')} {are} too few to learn from: {remedy}"
 

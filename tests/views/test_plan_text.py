@@ -111,12 +111,10 @@ def test_cut_of_supervised_tokens_names_a_limit_and_its_memory() -> None:
 
 
 def test_few_steps_are_said_to_be_too_few_with_the_epochs_that_are_enough() -> None:
-    line = "29 steps are too few to learn from: --epochs 4 gives 100 steps"
+    line = "29 steps are too few to learn from: --epochs 4 gives 116 steps"
     assert few_steps_line(29, 29, None) == line
     assert few_steps_line(29, 29, 30) == line
-    assert few_steps_line(29, 40, 29).endswith(
-        "learn from: raise --max-steps; --epochs 3 gives 100 steps"
-    )
+    assert few_steps_line(29, 40, 29).endswith("learn from: use --max-steps 100 or more")
     assert few_steps_line(30, 30, None) == ""
     assert line in text(replace(RUN, few_steps=line))
 
@@ -132,7 +130,7 @@ def test_few_steps_by_auto_name_the_rows_that_are_enough() -> None:
         "2 steps, as there is too little data to learn from: 100 steps in 3 "
         "epochs take 136 training rows"
     )
-    assert few_steps_line(2, 1, 2, auto).startswith("2 steps are too few to learn from: raise")
+    assert few_steps_line(2, 1, 2, auto).startswith("2 steps are too few to learn from: use")
 
 
 def test_lines_give_memory_parts_steps_and_shares() -> None:
