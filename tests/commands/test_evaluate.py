@@ -223,7 +223,7 @@ def test_answers_that_match_by_a_pattern_are_counted_with_and_without_the_adapte
         (["--match", "json"], "--match counts answers: add --generate"),
         (["--generate", "--match", "regex=("], "--match 'regex=(': is not a pattern: missing )"),
         (["--generate", "--match", "near"], "must be exact, json, contains or regex=PATTERN"),
-        (["--adapter", "nowhere"], "nowhere: has no adapters.safetensors"),
+        (["--adapter", "nowhere"], "nowhere: no such file or folder: check --adapter"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
         (["--max-new-tokens", 0], "--max-new-tokens must be at least 1"),
     ],

@@ -316,7 +316,7 @@ def test_problems_are_one_line_that_names_them(
         in cli("export", "--format", "peft", "--adapter", adapter, "--output", adapter).error
     )
     assert (
-        "has no adapters.safetensors"
+        "no such file or folder"
         in cli("fuse", "--adapter", tmp_path / "none", "--output", tmp_path / "o").error
     )
     (tmp_path / "o").mkdir()

@@ -126,7 +126,7 @@ def test_python_has_the_text_as_it_comes(expected: str) -> None:
         ),
         (["--prompt", "a", "--top-p", 0], "", "--top-p must be above 0"),
         (["--prompt", "a", "--temperature", -1], "", "--temperature must be at least 0"),
-        (["--prompt", "a", "--adapter", "nowhere"], "", "nowhere: has no adapters.safetensors"),
+        (["--prompt", "a", "--adapter", "nowhere"], "", "nowhere: no such file or folder"),
     ],
 )
 def test_nonsense_is_one_line(say: Any, arguments: list[object], stdin: Any, said: str) -> None:

@@ -150,5 +150,5 @@ def test_options_that_make_no_sense_together_are_named(
 def test_adapter_that_is_not_there_is_an_error_of_its_option(cli: Cli, model: Path) -> None:
     outcome = cli("train", "--model-path", model, "--data", "x", "--init-adapter", "nowhere")
     assert outcome.code != 0
-    assert "nowhere: has no adapters.safetensors: --init-adapter takes" in outcome.err
+    assert "nowhere: no such file or folder: check --init-adapter" in outcome.err
     assert "Traceback" not in outcome.err

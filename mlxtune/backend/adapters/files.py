@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from mlxtune.config.limits import parse_json
 from mlxtune.config.ranks import alpha_of
 from mlxtune.core.files.files import file_hash, read_json, write_file
 from mlxtune.core.files.tensor_files import TensorHeader, TensorInfo, read_header
-from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST
+from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST, find_checkpoints
+from mlxtune.core.run.run_folder import is_unfinished
 from mlxtune.core.text import join_few
-from mlxtune.errors import ModelError, OutputError, one_line
+from mlxtune.errors import ModelError, OutputError, one_line, resume_command
 
 # The metadata key of an adapter file whose value is the adapter's config.
 OWN_CONFIG = "adapter_config"
@@ -61,16 +63,29 @@ def find_adapter(path: str, option: str = "--adapter") -> Path:
     given = as_path(path)
     places = ("", ADAPTER, f"{BEST}/{ADAPTER}", f"checkpoints/{BEST}/{ADAPTER}")
     try:
-        file = next((given / place for place in places if (given / place).is_file()), None)
+        if file := next((given / place for place in places if (given / place).is_file()), None):
+            return file
+        problem = _no_adapter(given, option)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}: check {option}") from error
-    if file is None and (given / "adapter_model.safetensors").is_file():
-        raise ModelError(f"{path}: is a PEFT adapter: convert it with mlxtune import")
-    if file is None:
-        raise ModelError(
-            f"{path}: has no {ADAPTER}: {option} takes an adapter, its folder or a run's folder"
-        )
-    return file
+    raise ModelError(f"{path}: {problem}")
+
+
+def _no_adapter(given: Path, option: str) -> str:
+    """Return why there is no adapter file at a path, with a remedy."""
+    if not given.exists():
+        return f"no such file or folder: check {option}"
+    if (given / "adapter_model.safetensors").is_file():
+        command = f"mlxtune import {shlex.quote(str(given))} --output imported"
+        return f"is a PEFT adapter: convert it with {command}"
+    for run in (given, given / "checkpoints"):
+        if found := find_checkpoints(run)[0]:
+            named = f"{option} {shlex.quote(str(found[0].folder))}"
+            if is_unfinished(run):
+                resumed = resume_command(run)
+                return f"the run has not finished: resume it with {resumed}, or use {named}"
+            return f"has no {ADAPTER}: use {named}"
+    return f"has no {ADAPTER}: {option} takes an adapter, its folder or a run's folder"
 
 
 def check_replaceable(weights: Path) -> None:
