@@ -19,12 +19,13 @@ _LOG_IN = "log in with hf auth login, or set HF_TOKEN"
 
 @contextmanager
 def asking(
-    name: str, kind: str, error: type[MlxTuneError], *, quiet: bool = False
+    name: str, kind: str, error: type[MlxTuneError], *, quiet: bool = False, here: str = ""
 ) -> Iterator[huggingface_hub.HfApi]:
     """Yield the client, and raise `error` with one line about `name` for any failure.
 
-    If the hub has nothing with this name, the error says "no such" and `kind`. Hides the client's
-    warnings, such as a line for each retry.
+    If the hub has nothing with this name, the error says "no such" and `kind`. `here` starts the
+    error if the hub does not know the name or cannot be asked. Hides the client's warnings, such as
+    a line for each retry.
     """
     # By default, uploads draw progress bars even into a pipe.
     if quiet or not sys.stderr.isatty():
@@ -40,18 +41,18 @@ def asking(
     except MlxTuneError:
         raise
     except Exception as problem:
-        raise error(f"{name}: {reason(problem, kind)}") from problem
+        raise error(f"{name}: {reason(problem, kind, here)}") from problem
     finally:
         logging.set_verbosity(verbosity)
 
 
-def reason(error: Exception, kind: str) -> str:
+def reason(error: Exception, kind: str, here: str = "") -> str:
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, errors.OfflineModeIsEnabled):
         return (
-            "HF_HUB_OFFLINE forbids contacting the hub: unset it, or name a commit (@…) whose "
-            "files are cached"
+            f"{here}HF_HUB_OFFLINE forbids contacting the hub: unset it, or name a commit (@…) "
+            "whose files are cached"
         )
     if isinstance(error, errors.GatedRepoError):
         return (
@@ -61,7 +62,7 @@ def reason(error: Exception, kind: str) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return "has no such revision on the hub: check what stands after @"
     if isinstance(error, errors.HfHubHTTPError):
-        return _refusal(error, kind)
+        return _refusal(error, kind, here)
     if isinstance(error, errors.LocalTokenNotFoundError):
         return f"needs a token of the hub: {_LOG_IN}"
     if isinstance(error, errors.HFValidationError):
@@ -70,26 +71,26 @@ def reason(error: Exception, kind: str) -> str:
         return f"cannot be kept in {constants.HF_HUB_CACHE}: {error.strerror}"
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
     if isinstance(cause, errors.HfHubHTTPError):
-        return _refusal(cause, kind)
+        return _refusal(cause, kind, here)
     if isinstance(error, TooLarge):
         return f"{error}: check HF_ENDPOINT"
     nonsense = (TypeError, ValueError, LookupError, AttributeError, AssertionError)
     if isinstance(error, (*nonsense, errors.FileMetadataError)):
         return f"{constants.ENDPOINT} does not answer like a hub: check HF_ENDPOINT"
     return (
-        f"the connection to {constants.ENDPOINT} failed ({one_line(cause)}): check the network, "
-        "and try again"
+        f"{here}the connection to {constants.ENDPOINT} failed ({one_line(cause)}): check the "
+        "network, and try again"
     )
 
 
-def _refusal(error: errors.HfHubHTTPError, kind: str) -> str:
+def _refusal(error: errors.HfHubHTTPError, kind: str, here: str) -> str:
     code = error.response.status_code
     known = huggingface_hub.get_token() is not None
     if code == 401 and known and not isinstance(error, errors.RepositoryNotFoundError):
         return f"the hub refuses the token: {_LOG_IN} to a valid one"
     if isinstance(error, errors.RepositoryNotFoundError):
         readers = "one that this token may not read" if known else f"a private one: {_LOG_IN}"
-        return f"no such {kind} on the hub, or {readers}"
+        return f"{here}no such {kind} on the hub, or {readers}"
     said = one_line(error.server_message or "")
     if code in (401, 403):
         return f"the hub denies access ({said}): {_LOG_IN} to a token with access"

@@ -21,9 +21,9 @@ from mlxtune.hub.splits import DEFAULT, choose, converted_splits, own_splits
 
 # The branch with the hub's own conversion to parquet.
 _CONVERTED = "refs/convert/parquet"
-# What an error calls missing if a name, most often a mistyped path, is neither a path nor a data
-# set.
-_MISSING = "file or folder here, and no such dataset"
+_MISSING = "dataset"
+# Starts an error about a name that may be a mistyped path.
+_HERE = "no such file or folder here, and "
 # Time limit, in seconds, of an answer that is not a file.
 _TIMEOUT = 20.0
 _LONGEST_LICENSE = 100
@@ -86,7 +86,7 @@ def fetch(name: DatasetName, *, held_out: bool = False, quiet: bool = False) -> 
 
     Raises DataError.
     """
-    with asking(str(name), _MISSING, DataError, quiet=quiet) as hub:
+    with asking(str(name), _MISSING, DataError, quiet=quiet, here=_HERE) as hub:
         listing = (_recorded(name) if not held_out else None) or _listing(hub, name, held_out)
         download = partial(
             hub.hf_hub_download,

@@ -10,6 +10,8 @@ from mlxtune.core.names import is_commit
 
 _PART = r"[A-Za-z0-9_][\w.-]*"
 REPOSITORY = re.compile(f"{_PART}/{_PART}", re.ASCII)
+# Endings of files that hold no rows that we read, but that are often meant to.
+_OTHER_ENDINGS = (".gz", ".md", ".pdf", ".txt", ".xls", ".xlsx", ".zip")
 _NAME = re.compile(
     rf"(?P<repository>{_PART}/{_PART})(?:/(?P<config>[^/@:]+))?"
     r"(?:@(?P<revision>[^:\s]+))?(?::(?P<split>[\w.-]+))?",
@@ -39,9 +41,12 @@ class DatasetName:
 def dataset_name(text: str) -> DatasetName | None:
     """Return the data set that a value of --data names, or None if the value is a path.
 
-    An existing file or folder, or a name with a data file's suffix, is a path.
+    An existing file or folder, or a name with a file's suffix, is a path. So is a name without
+    revision and split whose parent folder exists, which is more likely a mistyped path.
     """
-    match = _NAME.fullmatch(text)
-    if match is None or text.endswith(ENDINGS) or os.path.lexists(as_path(text)):
+    match, path = _NAME.fullmatch(text), as_path(text)
+    if match is None or text.lower().endswith((*ENDINGS, *_OTHER_ENDINGS)):
+        return None
+    if os.path.lexists(path) or (not set("@:") & set(text) and os.path.lexists(path.parent)):
         return None
     return DatasetName(**match.groupdict())

@@ -270,12 +270,16 @@ def test_hub_that_is_down_or_busy_is_an_error(hub: Hub, part: str, code: int, me
 
 def test_no_network_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert refusal("org/sums").startswith("the connection to http://127.0.0.1:9 failed (")
+    assert refusal("org/sums").startswith(
+        "no such file or folder here, and the connection to http://127.0.0.1:9 failed ("
+    )
 
 
 def test_offline_is_an_error_that_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert refusal("org/sums").startswith("HF_HUB_OFFLINE forbids contacting the hub")
+    assert refusal("org/sums").startswith(
+        "no such file or folder here, and HF_HUB_OFFLINE forbids contacting the hub"
+    )
 
 
 @pytest.mark.parametrize("part", ["/api/", "/resolve/"])

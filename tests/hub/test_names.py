@@ -33,6 +33,7 @@ def test_name_has_its_parts_and_is_written_as_it_is_read(text: str, name: Datase
         *("chat.jsonl", "/org/gsm8k", "./org/gsm8k", "~/org/gsm8k", "gsm8k", "org/", "org//gsm8k"),
         *("org/rows.jsonl", "org/sub/rows.parquet", "org/rows.json.gz", "org/gsm8k: train"),
         *("org/gsm8k:", "org/gsm8k@", "org/a/b/c", "örg/gsm8k", "org/gsm8k\n", ""),
+        *("org/rows.xlsx", "org/rows.TXT", "org/rows.JSONL"),
     ],
 )
 def test_anything_else_is_a_path(text: str) -> None:
@@ -41,8 +42,10 @@ def test_anything_else_is_a_path(text: str) -> None:
 
 def test_whatever_is_here_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "org").mkdir()
     assert dataset_name("org/gsm8k") is not None
+    (tmp_path / "org").mkdir()
+    assert dataset_name("org/gsm8k") is None, "more likely a mistyped path"
+    assert dataset_name("org/gsm8k:test") == DatasetName("org/gsm8k", split="test")
     (tmp_path / "org" / "gsm8k").symlink_to("nowhere")
     assert dataset_name("org/gsm8k") is None
     (tmp_path / "org" / "gsm8k:train").touch()
