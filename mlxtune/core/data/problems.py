@@ -41,7 +41,7 @@ ADVICE = {
     DOUBLE_BOS: "the model's template writes it twice: fix the template",
     DROPPED_CONTENT: "it is not trained on: remove it, or split the turn in two",
     DROPPED_SYSTEM: "training and inference do not show it to the model: try --merge-system",
-    DROPPED_THINKING: "it is not trained on: use --thinking auto, or a model with a thinking mode",
+    DROPPED_THINKING: "it is not trained on: use a template that writes it, and not --thinking off",
     DROPPED_TOOLS: "training and inference do not show them: use a model that supports tools",
     DUPLICATE: "each copy is trained on: keep one, unless the copies are intended",
     EMPTY_PROMPT: "the answer is trained on without a question: fill it in, or remove the row",

@@ -133,13 +133,17 @@ def _compare_rows(
         return replace(evaluation, preferred=preferred)
     if objective.has_pairs:
         found = _compare_pairs(judged.rows, before, adapted)
+        size = found.after - found.before
     else:
         found = _compare_labelled(judged.rows, before, adapted)
+        # A tiny gain may be larger in every pair, so its size counts, relative to the loss.
+        loss = before.good.only(learned).loss.loss
+        size = found.margin_after / loss if loss else 0.0
     found = replace(found, objective=objective.description)
     verdict = HELPED if found.low > 0 else HURT if found.high < 0 else CANNOT_TELL
     if judged.only_trained or (found.fewest or 0) < FEWEST_ROWS:
         verdict = CANNOT_TELL
-    hardly = is_hardly(verdict, found.after - found.before)
+    hardly = is_hardly(verdict, size)
     return replace(evaluation, verdict=verdict, hardly=hardly, preference=found)
 
 

@@ -110,6 +110,8 @@ def _amount(difference: Difference, other: str = "") -> str:
 
 
 def _share(share: float) -> str:
+    if 0.995 <= share < 1:
+        return "more than 99%"
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 

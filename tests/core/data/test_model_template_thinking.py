@@ -259,4 +259,5 @@ def test_thinking_is_noted_at_the_last_message_that_loses_it() -> None:
     )
 
     assert render(chatml, conversation).notes == {problems.DROPPED_THINKING: "message 6"}
+    assert "auto" not in problems.ADVICE[problems.DROPPED_THINKING], "auto is the default"
     assert render(channelled, conversation, CHANNEL_SOURCE).notes == {}

@@ -280,6 +280,11 @@ def test_less_than_a_percent_of_the_loss_hardly_helps(change: float, word: str) 
     assert verdict_lines(found)[0].startswith(f"the adapter {word}: it takes ")
 
 
+def test_loss_that_is_left_is_not_rounded_away() -> None:
+    (line,) = verdict_lines(evaluated([-7.98, -7.99] * 20))
+    assert "it takes more than 99% off the loss of the base model" in line
+
+
 def test_verdict_says_the_share_of_answers() -> None:
     answers = Generated(12, ExactMatch(1, 9), [])
     (line,) = verdict_lines(replace(evaluated([-1.0] * 40), generated=answers))

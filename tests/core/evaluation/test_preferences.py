@@ -124,19 +124,31 @@ def test_noise_in_labelled_answers_is_seldom_called_a_change() -> None:
     assert outside < 0.08 * 300
 
 
-def test_few_answers_of_a_label_show_nothing() -> None:
-    assert rank_interval(1.0, 0, 60) == (0.0, 1.0)
+def labelled(good: int, after: np.ndarray) -> Evaluation:
+    """Evaluate 60 answers, of which the first `good` are good, with these losses; 8.0 before."""
     tokens, mask = np.arange(6, dtype=np.int32), np.array([0, 0, 1, 1, 1, 1], dtype=np.uint8)
     examples = [Example(row, tokens + row, mask, 0, DESIRABLE) for row in range(1, 61)]
-    labels = np.array([1.0] + [0.0] * 59)
+    labels = np.array([1.0] * good + [0.0] * (60 - good))
 
     def sums(losses: np.ndarray) -> AnswerSums:
-        of = Sums(losses, np.full(60, 4))
-        return AnswerSums(of, of, labels)
+        none = Sums(np.zeros(60), np.zeros(60, dtype=np.int64))
+        return AnswerSums(Sums(losses, np.full(60, 4)), none, labels)
 
     judged: Any = JudgedRows.of(Corpus.of(examples).select(), np.zeros(0, dtype=np.uint64))
     kto = Objective(ObjectiveConfig(objective="kto"))
-    after = 8 - np.arange(60)[::-1] / 60
-    found = evaluate_preferences(judged, kto, sums(np.full(60, 8.0)), sums(after), 0)
+    return evaluate_preferences(judged, kto, sums(np.full(60, 8.0)), sums(after), 0)
+
+
+@pytest.mark.parametrize(("gain", "hardly"), [(0.07, True), (0.09, False)])
+def test_gain_of_labelled_answers_below_a_percent_of_the_loss_hardly_helps(
+    gain: float, hardly: bool
+) -> None:
+    found = labelled(30, np.array([8.0 - gain] * 30 + [8.0] * 30))
+    assert (found.verdict, found.hardly) == ("helped", hardly)
+
+
+def test_few_answers_of_a_label_show_nothing() -> None:
+    assert rank_interval(1.0, 0, 60) == (0.0, 1.0)
+    found = labelled(1, 8 - np.arange(60)[::-1] / 60)
     assert (found.verdict, found.preference and found.preference.fewest) == ("cannot tell", 1)
     assert "at least 6 answers of each label are needed" in verdict_lines(found)[0]
