@@ -87,8 +87,8 @@ def test_resumed_run_keeps_its_beta_and_its_reference(
     assert train("--data", path, *DPO, "--max-steps", 1).code == 0
     resume = ("train", "--resume", output.parent, "--max-steps", 2, "--quiet")
     assert cli(*resume, "--beta", 0.2).error == (
-        "--beta 0.2: the run has the default (0.1, or 2.0 for simpo); another value changes its "
-        "result"
+        "--beta 0.2: the run has the default (0.1, or 2.0 for simpo), and its result depends on "
+        "it: leave it out, or start a new run with --init-adapter"
     )
     reference = output.parent / "checkpoints" / "reference.json"
     reference.write_text(reference.read_text().replace("-", "-1", 1))

@@ -177,11 +177,15 @@ def _difference(name: str, value: Any, own: Any) -> str | None:
     if option.affects is Affects.LENGTH:
         if isinstance(own, int) and (value is None or value >= own):
             return None
-        return f"{flag(name)} {value}: the run has {_shown(own, option)}, which may only grow"
+        ours = _shown(own, option)
+        return f"{flag(name)} {value}: the run has {ours}, which may only grow: leave it out"
     if value == own:
         return None
     given, ours = _shown(value, option), _shown(own, option)
-    return f"{flag(name)} {given}: the run has {ours}; another value changes its result"
+    return (
+        f"{flag(name)} {given}: the run has {ours}, and its result depends on it: leave it out, or "
+        "start a new run with --init-adapter"
+    )
 
 
 def _shown(value: Any, option: Option) -> str:
