@@ -9,6 +9,7 @@ from typing import Any
 
 from mlxtune.config.limits import has_more_values
 from mlxtune.core.data.places import shown, where
+from mlxtune.core.text import count
 
 BAD_ARGUMENTS = "arguments of a tool call that are not JSON"
 CONTROL_TOKEN = "control token written in content"
@@ -64,6 +65,8 @@ ADVICE = {
 }
 # The maximum number of JSON values in a row. Values take some 20 times the memory of their text.
 _MAX_VALUES = 4_000_000
+# The most warnings about rows that are skipped for one reason.
+_WARNED = 2
 # Kinds of notes for which `train` refuses the data.
 ERRORS = (DOUBLE_BOS,)
 
@@ -118,11 +121,12 @@ class SkippedRows(RowTally):
 
     def warnings(self) -> Iterator[str]:
         """Yield `path:line: reason` for a few rows of each reason, then how many more there are."""
-        for kind, places in self.places.items():
+        for kind, every in self.places.items():
+            places = every[:_WARNED]
             for row, detail in places:
                 yield f"{where(self.path, row)}: {BadRow(kind, detail)}; row skipped"
             if (more := self.counts[kind] - len(places)) > 0:
-                yield f"{shown(self.path)}: {more} more rows skipped: {kind}"
+                yield f"{shown(self.path)}: {count(more, 'more row')} skipped: {kind}"
 
     def first(self) -> str:
         """Return `path:line: reason` for the first row that was skipped."""

@@ -110,7 +110,7 @@ def test_rows_are_named_by_their_keyword_and_pruned(
     )
     skipped = SkippedRows(first, places_per_kind=0)
     skipped.add(1, BadRow("empty"))
-    assert list(skipped.warnings()) == ["data: 1 more rows skipped: empty"]
+    assert list(skipped.warnings()) == ["data: 1 more row skipped: empty"]
     monkeypatch.setattr(cache, "MAX_BYTES", first.stat().st_size)
     second = Path(with_rows({"val_data": ROWS})["val_data"])
     assert [second] == list(first.parent.iterdir())

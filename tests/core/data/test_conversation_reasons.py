@@ -96,7 +96,7 @@ def test_reason_is_one_short_line_whatever_the_row_holds() -> None:
     assert len(str(problem)) < 400
 
 
-def test_first_five_rows_of_a_kind_are_shown_and_the_others_counted() -> None:
+def test_first_two_rows_of_a_kind_are_shown_and_the_others_counted() -> None:
     skipped = SkippedRows(Path("chat.jsonl"))
     for row in range(1, 15):
         if row % 2:
@@ -106,14 +106,14 @@ def test_first_five_rows_of_a_kind_are_shown_and_the_others_counted() -> None:
 
     warnings = list(skipped.warnings())
 
-    assert warnings[:5] == [
-        f"chat.jsonl:{row}: empty answer (message {row}); row skipped" for row in (1, 3, 5, 7, 9)
+    assert warnings == [
+        "chat.jsonl:1: empty answer (message 1); row skipped",
+        "chat.jsonl:3: empty answer (message 3); row skipped",
+        "chat.jsonl: 5 more rows skipped: empty answer",
+        "chat.jsonl:2: no assistant turn; row skipped",
+        "chat.jsonl:4: no assistant turn; row skipped",
+        "chat.jsonl: 5 more rows skipped: no assistant turn",
     ]
-    assert warnings[5] == "chat.jsonl: 2 more rows skipped: empty answer"
-    assert warnings[6:11] == [
-        f"chat.jsonl:{row}: no assistant turn; row skipped" for row in (2, 4, 6, 8, 10)
-    ]
-    assert warnings[11:] == ["chat.jsonl: 2 more rows skipped: no assistant turn"]
     assert skipped.total == 14
 
 
