@@ -82,8 +82,12 @@ def cut_line(loss: CutLoss, max_seq_len: int, peak: int | None) -> str:
     `peak` is the memory for that length, or None if it does not fit.
     """
     memory = f"in {byte_size(peak)}" if peak else "but does not fit into --memory-limit"
+    what = f"cuts off {loss.share:.0%} of the supervised tokens"
+    if loss.skipped:
+        rows = count(loss.skipped, "preference row")
+        what = f"skips {rows} with {loss.share:.0%} of the supervised tokens"
     return (
-        f"--max-seq-len {max_seq_len} cuts off {loss.share:.0%} of the supervised tokens: "
+        f"--max-seq-len {max_seq_len} {what}: "
         f"--max-seq-len {loss.enough} keeps 99% of them, {memory}"
     )
 

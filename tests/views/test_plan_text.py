@@ -107,6 +107,9 @@ def test_cut_of_supervised_tokens_names_a_limit_and_its_memory() -> None:
         "--max-seq-len 512 cuts off 12% of the supervised tokens: --max-seq-len 2048 keeps 99% of "
         "them, in 3.2 GB"
     )
+    assert cut_line(CutLoss(0.123, 2048, 120), 512, None).startswith(
+        "--max-seq-len 512 skips 120 preference rows with 12% of the supervised tokens: --max-seq"
+    )
     assert cut_line(CutLoss(0.123, 2048), 512, None).endswith("does not fit into --memory-limit")
 
 

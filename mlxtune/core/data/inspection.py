@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.conversation import CHOSEN, REJECTED, ROLE_NAMES
+from mlxtune.core.data.conversation import ANSWER, CHOSEN, REJECTED, ROLE_NAMES
 from mlxtune.core.data.corpus import Corpus, rows_used
 from mlxtune.core.data.encode import Example, Tokenizer
 from mlxtune.core.data.findings import Finding
@@ -317,10 +317,14 @@ def _marked(pair: ShownPair) -> tuple[ShownExample, ShownExample]:
 
 @dataclass(frozen=True)
 class CutLoss:
-    """The share of supervised tokens that --max-seq-len cuts off, and a limit that keeps 99%."""
+    """The share of supervised tokens that --max-seq-len cuts off, and a limit that keeps 99%.
+
+    `skipped` counts preference rows that are longer: they are not cut but skipped.
+    """
 
     share: float
     enough: int
+    skipped: int = 0
 
 
 def cut_loss(files: Sequence[EncodedFile], max_seq_len: int, at: str) -> CutLoss | None:
@@ -336,7 +340,9 @@ def cut_loss(files: Sequence[EncodedFile], max_seq_len: int, at: str) -> CutLoss
     sizes = sorted({*powers, *(3 * power // 2 for power in powers)})
     sizes = [size for size in sizes if size > max_seq_len]
     found = bisect_left(sizes, most, key=lambda size: _supervised_share(files, size, at))
-    return CutLoss(1 - share, sizes[found])
+    paired = [file.arrays for file in files if (file.arrays.roles != ANSWER).any()]
+    skipped = sum(int((~each.cut(max_seq_len, at=at).rows_kept).sum()) for each in paired)
+    return CutLoss(1 - share, sizes[found], skipped)
 
 
 def _supervised_share(files: Sequence[EncodedFile], max_seq_len: int, at: str) -> float:

@@ -441,3 +441,13 @@ def test_context_cut_at_its_start_loses_no_supervised_tokens() -> None:
     file = encoded([(1, [[0] * 900 + [1] * 100])])
     assert cut_loss([file], 512, "end") == CutLoss(1.0, 1024)
     assert cut_loss([file], 512, "start") is None
+
+
+def test_preference_rows_that_are_longer_are_skipped_and_counted() -> None:
+    sides = [
+        replace(example(row, [0] + [1] * length), role=role)
+        for row, length in ((1, 600), (2, 100), (3, 600))
+        for role in (CHOSEN, REJECTED)
+    ]
+    file = EncodedFile(ExampleArrays.of(sides), SkippedRows(Path("a.jsonl")), RowTally())
+    assert cut_loss([file], 512, "end") == CutLoss(pytest.approx(12 / 13), 768, 2)
