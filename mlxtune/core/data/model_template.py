@@ -30,7 +30,7 @@ from mlxtune.core.data.problems import (
     NO_PROMPT,
     BadRow,
 )
-from mlxtune.core.data.template import Rendered, Rendering, supervised_turns
+from mlxtune.core.data.template import END_OF_TURN, Rendered, Rendering, supervised_turns
 
 _END_THINK = "</think>"
 # The tags that open thinking in a generation prompt, and close it before the answer.
@@ -232,7 +232,9 @@ class ModelTemplate:
             if name is None:
                 raise BadRow("a tool call has no function name", where)
             if name not in shown:
-                remedy = "name a template that writes tool calls, such as --template qwen3 for Qwen"
+                remedy = "name a template that writes tool calls"
+                if END_OF_TURN["qwen3"] in self.end_tokens:
+                    remedy += ", such as --template qwen3"
                 raise BadRow("the model's template leaves out a tool call", f"{where}: {remedy}")
         return _Turn(prompt, answer, prompt + rest, unknown_end)
 

@@ -199,7 +199,16 @@ def test_row_whose_tool_call_the_template_leaves_out_is_a_bad_row(name: str) -> 
     with pytest.raises(BadRow) as raised:
         render(without_calls, converse(("user", "What weather?"), message))
     assert raised.value.kind == "the model's template leaves out a tool call"
-    assert str(raised.value).endswith("such as --template qwen3 for Qwen)")
+    assert str(raised.value).endswith("tool calls, such as --template qwen3)")
+
+
+def test_model_without_the_tokens_of_qwen_is_not_pointed_to_its_template() -> None:
+    def without_calls(messages: Messages, **options: Any) -> str:
+        return "".join(f"{m['role']}: {m['content']}</s>" for m in messages)
+
+    conversation = converse(("user", "What?"), assistant("", tool_calls=[{"name": "weather"}]))
+    with pytest.raises(BadRow, match=r"name a template that writes tool calls\)$"):
+        ModelTemplate(without_calls, ("</s>",), "")(conversation)
 
 
 def test_turn_of_a_call_ends_behind_all_control_tokens_of_the_call() -> None:
