@@ -55,11 +55,13 @@ def chat(config: ChatConfig) -> None:
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
+    thinking = config.thinking
     config = with_base_model(prompted_as_trained(config))
     folder = find_model(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = Reader(config.reading(turns="last"), folder)
         reader.require_template()
+        reader.warn_of_thinking(thinking, console)
         if trained_on_text(config):
             console.warn("the adapter was trained on plain text: mlxtune generate completes text")
         encoder = reader.encoder  # report template problems before the model loads for minutes

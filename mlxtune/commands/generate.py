@@ -33,7 +33,7 @@ def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda tex
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
-    named = "template" in config.given
+    named, thinking = "template" in config.given, config.thinking
     config = with_base_model(prompted_as_trained(config))
     folder = find_model(config)
     content, where = _content(config)
@@ -46,6 +46,7 @@ def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda tex
             prompt = text_prompt(reader.encoder, content["messages"][0]["content"], where)
         else:
             reader.require_template()
+            reader.warn_of_thinking(thinking, console)
             prompt = prompt_of(reader.encoder, content, where)
         loaded = load_model(config, folder, console)
         check_prompt_length(prompt, loaded.base, where)

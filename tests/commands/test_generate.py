@@ -99,6 +99,14 @@ def test_system_and_stop_and_seed_are_heeded(say: Any, expected: str) -> None:
     assert one == same != other
 
 
+@pytest.mark.parametrize("command", [("generate", "--max-new-tokens", 1), ("chat",)])
+def test_thinking_that_the_template_does_not_know_is_warned_of(
+    say: Any, command: tuple[object, ...]
+) -> None:
+    asked = say(*command, "--thinking", "on", stdin="/quit")
+    assert "warning: --thinking on changes nothing: the template has no thinking" in asked.err
+
+
 def test_newline_may_be_a_stop() -> None:
     assert GenerateConfig(str(DEMO), stop=("\n", "")).stop == ("\n",)
 

@@ -186,6 +186,12 @@ class Reader:
                 f"mlxtune generate --prompt alone, or use {self._fitting()}"
             )
 
+    def warn_of_thinking(self, thinking: str, console: RunConsole) -> None:
+        """Warn of a given --thinking that the template does not heed."""
+        source = "".join(self.template_source.values())
+        for finding in findings.thinking_findings(source, thinking):
+            console.warn(run_text.finding_line(finding))
+
     def _refuse(self, row: Conversation) -> NoReturn:
         raise ModelError(
             f"{self._folder}: has no chat template, like most base models: use its Instruct "

@@ -94,6 +94,11 @@ def template_findings(source: str, thinking: str) -> Iterator[Finding]:
     if "strftime_now" in source:
         advice = "the same rows give different tokens on another day, also at inference"
         yield Finding("warning", "the template writes today's date", 0, advice)
+    yield from thinking_findings(source, thinking)
+
+
+def thinking_findings(source: str, thinking: str) -> Iterator[Finding]:
+    """Yield the finding about a --thinking that a template does not heed, if it does not."""
     if thinking != "auto" and "enable_thinking" not in source:
         advice = "the template has no thinking mode: leave the option out"
         yield Finding("warning", f"--thinking {thinking} changes nothing", 0, advice)
@@ -167,6 +172,10 @@ def _findings(
 ) -> list[Finding]:
     """Return a finding for each kind, over all files. Kinds without advice are for skipped rows."""
     findings = []
+
+    def remedy(kind: str) -> str:
+        return "raise --max-seq-len" if "--max-seq-len" in kind else "fix it or remove it"
+
     for kind in dict.fromkeys(kind for _, tally in tallies for kind in tally.counts):
         places = [
             Place(str(file.skipped.path), row, detail)
@@ -178,7 +187,7 @@ def _findings(
                 level="error" if kind in ERRORS else "warning",
                 kind=kind,
                 rows=sum(tally.counts[kind] for _, tally in tallies),
-                advice=advice.get(kind, "the row is skipped: fix it or remove it"),
+                advice=advice.get(kind, f"the row is skipped: {remedy(kind)}"),
                 places=tuple(places[:_PLACES]),
                 tokens=sum(_lost(file, tally, kind) for file, tally in tallies),
             )

@@ -153,7 +153,15 @@ def test_skipped_rows_are_findings_by_reason() -> None:
     )
     assert (second.rows, second.places) == (1, (Place("b.jsonl", 9, "message 2"),))
     assert Counter(map(str, second.places)) == Counter(["b.jsonl:9: message 2"])
+    assert second.advice == "the row is skipped: fix it or remove it"
     assert list(findings.skip_findings([encoded("a.jsonl", [1])])) == []
+
+
+def test_row_that_is_only_too_long_need_not_be_removed() -> None:
+    file = encoded("a.jsonl", [1])
+    file.skipped.add(3, BadRow("no supervised token within --max-seq-len 512"))
+    (found,) = findings.skip_findings([file])
+    assert found.advice == "the row is skipped: raise --max-seq-len"
 
 
 # Preferences
