@@ -2,6 +2,7 @@
 
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import yaml
 
 from mlxtune.config.limits import OPTIONS, TooLarge, check_value
-from mlxtune.errors import ConfigError, one_line
+from mlxtune.errors import ConfigError, one_line, shorten
 
 # The time and memory of tomllib grow with the square of the number of parts in a key.
 _LONG_KEY = re.compile(
@@ -30,6 +31,17 @@ class _Loader(yaml.SafeLoader):
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Keep `<<` as an ordinary key."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a key that is given twice, of which PyYAML would keep the last."""
+        keys = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in keys:
+                    problem = f"{shorten(key.value)} is given twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                keys.add(key.value)
+        return super().construct_mapping(node, deep=deep)
 
 
 for _kind, _pattern, _first in (
@@ -66,6 +78,9 @@ def read_config_file(path: Path) -> Mapping[Any, Any]:
         return {}
     if not isinstance(values, Mapping):
         raise ConfigError([f"--config {path} must contain names and values, such as 'rank: 8'"])
+    spelled = Counter(str(key).replace("-", "_") for key in values)
+    if twice := [name for name, times in spelled.items() if times > 1]:
+        raise ConfigError([f"--config {path}: {shorten(twice[0])} is given in two spellings"])
     return values
 
 

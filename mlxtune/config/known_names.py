@@ -149,6 +149,11 @@ _ELSEWHERE: tuple[tuple[str, str, str], ...] = (
         "output out html",
         "--json prints the result, and > FILE keeps it",
     ),
+    (
+        "train plan inspect eval",
+        "system system_prompt",
+        "each row has its own, in the key 'system' or in a first message",
+    ),
     ("train plan inspect bench", "adapter", "--init-adapter continues training an adapter"),
     ("chat", "prompt messages", "mlxtune generate answers one prompt"),
     ("generate chat", "data", "mlxtune eval --generate answers every row"),

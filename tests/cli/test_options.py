@@ -86,6 +86,9 @@ def test_unknown_options_are_all_named_with_what_may_have_been_meant(
         ("run.yaml", "[" * 5000, "is not valid YAML"),
         ("run.yaml", "seed: !!int x", "is not valid YAML"),
         ("run.yaml", "seed: !!timestamp x", "is not valid YAML"),
+        ("run.yaml", "lr: 1e-3\nrank: 4\nlr: 2e-3", "not valid YAML: line 3: 'lr' is given twice"),
+        ("run.yaml", "batch-size: 2\nbatch_size: 3", ": 'batch_size' is given in two spellings"),
+        ("run.toml", "batch-size = 2\nbatch_size = 3", "'batch_size' is given in two spellings"),
         ("run.toml", "rank = ", "is not valid TOML"),
         ("run.toml", "rank = 1\nrank = 2", "is not valid TOML"),
         ("run.toml", "rank = " + "[" * 5000, "is not valid TOML"),
@@ -104,7 +107,7 @@ def test_broken_config_file_is_one_line_that_names_it(
 
     with pytest.raises(ConfigError, match=reason) as raised:
         load_config_file(path, TrainConfig)
-    assert str(raised.value).startswith(f"--config {path} ")
+    assert str(raised.value).startswith(f"--config {path}")
     assert "\n" not in str(raised.value)
 
 
@@ -158,6 +161,7 @@ def test_option_that_other_commands_have_is_answered(cli: Cli) -> None:
     assert cli("push", "out", "--private", "--fix", 1).error == (
         "no option --private: leave it out: private is the default; no option --fix"
     )
+    assert "--system: each row has its own, in" in cli("train", "--system", "Be brief.").error
     assert cli("verify", "out", "--fix").error.startswith("No such option")
     commands = {str(each.name): each for each in COMMANDS}
     for command, name in ELSEWHERE:
