@@ -26,8 +26,11 @@ def test_ranks_keep_their_order() -> None:
 
 def test_every_wrong_rank_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
-        target_ranks(["q_proj", "=3", "v_proj=0", "k_proj=x", "o_proj=²", "a=1", "a=2"])
-    assert len(caught.value.problems) == 6
+        target_ranks(
+            ["q_proj", "=3", "v_proj=0", "k_proj=x", "o_proj=²", "a=1", "a=2", "b=9999999"]
+        )
+    assert len(caught.value.problems) == 7
+    assert "--target-rank 'b=9999999': the rank must be at most 999999" in caught.value.problems
     assert "--target-rank 'v_proj=0': must be like q_proj=16" in caught.value.problems
     assert "--target-rank names a twice" in caught.value.problems
 
