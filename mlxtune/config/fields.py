@@ -76,6 +76,8 @@ class Option:
     above: float | None = None
     below: float | None = None
     choices: tuple[str, ...] = ()
+    # Other names of choices, for the hint in an error.
+    meant: tuple[tuple[str, str], ...] = ()
     metavar: str | None = None
     required: bool = False
     # The flag may be repeated.
@@ -144,7 +146,9 @@ class Option:
         if self.choices:
             for each in value if self.several else (value,):
                 if each not in self.choices:
-                    raise ValueError(f"must be {_one_of(self.choices)}, {_not(each)}")
+                    ours = dict(self.meant).get(each.lower())
+                    hint = f": use {ours}" if ours else ""
+                    raise ValueError(f"must be {_one_of(self.choices)}, {_not(each)}{hint}")
         if self.path:
             for each in value if self.several else (value,):
                 if "\0" in each:
@@ -157,7 +161,10 @@ class Option:
         )
         for limit, name, holds in limits:
             if limit is not None and not holds(value, limit):
-                raise ValueError(f"must be {name} {limit:g}, not {value}")
+                percent = ""
+                if name == "at most" and limit <= 1 and 2 <= value <= 100:
+                    percent = f": {value:g}% is {value / 100:g}"
+                raise ValueError(f"must be {name} {limit:g}, not {value}{percent}")
 
 
 def _not(value: Any) -> str:

@@ -292,6 +292,7 @@ class ExportConfig(ImportConfig):
         "Target: mlx-lm, PEFT and transformers, llama.cpp and Ollama, or a flat safetensors file.",
         COMMAND,
         choices=tuple(_MAIN_FILES),
+        meant=(("ollama", "gguf"), ("llama.cpp", "gguf"), ("transformers", "peft")),
         required=True,
     )
     merge: bool = EXPORT.option(

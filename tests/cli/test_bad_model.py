@@ -243,6 +243,14 @@ def write_adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
+def test_folder_of_model_folders_is_told_one_of_them(train: Cli, tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    said = f"{tmp_path}: has no config.json: name a folder in it, such as {tmp_path / 'a'}"
+    assert train("--model-path", tmp_path).error == said
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

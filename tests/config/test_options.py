@@ -228,6 +228,7 @@ def test_all_problems_are_named_at_once() -> None:
         ("val_split", -0.1, "must be at least 0, not -0.1"),
         ("val_split", 0.51, "must be at most 0.5, not 0.51"),
         ("val_split", 0.50000001, "must be at most 0.5, not 0.50000001"),
+        ("val_split", 20, "must be at most 0.5, not 20.0: 20% is 0.2"),
         ("val_rows", 0, "must be at least 1, not 0"),
         ("warmup_fraction", 1.1, "must be at most 1, not 1.1"),
         ("warmup_fraction", -0.1, "must be at least 0, not -0.1"),

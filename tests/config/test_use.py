@@ -37,6 +37,7 @@ def test_output_is_a_folder_or_the_main_file_in_it(
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
+        ({"format": "Ollama"}, "--format must be one of .*, not 'Ollama': use gguf"),
         ({"format": "peft", "merge": True}, "--merge is for --format gguf"),
         ({"format": "gguf", "quantize": "Q4_K_M"}, "--quantize is for a merged model: add --merge"),
         *(

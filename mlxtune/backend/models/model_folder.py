@@ -88,6 +88,9 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> dict[str, A
     """
     path = folder / "config.json"
     if not path.exists():
+        if within := sorted(folder.glob("*/config.json")):
+            found = within[0].parent
+            raise ModelError(f"{folder}: has no config.json: name a folder in it, such as {found}")
         raise ModelError(f"{folder}: has no config.json: is this a model folder?")
     check_files(folder)
     try:

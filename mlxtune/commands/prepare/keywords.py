@@ -14,6 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mlxtune.config.data import ROW_NAMES
 from mlxtune.config.fields import Checked, options_of
 from mlxtune.core.data.cache import least_used
 from mlxtune.core.data.places import rows_folder
@@ -81,6 +82,8 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
         if validation is not None:
             changed.setdefault("val_data", validation)
     for name in ("data", "val_data"):
+        if _is_row(changed.get(name)):
+            raise DataError(f"{name}: is one row: put it in a list, {name}=[{{…}}]")
         if (rows := _table_rows(changed.get(name))) is not None:
             changed[name] = rows
         if _is_rows(changed.get(name)):
@@ -98,6 +101,12 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
             else:
                 changed[name] = str(_saved(every, name, _length(changed[name])))
     return changed
+
+
+def _is_row(value: Any) -> bool:
+    """Return whether a value is one row, not a dictionary of paths and weights."""
+    own = (value[name] for name in ROW_NAMES if name in value) if isinstance(value, Mapping) else ()
+    return any(not isinstance(each, int | float) for each in own)
 
 
 def _table_rows(value: Any) -> Any:

@@ -68,7 +68,7 @@ def test_splits_of_a_dataset_are_training_and_validation(name: str) -> None:
     assert (len(read(found["data"])), len(read(found["val_data"]))) == (2, 1)
 
 
-@pytest.mark.parametrize("data", ["a.jsonl", Path("a"), ["a", "b"], {"a": 2}, None])
+@pytest.mark.parametrize("data", ["a.jsonl", Path("a"), ["a", "b"], {"a": 2, "text": 1}, None])
 def test_paths_stay_what_they_are(data: Any) -> None:
     assert with_rows({"data": data}) == {"data": data}
 
@@ -82,11 +82,13 @@ NO_DICTIONARY = (
     ("rows", "problem"),
     [
         ([], "data: has no rows"),
+        (ROWS[0], "data: is one row: put it in a list, data=[{…}]"),
+        ({"messages": []}, "data: is one row: put it in a list, data=[{…}]"),
         ([{}, 3], NO_DICTIONARY),
         ([{"text": object()}], "data: row 1 is not JSON: it has a value of type object"),
     ],
 )
-def test_rows_that_are_none_are_named(rows: list[Any], problem: str) -> None:
+def test_rows_that_are_none_are_named(rows: Any, problem: str) -> None:
     with pytest.raises(DataError) as raised:
         with_rows({"data": rows})
     assert str(raised.value) == problem
