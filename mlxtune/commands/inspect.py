@@ -98,8 +98,7 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection
     examples = inspection.InspectedExamples(parts, held_out)
     found = [*dataset.findings, *findings.skip_findings(dataset.files)]
     if problem is not None:
-        rows = dataset.corpus.num_rows
-        found.append(Finding("error", problem, rows, SPLIT_ADVICE))
+        found.append(Finding("error", problem, 0, SPLIT_ADVICE))
     every_finding = tuple(findings.by_loss(found))
     if config.row is None:
         chosen = examples.choose(every_finding, ON_PAGE if config.html else ELSEWHERE)

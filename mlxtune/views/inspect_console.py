@@ -97,15 +97,20 @@ def _sums(ledger: Mapping[str, Any]) -> list[tuple[int, str, list[tuple[int, str
     """Return the sums of a ledger: each total, its name, and its parts with their names."""
     reasons = ledger["rows_skipped"]
     skipped = sum(reasons.values())
-    rows = [(ledger[f"rows_{name}"], name) for name in ("train", "validation")]
+    kept = [(ledger[f"rows_{name}"], name) for name in ("train", "validation")]
+    kept += [(skipped, "skipped")]
     kinds = ("supervised", "context", "truncated")
     tokens = [(ledger[f"tokens_{name}"], name) for name in kinds]
     why = [(skipped, "skipped", [(number, reason) for reason, number in sorted(reasons.items())])]
     return [
-        (ledger["rows_read"], "rows read", [*rows, (skipped, "skipped")]),
+        (ledger["rows_read"], f"{_noun(ledger['rows_read'], 'row')} read", kept),
         *(why if skipped else []),
-        (ledger["tokens"], "tokens", tokens),
+        (ledger["tokens"], _noun(ledger["tokens"], "token"), tokens),
     ]
+
+
+def _noun(number: int, noun: str) -> str:
+    return count(number, noun).partition(" ")[2]
 
 
 def _places(finding: Finding) -> Iterator[tuple[str, str]]:

@@ -60,7 +60,7 @@ def test_one_good_row_among_bad_ones_is_shown_and_refused_by_train(
     data = write_chat(tmp_path / "data.jsonl", [*sums(1), "{}", "[]"])
     outcome = cli("inspect", "--model-path", folder, "--data", data)
     assert outcome.code == 1
-    assert "error: one row cannot be both trained on and held out (1 row)" in outcome.out
+    assert "error: one row cannot be both trained on and held out\n" in outcome.out
     assert f"{data}:2  its keys: none" in outcome.out
     assert "── " + str(data) + ":1" in outcome.out
     assert "train refuses this data: one row cannot be both trained on" in outcome.err

@@ -59,6 +59,13 @@ def test_rows_and_tokens_are_sums_and_stand_in_lines_of_their_own() -> None:
     ]
 
 
+def test_single_row_and_token_are_no_plural() -> None:
+    one = LEDGER | {"rows_read": 1, "tokens": 1}
+    single = printed(dataclasses.replace(INSPECTION, files=(one,)))
+    assert "1 row read !=" in single
+    assert "1 token !=" in single
+
+
 def test_sum_that_does_not_add_up_is_not_called_equal() -> None:
     wrong = dataclasses.replace(INSPECTION, files=(LEDGER | {"rows_train": 799},))
 

@@ -18,6 +18,7 @@ from mlxtune.config import user_cache
 from mlxtune.core.files.reading import read_kernel_file
 from mlxtune.core.machine.facts import available_memory
 from mlxtune.core.machine.reservation import reservations
+from mlxtune.core.text import byte_size
 
 GB = 10**9
 # Shares of the limit: the size of MLX's cache of freed buffers, and the memory use above which
@@ -49,10 +50,10 @@ class MemoryLimits:
         """Return a line that states the limits and the device."""
         capped = ""
         if self.recommended is not None:
-            capped = f", GPU maximum {self.recommended / GB:.1f} GB"
+            capped = f", GPU maximum {byte_size(self.recommended)}"
         metal = "; no Metal, so only MLX's own limits apply" if on_cpu() else ""
-        cache = f", cache {self.cache / GB:.1f} GB" if self.cache else ""
-        return f"limit {self.memory / GB:.1f} GB{cache}{capped} ({self.device}{metal})"
+        cache = f", cache {byte_size(self.cache)}" if self.cache else ""
+        return f"limit {byte_size(self.memory)}{cache}{capped} ({self.device}{metal})"
 
 
 def find_limits(memory_limit_gb: float) -> MemoryLimits:

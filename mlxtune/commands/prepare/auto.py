@@ -12,6 +12,7 @@ from mlxtune.commands.prepare.memory import longest_example, training_rows
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.inspection import cut_loss
 from mlxtune.core.steps import order
+from mlxtune.core.text import count, short_number
 from mlxtune.core.training.auto import Facts, choose, command_line
 from mlxtune.views.console import RunConsole
 
@@ -50,4 +51,10 @@ def with_auto(
     settled = replace(config, auto=False, **choose(facts, config, given))
     line = command_line(settled)
     console.say("Auto", line, copyable=True)
+    reasons = (
+        f"for {count(facts.rows, 'training row')}, a model of "
+        f"{short_number(facts.parameters)} parameters, and supervised tokens of which 99% lie "
+        f"within the first {facts.needed:,} of an example"
+    )
+    console.say("", reasons)
     return settled, line

@@ -81,6 +81,6 @@ def command_line(config: TrainConfig) -> str:
         elif OPTIONS[field.name].several:
             words += [word for each in value for word in (flag(field.name), each)]
         else:
-            text = ",".join(value) if isinstance(value, tuple) else f"{value}"
+            text = ",".join(value) if isinstance(value, tuple) else f"{value}".removesuffix(".0")
             words += [flag(field.name), text]
     return shlex.join(words)

@@ -40,7 +40,7 @@ def test_cache_is_for_devices_whose_allocator_keeps_none(
     monkeypatch.setattr(memory, "on_cpu", lambda: cpu)
     limits = memory.find_limits(4)
     assert limits.cache == (0 if cpu else 500_000_000)
-    assert ("cache 0.5 GB" in limits.describe()) == (not cpu)
+    assert ("cache 500 MB" in limits.describe()) == (not cpu)
     assert ("no Metal" in limits.describe()) == cpu
 
 
@@ -49,8 +49,9 @@ def test_limit_is_capped_at_what_the_device_recommends(monkeypatch: pytest.Monke
     monkeypatch.setattr(memory.mx, "device_info", lambda: info)
     limits = memory.set_limits(24)
     assert limits.memory == mx.get_memory_limit() == 17_000_000_000
-    assert "limit 17.0 GB" in limits.describe()
+    assert "limit 17 GB" in limits.describe()
     assert "Apple M3" in limits.describe()
+    assert "limit 20 MB" in memory.find_limits(0.02).describe()
     assert memory.set_limits(8).memory == 8_000_000_000
 
 

@@ -20,6 +20,7 @@ def test_auto_chooses_prints_and_records_what_is_not_given(
     about = json.loads((output.parent / "checkpoints" / "run.json").read_text())
     assert line.split(maxsplit=1)[1] == about["auto"]
     assert about["auto"].startswith("mlxtune train --model-path ")
+    assert " parameters, and supervised tokens of which 99% lie within the first " in outcome.err
     config = about["config"]
     assert (config["targets"], config["rank"], config["alpha"]) == (["all"], 8, 16.0)
     assert (config["epochs"], config["val_steps"], config["auto"]) == (3, 1, False)

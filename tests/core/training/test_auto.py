@@ -73,9 +73,12 @@ def test_given_options_stay() -> None:
 
 
 def test_command_line_gives_the_same_options() -> None:
-    run = config(lr=5e-3, targets=("all",), field=("prompt=a", "completion=b"), quiet=True)
+    run = config(
+        lr=5e-3, alpha=32.0, targets=("all",), field=("prompt=a", "completion=b"), quiet=True
+    )
     words = shlex.split(command_line(run))
     assert words[:2] == ["mlxtune", "train"]
+    assert words[words.index("--alpha") + 1] == "32"
     command = next(each for each in COMMANDS if each.name == "train")
     flags = command.make_context("train", words[2:]).params
     for name in ("config", "dry_run", "resume"):
