@@ -279,7 +279,8 @@ def _trained_before(
 ) -> npt.NDArray[np.uint64]:
     """Return the identities of the rows that the adapter was already trained on."""
     if resume is not None:
-        return read_trained_rows(config.checkpoint_path, warn)
+        # With another --output, the record is in the folder of the run that goes on.
+        return read_trained_rows(resume.checkpoint.folder.parent, warn)
     if config.init_adapter is not None:
         return rows_behind(find_adapter(config.init_adapter, "--init-adapter"), warn)
     return NO_ROWS

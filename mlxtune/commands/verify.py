@@ -20,7 +20,7 @@ from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.run.checkpoint import ADAPTER, METADATA, METRICS, Checkpoint
 from mlxtune.core.run.progress import Progress, same_except_measurements
 from mlxtune.core.run.run import run_folder_at
-from mlxtune.core.run.run_folder import REFERENCE, TRAINED_ROWS, ResumePoint
+from mlxtune.core.run.run_folder import REFERENCE, ResumePoint
 from mlxtune.core.run.verification import Verification, verify_files
 from mlxtune.errors import (
     DataError,
@@ -118,11 +118,10 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             samples=0,
         )
         if resumed is not None:
-            # A replay from the start recreates these files.
+            # A replay from the start recreates this file.
             make_folder(scratch / "checkpoints")
-            for name in (REFERENCE, TRAINED_ROWS):
-                with suppress(OSError):  # training reports the error
-                    copy_file(newest.folder.parent / name, scratch / "checkpoints" / name)
+            with suppress(OSError):  # training reports the error
+                copy_file(newest.folder.parent / REFERENCE, scratch / "checkpoints" / REFERENCE)
         try:
             train(own, resume=resumed, stop_after=newest.step)
         except TrainingInterrupted as stopped:

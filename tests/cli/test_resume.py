@@ -186,6 +186,15 @@ def test_what_does_not_change_the_result_may_be_given(
     assert len(list(stopped.glob("step-*")) + list(stopped.glob("epoch-*"))) == 1
 
 
+def test_run_that_goes_on_elsewhere_keeps_its_record_of_trained_rows(
+    cli: Cli, stopped: Path, tmp_path: Path
+) -> None:
+    record = stopped / "trained_rows.bin"
+    before = record.read_bytes()
+    assert cli("train", "--resume", stopped, "--output", tmp_path / "new", "--quiet").err == ""
+    assert (tmp_path / "new" / "checkpoints" / record.name).read_bytes() == before
+
+
 def test_other_data_is_an_error_and_moved_data_is_none(
     cli: Cli, train: Cli, chat: Path, tmp_path: Path, output: Path
 ) -> None:
