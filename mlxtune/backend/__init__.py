@@ -1,7 +1,8 @@
-"""All code that touches mlx and mlx_lm. On Linux, importing this package loads a fast CPU BLAS.
+"""Code that computes with mlx and mlx_lm. On Linux, importing this package loads a fast CPU BLAS.
 
-Nothing outside this package imports mlx, mlx_lm or transformers. Importing this package raises
-ModelError if mlx is installed without its native library.
+Outside this package, only the benchmark and the diagnosis import mlx or mlx_lm, and nothing imports
+transformers. Importing this package raises ModelError if mlx is installed without its native
+library, and ConfigError if too few files may be open.
 """
 
 import resource

@@ -119,7 +119,7 @@ def test_adapter_of_peft_gets_mlx_lms_names_shapes_and_scale(
         ({"lora_dropout": "much"}, "lora_dropout must be from 0 to below 1"),
         ({"lora_dropout": 1}, "lora_dropout must be from 0 to below 1"),
         ({"lora_dropout": float("nan")}, "adapter_config.json is not valid JSON"),
-        ({"rank_pattern": ["q_proj"]}, "its patterns are not an object"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern or alpha_pattern is not an object"),
         ({"rank_pattern": {"[": 2}}, "the pattern [ is not the name of a module"),
         ({"alpha_pattern": {"(.*)(.*)q_proj": 2}}, "the pattern (.*)(.*)q_proj is not the name"),
         ({"alpha_pattern": {"^model.layers.1.self_attn.q_proj": "two"}}, "to float: 'two'"),

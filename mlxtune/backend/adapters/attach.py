@@ -72,7 +72,7 @@ def load_adapted(base: BaseModel, adapter: str) -> Adapted:
     bases, modules = dict(base.model.named_modules()), {}
     for name in names:
         if (module := bases.get(name)) is None:
-            raise other_base_error(weights, info.model, f"it has no {name:.200}")
+            raise other_base_error(weights, info.model, f"the model has no {name:.200}")
         if not isinstance(module, PROJECTIONS):
             raise ModelError(
                 f"{weights}: has LoRA on {name}, which is not a projection: "
@@ -104,9 +104,9 @@ def _config_of(weights: Path, info: AdapterInfo, names: list[str]) -> InstructCo
 def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
     """Return the `load_base` options that quantise a model folder as in an adapter's training.
 
-    They are empty if training used the folder as stored, or if the folder is already quantised in
-    the same format, for example by `mlx_lm.convert`. Raises ModelError if the folder is quantised
-    in a different format, or if this version does not support the format.
+    The result is empty if training used the folder as stored, or if the folder is already quantised
+    in the same format, for example by `mlx_lm.convert`. Raises ModelError if the folder is
+    quantised in a different format, or if this version does not support the format.
     """
     saved, path = read_info(weights).mlxtune, weights.with_name(ADAPTER_CONFIG)
     quantize, double = saved.get("quantize"), saved.get("double_quant", False)
@@ -146,7 +146,7 @@ def base_difference(weights: Path, folder: Path) -> str | None:
 
 
 def check_base(weights: Path, folder: Path, *, other_base: bool) -> None:
-    """Raise ModelError if an adapter was trained on another model, unless `other_base` is set."""
+    """Raise ModelError if `base_difference` finds a difference, unless `other_base` is set."""
     if not other_base and (problem := base_difference(weights, folder)) is not None:
         raise ModelError(f"{problem}: give the right --model-path, or add --other-base")
 

@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def mean_kl(self) -> float:
-        """Mean KL(trained || written) over the positions, in nats."""
+        """The mean KL(trained || written) over the positions, in nats."""
         return self.kl_sum / self.tokens if self.tokens else 0.0
 
 

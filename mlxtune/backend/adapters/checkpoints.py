@@ -128,7 +128,7 @@ def check_adapter(weights: Path, model: nn.Module, lora: LoRASummary) -> int:
 def optimizer_writer(
     state: Mapping[str, Any], settings: Mapping[str, int]
 ) -> Callable[[Path], None]:
-    """Return a function that writes an optimizer's current state and its settings to a path."""
+    """Return a function that writes an optimizer's current state, and `settings`, to a path."""
     tensors = dict(tree_flatten(state))
     metadata = {name: str(value) for name, value in settings.items()}
     return lambda path: write_tensors(path, tensors, metadata)

@@ -55,7 +55,7 @@ class AdapterInfo:
 
 
 def find_adapter(path: str, option: str = "--adapter") -> Path:
-    """Return the adapter file at a path, which is the file itself, its folder or a run's folder.
+    """Return the adapter file for a path to the file itself, its folder or a run's folder.
 
     For a run without an adapter next to its checkpoints, return the best checkpoint's adapter.
     `option` is the command-line option that gave the path. Raises ModelError.
@@ -89,7 +89,7 @@ def _no_adapter(given: Path, option: str) -> str:
 
 
 def check_replaceable(weights: Path) -> None:
-    """Raise OutputError if the adapter or its config would replace a file of another kind."""
+    """Raise OutputError if writing an adapter and its config would replace another kind of file."""
     config = weights.with_name(ADAPTER_CONFIG)
     for path, is_ours in ((weights, _holds_adapter), (config, _describes_adapter)):
         ours = not os.path.lexists(path)
@@ -105,8 +105,8 @@ def check_replaceable(weights: Path) -> None:
 def check_known(weights: Path, kept: Iterable[Path]) -> None:
     """Raise OutputError if replacing an adapter would lose it.
 
-    That is so unless one of the files `kept` has its bytes. A config without an adapter beside it
-    belongs to an adapter of another format, unless mlxtune wrote the config.
+    It would, unless a file in `kept` has the adapter's bytes. A config with no adapter beside it
+    counts as an adapter of another format, unless mlxtune wrote the config.
     """
     path, known = weights, True
     with suppress(OSError, ValueError):

@@ -133,7 +133,8 @@ def _weight(name: str, module: nn.Module) -> mx.array:
 
 
 def write_model(model: nn.Module, config: Mapping[str, Any], base: Path, folder: Path) -> None:
-    """Write a model's weights file by file and its config; copy the base folder's other files.
+    """Write a model's config, and its weights one file at a time; copy the base folder's other
+    files.
 
     The model cannot be used afterwards: its weights are freed as they are written. Raises
     OutputError.
@@ -259,7 +260,7 @@ def check_fused(
         largest = max(largest, error)
         if not error <= allowed:
             problems.append(
-                f"{name}.weight is off by {error:.3g} of its largest weight, but rounding explains "
+                f"{name}.weight is off by {error:.3g} of its largest entry, but rounding explains "
                 f"only {allowed:.3g}"
             )
         mx.clear_cache()

@@ -26,7 +26,7 @@ class StorageTrial:
 class Retention:
     """The gain lost by quantising the weights again. `tried` ends with the storage in use.
 
-    `base` and `trained` are the measure without and with the adapter. Values are in `unit`.
+    `base` and `trained` are the measure's values without and with the adapter, in `unit`.
     """
 
     measure: str
@@ -37,7 +37,7 @@ class Retention:
 
     @property
     def chosen(self) -> StorageTrial:
-        """The storage in use."""
+        """The trial of the storage in use."""
         return self.tried[-1]
 
     def line(self) -> str:
@@ -53,7 +53,10 @@ class Retention:
 
 
 def share_lost(base: float, trained: float, value: float) -> float:
-    """Return the share of the gain lost at the measure `value`: 1 if not finite, 0 without gain."""
+    """Return the share of the gain lost by a model whose measure has the value `value`.
+
+    The share is 1 if the value or the gain is not finite, and 0 if there is no gain.
+    """
     gain = base - trained
     if not math.isfinite(value) or not math.isfinite(gain):
         return 1.0

@@ -1,8 +1,8 @@
 """The CPU's operations: products by numpy's BLAS, and kernels that numba compiles.
 
 This folder is optional: `forward.operations` uses `CPU` if the folder exists. numba and the modules
-that use it are imported at first use: the import takes long, and numba is only installed by the
-extra `cpu`, on Linux.
+that use it are imported at first use: the import takes a long time, and only the extra `cpu`
+installs numba, on Linux.
 """
 
 from collections.abc import Callable
@@ -43,10 +43,10 @@ class CpuOperations:
         return dtype is not None and dtype == mx.float32
 
     def pay_off(self, parameters: int, dtype: mx.Dtype, model: nn.Module | None) -> bool:
-        """Return whether the kernels train a base of this size and dtype faster than MLX does.
+        """Return whether the kernels are installed, and train such a base faster than MLX does.
 
         They do not if layers have recurrences or experts, which MLX's operations compute: each
-        layer is evaluated as it runs, so MLX's operations would hold all their values.
+        layer is evaluated as it runs, so all values of these operations would stay in memory.
         """
         # The extra `cpu` installs these packages.
         installed = all(map(find_spec, ("numba", "threadpoolctl")))

@@ -116,7 +116,7 @@ def by_rows(
 
 
 def in_parts(work: Callable[[int, int, int], None], count: int) -> None:
-    """Divide `count` items into one part for each thread, and call `work(part, start, end)` there.
+    """Divide `count` items into a part for each thread, which calls `work(part, start, end)`.
 
     A call from inside a part does all its work on the calling thread.
     """

@@ -76,7 +76,7 @@ class _Attention:
                 yield line, slice(start, end), (slice(0, seen),)
 
     def for_each_part(self, run: Callable[[_Part], None]) -> None:
-        """Call `run` for every part. Threads divide the groups if there is one for each thread."""
+        """Call `run` for every part. Threads divide the groups if each thread can take one."""
 
         def run_those(_: int, first: int, last: int) -> None:
             for line, queries, keys in self.blocks():

@@ -25,7 +25,7 @@ _GELU_SCALE, _GELU_CUBE = _f(0.7978845608028654), _f(0.044715)
 
 @inline
 def exp(x):  # type: ignore[no-untyped-def]
-    """Return e to the power of x with a relative error of at most 2e-7, as Cephes' expf does."""
+    """Return e to the power of x, as Cephes' expf does, with a relative error of at most 2e-7."""
     x = min(max(x, _LOWEST), _HIGHEST)
     whole = np.floor(x * _LOG2_E + _HALF)
     r = x - whole * _LN2_HIGH - whole * _LN2_LOW

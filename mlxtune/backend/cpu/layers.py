@@ -135,7 +135,7 @@ class KernelLayers:
     def run(
         self, layer: nn.Module, function: Callable[..., list[mx.array]], inputs: Sequence[mx.array]
     ) -> list[mx.array]:
-        """Return the outputs of a layer, with a backward pass that replays kept products."""
+        """Return the outputs of a layer, with a backward pass that replays any kept products."""
         kept = KeptProducts(BackwardReads.of(layer)) if self._keep_products else None
 
         def forward(*given: mx.array) -> list[mx.array]:

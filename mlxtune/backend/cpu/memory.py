@@ -15,8 +15,8 @@ _VOCABULARY_BLOCK, _BLOCKS = 4096, 2
 # The number of copies of a chunk's logits that cross-entropy and its gradient hold.
 _CPU_LOGITS = 2
 # The number of scores in a block of attention, over all threads, and the number of queries per head
-# in it. The backward pass holds _NUMPY_SCORES copies of these scores in numpy, and _NUMPY_WIDTHS
-# arrays that are as wide as all heads.
+# in such a block. The backward pass holds _NUMPY_SCORES copies of these scores in numpy, and
+# _NUMPY_WIDTHS arrays that are as wide as all heads.
 ATTENTION_SCORES, ATTENTION_QUERIES = 1 << 21, 128
 _NUMPY_SCORES, _NUMPY_WIDTHS = 2, 3
 # DoRA adds two arrays: its scaled products, and their gradients.

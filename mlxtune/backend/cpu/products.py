@@ -220,7 +220,7 @@ class _OnlineSoftmax:
 
 
 class _Head(_OnlineSoftmax):
-    """A softmax over the head's logits (P, V); if `expects`, also a weighted sum of head rows."""
+    """The softmax of the head's logits (P, V); if `expects`, also a weighted sum of head rows."""
 
     def __init__(self, hidden: Floats, *, expects: bool) -> None:
         super().__init__(len(hidden))

@@ -21,7 +21,7 @@ def has_metal() -> bool:
 
 
 def rounding() -> Rounding:
-    """Return the multiples to which lengths are rounded on this device; the CPU pads nothing."""
+    """Return the units to which this device rounds lengths up; the CPU pads nothing."""
     if on_cpu():
         return NOT_ROUNDED
     return _METAL if has_metal() else _CUDA

@@ -21,8 +21,8 @@ def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) ->
 def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
     """Yield a context for each try of some work, until a try ends without a GPU fault.
 
-    After a fault, `change` is called with it and MLX's message, to shrink the work or free memory.
-    `change` raises an error if nothing is left to change. Then the work is tried again. After each
+    After a fault, `change` is called with it and MLX's message, to shrink the work or free memory,
+    and the work is tried again. `change` raises an error if nothing is left to change. After each
     kind of transient fault, which earlier work or another program may have caused, the work is
     tried again only once.
 

@@ -1,1 +1,1 @@
-"""A forward pass over packed examples: layers, head and loss, with their gradients."""
+"""A forward pass over a micro-batch: layers, head and loss, with their gradients."""

@@ -90,7 +90,7 @@ class Forward:
         self.preference_gradients = mx.value_and_grad(self.preference_loss)
 
     def recompute(self, value: bool) -> None:
-        """Switch between recomputing layers' activations in backward passes and keeping them."""
+        """Recompute layers' activations in backward passes if `value`; otherwise, keep them."""
         if self.layerwise is not None:
             self.layerwise.restore()
         self.execution = replace(self.execution, recompute=value)
@@ -134,7 +134,8 @@ class Forward:
     def arrays(self, batch: MicroBatch | Pack, keys: mx.array | None) -> dict[str, Any]:
         """Return a micro-batch as the `arrays` of `scaled_loss`.
 
-        `keys` are the dropout keys of its examples, uint32 (B,), or None for no dropout.
+        `keys` are the dropout keys of the micro-batch's examples, uint32 (B,), or None for no
+        dropout.
         """
         arrays: dict[str, Any] = {"inputs": mx.array(batch.inputs)}
         if isinstance(batch, Pack):
@@ -162,8 +163,8 @@ class Forward:
         """Return `scale` times the summed cross-entropy of a micro-batch, in nats, float32.
 
         A function `reduce` in `arrays` replaces the sum. `parameters` are LoRA matrices; they stay
-        in the model. `scale` is `raised`, which keeps float16 gradients in range, divided by the
-        number of supervised tokens of the whole step.
+        in the model. `scale` is `raised` divided by the number of supervised tokens of the whole
+        step; `raised` keeps float16 gradients in range.
         """
         self.model.update(parameters)
         with self.running(), laid_out(arrays.get("layout")):
@@ -181,10 +182,11 @@ class Forward:
     def preference_loss(
         self, parameters: Mapping[str, Any], arrays: Mapping[str, Any], scale: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Return `scale` times a micro-batch's preference loss, and the log-probabilities.
+        """Return a micro-batch's preference loss times `scale`, and the examples'
+        log-probabilities.
 
-        The log-probabilities of the examples, float32 (B,), have no gradient. `reduce` in `arrays`
-        maps the losses (P,) of supervised tokens to one array with both results.
+        The log-probabilities, float32 (B,), have no gradient. `reduce` in `arrays` maps the losses
+        (P,) of supervised tokens to one array with both results.
         """
         values = self.scaled_loss(parameters, arrays, mx.array(1.0))
         return values[0] * scale, mx.stop_gradient(values[1:])
@@ -213,12 +215,12 @@ class Forward:
         return losses
 
     def running(self) -> AbstractContextManager[None]:
-        """Make layers prepare for their backward passes when they run inside the block."""
+        """Make layers that run inside the block prepare for their backward passes."""
         return nullcontext() if self.layerwise is None else self.layerwise.running()
 
     @contextmanager
     def watched(self, around: Callable[[Head, mx.array], mx.array]) -> Iterator[None]:
-        """Inside the block, call `around(head, rows)` for `head(rows)` if the model is split."""
+        """Inside the block, call `around(head, rows)` in place of a split model's `head(rows)`."""
         self._around_head = around
         try:
             yield

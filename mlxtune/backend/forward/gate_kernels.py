@@ -44,13 +44,13 @@ _CUDA = {"thread": "(blockIdx.x * blockDim.x + threadIdx.x)", "exp": "expf"}
 
 
 def sources(metal: bool) -> tuple[str, str]:
-    """Return the sources of the forward and the backward kernel, for Metal or else for CUDA."""
+    """Return the sources of the forward and backward kernels for Metal or, if not `metal`, CUDA."""
     language = _METAL if metal else _CUDA
     return tuple(_SOURCE.format(**language, body=body) for body in (_FORWARD, _BACKWARD))  # type: ignore[return-value]
 
 
 class GateKernels:
-    """The pair of kernels, made by `mx.fast.metal_kernel` or `mx.fast.cuda_kernel`."""
+    """SwiGLU's two kernels, made by `mx.fast.metal_kernel` or `mx.fast.cuda_kernel`."""
 
     def __init__(self, make: Callable[..., Any], *, metal: bool) -> None:
         forward, backward = sources(metal)
@@ -107,7 +107,7 @@ def gate_kernels_problem() -> str:
 
 
 def device_kernels() -> GateKernels:
-    """Return the device's kernels without a trial. Raises MLX's error if it cannot build them."""
+    """Return the device's kernels without a trial. Raises MLX's error if they cannot be built."""
     metal = has_metal()
     return GateKernels(mx.fast.metal_kernel if metal else mx.fast.cuda_kernel, metal=metal)
 

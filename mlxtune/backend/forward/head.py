@@ -14,7 +14,7 @@ from mlxtune.backend.models.packed import LineCache, laid_out
 from mlxtune.backend.workers.split import SplitRows, Vocabulary
 from mlxtune.errors import one_line
 
-# The largest difference of logits that rounding explains, as a share of the largest logit.
+# The largest difference between logits that rounding explains, as a share of the largest logit.
 _TOLERANCE = 2e-2
 # Hidden states scaled up this much reveal any soft-capping of the logits.
 _LARGE = 1000.0
@@ -50,7 +50,7 @@ class _TrunkSlot:
 
 
 class SplitModel:
-    """An mlx-lm model whose head can run on chosen positions alone, including any soft-capping.
+    """An mlx-lm model whose head, including any soft-capping, can run on chosen positions alone.
 
     `splits` tells whether the split works; if not, the model can only run whole. `weight` (V, H) is
     the weight of a head that is a single product, else None. `dtype` is the dtype of the hidden
@@ -102,7 +102,10 @@ class SplitModel:
         return logits.squeeze(0)
 
     def packs(self, mixers: Mixers) -> bool:
-        """Return whether packed examples gave the same results as separate examples in a trial."""
+        """Return whether packed examples give the same results as separate examples in a trial.
+
+        If they do not, turns off `mixers.by_segments`, and tries again.
+        """
         if self._runs_in_line():
             return True
         if not mixers.by_segments:
@@ -149,7 +152,7 @@ class SplitModel:
                 self._owner["layers"] = layers
 
     def _compare(self) -> None:
-        """Set `splits` and `weight` by comparing trunk and head with the model on a few tokens."""
+        """Set `splits`, `weight` and the dtypes by comparing trunk and head with the model."""
         try:
             slot = _TrunkSlot(self._trunk, positions=_HEAD_POSITIONS)
             with self._inputs.kept():
@@ -194,7 +197,7 @@ def find_trunk(text: nn.Module) -> tuple[str, nn.Module | None]:
 
 
 def _stack(trunk: nn.Module) -> nn.Module | None:
-    """Return the part of a trunk that contains the layers and the norm after them, if any."""
+    """Return the part of a trunk that contains both the layers and a norm; None if no part does."""
     parts = (m for m in trunk.modules() if m.get("layers") and isinstance(m.get("norm"), nn.Module))
     return next(parts, None)
 

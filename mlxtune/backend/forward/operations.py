@@ -44,7 +44,7 @@ class LayerPasses(Protocol):
     def run(
         self, layer: nn.Module, function: Callable[..., list[mx.array]], inputs: Sequence[mx.array]
     ) -> list[mx.array]:
-        """Return the outputs of a layer, given as a `function` of the arrays `inputs`."""
+        """Return the outputs of a layer, which `function` computes from the arrays `inputs`."""
 
     def run_frozen(self, output: Any) -> Any:
         """Return the output of a layer below the first trained layer."""

@@ -14,8 +14,8 @@ from mlxtune.backend.models.packed import Layout
 from mlxtune.core.steps.pack import Segment
 
 # The largest accepted difference, at any layer, between a token's hidden states when packed and
-# when run separately: a root mean square relative to the separate states. Random last bits in the
-# outputs of attention in both runs alone cause up to 0.02 in bfloat16 and 0.0025 in float16.
+# when run separately, as a root mean square relative to that of the separate states. In both runs,
+# random last bits in attention's outputs alone cause up to 0.02 in bfloat16 and 0.0025 in float16.
 _TOLERANCES = {mx.bfloat16: 3e-2, mx.float16: 4e-3, mx.float32: 1e-4}
 # The tolerance for embeddings, which are exact, as a share of the tolerances above. It is low
 # enough to detect positional embeddings that add 2% or more.
@@ -37,7 +37,7 @@ class Texts:
         self.places = [*range(length), *range(length + prefix, 3 * length)]
 
     def layout(self) -> Layout:
-        """Return the layout of the line."""
+        """Return the line's layout, in which the first two texts share their prefix."""
         length, prefix = self.length, self.prefix
         end = 2 * length - prefix
         return Layout(

@@ -31,7 +31,7 @@ class Layerwise:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make layers prepare for their backward passes when they run inside the block."""
+        """Make layers that run inside the block prepare for their backward passes."""
         self._running = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Finds a model's projections that share an input, by running a few tokens."""
+"""Finds a model's projections that share an input, by running the model on a few tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -58,7 +58,7 @@ def _run(shared: SharedInput, number: int, module: nn.Module, x: mx.array) -> mx
 
 
 def _tried(model: nn.Module) -> _Calls:
-    """Run a few tokens; return the calls of trained layers' projections, by parent module."""
+    """Run the model on a few tokens; return the calls of trained layers' projections by parent."""
     names = {id(module): name for name, module in model.named_modules()}
     inner = {id(m.linear) for m in model.modules() if isinstance(m, LoRALinear)}
     # Layers below the first trained layer have no gradient.

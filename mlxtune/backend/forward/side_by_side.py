@@ -43,7 +43,7 @@ class Mixers:
         self.restore = intercept(model, modules, [self._call] * len(modules))
 
     def note(self) -> None:
-        """Collect the outputs of the next forward pass."""
+        """Collect the mixers' outputs in the next forward pass."""
         self.outputs, self._notes = [], True
 
     def stop_noting(self) -> None:

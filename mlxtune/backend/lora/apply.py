@@ -37,7 +37,7 @@ _MOSTLY = 0.5
 
 @dataclass(frozen=True)
 class Match:
-    """The projections at one path within their layers that are alike in experts and in LoRA.
+    """The projections, alike in experts and in LoRA, at one path within their layers.
 
     `layers` is the number of these layers, `experts` the number of stacked experts in each
     projection (0 if it is plain), and `parameters` the number of LoRA parameters (0 without LoRA).
@@ -74,7 +74,7 @@ class LoRASummary:
 
     @property
     def kind(self) -> str:
-        """mlx-lm's fine_tune_type."""
+        """The value of fine_tune_type in mlx-lm's config."""
         return "dora" if self.config.dora else "lora"
 
     @property
@@ -189,7 +189,7 @@ def add_lora(
 
 
 def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKeys) -> LoRASummary:
-    """Return the summary of a model with LoRA."""
+    """Count the layers, projections and parameters with LoRA, and say how an adapter holds them."""
     num_layers = config.num_layers or len(model.layers)
     # A is (in, rank), or (experts, rank, in) for experts. An adapter file also contains PiSSA's
     # factors.
@@ -234,7 +234,7 @@ def _matches(layers: Sequence[nn.Module]) -> tuple[Match, ...]:
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules in a model or layer that have LoRA, by path."""
+    """Return the modules with LoRA in a model or layer, by path."""
     return {name: module for name, module in model.named_modules() if "lora_a" in module}
 
 

@@ -236,7 +236,8 @@ class DoRALinear(LoRALinear):
     def norm(self) -> mx.array:
         """Return the norms of the rows of W + ΔW, float32 (out,), without a gradient."""
         a, b = mx.stop_gradient(self.lora_a), mx.stop_gradient(self.lora_b)
-        # By row, w·Δw = scale sum(B * W A) and ‖Δw‖² = scale² sum(B * A^T A B), over the rank.
+        # By row, with sums over the rank: w·Δw = scale sum(B * W A), ‖Δw‖² = scale² sum(B * A^T A
+        # B).
         low = self.scale * self.product(a.T) + (0.5 * self.scale**2) * ((a.T @ a) @ b)
         squares = self._squares + 2 * (b * low).sum(axis=0)
         return mx.stop_gradient(mx.sqrt(mx.maximum(squares, _SMALLEST_SQUARE)))

@@ -88,7 +88,8 @@ class LoRAOptimizer:
     ) -> Update:
         """Return the update of vectors by their gradients, at learning rate `rate`.
 
-        It is `finite` only if `loss` is too. It continues from the uncommitted `after`, if given.
+        The update is `finite` only if `loss` is too. It continues from the uncommitted `after`, if
+        given.
         """
         state = after.state if after else self.state
         step = self._compiled if compiles() else self._take
@@ -96,7 +97,7 @@ class LoRAOptimizer:
         return Update(self._layout.split(vectors), vectors, state, norm, finite)
 
     def commit(self, update: Update) -> None:
-        """Commit an update: the next update starts from its state."""
+        """Make the next update start from the result of this update."""
         self.state, self._vectors = update.state, update.vectors
         self._parts = dict(tree_flatten(update.parameters))
 

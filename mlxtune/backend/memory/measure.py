@@ -50,8 +50,9 @@ def measure(
 ) -> Measured | None:
     """Measure passes in each of the `modes`: True recomputes activations, False keeps them.
 
-    Returns None if the architecture cannot run some of its layers alone. The pipeline's own mode is
-    restored, and the passes leave no trace in the process's peaks.
+    Returns None if the architecture cannot run some of its layers alone, or if memory is too small
+    for them. The pipeline's own mode is restored, and the passes leave no trace in the process's
+    peaks.
     """
     began, found = pipeline.forward.execution.recompute, Measured()
     try:
@@ -59,7 +60,7 @@ def measure(
             for recompute in modes:
                 pipeline.forward.recompute(recompute)
                 found = _measured(pipeline, replace(shapes, measured=None), found)
-    # Any error may occur: layers may need unusual arguments, or memory may not fit a few layers.
+    # Any error may occur: layers may need unusual arguments, or not fit in memory.
     except Exception:  # noqa: BLE001
         return None
     finally:
@@ -100,7 +101,7 @@ def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) 
 
 
 def _covering(layers: Sequence[nn.Module]) -> int:
-    """Return how many of the last layers include every kind of layer; 1 if over `_MOST_LAYERS`."""
+    """Return the number of last layers that include every kind; 1 if it is over `_MOST_LAYERS`."""
     kinds = [
         str([(name, value.shape) for name, value in tree_flatten(layer.parameters())])
         for layer in layers

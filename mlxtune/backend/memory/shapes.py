@@ -35,8 +35,8 @@ class _StoredMatrix(Matrix):
     """A stored matrix. `rank` is the rank of its LoRA, 0 for none.
 
     `cast` counts the entries cast for each use; `unpacked` is set if each product dequantises the
-    matrix. `trained` counts LoRA's parameters of the whole layer, even if each worker has only a
-    part of it.
+    matrix. `trained` counts LoRA's parameters for the whole matrix, even if each worker has only a
+    part of the matrix.
     """
 
     rank: int
@@ -58,7 +58,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
     if config.dora:
         trained += sum(m.outputs for m in updated)
     products = [sum(m.width for m in layer) for layer in sizes]
-    # A recurrence after a convolution keeps outputs and states no wider than the convolution.
+    # A recurrence keeps outputs and states that are no wider than the convolution before it.
     mixed = [_mixed(layer) for layer in list(base.model.layers)[-len(sizes) :]]
     products = [each + width for each, width in zip(products, mixed, strict=True)]
     # A layer of experts gathers its inputs, or their gradients, for each expert.

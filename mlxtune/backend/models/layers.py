@@ -147,7 +147,7 @@ def dequantized_weight(module: nn.Module) -> mx.array:
 
 
 def frozen_product(linear: nn.Module, x: mx.array) -> mx.array:
-    """Return the output of a frozen linear layer for x (..., in), without its bias."""
+    """Return the output of a frozen linear layer for x (..., in), without the layer's bias."""
     if "bias" not in linear:
         return linear(x)
     if hasattr(linear, "unpacked"):
@@ -232,7 +232,7 @@ def compute_quantized(model: nn.Module, dtype: mx.Dtype, option: str) -> str | N
 
 
 def replace_modules(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Replace the modules of a model for which `make` returns another module."""
+    """Replace a model's modules for which `make` returns another module."""
     # Modules are found by identity, so that a module shared by two layers stays shared.
     modules = {id(module): module for _, module in model.named_modules()}
     made = {key: new for key, old in modules.items() if (new := make(old)) is not None}

@@ -98,7 +98,7 @@ class BaseModel:
 def load_base(folder: Path, dtype: str, **options: Any) -> BaseModel:
     """Open a model, as `open_base` does with these options, and read its weights.
 
-    Raises ModelError if the folder is incomplete or broken, or the model cannot be quantised.
+    Raises ModelError if the folder is incomplete or broken, or if the model cannot be quantised.
     """
     base = open_base(folder, dtype, **options)
     read_weights(base)
@@ -121,7 +121,7 @@ def open_base(
     quantises the weights of a full-precision model one by one as they are read; `double_quant` is
     for nf4. For `quantized_compute`, see `compute_quantized`.
 
-    Raises ModelError if the folder is incomplete or broken, or the model cannot be quantised.
+    Raises ModelError if the folder is incomplete or broken, or if the model cannot be quantised.
     """
     config = read_config(folder, trust_remote_code=trust_remote_code)
     if quantize is not None and is_quantized(config):
@@ -194,7 +194,7 @@ def load_lazily(folder: Path, config: Mapping[str, Any]) -> tuple[nn.Module, dic
     """Return mlx-lm's model, without reading its weights, and its completed config.
 
     `config` comes from `read_config`, which refuses untrusted code. Raises ModelError if the
-    weights are missing or broken, or a tensor does not fit the config.
+    weights are missing or broken, or if a tensor does not fit the config.
     """
     check_weights(folder, config)
     try:

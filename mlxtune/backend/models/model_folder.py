@@ -42,7 +42,7 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
     """Return a model's folder, downloaded if `model_path` is owner/name instead of a folder.
 
     Without `weights`, downloads only the small files. Raises ModelError if no folder is found, or
-    the download fails.
+    if the download fails.
     """
     # Unlike Path.expanduser, this keeps a path with an unknown user's home unchanged.
     folder = Path(os.path.expanduser(model_path))  # noqa: PTH111
@@ -129,7 +129,7 @@ def _check_model_type(path: Path, config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def without_wildcards(folder: Path) -> Iterator[Path]:
-    """Yield a path to the folder without wildcards, because mlx-lm passes the path to glob."""
+    """Yield a path without wildcards to the folder, because mlx-lm passes the path to glob."""
     if glob.escape(str(folder)) == str(folder):
         yield folder
         return
@@ -170,7 +170,7 @@ def _check_code(path: Path, file: Any, *, trusted: bool) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raise ModelError if a file is far too large or not regular, or the config is broken.
+    """Raise ModelError if a file is far too large or not regular, or if the config is broken.
 
     Links to files elsewhere are fine: Hugging Face's cache consists of them.
     """
@@ -206,7 +206,7 @@ def _check_size(path: Path) -> None:
 
 
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise ModelError unless there are weights with valid headers, and a tensor for every layer.
+    """Raise ModelError unless there are weights with valid headers, and as many tensors as layers.
 
     Without these checks, mlx-lm could crash, or create layers until memory runs out.
     """

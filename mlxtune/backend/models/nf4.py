@@ -118,7 +118,7 @@ def dequantize(codes: mx.array, scales: mx.array) -> mx.array:
 
 
 def quantize_scales(scales: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Return the uint8 codes of scales, their nested float32 scales, and their mean.
+    """Return the uint8 codes of scales, the nested float32 scales, and the mean of the scales.
 
     Section 3, "double quantization": the mean is subtracted, and the rest is quantised to 8 bits in
     blocks of 256, with the levels of arXiv:2110.02861 as in bitsandbytes.

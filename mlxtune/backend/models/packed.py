@@ -40,7 +40,7 @@ class Layout:
         return int(self.positions.max()) + 1
 
     def before(self, segment: Segment) -> list[slice]:
-        """Return the slices of the line before a segment in its example, in order."""
+        """Return, in order, the slices of the line that precede a segment in its example."""
         slices: list[slice] = []
         while segment.parent >= 0:
             segment = self.segments[segment.parent]

@@ -90,14 +90,14 @@ def quantized_config(model: nn.Module, quantize: str) -> dict[str, Any]:
 
 
 def is_quantized(config: Mapping[str, Any]) -> bool:
-    """Return whether a model's config says that its weights are quantised."""
+    """Return whether a model's config says that the weights are quantised."""
     text = config.get("text_config")
     parts = (config, text if isinstance(text, Mapping) else {})
     return any(part.get("quantization") or part.get("quantization_config") for part in parts)
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the group_size, bits and mode in a quantised model's config, if it has them."""
+    """Return a quantised config's group_size, bits and mode, which is affine by default."""
     saved = config.get("quantization") or config.get("quantization_config")
     if not isinstance(saved, Mapping):
         return {}

@@ -23,7 +23,7 @@ class Replacements:
         self._known: dict[type, type | None] = {}
 
     def apply(self, model: nn.Module) -> Callable[[], None]:
-        """Make a module's tree use the replacements; return a function that undoes the change."""
+        """Make a model's modules use the replacements; return a function that undoes the change."""
         changed: list[tuple[Any, type]] = []
         for _, part in model.named_modules():
             kind = type(part)

@@ -182,7 +182,7 @@ class StepBuilder:
         )
 
     def share(self, examples: Sequence[Example]) -> Sequence[Example]:
-        """Return the examples of a step whose gradients this worker computes."""
+        """Return those of a step's examples whose gradients this worker computes."""
         examples = training_examples(examples)
         return [examples[i] for i in self._own_places(examples)]
 
@@ -216,7 +216,7 @@ class StepBuilder:
         return bool(self._workers.merge(found).any())
 
     def _logps(self, examples: Sequence[Example], step: int) -> npt.NDArray[np.float64]:
-        """Return the log-probabilities (E,) of examples on all workers, with the step's dropout."""
+        """Return examples' log-probabilities (E,) over all workers, with the step's dropout."""
         return -self._losses.of(examples, keys=partial(self._keys, step))
 
     def arrays(self, batch: MicroBatch | Pack, step: int) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def _describe_non_finite(step: int, rate: float, loss: float, grad_norm: float) 
     at = f"at learning rate {rate:g}"
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return (
-            f"step {step}: the adapter is not finite after a step {at}; "
+            f"step {step}: the adapter would not be finite after a step {at}; "
             "the step was not applied: lower --lr"
         )
     what = f"gradient norm is {grad_norm}" if math.isfinite(loss) else f"loss is {loss}"

@@ -115,7 +115,7 @@ class ExampleLosses:
             batches.max_tokens = min(trained, batches.max_tokens)
 
     def _bound(self, examples: Sequence[Example]) -> int:
-        """Return the largest `max_tokens` whose micro-batches fit in memory, found by halving."""
+        """Return `max_tokens`, halved until batches fit in memory, but not below training's."""
         tokens = self._most
         while tokens > self._batches.max_tokens:
             groups = self._batches.plan(examples, tokens)
@@ -195,7 +195,7 @@ class BatchMemory:
         return self._splits_head and self.of(load) <= self._free
 
     def of(self, load: BatchLoad) -> int:
-        """Return the estimated size in bytes of a padded batch, with attention's scores kept."""
+        """Estimate how many bytes a padded batch takes, with attention's scores kept."""
         tokens = max(load.tokens, load.lines * load.width)
         entries = _PRODUCTS * self._facts.widest_layer * tokens
         entries += _SCORES * self._facts.heads * load.scores

@@ -39,9 +39,7 @@ from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
 
 # The remedy that an error names if memory is too small for one example.
-_LESS_MEMORY = (
-    "lower --max-seq-len, set --grad-checkpoint on, or use --quantize 4 or fewer --num-layers"
-)
+_LESS_MEMORY = "lower --max-seq-len or --num-layers, set --grad-checkpoint on, or use --quantize 4"
 
 
 class InstructPipeline:
@@ -260,8 +258,8 @@ class InstructPipeline:
     def snapshot(self) -> Callable[[Path], None]:
         """Return a function that writes the adapter and the optimizer into a folder.
 
-        The function writes the state at the time of this call, with the adapter in mlx-lm's format.
-        The function raises OutputError.
+        The function writes the state from the time when `snapshot` was called, with the adapter in
+        mlx-lm's format. The function raises OutputError.
         """
         self.runner.settle()
         self._workers.check_same(self.model.trainable_parameters(), self.builder.steps)
@@ -306,7 +304,7 @@ class InstructPipeline:
         self.batches.max_tokens, self.builder.steps = min(tokens, self.batches.max_tokens), steps
 
     def describe(self) -> Mapping[str, Any]:
-        """Return the description of the adapter and its provenance for a checkpoint."""
+        """Return a checkpoint's entries about the adapter, the workers and the provenance."""
         return {
             "lora_rank": self.config.lora_rank,
             "lora_alpha": self.config.lora_alpha,

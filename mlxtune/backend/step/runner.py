@@ -184,9 +184,9 @@ class StepRunner:
     ) -> PendingStep:
         """Make the device compute a step, without waiting for it.
 
-        After a fault, `build` builds the step again, from this worker's `examples`. `commit`
-        applies the computed update to the pipeline, and returns the step's result, or the error
-        that `PendingStep.result` raises.
+        After a fault, `adapt` is called with this worker's `examples`, and `build` builds the step
+        again. `commit` applies the computed update to the pipeline, and returns the step's result,
+        or the error that `PendingStep.result` raises.
         """
 
         def finish(pending: PendingStep) -> tuple[Any, int]:

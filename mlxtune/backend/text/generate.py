@@ -47,7 +47,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def sampler(self, vocab_size: int) -> Callable[[mx.array], mx.array]:
-        """Return mlx-lm's sampler, from log-probabilities (B, V) to tokens (B,)."""
+        """Return mlx-lm's sampler, which maps log-probabilities (B, V) to tokens (B,)."""
         # mlx-lm rejects a top_k that covers the whole vocabulary, so 0 replaces it.
         top_k = 0 if vocab_size and self.top_k >= vocab_size else self.top_k
         sampler = make_sampler(self.temperature, top_p=self.top_p, top_k=top_k)

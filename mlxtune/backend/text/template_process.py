@@ -60,7 +60,7 @@ class TemplateProcess:
         return future
 
     def render(self, source: str, requests: Sequence[str]) -> list[Reply]:
-        """Render a template for each request, the JSON of render_jinja_template's arguments.
+        """Render a template for each request, which is JSON with render_jinja_template's arguments.
 
         Raises Harmful if the template exceeds the limits or ends its process.
         """

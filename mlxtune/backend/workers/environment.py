@@ -52,7 +52,7 @@ class WorkerReport:
     problems: Sequence[tuple[str, str]] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
+        """Return the fields in a form that JSON can represent."""
         return asdict(self)
 
 
@@ -120,5 +120,6 @@ def _network(link: Link, workers: int) -> Check:
         OK,
         "network",
         f"{gbps:.2g} Gbit/s, {short_duration(link.one_s)} to add one number: steps of "
-        f"{_STEP_S:g} s that add {byte_size(_EXCHANGED)} run at most {gain:.1f} times as fast",
+        f"{_STEP_S:g} s that add {byte_size(_EXCHANGED)} run at most {gain:.1f} times as "
+        "fast as on one worker",
     )

@@ -99,7 +99,7 @@ class Workers:
         return np.array(summed).view(np.float64)
 
     def texts(self, own: str) -> list[str]:
-        """Return all workers' texts, in their order. Raises WorkerError if a worker is gone."""
+        """Return all workers' texts, worker 0's first. Raises WorkerError if a worker is gone."""
         if self.size == 1:
             return [own]
         data = own.encode()
@@ -127,7 +127,7 @@ class Workers:
         mx.eval(mx.distributed.all_sum(mx.zeros(count), group=self.group))
 
     def wait(self) -> None:
-        """Wait until all workers have called this."""
+        """Wait until all workers have called this method."""
         self.texts("")
 
     def from_first(self, tree: Any) -> Any:

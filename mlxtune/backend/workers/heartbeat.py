@@ -33,8 +33,8 @@ class Heartbeat:
     """A thread that sends heartbeats, and calls `on_lost(worker)` if a worker is lost.
 
     Worker 0 listens and hears all others; the others hear only worker 0. A worker is lost if its
-    connection ends, or if it sends nothing for PATIENCE seconds. A connecting worker sends the
-    `token`, which the workers exchange by other means.
+    connection ends without a goodbye, or if it sends nothing for PATIENCE seconds. A connecting
+    worker sends the `token`, which the workers exchange by other means.
     """
 
     def __init__(self, on_lost: Callable[[int], None], token: bytes) -> None:
@@ -88,7 +88,7 @@ class Heartbeat:
         selector: selectors.BaseSelector,
         waiting: dict[socket.socket, bytes],
     ) -> None:
-        """Read more of a handshake; at its end, keep a valid connection and close any other."""
+        """Read more of a handshake; once it is complete, keep or close its connection."""
         size = TOKEN_SIZE + _WORKER_SIZE
         try:
             more = connection.recv(size - len(waiting[connection]))

@@ -39,7 +39,7 @@ _MEASURED, _TIMES = 16_000_000, 5
 def join(say: Callable[[str], None] = lambda text: None, *, tensor: bool = False) -> Workers:
     """Return the workers of this launch once all have joined; without a launch, only this process.
 
-    With `tensor`, they share a model.
+    With `tensor`, the workers share a model.
 
     Ends the process if not all join within two minutes. Raises WorkerError if the others cannot be
     reached, and ConfigError if the rank is not a number.
@@ -91,7 +91,7 @@ def from_worker_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, R
 def check_workers(
     workers: Workers, checks: Sequence[Check], model_path: str | None, data: Sequence[str]
 ) -> list[Check]:
-    """Return the checks of all workers, the same on each worker; `checks` are this machine's."""
+    """Return the checks over all workers, the same list on each; `checks` are this machine's."""
     files = {path: _hash_of_data(Path(path)) for path in data}
     if model_path is not None:
         files[model_path] = _hash_of_model(model_path)

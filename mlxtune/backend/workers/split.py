@@ -87,7 +87,7 @@ class Part:
         return self.entrance(x) if self.by_outputs else x
 
     def leave(self, y: mx.array) -> mx.array:
-        """Return this worker's outputs y if split by outputs, else their sum over the workers."""
+        """Return outputs y if the split is by outputs, else their sum over the workers."""
         return y if self.by_outputs else _sum(y, self.group)
 
     def factors(self, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
@@ -242,7 +242,7 @@ def _split_linear(
 
 
 def _check(base: BaseModel, workers: int) -> None:
-    """Raise ModelError if the model cannot be divided equally."""
+    """Raise ModelError if the model's architecture or sizes do not allow a split."""
     if base.model_type not in ARCHITECTURES:
         raise _refuse(
             f"models of type {base.model_type}, only {', '.join(ARCHITECTURES)}: "

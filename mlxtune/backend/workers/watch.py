@@ -68,7 +68,7 @@ class Watch:
                 )
 
     def _meet(self, began: str) -> tuple[str, ...]:
-        """Start the heartbeat, and return `began` of each worker."""
+        """Start the heartbeat, and return each worker's `began`."""
         workers = self._workers
         # MLX's connections, over which the token goes, are private to the workers.
         token = workers.bytes_from_first(secrets.token_bytes(TOKEN_SIZE))
@@ -137,7 +137,7 @@ def watched(
         raise
     finally:
         watch.found.set()
-        # Tells the other workers about an error, because they may be waiting for this one.
+        # Tells the other workers about an error, because they may be waiting for this worker.
         watch.heartbeat.close(failed=failed)
 
 

@@ -115,7 +115,7 @@ class WorkerRun(Generic[ConsoleT]):
             self.workers.wait()
 
     def check_same(self, options: Mapping[str, Any], described: Mapping[str, Any]) -> None:
-        """Raise WorkerError if a worker's options, versions or data differ from worker 0's."""
+        """Raise WorkerError (worker 0) or exit (others) if options, versions or data differ."""
         if self.workers.size == 1:
             return
         kinds = (Affects.RESULT, Affects.LENGTH)
@@ -200,8 +200,9 @@ def join_run(
 
 
 def _alike(config: TrainConfig, workers: Workers) -> TrainConfig:
-    """Return options with one memory limit for all workers, because they share micro-batches."""
+    """Return options with the lowest of the workers' memory limits, and without samples."""
     limit = memory.find_limits(config.memory_limit).memory / memory.GB
     limits = map(json.loads, workers.texts(json.dumps(limit)))
-    # Sampling needs the whole model, which no worker has.
+    # Workers share micro-batches, so they need one limit. Sampling needs the whole model, which no
+    # worker has.
     return replace(config, memory_limit=min(limits), samples=0)

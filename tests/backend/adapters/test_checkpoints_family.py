@@ -129,7 +129,7 @@ def test_what_is_no_lora_of_a_projection_is_named(folder: Path, tmp_path: Path) 
     for name, problem in {
         "model.embed_tokens": "model.embed_tokens, which is not a projection",
         "model.layers.0.input_layernorm": "is not a projection",
-        "model.layers.9.self_attn.q_proj": "model: it has no model.layers.9.self_attn.q_proj",
+        "model.layers.9.self_attn.q_proj": "the model has no model.layers.9.self_attn.q_proj",
         "model.layers.0.self_attn.q_proj": r"lora_a is \(320, 4\), but the model needs \(64, 4\)",
     }.items():
         tensors = {f"{name}.{leaf}": value for leaf, value in pair.items()}

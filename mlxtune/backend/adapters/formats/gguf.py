@@ -79,7 +79,7 @@ def write_gguf(adapter: Adapter, base: BaseModel, folder: Path) -> None:
 
 
 def check_supported(model_type: str, option: str, otherwise: str) -> None:
-    """Raise ModelError if a model type has no known GGUF names, or gguf is not installed."""
+    """Raise ModelError if a model type has no known GGUF names, or if gguf is not installed."""
     if model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ModelError(f"{option} supports {known}, not {model_type}: {otherwise}")
@@ -105,11 +105,11 @@ def read_gguf(folder: Path, modules: Iterable[str], base: BaseModel) -> Adapter:
 
 
 def orders(module: str, update: Update, base: BaseModel) -> tuple[Order, Order]:
-    """Return the order of the columns and of the rows of a module's weight in llama.cpp.
+    """Return the orders in which llama.cpp stores the columns and rows of a module's weight.
 
     llama.cpp interleaves the halves of each Llama head, because its rotary embeddings pair
-    neighbouring entries. It tiles the value heads of the gated delta rule (k0 k1 k0 k1), which
-    mlx-lm groups by key head (k0 k0 k1 k1).
+    neighbouring entries. llama.cpp also tiles the value heads of the gated delta rule (k0 k1 k0
+    k1), which mlx-lm groups by key head (k0 k0 k1 k1).
 
     Source: LlamaModel.permute and _LinearAttentionVReorderBase in llama.cpp's conversion/.
     """

@@ -67,7 +67,7 @@ def write_modelfile(folder: Path) -> None:
 
 
 def ollama_advice(folder: Path, quantize: str | None, *, converted: bool) -> str:
-    """Return a message that names the missing tool, and an Ollama command that replaces it."""
+    """Return a message that names the missing tool and gives an Ollama command to use instead."""
     missing, written, get = _QUANTIZER, f"{MERGED} is not quantised", _GET_QUANTIZER
     if not converted:
         missing, get = _CONVERTERS[0], _GET_CONVERTER
@@ -78,7 +78,7 @@ def ollama_advice(folder: Path, quantize: str | None, *, converted: bool) -> str
 
 
 def convert(program: str, folder: Path, dtype: str, remedy: str) -> None:
-    """Run llama.cpp's converter on a folder whose weights have the dtype. Raises OutputError."""
+    """Run llama.cpp's converter on a folder whose weights have this dtype. Raises OutputError."""
     _run(conversion(program, folder, dtype), folder / MERGED, remedy)
 
 

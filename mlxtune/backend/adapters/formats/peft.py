@@ -300,7 +300,7 @@ def _parts(path: Path, *, dora: bool) -> dict[str, dict[str, Matrix]]:
 def _rank_and_scale(
     folder: Path, config: Mapping[str, Any], name: str, rows: int, *, stacked: bool = False
 ) -> tuple[int, float]:
-    """Return the rank of a module or parameter, and the scale of its update as PEFT computes it.
+    """Return the rank of a module or parameter, and the scale that PEFT gives the update.
 
     `rows` counts the rows of A: the rank, or with `stacked` experts a multiple of it. Raises
     ModelError.
@@ -329,7 +329,7 @@ def _by_pattern(patterns: Any, name: str, default: Any) -> Any:
     Raises ValueError for patterns other than plain names.
     """
     if patterns and not isinstance(patterns, Mapping):
-        raise ValueError("its patterns are not an object")
+        raise ValueError("rank_pattern or alpha_pattern is not an object")
     for pattern, value in (patterns or {}).items():
         if not _NAMES.fullmatch(pattern):
             raise ValueError(f"the pattern {pattern:.80} is not the name of a module")
@@ -346,5 +346,5 @@ def _check_padding(path: Path, updates: Sequence[Update], rank: int) -> None:
         lowest = min(each.rank for each in updates)
         raise ModelError(
             f"{path}: has ranks from {lowest:,} to {rank:,}: padded to one rank, as mlx-lm needs, "
-            f"it would take {padded / 1e9:,.1f} GB: merge it into its base model with PEFT instead"
+            f"the adapter would take {padded / 1e9:,.1f} GB: merge it into its base model with PEFT"
         )

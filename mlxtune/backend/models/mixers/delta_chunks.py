@@ -19,7 +19,7 @@ from mlxtune.backend.models.autograd import differentiable
 
 # The number of tokens in a chunk.
 SIZE = 64
-# The logarithm of a zero gate: sums with it stay finite, and their exponentials are 0.
+# The logarithm used for a zero gate: sums with it stay finite, and their exponentials are 0.
 _LOWEST = -1e4
 # Up to this size, the power series is as accurate as substitution: no coefficient exceeds 3.
 _SMALLEST = 4

@@ -66,7 +66,7 @@ def gated_delta_update(
 
 
 def by_chunks(*arrays: Any) -> tuple[mx.array, mx.array]:
-    """Return the result of `delta_rule`; the backward pass recomputes some chunks at a time."""
+    """Return the result of `delta_rule`; the backward pass recomputes a few chunks at a time."""
     *inputs, state = arrays
     tokens = max(_TOKENS // (len(state) * SIZE), 1) * SIZE
     return by_blocks(delta_rule, inputs, state, tokens)
