@@ -237,11 +237,11 @@ def short_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     tests/backend/adapters and tests/backend/memory test them at full length.
     """
-    from mlxtune.backend.adapters import proof
+    from mlxtune.backend.adapters import compare_logits
     from mlxtune.backend.memory import measure
     from mlxtune.commands import proof as exports
 
-    monkeypatch.setattr(proof, "NEW_TOKENS", 8)
+    monkeypatch.setattr(compare_logits, "NEW_TOKENS", 8)
     monkeypatch.setattr(exports, "_PROMPTS", exports._PROMPTS[:2])
     for lengths in ("_LAZY", "_EAGER"):
         monkeypatch.setattr(measure, lengths, (8, 16, 32))

@@ -37,7 +37,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         "json.loads": "the header of what this process has just made",
     },
     "backend/models/model_folder.py": {"load_config": "after check_files has read the same files"},
-    "hub/answers.py": {"read": "through a stream with a limit, put in place just before"},
+    "hub/responses.py": {"read": "through a stream with a limit, put in place just before"},
     "core/files/reading.py": {"read_text": SYSTEM},
     "core/files/tensor_files.py": {"safe_open": "the header's size was checked just before"},
     "core/files/hashing.py": {"json.loads": "a header that read_header has checked just before"},

@@ -13,7 +13,7 @@ from mlx.utils import tree_map
 from mlx_lm.tuner.trainer import TrainingArgs, default_loss, iterate_batches
 from mlx_lm.tuner.utils import load_adapters
 
-from mlxtune.backend.adapters import checkpoints
+from mlxtune.backend.adapters import checkpoint_tensors
 from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.models.layers import cast_parameters
@@ -211,4 +211,4 @@ def write_start(base: BaseModel, config: InstructConfig, adapter: Path) -> None:
     """
     summary = apply_lora(base.model, config)
     make_folder(adapter)
-    checkpoints.adapter_writer(base.model, summary, str(base.folder))(adapter / ADAPTER)
+    checkpoint_tensors.adapter_writer(base.model, summary, str(base.folder))(adapter / ADAPTER)

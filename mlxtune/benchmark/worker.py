@@ -95,7 +95,7 @@ class OurSide:
         """Build the pipeline and load the adapter that both sides start from."""
         from mlxtune.commands.prepare.memory import choose_plan, planned_work
         from mlxtune.commands.prepare.model import build_pipeline
-        from mlxtune.commands.prepare.products import settle_products
+        from mlxtune.commands.prepare.quantized_compute import settle_products
 
         config, base = self._config, self.base
         work = planned_work(config, steps)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mlxtune.backend.adapters import compare_logits
 from mlxtune.backend.adapters import fuse as fusing
-from mlxtune.backend.adapters import proof
 from mlxtune.backend.adapters.attach import base_options, check_base, load_adapted
 from mlxtune.backend.adapters.certificate import CERTIFICATE, Certificate, WeightCheck, check
 from mlxtune.backend.adapters.files import find_adapter, read_info
@@ -135,10 +135,10 @@ def prove_export(
     source.console.say("Proving", "running the trained model, then what was written")
     prompts = prompts_for(source)
     adapted = load_adapted(load_base(source), str(source.weights))
-    reference = proof.reference_of(adapted, prompts, rounding, everywhere=everywhere)
+    reference = compare_logits.reference_of(adapted, prompts, rounding, everywhere=everywhere)
     del adapted
     memory.release()
-    comparison = proof.compare(load(), reference)
+    comparison = compare_logits.compare(load(), reference)
     memory.release()
     certificate = Certificate(
         format=format,

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from mlxtune.backend.adapters import compare_logits
 from mlxtune.backend.adapters import fuse as fusing
-from mlxtune.backend.adapters import proof
 from mlxtune.backend.adapters.attach import Adapted, load_adapted
 from mlxtune.backend.adapters.retention import MOST_LOST, Retention, try_in_order
 from mlxtune.backend.adapters.storage import AS_BASE
@@ -98,12 +98,12 @@ def _measure_of(source: Source, adapted: Adapted) -> tuple[str, str, float, floa
         if without > trained:
             return f"Loss on {count(len(rows), 'validation row')}", "nats", without, trained, loss
     prompts = prompts_for(source)
-    reference = proof.reference_of(adapted, prompts, "float32", everywhere=False)
+    reference = compare_logits.reference_of(adapted, prompts, "float32", everywhere=False)
     adapted.use_adapter(False)
-    without = proof.compare(adapted.model, reference).mean_kl
+    without = compare_logits.compare(adapted.model, reference).mean_kl
 
     def divergence(base: BaseModel) -> float:
-        return proof.compare(base.model, reference).mean_kl
+        return compare_logits.compare(base.model, reference).mean_kl
 
     return f"KL on {count(len(prompts), 'prompt')}", "nats", without, 0.0, divergence
 

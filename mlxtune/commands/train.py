@@ -43,7 +43,7 @@ from mlxtune.commands.prepare.memory import (
     save_run_speed,
 )
 from mlxtune.commands.prepare.model import build_pipeline, open_model
-from mlxtune.commands.prepare.products import settle_products
+from mlxtune.commands.prepare.quantized_compute import settle_products
 from mlxtune.commands.prepare.resuming import check_resumed, find_run
 from mlxtune.commands.prepare.run_metadata import RunParts, about_result, about_run, provenance_of
 from mlxtune.config import DemoConfig, TrainConfig, as_path, user_cache

@@ -5,12 +5,12 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from mlxtune.backend.adapters import checkpoints
+from mlxtune.backend.adapters import checkpoint_tensors
 from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.commands.prepare.interrupt import end_in_order
-from mlxtune.commands.prepare.products import recorded_products
+from mlxtune.commands.prepare.quantized_compute import recorded_products
 from mlxtune.commands.prepare.resuming import check_asked_again, check_initial, run_config
 from mlxtune.commands.train import train
 from mlxtune.config import TrainConfig, as_path, user_cache
@@ -89,7 +89,7 @@ def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoin
     for each in reversed(good):
         name = f"{each.folder.name}/{ADAPTER}"
         try:
-            count = checkpoints.check_adapter(each.folder / ADAPTER, base.model, summary)
+            count = checkpoint_tensors.check_adapter(each.folder / ADAPTER, base.model, summary)
         except ModelError as problem:
             found.add(name, str(problem), "")
         else:

@@ -12,7 +12,7 @@ from huggingface_hub.utils import disable_progress_bars, logging
 
 from mlxtune.config.limits import TooLarge
 from mlxtune.errors import MlxTuneError, one_line
-from mlxtune.hub.answers import check_answers
+from mlxtune.hub.responses import check_answers
 
 _LOG_IN = "log in with hf auth login, or set HF_TOKEN"
 

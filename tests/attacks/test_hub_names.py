@@ -12,7 +12,7 @@ from huggingface_hub import constants
 
 from mlxtune.backend.models.model_folder import find_folder
 from mlxtune.errors import DataError, MlxTuneError, ModelError
-from mlxtune.hub import answers
+from mlxtune.hub import responses
 from mlxtune.hub.datasets import fetch
 from mlxtune.hub.names import dataset_name
 from tests.attacks.test_files import snapshot
@@ -136,7 +136,7 @@ def test_file_of_a_model_leads_nowhere(hub: Hub, tmp_path: Path, name: str) -> N
 def test_hub_that_never_answers_does_not_hang_a_model(
     hub: Hub, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "SILENCE", 0.2)
+    monkeypatch.setattr(responses, "SILENCE", 0.2)
     monkeypatch.setattr("huggingface_hub.file_download._ETAG_RETRY_TIMEOUT", 0.2)
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
 
@@ -154,7 +154,7 @@ def test_hub_that_never_answers_does_not_hang_a_model(
 
 
 def test_hub_that_trickles_does_not_hang_a_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "SILENCE", 0.15)
+    monkeypatch.setattr(responses, "SILENCE", 0.15)
     ended: list[float] = []
 
     def fault(handler: Handler, method: str, path: str) -> bool:
@@ -203,7 +203,7 @@ def test_hub_that_asks_to_wait_is_not_waited_for(
     hub.faults.append(fault)
     assert model().is_dir()
     assert slept
-    assert max(slept) <= answers.MOST_WAIT + 1
+    assert max(slept) <= responses.MOST_WAIT + 1
 
 
 def test_checks_outlive_the_session(hub: Hub) -> None:

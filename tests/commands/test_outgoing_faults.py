@@ -56,9 +56,9 @@ def test_nothing_that_looks_finished_is_left_where_an_operation_fails(
     kind: str,
     every: int,
 ) -> None:
-    from mlxtune.backend.adapters import proof
+    from mlxtune.backend.adapters import compare_logits
 
-    monkeypatch.setattr(proof, "NEW_TOKENS", 2)
+    monkeypatch.setattr(compare_logits, "NEW_TOKENS", 2)
     monkeypatch.setattr("mlxtune.commands.proof._PROMPTS", ("Hi",))
     write, code = WRITERS[name], KINDS[kind]
     write(place, tmp_path / "whole")

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.adapters.checkpoints import adapter_tensors
+from mlxtune.backend.adapters.checkpoint_tensors import adapter_tensors
 from mlxtune.backend.adapters.initialise import init_pissa
 from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.lora.layers import DoRALinear, DropoutKeys, LoRALinear, step_keys

@@ -32,8 +32,8 @@ from mlxtune.backend.memory import shapes
 from mlxtune.backend.models import loading
 from mlxtune.config import PlanConfig
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_estimate import BatchLoad
 from mlxtune.core.steps.memory_plan import least
+from mlxtune.core.steps.memory_terms import BatchLoad
 from tests.paths import DOCS
 
 GUIDE = DOCS / "guide.md"

@@ -12,8 +12,8 @@ from mlxtune.core.data.inspection import CutLoss
 from mlxtune.core.run.run_plan import LongestFit, RunPlan
 from mlxtune.core.run.speed import Speed
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_estimate import Measured, Prediction
 from mlxtune.core.steps.memory_plan import MemoryPlan
+from mlxtune.core.steps.memory_terms import Measured, Prediction
 from mlxtune.core.steps.scaling import Scaling
 from mlxtune.views.plan_text import (
     cut_line,

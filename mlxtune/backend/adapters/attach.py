@@ -8,7 +8,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
-from mlxtune.backend.adapters.checkpoints import trained_tensors
+from mlxtune.backend.adapters.checkpoint_tensors import trained_tensors
 from mlxtune.backend.adapters.files import (
     AdapterInfo,
     adapter_header,

@@ -19,8 +19,8 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.utils import make_shards, save_config
 
 from mlxtune.backend.adapters.certificate import WeightCheck
+from mlxtune.backend.adapters.compare_logits import coarsest
 from mlxtune.backend.adapters.formats.adapter import Adapter, Update, check_fits
-from mlxtune.backend.adapters.proof import coarsest
 from mlxtune.backend.adapters.storage import (
     AS_BASE,
     PLAIN,

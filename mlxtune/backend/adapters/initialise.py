@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_unflatten
 
-from mlxtune.backend.adapters.checkpoints import adapter_tensors
+from mlxtune.backend.adapters.checkpoint_tensors import adapter_tensors
 from mlxtune.backend.adapters.files import (
     AdapterInfo,
     adapter_header,

@@ -1,7 +1,7 @@
 """The memory of a step with the CPU's kernels, in entries of arrays; see `MemoryUse`."""
 
 from mlxtune.core.steps.graph_memory import GRADIENTS, LOGITS
-from mlxtune.core.steps.memory_estimate import (
+from mlxtune.core.steps.memory_terms import (
     BatchLoad,
     Entries,
     ModelShapes,

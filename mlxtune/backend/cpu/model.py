@@ -18,7 +18,7 @@ from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.layers import (
     DequantizedEmbedding,
     DequantizedLinear,
-    PackedRows,
+    QuantizedRows,
     StoredEmbedding,
     StoredLinear,
 )
@@ -61,7 +61,7 @@ def _product_with_update(x: mx.array, layer: LoRALinear) -> mx.array:
 
 def _frozen_weight(module: nn.Module) -> products.Weight:
     # Quantised weights are unpacked for each use: MLX's quantised products take 30 times as long.
-    return PackedRows(module) if hasattr(module, "unpacked") else module["weight"]
+    return QuantizedRows(module) if hasattr(module, "unpacked") else module["weight"]
 
 
 class _Linear(FrozenProduct):

@@ -28,10 +28,10 @@ from mlxtune.backend.cpu.arrays import (
     view,
 )
 from mlxtune.backend.models.autograd import differentiable
-from mlxtune.backend.models.layers import PackedRows
+from mlxtune.backend.models.layers import QuantizedRows
 
 # A frozen matrix (out, in), plain or quantised.
-Weight = mx.array | PackedRows
+Weight = mx.array | QuantizedRows
 
 # The number of vocabulary rows that fit in a thread's cache, and the number in a block for all
 # threads.
@@ -61,7 +61,7 @@ _scratch = _Scratch()
 
 def in_float32(weight: Weight) -> Floats:
     """Return a weight (m, n) in float32; the next call on this thread may overwrite it."""
-    if isinstance(weight, PackedRows):
+    if isinstance(weight, QuantizedRows):
         return view(weight[:])
     stored = _stored(weight)
     return view(weight.astype(mx.float32)) if stored is None else widened(stored)
@@ -69,7 +69,7 @@ def in_float32(weight: Weight) -> Floats:
 
 def _stored(weight: Weight) -> npt.NDArray[Any] | None:
     """Return a weight's matrix in a form that `widened` accepts; None if only MLX can cast it."""
-    if isinstance(weight, PackedRows) or weight.dtype not in (mx.float32, mx.bfloat16):
+    if isinstance(weight, QuantizedRows) or weight.dtype not in (mx.float32, mx.bfloat16):
         return None
     return view(weight) if weight.dtype == mx.float32 else view(weight.view(mx.uint16))
 

@@ -109,7 +109,7 @@ class Forward:
         return self._split.dtype
 
     @property
-    def raised(self) -> float:
+    def loss_scale(self) -> float:
         """The power of two to include in the `scale` of `scaled_loss`: 1 except in float16."""
         is_float16 = self.dtype is not None and self.dtype == mx.float16
         return _RAISED_FLOAT16 if is_float16 else 1.0
@@ -163,8 +163,8 @@ class Forward:
         """Return `scale` times the summed cross-entropy of a micro-batch, in nats, float32.
 
         A function `reduce` in `arrays` replaces the sum. `parameters` are LoRA matrices; they stay
-        in the model. `scale` is `raised` divided by the number of supervised tokens of the whole
-        step; `raised` keeps float16 gradients in range.
+        in the model. `scale` is `loss_scale`, which keeps float16 gradients in range, divided by
+        the number of supervised tokens of the whole step.
         """
         self.model.update(parameters)
         with self.running(), laid_out(arrays.get("layout")):

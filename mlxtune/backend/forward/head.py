@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from mlxtune.backend.forward.packing_trial import LayerInputs, trial_texts
 from mlxtune.backend.forward.side_by_side import Mixers
-from mlxtune.backend.models.layers import DequantizedEmbedding, DequantizedLinear, PackedRows
+from mlxtune.backend.models.layers import DequantizedEmbedding, DequantizedLinear, QuantizedRows
 from mlxtune.backend.models.packed import LineCache, laid_out
 from mlxtune.backend.workers.split import SplitRows, Vocabulary
 from mlxtune.errors import one_line
@@ -66,7 +66,7 @@ class SplitModel:
         self._name, self._trunk = find_trunk(self._text)
         parts = [each.vocabulary for each in find_heads(self._text) if isinstance(each, SplitRows)]
         self.vocabulary: Vocabulary | None = parts[0] if parts else None
-        self.weight: mx.array | PackedRows | None = None
+        self.weight: mx.array | QuantizedRows | None = None
         self.splits = False
         self.packing_problem = ""
         self.dtype: mx.Dtype | None = None
@@ -168,7 +168,9 @@ class SplitModel:
         except Exception:  # noqa: BLE001
             self.splits = False
 
-    def _is_head(self, weight: mx.array | PackedRows, logits: mx.array, hidden: mx.array) -> bool:
+    def _is_head(
+        self, weight: mx.array | QuantizedRows, logits: mx.array, hidden: mx.array
+    ) -> bool:
         """Return whether the head, for part of the vocabulary, is a product with this weight."""
         if weight.shape != (logits.shape[-1], hidden.shape[-1]):
             return False
@@ -177,14 +179,14 @@ class SplitModel:
             self.logits(large)[:, :_PART], large @ part.T
         )
 
-    def _candidates(self) -> Iterator[mx.array | PackedRows]:
+    def _candidates(self) -> Iterator[mx.array | QuantizedRows]:
         for head in find_heads(self._text):
             if "bias" in head:
                 continue
             if isinstance(head, nn.Linear | nn.Embedding):
                 yield head.weight
             if isinstance(head, DequantizedLinear | DequantizedEmbedding):
-                yield PackedRows(head)
+                yield QuantizedRows(head)
 
 
 def find_trunk(text: nn.Module) -> tuple[str, nn.Module | None]:

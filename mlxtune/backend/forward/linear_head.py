@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxtune.backend.models.autograd import differentiable
-from mlxtune.backend.models.layers import PackedRows
+from mlxtune.backend.models.layers import QuantizedRows
 from mlxtune.backend.workers.split import Vocabulary
 from mlxtune.core.steps.graph_memory import vocabulary_block
 
@@ -39,7 +39,7 @@ class _OnlineSoftmax:
 
 
 def trained_head_losses(
-    weight: mx.array | PackedRows,
+    weight: mx.array | QuantizedRows,
     hidden: mx.array,
     targets: mx.array,
     vocabulary: Vocabulary | None = None,
@@ -74,7 +74,7 @@ def trained_head_losses(
 
 
 def head_losses(
-    weight: mx.array | PackedRows,
+    weight: mx.array | QuantizedRows,
     hidden: mx.array,
     targets: mx.array,
     vocabulary: Vocabulary | None = None,
@@ -91,7 +91,7 @@ def head_losses(
     return softmax.log_sums() - logits
 
 
-def _blocks(weight: mx.array | PackedRows, positions: int) -> Iterator[mx.array]:
+def _blocks(weight: mx.array | QuantizedRows, positions: int) -> Iterator[mx.array]:
     """Yield blocks of a weight's rows in float32, sized for `positions` rows of logits."""
     rows = vocabulary_block(positions)
     for start in range(0, weight.shape[0], rows):
@@ -99,7 +99,7 @@ def _blocks(weight: mx.array | PackedRows, positions: int) -> Iterator[mx.array]
 
 
 def _rows(
-    weight: mx.array | PackedRows, tokens: mx.array, vocabulary: Vocabulary | None
+    weight: mx.array | QuantizedRows, tokens: mx.array, vocabulary: Vocabulary | None
 ) -> mx.array:
     """Return the weight's rows for tokens, float32 (P, H); zeros for other workers' tokens."""
     if vocabulary is None:

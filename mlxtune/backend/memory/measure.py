@@ -23,9 +23,9 @@ from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch
-from mlxtune.core.steps.groups import Group
-from mlxtune.core.steps.memory_estimate import Entries, Factors, Measured, ModelShapes, load_of
+from mlxtune.core.steps.memory_terms import Entries, Factors, Measured, ModelShapes, load_of
 from mlxtune.core.steps.pack import Pack
+from mlxtune.core.steps.padded_groups import Group
 
 # The numbers of tokens in the passes. A lazy graph is built ahead of the device, so short passes
 # hold relatively more memory than long ones. With kernels that run immediately, short passes do

@@ -19,7 +19,7 @@ from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.mixers.recurrences import BLOCK
 from mlxtune.backend.workers.split import Split
 from mlxtune.config import InstructConfig
-from mlxtune.core.steps.memory_estimate import MemoryUse, ModelShapes
+from mlxtune.core.steps.memory_terms import MemoryUse, ModelShapes
 
 # The number of copies of a layer's scores that the backward pass holds if MLX computes attention on
 # the CPU.

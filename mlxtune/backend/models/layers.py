@@ -124,7 +124,7 @@ def dimensions(module: nn.Module) -> tuple[int, int]:
     return (inputs * 32 // module.bits if "scales" in module else inputs), outputs
 
 
-class PackedRows:
+class QuantizedRows:
     """A quantised matrix whose rows are dequantised to float32 when indexed."""
 
     dtype = mx.float32

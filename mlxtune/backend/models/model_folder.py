@@ -20,8 +20,8 @@ from mlxtune.core.files import sizes
 from mlxtune.core.files.scratch import linked_folder
 from mlxtune.core.files.tensor_files import TensorInfo, read_header
 from mlxtune.errors import ModelError, one_line
-from mlxtune.hub.answers import check_answers
 from mlxtune.hub.client import reason
+from mlxtune.hub.responses import check_answers
 
 # The files that tokenizers and templates need.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]

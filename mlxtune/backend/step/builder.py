@@ -101,11 +101,11 @@ class StepBuilder:
                 if total.micro_batches:
                     # The device computes the previous micro-batch while this one is prepared.
                     runner.start(total.graph)
-                arrays, scale = self.arrays(batch, step), mx.array(forward.raised / tokens)
+                arrays, scale = self.arrays(batch, step), mx.array(forward.loss_scale / tokens)
                 if preference is not None:
                     members = [places[i] for i in group.examples]
                     arrays["reduce"] = preference.reduce(members, batch)
-                    scale = mx.array(forward.raised)
+                    scale = mx.array(forward.loss_scale)
                 self._phases.end("data", arrays)
                 runner.note_outputs(group.tokens)
                 # NumPy need not warn: `commit` reports a loss that is not finite.
@@ -229,12 +229,12 @@ class StepBuilder:
 
     def _finish(self, total: StepGradients, vectors: list[mx.array]) -> None:
         """Undo float16's loss scale, and add the other workers' shares."""
-        raised = self._forward.raised
+        loss_scale = self._forward.loss_scale
         if total.gradients is None:  # if workers outnumber the examples
             total.gradients = tree_map(mx.zeros_like, vectors)
-        if raised != 1:
+        if loss_scale != 1:
             total.loss, total.gradients = tree_map(
-                lambda each: each / raised, (total.loss, total.gradients)
+                lambda each: each / loss_scale, (total.loss, total.gradients)
             )
         if self._workers.size > 1:
             total.loss, total.gradients, total.counts = self._sum_over_workers(total)

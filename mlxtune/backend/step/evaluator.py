@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.device import memory
 from mlxtune.backend.device.device import on_cpu
-from mlxtune.backend.device.recovery import retried
+from mlxtune.backend.device.retry import retried
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora.layers import DropoutKeys
@@ -22,10 +22,10 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch, rows_of
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import vocabulary_block
-from mlxtune.core.steps.groups import AT_ONCE, Group
-from mlxtune.core.steps.memory_estimate import BatchLoad, load_of
 from mlxtune.core.steps.memory_plan import MARGIN
+from mlxtune.core.steps.memory_terms import BatchLoad, load_of
 from mlxtune.core.steps.pack import Pack
+from mlxtune.core.steps.padded_groups import AT_ONCE, Group
 
 # The maximum number of tokens in a batch, the number of operations per parameter and token, and the
 # maximum number of operations in a batch. Such a batch takes about a second on a fast GPU, or ten

@@ -7,8 +7,8 @@ from functools import partial
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch, collate, rows_of, run_length
-from mlxtune.core.steps.groups import Group
 from mlxtune.core.steps.pack import Pack, pack
+from mlxtune.core.steps.padded_groups import Group
 
 
 class MicroBatches:

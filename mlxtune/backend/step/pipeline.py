@@ -13,9 +13,9 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.backend.adapters import checkpoints, initialise
+from mlxtune.backend.adapters import checkpoint_tensors, initialise
 from mlxtune.backend.device import memory
-from mlxtune.backend.device.recovery import retried, tries
+from mlxtune.backend.device.retry import retried, tries
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora.apply import LoRASummary, apply_lora
@@ -33,7 +33,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.evaluation import perplexity
 from mlxtune.core.files.files import make_folder
 from mlxtune.core.objectives.objective import SFT, Objective
-from mlxtune.core.run.checkpoint import ADAPTER
+from mlxtune.core.run.checkpoint import ADAPTER, OPTIMIZER
 from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
@@ -253,7 +253,7 @@ class InstructPipeline:
     def write(self, weights: Path) -> None:
         """Write the adapter file, and adapter_config.json next to it. Raises OutputError."""
         make_folder(weights.parent)
-        checkpoints.adapter_writer(self.model, self.lora, *self._base)(weights)
+        checkpoint_tensors.adapter_writer(self.model, self.lora, *self._base)(weights)
 
     def snapshot(self) -> Callable[[Path], None]:
         """Return a function that writes the adapter and the optimizer into a folder.
@@ -264,14 +264,14 @@ class InstructPipeline:
         self.runner.settle()
         self._workers.check_same(self.model.trainable_parameters(), self.builder.steps)
         settings = {"step": self.builder.steps, "micro_batch_tokens": self.batches.max_tokens}
-        adapter = checkpoints.adapter_writer(self.model, self.lora, *self._base)
-        parameters = checkpoints.parameters_writer(self.model, self.lora)
-        optimizer = checkpoints.optimizer_writer(self._optimizer.state_for_file(), settings)
+        adapter = checkpoint_tensors.adapter_writer(self.model, self.lora, *self._base)
+        parameters = checkpoint_tensors.parameters_writer(self.model, self.lora)
+        optimizer = checkpoint_tensors.optimizer_writer(self._optimizer.state_for_file(), settings)
 
         def write(folder: Path) -> None:
             adapter(folder / ADAPTER)
             parameters(folder)
-            optimizer(folder / checkpoints.OPTIMIZER)
+            optimizer(folder / OPTIMIZER)
 
         return write
 
@@ -282,7 +282,7 @@ class InstructPipeline:
         """
         self.runner.settle()
         if self._workers.index == 0:
-            checkpoints.read_parameters(folder, self.model, self.lora)
+            checkpoint_tensors.read_parameters(folder, self.model, self.lora)
         self.model.update(self._workers.from_first(self.model.trainable_parameters()))
         self._optimizer.adopt(self.model)
 
@@ -291,13 +291,13 @@ class InstructPipeline:
 
         Raises ModelError if the snapshot does not fit.
         """
-        path = folder / checkpoints.OPTIMIZER
-        state, settings = checkpoints.read_optimizer(path, self._optimizer.state)
+        path = folder / OPTIMIZER
+        state, settings = checkpoint_tensors.read_optimizer(path, self._optimizer.state)
         tokens, steps = settings.get("micro_batch_tokens", 0), settings.get("step", -1)
         if tokens < 1 or steps < 0:
             raise ModelError(f"{path}: has no step or micro-batch size")
         self.runner.settle()
-        checkpoints.read_parameters(folder, self.model, self.lora)
+        checkpoint_tensors.read_parameters(folder, self.model, self.lora)
         self._optimizer.adopt(self.model)
         self._optimizer.take_from_file(state)
         # A halved bound stays halved, and a bound that is lower now, for less memory, stays lower.

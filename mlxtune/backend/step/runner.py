@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlxtune.backend.device import memory
 from mlxtune.backend.device.device import has_metal, on_cpu
-from mlxtune.backend.device.recovery import retried
+from mlxtune.backend.device.retry import retried
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.lora.optimizer import Update
 from mlxtune.backend.objectives.preference_step import PreferenceStep

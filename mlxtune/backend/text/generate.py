@@ -17,7 +17,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from mlx_lm.sample_utils import make_sampler
 
 from mlxtune.backend.device import device
-from mlxtune.backend.device.recovery import retried
+from mlxtune.backend.device.retry import retried
 from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.data.text_stream import TextStream, text_of

@@ -20,6 +20,7 @@ from mlxtune.core.files.files import as_output_error, open_to_append
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.progress import Progress
+from mlxtune.core.text import count
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.errors import (
     ConfigError,
@@ -187,7 +188,7 @@ def join_run(
                 track=(),
                 samples=0,
             )
-        console.say("Workers", f"{workers.size} on {len(set(machines))} machine(s)")
+        console.say("Workers", f"{workers.size} on {count(len(set(machines)), 'machine')}")
         try:
             yield WorkerRun(workers, own, console, machines.index(here) == workers.index, last_step)
         except TrainingInterrupted as interrupt:

@@ -31,8 +31,8 @@ from mlxtune.core.run.run_plan import LongestFit
 from mlxtune.core.run.speed import read_measured, save_measured, save_speed, speed_of
 from mlxtune.core.steps import memory_plan, order
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_estimate import BatchLoad, Measured, ModelShapes
 from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan, planned
+from mlxtune.core.steps.memory_terms import BatchLoad, Measured, ModelShapes
 from mlxtune.errors import MemoryLimitError, MlxTuneError, OutputError
 from mlxtune.views import plan_text
 from mlxtune.views.console import RunConsole

@@ -133,7 +133,7 @@ class Machine:
 def probe_device() -> tuple[Device | None, str]:
     """Return MLX's device, or None and the reason why MLX does not start."""
     # A separate process survives a crash of MLX.
-    command = [sys.executable, "-m", "mlxtune.backend.models.probe"]
+    command = [sys.executable, "-m", "mlxtune.backend.device.probe"]
     try:
         # Files in the current folder could shadow libraries.
         found = output_of(command, _MLX_SECONDS, folder=Path("/"), environment=own_environment())

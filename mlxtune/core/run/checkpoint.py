@@ -32,6 +32,9 @@ from mlxtune.core.names import is_file_name
 # The file names that mlx-lm expects in an adapter folder.
 ADAPTER = "adapters.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
+OPTIMIZER = "optimizer.safetensors"
+# The file of the trained tensors, written if the adapter file has them padded or converted.
+PARAMETERS = "parameters.safetensors"
 METADATA = "metadata.json"
 METRICS = "metrics.jsonl"
 MANIFEST = "manifest.json"
@@ -40,7 +43,7 @@ BEST = "best"
 FORMAT = 1
 _NUMBERED = re.compile("(epoch|step)-[0-9]+")
 _ALWAYS = {ADAPTER, METADATA, METRICS, MANIFEST}
-_FILES = _ALWAYS | {ADAPTER_CONFIG, "optimizer.safetensors", "parameters.safetensors"}
+_FILES = _ALWAYS | {ADAPTER_CONFIG, OPTIMIZER, PARAMETERS}
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from mlxtune.core.files.files import make_folder, read_json, write_json
 from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.run.metrics import StepRecord
-from mlxtune.core.steps.memory_estimate import Measured
+from mlxtune.core.steps.memory_terms import Measured
 from mlxtune.errors import OutputError
 
 FILE, MEMORY_FILE = "speeds.json", "memory.json"

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.groups import Group, plan_step
-from mlxtune.core.steps.memory_estimate import BatchLoad, MemoryUse
+from mlxtune.core.steps.memory_terms import BatchLoad, MemoryUse
 from mlxtune.core.steps.pack import plan_packs
+from mlxtune.core.steps.padded_groups import Group, plan_step
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 

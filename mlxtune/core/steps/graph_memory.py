@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from mlxtune.core.steps.memory_estimate import (
+from mlxtune.core.steps.memory_terms import (
     BatchLoad,
     Entries,
     ModelShapes,

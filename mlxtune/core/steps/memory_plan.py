@@ -8,10 +8,9 @@ from itertools import product
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_estimate import (
+from mlxtune.core.steps.memory_estimate import predict
+from mlxtune.core.steps.memory_terms import (
     BatchLoad,
-    Factors,
-    Measured,
     ModelShapes,
     Prediction,
     load_of,
@@ -236,23 +235,3 @@ def remedies(
 def _most(needs: Callable[[int], int], most: int, limit: int) -> int:
     """Return the largest number up to `most` whose memory is within the limit; 0 if none is."""
     return bisect_right(range(1, most + 1), limit, key=needs)
-
-
-def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Prediction:
-    """Return a micro-batch's peak memory: estimated, and corrected if passes were measured."""
-    memory, size = execution.operations.memory, shapes.itemsize
-    measured = shapes.measured or Measured()
-    # Layers that run again keep only their inputs.
-    in_kept = Factors() if execution.recompute else measured.kept
-    in_working = measured.again if execution.recompute else measured.working
-    kept = in_kept.of(memory.kept(shapes, execution, load), size)
-    working = in_working.of(memory.in_layer(shapes, execution, load), size)
-    # In float32: the LoRA matrices, their two moments, and two gradients.
-    weights, optimizer = shapes.weights + 4 * shapes.trainable, 4 * 4 * shapes.trainable
-    in_layer = kept + working + size * memory.unseen(shapes, execution, load)
-    in_head = size * memory.in_head(shapes, execution, load)
-    return max(
-        Prediction(weights, optimizer, in_layer, 0),
-        Prediction(weights, optimizer, kept, in_head),
-        key=lambda moment: moment.total,
-    )

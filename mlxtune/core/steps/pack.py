@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import run_length
-from mlxtune.core.steps.groups import AT_ONCE, Group, cheapest_cut
+from mlxtune.core.steps.padded_groups import AT_ONCE, Group, cheapest_cut
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 _Ints = npt.NDArray[np.int32]

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlxtune.backend.device import memory
-from mlxtune.backend.models.probe import device_facts
+from mlxtune.backend.device.probe import device_facts
 from mlxtune.core.machine.reservation import Reservation
 
 SIZE = 50_000_000

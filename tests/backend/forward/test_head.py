@@ -18,7 +18,7 @@ from mlxtune.backend.forward.head import SplitModel
 from mlxtune.backend.forward.loss import trained_head_losses
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.lora.layers import DropoutKeys
-from mlxtune.backend.models.layers import DEQUANTIZED, PackedRows
+from mlxtune.backend.models.layers import DEQUANTIZED, QuantizedRows
 from mlxtune.backend.models.loading import load_base
 from mlxtune.core.steps.execution import Execution
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
@@ -90,7 +90,7 @@ def test_dequantised_head_is_one_product_whose_rows_are_unpacked() -> None:
         folder = model_folder(architecture, 4)
         model = load_base(folder, "float32", quantized_compute=DEQUANTIZED).model
         split = SplitModel(model)
-        assert isinstance(split.weight, PackedRows)
+        assert isinstance(split.weight, QuantizedRows)
         assert_close(split.hidden(TOKENS) @ split.weight[:].T, model(TOKENS), 1e-5)
 
 

@@ -23,7 +23,7 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_estimate import BatchLoad, Entries, Factors, Measured, ModelShapes
+from mlxtune.core.steps.memory_terms import BatchLoad, Entries, Factors, Measured, ModelShapes
 from tests.backend.conftest import random_examples
 from tests.long.architectures import ARCHITECTURES
 from tests.models import write_model

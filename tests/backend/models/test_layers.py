@@ -18,7 +18,7 @@ from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.models import layers
 from mlxtune.backend.models.layers import (
     DequantizedLinear,
-    PackedRows,
+    QuantizedRows,
     StoredExperts,
     StoredLinear,
     frozen_product,
@@ -140,7 +140,7 @@ def test_slow_products_are_said_with_the_remedy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
 def test_rows_of_a_packed_matrix_are_those_of_the_whole(mode: str) -> None:
     layer = DequantizedLinear(nn.QuantizedLinear(128, 96, bias=False, mode=mode))
-    packed = PackedRows(layer)
+    packed = QuantizedRows(layer)
     whole = layer.unpacked(mx.float32)
     assert (packed.shape, packed.size) == (whole.shape, whole.size)
     assert mx.array_equal(packed[:], whole)

@@ -12,13 +12,14 @@ import pytest
 import safetensors.numpy
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.adapters import checkpoints, initialise
+from mlxtune.backend.adapters import checkpoint_tensors, initialise
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
+from mlxtune.core.run.checkpoint import PARAMETERS
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
 from tests.backend.conftest import random_examples
@@ -89,11 +90,11 @@ def test_snapshot_is_checked_against_the_model_before_any_weight_is_read(
     made.snapshot()(tmp_path)
     weights = tmp_path / "adapters.safetensors"
     count = len(safetensors.numpy.load_file(weights))
-    assert checkpoints.check_adapter(weights, made.model, made.lora) == count
+    assert checkpoint_tensors.check_adapter(weights, made.model, made.lora) == count
     other = pipeline(folder, Execution(MLX), **FAMILY[member] | {"lora_rank": 3})
     with pytest.raises(ModelError, match="does not fit the model"):
-        checkpoints.check_adapter(weights, other.model, other.lora)
-    path = tmp_path / checkpoints.PARAMETERS
+        checkpoint_tensors.check_adapter(weights, other.model, other.lora)
+    path = tmp_path / PARAMETERS
     assert path.exists() == ("ranks" in member or member == "all")
     if path.exists():
         tensors = safetensors.numpy.load_file(path)
@@ -101,7 +102,7 @@ def test_snapshot_is_checked_against_the_model_before_any_weight_is_read(
         del tensors[name]
         safetensors.numpy.save_file(tensors, path)
         with pytest.raises(ModelError, match=f"{name} is missing"):
-            checkpoints.check_adapter(weights, made.model, made.lora)
+            checkpoint_tensors.check_adapter(weights, made.model, made.lora)
 
 
 def reference(

@@ -12,14 +12,14 @@ import pytest
 import safetensors.numpy
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.adapters import checkpoints
+from mlxtune.backend.adapters import checkpoint_tensors
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.run.checkpoint import ADAPTER
+from mlxtune.core.run.checkpoint import ADAPTER, OPTIMIZER
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
 from tests.models import VOCAB_SIZE, write_model
@@ -65,7 +65,9 @@ def take(made: InstructPipeline, steps: range) -> list[tuple[float, float | None
 
 def state(made: InstructPipeline) -> dict[str, bytes]:
     """Return the bytes of every trainable tensor and every moment, by name."""
-    tensors = checkpoints.trained_tensors(made.model) | dict(tree_flatten(made._optimizer.state))
+    tensors = checkpoint_tensors.trained_tensors(made.model) | dict(
+        tree_flatten(made._optimizer.state)
+    )
     return {name: bytes(memoryview(value)) for name, value in tensors.items()}
 
 
@@ -115,7 +117,7 @@ def test_projections_that_run_together_resume_from_moments_in_the_order_of_the_m
     order = sorted(names, key=lambda name: not name.endswith("lora_a"))
     flat = np.concatenate([np.array(gradients[name]).reshape(-1) for name in order])
     clip = min(1.0, (first.config.gradient_clip_norm or np.inf) / (norm or 1))
-    moments = safetensors.numpy.load_file(tmp_path / checkpoints.OPTIMIZER)["m.0"]
+    moments = safetensors.numpy.load_file(tmp_path / OPTIMIZER)["m.0"]
     np.testing.assert_allclose(moments[: len(flat)], 0.1 * clip * flat, rtol=1e-4, atol=1e-9)
     assert not moments[len(flat) :].any()
 
@@ -147,7 +149,7 @@ def test_optimizer_file_that_does_not_fit_is_an_error_and_changes_nothing(
     made = pipeline(folder, WAYS["plain"])
     take(made, range(1, 3))
     made.snapshot()(tmp_path)
-    path = tmp_path / checkpoints.OPTIMIZER
+    path = tmp_path / OPTIMIZER
     tensors = safetensors.numpy.load_file(path)
     other = pipeline(folder, WAYS["plain"])
     before = state(other)
@@ -179,6 +181,6 @@ def test_adapter_of_a_snapshot_is_what_mlx_lm_loads(folder: Path, tmp_path: Path
     made.snapshot()(tmp_path)
     theirs = load_adapters(load_base(folder, "float32").model, str(tmp_path))
     found = dict(tree_flatten(theirs.trainable_parameters()))
-    ours = checkpoints.trained_tensors(made.model)
+    ours = checkpoint_tensors.trained_tensors(made.model)
     assert (tmp_path / ADAPTER).is_file()
     assert all(mx.array_equal(found[name], value) for name, value in ours.items())

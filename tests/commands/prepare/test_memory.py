@@ -14,8 +14,8 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.commands.prepare import memory
 from mlxtune.commands.prepare.memory import choose_plan, confirm, planned_work, recorded_memory
 from mlxtune.config import TrainConfig
-from mlxtune.core.steps.memory_estimate import Factors, Measured
 from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
+from mlxtune.core.steps.memory_terms import Factors, Measured
 from mlxtune.errors import MemoryLimitError
 from tests.backend.conftest import random_examples
 from tests.models import write_model

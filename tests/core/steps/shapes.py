@@ -7,7 +7,7 @@ from typing import Any
 
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import GraphMemory
-from mlxtune.core.steps.memory_estimate import BatchLoad, Entries, ModelShapes
+from mlxtune.core.steps.memory_terms import BatchLoad, Entries, ModelShapes
 
 
 class LeanMemory(GraphMemory):

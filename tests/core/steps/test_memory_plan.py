@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_estimate import BatchLoad, Factors, Measured, ModelShapes
 from mlxtune.core.steps.memory_plan import (
     MARGIN,
     DataSample,
@@ -22,6 +21,7 @@ from mlxtune.core.steps.memory_plan import (
     planned,
     why_not,
 )
+from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured, ModelShapes
 from tests.core.steps.shapes import GRAPH_OPERATIONS, LEAN_OPERATIONS, shapes
 
 AMPLE = 10**12

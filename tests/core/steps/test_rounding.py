@@ -5,8 +5,8 @@ import pytest
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.groups import Group
-from mlxtune.core.steps.memory_estimate import BatchLoad, load_of
+from mlxtune.core.steps.memory_terms import BatchLoad, load_of
+from mlxtune.core.steps.padded_groups import Group
 from mlxtune.core.steps.rounding import Rounding
 from tests.core.steps.shapes import GRAPH_OPERATIONS
 

@@ -15,7 +15,7 @@ import safetensors.numpy
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load
 
-from mlxtune.backend.adapters.checkpoints import read_optimizer
+from mlxtune.backend.adapters.checkpoint_tensors import read_optimizer
 from mlxtune.errors import ModelError, OutputError
 from tests.backend.conftest import MakePipeline, fill_lora_b
 
@@ -66,7 +66,7 @@ import sys
 from pathlib import Path
 import mlxtune.backend
 import mlx.core as mx
-from mlxtune.backend.adapters.checkpoints import optimizer_writer
+from mlxtune.backend.adapters.checkpoint_tensors import optimizer_writer
 
 settings = {name: i for i, name in enumerate(["step", "factor", "rows", "tokens", "seed", "é"])}
 write = optimizer_writer({"v": {"b": mx.ones(3)}, "m": {"a": mx.zeros((2, 5))}}, settings)

@@ -16,12 +16,9 @@ from mlxtune.backend.adapters.formats.mlx_lm import tensors_of, write_mlx_lm
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
 from mlxtune.backend.lora.layers import LoRALinear, PrincipalFactors
 from mlxtune.config.ranks import target_ranks
-from mlxtune.core.run.checkpoint import ADAPTER
+from mlxtune.core.run.checkpoint import ADAPTER, PARAMETERS
 from mlxtune.errors import ModelError, one_line
 
-OPTIMIZER = "optimizer.safetensors"
-# The file of the trained tensors, written if the adapter file has them padded or converted.
-PARAMETERS = "parameters.safetensors"
 # Suffixes that name PiSSA's initial factors, which are saved with the trained tensors.
 _PRINCIPAL = (".taken_a", ".taken_b")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import collate, run_length
-from mlxtune.core.steps.groups import Group, plan_step
+from mlxtune.core.steps.padded_groups import Group, plan_step
 
 COSTS = st.integers(0, 40)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlxtune.backend.device import device, memory
-from mlxtune.backend.device.recovery import retried
+from mlxtune.backend.device.retry import retried
 from mlxtune.core.machine.gpu_faults import Fault
 from mlxtune.errors import GpuError, MemoryLimitError
 
