@@ -66,7 +66,7 @@ def notes_on(row: Conversation | Document, text: str) -> Iterator[tuple[str, str
             yield RENDERED_CHAT, found[1]
         return
     if row.unread:
-        yield UNREAD_KEY, repr(row.unread)
+        yield UNREAD_KEY, row.unread
     for position, message in enumerate(row.messages, start=1):
         if message.role == "user" and not message.content.strip():
             yield EMPTY_PROMPT, f"message {position}"

@@ -1,6 +1,7 @@
 """Converts whole rows to conversations, and raises BadRow for faulty rows."""
 
 import json
+import shlex
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,8 +14,12 @@ ROLES = ("system", "user", "assistant", "tool")
 _NO_TEXT = ("image", "input_image", "audio", "input_audio", "video")
 # The fields that hold thinking in data files and in templates.
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# Further keys of a row; their text often belongs to the prompt or the answer.
-_BESIDE_MESSAGES = ("context", "passage", "document", "input", *THINKING_FIELDS)
+# Further keys of a row, without punctuation; their text often belongs to the conversation.
+_SYSTEMS = ("systemprompt", "systemmessage", "instructions", "persona")
+_BESIDE_MESSAGES = (
+    *("context", "passage", "document", "input", "instruction", "history", *_SYSTEMS),
+    *(name.replace("_", "") for name in THINKING_FIELDS),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ ROLE_NAMES = (
 class Conversation:
     """The messages of a row; `row` is its 1-based number in the file.
 
-    `unread` is the name of a key whose text is not among the messages, if the row has one.
+    `unread` is a key whose text is not among the messages, if the row has one, perhaps with advice.
     """
 
     row: int
@@ -97,15 +102,26 @@ def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
 
 
 def _unread(content: Mapping[str, Any], messages: tuple[Message, ...]) -> str:
-    """Return the first key whose text may belong to the conversation but is missing from it."""
-    for key in _BESIDE_MESSAGES:
-        text = content.get(key)
+    """Return the first key whose text may belong to the conversation but is missing from it.
+
+    A system prompt's key comes with the option that reads it.
+    """
+    for key, text in content.items():
         # A single word is more likely a label.
         if not isinstance(text, str) or len(text.split(maxsplit=1)) < 2:
             continue
+        if (name := letters(key)) not in _BESIDE_MESSAGES:
+            continue
         if not any(text.strip() in message.content + message.thinking for message in messages):
-            return key
+            is_system = name in _SYSTEMS and all(message.role != "system" for message in messages)
+            advice = f": give --field system={shlex.quote(key)}" if is_system else ""
+            return shorten(key) + advice
     return ""
+
+
+def letters(key: str) -> str:
+    """Return a key in lower case, without spaces or punctuation."""
+    return "".join(filter(str.isalnum, key[:200])).casefold()
 
 
 def parse_messages(messages: Any) -> tuple[Message, ...]:

@@ -19,7 +19,13 @@ from typing import Any, Literal
 
 from mlxtune.config.data import MESSAGE_NAMES, ROW_NAMES
 from mlxtune.config.objective import LABELLED, PAIRED
-from mlxtune.core.data.conversation import Conversation, Document, parse_conversation, parse_tools
+from mlxtune.core.data.conversation import (
+    Conversation,
+    Document,
+    letters,
+    parse_conversation,
+    parse_tools,
+)
 from mlxtune.core.data.encode import Row
 from mlxtune.core.data.places import shown, where
 from mlxtune.core.data.preferences import label_of, read_labelled, read_pair, read_preferred
@@ -188,9 +194,9 @@ def _missing_keys(
 ) -> BadRow:
     shown = [shorten(k) + " (empty)" * (content[k] is None) for k in list(content)[:5]]
     keys = f"its keys: {', '.join(shown) or 'none'}"
-    alike = {_letters(key): key for key in content}
+    alike = {letters(key): key for key in content}
     for key in (fields[name] for name in fields if name in ROW_NAMES):
-        if key not in content and (close := alike.get(_letters(key))):
+        if key not in content and (close := alike.get(letters(key))):
             return BadRow(f"no {shorten(key)}", f"did you mean {shorten(close)}?")
     if (empty := _empty_key(renamed, formats)) is not None:
         return BadRow(f"'{fields.get(empty, empty)}' is empty", keys)
@@ -222,11 +228,6 @@ def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
         if len(prompt + completion) < 100:
             return f"give --field prompt={prompt} --field completion={completion}"
     return "if your keys have other names, give --field NAME=KEY"
-
-
-def _letters(key: str) -> str:
-    """Return a key in lower case, without spaces or punctuation."""
-    return "".join(filter(str.isalnum, key[:200])).casefold()
 
 
 def _with_prompt(content: JsonObject) -> JsonObject:

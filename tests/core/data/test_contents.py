@@ -12,7 +12,7 @@ from mlxtune.core.data import problems
 from mlxtune.core.data.contents import notes_on
 from mlxtune.core.data.conversation import UNDESIRABLE, Document
 from tests.core.data.encoding import converse
-from tests.core.data.rows import ALPACA, ANSWER, CHAT, TOOL, USER, read
+from tests.core.data.rows import ALPACA, ANSWER, CHAT, PROMPT, TOOL, USER, read
 
 
 def notes(folder: Path, row: dict[str, Any]) -> dict[str, str]:
@@ -81,6 +81,8 @@ def answering(text: str) -> dict[str, Any]:
         (answering("<think>3 + 3 Six."), problems.UNCLOSED_THINKING),
         (ALPACA | {"context": "The menu of today."}, problems.UNREAD_KEY),
         (answering("Six.") | {"reasoning": "3 + 3 is 6."}, problems.UNREAD_KEY),
+        (ALPACA | {"persona": "A pirate."}, problems.UNREAD_KEY),
+        (PROMPT | {"history": "They had met before."}, problems.UNREAD_KEY),
         (answering("caf\ufffd"), problems.REPLACED),
         (answering("cafÃ© au lait"), problems.MOJIBAKE),
         (answering("it isnâ€™t"), problems.MOJIBAKE),
@@ -95,6 +97,23 @@ def test_problem_is_noted(tmp_path: Path, row: dict[str, Any], kind: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("key", "option"),
+    [("system_prompt", "system_prompt"), ("System Prompt", "'System Prompt'")],
+)
+def test_system_prompt_under_another_key_is_noted_with_the_field_that_reads_it(
+    tmp_path: Path, key: str, option: str
+) -> None:
+    text = {key: "Answer in JSON."}
+    noted = {problems.UNREAD_KEY: f"{key!r}: give --field system={option}"}
+
+    assert notes(tmp_path, CHAT | text) == noted
+    assert read(tmp_path, CHAT | text, fields={"system": key}) == read(
+        tmp_path, CHAT | {"system": "Answer in JSON."}
+    )
+    assert notes(tmp_path, CHAT | text | {"system": "Be kind."}) == {problems.UNREAD_KEY: repr(key)}
+
+
+@pytest.mark.parametrize(
     "row",
     [
         CHAT,
@@ -103,6 +122,8 @@ def test_problem_is_noted(tmp_path: Path, row: dict[str, Any], kind: str) -> Non
         chat(call()) | {"system": "Call add(a, b) for sums."},
         answering("The film A.I. is from 2001; I am sorry that I was late."),
         CHAT | {"context": "finance", "input": CHAT["messages"][0]["content"]},
+        CHAT | {"prompt": "Another text.", "source": "a b", "category": "c d", "url": "e f"},
+        ALPACA | {"instruction": "Say hello.", "input": "To all."},
         answering("SÃO PAULO, naïve “quotes” – 15 °C 😀"),
         {"messages": [USER, {**answering("I cannot assist.")["messages"][1], "weight": 0}, ANSWER]},
     ],
