@@ -16,6 +16,7 @@ from mlxtune.core.data.conversation import (
 from mlxtune.core.data.problems import (
     BAD_ARGUMENTS,
     EMPTY_PROMPT,
+    EMPTY_VALUE,
     MOJIBAKE,
     REFUSAL,
     RENDERED_CHAT,
@@ -51,6 +52,8 @@ _TURN = re.compile(
     r"\s*(?:<s>|<bos>|<\|begin_of_text\|>)?\s*(<\|im_start\|>|<start_of_turn>|<\|turn>"
     r"|<\|start_header_id\|>|\[INST\]|<\|user\|>|<\|system\|>|<\|start\|>)"
 )
+# What pandas, Python, SQL and spreadsheets write for a cell without a value.
+_EMPTY_VALUES = ("nan", "NaN", "None", "NULL", "<NA>", "#N/A")
 _REPLACEMENT = "\ufffd"
 _AROUND = 12
 
@@ -79,6 +82,8 @@ def _on_answer(row: Conversation, message: Message, where: str) -> Iterator[tupl
     good = message.trained and row.role != UNDESIRABLE
     if good and (found := _REFUSES.search(beginning)):
         yield REFUSAL, f"{where}: {_around(message.content, found.start())}"
+    if good and message.content.strip() in _EMPTY_VALUES:
+        yield EMPTY_VALUE, f"{where}: {message.content.strip()}"
     if (
         good
         and message.content.lstrip().startswith("<think>")

@@ -220,12 +220,15 @@ def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
             return f"the rows are under {shorten(key)}: save that list as the file"
     if content and all(len(key.split()) > 3 for key in content):
         return "if these are the values of a row, write a line of column names above it"
+    for key, value in content.items():
+        if (name := letters(key).rstrip("s")) in _ANSWERS and not isinstance(value, str | None):
+            return f"{shorten(key)} is {json_type(value)}: write the answer as text under '{name}'"
     texts = {key: value for key, value in content.items() if isinstance(value, str)}
     if len(content) > 2:
         texts = {key: value for key, value in texts.items() if " " in value.strip()}
     if len(texts) == 2 and formats is FORMATS and texts.keys().isdisjoint(ROW_NAMES):
         prompt, completion = map(shlex.quote, texts)
-        if len(prompt + completion) < 100:
+        if len(prompt + completion) < 100 and completion not in (*_BESIDE, *_ASKS):
             return f"give --field prompt={prompt} --field completion={completion}"
     return "if your keys have other names, give --field NAME=KEY"
 

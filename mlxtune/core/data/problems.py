@@ -20,6 +20,7 @@ DROPPED_THINKING = "thinking left out by the template"
 DROPPED_TOOLS = "tools left out by the template"
 DUPLICATE = "duplicate row"
 EMPTY_PROMPT = "empty prompt"
+EMPTY_VALUE = "answer that is an empty value of a table"
 LEAK = "validation row that is also trained on"
 LEAKED_PROMPT = "validation prompt that is also trained on"
 MERGED_SYSTEM = "system message merged into the first user turn"
@@ -46,6 +47,7 @@ ADVICE = {
     DROPPED_TOOLS: "training and inference do not show them: use a model that supports tools",
     DUPLICATE: "each copy is trained on: keep one, unless the copies are intended",
     EMPTY_PROMPT: "the answer is trained on without a question: fill it in, or remove the row",
+    EMPTY_VALUE: "the model learns to write it: fill it in, or remove the row, unless intended",
     LEAK: "the validation loss looks better than it is: remove the row from one of the two sets",
     LEAKED_PROMPT: "validation results look better than they are: keep each prompt in only one set",
     MERGED_SYSTEM: "--merge-system did this: do the same at inference",

@@ -224,6 +224,14 @@ def test_named_format_takes_its_rows_and_skips_the_others(tmp_path: Path, name: 
             {"Id": "7", "Frage": "Wie spät?", "Antwort": "Elf Uhr."},
             "give --field prompt=Frage --field completion=Antwort)",
         ),
+        (
+            {"question": "Who is it?", "context": "It is Ada.", "answers": {"text": ["Ada"]}},
+            "'answers' is an object: write the answer as text under 'answer')",
+        ),
+        (
+            {"reply": "It is Ada.", "context": "Who is it?"},
+            "if your keys have other names, give --field NAME=KEY)",
+        ),
         ({"data": [PROMPT], "id": 1}, "the rows are under 'data': save that list as the file)"),
         (
             {"How do I reset it?": "a", "You open the settings.": "b"},
