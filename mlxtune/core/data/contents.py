@@ -47,10 +47,12 @@ _MOJIBAKE = re.compile(
     "Ã[\u0080-\u00bf\u0192\u02c6\u02dc\u2013-\u2026\u2030\u2039\u203a\u20ac\u2122]"
     "|â€[\u0080-\u00ff\u0152-\u2122]|ðŸ|Â[\u00a0-\u00bf]"
 )
-# The beginnings of turns in the templates of Qwen, Gemma, Llama, Mistral, Phi and gpt-oss.
+# The beginnings of turns in the templates of Qwen, Gemma, Llama, Mistral, Phi and gpt-oss, and in
+# the plain texts of Alpaca and Guanaco.
 _TURN = re.compile(
     r"\s*(?:<s>|<bos>|<\|begin_of_text\|>)?\s*(<\|im_start\|>|<start_of_turn>|<\|turn>"
-    r"|<\|start_header_id\|>|\[INST\]|<\|user\|>|<\|system\|>|<\|start\|>)"
+    r"|<\|start_header_id\|>|\[INST\]|<\|user\|>|<\|system\|>|<\|start\|>"
+    r"|### ?(?:Human|User|Instruction|System|Assistant):|Below is an instruction that describes)"
 )
 # What pandas, Python, SQL and spreadsheets write for a cell without a value.
 _EMPTY_VALUES = ("nan", "NaN", "None", "NULL", "<NA>", "#N/A")
@@ -73,6 +75,8 @@ def notes_on(row: Conversation | Document, text: str) -> Iterator[tuple[str, str
     for position, message in enumerate(row.messages, start=1):
         if message.role == "user" and not message.content.strip():
             yield EMPTY_PROMPT, f"message {position}"
+        if message.role == "user" and (found := _TURN.match(message.content)):
+            yield RENDERED_CHAT, f"message {position}: {found[1]}"
         if message.role == "assistant":
             yield from _on_answer(row, message, f"message {position}")
 

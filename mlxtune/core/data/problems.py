@@ -55,8 +55,8 @@ ADVICE = {
     NO_END_OF_TURN: "it is trained on as ordinary text: mlxtune stops at it, other tools do not",
     NO_PROMPT: "there is nothing to answer, so it is context and not trained on",
     OPPOSITE: "the two cancel out: remove the one whose answers are swapped",
-    RENDERED_CHAT: "its markup and questions are trained on too: give 'messages', or 'prompt' and "
-    "'completion', and the model's own template writes the markup",
+    RENDERED_CHAT: "the model's own template writes markup: give 'messages', or 'prompt' and "
+    "'completion', without any",
     REFUSAL: "the model learns to refuse: remove the row, unless that is intended",
     REPLACED: "the model learns to write it: export the text again, in UTF-8",
     TRUNCATED_ANSWER: "the model learns neither its end nor when to stop: raise --max-seq-len",

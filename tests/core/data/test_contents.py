@@ -91,6 +91,9 @@ def answering(text: str) -> dict[str, Any]:
         ({"text": "15Â°C ðŸ˜€"}, problems.MOJIBAKE),
         ({"text": "<|im_start|>user\nHi<|im_end|>"}, problems.RENDERED_CHAT),
         ({"text": "<s>[INST] Hi [/INST] Hello!</s>"}, problems.RENDERED_CHAT),
+        ({"text": "### Human: Hi\n### Assistant: Hello!"}, problems.RENDERED_CHAT),
+        (PROMPT | {"prompt": "### Instruction:\nSay hi.\n"}, problems.RENDERED_CHAT),
+        (PROMPT | {"prompt": "\n<|im_start|>user\nHi<|im_end|>"}, problems.RENDERED_CHAT),
     ],
 )
 def test_problem_is_noted(tmp_path: Path, row: dict[str, Any], kind: str) -> None:
@@ -128,6 +131,8 @@ def test_system_prompt_under_another_key_is_noted_with_the_field_that_reads_it(
         ALPACA | {"instruction": "Say hello.", "input": "To all."},
         answering("Nan"),
         answering("none"),
+        PROMPT
+        | {"prompt": "### Humans: a history\nSum it up.", "completion": "### User: a heading"},
         answering("SÃO PAULO, naïve “quotes” – 15 °C 😀"),
         {"messages": [USER, {**answering("I cannot assist.")["messages"][1], "weight": 0}, ANSWER]},
     ],
