@@ -60,6 +60,13 @@ def test_separator_is_the_header_s(tmp_path: Path, name: str, content: str | byt
     assert rows_of(table(tmp_path, content, name)) == [(2, {"prompt": "a, b", "completion": "c;d"})]
 
 
+@pytest.mark.parametrize("first", ["sep=|\n", '\ufeff"sep=|"\r\n'])
+def test_first_line_may_name_the_separator(tmp_path: Path, first: str) -> None:
+    path = table(tmp_path, first + "prompt|completion\na, b|c;d\n")
+
+    assert rows_of(path) == [(3, {"prompt": "a, b", "completion": "c;d"})]
+
+
 def test_broken_row_is_skipped_and_the_next_is_read(tmp_path: Path) -> None:
     path = table(tmp_path, b'text\nCaf\xe9\n"a" b\n"[1"\nmore\n')
 

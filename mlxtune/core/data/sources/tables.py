@@ -4,6 +4,7 @@ A row's number is that of its first line; a value in quotes may span several lin
 """
 
 import csv
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from mlxtune.errors import DataError, one_line, shorten
 NAMES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _DELIMITERS = ",;\t"
+_NAMED = re.compile(r'"?sep=([^\w\s"]|\t)"?\r?\n')
 # Columns whose values are lists, which a table holds as JSON text.
 _LISTS = ("messages", "conversations", "history")
 # Spreadsheets by their first bytes: .xlsx, .ods and .numbers are zip archives; .xls is older.
@@ -78,12 +80,17 @@ def _lines(path: Path, file: IO[bytes], longest: int) -> Iterator[str]:
 def _header(path: Path, lines: Iterator[str]) -> tuple[int, list[str], str]:
     """Return the line number of the header, the column names, and their separator.
 
-    Spreadsheets write `;` if the comma is the decimal separator.
+    Spreadsheets write `;` if the comma is the decimal separator, and Excel reads a first line such
+    as `sep=;`.
     """
+    delimiters = _DELIMITERS
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        tried = {each: _split(line, each) for each in _DELIMITERS}
+        if number == 1 and (named := _NAMED.fullmatch(line)):
+            delimiters = named[1]
+            continue
+        tried = {each: _split(line, each) for each in delimiters}
         delimiter = max(tried, key=lambda each: len(tried[each]))
         names = [name.strip() for name in tried[delimiter]]
         twice = {name for name, times in Counter(names).items() if name and times > 1}
