@@ -1,8 +1,9 @@
 """Converts whole rows to conversations, and raises BadRow for faulty rows."""
 
+import difflib
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,8 @@ from mlxtune.core.data.problems import BadRow, json_type, parse_json
 from mlxtune.errors import shorten
 
 ROLES = ("system", "user", "assistant", "tool")
+# OpenAI's newer and older names, and Gemini's; few templates know them.
+_SAME_ROLES = {"developer": "system", "function": "tool", "model": "assistant"}
 _NO_TEXT = ("image", "input_image", "audio", "input_audio", "video")
 # The fields that hold thinking in data files and in templates.
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -142,13 +145,10 @@ def _parse_message(position: int, message: Any) -> Message:
     where = f"message {position}"
     if not isinstance(message, dict):
         raise BadRow("a message is not an object", f"{where} is {json_type(message)}")
-    role = message.get("role")
-    if not isinstance(role, str):
+    if (role := role_of(message)) is None:
         raise BadRow("a message has no role", where)
-    # Few templates know "developer", OpenAI's newer name for "system".
-    role = "system" if role == "developer" else role
     if role not in ROLES:
-        raise BadRow("unknown role", f"{where}: {shorten(role)}; known: {', '.join(ROLES)}")
+        raise unknown_role(message["role"], ROLES, where)
     fields = {k: value for k, value in message.items() if value is not None and k != "weight"}
     fields["role"] = role
     if isinstance(content := fields.get("content"), list):
@@ -159,6 +159,23 @@ def _parse_message(position: int, message: Any) -> Message:
     if not isinstance(content, str):
         raise BadRow("content is not text", f"{where}: {json_type(content)}")
     return Message(role, content, fields=fields)
+
+
+def role_of(message: Any) -> str | None:
+    """Return a message's role by our name for it, if it has one."""
+    role = message.get("role") if isinstance(message, dict) else None
+    return _SAME_ROLES.get(role.lower(), role.lower()) if isinstance(role, str) else None
+
+
+def as_context(messages: Iterable[Any]) -> list[Any]:
+    """Return messages of which no assistant turn is trained on."""
+    return [one | {"weight": 0} if role_of(one) == "assistant" else one for one in messages]
+
+
+def unknown_role(role: str, known: Sequence[str], where: str) -> BadRow:
+    close = difflib.get_close_matches(role[:60].lower(), known, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
+    return BadRow("unknown role", f"{where}: {shorten(role)}; {hint}")
 
 
 def _part(part: Any, where: str) -> str:

@@ -22,9 +22,12 @@ from mlxtune.config.objective import LABELLED, PAIRED
 from mlxtune.core.data.conversation import (
     Conversation,
     Document,
+    as_context,
     letters,
     parse_conversation,
     parse_tools,
+    role_of,
+    unknown_role,
 )
 from mlxtune.core.data.encode import Row
 from mlxtune.core.data.places import shown, where
@@ -287,11 +290,9 @@ def _from_prompt(row: int, content: JsonObject) -> Conversation:
     """Convert two texts as mlx-lm's CompletionsDataset does, or two lists as TRL does."""
     prompt = _turns(content, "prompt", "user")
     completion = _turns(content, "completion", "assistant")
-    if not any(map(_is_answer, completion)):
+    if not any(role_of(message) == "assistant" for message in completion):
         raise BadRow("no assistant turn", "in 'completion'")
-    # The whole prompt is context, including its assistant turns.
-    context = [one | {"weight": 0} if _is_answer(one) else one for one in prompt]
-    return parse_conversation(row, {**content, "messages": context + completion})
+    return parse_conversation(row, {**content, "messages": as_context(prompt) + completion})
 
 
 def _turns(content: JsonObject, key: str, role: str) -> list[Any]:
@@ -301,10 +302,6 @@ def _turns(content: JsonObject, key: str, role: str) -> list[Any]:
     if not isinstance(value, list):
         raise BadRow(f"'{key}' is neither text nor a list of messages", json_type(value))
     return value
-
-
-def _is_answer(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
 def _from_alpaca(row: int, content: JsonObject) -> Conversation:
@@ -361,9 +358,8 @@ def _from_entry(entry: dict[str, Any], where: str) -> dict[str, Any]:
     name, value = entry.get("from"), entry.get("value")
     name = entry.get("role") if name is None else name
     value = entry.get("content") if value is None else value
-    if isinstance(name, str) and name not in _SHAREGPT_ROLES:
-        known = ", ".join(_SHAREGPT_ROLES)
-        raise BadRow("unknown role", f"{where}: {shorten(name)}; known: {known}")
+    if isinstance(name, str) and (name := name.lower()) not in _SHAREGPT_ROLES:
+        raise unknown_role(name, tuple(_SHAREGPT_ROLES), where)
     if name == "function_call":
         return message | {"role": "assistant", "content": "", "tool_calls": _calls(value, where)}
     role = _SHAREGPT_ROLES[name] if isinstance(name, str) else name

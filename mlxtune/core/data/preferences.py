@@ -21,7 +21,9 @@ from mlxtune.core.data.conversation import (
     UNDESIRABLE,
     Conversation,
     Pair,
+    as_context,
     parse_conversation,
+    role_of,
 )
 from mlxtune.core.data.problems import BadRow, json_type
 from mlxtune.errors import shorten
@@ -52,7 +54,7 @@ def read_pair(row: int, content: JsonObject, to_message: ToMessage) -> Pair:
             raise BadRow("sides whose prompts differ", "they have no first message in common")
     if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    elif any(side and side[0].get("role") in ("system", "user") for side in (chosen, rejected)):
+    elif any(side and role_of(side[0]) in ("system", "user") for side in (chosen, rejected)):
         raise BadRow("sides that do not begin with the prompt", "omit 'prompt', or add it to both")
     return _pair(row, content, prompt, chosen, rejected)
 
@@ -96,11 +98,7 @@ def _pair(
         raise BadRow("no prompt", "give the messages before 'chosen' and 'rejected'")
     if chosen == rejected:
         raise BadRow("chosen and rejected are the same")
-    # The whole prompt is context, including its assistant turns.
-    context = [
-        one | {"weight": 0} if isinstance(one, dict) and one.get("role") == "assistant" else one
-        for one in prompt
-    ]
+    context = as_context(prompt)
 
     def side(name: str, messages: list[Any], role: int) -> Conversation:
         try:

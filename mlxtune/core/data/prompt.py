@@ -23,6 +23,7 @@ from mlxtune.core.data.conversation import (
     Conversation,
     Document,
     parse_conversation,
+    role_of,
 )
 from mlxtune.core.data.encode import Encoder, Example
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows, json_type, parse_json
@@ -69,8 +70,7 @@ def prompt_of(encoder: Encoder, content: Mapping[str, Any], where: str) -> Promp
             raise BadRow("'messages' is not a list", json_type(messages))
         if not messages:
             raise BadRow("there is no message")
-        last = messages[-1]
-        if isinstance(last, dict) and last.get("role") == "assistant":
+        if role_of(messages[-1]) == "assistant":
             raise BadRow("the last message is the assistant's: end with the message to answer")
         answered = [*messages, {"role": "assistant", "content": _ANSWER}]
         parsed = parse_conversation(1, {**content, "messages": answered})

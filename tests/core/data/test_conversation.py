@@ -109,12 +109,17 @@ def test_part_that_is_not_text_is_named(part: Any, named: str) -> None:
     assert len(str(problem)) < 200
 
 
-def test_developer_is_a_system_message_also_for_the_template() -> None:
-    message = parse({"role": "developer", "content": "Be brief."})
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        *(("developer", "system"), ("function", "tool"), ("model", "assistant")),
+        *(("User", "user"), ("ASSISTANT", "assistant")),
+    ],
+)
+def test_other_name_of_a_role_is_ours_also_for_the_template(name: str, role: str) -> None:
+    message = parse({"role": name, "content": "Be brief."})
 
-    assert message == Message(
-        "system", "Be brief.", fields={"role": "system", "content": "Be brief."}
-    )
+    assert message == Message(role, "Be brief.", fields={"role": role, "content": "Be brief."})
 
 
 def test_null_is_absent() -> None:

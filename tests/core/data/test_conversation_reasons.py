@@ -34,6 +34,13 @@ BAD_ROWS: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("role_number", [{"role": 1, "content": ""}], {}, "a message has no role", "message 1"),
     ("role_list", [{"role": ["user"], "content": ""}], {}, "a message has no role", "message 1"),
     ("unknown_role", [{"role": "human", "content": "Hi"}], {}, "unknown role", "'human'"),
+    (
+        "near_role",
+        [{"role": "assitant"}],
+        {},
+        "unknown role",
+        "'assitant'; did you mean 'assistant'?",
+    ),
     ("no_content", [{"role": "user"}, ANSWER], {}, "content is not text", "message 1: null"),
     ("number", [USER | {"content": 5}, ANSWER], {}, "content is not text", "a number"),
     ("nan", [USER, ANSWER | {"content": float("nan")}], {}, "content is not text", "a number"),

@@ -44,17 +44,19 @@ def test_prompt_and_completion_are_a_user_and_an_assistant(tmp_path: Path) -> No
     assert one.tools == (WRAPPED,)
 
 
-def test_answers_within_a_prompt_are_context(tmp_path: Path) -> None:
+@pytest.mark.parametrize("answer", [ANSWER, ANSWER | {"role": "Assistant"}])
+def test_answers_within_a_prompt_are_context(tmp_path: Path, answer: dict[str, str]) -> None:
     """A longer form of the example in TRL's documentation of prompt-completion data."""
-    row = {
-        "prompt": [USER, ANSWER, {"role": "user", "content": "What color is the sky?"}],
+    row: dict[str, Any] = {
+        "prompt": [USER, answer, {"role": "user", "content": "What color is the sky?"}],
         "completion": [{"role": "assistant", "content": "It is blue."}],
     }
 
     one = converted(tmp_path, row)
 
     assert [message.trained for message in one.messages] == [True, False, True, True]
-    assert [m.fields for m in one.messages] == [*row["prompt"], *row["completion"]]
+    expected = [USER, ANSWER, row["prompt"][2], *row["completion"]]
+    assert [m.fields for m in one.messages] == expected
 
 
 def test_text_and_messages_go_together(tmp_path: Path) -> None:
@@ -196,7 +198,7 @@ def test_sharegpt_row_of_llama_factory_is_read_with_its_calls_and_tools(tmp_path
     ("name", "role"),
     [
         ("system", "system"),
-        *((name, "user") for name in ("human", "user")),
+        *((name, "user") for name in ("human", "user", "Human")),
         *((n, "assistant") for n in ("gpt", "chatgpt", "assistant", "model", "bot", "bing")),
         ("bard", "assistant"),
         *((name, "tool") for name in ("tool", "observation")),

@@ -31,6 +31,7 @@ PAIRS: dict[str, dict[str, Any]] = {
     "texts": {"prompt": "Hi", "chosen": "Hello!", "rejected": "No."},
     "question": {"question": "Hi", "chosen": "Hello!", "rejected": "No."},
     "messages": {"prompt": [USER], "chosen": [ANSWER], "rejected": [BAD]},
+    "other roles": {"chosen": [USER, ANSWER | {"role": "Assistant"}], "rejected": [USER, BAD]},
     "whole": {"chosen": [USER, ANSWER], "rejected": [USER, BAD]},
     "prompt and whole": {"prompt": "Hi", "chosen": [USER, ANSWER], "rejected": [USER, BAD]},
     "LLaMA-Factory": {"conversations": [FROM_USER], "chosen": FROM_GPT, "rejected": FROM_BAD},
@@ -85,6 +86,10 @@ def test_tools_and_system_belong_to_both_sides(tmp_path: Path) -> None:
         (PAIRS["texts"] | {"rejected": "Hello!"}, "chosen and rejected are the same"),
         (PAIRS["texts"] | {"rejected": " "}, "empty answer (rejected: message 2)"),
         (PAIRS["texts"] | {"chosen": []}, "empty answer (chosen)"),
+        (
+            PAIRS["texts"] | {"chosen": ["x"]},
+            "a message is not an object (chosen: message 2 is text)",
+        ),
         (PAIRS["texts"] | {"chosen": 3}, "'chosen' is neither text nor messages (a number)"),
         (PAIRS["messages"] | {"prompt": []}, "no prompt"),
         (PAIRS["whole"] | {"prompt": "Hello "}, "sides that do not begin with the prompt"),
