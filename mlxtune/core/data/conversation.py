@@ -15,6 +15,8 @@ ROLES = ("system", "user", "assistant", "tool")
 # OpenAI's newer and older names, and Gemini's; few templates know them.
 _SAME_ROLES = {"developer": "system", "function": "tool", "model": "assistant"}
 _NO_TEXT = ("image", "input_image", "audio", "input_audio", "video")
+# The keys of a message whose text is never its content.
+_NO_CONTENT = {"role", "name", "id", "type", "tool_calls", "tool_call_id"}
 # The fields that hold thinking in data files and in templates.
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 # Further keys of a row, without punctuation; their text often belongs to the conversation.
@@ -94,13 +96,17 @@ class Document:
 def parse_conversation(row: int, content: Mapping[str, Any]) -> Conversation:
     """Check and convert `{"messages": [...], "tools": [...], "system": "..."}`.
 
-    `tools` may also be the JSON text of a list, as in LLaMA-Factory's files. `system` is put before
-    the messages, as in Anthropic's files. Raises BadRow.
+    `tools` may also be the JSON text of a list, as in LLaMA-Factory's files, or bare `functions`,
+    as in OpenAI's older files. `system` is put before the messages, as in Anthropic's files. Raises
+    BadRow.
     """
     messages = parse_messages(content.get("messages"))
     if content.get("system") is not None:
         messages = (*_system(content["system"], messages), *messages)
-    tools = parse_tools(content.get("tools"))
+    tools = parse_tools(content.get("tools")) or tuple(
+        {"type": "function", "function": function}
+        for function in _objects(content.get("functions"), "functions")
+    )
     return Conversation(row, messages, tools, unread=_unread(content, messages))
 
 
@@ -117,9 +123,14 @@ def _unread(content: Mapping[str, Any], messages: tuple[Message, ...]) -> str:
             continue
         if not any(text.strip() in message.content + message.thinking for message in messages):
             is_system = name in _SYSTEMS and all(message.role != "system" for message in messages)
-            advice = f": give --field system={shlex.quote(key)}" if is_system else ""
+            advice = f": give {field_option('system', key)}" if is_system else ""
             return shorten(key) + advice
     return ""
+
+
+def field_option(name: str, key: str) -> str:
+    """Return the option that reads a field from a key, or from KEY if a shell cannot show it."""
+    return f"--field {name}={shlex.quote(key) if key.isprintable() and len(key) < 60 else 'KEY'}"
 
 
 def letters(key: str) -> str:
@@ -157,8 +168,17 @@ def _parse_message(position: int, message: Any) -> Message:
     if role == "assistant":
         return _parse_answer(fields, _trained(message, where), where)
     if not isinstance(content, str):
-        raise BadRow("content is not text", f"{where}: {json_type(content)}")
+        problem = _other_content(fields) or json_type(content)
+        raise BadRow("content is not text", f"{where}: {problem}")
     return Message(role, content, fields=fields)
+
+
+def _other_content(fields: Mapping[str, Any]) -> str:
+    """Return how to read a message whose content is under its only other key with text."""
+    texts = [key for key in fields.keys() - _NO_CONTENT if isinstance(fields[key], str | list)]
+    if "content" in fields or len(texts) != 1:
+        return ""
+    return f"did you mean {field_option('content', texts[0])}?"
 
 
 def role_of(message: Any) -> str | None:
@@ -185,7 +205,10 @@ def _part(part: Any, where: str) -> str:
     if isinstance(part, dict) and kind in (None, "text"):
         part = part.get("text")
     if not isinstance(part, str):
-        raise BadRow("content has a part that is not text", f"{where}: {json_type(part)}")
+        kind = (
+            f" of type {shorten(kind)}" if isinstance(kind, str) and isinstance(part, dict) else ""
+        )
+        raise BadRow("content has a part that is not text", f"{where}: {json_type(part)}{kind}")
     return part
 
 
@@ -198,6 +221,9 @@ def _trained(message: Mapping[str, Any], where: str) -> bool:
 
 def _parse_answer(fields: dict[str, Any], trained: bool, where: str) -> Message:
     thinking = _thinking_field(fields, where)
+    if "tool_calls" not in fields and "function_call" in fields:
+        function = fields.pop("function_call")
+        fields["tool_calls"] = [{"type": "function", "function": function}]
     calls = tuple(map(_plain_call, _objects(fields.get("tool_calls"), "tool_calls")))
     # Some templates treat an empty list as calls.
     fields.pop("tool_calls", None)
@@ -207,7 +233,8 @@ def _parse_answer(fields: dict[str, Any], trained: bool, where: str) -> Message:
         fields.setdefault("content", "")
     content = fields.get("content")
     if content is None:
-        raise BadRow("empty answer", f"{where} has no content")
+        advice = _other_content(fields)
+        raise BadRow("empty answer", f"{where} has no content" + f": {advice}" * bool(advice))
     if not isinstance(content, str):
         raise BadRow("content is not text", f"{where}: {json_type(content)}")
     answer = content

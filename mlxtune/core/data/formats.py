@@ -10,7 +10,6 @@ text      text                      no conversation: a document
 Preference rows are in preferences.py.
 """
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from mlxtune.core.data.conversation import (
     Conversation,
     Document,
     as_context,
+    field_option,
     letters,
     parse_conversation,
     parse_tools,
@@ -221,6 +221,8 @@ def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
         first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, dict) and recognise(first, formats) is not None:
             return f"the rows are under {shorten(key)}: save that list as the file"
+        if isinstance(first, dict) and role_of(first) is not None and formats is FORMATS:
+            return f"give {field_option('messages', key)}"
     if content and all(len(key.split()) > 3 for key in content):
         return "if these are the values of a row, write a line of column names above it"
     for key, value in content.items():
@@ -230,9 +232,9 @@ def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
     if len(content) > 2:
         texts = {key: value for key, value in texts.items() if " " in value.strip()}
     if len(texts) == 2 and formats is FORMATS and texts.keys().isdisjoint(ROW_NAMES):
-        prompt, completion = map(shlex.quote, texts)
-        if len(prompt + completion) < 100 and completion not in (*_BESIDE, *_ASKS):
-            return f"give --field prompt={prompt} --field completion={completion}"
+        prompt, completion = texts
+        if completion not in (*_BESIDE, *_ASKS):
+            return f"give {field_option('prompt', prompt)} {field_option('completion', completion)}"
     return "if your keys have other names, give --field NAME=KEY"
 
 

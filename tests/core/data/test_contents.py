@@ -103,7 +103,11 @@ def test_problem_is_noted(tmp_path: Path, row: dict[str, Any], kind: str) -> Non
 
 @pytest.mark.parametrize(
     ("key", "option"),
-    [("system_prompt", "system_prompt"), ("System Prompt", "'System Prompt'")],
+    [
+        ("system_prompt", "system_prompt"),
+        ("System Prompt", "'System Prompt'"),
+        ("persona\x1b", "KEY"),
+    ],
 )
 def test_system_prompt_under_another_key_is_noted_with_the_field_that_reads_it(
     tmp_path: Path, key: str, option: str

@@ -94,6 +94,7 @@ def test_image_is_out_of_scope_by_name(kind: str) -> None:
     [
         ({"type": "text", "text": 5}, "message 2: a number"),
         ({"type": "text"}, "message 2: null"),
+        ({"type": "tool_use", "input": {}}, "message 2: an object of type 'tool_use'"),
         ({"type": []}, "message 2: an object"),
         ({"type": "x\n\x1b" * 100}, "message 2: an object"),
         (None, "message 2: null"),
@@ -106,7 +107,7 @@ def test_part_that_is_not_text_is_named(part: Any, named: str) -> None:
     assert problem.kind == "content has a part that is not text"
     assert named in str(problem)
     assert str(problem).isprintable()
-    assert len(str(problem)) < 200
+    assert len(str(problem)) < 300
 
 
 @pytest.mark.parametrize(
@@ -178,6 +179,23 @@ def test_other_arguments_are_left(arguments: Any) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
 
     assert parse({"role": "assistant", "content": "", "tool_calls": [call]}).tool_calls == (call,)
+
+
+def test_old_function_calls_are_tool_calls() -> None:
+    function = {"name": "add", "parameters": {}}
+    old = {"role": "assistant", "content": None, "function_call": CALL["function"]}
+    new = {"role": "assistant", "tool_calls": [CALL]}
+    results = [{"role": role, "name": "add", "content": "2"} for role in ("function", "tool")]
+
+    assert parse_conversation(
+        1, {"messages": [old, results[0], ANSWER], "functions": [function]}
+    ) == parse_conversation(
+        1,
+        {
+            "messages": [new, results[1], ANSWER],
+            "tools": [{"type": "function", "function": function}],
+        },
+    )
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {}])

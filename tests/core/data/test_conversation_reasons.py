@@ -42,6 +42,8 @@ BAD_ROWS: list[tuple[str, Any, dict[str, Any], str, str]] = [
         "'assitant'; did you mean 'assistant'?",
     ),
     ("no_content", [{"role": "user"}, ANSWER], {}, "content is not text", "message 1: null"),
+    ("text_key", [{"role": "user", "name": "Al", "a b": "Hi"}], {}, "content", "content='a b'?"),
+    ("parts_key", [{"role": "model", "parts": ["Hi"]}], {}, "empty answer", "content=parts?"),
     ("number", [USER | {"content": 5}, ANSWER], {}, "content is not text", "a number"),
     ("nan", [USER, ANSWER | {"content": float("nan")}], {}, "content is not text", "a number"),
     ("bool", [USER, ANSWER | {"content": True}], {}, "content is not text", "boolean"),
@@ -56,6 +58,7 @@ BAD_ROWS: list[tuple[str, Any, dict[str, Any], str, str]] = [
     ("blank_thought", [CALLS | {"reasoning": " "}], {}, "empty answer", "message 1"),
     ("no_calls", [USER, CALLS | {"tool_calls": []}], {}, "empty answer", ""),
     ("calls_text", [ANSWER | {"tool_calls": "f()"}], {}, "'tool_calls' is not a list", ""),
+    ("functions", [ANSWER], {"functions": {}}, "'functions' is not a list of objects", ""),
     ("calls_list", [ANSWER | {"tool_calls": [[]]}], {}, "'tool_calls' is not a list", ""),
     (
         "thinking_list",
