@@ -31,8 +31,8 @@ def write(folder: Path, rows: list[dict[str, str]]) -> Path:
         (
             ANSWERS,
             DPO,
-            "an answer without a preference (prompt format: use --objective sft, or add 'chosen' "
-            "and 'rejected')",
+            "an answer without a preference (prompt format: add 'chosen' and 'rejected', or use "
+            "--objective sft)",
         ),
         (LABELLED, DPO, "an answer with a label, not a pair (use --objective kto)"),
         (

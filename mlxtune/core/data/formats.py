@@ -10,6 +10,7 @@ text      text                      no conversation: a document
 Preference rows are in preferences.py.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -149,14 +150,34 @@ def _check_kind(content: JsonObject, objective: str) -> None:
             "'completion' and 'label' true or false",
         )
     elif kind is None and (name := recognise(content)) and content.get("label") is None:
+        add = f"add {_PAIR if objective in PAIRED else 'a label'}"
+        add = _preference_options(content, formats_of(objective)) or add
         raise BadRow(
-            "an answer without a preference",
-            f"{name} format: use --objective sft, or add "
-            f"{_PAIR if objective in PAIRED else 'a label'}",
+            "an answer without a preference", f"{name} format: {add}, or use --objective sft"
         )
 
 
 _PAIR = "'chosen' and 'rejected'"
+
+
+# Words in other tools' keys for a label, and for the two sides of a pair.
+_LABEL_WORDS = {"label": {"rating", "score", "feedback", "thumbs", "vote", "liked", "good"}}
+_SIDE_WORDS = {
+    "chosen": {"good", "better", "best", "preferred", "accepted", "winner", "positive"},
+    "rejected": {"bad", "worse", "worst", "dispreferred", "loser", "negative"},
+}
+
+
+def _preference_options(content: JsonObject, formats: Mapping[str, Format]) -> str:
+    """Return the --field options for a preference, if one key has a usual word for each field."""
+    words = _SIDE_WORDS if formats is PAIRS else _LABEL_WORDS if formats is LABELS else {}
+    options = []
+    for name, usual in words.items():
+        keys = [key for key in content if usual & {*re.findall(r"[^\W_]+", key[:200].lower())}]
+        if len(keys) != 1:
+            return ""
+        options += [field_option(name, keys[0])]
+    return f"give {' '.join(options)}" if options else ""
 
 
 def _with_our_keys(content: JsonObject, formats: Mapping[str, Format]) -> JsonObject:
@@ -223,6 +244,8 @@ def _advice(content: JsonObject, formats: Mapping[str, Format]) -> str:
             return f"the rows are under {shorten(key)}: save that list as the file"
         if isinstance(first, dict) and role_of(first) is not None and formats is FORMATS:
             return f"give {field_option('messages', key)}"
+    if options := _preference_options(content, formats):
+        return options
     if content and all(len(key.split()) > 3 for key in content):
         return "if these are the values of a row, write a line of column names above it"
     for key, value in content.items():

@@ -112,7 +112,15 @@ def test_tools_and_system_belong_to_both_sides(tmp_path: Path) -> None:
             {"prompt": "Hi", "good": "Yes"},
             "no known format (its keys: 'prompt', 'good'; looked for",
         ),
-        (CHAT, "an answer without a preference (chat format: use --objective sft, or add 'chosen'"),
+        (CHAT, "an answer without a preference (chat format: add 'chosen' and 'rejected', or use"),
+        (
+            {"prompt": "Hi", "good one": "Yes", "bad": "No"},
+            "; give --field chosen='good one' --field rejected=bad)",
+        ),
+        (
+            {"prompt": "Hi", "good": "Yes", "best": "Yes.", "bad": "No"},
+            "; if your keys have other names, give --field NAME=KEY)",
+        ),
         (
             {"chosen": [{"role": "user", "content": "Hey"}, ANSWER], "rejected": [USER, BAD]},
             "sides whose prompts differ",
@@ -158,7 +166,12 @@ def test_label_is_for_the_last_answer(tmp_path: Path) -> None:
             LABELLED[0] | {"label": "good"},
             "'label' is neither true nor false ('good': write true, false, 1 or 0)",
         ),
-        (LABELLED[0], "an answer without a preference (prompt format: use --objective sft"),
+        (LABELLED[0], "an answer without a preference (prompt format: add a label, or use"),
+        (
+            LABELLED[0] | {"user_rating": "up", "lang": "en"},
+            "(prompt format: give --field label=user_rating, or use --objective sft)",
+        ),
+        ({"ask": "Hi", "reply": "Yes", "liked": True}, "; give --field label=liked)"),
         (PAIRS["texts"], "use --objective dpo, or make two rows of it, each with its answer as"),
     ],
 )
