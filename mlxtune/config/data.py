@@ -134,7 +134,7 @@ class RowsConfig(RowObjectiveConfig):
         "Layout of a row; auto detects it for each file.",
         RESULT,
         encodes=True,
-        choices=("auto", "chat", "prompt", "alpaca", "sharegpt", "text"),
+        choices=("auto", "chat", "prompt", "alpaca", "sharegpt", "text", "chatgpt"),
     )
     field: tuple[str, ...] = DATA.option(
         (),

@@ -6,6 +6,7 @@ sharegpt  conversations             {"from": "human" | "gpt" | …, "value": …
 prompt    prompt, completion        two texts, or two lists of messages
 alpaca    instruction, output       instruction and `input`; output
 text      text                      no conversation: a document
+chatgpt   mapping, current_node     a conversation of a ChatGPT export: the path to the current node
 
 Preference rows are in preferences.py.
 """
@@ -411,6 +412,47 @@ def _from_text(row: int, content: JsonObject) -> Document:
     return Document(row, text)
 
 
+# Messages of a ChatGPT export that are no turns of the conversation.
+_ASIDE = ("thoughts", "reasoning_recap", "user_editable_context", "model_editable_context")
+
+
+def _from_chatgpt(row: int, content: JsonObject) -> Conversation:
+    """Convert a conversation of a ChatGPT export, without its other branches."""
+    nodes, key = content["mapping"], content["current_node"]
+    if not isinstance(nodes, dict):
+        raise BadRow("'mapping' is not an object", json_type(nodes))
+    messages = []
+    for _ in nodes:  # the parents of damaged nodes could form a circle
+        node = nodes.get(key) if isinstance(key, str) else None
+        if not isinstance(node, dict):
+            break
+        if isinstance(message := node.get("message"), dict):
+            messages += [message]
+        key = node.get("parent")
+    turns = list(filter(None, map(_from_node, reversed(messages))))
+    return parse_conversation(row, {**content, "messages": turns})
+
+
+def _from_node(message: JsonObject) -> JsonObject | None:
+    """Convert a message of a ChatGPT export; return None if it is hidden or no turn."""
+    author, said, about = (
+        value if isinstance(value := message.get(key), dict) else {}
+        for key in ("author", "content", "metadata")
+    )
+    hidden = about.get("is_visually_hidden_from_conversation")
+    parts = said.get("parts")
+    if hidden or parts == [""] or said.get("content_type") in _ASIDE:
+        return None
+    if author.get("role") == "tool" or message.get("recipient") not in (None, "all"):
+        raise BadRow("a ChatGPT conversation with tools", "its export does not declare them")
+    if isinstance(parts, list):
+        parts = [
+            part | {"type": part.get("content_type")} if isinstance(part, dict) else part
+            for part in parts
+        ]
+    return {"role": author.get("role"), "content": parts, "weight": message.get("weight")}
+
+
 # The order decides the format of a row with the keys of several formats.
 FORMATS: Mapping[str, Format] = {
     "chat": Format(("messages",), parse_conversation),
@@ -418,6 +460,7 @@ FORMATS: Mapping[str, Format] = {
     "prompt": Format(("prompt", "completion"), _from_prompt),
     "alpaca": Format(("instruction", "output"), _from_alpaca),
     "text": Format(("text",), _from_text),
+    "chatgpt": Format(("mapping", "current_node"), _from_chatgpt),
 }
 
 

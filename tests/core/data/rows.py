@@ -17,12 +17,27 @@ PROMPT = {"prompt": "Hi", "completion": "Hello!"}
 ALPACA = {"instruction": "Hi", "input": "", "output": "Hello!"}
 SHAREGPT = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]}
 TEXT = {"text": "Hello!"}
+CHATGPT = {
+    "mapping": {
+        "root": {"message": None, "parent": None},
+        "u": {
+            "message": {"author": {"role": "user"}, "content": {"parts": ["Hi"]}},
+            "parent": "root",
+        },
+        "a": {
+            "message": {"author": {"role": "assistant"}, "content": {"parts": ["Hello!"]}},
+            "parent": "u",
+        },
+    },
+    "current_node": "a",
+}
 ROWS: dict[str, dict[str, Any]] = {
     "chat": CHAT,
     "prompt": PROMPT,
     "alpaca": ALPACA,
     "sharegpt": SHAREGPT,
     "text": TEXT,
+    "chatgpt": CHATGPT,
 }
 TOOL = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
 WRAPPED = {"type": "function", "function": TOOL}
