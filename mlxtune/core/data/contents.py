@@ -111,5 +111,6 @@ def _is_declared(row: Conversation, name: str) -> bool:
 
 
 def _around(text: str, start: int) -> str:
-    """Return the characters of `text` around `start`, quoted."""
-    return shorten(text[max(start - _AROUND, 0) : start + 2 * _AROUND].strip("\0"))
+    """Return the characters of `text` around `start`, up to the next NUL each way, quoted."""
+    before = text[max(start - _AROUND, 0) : start].rpartition("\0")[2]
+    return shorten(before + text[start : start + 2 * _AROUND].partition("\0")[0])

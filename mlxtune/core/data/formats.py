@@ -85,7 +85,7 @@ def read_rows(
         try:
             if isinstance(content, BadRow):
                 raise content
-            renamed = _rename_row(content, fields) if fields else content
+            renamed = _rename_row(content, fields) if fields else _with_lists(content)
             _check_kind(renamed, objective)
             renamed = _with_our_keys(renamed, formats)
             if file_format is None or not file_format.fits(renamed):
@@ -290,7 +290,7 @@ def _empty_key(content: JsonObject, formats: Mapping[str, Format]) -> str | None
 def _rename_row(content: JsonObject, fields: Mapping[str, str]) -> JsonObject:
     row = {name: key for name, key in fields.items() if name in ROW_NAMES}
     message = {name: key for name, key in fields.items() if name in MESSAGE_NAMES}
-    renamed = _rename(content, row)
+    renamed = dict(_with_lists(_rename(content, row)))
     for name in _LISTS if message else ():
         if isinstance(value := renamed.get(name), list):
             renamed[name] = [
@@ -300,6 +300,22 @@ def _rename_row(content: JsonObject, fields: Mapping[str, str]) -> JsonObject:
 
 
 _LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+
+
+def _with_lists(content: JsonObject) -> JsonObject:
+    texts = [name for name in ("messages", "conversations") if isinstance(content.get(name), str)]
+    return (
+        {**content, **{name: _parsed_list(content, name) for name in texts}} if texts else content
+    )
+
+
+def _parsed_list(content: JsonObject, key: str) -> Any:
+    """Return a value, parsed if it is a list as JSON text, which tables and some files hold."""
+    value = content.get(key)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        kind = f"'{key}' is text that is not JSON"
+        return parse_json(value.encode("utf-8", "surrogatepass"), kind)
+    return value
 
 
 def _rename(content: JsonObject, names: Mapping[str, str]) -> dict[str, Any]:
@@ -332,7 +348,8 @@ def _turns(content: JsonObject, key: str, role: str) -> list[Any]:
 
 def _from_alpaca(row: int, content: JsonObject) -> Conversation:
     r"""Convert as LLaMA-Factory does: `history`, then a user turn of `instruction\ninput`."""
-    instruction, history = [content["instruction"], content.get("input")], content.get("history")
+    instruction = [content["instruction"], content.get("input")]
+    history = _parsed_list(content, "history")
     for name, text in zip(("instruction", "input"), instruction, strict=True):
         if not isinstance(text, str | None):
             raise BadRow(f"'{name}' is not text", json_type(text))

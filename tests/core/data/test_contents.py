@@ -143,3 +143,8 @@ def test_system_prompt_under_another_key_is_noted_with_the_field_that_reads_it(
 )
 def test_what_is_usual_is_not_noted(tmp_path: Path, row: dict[str, Any]) -> None:
     assert notes(tmp_path, row) == {}
+
+
+def test_excerpt_ends_with_the_text_that_it_is_from() -> None:
+    row = converse(("user", "caf\ufffd"), ("assistant", "Yes."))
+    assert dict(notes_on(row, "So:\0caf\ufffd\0Yes."))[problems.REPLACED] == "'caf\ufffd'"

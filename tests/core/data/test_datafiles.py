@@ -156,6 +156,9 @@ def test_empty_array_has_no_rows(tmp_path: Path) -> None:
     assert read(write(tmp_path, b"[]")) == []
 
 
+OBJECTS = ': write each line as an object, such as {"messages": […]}'
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -164,7 +167,7 @@ def test_empty_array_has_no_rows(tmp_path: Path) -> None:
             ": not a valid JSON array (Expecting ',' delimiter at line 3",
         ),
         (b'[{"a": 1},\r\n', ": not a valid JSON array (Expecting value at line 2, column 1)"),
-        (b"[1]\n" + GOOD, ": not a valid JSON array (Extra data at line 2, column 1)"),
+        (b"[1]\n" + GOOD, ": not a valid JSON array (Extra data at line 2, column 1)" + OBJECTS),
         (b'[\n\n{"a": "\xe9"}]', ": not UTF-8 (byte 11: save"),
         (NESTED, ": JSON nested too deeply"),
         (b"[" + b"9" * 5000 + b"]", ": not a valid JSON array (Exceeds the limit"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import re
@@ -308,6 +309,34 @@ def test_renamed_keys_are_read_as_ours(
     tmp_path: Path, row: dict[str, Any], pairs: str, same: dict[str, Any]
 ) -> None:
     assert converted(tmp_path, row, fields=parse_fields(pairs.split())) == converted(tmp_path, same)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.csv"])
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        (CHAT, "messages"),
+        (SHAREGPT, "conversations"),
+        (ALPACA | {"history": [["a", "b"]]}, "history"),
+        ({"chat": CHAT["messages"]}, "chat"),
+    ],
+)
+def test_list_may_be_json_text(tmp_path: Path, name: str, row: dict[str, Any], key: str) -> None:
+    path = tmp_path / name
+    texts = [row | {key: json.dumps(row[key])}, row | {key: "[{'a'"}]
+    if name == "data.csv":
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([row, *(text.values() for text in texts)])
+    else:
+        path.write_text("\n".join(map(json.dumps, texts)))
+    skipped = SkippedRows(path)
+    fields = {"messages": "chat"} if key == "chat" else {}
+
+    (found,) = read_rows(path, skipped, fields=fields)
+
+    assert isinstance(found, Conversation)
+    assert found.messages == converted(tmp_path, row, fields=fields).messages
+    assert "is text that is not JSON (Expecting property name" in skipped.first()
 
 
 def test_reason_names_the_key_that_the_file_lacks(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import json
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +74,6 @@ def test_broken_row_is_skipped_and_the_next_is_read(tmp_path: Path) -> None:
         (3, "not valid CSV (',' expected after '\"')"),
         (4, {"text": "[1"}),
         (5, {"text": "more"}),
-    ]
-
-
-def test_lists_are_json_in_a_cell(tmp_path: Path) -> None:
-    messages = [{"role": "user", "content": "Hi"}]
-    path = tmp_path / "data.csv"
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([["messages"], [json.dumps(messages)], ["['a']"]])
-
-    assert rows_of(path) == [
-        (2, {"messages": messages}),
-        (3, "'messages' is text that is not JSON (Expecting value at column 2)"),
     ]
 
 

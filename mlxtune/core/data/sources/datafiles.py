@@ -235,9 +235,9 @@ def _array_rows(path: Path) -> Iterator[NumberedRow]:
             raise BadRow(f"a JSON array of more than {_MAX_ARRAY_BYTES:,} bytes")
         elements = parse_json(content, "not a valid JSON array")
     except BadRow as problem:
-        raise DataError(
-            f"{path}: {problem}: write one JSON object per line, so that only the bad one is "
-            "skipped"
-        ) from problem
+        advice = "write one JSON object per line, so that only the bad one is skipped"
+        if problem.detail.startswith("Extra data at line"):
+            advice = 'write each line as an object, such as {"messages": […]}'
+        raise DataError(f"{path}: {problem}: {advice}") from problem
     del content
     yield from enumerate(map(_object, elements), start=1)

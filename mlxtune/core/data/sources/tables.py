@@ -10,15 +10,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from mlxtune.core.data.problems import BadRow, parse_json
+from mlxtune.core.data.problems import BadRow
 from mlxtune.errors import DataError, one_line, shorten
 
 NAMES = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 _DELIMITERS = ",;\t"
 _NAMED = re.compile(r'"?sep=([^\w\s"]|\t)"?\r?\n')
-# Columns whose values are lists, which a table holds as JSON text.
-_LISTS = ("messages", "conversations", "history")
 # Spreadsheets by their first bytes: .xlsx, .ods and .numbers are zip archives; .xls is older.
 _SPREADSHEETS = {
     b"PK\x03\x04": "a spreadsheet or another archive",
@@ -120,11 +118,6 @@ def _object(names: Sequence[str], cells: Iterable[str]) -> dict[str, Any] | BadR
     try:
         for value in filter(None, found.values()):
             value.encode("utf-8")
-        for name in _LISTS:
-            if found.get(name):
-                found[name] = parse_json(found[name].encode(), f"'{name}' is text that is not JSON")
     except UnicodeEncodeError:
         return BadRow("not UTF-8", "save it as CSV UTF-8")
-    except BadRow as problem:
-        return problem
     return found
