@@ -1,6 +1,7 @@
 """Problems in rows: the reasons to skip a row, and notes on rows that are kept anyway."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 from mlxtune.config.limits import has_more_values
 from mlxtune.core.data.places import shown, where
 from mlxtune.core.text import count
+from mlxtune.errors import shorten
 
 BAD_ARGUMENTS = "arguments of a tool call that are not JSON"
 CONTROL_TOKEN = "control token written in content"
@@ -148,7 +150,9 @@ def parse_json(text: str | bytes, kind: str = "not valid JSON") -> Any:
         if isinstance(text, bytes):
             check_values(text)
             text = text.decode("utf-8")
-        return json.loads(text)
+        return _DECODER.decode(text)
+    except BadRow:
+        raise
     except UnicodeDecodeError as error:
         raise BadRow("not UTF-8", f"byte {error.start + 1}: save the file in UTF-8") from error
     except json.JSONDecodeError as error:
@@ -158,8 +162,20 @@ def parse_json(text: str | bytes, kind: str = "not valid JSON") -> Any:
         ) from error
     except RecursionError as error:
         raise BadRow("JSON nested too deeply") from error
-    except ValueError as error:  # a number with thousands of digits
-        raise BadRow(kind, str(error)) from error
+    except ValueError as error:
+        digits = f"{sys.get_int_max_str_digits():,} digits"
+        raise BadRow(f"a number of more than {digits}", "write it as text") from error
+
+
+def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        raise BadRow("a key twice in one object", f"{shorten(twice)}: keep one")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_keys_once)
 
 
 def json_type(value: Any) -> str:

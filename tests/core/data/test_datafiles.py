@@ -60,7 +60,12 @@ BAD_LINES: list[tuple[str, bytes, str, str]] = [
         "not UTF-8",
         "byte 11: save the file in UTF-8",
     ),
-    ("number_of_5000_digits", b"9" * 5000, "not valid JSON", "5000 digits"),
+    (
+        "number_of_5000_digits",
+        b"9" * 5000,
+        "a number of more than 4,300 digits",
+        "write it as text",
+    ),
     ("nested_without_end", b"[" * 100_000, "JSON nested too deeply", ""),
     ("nested_to_an_end", b'{"a": %s}' % NESTED, "JSON nested too deeply", ""),
     ("list", b"[1]", "not a JSON object", "a list"),
@@ -170,9 +175,10 @@ OBJECTS = ': write each line as an object, such as {"messages": […]}'
         (b"[1]\n" + GOOD, ": not a valid JSON array (Extra data at line 2, column 1)" + OBJECTS),
         (b'[\n\n{"a": "\xe9"}]', ": not UTF-8 (byte 11: save"),
         (NESTED, ": JSON nested too deeply"),
-        (b"[" + b"9" * 5000 + b"]", ": not a valid JSON array (Exceeds the limit"),
+        (b"[" + b"9" * 5000 + b"]", ": a number of more than 4,300 digits (write it as text): "),
+        (b'[{"a": 1, "b": 2, "a": 1}]', ": a key twice in one object ('a': keep one): write one"),
     ],
-    ids=["comma", "unended", "extra", "latin_1", "nested", "digits"],
+    ids=["comma", "unended", "extra", "latin_1", "nested", "digits", "twice"],
 )
 def test_broken_array_is_an_error_that_names_its_line(
     tmp_path: Path, content: bytes, said: str
