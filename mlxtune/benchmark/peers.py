@@ -168,8 +168,8 @@ class MlxLm:
     ) -> tuple[mx.array, mx.array, int]:
         """Return padded tokens (B, L), their supervised spans or mask, and the number of targets.
 
-        A span is the pair of the first and the last supervised position. With `own`, it ends one
-        position after the row, as in mlx-lm.
+        A span is the pair of the first and the last supervised position. With `own`, the span ends
+        one position after the row, as in mlx-lm.
         """
         rows = [(each.tokens.tolist(), int(each.assistant_mask.argmax())) for each in examples]
         tokens, own_spans = next(iterate_batches(rows, len(rows), self._lora.max_seq_len))
@@ -205,7 +205,7 @@ def masked_loss(
 
 
 def write_start(base: BaseModel, config: InstructConfig, adapter: Path) -> None:
-    """Write both sides' initial adapter to the folder `adapter`, as `train` does.
+    """Write the adapter that both sides start from, initialised as in `train`, to a folder.
 
     Attaches LoRA to the model, but reads no weights. Raises ModelError.
     """

@@ -48,7 +48,7 @@ class _OrderedGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command. Raises UsageError, with a suggestion for another tool's command."""
+        """Return the command. For another tool's command, raises UsageError with a suggestion."""
         if args and args[0] not in self.commands and (known := KNOWN_COMMANDS.get(args[0])):
             raise click.UsageError(f"no command {args[0]}, here: {known}", ctx)
         return super().resolve_command(ctx, args)
@@ -123,7 +123,7 @@ def _code_of(interrupt: KeyboardInterrupt) -> int:
 
 
 def _interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
-    """Return the interrupt that caused an error, such as one inside an import; None if none did."""
+    """Return the interrupt that caused an error, for example in an import; None if none did."""
     cause = error.__context__
     if cause is None or isinstance(cause, KeyboardInterrupt):
         return cause

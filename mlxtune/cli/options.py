@@ -79,7 +79,7 @@ class Command(click.Command):
     """A command that recognises options of other tools and of our other commands."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; report all other tools' options at once, with our equivalents."""
+        """Parse the arguments; report all options of other tools at once, with our equivalents."""
         problems = [] if ctx.resilient_parsing else list(self._unknown(args))
         if problems:
             raise click.UsageError("; ".join(problems), ctx)

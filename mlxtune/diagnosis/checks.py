@@ -103,7 +103,7 @@ class MachineProof:
 def compare(
     name: str, dtype: str, found: Step, expected: Step, packing_problem: str = ""
 ) -> ProofCheck:
-    """Compare a step's loss and gradients in a dtype with the plain path's in float32."""
+    """Compare a step's gradients, and in float32 its loss, with the plain path's in float32."""
     if dtype == "float32":
         loss = abs(found[0] / expected[0] - 1)
         return check_gradients(name, loss, _largest_difference(found[1], expected[1]))

@@ -84,7 +84,8 @@ def step_of(pipeline: InstructPipeline, examples: Sequence[Example]) -> Step:
 def _fill(parameters: Any, model: nn.Module, dtype: mx.Dtype) -> None:
     """Fill a model with NumPy's random weights: MLX's differ in the last bits between devices.
 
-    The weights are exact in bfloat16. Sinks and B, which start at zero, are filled too.
+    The weights are exact in bfloat16. Attention sinks and LoRA's B, which start at zero, are filled
+    too.
     """
     rng, filled = np.random.default_rng(1), []
     for name, value in tree_flatten(parameters):
@@ -102,7 +103,7 @@ def _fill(parameters: Any, model: nn.Module, dtype: mx.Dtype) -> None:
 def _model_step(
     module: Any, lengths: Sequence[int], changes: Mapping[str, Any], dtype: mx.Dtype, kind: str
 ) -> Step:
-    """Return loss and gradients of a small random model on examples of these lengths."""
+    """Return the loss and gradients of a small random model on examples of these lengths."""
     config = {**_SHAPE, **changes, "model_type": module.__name__.split(".")[-1]}
     model = module.Model(module.ModelArgs.from_dict(config))
     _fill(model.parameters(), model, dtype)

@@ -31,7 +31,7 @@ _TRAINING = (
     *("--batch-size", "4", "--val-split", "0", "--samples", "0", "--save-steps", "2"),
     *("--targets", "all", "--dropout", "0.1", "--lr", "1e-3"),
 )
-# An epoch has 8 steps; runs on a base stop after 3.
+# An epoch has 8 steps; runs on the 4-bit base stop after 3.
 _BASE_STEPS = ("--max-steps", "3")
 _INTERRUPTED = 130
 

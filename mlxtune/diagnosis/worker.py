@@ -215,7 +215,7 @@ def _lora(dropout: float = 0.0) -> InstructConfig:
 def _computed(
     folder: Path, examples: Sequence[Example], way: Way, compute: str, dtype: str = "float32"
 ) -> tuple[Step, str]:
-    """Return loss and gradients with seeded LoRA matrices, and why packing failed, if it did."""
+    """Return a step's loss and gradients (see `step_of`), and why packing failed, if it did."""
     base = loading.load_base(folder, dtype, quantized_compute=compute)
     pipeline = InstructPipeline(base.model, _lora(way.dropout), execution=way.execution)
     return step_of(pipeline, examples), pipeline.forward.packing_problem

@@ -37,8 +37,8 @@ class TrackedRun:
 class Tracker:
     """An open run: `log` records values after a step; `finish` records the result and ends the run.
 
-    `finish` also gets whether the run is complete. Either may raise any exception: the run then
-    continues without the tracker.
+    `finish` also gets whether the run is complete. Either function may raise any exception: the run
+    then continues without the tracker.
     """
 
     log: Callable[[Mapping[str, float], int], None]

@@ -1,8 +1,9 @@
 """The process that answers questions on the page of a run; `asking.py` starts and ends it.
 
-Its argument is the options as JSON. Each line of stdin is a question in JSON, and each line of
-stdout a JSON object with text to add to the answer of the `base` model or of the `adapter`, the new
-`status`, `notes` or a `problem`. The process ends when stdin closes or its parent ends.
+The process gets the options as an argument in JSON. Each line of stdin is a question in JSON, and
+each line of stdout a JSON object with text to add to the answer of the `base` model or of the
+`adapter`, the new `status`, `notes` or a `problem`. The process ends when stdin closes or its
+parent ends.
 """
 
 import json
@@ -51,7 +52,7 @@ def answers(options: dict[str, Any], questions: Iterator[str]) -> Iterator[dict[
                 if not isinstance(piece, Answer):
                     yield {_NAMES[on]: piece}
                 elif piece.finish_reason == "length":
-                    yield {"notes": [f"the answer of the {_NAMES[on]} was cut"]}
+                    yield {"notes": [f"the {_NAMES[on]}'s answer was cut off"]}
         except MlxTuneError as problem:
             yield {"problem": str(problem)}
         yield {"status": ""}

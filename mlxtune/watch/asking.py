@@ -29,7 +29,7 @@ _WORKER = "mlxtune.watch.answer_worker"
 
 @dataclass
 class Question:
-    """A question for a run, and the answers of the base model and the adapter so far.
+    """A question for a run's model, and the answers of the base model and the adapter so far.
 
     `status` is the current work of the process, and empty once that work is done.
     """

@@ -30,7 +30,7 @@ from mlxtune.watch.page import Parts, render_answers, render_page, render_run, r
 
 _FILES = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, SAMPLES)
 # Seconds between checks of a run's files, seconds between checks for new runs, and the largest
-# share of the time spent reading.
+# share of the time that reading may take.
 _LOOK_EVERY, _FIND_EVERY, _MOST_READING = 1.0, 5.0, 0.1
 # Seconds after which an empty event is sent, to see whether the page is still open.
 _SIGN_OF_LIFE = 10.0
@@ -115,7 +115,7 @@ class Live:
         return True
 
     def idle_seconds(self) -> float:
-        """Return the seconds since a page was last open or a run was in progress."""
+        """Return the number of seconds since a page was last open or a run was last in progress."""
         with self._lock:
             training = any(holder_of(run / LOCK) is not None for run in self._find().values())
             if self._pages or training:

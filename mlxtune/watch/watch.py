@@ -22,7 +22,7 @@ from mlxtune.watch.live import Live
 from mlxtune.watch.server import PageServer
 
 # The server ends after the first number of seconds without an open page or a run in progress. The
-# second number is the seconds between checks for both.
+# second number is the number of seconds between checks for pages and runs.
 _IDLE_SECONDS, _LOOK_EVERY = 600.0, 2.0
 # A file with the last port and token of each folder, so that open pages find the next server, and
 # the maximum number of folders in the file.

@@ -151,7 +151,7 @@ def test_rows_of_the_first_adapter_count_as_trained_on_too(
     outcome = train(*given, "--data", more, "--val-data", home / "chat.jsonl", quiet=False)
     verdict, second = [line for line in outcome.err.splitlines() if "% off the loss" in line]
     assert "the loss of the first adapter" in verdict
-    assert "8 rows" in verdict and "without 32 rows that training also had" in verdict
+    assert "8 rows" in verdict and "without 32 rows that training also used" in verdict
     assert second.strip().startswith("compared with the base model, it takes ")
 
     found = evaluation(output.parent)

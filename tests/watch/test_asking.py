@@ -146,7 +146,7 @@ def test_worker_answers_with_both_models(
     assert first[0] == {"status": "answering"}
     names = [name for line in first for name in line if name in ("base", "adapter")]
     assert names[:4] == ["base", "adapter", "base", "adapter"], "in turn"
-    assert {"notes": ["the answer of the base was cut"]} in first
+    assert {"notes": ["the base's answer was cut off"]} in first
     texts = {name: "".join(line.get(name, "") for line in first) for name in ("base", "adapter")}
     assert texts["base"] != texts["adapter"]
     assert sum("problem" in line for line in lines) >= 1

@@ -7,7 +7,7 @@ from typing import Any
 from mlxtune.core.files.typed_json import from_json
 
 VERDICTS = HELPED, HURT, CANNOT_TELL = "helped", "hurt", "cannot tell"
-# A change of the same sign in all of fewer rows is not yet significant: 2 * (1/2)^5 > 0.05.
+# With fewer rows, changes of the same sign in all rows are not significant: 2 * (1/2)^5 > 0.05.
 FEWEST_ROWS = 6
 PERPLEXITY_CAP = 1e6
 
@@ -129,7 +129,7 @@ class StepSamples:
 
 @dataclass(frozen=True)
 class Misjudged:
-    """A row whose bad answer the adapted model prefers; margins are in nats per token."""
+    """A row that the adapted model misjudges: `margin_after`, in nats per token, is below 0."""
 
     path: str
     row: int
@@ -141,10 +141,10 @@ class Misjudged:
 class PreferenceDifference:
     """The share of pairs whose chosen answer a model prefers, before and after training.
 
-    For answers with a label (not `pairs`), it is the share of all pairs of a good and a bad answer
-    in which the good answer gained more, 0.5 by chance. `low` and `high` are the interval of the
-    difference. Margins are means, in nats per token. `fewest` counts pairs, or the answers with the
-    rarer label.
+    For answers with a label (`pairs` is false), `after` is the share of all pairs of a good and a
+    bad answer in which the good answer gained more, and `before` is 0.5, the share by chance. `low`
+    and `high` are the interval of the difference. Margins are means, in nats per token. `fewest`
+    counts pairs, or the answers with the rarer label.
     """
 
     objective: str

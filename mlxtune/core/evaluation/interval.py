@@ -101,10 +101,10 @@ def _acceleration(change: Floats, tokens: npt.NDArray[np.int64]) -> float:
 def paired_share_interval(
     before: npt.NDArray[np.bool_], after: npt.NDArray[np.bool_]
 ) -> tuple[float, float]:
-    """Return the interval of the change of a share of rows, between -1 and 1.
+    """Return the interval of the change in the share of true rows, as two numbers from -1 to 1.
 
-    Few rows may change, so that resampled rows would vary too little. Source: Newcombe, Statistics
-    in Medicine 17 (1998), 2635-2650, method 10.
+    If few rows change, resampled rows vary too little. Source: Newcombe, Statistics in Medicine 17
+    (1998), 2635-2650, method 10.
     """
     rows, both, neither = len(before), int((before & after).sum()), int((~before & ~after).sum())
     earlier, later = int(before.sum()), int(after.sum())

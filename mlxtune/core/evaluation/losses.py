@@ -1,6 +1,6 @@
 """Compares the losses of rows without and with an adapter, to judge whether it helped.
 
-A model's loss is the sum of the losses of all supervised tokens divided by their number.
+A model's loss is the mean over all supervised tokens of the rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ ComputeLosses = Callable[[Sequence[Example], Callable[[int], None]], Floats]
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Losses of rows under a model: `losses` float64 (R,), each summed over `tokens` int64 (R,)."""
+    """Rows' summed losses under a model, `losses` float64 (R,), and their `tokens` int64 (R,)."""
 
     losses: Floats
     tokens: npt.NDArray[np.int64]

@@ -1,8 +1,8 @@
-"""Tells whether an adapter learned preferences, from its choices on held-out pairs.
+"""Tells from choices on held-out pairs whether an adapter learned preferences.
 
 A model prefers the answer whose tokens have the higher mean log-probability; a sum would favour
-short answers. An answer with a label has no counterpart: good answers should gain more than bad
-answers.
+short answers. An answer with a label has no counterpart, so each good answer is compared with all
+bad answers, and should gain more.
 """
 
 from collections.abc import Callable
@@ -46,8 +46,8 @@ _SHOWN = 5
 class AnswerSums:
     """Losses of rows' answers under a model: of good answers and, in pairs, of bad answers.
 
-    The only answer of a row with a label is in `good`; `labels` (R,) is 0 if that answer is bad,
-    and 1 for all other rows.
+    The only answer of a row with a label is in `good`; `labels` (R,) is 0 for rows whose only
+    answer is bad, and 1 for all other rows.
     """
 
     good: Sums
@@ -179,7 +179,7 @@ def _difference(
     after: Floats,
     fewest: int,
 ) -> PreferenceDifference:
-    """Return the difference of shares, with the margins (R,) before and after."""
+    """Build the result from two shares, their difference's bounds, and the margins (R,)."""
     return PreferenceDifference(
         objective="",
         pairs=True,
@@ -200,7 +200,7 @@ def _difference(
 
 
 def _ranks(gains: Floats, good: npt.NDArray[np.bool_]) -> Floats:
-    """Return (R,): the share of the pairs with each answer in which the good answer gained more."""
+    """Return, for each answer (R,), the share of its pairs in which the good answer gained more."""
     if good.all() or not good.any():
         return np.full(len(gains), 0.5)
 

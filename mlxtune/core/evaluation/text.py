@@ -27,7 +27,7 @@ def verdict_lines(evaluation: Evaluation) -> list[str]:
     assert difference is not None
     rows = f"{count(evaluation.rows, 'row')}, {count(evaluation.tokens, 'supervised token')}"
     if evaluation.left_out:
-        rows += f"; without {count(evaluation.left_out, 'row')} that training also had"
+        rows += f"; without {count(evaluation.left_out, 'row')} that training also used"
     other = " of the base model" if further is None else " of the first adapter"
     amount = f"{_amount(difference, other)}, on {rows}{_answers(evaluation)}"
     line = _verdict_line(evaluation, amount)

@@ -198,7 +198,7 @@ def check_outputs(written: Iterable[Path], read: Iterable[Path], option: str) ->
         with as_output_error(path, option):
             if path.is_dir():
                 raise OutputError(f"{path}: is a folder: {option} takes the name of a file")
-            # /dev/stdout may lead to a file, but the write would replace the device itself.
+            # /dev/stdout may be a link to a file, but the write would replace the device itself.
             parent = _real(path.parent)
             device = parent == Path("/dev") or parent.is_relative_to("/proc")
             if device or (path.exists() and not path.is_file()):

@@ -66,7 +66,7 @@ def base_fingerprint(folder: Path) -> dict[str, str]:
 
 
 def is_same_base(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Return whether two fingerprints are of the same model, even if one is quantised."""
+    """Return whether two fingerprints come from the same model, quantised or not."""
     layout, weights, vectors = (one[name] == other[name] for name in _PARTS)
     return weights if layout else vectors
 
@@ -74,8 +74,8 @@ def is_same_base(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 def model_hash(folder: Path, cache: Path | None) -> str:
     """Return `sha256:HASH` of a model's config.json and weights, by name and content.
 
-    A file whose size and times an earlier run recorded is not read again. Raises ModelError if
-    a file cannot be read.
+    A file is not read again if it still has the size, times and inode that an earlier run recorded.
+    Raises ModelError if a file cannot be read.
     """
     known: dict[str, object] = {}
     if cache is not None:

@@ -18,7 +18,7 @@ from pathlib import Path
 _LITTER = {".DS_Store"}
 # No run nests folders nearly this deeply, and Python removes trees recursively.
 _MOST_LEVELS = 100
-_TOO_DEEP = f"its folders are nested more than {_MOST_LEVELS} deep"
+_TOO_DEEP = f"its folders are nested more than {_MOST_LEVELS} levels deep"
 _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 

@@ -138,10 +138,10 @@ class Children:
         until: Callable[[], bool] = lambda: False,
         stop: signal.Signals = signal.SIGKILL,
     ) -> int:
-        """Run Python in a folder, made if missing; write output there, and return the status.
+        """Run Python in a folder, made if missing; write its output there, and return the status.
 
         Once `until` returns true, the process gets the signal `stop`. Raises ChildTimeoutError if
-        the process takes too long. Any end of this call also ends the process and its children.
+        the process takes too long. However this call ends, the process and its children end too.
         """
         make_folder(folder)
         own = {"TMPDIR": str(self.scratch), "MLX_PTX_CACHE_DIR": kernel_cache()}

@@ -1,4 +1,4 @@
-"""Opens only regular files, which, unlike pipes and devices, neither block nor go on forever."""
+"""Opens regular files, which never block or go on forever; only `read_start` opens pipes too."""
 
 import errno
 import gzip

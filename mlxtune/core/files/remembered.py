@@ -1,4 +1,4 @@
-"""Remembers files that this user made on this machine, by ids and hashes in the user's cache."""
+"""Remembers, by ids and hashes in the user's cache, what this user made on this machine."""
 
 from contextlib import suppress
 
@@ -20,5 +20,5 @@ def remember(line: str) -> None:
 
 
 def is_remembered(line: str) -> bool:
-    """Return whether the list has a line. Raises OSError or ValueError if it cannot be read."""
+    """Return whether a line was remembered. Raises OSError or ValueError for an unreadable list."""
     return line.encode() in read_own(user_cache() / "runs").splitlines()

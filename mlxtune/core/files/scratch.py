@@ -17,7 +17,7 @@ PREFIX = ".mlxtune-"
 def scratch_folder(purpose: str = "", parent: Path | None = None) -> Iterator[Path]:
     """Yield a new folder, which is removed afterwards if it is still there.
 
-    It is in the system's temporary folder, or in `parent`. Raises OSError.
+    The folder is in the system's temporary folder, or in `parent`. Raises OSError.
     """
     prefix = PREFIX if parent is not None else _prefix(purpose)
     with tempfile.TemporaryDirectory(

@@ -9,13 +9,13 @@ from typing import Any
 from mlxtune.config.limits import Limits, TooLarge, check_bytes, check_count, parse_json
 from mlxtune.core.files.reading import open_regular, read_at_most
 
-# At least one in this number of bytes must be on disk; otherwise a file is almost all holes. Text
-# that APFS, btrfs or ZFS compresses shrinks to about a tenth of its size, and an untrained adapter,
-# half of it zeros, to about half.
+# At least one byte in this many must be on disk; otherwise a file is almost all holes. Text that
+# APFS, btrfs or ZFS compresses shrinks to about a tenth of its size, and an untrained adapter, half
+# of it zeros, to about half.
 _LEAST_STORED = 64
 # Smaller files take little memory, and some file systems store them without blocks.
 _SMALL = 2**20
-# The limit for files whose kind has no limit, larger than any such file.
+# The limit for files whose kind has none; no such file is this large.
 _ANY = Limits(2**30)
 # The largest number of pieces of a file to check; a file with more pieces is not made of holes.
 _MOST_PIECES = 10_000

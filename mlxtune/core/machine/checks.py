@@ -46,7 +46,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The facts of a machine, their checks, and the number of its worker in a launch."""
+    """The facts of a machine, their checks, and the number of the machine's worker in a launch."""
 
     machine: Machine
     checks: tuple[Check, ...]
@@ -128,7 +128,7 @@ def _packages(m: Machine) -> Iterator[Check]:
         found = f"{' and '.join(m.libraries)} install MLX's library into the same file"
         yield Check(PROBLEM, "mlx", found, _keep_one_library(m))
     if m.mlx_first:
-        found = "mlx was imported before mlxtune, too early to load a fast BLAS"
+        found = "mlx was imported before mlxtune could load a fast BLAS"
         yield Check(PROBLEM, "imports", found, "import mlxtune before mlx")
     if extras := _extras(m):
         yield Check(OK, "extras", extras)

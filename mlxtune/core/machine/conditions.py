@@ -22,8 +22,8 @@ from mlxtune.core.machine.facts import tool_output
 
 # macOS's kern.memorystatus_vm_pressure_level.
 _MAC_WARN, _MAC_CRITICAL = 2, 4
-# Percent of the last 10 s in which some, or all, programs waited for memory. systemd-oomd kills
-# programs at 60.
+# The percentages of the last 10 s, spent by some programs and by all programs waiting for memory,
+# from which pressure counts as a warning and as critical. systemd-oomd kills programs at 60.
 _SOME_WARN, _FULL_CRITICAL = 10.0, 20.0
 # NSProcessInfo.thermalState, which can be read without root. pmset reports heat for Intel chips
 # only.
@@ -102,7 +102,7 @@ class Sensors:
         return None if mode is None else mode[1] == "1"
 
     def thermal(self) -> str:
-        """Return in a few words how heat slows the machine; empty if it does not."""
+        """Return in a few words how heat slows the machine, or an empty string if heat does not."""
         if self.system != "Darwin":
             return "hot" if _is_hot() else ""
         speed = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", tool_output("pmset", "-g", "therm"))
@@ -167,7 +167,7 @@ class ConditionsWatch:
 
 @contextmanager
 def kept_awake(system: str = platform.system()) -> Iterator[None]:
-    """Keep the machine, but not its display, from sleeping while idle in this context.
+    """Inside the block, keep the machine, but not its display, from sleeping when idle.
 
     The effect ends with this process at the latest. Does nothing if the system has no command for
     this purpose, or refuses.

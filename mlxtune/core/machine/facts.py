@@ -39,7 +39,7 @@ class Package:
     """A required package: the accepted versions, and the installed version, if any.
 
     `serves` says whether the installed version is accepted. `extra` is the optional extra that
-    requires it.
+    requires the package.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in bytes, None if unknown. `total` respects a container's limit."""
+    """Memory in bytes, None if unknown. `total` and `available` respect a container's limit."""
 
     total: int | None = None
     available: int | None = None
@@ -209,7 +209,7 @@ def has_nvidia() -> bool:
 
 
 def offline() -> str:
-    """Return the environment variable that forbids downloads of models, if one is set."""
+    """Return the name of the environment variable that forbids downloads; empty if none is set."""
     on = ("1", "true", "yes", "on")
     names = (name for name in _OFFLINE_VARIABLES if os.environ.get(name, "").lower() in on)
     return next(names, "")
@@ -225,7 +225,7 @@ def folders() -> dict[str, Folder]:
 
 
 def _downloads() -> Path:
-    """Return the folder for models that huggingface_hub's documented variables set."""
+    """Return the folder that huggingface_hub's documented variables set for downloaded models."""
     if own := os.environ.get("HF_HUB_CACHE"):
         return as_path(own)
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -265,7 +265,7 @@ def _text(path: str) -> str:
 
 
 def tool_output(*command: str) -> str:
-    """Return the output of a system tool; empty if the tool is missing or slow."""
+    """Return the output of a system tool; empty if the tool is missing, slow or cannot start."""
     if (path := shutil.which(command[0])) is None:
         return ""
     with suppress(OSError, ChildTimeoutError):

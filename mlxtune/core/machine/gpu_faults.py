@@ -1,4 +1,4 @@
-"""The faults of a GPU, recognised by the messages of MLX.
+"""The faults of a GPU, recognised by MLX's messages.
 
 MLX raises all of them as RuntimeError. Metal's texts are in MLX's backend/metal/allocator.cpp, and
 in the NSError that device.cpp appends to "Command buffer execution failed" (mlx#479, mlx#3267,
@@ -12,8 +12,8 @@ from enum import Enum
 from mlxtune.errors import GpuError, MemoryLimitError, MlxTuneError, one_line
 
 # macOS ends commands that keep the GPU from drawing. Apple's driver reads the variable below when
-# MLX opens the device. MLX's maintainers mention this variable; for users, smaller command buffers
-# did not help.
+# MLX opens the device. MLX's maintainers mention this variable; users reported that smaller command
+# buffers did not help.
 _NO_WATCHDOG = (
     "let the display sleep during training, or start mlxtune with "
     "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1 in the environment, a switch of Apple's driver"

@@ -27,7 +27,7 @@ _CACHE = "references"
 
 @dataclass(frozen=True, eq=False)
 class PreferenceRows(CorpusRows):
-    """Rows of a corpus, with the examples and reference log-probabilities of an objective.
+    """Rows of a corpus, with the examples and reference log-probabilities that an objective needs.
 
     With `adds_mismatched`, each row gets an example of its prompt with the previous row's answer
     (for the first row, the last row's), as in TRL. `references` has a log-probability for each
@@ -130,7 +130,7 @@ def cached(cache: Path | None, key: str) -> list[Path]:
 
 
 def keep(cache: Sequence[Path], key: str, logps: Sequence[float]) -> None:
-    """Write log-probabilities to the cache, unless it is full or read-only."""
+    """Write log-probabilities to the cache; ignore a cache that cannot be written."""
     for path in cache:
         with suppress(OutputError):
             write_references(path, key, logps)

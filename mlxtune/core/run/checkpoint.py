@@ -58,7 +58,7 @@ class Checkpoint:
         return int(self.metadata["step"])
 
     def seconds(self, name: str) -> float:
-        """Return a duration from the metadata, converted to seconds; 0 if it is missing."""
+        """Return a duration of the metadata in seconds, not milliseconds; 0 if it is missing."""
         value = self.metadata.get(name)
         return value / 1000 if isinstance(value, int | float) else 0.0
 
@@ -74,7 +74,7 @@ def write_checkpoint(
     metadata: Mapping[str, Any],
     metrics: Iterable[bytes] = (),
 ) -> None:
-    """Write a checkpoint folder: the files that `save` writes, metrics, metadata and manifest.
+    """Write a checkpoint folder: metrics, metadata, a manifest, and the files that `save` writes.
 
     An existing checkpoint of that name is replaced only once the new one is complete.
 

@@ -143,7 +143,7 @@ class FileLoss:
 
 @dataclass(frozen=True)
 class ValidationRecord:
-    """The loss over the whole validation set after `step` steps, 0 before the first.
+    """The loss over the whole validation set after `step` steps; `step` is 0 before training.
 
     `files` has the loss of each file, if there are several.
     """

@@ -99,8 +99,8 @@ class ProfilerBackend(Protocol):
 class StepProfiler:
     """Profiles every `interval`-th step.
 
-    Each record is passed to `on_record` and appended to a file in the run's folder; if that fails,
-    `on_problem` is called once. Steps that a resumed run repeats are appended a second time.
+    Each record is passed to `on_record` and appended to a file in the run's folder; if a write
+    fails, `on_problem` is called once. Steps that a resumed run repeats are appended a second time.
     """
 
     interval: int
@@ -117,7 +117,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Measure the step taken in this context, if it is due and succeeds."""
+        """Measure the step taken in the block, if the step is due and succeeds."""
         if step % self.interval:
             yield
             return

@@ -74,7 +74,7 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """The last step that was taken or skipped, 0 before the first."""
+        """The number of the last step that was taken or skipped; 0 before the first step."""
         steps = (r.step for r in reversed(self) if isinstance(r, StepRecord | SkippedStep))
         return next(steps, 0)
 
@@ -127,7 +127,7 @@ class Progress:
         return sum(isinstance(record, SkippedStep) for record in recent)
 
     def lines(self, start: int, end: int) -> Iterator[bytes]:
-        """Yield lines of metrics.jsonl one by one, to keep memory small."""
+        """Yield lines of metrics.jsonl one by one, to use little memory."""
         for i in range(start, end):
             yield (json.dumps(record_values(self[i]), allow_nan=False) + "\n").encode()
 
@@ -252,7 +252,7 @@ def parse_record(line: bytes) -> Record:
         raise ValueError(f"is not a record of a run: {error}") from error
 
 
-# Fields that depend on the machine and its memory, not on the result.
+# Fields that the machine and its memory decide, and that are not part of the result.
 MEASURED = (
     *("seconds", "epoch_time_ms", "samples_per_sec"),
     *("memory", "micro_batches", "run_tokens", "padding"),
@@ -260,7 +260,7 @@ MEASURED = (
 
 
 def same_except_measurements(some: Iterable[Record], others: Iterable[Record]) -> bool:
-    """Return whether records are equal, except in time and memory."""
+    """Return whether records are equal in all fields that are not in MEASURED."""
     return [_without_measurements(r) for r in some] == [_without_measurements(r) for r in others]
 
 
@@ -281,7 +281,7 @@ class MetricsFile:
     def __post_init__(self) -> None:
         self._path = self.folder / METRICS
         self._failing = False
-        # The number of records in the file, and of bytes; `_size` is None if the file must be
+        # The numbers of records and of bytes in the file; `_size` is None if the file must be
         # replaced.
         self._written = 0
         self._size: int | None = None

@@ -33,7 +33,7 @@ from mlxtune.errors import OutputError
 CHECKPOINTS = "checkpoints"
 # The files that identify the folder of a run.
 _OWN = {METRICS, ABOUT}
-# Large folders that never hold runs.
+# Large folders that never contain runs.
 _SKIPPED = ("node_modules", "site-packages", "__pycache__", "proc", "sys", "dev")
 # The largest number in a run's JSON files.
 _LARGEST = 2**63
@@ -94,7 +94,7 @@ def run_folder_at(path: Path) -> Path:
 
 
 def _run_of(adapter: Path, run: Path) -> Path:
-    """Return the run that wrote an adapter: the run in a folder, or an earlier run within it."""
+    """Return the run that wrote an adapter: the run in the folder `run` or an earlier run in it."""
     earlier = [each for each in run.iterdir() if previous_number(each.name) is not None]
     earlier.sort(key=lambda each: previous_number(each.name) or 0, reverse=True)
     names = [_written_name(each) for each in (run, *earlier)]
@@ -106,7 +106,7 @@ def _run_of(adapter: Path, run: Path) -> Path:
 
 
 def _written_name(run: Path) -> str:
-    """Return the name of the adapter's file that a run wrote; empty if unknown."""
+    """Return the file name of the adapter that a run wrote; empty if unknown."""
     with suppress(OSError, ValueError):
         return Path(text(read_json(run / RESULT), "adapter")).name
     return ""
@@ -209,7 +209,7 @@ def _read_metrics(run: Run) -> None:
     if bad == 1 and first == lines and not content.endswith(b"\n"):
         run.problems.append(f"{METRICS}: its last line is incomplete")
     elif bad:
-        more = f", and {bad - 1:,} more" if bad > 1 else ""
+        more = f", with {bad - 1:,} more like it" if bad > 1 else ""
         run.problems.append(f"{METRICS}: line {first} is not the next record of the run{more}")
     if progress.step != len(progress.steps) + len(progress.skipped):
         run.problems.append(f"{METRICS}: steps are missing")

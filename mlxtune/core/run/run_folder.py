@@ -207,9 +207,10 @@ def lock_output(adapter: Path) -> Lock | None:
 
 
 def _in_use(path: Path, held: LockHeldError, option: str) -> OutputError:
+    pid = held.holder.get("pid")
+    who = "another process" if pid is None else f"process {pid}"
     return OutputError(
-        f"{path}: process {held.holder.get('pid', 'of another user')} is training here: "
-        f"wait until it ends, or choose another {option}"
+        f"{path}: {who} is training here: wait until it ends, or choose another {option}"
     )
 
 

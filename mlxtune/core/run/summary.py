@@ -35,7 +35,7 @@ _NOT_IN_JSON = ("problems", "curve", "rows_per_second", "last_val_loss", "best_p
 
 @dataclass(frozen=True)
 class Verdict:
-    """A sentence on a run, its style on the page, and a command or path to show after it."""
+    """A sentence on a run, the sentence's style on the page, and a command or path that follows."""
 
     style: str
     text: str
@@ -153,7 +153,7 @@ class RunView:
 
     @property
     def improved(self) -> bool:
-        """Whether a validation was better than before training; true if unknown."""
+        """Whether a validation was better than the one before training; true if unknown."""
         before, best = self.initial_val_loss, self.best_val_loss
         return before is None or best is None or best < before
 

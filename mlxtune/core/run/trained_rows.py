@@ -24,7 +24,7 @@ def identities_of(rows: CorpusRows) -> npt.NDArray[np.uint64]:
 
 
 def as_bytes(identities: npt.NDArray[np.uint64]) -> bytes:
-    """Return the content of the file: the sorted identities, after their SHA-256.
+    """Return the content of trained_rows.bin: the sorted identities, after their SHA-256.
 
     Each identity takes 8 little-endian bytes.
     """
@@ -58,8 +58,8 @@ def read_trained_rows(run: Path, warn: Callable[[str], None]) -> npt.NDArray[np.
 def rows_behind(adapter: Path, warn: Callable[[str], None]) -> npt.NDArray[np.uint64]:
     """Return the identities of the rows that an adapter was trained on; none if they are unknown.
 
-    They are known if the adapter is in a checkpoint of a run, or next to a run, unless the run's
-    result has the hash of a different adapter.
+    They are known if the adapter is in a checkpoint, or next to a run whose result, if any, has the
+    adapter's hash.
     """
     with suppress(OSError, ValueError, OutputError):
         run = run_folder_at(adapter)

@@ -14,7 +14,7 @@ from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 
 class LinearHead(Protocol):
-    """The cross-entropy of an output head that is one matrix product, computed in blocks.
+    """The cross-entropy, computed in blocks, of an output head that is one matrix product.
 
     `weight` is (V, H), `hidden` float32 (P, H) and `targets` int32 (P,); the losses are float32
     (P,). Workers that split `weight` by rows also pass their parts as `vocabulary`.
@@ -47,7 +47,7 @@ class Operations(Protocol):
         """Return whether the operations support hidden states of this dtype (None: unknown)."""
 
     def linear_head(self, dtype: Any) -> LinearHead | None:
-        """Return the blockwise loss of a single-product head, if there is one for this dtype."""
+        """Return the blockwise loss of a single-product head; None if this dtype has none."""
 
     def prepare(self, model: Any) -> Callable[[], None]:
         """Make a model compute with these operations; return a function that restores the model."""

@@ -4,21 +4,225 @@ from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured, ModelShapes, Prediction
 
 
-def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Prediction:
-    """Return a micro-batch's peak memory: estimated, and corrected if passes were measured."""
-    memory, size = execution.operations.memory, shapes.itemsize
-    measured = shapes.measured or Measured()
-    # Layers that run again keep only their inputs.
-    in_kept = Factors() if execution.recompute else measured.kept
-    in_working = measured.again if execution.recompute else measured.working
-    kept = in_kept.of(memory.kept(shapes, execution, load), size)
-    working = in_working.of(memory.in_layer(shapes, execution, load), size)
-    # In float32: the LoRA matrices, their two moments, and two gradients.
-    weights, optimizer = shapes.weights + 4 * shapes.trainable, 4 * 4 * shapes.trainable
-    in_layer = kept + working + size * memory.unseen(shapes, execution, load)
-    in_head = size * memory.in_head(shapes, execution, load)
-    return max(
-        Prediction(weights, optimizer, in_layer, 0),
-        Prediction(weights, optimizer, kept, in_head),
-        key=lambda moment: moment.total,
-    )
+@dataclass(frozen=True)
+class Factors:
+    """Ratios of measured to estimated bytes, for bytes that grow with tokens or with scores.
+
+    `fixed` is the measured number of fixed bytes; without it, the estimated number applies.
+    """
+
+    tokens: float = 1.0
+    scores: float = 1.0
+    fixed: int | None = None
+
+    def is_sound(self) -> bool:
+        values = (self.tokens, self.scores, self.fixed or 0)
+        return all(isinstance(each, int | float) and 0 <= each < 1 << 50 for each in values)
+
+    def of(self, entries: Entries, itemsize: int) -> int:
+        fixed = itemsize * entries.fixed if self.fixed is None else self.fixed
+        grown = self.tokens * entries.tokens + self.scores * entries.scores
+        return fixed + ceil(itemsize * grown)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The factors by which the measured memory of short passes differs from the estimate.
+
+    `kept` is for the values that layers keep, `working` for one layer's backward pass, and `again`
+    for a backward pass that first runs its layer again.
+    """
+
+    kept: Factors = field(default_factory=Factors)
+    working: Factors = field(default_factory=Factors)
+    again: Factors = field(default_factory=Factors)
+
+    @classmethod
+    def of(cls, content: Any) -> Measured | None:
+        try:
+            factors = {name: Factors(**each) for name, each in content.items()}
+            found = cls(**factors)
+        except (AttributeError, TypeError):
+            return None
+        return found if all(map(Factors.is_sound, factors.values())) else None
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """The sizes of a model with LoRA, in array entries unless bytes are mentioned.
+
+    `weights` counts the bytes of the stored base, with `stored_itemsize` bytes per entry (0 if
+    quantised); `itemsize` is the number of bytes per entry of the compute dtype. `trainable` counts
+    the LoRA parameters. `layers` counts the layers from the first layer with LoRA onwards.
+    `products` is the total width of the outputs of all linear layers in these layers,
+    `layer_products` that of one layer's outputs and of the inputs that its experts gather, and
+    `widest_product` the greatest width of one linear layer's output. `updated` is the width of one
+    layer's outputs with LoRA, `scaled` the width of all outputs that DoRA scales. `largest_cast`
+    and `unpacked` are the sizes of the largest matrix that is cast, and of the largest quantised
+    matrix that is unpacked, for a product; `head_cast` is the size of the head if it is cast.
+    `plain_head` says whether the head is one product. Attention has `heads` heads of `head_size`.
+
+    `scores` counts the copies of one head's scores that MLX's graph keeps in all layers,
+    `layer_scores` the copies that one layer's backward pass adds, if examples are wider than
+    `window`; `held_scores` the copies that the CPU's functions hold. `gathered` is the width of the
+    inputs that the experts of all layers gather, `layer_gathered` the width of one layer's gathered
+    inputs and outputs. `mixed` counts the channels of the convolutions of all layers, `layer_mixed`
+    the largest number in one layer. `looped` counts the entries per token that loops over tokens
+    keep in all layers, `layer_looped` the largest number of entries that one layer's loop holds for
+    a block of tokens. `measured` corrects the estimate by measured passes.
+    """
+
+    weights: int
+    stored_itemsize: int
+    trainable: int
+    itemsize: int
+    hidden: int
+    vocab: int
+    layers: int
+    products: int
+    layer_products: int
+    widest_product: int
+    updated: int
+    largest_cast: int
+    head_cast: int
+    plain_head: bool
+    heads: int = 1
+    head_size: int = 0
+    scores: int = 0
+    layer_scores: int = 0
+    window: int = 0
+    held_scores: int = 0
+    gathered: int = 0
+    layer_gathered: int = 0
+    mixed: int = 0
+    layer_mixed: int = 0
+    looped: int = 0
+    layer_looped: int = 0
+    scaled: int = 0
+    unpacked: int = 0
+    measured: Measured | None = None
+
+    @property
+    def inputs(self) -> int:
+        """The total width of the inputs of all `layers`."""
+        return self.layers * self.hidden
+
+    def with_layers(self, layers: int) -> ModelShapes:
+        """Return the shapes with LoRA on the last `layers` layers only."""
+        share = layers / self.layers
+        names = ("trainable", "products", "mixed", "looped", "scaled", "scores", "gathered")
+        fewer: dict[str, Any] = {name: int(getattr(self, name) * share) for name in names}
+        return replace(self, layers=layers, **fewer)
+
+    def holds_scores(self, load: BatchLoad) -> bool:
+        """Return whether attention keeps scores for examples as wide as this load's."""
+        return load.width > self.window
+
+
+@dataclass(frozen=True)
+class BatchLoad:
+    """The load of a micro-batch: `tokens` run through the model, `positions` through its head.
+
+    Operations that mix tokens, such as attention, run `lines` examples padded to `width` tokens.
+    """
+
+    lines: int
+    width: int
+    positions: int
+    tokens: int
+
+    @classmethod
+    def single(cls, tokens: int, positions: int) -> BatchLoad:
+        return cls(1, tokens, positions, tokens)
+
+    @property
+    def scores(self) -> int:
+        return self.lines * self.width**2
+
+    @property
+    def beside(self) -> int:
+        """The number of tokens of the examples side by side, padding included."""
+        return self.lines * self.width
+
+    @property
+    def repeated(self) -> int:
+        """The number of tokens that side-by-side examples add: repeated prefixes and padding."""
+        return max(self.lines * self.width - self.tokens, 0)
+
+
+def load_of(group: Group, examples: Sequence[Example]) -> BatchLoad:
+    positions = sum(predicted_tokens(examples[i]) for i in group.examples)
+    return BatchLoad(len(group.examples), group.width, positions, group.tokens)
+
+
+class Settings(Protocol):
+    """The options of an `Execution` that its memory depends on."""
+
+    @property
+    def split_head(self) -> bool: ...
+
+    @property
+    def recompute(self) -> bool: ...
+
+    @property
+    def loss_chunk(self) -> int: ...
+
+
+def head_states(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> tuple[int, int]:
+    """Return how many positions a head has, and how many entries its states and gradients take."""
+    positions = load.positions if settings.split_head else load.tokens
+    return positions, shapes.hidden * (3 * load.tokens + 4 * positions)
+
+
+def held_logits(settings: Settings, positions: int, shapes: ModelShapes) -> int:
+    """Return the number of logits that a head holds at the same time."""
+    held = min(positions, settings.loss_chunk) if settings.split_head else positions
+    return shapes.vocab * held
+
+
+class Entries(NamedTuple):
+    """Numbers of array entries: fixed, growing with tokens, and growing with attention scores."""
+
+    fixed: int
+    tokens: int
+    scores: int
+
+
+class MemoryUse(Protocol):
+    """How operations use memory, in entries of arrays of the compute dtype.
+
+    `casts_quantized` says whether quantised matrices are cast one at a time. If not, each is
+    unpacked for its product, the head's matrix in `head_copies` copies.
+    """
+
+    casts_quantized: bool
+    head_copies: int
+
+    def kept(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
+        """Return the entries that all layers keep from their forward to their backward passes."""
+
+    def in_layer(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
+        """Return the entries of one layer's backward pass, in addition to kept entries."""
+
+    def unseen(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
+        """Return the number of the head's entries that measurements without a head leave out."""
+
+    def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
+        """Return the number of working entries of the head, in addition to kept entries."""
+
+    def holds_logits(self, shapes: ModelShapes) -> bool:
+        """Return whether the head holds the logits of a chunk of positions."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted peak memory of a micro-batch in bytes, by part."""
+
+    weights: int
+    optimizer: int
+    activations: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.optimizer + self.activations + self.head

@@ -26,8 +26,9 @@ ESTIMATE = (0.7, 1.4)
 # head.
 _TOKENS = [1, *sorted(base << power for base in (64, 96) for power in range(14))]
 _CHUNKS = (256, 64, 16)
-# Factors of a step's time: for recomputing layers, and an assumed factor for a chunk a quarter as
-# large. So plans use smaller chunks only if needed to fit, and prefer them to recomputing layers.
+# The factors by which a step takes longer: if layers are recomputed, and (assumed) for each
+# reduction of the head's chunk to a quarter. So plans use smaller chunks only if needed to fit, and
+# prefer them to recomputing layers.
 _RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
 # A shorter --max-seq-len is not worth advising.
 _SHORTEST = 16
@@ -44,7 +45,8 @@ class MemoryPlan:
 
     `limit` and `estimate`, the peak estimated from sizes only, are in bytes; `time` is in units of
     one token's time. The other fields describe the planned steps: `padding_share` is the padding's
-    share of the tokens that run; `run_share` divides the tokens that run by the tokens of the data.
+    share of the tokens that run; `run_share` is the number of tokens that run, divided by the
+    data's number of tokens.
     """
 
     shapes: ModelShapes
@@ -233,5 +235,5 @@ def remedies(
 
 
 def _most(needs: Callable[[int], int], most: int, limit: int) -> int:
-    """Return the largest number up to `most` whose memory is within the limit; 0 if none is."""
+    """Return the largest number up to `most` for which `needs` is at most `limit`, or 0."""
     return bisect_right(range(1, most + 1), limit, key=needs)

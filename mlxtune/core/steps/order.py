@@ -34,8 +34,7 @@ def hold_out_rows(
 
     ceil(n * val_split) of n rows are held out, at most `val_rows`, with at least one row on each
     side. `files` gives each row's file; the same share of each file is then held out. Rows of one
-    group stay on one side, so fewer rows may be held out. The choice depends on the seed, n and the
-    groups.
+    group stay on one side, so fewer rows may be held out. The choice depends on the arguments only.
 
     Raises ValueError if all rows are in one group.
     """
@@ -84,7 +83,7 @@ def _shares(rows: npt.NDArray[np.int64], val_split: float, val_rows: int) -> npt
 
 
 def rows_of_epoch(rows: CorpusRows, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Return the indices of the rows that an epoch uses, by the weights of their files.
+    """Return the indices of the rows that an epoch uses, according to their files' weights.
 
     With a weight of 2.25, each row is used twice, and a quarter of the rows once more: each epoch
     takes the next quarter in an order that depends on the seed.
@@ -153,8 +152,8 @@ def steps_of(
 def draw_rows(rows: CorpusRows, step: Sequence[int]) -> list[Sequence[Example]]:
     """Return the examples of each row of a step.
 
-    A step may use a row several times, by the weight of its file. Each use has its own `draw`, so
-    that it counts as a row of its own in a preference loss and has its own dropout.
+    A step may use a row several times, if the weight of the row's file is above 1. Each use has its
+    own `draw`, so that it counts as a row of its own in a preference loss and has its own dropout.
     """
     used: Counter[int] = Counter()
     drawn: list[Sequence[Example]] = []

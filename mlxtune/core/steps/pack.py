@@ -107,7 +107,7 @@ def _run(example: Example) -> _Ints:
 def _neighbours(
     examples: Sequence[Example], texts: Sequence[_Ints], keyed: bool
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield parts of a step, sorted so that neighbours share the longest prefixes.
+    """Yield a step's examples in parts, sorted so that neighbours share the longest prefixes.
 
     A part has the indices of its examples, and the number of tokens that each example shares with
     the next; with `keyed`, 0 if the two have different keys.
@@ -152,7 +152,8 @@ class _Lines:
         """Return the cheapest distribution: for each line, its places in order.
 
         A line costs its tokens plus `fixed`. Compares the best cut of the sorted order with greedy
-        fillings of the fewest possible lines, and of more lines.
+        fillings of as few lines as possible, of one line more, and so on up to the number of lines
+        in that cut.
         """
         options = [self._cut(fixed)]
         beyond = sum(max(run - self._max_tokens, 0) for run in self._runs)
@@ -263,7 +264,7 @@ def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) 
 
 
 def _behind_shortest(segments: Sequence[Segment], length: int) -> Segment:
-    """Return a segment at the end of a line that continues the line's shortest example."""
+    """Return a segment, at the end of a line, that continues the line's shortest example."""
     continued = {segment.parent for segment in segments}
     ends = [i for i in range(len(segments)) if i not in continued]
     parent = min(ends, key=lambda i: segments[i].position + len(segments[i]))

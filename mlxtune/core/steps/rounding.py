@@ -1,4 +1,4 @@
-"""Rounds lengths up, so that a GPU runs fewer shapes, and shapes that its kernels support.
+"""Rounds lengths up, so that a GPU runs fewer different shapes, which suit its kernels.
 
 A line and its examples side by side, where each `.` is padding that no token sees:
 

@@ -1,4 +1,4 @@
-"""Estimates the speed of a step on several machines from its division and its exchanges."""
+"""Estimates how fast a step runs on several machines, which divide it and exchange results."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -54,7 +54,7 @@ class Scaling:
 
 
 def dearest_share(steps: Iterable[Sequence[float]], workers: int) -> float:
-    """Return the most loaded workers' share of all costs; `steps` has each example's cost."""
+    """Return the share of all costs that falls on each step's most loaded worker."""
     dearest = total = 0.0
     for costs in steps:
         dearest += max(sum(costs[i] for i in items) for items in deal(costs, workers))

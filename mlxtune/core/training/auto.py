@@ -64,7 +64,7 @@ def choose(facts: Facts, config: TrainConfig, given: Collection[str]) -> dict[st
 
 
 def _rate(parameters: int, share: float) -> float:
-    """Return the peak rate for a model's size, to one significant digit; lower for preferences."""
+    """Return `share` of the peak rate for a model's size, to one significant digit."""
     rate = _RATE * (_RATE_SIZE / max(parameters, 1)) ** _RATE_POWER
     return float(f"{share * min(max(rate, _LOWEST_RATE), _HIGHEST_RATE):.0e}")
 

@@ -36,7 +36,7 @@ class TrainingObserver:
         """`done` of `total` validation examples have been evaluated."""
 
     def on_validation(self, step: int, loss: float) -> None:
-        """The validation set was evaluated after `step` steps, 0 before the first."""
+        """The validation set was evaluated after `step` steps; `step` is 0 before training."""
 
     def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
         """An epoch ended; `best` says whether its validation loss is the lowest so far."""

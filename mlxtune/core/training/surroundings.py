@@ -47,7 +47,7 @@ class Surroundings:
         self._demanded = Pressure.NORMAL
 
     def look(self, step: int) -> Demand | None:
-        """Read the machine's conditions after a step, and report changes; return its demands.
+        """Read the machine's conditions after a step, report changes, and return any demand.
 
         Each level of pressure leads to one demand until the pressure is normal again: small Macs
         are often at the warning level, and clearing the cache at each reading would make it

@@ -152,7 +152,7 @@ class InstructTrainer:
         """Take all steps, or the steps after the checkpoint to resume from.
 
         `records` are JSON values or bytes by file name, written to the run's folder. An interrupt
-        before the first step removes them.
+        before the first step removes these files.
 
         Raises NonFiniteLossError, MemoryLimitError or GpuError if a step cannot be taken,
         OutputError if the best or last checkpoint cannot be written, ModelError if the checkpoint
@@ -235,8 +235,9 @@ class InstructTrainer:
         logps = preference_rows.read_references(known, key, len(examples))
         if logps is None and resume is not None:
             raise OutputError(
-                f"{own}: is missing, damaged, or of another model or data, and the reference "
-                "is the model before its first step: start over with --overwrite"
+                f"{own}: is missing, damaged, or from another model or other data, and cannot be "
+                "computed again, because the reference is the model before its first step: start "
+                "over with --overwrite"
             )
         if logps is None:
             self._observer.on_note("Reference", f"log-probabilities of {len(examples):,} answers")

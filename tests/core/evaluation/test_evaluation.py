@@ -304,7 +304,7 @@ def test_rows_that_were_trained_on_are_left_out_of_the_verdict() -> None:
     changes = [-4.0] * 10 + [1.0] * 10
     found = evaluated(changes, trained=list(range(10)))
     assert (found.rows, found.left_out, found.verdict) == (10, 10, "hurt")
-    assert verdict_lines(found)[0].endswith("; without 10 rows that training also had")
+    assert verdict_lines(found)[0].endswith("; without 10 rows that training also used")
 
     found = evaluated(changes, trained=list(range(20)))
     assert (found.rows, found.only_trained, found.verdict) == (20, True, "cannot tell")

@@ -212,9 +212,9 @@ def test_folders_nested_too_deeply_are_neither_read_nor_removed(
         folder = Path("a")
     os.chdir(tmp_path)
     try:
-        with pytest.raises(NotOurs, match="nested more than 100 deep"):
+        with pytest.raises(NotOurs, match="nested more than 100 levels deep"):
             ours.contents(top)
-        with pytest.raises(NotOurs, match="nested more than 100 deep"):
+        with pytest.raises(NotOurs, match="nested more than 100 levels deep"):
             ours.discard(top)
         ours.discard(top, ignore_errors=True)
         assert top.is_dir()

@@ -127,7 +127,11 @@ def test_folder_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
         ("epoch-1/metadata.json", b"nonsense", "epoch-1/metadata.json is not valid JSON"),
         ("metrics.jsonl", b"\xff\xfe", "metrics.jsonl: its last line is incomplete"),
         ("metrics.jsonl", b'{"kind": "st', "metrics.jsonl: its last line is incomplete"),
-        ("metrics.jsonl", b"[]\n{}\n7\n", "line 1 is not the next record of the run, and 2 more"),
+        (
+            "metrics.jsonl",
+            b"[]\n{}\n7\n",
+            "line 1 is not the next record of the run, with 2 more like it",
+        ),
         (
             "metrics.jsonl",
             b'{"kind": "step", "step": 1}\n',
