@@ -167,7 +167,7 @@ class ConfigCommand(Command):
 
 
 def _takes(param: click.Parameter | None, following: str) -> bool:
-    """Return whether an option takes the next argument as its value; None is an unknown option."""
+    """Return whether an option, None if unknown, takes the next argument as its value."""
     if isinstance(param, click.Option) and param.is_flag:
         return False
     required = isinstance(param, click.Option) and not isinstance(param.flag_value, str)

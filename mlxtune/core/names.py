@@ -8,7 +8,7 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def is_file_name(name: object) -> bool:
-    """Return whether a name, joined to a folder, can only lead to an entry of that folder.
+    """Return whether a name, joined to a folder, can only name an entry of that folder.
 
     Such a name has no path separator of any system, is not `.` or `..`, and prints unchanged on a
     terminal.

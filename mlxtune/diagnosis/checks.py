@@ -33,9 +33,9 @@ _ADVICE = {
     "and the system, and report the problem",
     DTYPE: "training in 16 bits would learn something wrong here: train with --dtype float32, "
     "update MLX and the system, and report the problem",
-    BYTES: "a run cannot be repeated or resumed to the same adapter here: runs still learn; report "
-    "the problem",
-    MEMORY: "plans ask for less memory than runs take: lower --memory-limit by the difference, and "
+    BYTES: "a run that is repeated or resumed gives a different adapter here: runs still learn; "
+    "report the problem",
+    MEMORY: "plans predict less memory than runs take: lower --memory-limit by the difference, and "
     "report the problem",
     SPEED: "the speed of steps could not be measured: report the problem",
     PEER: "mlxtune and mlx-lm learn different things here: train nothing that matters, and "

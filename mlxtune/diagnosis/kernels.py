@@ -179,7 +179,7 @@ _DELTA = {"gpu": _gated_delta_kernel, "plain": _gated_delta_by_chunks}
 # Add an entry for each new kernel.
 KERNELS: tuple[Kernel, ...] = (
     Kernel("texts of 2 and 3 tokens", partial(_model_step, qwen3, (3, 2, 3) * 8, _TIED)),
-    # The length is not a multiple of a kernel's block.
+    # The longest example's length is not a multiple of a kernel's block.
     Kernel(
         "attention, heads of 128",
         partial(_model_step, qwen3, (300, 131, 40), _TIED | {"head_dim": 128}),

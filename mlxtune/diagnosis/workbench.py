@@ -59,7 +59,7 @@ class Workbench:
 
     @cached_property
     def step(self) -> Path:
-        """A file of rows that share prefixes: one per sequence of roles, and the last row twice."""
+        """A file of rows that share prefixes: one row per sequence of roles, the last one twice."""
         kinds: dict[tuple[str, ...], str] = {}
         for line in read_text(self.rows).splitlines():
             kinds.setdefault(tuple(each["role"] for each in json.loads(line)["messages"]), line)

@@ -176,9 +176,9 @@ class Evaluation:
     base model prefers.
 
     `left_out` counts rows that are left out because they were also trained on; with `only_trained`,
-    no other rows remained, and all were evaluated. `files` has a verdict on each file, if there are
-    several. If training validated on these rows and chose the best adapter, `candidates` is the
-    number of adapters from which it chose.
+    no other rows remained, and all rows were evaluated. `files` has a verdict on each file, if
+    there are several. If training validated on these rows and chose the best adapter, `candidates`
+    is the number of adapters from which it chose.
     """
 
     rows: int
@@ -204,7 +204,7 @@ class Evaluation:
         """Return JSON-ready values.
 
         They include `matches` only if matches were counted, `files` only for several files, and
-        `candidates` only if there were several.
+        `candidates` only for several adapters.
         """
         values = asdict(self)
         if self.candidates == 1:

@@ -126,7 +126,7 @@ def paired_share_interval(
 
 
 def _wilson(share: float, rows: int) -> tuple[float, float]:
-    """Return the interval of a share. Source: Wilson, JASA 22 (1927), 209-212."""
+    """Return the interval of a share of this many rows. Source: Wilson, JASA 22 (1927), 209-212."""
     z = NormalDist().inv_cdf(1 - _TAIL)
     centre, scale = share + z * z / (2 * rows), 1 + z * z / rows
     width = z * math.sqrt(share * (1 - share) / rows + z * z / (4 * rows * rows))

@@ -82,7 +82,7 @@ class JudgedRows:
 
     @classmethod
     def of(cls, rows: CorpusRows, trained: npt.NDArray[np.uint64]) -> "JudgedRows":
-        """Choose from `rows` by the identities of the rows that were trained on."""
+        """Leave out of `rows` those with identities in `trained`, unless no rows would remain."""
         others = rows.without(trained)
         if not others:
             return cls(rows, 0, only_trained=bool(rows))

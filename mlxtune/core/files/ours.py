@@ -169,7 +169,7 @@ def _check(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise NotOurs(path, "it is not a regular file")
     if status.st_nlink > 1:
-        raise NotOurs(path, "it also has another name, by a hard link")
+        raise NotOurs(path, "it also has another name (a hard link)")
     user = os.geteuid()
     if status.st_uid != user and status.st_uid != _owner_of_new_files(status.st_dev, path.parent):
         raise NotOurs(path, "it belongs to another user")

@@ -162,4 +162,4 @@ def _check_written(target: Path, files: Mapping[str, Any]) -> None:
         )
     for name, path in found.items():
         if files[name] is not None and file_hash(path) != files[name]:
-            raise OutputError(f"{path}: was changed after mlxtune had written it: {remedy}")
+            raise OutputError(f"{path}: was changed after mlxtune wrote it: {remedy}")

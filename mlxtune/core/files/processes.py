@@ -185,7 +185,7 @@ def describe_end(status: int, folder: Path) -> str:
 
 
 class LimitedProcess:
-    """Runs a script that may take `memory` bytes in addition to its imports.
+    """Runs a script that may take `memory` bytes in addition to the memory of its imports.
 
     Libraries that read a stranger's file may run forever or fill the memory, and nothing interrupts
     them in the middle of an operation. A separate process can be killed at any time.

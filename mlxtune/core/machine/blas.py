@@ -1,7 +1,8 @@
 """Loads a fast BLAS for the CPU on Linux, and sets up the allocator, before mlx is loaded.
 
-The Linux CPU wheel of mlx bundles the reference BLAS, about 27 times slower in float32 than a tuned
-one. A tuned BLAS that is loaded first, with global symbols, replaces the reference BLAS.
+The Linux CPU wheel of mlx bundles the reference BLAS, which is about 27 times slower in float32
+than a tuned BLAS. A tuned BLAS that is loaded first, with global symbols, replaces the reference
+BLAS.
 """
 
 import ctypes
@@ -23,7 +24,7 @@ _LARGEST_INT = 2**31 - 1
 
 @dataclass(frozen=True)
 class Blas:
-    """The name of the library that was loaded, or the reason why no library was."""
+    """The name of the library that was loaded, or the reason why no library was loaded."""
 
     name: str | None = None
     problem: str = ""

@@ -25,7 +25,7 @@ _FOR_SPEED = {
 _EXTRAS = {"mlx-cpu": "cpu", "mlx-cuda-12": "cuda12", "mlx-cuda-13": "cuda13"}
 INSTALL_LIBRARY = (
     "pip install 'mlxtune[cpu]', or for an NVIDIA GPU 'mlxtune[cuda13]' "
-    "('mlxtune[cuda12]' for older drivers); in a clone '.[cpu]' and so on"
+    "('mlxtune[cuda12]' for older drivers); in a clone, '.[cpu]' and so on"
 )
 _UNWRITABLE = {
     "cache": "fix its permissions, or use --cache-dir or --no-cache",

@@ -22,8 +22,9 @@ from mlxtune.core.machine.facts import tool_output
 
 # macOS's kern.memorystatus_vm_pressure_level.
 _MAC_WARN, _MAC_CRITICAL = 2, 4
-# The percentages of the last 10 s, spent by some programs and by all programs waiting for memory,
-# from which pressure counts as a warning and as critical. systemd-oomd kills programs at 60.
+# The shares of the last 10 s, in percent, that some programs and all programs spent waiting for
+# memory: from these shares on, pressure counts as a warning and as critical. systemd-oomd kills
+# programs at 60.
 _SOME_WARN, _FULL_CRITICAL = 10.0, 20.0
 # NSProcessInfo.thermalState, which can be read without root. pmset reports heat for Intel chips
 # only.
@@ -52,7 +53,8 @@ class Pressure(IntEnum):
 class Conditions:
     """One reading of the conditions.
 
-    `on_battery` is None if unknown; `thermal` is empty if nominal or unknown.
+    `on_battery` is None if unknown; `thermal` is empty if heat does not slow the machine, or if
+    unknown.
     """
 
     pressure: Pressure = Pressure.NORMAL

@@ -28,7 +28,7 @@ MLX_LIBRARIES = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal")
 
 _SYSCTL = ("machdep.cpu.brand_string", "sysctl.proc_translated", "iogpu.wired_limit_mb")
 _TOOL_SECONDS = 2.0
-# MLX starts within a second; after an update, the first start may take a few.
+# MLX starts within a second; after an update, the first start may take several seconds.
 _MLX_SECONDS = 30.0
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -103,7 +103,7 @@ class Machine:
 
     `libraries` are the installed packages with MLX's own library. `mlx_first` says whether mlx was
     imported before mlxtune, `translated` whether Python runs through Rosetta. `wired_limit_mb` is
-    macOS's limit on GPU memory, 0 for its default. `thermal` describes how heat slows the machine,
+    macOS's limit on GPU memory, 0 for the default. `thermal` describes how heat slows the machine,
     and is empty if it does not. `offline` is the variable that forbids downloads, if any.
     """
 

@@ -20,7 +20,7 @@ from mlxtune.errors import MemoryLimitError
 _SUFFIX = ".run"
 _NAME = re.compile(r"[0-9]+-[0-9]+\.run")
 _GB = 1e9
-# Only one process at a time may read and change the reservations, which takes an instant.
+# Only one process at a time may read and change the reservations; each needs only an instant.
 _DOOR = "door.lock"
 _DOOR_SECONDS = 5.0
 POLL_SECONDS = 2.0

@@ -82,7 +82,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Objective:
-    """An objective with its options."""
+    """An objective with its options: computes the loss and the metrics of rows."""
 
     options: ObjectiveConfig
 

@@ -58,7 +58,7 @@ class Checkpoint:
         return int(self.metadata["step"])
 
     def seconds(self, name: str) -> float:
-        """Return a duration of the metadata in seconds, not milliseconds; 0 if it is missing."""
+        """Return, in seconds, a duration that is stored in milliseconds; 0 if it is missing."""
         value = self.metadata.get(name)
         return value / 1000 if isinstance(value, int | float) else 0.0
 
@@ -76,7 +76,7 @@ def write_checkpoint(
 ) -> None:
     """Write a checkpoint folder: metrics, metadata, a manifest, and the files that `save` writes.
 
-    An existing checkpoint of that name is replaced only once the new one is complete.
+    An existing checkpoint of the same name is replaced only once the new one is complete.
 
     Raises OutputError, also if a folder of that name is not a checkpoint.
     """

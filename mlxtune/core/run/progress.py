@@ -181,7 +181,7 @@ class Progress:
         )
 
     def reopen_epoch(self, steps_per_epoch: int, total_steps: int, validated: bool = False) -> None:
-        """Drop the records that end an epoch cut short, if more steps may follow.
+        """Drop the records that end an unfinished epoch, if more steps may follow.
 
         The last validation stays if an uninterrupted run would have it too (`validated`), or if its
         adapter has replaced the adapter of a worse validation in `best/`.

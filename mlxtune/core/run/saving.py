@@ -73,16 +73,16 @@ class CheckpointSaver:
         return self.every_steps is not None and step - self._saved_step >= self.every_steps
 
     def try_save(self, name: str, content: CheckpointContent) -> None:
-        """Write a checkpoint and remove older ones; if that fails, warn and let training continue.
+        """Write a checkpoint, and prune older ones; if that fails, warn and let training continue.
 
         Progress is lost only if the run ends before the disk works again.
         """
         self._try(lambda: self.save(name, content))
 
     def save(self, name: str, content: CheckpointContent) -> Path:
-        """Write a checkpoint and remove older ones. Raises OutputError."""
+        """Write a checkpoint, and prune older ones. Raises OutputError."""
         self._saved_step, self._saved_at = content.metadata["step"], self.clock()
-        # Without `best/`, a run cannot resume from a checkpoint after the best one.
+        # Without `best/`, a run cannot resume from a checkpoint later than the best step.
         self._save_pending_best()
         target = self._write(name, content)
         self._kept = [*(path for path in self._kept if path != target), target][-self.keep :]

@@ -1,4 +1,4 @@
-"""Describes a run in one place for all texts, pages, cards and tables, and compares options."""
+"""Describes a run alike for all texts, pages, cards and tables, and compares runs' options."""
 
 from __future__ import annotations
 

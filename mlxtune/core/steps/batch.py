@@ -39,7 +39,7 @@ class MicroBatch:
 
 
 def run_length(example: Example) -> int:
-    """Return how many tokens the model must process: all before the last supervised token.
+    """Return how many tokens the model must process: those before the last supervised token.
 
     Later tokens predict nothing that carries loss. The result is at least 1.
     """

@@ -14,8 +14,8 @@ from mlxtune.core.steps.memory_terms import (
 # The largest and smallest number of vocabulary rows in a block of the head, and the largest number
 # of logits in a block.
 _VOCABULARY_BLOCK, _FEWEST, _BLOCK_LOGITS = 4096, 512, 1 << 21
-# The numbers of blocks of cast weights and of logits in memory, and the maximum number of copies of
-# all logits.
+# The numbers of blocks in memory, of cast weights and of logits, and the maximum number of copies
+# of all logits.
 _CASTS, _LOGIT_BLOCKS, _LINEAR_LOGITS = 5, 9, 2
 # The number of copies of a chunk's logits that cross-entropy and its gradient hold, and the number
 # of copies not yet freed when the backward passes of layers begin.

@@ -142,7 +142,7 @@ def choose(
     checkpointing: Sequence[bool],
     tolerance: float,
 ) -> MemoryPlan | None:
-    """Return the plan with the least memory among plans about as fast as the fastest that fits.
+    """Return, of the fitting plans about as fast as the fastest, the plan with the least memory.
 
     Measured memory decides whether a plan fits. The estimate from sizes ranks the plans:
     measurements vary a little, and a different plan changes float rounding.

@@ -1,4 +1,4 @@
-"""The choice of training rows, and their order: for given data, the seed decides both."""
+"""Chooses and orders training rows: for given data and options, the seed decides both."""
 
 import random
 from collections import Counter
@@ -113,7 +113,7 @@ def shuffled_steps(rows: int, batch_size: int, seed: int, epoch: int) -> list[li
 def steps_by_length(
     lengths: Sequence[int] | npt.NDArray[np.int64], batch_size: int, seed: int, epoch: int
 ) -> list[list[int]]:
-    """Return the rows of each step of an epoch: rows of similar lengths, and steps in random order.
+    """Return the rows of each step of an epoch: alike in length, with steps in random order.
 
     `lengths` counts the tokens of each row. If the rows do not fill all steps, one step, chosen at
     random, is smaller. The order depends on the arguments only.

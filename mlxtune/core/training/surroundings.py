@@ -72,7 +72,7 @@ class Surroundings:
     def answer(
         self, demand: Demand, pipeline: Pipeline, examples: Sequence[Example], step: int
     ) -> bool:
-        """Release memory, and wait for mains power; no step may be running.
+        """Release memory and wait for mains power, each if demanded; no step may be running.
 
         `examples` are the examples of the next step. Return whether micro-batches were halved.
         """

@@ -149,7 +149,7 @@ def test_error_names_the_file_the_reason_and_the_remedy(secret: Path, folder: Pa
     with pytest.raises(OutputError) as raised:
         write_file(folder / "a", [b""])
     assert str(raised.value) == (
-        f"{folder / 'a'}: cannot be written: it also has another name, by a hard link: "
+        f"{folder / 'a'}: cannot be written: it also has another name (a hard link): "
         "move it away, or choose another path"
     )
 
