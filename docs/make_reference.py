@@ -148,7 +148,7 @@ def _argument(argument: click.Argument) -> str:
 
 
 def _sections(each: click.Command) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    """Yield a command's options by section; the last section has those that are not in a config."""
+    """Yield a command's options by section; the last section has the options without a config."""
     fields = dataclasses.fields(each.config) if isinstance(each, ConfigCommand) else ()
     types = field_types(each.config) if isinstance(each, ConfigCommand) else {}
     arguments = {p.name for p in each.params if isinstance(p, click.Argument)}
@@ -233,7 +233,7 @@ def _name(name: str) -> Iterator[str]:
 
 
 def _fields(found: type) -> Iterator[str]:
-    """Yield the lines of a call that creates a dataclass, one field on each."""
+    """Yield the lines of a call that creates a dataclass, with one field on each line."""
     yield f"{found.__name__}("
     for field in dataclasses.fields(found):
         default = ""

@@ -48,7 +48,7 @@ def start(*arguments: object, **options: Any) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], read: str = "", timeout: float = 600) -> Outcome:
-    """Wait for the end; `read` is the part of stderr that was read before."""
+    """Wait for the process to end; `read` is the part of stderr that was read before."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

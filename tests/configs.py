@@ -1,4 +1,4 @@
-"""Configs of runs with few options beyond the required ones, and their problems, for tests."""
+"""For tests, makes configs with the required options and a few more, or returns their problems."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ settings.register_profile("same", derandomize=True, max_examples=20, **_NO_CLOCK
 settings.register_profile("explore", derandomize=False, print_blob=True, **_NO_CLOCK)
 settings.load_profile("same")
 
-# Parallel test processes use one thread each, because more would only wait for each other.
+# Parallel test processes use one thread each, because more threads would only wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} | os.environ
 

@@ -1,4 +1,4 @@
-"""Tiny configs of mlx-lm's families of mixtures of experts, for tests."""
+"""Tiny configs of mlx-lm's mixture-of-experts families, for tests."""
 
 from __future__ import annotations
 

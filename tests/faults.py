@@ -33,11 +33,11 @@ class Crash(BaseException):
 
 
 class FaultyDisk:
-    """Fails the file operation of number `fails_at`, counted from 1.
+    """Fails file operation number `fails_at`, counted from 1.
 
-    If that operation is a write, half of its data is written. It fails with `code`, and later
-    operations succeed. With CRASH, it and all later operations raise Crash, so that no cleanup
-    happens either. Only operations in the folder `within` count, by default all operations.
+    If that operation is a write, half of its data is written. The operation fails with `code`, and
+    later operations succeed. With CRASH, that operation and all later ones raise Crash, so that no
+    cleanup happens either. Only operations in the folder `within` count, by default all operations.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class FaultyDisk:
             raise Crash
 
     def pass_or_fail(self, name: str, *, ignores: bool = False) -> None:
-        """Count an operation, and raise if it should fail."""
+        """Count an operation, and raise an error if this operation should fail."""
         self._check_alive()
         if self.code != CRASH and (ignores or name not in _MAKING):
             return

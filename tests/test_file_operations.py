@@ -14,7 +14,7 @@ import mlxtune
 PACKAGE = Path(mlxtune.__file__).parent
 ROOM = PACKAGE / "core" / "files"
 
-# Modules of which every function counts, except functions that change and open no file.
+# Modules whose functions all count, except functions that neither change nor open a file.
 MODULES = {"shutil", "tempfile", "fcntl"}
 LOOKING = {"shutil.which", "shutil.disk_usage", "tempfile.gettempdir"}
 OF_OS = {

@@ -110,7 +110,8 @@ def test_chunks_of_a_gated_delta_rule_count_in_its_layers(tmp_path: Path) -> Non
     found = flops(folder)
     squares = sum(2 * 2 * n * min(n, chunk) * width for n in LENGTHS)
     states = sum(3 * 2 * (n - chunk) * width * width for n in LENGTHS if n > chunk)
-    # LoRA is on the attention of layers 2 and 4, so one recurrence is above it.
+    # LoRA is on the attention of layers 2 and 4. Of the two recurrences, only layer 3's, which is
+    # above the first LoRA, also runs backward.
     assert found["recurrence"] == pytest.approx((1 + 3) * heads * (squares + states))
     # q_proj also returns a gate, which is in none of attention's products.
     assert found["attention"] == pytest.approx((1 + 3) * 2 * (2 * HEADS * WIDTH * PAIRS))

@@ -13,7 +13,7 @@ SECONDS, MEMORY = 10.0, 1_500_000_000
 
 
 class TookTooLong(BaseException):
-    """The CPU time is up; not an Exception, so that no `except Exception` catches it."""
+    """Raised when CPU time is up; not an Exception, so that no `except Exception` catches it."""
 
 
 @contextmanager

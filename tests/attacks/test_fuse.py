@@ -35,7 +35,7 @@ def _folder_of_templates(base: Path, secret: Path) -> None:
 
 
 def _beside_the_folder(base: Path, secret: Path) -> None:
-    """Link to a sibling folder whose name starts with the folder's name."""
+    """Link to a file in a sibling folder whose name starts with the model folder's name."""
     other = base.with_name(base.name + "-private")
     other.mkdir()
     (base / "README.txt").symlink_to(shutil.copy(secret, other))

@@ -1,4 +1,4 @@
-"""Hubs whose names lead out of the cache, and a hub that never finishes an answer."""
+"""Hubs that send names which lead out of the cache, and a hub that never finishes an answer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def download(request: pytest.FixtureRequest) -> Callable[[], Path]:
 
 
 def outside(folder: Path) -> dict[str, object]:
-    """Return a snapshot without the two cached repositories and the caches' own files."""
+    """Return a folder's snapshot without the two cached repositories and the caches' own files."""
     return {
         name: each
         for name, each in snapshot(folder).items()
@@ -57,7 +57,7 @@ def outside(folder: Path) -> dict[str, object]:
 
 
 def with_headers(hub: Hub, **changed: str) -> None:
-    """Make the hub send files with changed headers."""
+    """Make the hub send files with these headers added or changed."""
 
     def fault(handler: Handler, method: str, path: str) -> bool:
         if "/resolve/" not in path:

@@ -1,4 +1,4 @@
-"""A signal at any moment gives one line, the right code and no verdict, and leaves no files."""
+"""A signal at any moment gives one line, the right exit code and no verdict, and leaves no file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control characters of a stranger's run are shown and never executed."""
+"""Control characters in a stranger's run are shown and never executed."""
 
 from __future__ import annotations
 

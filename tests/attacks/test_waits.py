@@ -1,4 +1,4 @@
-"""Every wait has a limit: for rows that render endlessly, and in the code of the package."""
+"""Every wait has a limit, while endless rows are rendered and anywhere else in the package."""
 
 from __future__ import annotations
 

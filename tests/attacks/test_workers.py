@@ -76,7 +76,7 @@ def test_worker_that_is_killed_before_anything_is_saved_is_named(
 
 @pytest.mark.parametrize("act", [KILLED, long("time.sleep(600)")])
 @pytest.mark.parametrize("worker", [long(0), 1])
-# These cases are long, as on a busy machine the other worker may end before it can say why.
+# These cases run only with `long`: on a busy machine, the other worker may end before it says why.
 @pytest.mark.parametrize("command", [long("train"), long("resume"), long("doctor")])
 def test_worker_that_joins_and_says_nothing_is_not_waited_for(
     tmp_path: Path, worker: int, act: str, command: str

@@ -73,7 +73,7 @@ def make_pipeline(tmp_path: Path) -> MakePipeline:
 
 
 def fill_lora_b(pipeline: InstructPipeline, seed: int = 1) -> None:
-    """Give B random values: with B's initial zeros, the gradient of A would be zero too."""
+    """Give B random values: with B's initial zeros, the gradient of A would be zero."""
     rng = np.random.default_rng(seed)
     parameters = tree_flatten(pipeline.model.trainable_parameters())
     filled = [

@@ -21,7 +21,7 @@ class _Absent:
 
 
 def kernel_module(name: str) -> Any:
-    """Return a module of mlxtune.backend.cpu, or an `_Absent` one without numba."""
+    """Return a module of mlxtune.backend.cpu, or an `_Absent` if numba is missing."""
     try:
         return importlib.import_module(f"mlxtune.backend.cpu.{name}")
     except ModuleNotFoundError as error:

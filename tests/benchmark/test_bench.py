@@ -374,7 +374,7 @@ def test_peer_that_dies_leaves_our_numbers_and_its_reason(
     assert found["theirs"]["failed"].startswith(said)
     assert found["ratio"] is None
     assert len(found["ours"]["runs"]) == 2
-    # The failure is reported immediately and under the table, and the peer is not retried.
+    # The failure is reported immediately and again under the table, and the peer is not retried.
     assert outcome.err.count(f"mlx-lm failed: {said}") == 2
 
 
@@ -469,7 +469,7 @@ def test_preferences_are_timed_with_their_reference(cli: Cli, model: Path, tmp_p
     (run,) = json.loads(report.read_text())["ours"]["runs"]
     assert run["steps"][0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert run["reference_s"] > 0
-    # The prompt of both sides runs once.
+    # The prompt that both sides share runs once.
     assert run["steps"][0]["tokens_run"] < run["steps"][0]["tokens"]
     refused = cli("bench", *given, "--against", "mlx-lm")
     assert "--against mlx-lm has no dpo" in refused.err

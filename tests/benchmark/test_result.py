@@ -1,4 +1,4 @@
-"""Ratios, spreads and agreement of a benchmark, on numbers made by hand."""
+"""Ratios, spreads and agreement of a benchmark, on made-up numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are interrupted once, twice, and before they train."""
+"""Runs that are interrupted once, twice, or before they train."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def trained_on(model: Path, output: Path, **options: object) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model in float32 and the folder of an adapter trained on it."""
+    """A model in float32, and the folder of an adapter that was trained on this model."""
     folder = tmp_path_factory.mktemp("trained")
     model = write_model(folder / "model", "llama")
     named = model / "additional_chat_templates" / "tool_use.jinja"
@@ -52,7 +52,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model in four bits and the folder of an adapter trained on it."""
+    """A model in four bits, and the folder of an adapter that was trained on this model."""
     folder = tmp_path_factory.mktemp("quantised")
     model = write_model(folder / "model", "qwen3", quantize=4, dtype="bfloat16")
     return model, trained_on(model, folder / "out")

@@ -120,7 +120,7 @@ def held_out_rows(run: Path) -> list[int]:
 def test_without_rows_of_an_own_run_the_divergence_on_prompts_decides(
     run: Path, tmp_path: Path, missing: str
 ) -> None:
-    """A stranger's run would otherwise choose which files are read."""
+    """A stranger's run must not choose which files are read."""
     copy = tmp_path / "run"
     if missing == "mark":
         shutil.copytree(run / "out", copy)
@@ -156,7 +156,7 @@ def test_plain_base_is_not_measured(tmp_path: Path) -> None:
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs {SHARED}")
 @pytest.mark.long
 def test_real_model_of_four_bits_keeps_what_it_learned(tmp_path: Path) -> None:
-    """A model of stories learns arithmetic; four bits would undo more than a tenth of the gain."""
+    """A model of stories was taught arithmetic; 4 bits would undo over a tenth of the gain."""
     from mlx_lm import convert
 
     base = tmp_path / "base"

@@ -70,7 +70,7 @@ def run(model: Path, chat: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
 def worsening_run(
     model: Path, chat: Path, gibberish: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Run:
-    """A run whose validation loss rises from the first epoch on, stopped after two more."""
+    """A run whose validation loss rises from the first epoch on, stopped after two more epochs."""
     folder = tmp_path_factory.mktemp("worsening")
     options = {"val_data": str(gibberish), "epochs": 8, "patience": 2, "schedule": "constant"}
     options |= {"keep": 8}

@@ -49,7 +49,7 @@ BASES: dict[str, dict[str, Any]] = {
 }
 
 
-# Each member and each base once; the slow and long pairs are the unusual ones.
+# Each member and each base at least once; pairs that are less common are slow or long.
 PAIRS = [
     ("lora", "float32"),
     *(slow("dora", "bfloat16"), slow("pissa", "4-bit")),

@@ -19,7 +19,7 @@ from mlxtune.diagnosis.workbench import QWEN, Workbench
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
-    """A function that fakes processes by their exit codes and files; it returns their arguments."""
+    """A function that fakes processes by exit codes and files, and returns their arguments."""
 
     def replace(*statuses: int, **files: str) -> list[list[str]]:
         started: list[list[str]] = []

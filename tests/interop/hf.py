@@ -1,4 +1,4 @@
-"""Model folders that transformers writes with random weights, and adapters trained on them."""
+"""Model folders that transformers writes with random weights, and adapters of these models."""
 
 from __future__ import annotations
 

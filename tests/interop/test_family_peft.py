@@ -234,7 +234,7 @@ def test_pissa_trains_as_in_peft_and_is_written_as_peft_converts_it(
     rate = 1e-3
     pipeline = ours(folder, init="pissa", learning_rate=rate, weight_decay=0.0)
     model = theirs(folder, init_lora_weights="pissa")
-    # Otherwise PEFT would subtract the principal part again when it loads this adapter.
+    # With `pissa` in the saved config, PEFT would subtract the principal part again when loading.
     model.peft_config["default"].init_lora_weights = True
     model.save_pretrained(tmp_path / "start")
     model.peft_config["default"].init_lora_weights = "pissa"

@@ -174,7 +174,7 @@ def test_exported_and_imported_again_is_the_same_to_the_bit(
 
 
 def peft_made(model: Path, output: Path, **config: Any) -> tuple[Path, np.ndarray[Any, Any]]:
-    """Make PEFT write an adapter with random tensors; return its folder and the logits with it."""
+    """Make PEFT write an adapter with random tensors; return the adapter's folder and logits."""
     settings = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6, "target_modules": ["q_proj"]}
     wrapped = peft.get_peft_model(base_of(model), peft.LoraConfig(**settings | config))
     torch.manual_seed(0)

@@ -111,7 +111,7 @@ def compare_rows(
     """Compare every pair's tokens and masks; raise AssertionError at the first difference.
 
     Both libraries must agree, unless a token crosses the start of an answer: then TRL's answer
-    starts before that token, while mlxtune's keeps the prompt of inference. TRL also trains on the
+    starts before that token, while mlxtune keeps the inference prompt. TRL also trains on the
     template's text after the end of the turn; mlxtune does not. Return the number of answers by
     kind, and the equal pairs as TRL's rows, without that text.
     """

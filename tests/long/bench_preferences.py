@@ -2,12 +2,12 @@
 
     python -m tests.long.bench_preferences [--peer-python PATH] [--repeats N] [--json FILE]
 
-The rows are the first 16 pairs of LLaMA-Factory's `dpo_en_demo` with one human turn and fewer than
-4,300 characters, in 4 steps of 4 pairs, cut to 1,024 tokens; the model is the small shape in
-float32, with rank 8 on queries and values. A measured run consists of the reference and the steps,
-without start and warm-up. `bench_unsloth` says how to make Unsloth's environment, whose interpreter
-is PATH. Unsloth's trainer computes the reference either before or within the steps. It does not
-compile, as compiling takes ten more minutes on the CPU.
+The rows are the first 16 pairs of LLaMA-Factory's `dpo_en_demo` that have one human turn and fewer
+than 4,300 characters. They make 4 steps of 4 pairs, with each example cut to 1,024 tokens. The
+model is the small shape in float32, with rank 8 on queries and values. A measured run consists of
+the reference and the steps, without start and warm-up. `bench_unsloth` says how to make Unsloth's
+environment, whose interpreter is PATH. Unsloth's trainer computes the reference either before or
+within the steps. It does not compile, as compiling takes ten more minutes on the CPU.
 """
 
 from __future__ import annotations

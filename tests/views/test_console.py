@@ -1,4 +1,4 @@
-"""A run's messages on a terminal, also a closed one, and with control characters."""
+"""A run's messages on a terminal, even after it is closed, and with control characters."""
 
 from __future__ import annotations
 

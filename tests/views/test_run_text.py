@@ -153,7 +153,7 @@ def test_template_that_the_model_lacks_is_said_to_be_left_out_by_mlx_lm() -> Non
 def summary(
     folder: Path, *val_losses: float | None, within: float | None = None, early: bool = False
 ) -> list[str]:
-    """Return a run's summary, with one step per epoch; `within` replaces the first loss."""
+    """Return a run's summary, with one step per epoch; `within` replaces the first epoch's loss."""
     records: list[Record] = [] if None in val_losses else [ValidationRecord(0, 3.0, 20.0)]
     for number, loss in enumerate(val_losses, start=1):
         records.append(record(number, epoch=number, tokens=2000, rows=3, seconds=1.0))

@@ -33,7 +33,7 @@ def following(live: Live, view: str = "", last: str = "") -> Events:
 
 
 def parts_of(events: Events) -> dict[str, Any]:
-    """Return the parts of the page that the next event contains; None is no event."""
+    """Return the parts of the page in the next event, after any None, which means no event."""
     event = next(each for each in events if each is not None)
     parts: dict[str, Any] = json.loads(event[1])
     return parts

@@ -25,7 +25,7 @@ TOKENS = [[5, 17, 80, 3]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model and the folder of an adapter trained on it."""
+    """A model, and the folder of an adapter that was trained on this model."""
     folder = tmp_path_factory.mktemp("trained")
     model = write_model(folder / "model", "qwen3")
     rows = write_chat(folder / "chat.jsonl", sums(20))

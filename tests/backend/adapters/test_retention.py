@@ -1,4 +1,4 @@
-"""The lost share of an adapter's gain, and the storage chosen by it."""
+"""The share of an adapter's gain that is lost, and the choice of a storage format by this share."""
 
 from __future__ import annotations
 

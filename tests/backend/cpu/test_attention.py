@@ -43,7 +43,7 @@ def assert_same_attention(
 
 
 def reference(q: mx.array, k: mx.array, v: mx.array, mask: Any) -> mx.array:
-    """Return mlx's attention, for each half of the values, because it needs equal widths."""
+    """Return mlx's attention, computed in two halves because mlx needs values as wide as keys."""
     width = q.shape[-1]
     parts = [v[..., :width], mx.pad(v[..., width:], [(0, 0)] * 3 + [(0, 2 * width - v.shape[-1])])]
     options = {"scale": SCALE, "mask": mask}

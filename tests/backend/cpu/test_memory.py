@@ -15,8 +15,8 @@ KERNELS = Execution(CPU, 64)
 
 def test_cpu_keeps_inputs_and_products_of_each_layer_but_the_last() -> None:
     peak = predict(shapes(), KERNELS, BatchLoad(2, 50, 4, 100))
-    # The last product is as wide as the input. A layer's backward pass holds its products again,
-    # its input, and the gradients.
+    # The last product is as wide as the input. A layer's backward pass holds the layer's products
+    # again, the layer's input, and the gradients.
     assert peak.activations == 4 * 100 * (2 * 10 + 2 * (100 - 10) + (100 + 10 + 3 * (30 + 10)))
     assert peak.head == 0
 

@@ -64,7 +64,7 @@ def test_parts_that_have_a_faster_way_take_it(
     for name, home in HOMES.items():
         monkeypatch.setattr(home, name, noted(name, before[home][name]))
     mx.eval(model(TOKENS))
-    # Activations come from a table that holds the functions before they were patched.
+    # Activations come from a table that still holds the functions from before the patch.
     table = {"swiglu"}
     assert called - table == set(USES[architecture]) - table
 

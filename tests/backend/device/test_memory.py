@@ -1,4 +1,4 @@
-"""Memory limits and the relief of memory pressure, with fake answers of the device."""
+"""Memory limits and the relief of memory pressure, with a fake device's answers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def test_memory_that_other_programs_hold_is_not_planned_with(
     monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 2_000_000_000)
     monkeypatch.setattr(memory.mx, "get_cache_memory", lambda: 1_000_000_000)
     assert memory.find_limits(24).memory == 8_000_000_000
-    # Memory of other mlxtune runs counts as free: reservations make this run wait or refuse it.
+    # Memory of other mlxtune runs counts as free, because their reservations already make this run
+    # wait or fail.
     ours = Reservation(os.getpid(), 9_000_000_000, "this run")
     other = Reservation(1, 3_000_000_000, "another run")
     monkeypatch.setattr(memory, "reservations", lambda folder: [ours, other])
@@ -184,7 +185,7 @@ def test_memory_that_is_held_counts_though_nothing_new_is_taken() -> None:
 
 
 def test_peak_of_the_process_counts_what_mlx_does_not() -> None:
-    # In a separate process, because this one's peak is already higher.
+    # The code runs in a separate process, because this process's peak is already higher.
     code = (
         "import numpy as np\n"
         "from mlxtune.backend.device import memory\n"

@@ -102,7 +102,7 @@ def test_soft_cap_that_small_logits_hide_is_seen() -> None:
 
 
 class Renamed(nn.Module):  # type: ignore[misc]
-    """A model with another name for its trunk."""
+    """A model whose trunk has a different name."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

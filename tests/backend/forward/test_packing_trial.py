@@ -26,7 +26,7 @@ LAST_BIT = {"bfloat16": 2**-7, "float16": 2**-10}
 
 
 def packing_problem(model: nn.Module) -> str:
-    """Return the reason why a model cannot pack, empty if it can."""
+    """Return the reason why a model cannot pack, or an empty text if it can."""
     forward = Forward(model, DropoutKeys(), Execution(MLX), trains=False)
     assert forward.execution.packs == (not forward.packing_problem)
     return forward.packing_problem

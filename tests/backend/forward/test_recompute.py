@@ -55,7 +55,7 @@ class Gain(nn.Module):  # type: ignore[misc]
 
 
 class Layer(nn.Module):  # type: ignore[misc]
-    """Counts its calls; `trained` makes its gain trainable."""
+    """A layer that counts its calls; `trained` makes the layer's gain trainable."""
 
     def __init__(self, seed: int, trained: bool = True) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def test_quantised_products_of_mlx_read_their_inputs() -> None:
 
 
 def products(recompute: bool, tmp_path: Path) -> int:
-    """Return the number of matrix products in a step's gradients."""
+    """Return the number of matrix products in the graph of a step's gradients."""
     how = Execution(MLX, recompute=recompute)
     made = fresh(model_folder("qwen3"), how, 10_000, dropout=0.3)
     made.model.train()

@@ -41,7 +41,7 @@ from tests.slow import long, long_except, slow
 
 # True uses the CPU's kernels, False MLX's operations.
 EXECUTIONS = {True: Execution(CPU, 10**6), False: Execution(MLX, 10**6)}
-# So large that uncounted memory is negligible.
+# The layers are so large that uncounted memory is negligible.
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 768,

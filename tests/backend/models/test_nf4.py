@@ -67,7 +67,8 @@ def test_scale_levels_are_a_sign_an_exponent_and_a_fraction() -> None:
     levels = nf4.scale_levels()
     assert len(levels) == len(set(levels.tolist())) == 256
     assert (levels.min(), levels.max()) == (pytest.approx(-0.99297, abs=1e-5), 1.0)
-    # The smallest exponent has one fraction; each larger exponent has twice as many.
+    # The smallest exponent has one fraction; each larger exponent has twice as many as the one
+    # before.
     counts = [int(((levels >= 10.0**e) & (levels < 10.0 ** (e + 1))).sum()) for e in range(-7, 0)]
     assert counts == [1, 2, 4, 8, 16, 32, 64]
 

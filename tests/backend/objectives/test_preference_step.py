@@ -28,7 +28,8 @@ from tests.backend.step.executions import (
 )
 from tests.slow import long, slow
 
-# Losses of each kind: of single rows, across rows, with a divergence, and mlxtune's own.
+# One objective for each kind of loss: of single rows, across rows, with a divergence, with the NLL
+# of prompt and answer, and by the mean log-probability of a token.
 OBJECTIVES = {
     "dpo": objective_of("dpo", sft_weight=0.5),
     "aot": objective_of("dpo", dpo_loss="aot"),
@@ -68,7 +69,7 @@ def expected(name: str) -> tuple[float, dict[str, Any]]:
 def formula(
     name: str, objective: Objective, examples: list[Example], logps: list[mx.array], kl: float
 ) -> mx.array:
-    """Return the loss by the formulas of the papers."""
+    """Return the loss by the papers' formulas."""
     beta = objective.options.strength
 
     def nls(x: mx.array) -> mx.array:
@@ -123,7 +124,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "way", "tokens"), CASES)
 def test_step_equals_plain_autograd_however_it_is_split(name: str, way: str, tokens: int) -> None:
-    """Splits into one or two micro-batches, or one per example."""
+    """The step is split into one or two micro-batches, or into one for each example."""
     made = fresh(model_folder("qwen3"), WAYS[way], tokens=tokens, objective=OBJECTIVES[name])
     loss, gradients = expected(name)
     found = computed(made, rows_of(OBJECTIVES[name]))

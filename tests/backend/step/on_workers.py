@@ -81,7 +81,7 @@ def check_preferences(workers: Workers) -> None:
             np.testing.assert_allclose(found[key], value, rtol=1e-4, atol=1e-5)
 
 
-# Losses of single rows, across rows, and with a divergence.
+# A loss of single rows, a loss across rows, and a loss with a divergence.
 OBJECTIVES: list[tuple[str, dict[str, object]]] = [
     ("dpo", {}),
     ("dpo", {"dpo_loss": "aot"}),

@@ -58,7 +58,8 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-# Every way runs several micro-batches; some ways also run one for each example, and one for all.
+# Every way runs several micro-batches. Two ways also run one micro-batch for each example, and one
+# micro-batch for all examples.
 SIZED = [(way, 60) for way in WAYS]
 SIZED += [(way, tokens) for way in ("split head", "all") for tokens in (1, 10_000)]
 

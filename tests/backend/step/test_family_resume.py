@@ -1,4 +1,4 @@
-"""Runs of LoRA's family that are interrupted and resumed take the same steps as others."""
+"""Interrupted and resumed runs of LoRA's family take the same steps as uninterrupted runs."""
 
 from __future__ import annotations
 

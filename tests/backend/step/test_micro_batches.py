@@ -1,4 +1,4 @@
-"""GPU faults within a step are retried, and the step's result does not change."""
+"""Work within a step is retried after a GPU fault, and the step's result does not change."""
 
 from __future__ import annotations
 

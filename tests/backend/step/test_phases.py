@@ -1,4 +1,4 @@
-"""Profiled steps have the same results as others, and their phases cover all work."""
+"""Profiling does not change a step's result, and the phases cover all of the step's work."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_step_has_all_its_phases_and_they_add_up(way: str) -> None:
 def test_next_to_nothing_of_a_step_is_left_to_no_phase() -> None:
     pipeline = fresh(model_folder("qwen3"), SPLIT, 60)
     steps = [profiled_step(pipeline, step) for step in range(1, 4)]
-    # The best of a few steps, because other processes may interrupt any of them.
+    # The lowest share of a few steps, because other processes may interrupt any of them.
     assert min(step.phases["other"].seconds / step.seconds for step in steps) < 0.05
 
 

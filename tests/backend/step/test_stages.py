@@ -1,4 +1,4 @@
-"""Evaluation in stages gives the same bytes; the measured time decides the number of stages."""
+"""Several stages give the same bytes as one; the measured time decides the number of stages."""
 
 from typing import Any
 

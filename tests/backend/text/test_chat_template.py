@@ -277,7 +277,7 @@ def test_thinking_is_supervised_as_the_template_writes_it(
 ) -> None:
     messages = golden(shared, template, name)["messages"]
     if template.file == "diffusion_gemma.jinja":
-        # This template omits tags in the content; servers return thinking in a field instead.
+        # This template omits thinking in tags; servers return thinking in a field instead.
         messages = [_with_thinking_in_field(message) for message in messages]
     data = write_rows(tmp_path / "chat.jsonl", {"messages": messages})
     answers = sum(message["role"] == "assistant" for message in messages)

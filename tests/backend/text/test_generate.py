@@ -198,7 +198,7 @@ def test_only_the_likeliest_are_drawn_as_mlx_lm_draws_them(options: dict[str, An
     ours = Sampling(temperature=1.0, **kept).sampler(5)
     mx.random.seed(0)
     found = np.array(ours(logprobs))
-    # The two likeliest tokens have a probability of 0.65 together.
+    # The two likeliest tokens together have a probability of 0.65.
     wanted = 2 if "top_p" in options else min(options["top_k"], 5)
     assert set(found.tolist()) == set(range(wanted))
     if options.get("top_k") != 10**6:

@@ -45,7 +45,7 @@ def check_file(folder: Path, data: Path, tokenizer: Any = None, **options: Any) 
             before = {**content, "messages": messages[:position]}
             prompt = prompt_of(asker.encoder, before, "here")
             assert list(prompt.ids) == context, f"{data}:{row[0].row}, message {position + 1}"
-            # After a tool call, Gemma 4 ends the turn with another of its eos_ids.
+            # After a tool call, Gemma 4 ends the turn with a different one of its eos_ids.
             assert messages[position].get("tool_calls") or prompt.end == answer[-1]
             seen += 1
         # `--generate` answers a row's last turn.

@@ -193,7 +193,7 @@ def test_template_does_not_reach_what_is_outside_it(lasting: TemplateProcess, so
         assert any(word in text for word in ("unsafe", "undefined", "loader"))
 
 
-# transformers must render each of these templates equally.
+# transformers must render each of these templates to the same text.
 HARMLESS = [
     "{% for m in messages %}{{ loop.index }} {{ loop.revindex }} {{ loop.length }} {{ loop.last }}"
     "{{ loop.previtem is defined }} {{ loop.nextitem }} {{ loop.cycle('a', 'b') }}"

@@ -28,7 +28,7 @@ CONTROL = "|".join(map(re.escape, CONTROL_TOKENS))
 
 @dataclass
 class PatternTokenizer:
-    """Makes a token of each match of a pattern that covers any text; numbers them as they occur."""
+    """Makes a token of each match of a pattern that covers any text; numbers tokens in order."""
 
     pattern: str
     bos: str | None = None

@@ -112,7 +112,7 @@ def drops_system(messages: Messages, **options: Any) -> str:
 
 
 def ends_twice(messages: Messages, *, add_generation_prompt: bool, **options: Any) -> str:
-    """Ends the turn, and also the text unless an answer is requested."""
+    """Writes ChatML, and ends the text with a further token unless an answer is requested."""
     text = chatml(messages, add_generation_prompt=add_generation_prompt, **options)
     return text if add_generation_prompt else text + "<|endoftext|>"
 

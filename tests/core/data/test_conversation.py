@@ -1,4 +1,4 @@
-"""Rows to conversations: converted messages, refused ones, and the notes on them."""
+"""Rows to conversations: converted messages, refused messages, and notes on messages."""
 
 from __future__ import annotations
 

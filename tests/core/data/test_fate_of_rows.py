@@ -88,7 +88,7 @@ def trained_turns(conversation: Conversation, turns: str, first_has_prompt: bool
 def without_unasked(
     conversation: Conversation, chosen: list[int], runs: int, told: Mapping[str, list[str]]
 ) -> list[int]:
-    """Return the trained turns if some unprompted turns cannot be written.
+    """Return the chosen turns, without unprompted turns if the template cannot write these.
 
     A note reports such turns. Each of them has a tool call, because not every template shows calls.
     """

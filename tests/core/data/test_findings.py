@@ -1,4 +1,4 @@
-"""Findings in the data, compared with a row-by-row comparison."""
+"""Findings in the data, against a comparison of the rows one by one."""
 
 from __future__ import annotations
 

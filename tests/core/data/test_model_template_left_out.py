@@ -1,4 +1,4 @@
-"""Turns that a model's own template omits or does not prompt for are reported, and rows kept."""
+"""Turns that a model's own template omits or does not prompt for are reported; rows are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's own template and thinking: trained once at any place, or reported as dropped."""
+"""Thinking under a model's own template is trained once, at any place, or reported as dropped."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def example(row: int, length: int, supervised: int) -> Example:
 def evaluated(
     changes: list[float], trained: list[int] | None = None, start: float | None = None
 ) -> Evaluation:
-    """Evaluate rows of base loss 8; the adapter adds `changes`, and the first adapter `start`."""
+    """Evaluate rows whose base loss is 8; the adapter adds `changes`, the first adapter `start`."""
     corpus = Corpus.of([example(10 + i, 9, 4) for i in range(len(changes))])
     corpus.paths = ["a.jsonl"]
     judged = JudgedRows.of(corpus.select(), corpus.identities[trained or []])

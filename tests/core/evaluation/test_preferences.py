@@ -79,7 +79,8 @@ def test_noise_in_pairs_is_seldom_called_a_change(rows: int, share: float) -> No
     draw = np.random.default_rng(7)
     outside = 0
     for _ in range(1000):
-        # Equal shares of the pairs are lost and gained; the other half of the rest is preferred.
+        # The same share of pairs is lost and gained; half of the other pairs are preferred both
+        # times.
         place = draw.random(rows)
         kept = place >= (1 + 2 * share) / 2
         low, high = paired_share_interval(

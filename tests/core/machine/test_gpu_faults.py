@@ -10,7 +10,7 @@ from mlxtune.errors import GpuError, MemoryLimitError
 METAL = "[METAL] Command buffer execution failed: "
 CODE = "kIOGPUCommandBufferCallbackError"
 TEXTS = {
-    # Texts from MLX's source or from reports of users.
+    # Texts from MLX's source or from users' reports.
     "[malloc] Unable to allocate 18 bytes.": Fault.OUT_OF_MEMORY,
     "[metal::malloc] Attempting to allocate 9 bytes which is greater than the maximum allowed "
     "buffer size of 8 bytes.": Fault.OUT_OF_MEMORY,

@@ -1,4 +1,4 @@
-"""Checkpoint folders are old or new, checked before use, and pruned."""
+"""Checkpoint folders are wholly old or wholly new, checked before use, and pruned."""
 
 from __future__ import annotations
 

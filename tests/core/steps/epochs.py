@@ -17,7 +17,7 @@ LENGTHS = {
 
 
 def epoch_of(name: str, rows: int = 1000, vocabulary: int = 256) -> list[list[Example]]:
-    """Return the shuffled steps of 4 of an epoch, with 20 to 70% of each row supervised."""
+    """Return an epoch's shuffled steps of 4 rows, with 20 to 70% of each row supervised."""
     mean, deviation, shortest, longest, prefix = LENGTHS[name]
     rng = np.random.default_rng(1)
     shared, examples = rng.integers(0, vocabulary, prefix), []

@@ -80,7 +80,7 @@ def test_measured_factors_correct_the_estimate() -> None:
     again = replace(GRAPH, recompute=True)
     tokens = 80 * (3 * (30 + 10) + 2 * 100 + 4 * 10) / 4
     scores = 2 * 50**2 * (6 + 2) / 2
-    # The kept part, the inputs of layers, is known.
+    # No factor corrects the kept part, the layers' inputs, because its size is known.
     assert predict(passed, again, load).activations == 4 * (80 * 2 * 10 + tokens + scores + 2)
 
 

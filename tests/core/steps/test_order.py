@@ -242,7 +242,7 @@ def test_steps_by_length_differ_by_epoch_in_their_rows_and_in_their_order() -> N
 
     met = [{frozenset(step) for step in steps} for steps in epochs]
     assert all(len(a & b) < 10 for a, b in combinations(met, 2))
-    # The incomplete step comes at any place, with any length.
+    # The incomplete step may come at any place, with rows of any length.
     places = [next(i for i, step in enumerate(steps) if len(step) == 2) for steps in epochs]
     assert len(set(places)) > 10
     short = [lengths[steps[at][0]] for steps, at in zip(epochs, places, strict=True)]

@@ -1,4 +1,4 @@
-"""The plan of a padded step: laws over any examples, and the minimum found by a search."""
+"""The plan of a padded step: laws over any examples, and the lowest cost, found by a search."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def steps(draw: st.DrawFn, max_size: int = 7) -> list[Example]:
 
 
 def least(examples: Sequence[Example], max_tokens: int, fixed: int) -> int:
-    """Return the cost of the best plan."""
+    """Return the cost of the cheapest plan, found by a search over all groups."""
 
     def cost(members: tuple[int, ...]) -> int:
         width = max(run_length(examples[i]) for i in members)

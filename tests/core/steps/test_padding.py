@@ -1,4 +1,4 @@
-"""Real chat data, and data of known lengths, in lines."""
+"""Real chat data, and data of known lengths, packed into lines."""
 
 from __future__ import annotations
 

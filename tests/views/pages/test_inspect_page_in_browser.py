@@ -152,7 +152,7 @@ def test_search_and_filters_show_what_matches_and_write_the_address(
 
 
 def test_number_finds_the_row_and_the_text(seen: dict[str, Any]) -> None:
-    # Found are row 33, and the text `word33` in row 20.
+    # The search for the number finds row 33, and the text `word33` in row 20.
     assert seen["number"][0] == "2 of 7 shown"
 
 
