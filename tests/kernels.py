@@ -62,7 +62,7 @@ class Kernel:
 
 @contextmanager
 def kernel(**options: Any) -> Iterator[Kernel]:
-    """Start a kernel in this environment."""
+    """Yield a kernel that runs in this environment."""
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     manager, client = start_new_kernel(kernel_name="python3", **pipes, **options)
     try:

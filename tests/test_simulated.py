@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="simulates a Mac
 
 
 def answer(python: Path, code: str, **variables: str) -> Any:
-    """Return the JSON that code prints in a grandchild process."""
+    """Return the JSON that `code` prints in a grandchild process."""
     inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}], check=True)"
     # The simulation must not depend on the processes' environment variables.
     kept = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **variables}

@@ -422,7 +422,7 @@ def long_bench(model: Path, chat: Path, tmp_path: Path) -> Iterator[Any]:
 
 
 def workers(scratch: Path) -> list[str]:
-    """The processes whose command line names the folder."""
+    """Return the processes whose command line names the folder."""
     found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:

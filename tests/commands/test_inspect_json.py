@@ -17,7 +17,7 @@ PAGE = DOCS / "inspect.md"
 
 
 def documented() -> dict[str, dict[str, str]]:
-    """The fields and their types in each table of docs/inspect.md's schema."""
+    """Return the fields and their types in each table of docs/inspect.md's schema."""
     text = PAGE.read_text(encoding="utf-8").partition("\n## JSON\n")[2]
     tables: dict[str, dict[str, str]] = {}
     name = "inspection"

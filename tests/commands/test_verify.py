@@ -83,7 +83,7 @@ def without_last(path: Path) -> None:
 
 
 def other_shapes(run: Path) -> None:
-    """Write an adapter of another rank, with a manifest that lists it."""
+    """Replace the best adapter with one of a different rank, and write a manifest to match."""
     path = run / "best" / "adapters.safetensors"
     tensors = safetensors.numpy.load_file(path)
     cut = {

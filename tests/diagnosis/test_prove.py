@@ -92,7 +92,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
 
 
 def documented() -> dict[str, dict[str, set[str]]]:
-    """The keys and types in each table of the JSON's description in docs/doctor.md."""
+    """Return the keys and types in each table of docs/doctor.md that describes the JSON."""
     text = (DOCS / "doctor.md").read_text(encoding="utf-8").partition("\n## JSON of `--prove`\n")[2]
     tables: dict[str, dict[str, set[str]]] = {}
     name = ""

@@ -39,7 +39,7 @@ def refusal(text: str) -> str:
 
 
 def kept() -> list[str]:
-    """Return the names of the hub cache's files, complete or partial."""
+    """Return the names of the data sets' files in the hub's cache, complete or partial."""
     cache = Path(constants.HF_HUB_CACHE)
     return sorted(each.name for each in cache.glob("datasets--*/blobs/*"))
 

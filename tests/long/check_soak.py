@@ -42,7 +42,7 @@ class Sample:
 
 
 def sample(step: int) -> Sample:
-    """Measure this process."""
+    """Return this process's memory, open files and times after a step."""
     files = len(os.listdir("/dev/fd"))  # noqa: PTH208
     return Sample(step, time.perf_counter(), time.process_time(), resident(), files)
 

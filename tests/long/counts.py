@@ -177,7 +177,7 @@ def launches(tree: Any) -> Counter[str]:
 
 @contextmanager
 def counted_evaluations() -> Iterator[list[int]]:
-    """Yield a list whose only entry counts the evaluations that the block requests of MLX.
+    """Yield a list whose only entry counts the evaluations that the block requests from MLX.
 
     Waiting for a started evaluation does not count.
     """

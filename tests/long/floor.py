@@ -98,7 +98,7 @@ def step_products(
 
 
 def needed_flops(products: Products) -> int:
-    """Return the multiplications and additions of products, except attention and recurrences."""
+    """Count the multiplications and additions in products, except in attention and recurrences."""
     across = ("attention", "recurrence")
     return round(sum(n * each.flops for each, n in products.items() if each.kind not in across))
 

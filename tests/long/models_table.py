@@ -73,9 +73,9 @@ assert MEASURED.keys() == CASES.keys()
 
 
 def describe(name: str, folder: Path) -> dict[str, Any]:
-    """Return whether an architecture trains, its optimisations, targets and working exports.
+    """Return whether an architecture trains, and its optimisations, targets and working exports.
 
-    All are tried with a tiny model, which is written to the folder.
+    Everything is tried with a tiny model, which is written to the folder.
     """
     result, targets = _compare(name, folder)
     pipeline = fresh(folder, targets=targets)
@@ -91,7 +91,7 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _compare(name: str, folder: Path) -> tuple[Result, tuple[str, ...]]:
-    """Compare with the plain path, on the default targets if the architecture has them."""
+    """Compare an architecture with the plain path, on the default targets if it has any of them."""
     try:
         return check(name, folder, targets=DEFAULT_TARGETS), DEFAULT_TARGETS
     except ModelError:

@@ -93,7 +93,7 @@ def as_json(value: Any, **how: Any) -> str:
 
 
 def spots(value: Any) -> list[tuple[Any, Any]]:
-    """Return every place in a JSON value, as a container and a key."""
+    """Return the first 5,000 or so places in a JSON value, each as a container and a key."""
     found: list[tuple[Any, Any]] = []
     level = [value]
     while level and len(found) < 5000:

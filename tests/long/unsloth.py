@@ -135,7 +135,7 @@ class Unsloth:
 
 
 class Turns:
-    """A thread for all work with MLX, whose streams belong to threads; pauses after each step.
+    """A thread that does all work with MLX, whose streams belong to threads; pauses after a step.
 
     The methods `on_…` are callbacks for a trainer like Hugging Face's. `batch_tokens` counts the
     tokens of the last step's batch, including padding.
@@ -166,7 +166,7 @@ class Turns:
         self._work.get()
 
     def on_pre_optimizer_step(self, args: Any, *_: Any, optimizer: Any, **__: Any) -> None:
-        """Set the first step's rate to 0, so that it changes nothing."""
+        """Set the learning rate: 0 for the first step, so that this step changes nothing."""
         optimizer.learning_rate = args.learning_rate if self._taken else 0.0
 
     def on_step_end(self, _: Any, state: Any, *__: Any, optimizer: Any, **___: Any) -> None:

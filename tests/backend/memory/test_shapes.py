@@ -138,7 +138,7 @@ def examples(count: int, length: int, prefix: int = 0) -> list[Example]:
 def check_peak(
     base: BaseModel, config: InstructConfig, how: Execution, step: list[Example]
 ) -> None:
-    """Check the predicted peak of a step with an opened model."""
+    """Check a step's predicted peaks against its measured peak, on an opened model."""
     case = case_of(base, config, how, step)
     estimated, corrected = case.estimated / case.measured, case.corrected / case.measured
     assert ESTIMATE[0] <= estimated <= ESTIMATE[1]
@@ -155,7 +155,7 @@ class Case:
 
 
 def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[Example]) -> Case:
-    """Predict and measure the peak of a step with an opened model."""
+    """Predict and measure a step's peak on an opened model, whose weights are then read."""
     shapes = model_shapes(base, config, how.operations.memory)
     release()  # frees memory of earlier tests
     elsewhere = mx.get_active_memory()

@@ -120,7 +120,7 @@ def gradients_of(found: Mapping[str, Any]) -> Gradients:
 
 @dataclass(frozen=True)
 class Step:
-    """The results of a step."""
+    """A step's loss and gradients, with the numbers of real tokens and of tokens that ran."""
 
     loss: float
     gradients: Gradients
@@ -129,7 +129,7 @@ class Step:
 
 
 def computed(by: InstructPipeline, examples: list[Example]) -> Step:
-    """Return loss and gradients of a step."""
+    """Compute a step without an update, and return its results."""
     result = by.loss_and_gradients(examples, step=3)
     gradients = gradients_of(result.gradients)
     return Step(result.loss, gradients, result.tokens, result.run_tokens)

@@ -97,7 +97,7 @@ def _check_equal_on_all(workers: Workers, pipeline: InstructPipeline) -> None:
 
 
 def real_step(folder: Path) -> list[Example]:
-    """Return rows of real data for a real model."""
+    """Return the examples of four rows of real data, for a real model."""
     with (SHARED / "chat" / "wikisql_train.jsonl").open("rb") as lines:
         rows = list(islice(lines, 4))
     with tempfile.TemporaryDirectory() as scratch:

@@ -121,7 +121,7 @@ print(digest(Path(sys.argv[1])))
 
 
 def digest(folder: Path) -> str:
-    """Return a hash of two steps' loss, gradients and matrices."""
+    """Return a hash of two steps' losses and gradients, and of the resulting matrices."""
     made = fresh(folder, WAYS["cpu kernels in one line"], 60, dropout=0.1)
     hashed = hashlib.sha256()
     for _ in range(2):

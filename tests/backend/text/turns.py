@@ -231,7 +231,7 @@ def _written_calls(template: Template, message: Row) -> str:
 
 
 def answer(template: Template, mode: str, messages: Sequence[Row], position: int) -> str:
-    """Return a turn's supervised text, by the model's documentation; `mode` is on or off."""
+    """Return a turn's supervised text as the model's documentation says; `mode` is on or off."""
     message = messages[position]
     _, has_block, text = message["content"].rpartition("</think>")
     if has_block or template.trims:

@@ -22,7 +22,7 @@ def text_part(text: str) -> dict[str, Any]:
 
 
 def parse(message: Any) -> Message:
-    """Return the message as the first message of a conversation."""
+    """Return a message as it is parsed at the start of a conversation."""
     return parse_messages([message, ANSWER])[0]
 
 

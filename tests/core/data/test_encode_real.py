@@ -83,7 +83,7 @@ def as_conversation(row: int, content: dict[str, Any]) -> Conversation:
 
 
 def qwen3_answer(message: dict[str, Any]) -> str:
-    """An assistant turn as Qwen's documentation shows it: content, then a block for each call."""
+    """Return a turn as Qwen's documentation shows it: content, then a block for each call."""
     blocks = [message["content"]] if message.get("content") else []
     for call in message.get("tool_calls") or ():
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)

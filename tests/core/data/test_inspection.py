@@ -52,7 +52,7 @@ def example(row: int, mask: Sequence[int]) -> Example:
 
 
 def encoded(rows: Rows, name: str = "a.jsonl") -> EncodedFile:
-    """Encode rows, given by number, each with the masks of its examples."""
+    """Return rows as if encoded; each row has a number and the masks of its examples."""
     arrays = ExampleArrays.of([example(row, mask) for row, masks in rows for mask in masks])
     return EncodedFile(arrays, SkippedRows(Path(name)), RowTally())
 

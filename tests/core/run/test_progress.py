@@ -37,7 +37,7 @@ def validation(number: int, loss: float) -> ValidationRecord:
 
 
 def whole() -> list[Record]:
-    """Two epochs of two steps, one of which was skipped."""
+    """Return the progress of two epochs of two steps each, with one step skipped."""
     return [
         validation(0, 4.0),
         *(step(1), skipped(2), validation(2, 3.0), epoch_metrics(1, 3.0)),

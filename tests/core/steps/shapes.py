@@ -34,7 +34,7 @@ LEAN_OPERATIONS: Any = SimpleNamespace(memory=LeanMemory())
 
 
 def shapes(**changes: Any) -> ModelShapes:
-    """Two layers of width 10 with products 100 wide, a vocabulary of 1000, and no casts."""
+    """Return two layers of width 10 with products 100 wide, a vocabulary of 1000, and no casts."""
     given: dict[str, Any] = {
         "weights": 50_000,
         "stored_itemsize": 4,

@@ -27,7 +27,7 @@ def of_lengths(*runs: int) -> list[Example]:
 
 @st.composite
 def steps(draw: st.DrawFn, max_size: int = 7) -> list[Example]:
-    """Examples of any lengths and masks."""
+    """Draw examples of any lengths and masks."""
     masks = st.lists(st.integers(0, 1), min_size=1, max_size=60)
     return [
         Example(i, np.arange(len(mask), dtype=np.int32) + 9 * i, np.array(mask, np.uint8))

@@ -148,8 +148,8 @@ def test_resumed_run_goes_on_from_the_newest_good_checkpoint_and_says_why_not_fr
         ([], "step-7"),
         (["step-7"], "epoch-2"),
         (["step-7", "epoch-2"], "best"),
-        # Without the best checkpoint, later checkpoints are useless; one that is itself the best is
-        # not.
+        # Without the best checkpoint, later checkpoints are useless; epoch-2, the best at its own
+        # time, is not.
         (["best"], "epoch-2"),
     ):
         folder = tmp_path / "-".join(["copy", *spoiled])
@@ -170,7 +170,7 @@ def test_resumed_run_goes_on_from_the_newest_good_checkpoint_and_says_why_not_fr
 
 
 def stops_after(step: int) -> Callable[[], bool]:
-    """Return a function that requests a stop after `step`: 10 rows in steps of 3, 2 held out."""
+    """Return a function that requests a stop after `step`, in a run of 8 rows in steps of 3."""
     asked = 0
 
     def should_stop() -> bool:

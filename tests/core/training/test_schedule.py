@@ -30,7 +30,7 @@ def rates(
 
 
 def transformers_cosine(step: int, warmup_steps: int, total_steps: int, min_rate: float) -> float:
-    """The factor of `get_cosine_with_min_lr_schedule_with_warmup` in transformers.optimization."""
+    """Return the factor of transformers' `get_cosine_with_min_lr_schedule_with_warmup`."""
     if step < warmup_steps:
         return step / max(1, warmup_steps)
     progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)

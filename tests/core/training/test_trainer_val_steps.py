@@ -81,7 +81,7 @@ def test_run_validates_every_so_many_steps_and_once_at_the_end_of_each_epoch(
 
 
 def stepwise(losses: Sequence[float]) -> FakePipeline:
-    """A pipeline whose validation loss depends only on the step."""
+    """Return a pipeline whose validation loss depends only on the step."""
     made = FakePipeline()
     made._val_loss = lambda v: losses[len(made.batches)]
     return made
