@@ -24,7 +24,7 @@ TOKENS = [[5, 17, 80, 3]]
 
 
 def mlx_lm_made(model: Path, folder: Path, num_layers: int = 1) -> np.ndarray:
-    """Make mlx-lm write an adapter with random tensors; return the logits of mlx-lm's model."""
+    """Make mlx-lm write an adapter with random tensors; return mlx-lm's logits with the adapter."""
     from mlx.utils import tree_flatten, tree_unflatten
     from mlx_lm.tuner.utils import linear_to_lora_layers
     from mlx_lm.utils import load

@@ -87,7 +87,7 @@ def run(block: Block, folder: Path, environment: dict[str, str], before: str = "
 
 
 def walk(folder: Path, *, install: bool, short: bool) -> list[str]:
-    """Run all blocks in a folder; return the problems."""
+    """Run the blocks in a folder, those for installation only if `install`; return the problems."""
     environment = {k: v for k, v in os.environ.items() if not (install and k in _OURS)}
     environment["XDG_CACHE_HOME"] = str(folder / ".cache")
     before = ""

@@ -368,7 +368,7 @@ def problem_of(code: Any, out: str, said: str, *, talks: bool = False) -> str:
 
 
 def snapshot(folder: Path, but: Path | None = None) -> dict[str, tuple[int, ...]]:
-    """Return mode and inode of paths below a folder, not below `but`, and files' size and time."""
+    """Return each path's mode and inode, and each file's size and time, except below `but`."""
     found: dict[str, tuple[int, ...]] = {}
     left = [str(folder)]
     while left:

@@ -260,7 +260,7 @@ def proof(seconds: float, scratch: Path) -> dict[str, Any]:
 
 
 def card(size: int) -> dict[str, Any]:
-    """Return the TFLOP/s of a large bfloat16 product, and of the data sheet if known."""
+    """Return the measured TFLOP/s of a large product, and the data sheet's TFLOP/s if known."""
     dtype = mx.float32 if on_cpu() else mx.bfloat16
     a, b = (mx.random.normal((size, size)).astype(dtype) for _ in range(2))
     mx.eval(a @ b)
@@ -275,7 +275,7 @@ def card(size: int) -> dict[str, Any]:
 
 
 def bench(seconds: float, machine: Machine, case: Case, peak: dict[str, Any]) -> dict[str, Any]:
-    """Compare a case with mlx-lm, and its FLOP/s with the card's peak."""
+    """Compare a case's speed with mlx-lm's, and the case's FLOP/s with the card's peak."""
     out = machine.scratch / "bench.json"
     more = ["--against", "mlx-lm", "--repeats", "1", "--steps", str(case.steps), "--json", str(out)]
     command(["tests.long.step_costs", *machine.options(case), "--execution", "gpu", *more], seconds)

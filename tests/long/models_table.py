@@ -115,7 +115,7 @@ def _exports(pipeline: InstructPipeline, folder: Path) -> list[str]:
 
 
 def _ask_gguf(adapter: Any, base: BaseModel, folder: Path) -> None:
-    """Raise the ModelError that `write_gguf` would raise, without the package gguf."""
+    """Raise any ModelError that `write_gguf` would raise; this does not need the package gguf."""
     adapter.check_plain("GGUF")
     if base.model_type not in gguf.ARCHITECTURES:
         raise ModelError(base.model_type)

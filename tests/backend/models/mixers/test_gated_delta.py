@@ -100,7 +100,7 @@ def results(function: Callable[..., Any], case: Case, dtype: mx.Dtype) -> list[n
 
 @pytest.fixture(autouse=True)
 def _uncompiled() -> Iterator[None]:
-    """Compiling mlx-lm's step would take longer than running it on a few tokens."""
+    """Disable compilation: compiling mlx-lm's step takes longer than running it on a few tokens."""
     mx.disable_compile()
     yield
     mx.enable_compile()
