@@ -97,7 +97,7 @@ def test_loss_with_pad_targets_is_mlx_lms_own(folder: Path, adapter: Path) -> No
     model, _ = load_model(folder)
     load_adapters(model, str(adapter))
     loss, count = default_loss(model, *own_batch(chosen))
-    # One padding token a row, and in the third row the token after its last supervised one.
+    # One padding token a row, and in the third row the token after the last supervised token.
     assert int(count) == sum(each.supervised for each in chosen) + 3 + 1
     assert started(folder, adapter, [chosen]).warm_up([chosen]) == pytest.approx(
         float(loss), rel=1e-6

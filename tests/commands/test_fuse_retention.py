@@ -73,7 +73,7 @@ def test_projections_get_more_bits_where_four_lose_the_gain(
     assert "model.embed_tokens" not in quantization
     # The run's records and the fused folder itself have the measured losses.
     result = json.loads((run / "out/checkpoints/result.json").read_text())
-    # On a GPU, training uses another form of the products, in 16 bits.
+    # On a GPU, training uses a different form of the products, in 16 bits.
     tolerance = 1e-4 if on_cpu() else 0.05
     assert found["base"] == pytest.approx(result["initial_val_loss"], abs=tolerance)
     assert found["trained"] == pytest.approx(result["best_val_loss"], abs=tolerance)

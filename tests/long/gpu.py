@@ -209,7 +209,7 @@ def write_model(folder: Path, shape: dict[str, int], bits: int | None, shared: P
 
 
 def write_long_rows(path: Path, shared: Path) -> Path:
-    """Write rows of about 4,096 tokens, each with earlier answers as context for the next one."""
+    """Write rows of about 4,096 tokens: earlier questions and answers as context, then one more."""
     source = shared / "chat" / "lf_alpaca_en_demo.jsonl"
     rows, context = [], ""
     for line in source.read_text().splitlines():

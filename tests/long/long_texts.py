@@ -25,7 +25,7 @@ from tests.paths import SHARED
 
 
 def write_example(path: Path, tokens: int, supervised: int) -> Path:
-    """Write a row of at least `tokens` tokens; the last `supervised` or more carry loss."""
+    """Write two equal rows of at least `tokens` tokens; over `supervised` of these carry loss."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(SHARED / "tokenizers" / "qwen3" / "tokenizer.json"))

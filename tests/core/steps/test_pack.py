@@ -170,7 +170,7 @@ def test_each_example_stands_in_one_line_that_is_short_enough(
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=12))
 def test_lines_are_about_as_few_as_there_can_be(runs: list[int]) -> None:
     planned = plan_packs(of_lengths(*runs), 100, 50)
-    # Two consecutive lines together exceed the bound of one, so at least half the space is used.
+    # Two consecutive lines together exceed one line's bound, so at least half the space is used.
     assert len(planned) <= max(1, -(-2 * sum(runs) // 100))
 
 

@@ -100,7 +100,8 @@ def test_run_stopped_after_any_step_and_resumed_is_the_whole_run(
     assert stop_at > 12
 
 
-# Kinds of failure, each with N to try one in N operations; the others reach the same code.
+# Kinds of failure, each with N to try one in N operations; the remaining operations reach the same
+# code.
 EVERY = [("crash", 13), ("ENOSPC", 37), ("EIO", 61), ("EACCES", 61)]
 EVERY += [slow("crash", 5), slow("ENOSPC", 5), slow("EIO", 17), slow("EACCES", 17)]
 EVERY += [long("crash", 1), long("ENOSPC", 2), long("EIO", 5), long("EACCES", 5)]
@@ -148,8 +149,8 @@ def test_resumed_run_goes_on_from_the_newest_good_checkpoint_and_says_why_not_fr
         ([], "step-7"),
         (["step-7"], "epoch-2"),
         (["step-7", "epoch-2"], "best"),
-        # Without the best checkpoint, later checkpoints are useless; epoch-2, the best at its own
-        # time, is not.
+        # Without the best checkpoint, later checkpoints are useless, but epoch-2 is itself the
+        # best.
         (["best"], "epoch-2"),
     ):
         folder = tmp_path / "-".join(["copy", *spoiled])
