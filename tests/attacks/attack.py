@@ -54,8 +54,8 @@ def attack(*arguments: object, command: list[str] | None = None, **options: Any)
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
         seconds = usage.ru_utime + usage.ru_stime
-        # On Linux, ru_maxrss is at least the parent's value; if both are equal, the command took
-        # less.
+        # On Linux, ru_maxrss is at least the parent's value; if both are equal, the command took no
+        # more than that.
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         memory = 0 if usage.ru_maxrss <= own else usage.ru_maxrss * _KB
         return Ended(process.returncode, *texts, seconds, memory)

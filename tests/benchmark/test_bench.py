@@ -125,7 +125,7 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
     real_warm_up = bench_worker.MlxLm.warm_up
 
     def warm_up(self: Any, *arguments: Any) -> Any:
-        # This is set only now, because the CPU takes a minute to compile a step.
+        # Set earlier, this would make `start` compile a step, which takes a minute on the CPU.
         monkeypatch.setattr(peers, "on_cpu", lambda: False)
         return real_warm_up(self, *arguments)
 

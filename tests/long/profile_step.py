@@ -37,7 +37,7 @@ from tests.long.step_parts import StepParts
 
 Steps = Sequence[Sequence[Example]]
 
-# The functions of each part, by file and name. Each counts its own time, without the functions that
+# The functions of each part, by file and name. The time of a function excludes the functions that
 # it calls.
 PARTS = {
     "projections": ("products.py", ("forward", "backward")),

@@ -123,7 +123,7 @@ def test_page_tries_again_after_an_answer_that_is_none(tmp_path: Path) -> None:
         tab.open(server.address)
         tab.wait_for(f"{text('head')}.includes('epochs')")
         assert not tab.evaluate(GONE)
-        # With another token, the server answers 404, and the browser's EventSource gives up.
+        # With a different token, the server answers 404, and the browser's EventSource gives up.
         token, server.token = server.token, "other"
         tab.evaluate("document.querySelector('[data-view]').click()")
         tab.wait_for(GONE)

@@ -7,8 +7,8 @@ import numpy as np
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.order import shuffled_steps
 
-# Rows by the mean and deviation of the logarithm of their length, its bounds, and the length of the
-# prefix that all share.
+# The distribution of row lengths: the mean and deviation of the length's logarithm, the bounds of
+# the length, and the length of the prefix that all rows share.
 LENGTHS = {
     "short": (5.3, 0.7, 40, 2048, 0),
     "long": (6.5, 0.6, 100, 2040, 0),

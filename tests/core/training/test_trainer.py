@@ -159,7 +159,7 @@ def test_steps_by_length_hold_rows_of_one_length_and_each_row_once(
     tmp_path: Path, val_split: float
 ) -> None:
     pipeline = FakePipeline()
-    # By their number, rows have 1 to 3 examples of 2 to 6 tokens each.
+    # Depending on its number, a row has 1 to 3 examples of 2 to 6 tokens each.
     corpus = rows(*(row for row in range(1, 61) for _ in range(row % 3 + 1)))
     split: dict[str, Any] = {"val_split": val_split} if val_split else {"validation": []}
     train(tmp_path, pipeline, corpus, batch_size=3, epochs=2, order="length", **split)
