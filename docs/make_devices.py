@@ -20,7 +20,7 @@ LARGEST, LONGEST, MOST_CHECKS = 200_000, 80, 200
 PACKAGES = ("mlxtune", "mlx", "mlx-lm")
 HEAD = """# Devices
 
-This page has the results of `mlxtune doctor --prove` that owners of machines shared;
+This page has the results of `mlxtune doctor --prove` that machine owners shared;
 `python docs/make_devices.py` makes it from the files in `docs/devices/`.
 [First boot](first-boot.md) says how to add yours. Speeds are measured on the proof's small model,
 not on a real one.
