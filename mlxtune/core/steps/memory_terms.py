@@ -69,23 +69,24 @@ class ModelShapes:
 
     `weights` counts the bytes of the stored base, with `stored_itemsize` bytes per entry (0 if
     quantised); `itemsize` is the number of bytes per entry of the compute dtype. `trainable` counts
-    the LoRA parameters. `layers` counts the layers from the first layer with LoRA onwards. The
-    outputs of all linear layers in these layers are `products` wide together, the outputs in one
-    layer `layer_products`, including inputs that its experts gather, and the output of a single
-    linear layer at most `widest_product`. `updated` is the width of one layer's outputs with LoRA,
-    `scaled` the width of all outputs that DoRA scales. `largest_cast` and `unpacked` are the sizes
-    of the largest matrix that is cast, and of the largest quantised matrix that is unpacked, for a
-    product; `head_cast` is the size of the head if it is cast. `plain_head` says whether the head
-    is one product. Attention has `heads` heads of `head_size`.
+    the LoRA parameters. `layers` counts the layers from the first layer with LoRA onwards.
+    `products` is the total output width of the linear layers and convolutions in these layers,
+    `layer_products` the largest such width in one layer, with the inputs that its experts gather,
+    and `widest_product` the greatest width of one linear layer's output. `updated` is the largest
+    width of one layer's outputs with LoRA, `scaled` the width of all outputs that DoRA scales.
+    `largest_cast` and `unpacked` are the sizes of the largest matrix that is cast, and of the
+    largest quantised matrix that is unpacked, for a product; `head_cast` is the size of the head if
+    it is cast. `plain_head` says whether the head is one product. Attention has `heads` heads of
+    `head_size`.
 
     `scores` counts the copies of one head's scores that MLX's graph keeps in all layers,
     `layer_scores` the copies that one layer's backward pass adds, if examples are wider than
     `window`; `held_scores` the copies that the CPU's functions hold. `gathered` is the width of the
-    inputs that the experts of all layers gather, `layer_gathered` the width of one layer's gathered
-    inputs and outputs. `mixed` counts the channels of the convolutions of all layers, `layer_mixed`
-    the largest number in one layer. `looped` counts the entries per token that loops over tokens
-    keep in all layers, `layer_looped` the largest number of entries that one layer's loop holds for
-    a block of tokens. `measured` corrects the estimate by measured passes.
+    inputs that the experts of all layers gather, `layer_gathered` the largest width of one layer's
+    gathered inputs and outputs. `mixed` counts the channels of the convolutions of all layers,
+    `layer_mixed` the largest number in one layer. `looped` counts the entries per token that loops
+    over tokens keep in all layers, `layer_looped` the largest number of entries that one layer's
+    loop holds for a block of tokens. `measured` corrects the estimate by measured passes.
     """
 
     weights: int
@@ -131,7 +132,7 @@ class ModelShapes:
         return replace(self, layers=layers, **fewer)
 
     def holds_scores(self, load: BatchLoad) -> bool:
-        """Return whether attention keeps the scores of examples of this width."""
+        """Return whether attention keeps scores for examples as wide as this load's."""
         return load.width > self.window
 
 
@@ -185,7 +186,7 @@ class Settings(Protocol):
 
 
 def head_states(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> tuple[int, int]:
-    """Return the numbers of the head's positions, and of entries of its states and gradients."""
+    """Return how many positions a head has, and how many entries its states and gradients take."""
     positions = load.positions if settings.split_head else load.tokens
     return positions, shapes.hidden * (3 * load.tokens + 4 * positions)
 
