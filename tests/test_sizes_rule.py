@@ -31,7 +31,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "core/files/files.py": {"hashlib.file_digest": "by pieces, after the blocks were checked"},
     "core/run/progress.py": {"json.loads": "a line below 4 KB, others by parse_json"},
     "core/files/lock.py": {"json.loads": "a note of which at most some KB are read"},
-    "core/data/problems.py": {"json.loads": "a row, within the limits of data files"},
     "backend/adapters/files.py": {
         "mx.load": "after the header was checked, in the same function",
         "json.loads": "the header of what this process has just made",

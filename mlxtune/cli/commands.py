@@ -169,7 +169,7 @@ COMMANDS: tuple[click.Command, ...] = (
     _command(
         "inspect",
         "mlxtune.commands.inspect:show",
-        "Show the data as the model will see it, and any problems in the data.",
+        "Show the data as the model will see it, and problems in it.",
         "mlxtune inspect --model-path data/demo-qwen3 --data data/bookings.jsonl",
         config=configs.InspectConfig,
     ),
