@@ -29,7 +29,7 @@ def test_no_folder_has_too_many_modules() -> None:
 
 
 def imported(path: Path) -> Iterator[Path]:
-    """Yield the package's files that a file imports, also within functions."""
+    """Yield the package's files that a file imports, including imports within functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names: list[str] = []
         if isinstance(node, ast.Import):

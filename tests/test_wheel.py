@@ -32,7 +32,7 @@ def build(source: Path, target: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from the source distribution, as `pip` and `uv build` do."""
+    """The wheel, built from the source distribution, as `uv build` builds it."""
     folder = tmp_path_factory.mktemp("built")
     with tarfile.open(build(ROOT, "sdist", folder / "sdist")) as archive:
         archive.extractall(folder, filter="data")

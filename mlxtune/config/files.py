@@ -67,7 +67,7 @@ def read_config_file(path: Path) -> Mapping[Any, Any]:
         raise ConfigError([f"--config {path} cannot be read: it is not text in UTF-8"]) from error
     if len(content) > OPTIONS.bytes:
         raise ConfigError(
-            [f"--config {path} has more than {OPTIONS.bytes // 1024} KB: keep only options in it"]
+            [f"--config {path} is larger than {OPTIONS.bytes // 1024} KB: keep only options in it"]
         )
     values = _parse_toml(path, text) if path.suffix.lower() == ".toml" else _parse_yaml(path, text)
     try:

@@ -70,7 +70,7 @@ class Way:
 
 
 def _way(kind: str, parameters: int = 0) -> Way:
-    """Return the way `kind`, in one micro-batch; CPU kernels need enough `parameters`."""
+    """Return the way named `kind`; the CPU's kernels compute only models of enough `parameters`."""
     execution = best_execution(parameters, kind=kind)
     return Way(kind, replace(execution, micro_batch_tokens=_ONE_STEP))
 

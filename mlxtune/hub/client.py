@@ -60,11 +60,11 @@ def reason(error: Exception, kind: str, here: str = "") -> str:
             "token of the account with access"
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return "has no such revision on the hub: check what stands after @"
+        return "has no such revision on the hub: check the revision after @"
     if isinstance(error, errors.HfHubHTTPError):
         return _refusal(error, kind, here)
     if isinstance(error, errors.LocalTokenNotFoundError):
-        return f"needs a token of the hub: {_LOG_IN}"
+        return f"needs an access token for the hub: {_LOG_IN}"
     if isinstance(error, errors.HFValidationError):
         return f"is not a valid name on the hub: {one_line(error)}"
     if isinstance(error, OSError) and error.errno is not None:

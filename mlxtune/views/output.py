@@ -54,7 +54,7 @@ class AnswerConsole:
                 self._live.start()
 
     def add(self, name: str, text: str) -> None:
-        """Add text to the named answer."""
+        """Add text to the named answer; print the text at once if it is the only answer."""
         self._texts[name] += text
         if len(self._texts) == 1:
             print_answer(text)

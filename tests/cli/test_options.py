@@ -94,7 +94,7 @@ def test_unknown_options_are_all_named_with_what_may_have_been_meant(
         ("run.toml", "rank = " + "[" * 5000, "is not valid TOML"),
         ("run.toml", "seed = " + "9" * 5000, "is not valid TOML: a number has too many digits"),
         ("run.toml", "a" + ".a" * 5000 + " = 1", "is not valid TOML: line 1: a key has too many"),
-        ("run.yaml", "#" * 70_000, "has more than 64 KB"),
+        ("run.yaml", "#" * 70_000, "is larger than 64 KB"),
         ("run.yaml", "- rank\n- 8", "must contain names and values"),
         ("run.yaml", "rank", "must contain names and values"),
         ("run.yaml", b"rank: \xff\xfe", "is not text in UTF-8"),

@@ -160,7 +160,7 @@ def test_run_is_resumed_from_another_folder_and_after_it_was_moved(
         (["--targets", "q_proj"], "--targets q_proj: the run has all"),
         (["--lr", "1e-3", "--seed", 7], "--seed 7: the run has 42"),
         (["--template", "gemma"], "--template gemma: the run has auto"),
-        (["--epochs", 2], "--epochs 2: the run has 3, which may only grow"),
+        (["--epochs", 2], "--epochs 2: the run has 3, and may only get more"),
         (["--max-seq-len", "many"], "--max-seq-len must be a whole number"),
         (["--save-minutes", -1], "--save-minutes must be at least 0"),
         (["--val-steps", 2], "--val-steps 2: the run has the default (only at its end)"),

@@ -46,7 +46,7 @@ def test_options_of_a_run_are_those_that_affect_one() -> None:
 
 
 def test_option_has_one_default_for_a_run_and_its_parts() -> None:
-    """The defaults of the pipeline and the trainer come from issue 2."""
+    """Only the options in `own` have defaults of their own in the pipeline or the trainer."""
     own = {"rank", "alpha", "lr", "epochs", "log_every", "checkpoint_dir"}
     defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
     for part in (InstructConfig, InstructTrainingConfig):

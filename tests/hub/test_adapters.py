@@ -96,7 +96,7 @@ def test_existing_repository_is_as_visible_as_was_asked_for(
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("", "needs a token of the hub"),
+        ("", "needs an access token for the hub"),
         ("hf_typo", "the hub refuses the token"),
         ("hf_reader", "the token test of me can only read"),
     ],

@@ -207,7 +207,7 @@ def test_token_is_never_part_of_a_message(hub: Hub, monkeypatch: pytest.MonkeyPa
 
 
 def test_missing_revision_and_split_are_errors() -> None:
-    assert refusal("org/sums@v9") == "has no such revision on the hub: check what stands after @"
+    assert refusal("org/sums@v9") == "has no such revision on the hub: check the revision after @"
     assert refusal("org/sums:dev").startswith("has no split 'dev' (test, train)")
     assert "is not a valid name on the hub" in refusal("org/a--b")
 

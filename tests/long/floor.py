@@ -17,7 +17,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxtune.backend.device.device import on_cpu
-from mlxtune.backend.forward.recompute import first_trained
+from mlxtune.backend.forward.layer_calls import first_trained
 from mlxtune.backend.lora.targets import experts_per_token, projections
 from mlxtune.backend.models.mixers.delta_chunks import SIZE as CHUNK
 

@@ -104,7 +104,7 @@ class Worker:
             env={**os.environ, "XDG_CACHE_HOME": str(self._place.cases / "cache")},
         )
         assert self._process.stdout is not None
-        # Importing the libraries takes long on a busy machine.
+        # Importing the libraries is slow on a busy machine.
         heard, read = time.monotonic() + 10 * _SILENT, b""
         with self._process, selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)

@@ -55,7 +55,7 @@ class Adapted:
         return self.base.model
 
     def use_adapter(self, on: bool) -> None:
-        """Switch the adapter on or off, also for a `Forward` built while the adapter was on."""
+        """Switch the adapter on or off, even for a `Forward` that was built while it was on."""
         chosen = [(path, module if on else module.linear) for path, module in self.modules.items()]
         self.model.update_modules(tree_unflatten(chosen))
 

@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxtune.backend.forward.head import SplitModel
+from mlxtune.backend.forward.layer_calls import Layerwise
 from mlxtune.backend.forward.loss import (
     Losses,
     cross_entropies,
@@ -19,7 +20,6 @@ from mlxtune.backend.forward.loss import (
     trained_head_losses,
 )
 from mlxtune.backend.forward.operations import MLX
-from mlxtune.backend.forward.recompute import Layerwise
 from mlxtune.backend.forward.shared_inputs import share_inputs
 from mlxtune.backend.forward.side_by_side import Mixers
 from mlxtune.backend.lora.layers import DropoutKeys

@@ -1,11 +1,11 @@
 """MLX's own operations, and the choice of operations for the device in use."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,7 +14,7 @@ from mlxtune.backend.device.device import on_cpu, rounding
 from mlxtune.backend.forward import linear_head
 from mlxtune.backend.forward.gates import replace_gates
 from mlxtune.backend.forward.loss import softmax_cross_entropies
-from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.forward.recompute import Recompute
 from mlxtune.backend.models.mixers.replacements import MIXERS
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import GraphMemory
@@ -22,52 +22,6 @@ from mlxtune.core.steps.memory_terms import MemoryUse
 
 # The cost of a micro-batch beyond that of its tokens, in units of one token's time.
 _CPU_COST, _GPU_COST = 80, 512
-
-
-def run_again(
-    function: Callable[..., list[mx.array]],
-    primals: list[mx.array],
-    cotangents: list[mx.array],
-    vjp: Callable[..., Any] = mx.vjp,
-) -> list[mx.array]:
-    """Run a function again, and return its gradients."""
-    # Without this, MLX may run the function before the cotangents arrive, and keep all its values.
-    primals = mx.depends(primals, cotangents)
-    gradients = list(vjp(function, primals, cotangents)[1])
-    # Without this, MLX may compute LoRA's gradients late, and keep each layer's inputs until then.
-    return list(mx.depends(gradients, gradients))
-
-
-class LayerPasses(Protocol):
-    """Runs the layers of a model so that their backward passes take less memory."""
-
-    def run(
-        self, layer: nn.Module, function: Callable[..., list[mx.array]], inputs: Sequence[mx.array]
-    ) -> list[mx.array]:
-        """Return the outputs of a layer, which `function` computes from the arrays `inputs`."""
-
-    def run_frozen(self, output: Any) -> Any:
-        """Return the output of a layer below the first trained layer."""
-
-
-class Recompute:
-    """Keeps the inputs of each layer, and runs the layer again in the backward pass."""
-
-    def run(
-        self, layer: nn.Module, function: Callable[..., list[mx.array]], inputs: Sequence[mx.array]
-    ) -> list[mx.array]:
-        """Return the outputs of a layer, with a backward pass that runs the layer again."""
-
-        def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-            # MLX passes a single array without a list, as for a layer with no trained parameters.
-            primals = [primals] if isinstance(primals, mx.array) else list(primals)
-            return run_again(function, primals, list(cotangents))
-
-        return list(differentiable(function, backward)(*inputs))
-
-    def run_frozen(self, output: Any) -> Any:
-        """Return the output, unchanged, of a layer below the first trained layer."""
-        return output
 
 
 class MlxOperations:
@@ -147,7 +101,8 @@ def load_ahead(folder: Path) -> None:
     The size of the model's files decides which libraries are loaded.
     """
     size = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
-    execution = best_execution(size)
+    # Most weights are stored in 16 bits.
+    execution = best_execution(size // 2)
 
     def load() -> None:
         # Errors surface at first real use.

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxtune.backend.forward.intercept import intercept
-from mlxtune.backend.forward.recompute import first_trained
+from mlxtune.backend.forward.layer_calls import first_trained
 from mlxtune.backend.lora.joined import MOST_COLUMNS, SharedInput
 from mlxtune.backend.lora.layers import LoRALinear
 from mlxtune.backend.workers.split import Split

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxtune.backend.device import memory
 from mlxtune.backend.forward.intercept import intercept
-from mlxtune.backend.forward.recompute import first_trained
+from mlxtune.backend.forward.layer_calls import first_trained
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
@@ -101,7 +101,7 @@ def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) 
 
 
 def _covering(layers: Sequence[nn.Module]) -> int:
-    """Return the number of last layers that include every kind; 1 if it is over `_MOST_LAYERS`."""
+    """Return how many layers, from the last, include every kind; 1 if more than `_MOST_LAYERS`."""
     kinds = [
         str([(name, value.shape) for name, value in tree_flatten(layer.parameters())])
         for layer in layers

@@ -114,7 +114,8 @@ def open_base(
     double_quant: bool = False,
     quantized_compute: str = "auto",
 ) -> BaseModel:
-    """Return a model in the given dtype (`auto`: that of the weights on a GPU, float32 on the CPU).
+    """Return a model in the given dtype (`auto`: on a GPU, the dtype of the weights; on the CPU,
+    float32).
 
     Its shapes and dtypes are known, but no weights are read. Quantised weights stay quantised; the
     other weights and the activations have the given dtype. `quantize`, a format of --quantize,
@@ -151,7 +152,7 @@ def prepare(
     double_quant: bool = False,
     quantized_compute: str = "auto",
 ) -> BaseModel:
-    """Prepare an mlx-lm model, whose weights are not read yet, as `open_base` does.
+    """Prepare, as `open_base` does, an mlx-lm model whose weights have not been read yet.
 
     Raises ModelError if the model is broken or cannot be quantised.
     """

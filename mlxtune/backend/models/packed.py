@@ -70,8 +70,8 @@ class Layout:
     def shared(self) -> tuple[mx.array, mx.array] | None:
         """The tokens that several rows share, int32 (S,), and places in the flattened `rows`.
 
-        The second array, int32 (N + S * R,), is `places`, then R places of each shared token, the
-        last of which may be padding. None if no token is shared.
+        The second array, int32 (N + S * R,), is `places`, then R places for each shared token,
+        padded at the end if fewer than R rows share it. None if no token is shared.
         """
         rows, first = self._side_by_side
         counts = np.bincount(rows[rows >= 0], minlength=len(self.positions))

@@ -33,7 +33,7 @@ Predicate = Callable[[str, nn.Module], Any]
 def quantize_lazily(
     model: nn.Module, config: Mapping[str, Any], quantize: str, double_quant: bool = False
 ) -> str:
-    """Quantise a model whose weights are not read yet; return a description of the format.
+    """Quantise a model whose weights have not been read yet; return a description of the format.
 
     In MLX's formats, the result equals that of `mlx_lm.convert`: embeddings and head are quantised
     too, the architecture's own predicate is respected, and matrices whose rows are not divisible

@@ -30,8 +30,8 @@ class Replacements:
             replaced = self._subclass(kind)
             if replaced is not None and id(part) not in _SHARED:
                 changed.append((part, kind))
-                # The class changes in place: the model itself has no parent in which to replace it,
-                # and adapters keep references to their modules.
+                # The module stays the same object and gets another class: the model itself has no
+                # parent in which to replace it, and adapters keep references to their modules.
                 part.__class__ = replaced
 
         def undo() -> None:

@@ -144,7 +144,7 @@ def _spell_piece(piece: str) -> bytes:
 def load_tokenizer(
     folder: Path, *, trust_remote_code: bool = False, cache: Path | None = None
 ) -> ModelTokenizer:
-    """Load a model folder's tokenizer after `try_tokenizer`, which records success in `cache`.
+    """Try a model folder's tokenizer, unless `cache` records an earlier success, and load it.
 
     Raises ModelError if there is no tokenizer, or if it is broken or its code is not trusted.
     """

@@ -23,9 +23,9 @@ from mlxtune.errors import (
 
 # Seconds in which all workers must exchange their addresses.
 _MEETING_SECONDS = 60.0
-# Seconds in which the main thread may report an error after another worker has failed.
+# Seconds within which the main thread may report an error after another worker has failed.
 _GRACE = 3.0
-# Seconds in which the end of another worker's connection is detected.
+# Seconds within which the end of another worker's connection is detected.
 _MOMENT = 0.5
 
 

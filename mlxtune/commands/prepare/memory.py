@@ -222,7 +222,7 @@ def memory_key(shapes: ModelShapes, execution: Execution, dropout: float, dtype:
 
 
 def _sizes(shapes: ModelShapes) -> dict[str, Any]:
-    """Return the shapes without the measured memory and the layout of the loaded head."""
+    """Return the shapes without the measured memory or the layout of the loaded head."""
     return asdict(replace(shapes, measured=None, plain_head=False))
 
 

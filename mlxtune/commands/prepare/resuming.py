@@ -178,7 +178,7 @@ def _difference(name: str, value: Any, own: Any) -> str | None:
         if isinstance(own, int) and (value is None or value >= own):
             return None
         ours = _shown(own, option)
-        return f"{flag(name)} {value}: the run has {ours}, which may only grow: leave it out"
+        return f"{flag(name)} {value}: the run has {ours}, and may only get more: leave it out"
     if value == own:
         return None
     given, ours = _shown(value, option), _shown(own, option)

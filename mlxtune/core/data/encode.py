@@ -270,7 +270,7 @@ class Encoder:
     def _render_pair(self, pair: Pair) -> Rendering:
         chosen, rejected = (self._render_row(side) for side in pair.sides)
         if [text.text for text in chosen.texts] == [text.text for text in rejected.texts]:
-            raise BadRow("chosen and rejected are the same to the template")
+            raise BadRow("the template renders chosen and rejected alike")
         notes = {**rejected.notes, **chosen.notes}
         if chosen.texts[0].prompt != rejected.texts[0].prompt:
             notes[TWO_PROMPTS] = ""

@@ -12,7 +12,7 @@ _HEAD_BYTES = 8192
 
 
 def rows_folder() -> Path:
-    """Return the folder for rows passed from Python, in files such as `data-HASH.jsonl`."""
+    """Return the folder whose files, such as `data-HASH.jsonl`, hold rows passed from Python."""
     return user_cache() / "rows"
 
 

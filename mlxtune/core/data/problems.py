@@ -61,7 +61,7 @@ ADVICE = {
     "'completion', without any",
     REFUSAL: "the model learns to refuse: remove the row, unless that is intended",
     REPLACED: "the model learns to write it: export the text again, in UTF-8",
-    TRUNCATED_ANSWER: "the model learns neither its end nor when to stop: raise --max-seq-len",
+    TRUNCATED_ANSWER: "the model learns neither the answer's end nor to stop: raise --max-seq-len",
     TWO_PROMPTS: "each side keeps the prompt of inference, so the two share fewer tokens",
     UNCLOSED_THINKING: "the model learns to answer within its thinking: write </think> after it",
     UNREAD_KEY: "the model does not see it: add the text to the prompt or the answer",

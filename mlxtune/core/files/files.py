@@ -139,8 +139,8 @@ def read_json(path: Path, limits: Limits = OWN_JSON) -> dict[str, Any]:
 def file_hash(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hex.
 
-    Raises OSError, also for a file that consists almost entirely of holes, because reading it may
-    take days.
+    Raises OSError if the file cannot be read, or consists almost entirely of holes, which may take
+    days to read.
     """
     with open_regular(path) as file:
         try:

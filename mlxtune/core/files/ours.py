@@ -32,7 +32,7 @@ class NotOurs(OSError):
 def open_ours(path: Path, flags: int) -> int:
     """Return the descriptor of a file that is ours, or that this call creates.
 
-    `flags` must not truncate, as the file is not checked yet. Raises NotOurs or OSError.
+    `flags` must not truncate, as the file has not been checked yet. Raises NotOurs or OSError.
     """
     assert not flags & os.O_TRUNC
     try:

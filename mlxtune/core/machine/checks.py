@@ -109,7 +109,8 @@ def _system(m: Machine) -> Iterator[Check]:
 
 
 def _packages(m: Machine) -> Iterator[Check]:
-    # The extra for the installed library is checked too: it names versions, and packages for speed.
+    # The extra that installs MLX's library is checked too: it requires versions of the library, and
+    # packages that make training faster.
     wanted = ("", *(_EXTRAS[name] for name in m.libraries if name in _EXTRAS))
     required = {package.name: package for package in m.packages if package.extra in wanted}
     shown = (required[name] for name in _SHOWN if name in required)

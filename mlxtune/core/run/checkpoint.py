@@ -78,7 +78,7 @@ def write_checkpoint(
 
     An existing checkpoint of the same name is replaced only once the new one is complete.
 
-    Raises OutputError, also if a folder of that name is not a checkpoint.
+    Raises OutputError if writing fails, or if a folder of that name is not a checkpoint.
     """
     aside = target.with_name(f".{target.name}.old")
     with replaced_folder(target, "--checkpoint-dir", aside, is_checkpoint) as folder:

@@ -285,8 +285,8 @@ def archive_previous_run(run: Path) -> Path | None:
     """Move an earlier run's files into a new folder `previous-N/`; mark `run` for a new run.
 
     If this call is interrupted, the next call completes the move. Returns `previous-N/`, or None
-    when the folder holds no run. Raises OutputError, also if files of other programs are in the
-    way.
+    when the folder holds no run. Raises OutputError if the move fails, or if files of other
+    programs are in the way.
     """
     check_own(run)
     moving = run / _MOVING

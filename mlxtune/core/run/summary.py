@@ -386,7 +386,7 @@ def planned_shares(run: Run) -> dict[str, float | None]:
 
 
 def measured_shares(run: Run) -> dict[str, float | None]:
-    """Return measured values under the names of `planned_shares`; None if not measured."""
+    """Return measured values under the keys of `planned_shares`; a value is None if unmeasured."""
     micro_batches = [number for number in run.column("micro_batches") if number]
     tokens, tokens_run = sum(run.column("tokens")), sum(run.column("run_tokens"))
     return {

@@ -22,8 +22,7 @@ from mlxtune.core.text import byte_size
 MARGIN = 0.15
 # The range of the real peak, as shares of an estimate from sizes only.
 ESTIMATE = (0.7, 1.4)
-# The numbers to try: of tokens in a micro-batch, and of supervised positions in a chunk of the
-# head.
+# The numbers to try of tokens in a micro-batch, and of supervised positions in a chunk of the head.
 _TOKENS = [1, *sorted(base << power for base in (64, 96) for power in range(14))]
 _CHUNKS = (256, 64, 16)
 # The factors by which a step takes longer: if layers are recomputed, and (assumed) for each
@@ -144,8 +143,8 @@ def choose(
 ) -> MemoryPlan | None:
     """Return, of the fitting plans about as fast as the fastest, the plan with the least memory.
 
-    Measured memory decides whether a plan fits. The estimate from sizes ranks the plans:
-    measurements vary a little, and a different plan changes float rounding.
+    Measured memory decides whether a plan fits. The estimate from sizes ranks the plans, because
+    measurements vary a little from run to run, and a different plan rounds differently.
 
     `limit` is in bytes; a share MARGIN of the predicted peak stays free if possible.
     `checkpointing` has the allowed values of `recompute`. A plan may be slower than the fastest by

@@ -81,6 +81,7 @@ def command_line(config: TrainConfig) -> str:
         elif OPTIONS[field.name].several:
             words += [word for each in value for word in (flag(field.name), each)]
         else:
-            text = ",".join(value) if isinstance(value, tuple) else f"{value}".removesuffix(".0")
-            words += [flag(field.name), text]
+            text = ",".join(value) if isinstance(value, tuple) else str(value)
+            # A whole number needs no decimals; a name may end in them.
+            words += [flag(field.name), text.removesuffix(".0" * isinstance(value, float))]
     return shlex.join(words)

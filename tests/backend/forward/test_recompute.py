@@ -19,8 +19,9 @@ from mlx.utils import tree_flatten
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.cpu.layers import BackwardReads, KernelLayers
 from mlxtune.backend.forward.intercept import Intercepted
-from mlxtune.backend.forward.operations import MLX, LayerPasses, Recompute, run_again
-from mlxtune.backend.forward.recompute import Layerwise
+from mlxtune.backend.forward.layer_calls import Layerwise
+from mlxtune.backend.forward.operations import MLX
+from mlxtune.backend.forward.recompute import LayerPasses, Recompute, run_again
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline

@@ -74,7 +74,12 @@ def test_given_options_stay() -> None:
 
 def test_command_line_gives_the_same_options() -> None:
     run = config(
-        lr=5e-3, alpha=32.0, targets=("all",), field=("prompt=a", "completion=b"), quiet=True
+        lr=5e-3,
+        alpha=32.0,
+        targets=("all",),
+        field=("prompt=a", "completion=b"),
+        output="out-1.0",
+        quiet=True,
     )
     words = shlex.split(command_line(run))
     assert words[:2] == ["mlxtune", "train"]

@@ -65,7 +65,7 @@ def _read_line(process: LimitedProcess, path: Path, size: int) -> bytes:
     if ended == "memory":
         raise expands(path, size)
     if ended == "time":
-        raise _damaged(path, "a few rows take more than 10 s")
+        raise _damaged(path, "reading a few rows takes more than 10 s")
     raise _damaged(path, f"the process that reads it ended with {ended}")
 
 
