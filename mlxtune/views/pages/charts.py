@@ -67,7 +67,11 @@ def draw(chart: Chart, number: int) -> tuple[str, dict[str, Any]]:
         "chart.html",
         chart=chart,
         number=number,
-        curves=[(each, _path(each, x_axis, y_axis)) for each in series],
+        curves=[
+            # A line between two points would suggest values that were not measured.
+            (each, "" if _is_pair(each) else _path(each, x_axis, y_axis))
+            for each in series
+        ],
         scale="logarithmic" if y_axis.log else "linear",
         legend=len(series) > 1 or chart.levels or (chart.large and (series or chart.skipped)),
         across=lambda x: _percent(x_axis.place(x)),
@@ -98,6 +102,10 @@ def _thinned(series: Series) -> Series:
 
 def _positive(series: Series) -> Series:
     return _points_at(series, [i for i, y in enumerate(series.y) if y > 0])
+
+
+def _is_pair(series: Series) -> bool:
+    return series.draw == "points" and len(series.y) == 2
 
 
 def _points_at(series: Series, shown: Sequence[int]) -> Series:

@@ -69,10 +69,13 @@ def test_single_step_is_a_dot_and_none_says_so() -> None:
 
 
 def test_points_are_joined_and_each_has_a_circle() -> None:
-    for y in ([4.0, 1.0], [4.0, 2.0, 1.0]):
-        html = chart(Series("validation", "val", list(range(len(y))), y, "points"))
-        assert html.count("<circle") == len(y)
-        assert len(paths(html)) == 1
+    pair = chart(Series("validation", "val", [0, 10], [4.0, 1.0], "points"))
+    assert pair.count("<circle") == 2
+    assert not paths(pair)  # two validations are not joined by a line
+
+    html = chart(Series("validation", "val", [0, 5, 10], [4.0, 2.0, 1.0], "points"))
+    assert html.count("<circle") == 3
+    assert len(paths(html)) == 1
 
 
 def test_chart_says_what_it_shows_and_what_its_axes_are() -> None:
