@@ -160,7 +160,7 @@ class MlxLm:
             yield
         finally:
             self._model.update(before)
-            # A compiled step reads its state from the list `state`.
+            # A compiled step reads its state from the list `self.state`.
             self._optimizer.state = self.state[1] = state
 
     def batch(

@@ -1,4 +1,4 @@
-"""`mlxtune generate`: answers one prompt or conversation, perhaps from standard input."""
+"""`mlxtune generate`: answers one prompt or conversation, which may come from standard input."""
 
 import sys
 from collections.abc import Callable

@@ -293,7 +293,7 @@ def weighted(value: str) -> tuple[str, float]:
 
 
 def user_cache() -> Path:
-    """Return this user's cache folder, with encoded data, hashes and reservations of memory."""
+    """Return this user's cache folder, which holds encoded data, hashes and reservations."""
     import platformdirs
 
     return Path(platformdirs.user_cache_path("mlxtune"))

@@ -16,7 +16,7 @@ _ONE_LINE = "where the architecture allows it, examples are always laid end to e
 _NEW_TOKENS = "new tokens are out of scope: LoRA trains no embeddings"
 _FULL = "full fine-tuning is out of scope: mlxtune trains LoRA, and DoRA with --dora"
 _IMAGES = "images are out of scope: only a model's text part is trained"
-_REFERENCE = "the reference is the model without the adapter, so no option is needed"
+_REFERENCE = "the reference is the model before the first step, so no option is needed"
 _OWN_CHOICE = "mlxtune chooses this to suit the machine"
 
 

@@ -1,4 +1,4 @@
-"""Every wait has a limit, while endless rows are rendered and anywhere else in the package."""
+"""Every wait has a limit, both while endless rows are rendered and elsewhere in the package."""
 
 from __future__ import annotations
 

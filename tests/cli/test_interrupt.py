@@ -173,7 +173,7 @@ def test_interrupt_while_encoding_leaves_nothing(
 
 
 def test_interrupt_within_exec_is_an_exit_and_no_signal(tmp_path: Path) -> None:
-    """Unhandled, an interrupt in `exec`, which dataclasses call, ends `python -m` by a signal."""
+    """An interrupt in `exec`, which dataclasses call, ends `python -m`, even if it is caught."""
     script = """
 from mlxtune import cli
 cli._main = lambda arguments: exec("raise KeyboardInterrupt")

@@ -60,7 +60,7 @@ def test_every_option_of_mlx_lm_is_ours_or_known() -> None:
         ("image_folder", None, ": images are out of scope: only a model's text part is trained"),
         ("ranck", "3", " (did you mean --rank?)"),
         ("batch-size", "3", " (did you mean --batch-size 3?)"),
-        ("ref_model", "m", ": the reference is the model without the adapter"),
+        ("ref_model", "m", ": the reference is the model before the first step"),
         ("limit", "20", ": all rows are used: to use fewer, run head -n 20 FILE > SMALL"),
         ("zzz", "3", ""),
     ],

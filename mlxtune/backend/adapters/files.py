@@ -240,7 +240,7 @@ def valid_dropout(path: Path, option: str, value: Any) -> float:
         if not 0 <= dropout < 1:
             raise ValueError
     except (ArithmeticError, TypeError, ValueError) as error:
-        raise ModelError(f"{path}: {option} must be from 0 to below 1") from error
+        raise ModelError(f"{path}: {option} must be at least 0 and below 1") from error
     return dropout
 
 

@@ -187,7 +187,7 @@ class Reader:
             )
 
     def warn_of_thinking(self, thinking: str, console: RunConsole) -> None:
-        """Warn of a given --thinking that the template does not heed."""
+        """Warn if the template ignores the given --thinking."""
         source = "".join(self.template_source.values())
         for finding in findings.thinking_findings(source, thinking):
             console.warn(run_text.finding_line(finding))

@@ -15,7 +15,7 @@ ROLES = ("system", "user", "assistant", "tool")
 # OpenAI's newer and older names, and Gemini's; few templates know them.
 _SAME_ROLES = {"developer": "system", "function": "tool", "model": "assistant"}
 _NO_TEXT = ("image", "input_image", "audio", "input_audio", "video")
-# The keys of a message whose text is never its content.
+# Keys whose text is never the content of the message.
 _NO_CONTENT = {"role", "name", "id", "type", "tool_calls", "tool_call_id"}
 # The fields that hold thinking in data files and in templates.
 THINKING_FIELDS = ("reasoning_content", "thinking", "reasoning")

@@ -98,7 +98,7 @@ def template_findings(source: str, thinking: str) -> Iterator[Finding]:
 
 
 def thinking_findings(source: str, thinking: str) -> Iterator[Finding]:
-    """Yield the finding about a --thinking that a template does not heed, if it does not."""
+    """Yield a finding if the template ignores the given --thinking."""
     if thinking != "auto" and "enable_thinking" not in source:
         advice = "the template has no thinking mode: leave the option out"
         yield Finding("warning", f"--thinking {thinking} changes nothing", 0, advice)

@@ -45,7 +45,7 @@ ADVICE = {
     DOUBLE_BOS: "the model's template writes it twice: fix the template",
     DROPPED_CONTENT: "it is not trained on: remove it, or split the turn in two",
     DROPPED_SYSTEM: "training and inference do not show it to the model: try --merge-system",
-    DROPPED_THINKING: "it is not trained on: use a template that writes it, and not --thinking off",
+    DROPPED_THINKING: "it is not trained on: use a template that writes it, without --thinking off",
     DROPPED_TOOLS: "training and inference do not show them: use a model that supports tools",
     DUPLICATE: "each copy is trained on: keep one, unless the copies are intended",
     EMPTY_PROMPT: "the answer is trained on without a question: fill it in, or remove the row",
@@ -54,7 +54,7 @@ ADVICE = {
     LEAKED_PROMPT: "validation results look better than they are: keep each prompt in only one set",
     MERGED_SYSTEM: "--merge-system did this: do the same at inference",
     MOJIBAKE: "the model learns to write it: read the source as UTF-8, and export it again",
-    NO_END_OF_TURN: "it is trained on as ordinary text: mlxtune stops at it, other tools do not",
+    NO_END_OF_TURN: "it is trained on as plain text: mlxtune stops at it, but other tools do not",
     NO_PROMPT: "there is nothing to answer, so it is context and not trained on",
     OPPOSITE: "the two cancel out: remove the one whose answers are swapped",
     RENDERED_CHAT: "the model's own template writes markup: give 'messages', or 'prompt' and "

@@ -41,7 +41,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the number of characters at a text's end that may start a stop."""
+    """Return the number of characters at a text's end that may begin a stop text."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 

@@ -89,7 +89,7 @@ def _resampled(change: Floats, tokens: npt.NDArray[np.int64], seed: int, resampl
 
 
 def _acceleration(change: Floats, tokens: npt.NDArray[np.int64]) -> float:
-    """Return a sixth of the skewness of the jackknife values, which leave out one row each."""
+    """Return BCa's acceleration, from jackknife values of the change, without one row each."""
     if len(change) < 2:
         return 0.0
     without = (change.sum() - change) / (tokens.sum() - tokens)

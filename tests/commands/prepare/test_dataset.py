@@ -465,7 +465,7 @@ def test_template_of_another_model_is_answered_with_one_remedy(
     (line,) = (finding_line(each) for each in found if each.kind == NO_END_OF_TURN)
     assert f"(<end_of_turn>: use {remedy}" in line
     assert line.endswith(
-        "it is trained on as ordinary text: mlxtune stops at it, other tools do not"
+        "it is trained on as plain text: mlxtune stops at it, but other tools do not"
     )
 
 

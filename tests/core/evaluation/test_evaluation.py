@@ -1,4 +1,4 @@
-"""Whether an adapter helped: the interval against references, the verdict, the rows."""
+"""Whether an adapter helped: the interval, against reference loops, the verdict and its rows."""
 
 from __future__ import annotations
 
