@@ -123,3 +123,15 @@ def test_adapter_that_no_run_in_the_folder_keeps_is_not_replaced(
 
     assert train("--output", copy, "--max-steps", 1, "--overwrite").code == 0
     assert train("--output", copy, "--max-steps", 1).code == 0
+
+
+def test_checkpoint_without_its_adapter_does_not_let_another_adapter_be_replaced(
+    train: Cli, own_run: Path
+) -> None:
+    adapter = own_run.parent / "adapters.safetensors"
+    adapter.write_bytes(adapter.read_bytes()[:-4] + b"\0\0\0\1")
+    (own_run / "best" / "adapters.safetensors").unlink()
+    found = adapter.read_bytes()
+    outcome = train("--output", adapter, "--checkpoint-dir", own_run, "--max-steps", 1)
+    assert "is not from an earlier run in this folder" in outcome.error
+    assert adapter.read_bytes() == found

@@ -108,18 +108,27 @@ def check_known(weights: Path, kept: Iterable[Path]) -> None:
     It would, unless a file in `kept` has the adapter's bytes. A config with no adapter beside it
     counts as an adapter of another format, unless mlxtune wrote the config.
     """
-    path, known = weights, True
-    with suppress(OSError, ValueError):
-        if os.path.lexists(weights):
-            own = file_hash(weights)
-            known = any(file_hash(each) == own for each in kept)
-        elif os.path.lexists(path := weights.with_name(ADAPTER_CONFIG)):
+    path, known = weights, False
+    if os.path.lexists(weights):
+        own = _hash_of(weights)
+        known = own is not None and any(_hash_of(each) == own for each in kept)
+    elif os.path.lexists(path := weights.with_name(ADAPTER_CONFIG)):
+        with suppress(OSError, ValueError):
             known = "mlxtune" in read_json(path, CONFIG_LIMITS)
+    else:
+        return
     if not known:
         raise OutputError(
             f"{path}: is not from an earlier run in this folder, and would be lost: choose another "
             "--output, or replace the file with --overwrite"
         )
+
+
+def _hash_of(path: Path) -> str | None:
+    """Return a file's hash; None if the file cannot be read."""
+    with suppress(OSError):
+        return file_hash(path)
+    return None
 
 
 def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str, str]) -> None:
