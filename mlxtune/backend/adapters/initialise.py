@@ -30,8 +30,8 @@ from mlxtune.config.ranks import pissa_iterations
 from mlxtune.core.files.files import file_hash
 from mlxtune.errors import ModelError
 
-# The relative difference that rounding may cause between an adapter's scale and that of the
-# options.
+# The relative difference that rounding may cause between an adapter's scale and the scale
+# in the options.
 _SCALE_TOLERANCE = 1e-9
 # Extra random directions, which make the power iteration converge faster.
 _OVERSAMPLING = 8

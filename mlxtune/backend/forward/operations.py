@@ -20,7 +20,7 @@ from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import GraphMemory
 from mlxtune.core.steps.memory_terms import MemoryUse
 
-# The cost of a micro-batch beyond that of its tokens, in units of one token's time.
+# The fixed cost of a micro-batch, in units of one token's time.
 _CPU_COST, _GPU_COST = 80, 512
 
 

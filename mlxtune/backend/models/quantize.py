@@ -108,8 +108,8 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def read_one_by_one(model: nn.Module) -> None:
     """Read and quantise a model's weights one module at a time, the largest first.
 
-    A module's original weights are freed before the next module is read, so memory holds those of
-    only one module in addition to the quantised weights.
+    A module's original weights are freed before the next module is read, so memory holds
+    only one module's originals in addition to the quantised weights.
     """
     parts = [module for _, module in model.named_modules() if not module.children()]
 

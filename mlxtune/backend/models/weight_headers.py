@@ -11,7 +11,7 @@ from mlxtune.core.files.tensor_files import TensorInfo
 # Parts of the names of image and sound encoders in multimodal models.
 NOT_TEXT = re.compile(r"vision|visual|audio|speech|image|multi_modal")
 _FLOATS = ("F16", "BF16", "F32")
-# mlx-lm loads tensors with these names, which exclude those of the causal masks that it drops.
+# mlx-lm loads tensors with these names, but drops causal masks, whose names these exclude.
 _LOADED = re.compile(r"(?!.*(?:attn|attention)\.bias$).*\.(?:weight|scales|biases|bias)")
 # Dtypes of weights that mlx-lm converts with a separate scale, and endings of the scale's name.
 _SCALED = ("F8_E4M3", "F8_E5M2", "I8")

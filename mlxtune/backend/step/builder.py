@@ -182,7 +182,7 @@ class StepBuilder:
         )
 
     def share(self, examples: Sequence[Example]) -> Sequence[Example]:
-        """Return those of a step's examples whose gradients this worker computes."""
+        """Return the examples of a step whose gradients this worker computes."""
         examples = training_examples(examples)
         return [examples[i] for i in self._own_places(examples)]
 

@@ -13,7 +13,7 @@ from mlxtune.core.steps.memory_terms import Measured
 from mlxtune.errors import OutputError
 
 FILE, MEMORY_FILE = "speeds.json", "memory.json"
-# Shorter runs are not measured: their speed is not that of longer runs. A run's first step is not
+# Shorter runs are not measured: longer runs have another speed. A run's first step is not
 # timed, as it may include compilation.
 _MIN_STEPS, _MIN_SECONDS = 3, 1.0
 

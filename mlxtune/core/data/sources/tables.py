@@ -1,6 +1,6 @@
 """Rows of CSV and TSV files with a header. Spreadsheet files are refused.
 
-A row's number is that of its first line; a value in quotes may span several lines.
+A row is numbered by its first line; a value in quotes may span several lines.
 """
 
 import csv
