@@ -1,0 +1,125 @@
+"""The trial of kernels: what makes it fail, and which form is the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxtune.backend.forward.device_kernels import (
+    CUDA,
+    METAL,
+    PLAIN,
+    Case,
+    Choice,
+    Function,
+    Trial,
+    choose,
+)
+
+
+def square(x: mx.array) -> mx.array:
+    return x * x
+
+
+def nearly(factor: float) -> Function:
+    return lambda x: factor * x * x
+
+
+def in_float32(x: mx.array) -> mx.array:
+    return x.astype(mx.float32) ** 2
+
+
+def case() -> Case:
+    return Case([mx.linspace(-1, 2, 16)], [mx.linspace(1, 3, 16)])
+
+
+def trial(**forms: Function) -> Callable[[], Trial]:
+    names = ("the square", "the gradient")
+    return lambda: Trial(forms, square, small=case, realistic=case, names=names)
+
+
+def clock(*seconds: float) -> Callable[[], float]:
+    """Return a fake clock: runs of the n-th form take `seconds[n]`, except two slower ones."""
+
+    def ticks() -> Iterator[float]:
+        now = 0.0
+        for each in seconds:
+            for slower in (50, 50, 3, 0, 7, 5, 9):
+                yield now
+                now += 3 * (each + slower)
+                yield now
+
+    return ticks().__next__
+
+
+def chosen(choice: Choice, **forms: Function) -> str:
+    names = [name for name, form in forms.items() if form is choice.form]
+    return names[0] if names else PLAIN
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ((1.0, 1.0, 1.0), "both"),
+        # A form must gain a tenth over a preferred one.
+        ((1.0, 0.91, 0.95), "both"),
+        ((1.0, 0.89, 0.85), "gradient"),
+        ((1.0, 0.95, 0.85), PLAIN),
+        ((1.0, 2.0, 0.5), PLAIN),
+    ],
+)
+def test_fastest_form_is_chosen_and_preferred_form_in_doubt(
+    seconds: tuple[float, ...], expected: str
+) -> None:
+    forms = {"both": nearly(1.0), "gradient": nearly(1.0)}
+    choice = choose(trial(**forms), clock(*seconds))
+    assert chosen(choice, **forms) == expected
+    assert choice.problem == ""
+    assert dict(choice.seconds) == pytest.approx(dict(zip([*forms, PLAIN], seconds, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("form", "problem"),
+    [
+        (nearly(1.01), "in float32, the square differs by 0.01"),
+        (nearly(float("nan")), "in float32, the square differs by nan"),
+        (in_float32, "in float16, the square differs by"),
+    ],
+    ids=["wrong", "not a number", "of another dtype"],
+)
+def test_wrong_form_is_a_problem_and_nothing_is_timed(form: Function, problem: str) -> None:
+    choice = choose(trial(right=nearly(1.0), wrong=form), clock())
+    assert choice.form is None
+    assert choice.problem.startswith(problem)
+    assert not choice.seconds
+
+
+def test_error_is_a_problem_in_one_line() -> None:
+    def fails(x: mx.array) -> Any:
+        raise RuntimeError("Unable to build\nthe kernel")
+
+    assert choose(trial(fails=fails), clock()).problem == "Unable to build the kernel"
+
+
+def test_choice_is_made_once() -> None:
+    make, fake = trial(both=nearly(1.0)), clock(1.0, 2.0)
+    # A second timing would end the fake clock.
+    assert choose(make, fake) is choose(make, fake)
+
+
+def test_constants_follow_the_primals_and_keep_their_dtype() -> None:
+    rows = mx.array([2, 0, 2])
+    found = Case([mx.ones((3, 2))], [mx.ones((3, 2))], [rows]).astype(mx.bfloat16)
+    values, gradient = found.run(lambda x, rows: x[rows])
+    assert found.constants[0].dtype == rows.dtype
+    assert (values.dtype, gradient.dtype) == (mx.bfloat16, mx.bfloat16)
+    assert gradient.tolist() == [[1, 1], [0, 0], [2, 2]]
+
+
+def test_languages_replace_the_same_names() -> None:
+    assert METAL.names.keys() == CUDA.names.keys()
+    with pytest.raises(KeyError, match="threat"):
+        CUDA.translate("int i = $threat;")
