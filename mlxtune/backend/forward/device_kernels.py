@@ -23,8 +23,6 @@ Function = Callable[..., Any]
 Make = Callable[..., Any]
 Arrays = Sequence[mx.array]
 
-# The bytes that a thread reads and writes at once: the widest load of CUDA's devices.
-WIDE = 16
 # Metal passes inputs with fewer elements in the constant address space, which `mlxtune::load` does
 # not read (mlx/backend/common/metal_kernel.cpp).
 LEAST_SIZE = 8
@@ -87,9 +85,13 @@ inline $function float lane_sum(float x) {
 
 @dataclass(frozen=True)
 class Language:
-    """A language of kernels: the names that replace placeholders in sources, and a header."""
+    """A language of kernels: the names that replace placeholders in sources, and a header.
+
+    `width` is the number of bytes that a thread should read and write at once.
+    """
 
     name: str
+    width: int
     names: Mapping[str, str]
     header: str
 
@@ -100,6 +102,8 @@ class Language:
 
 METAL = Language(
     "Metal",
+    # As in MLX's own kernels (`WorkPerThread` in mlx/backend/metal/kernels/utils.h).
+    8,
     {
         # The thread in the grid, its group, its place in the group, and its place in its 32 lanes.
         "thread": "thread_position_in_grid.x",
@@ -132,6 +136,8 @@ METAL = Language(
 )
 CUDA = Language(
     "CUDA",
+    # The widest load.
+    16,
     {
         "thread": "(blockIdx.x * blockDim.x + threadIdx.x)",
         "thread_y": "(blockIdx.y * blockDim.y + threadIdx.y)",

@@ -1,88 +1,119 @@
 """SwiGLU and its gradient as one kernel each, for Metal and CUDA.
 
-The kernels are used only if a trial succeeds. `mx.compile` cannot fuse these functions, because MLX
-inlines compiled functions to compute gradients.
+`mx.compile` cannot fuse these functions, because MLX inlines compiled functions to compute
+gradients.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
-from mlxtune.backend.device.device import has_metal, on_cpu
+from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.forward.device_kernels import (
+    CUDA,
+    LEAST_SIZE,
+    METAL,
+    TOLERANCES,
+    Case,
+    Function,
+    KernelSource,
+    Make,
+    Trial,
+    choose,
+    device_language,
+)
 from mlxtune.backend.models.autograd import differentiable
-from mlxtune.errors import one_line
 
-# Elements per thread, and threads per group.
-PER_THREAD, GROUP = 4, 256
+# Threads per group.
+GROUP = 256
 # Kernels index elements with 32-bit integers.
-_MOST = 2**31 - GROUP * PER_THREAD
-# The largest allowed difference from MLX's operations in float32, as a share of the largest value.
-_TOLERANCES = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
+_MOST = 2**31
+# Tokens and width of the MLP whose time decides between the kernels and MLX's operations.
+_REALISTIC = (1024, 8192)
 
-# All inputs are flat. CUDA rounds a grid up to whole groups, so some threads may be idle. {thread}
-# and {exp} are replaced with expressions in the device's language.
-_SOURCE = """
-    uint first = {thread} * PER_THREAD;
-    uint size = gate_shape[0];
-    for (uint i = first; i < first + PER_THREAD && i < size; ++i) {{
-        float g = static_cast<float>(gate[i]);
-        float u = static_cast<float>(up[i]);
-        float sigmoid = 1.0f / (1.0f + {exp}(-g));
-        float silu = g * sigmoid;
-{body}
-    }}
+# All inputs are flat. Each thread computes WIDTH neighbouring values, so that the threads of a
+# group read neighbouring Packs. CUDA rounds a grid up to whole groups, so some threads are idle.
+_LOAD = """
+    const unsigned int size = gate_shape[0];
+    const unsigned int first = $thread * WIDTH;
+    if (first >= size) {
+        return;
+    }
+    const mlxtune::Pack<T, WIDTH> gates = mlxtune::load<WIDTH>(gate, first, size);
+    const mlxtune::Pack<T, WIDTH> ups = mlxtune::load<WIDTH>(up, first, size);
 """
-_FORWARD = """        output[i] = static_cast<T>(silu * u);"""
-_BACKWARD = """\
-        float c = static_cast<float>(cotangent[i]);
-        d_gate[i] = static_cast<T>(c * u * (sigmoid + silu * (1.0f - sigmoid)));
-        d_up[i] = static_cast<T>(c * silu);"""
-_METAL = {"thread": "thread_position_in_grid.x", "exp": "metal::precise::exp"}
-_CUDA = {"thread": "(blockIdx.x * blockDim.x + threadIdx.x)", "exp": "expf"}
-
-
-def sources(metal: bool) -> tuple[str, str]:
-    """Return the sources of the forward and backward kernels for Metal or, if not `metal`, CUDA."""
-    language = _METAL if metal else _CUDA
-    return tuple(_SOURCE.format(**language, body=body) for body in (_FORWARD, _BACKWARD))  # type: ignore[return-value]
+_SIGMOID = """
+        const float g = static_cast<float>(gates.at[i]);
+        const float u = static_cast<float>(ups.at[i]);
+        const float sigmoid = 1.0f / (1.0f + mlxtune::exp(-g));
+        const float silu = g * sigmoid;
+"""
+FORWARD = KernelSource(
+    "mlxtune_swiglu",
+    ("gate", "up"),
+    ("output",),
+    f"""{_LOAD}
+    mlxtune::Pack<T, WIDTH> outputs;
+    for (int i = 0; i < WIDTH; ++i) {{{_SIGMOID}
+        outputs.at[i] = static_cast<T>(silu * u);
+    }}
+    mlxtune::store<WIDTH>(output, first, size, outputs);
+""",
+)
+GRADIENT = KernelSource(
+    "mlxtune_swiglu_vjp",
+    ("gate", "up", "cotangent"),
+    ("d_gate", "d_up"),
+    f"""{_LOAD}
+    const mlxtune::Pack<T, WIDTH> cotangents = mlxtune::load<WIDTH>(cotangent, first, size);
+    mlxtune::Pack<T, WIDTH> d_gates, d_ups;
+    for (int i = 0; i < WIDTH; ++i) {{{_SIGMOID}
+        const float c = static_cast<float>(cotangents.at[i]);
+        d_gates.at[i] = static_cast<T>(c * u * (sigmoid + silu * (1.0f - sigmoid)));
+        d_ups.at[i] = static_cast<T>(c * silu);
+    }}
+    mlxtune::store<WIDTH>(d_gate, first, size, d_gates);
+    mlxtune::store<WIDTH>(d_up, first, size, d_ups);
+""",
+)
 
 
 class GateKernels:
     """SwiGLU's two kernels, made by `mx.fast.metal_kernel` or `mx.fast.cuda_kernel`."""
 
-    def __init__(self, make: Callable[..., Any], *, metal: bool) -> None:
-        forward, backward = sources(metal)
-        inputs = ["gate", "up"]
-        self._forward = make(
-            name="mlxtune_swiglu", input_names=inputs, output_names=["output"], source=forward
-        )
-        self._backward = make(
-            name="mlxtune_swiglu_vjp",
-            input_names=[*inputs, "cotangent"],
-            output_names=["d_gate", "d_up"],
-            source=backward,
-        )
+    def __init__(self, make: Make, *, metal: bool) -> None:
+        self._language = METAL if metal else CUDA
+        self._value = FORWARD.make(self._language, make)
+        self._gradient = GRADIENT.make(self._language, make)
 
     def swiglu(self, gate: mx.array, up: mx.array) -> mx.array:
         """Return silu(gate) * up, arXiv:2002.05202, section 2, in the dtype of the inputs."""
+        return _differentiable(self.value, self.gradients, gate, up)
 
-        def forward(gate: mx.array, up: mx.array) -> mx.array:
-            return self._run(self._forward, [gate, up], 1)[0]
+    def forms(self) -> dict[str, Function]:
+        """Return SwiGLU by both kernels, and by each of them with MLX's operations."""
+        return {
+            "kernels": self.swiglu,
+            "gradient kernel": lambda *arrays: _differentiable(_silu_up, self.gradients, *arrays),
+            "forward kernel": lambda *arrays: _differentiable(self.value, _gradients, *arrays),
+        }
 
-        def backward(primals: Any, cotangent: mx.array, output: mx.array) -> list[mx.array]:
-            return self._run(self._backward, [*primals, cotangent.astype(gate.dtype)], 2)
+    def value(self, gate: mx.array, up: mx.array) -> mx.array:
+        """Return silu(gate) * up without a gradient."""
+        return self._run(self._value, [gate, up], 1)[0]
 
-        result: mx.array = differentiable(forward, backward)(gate, up)
-        return result
+    def gradients(self, gate: mx.array, up: mx.array, cotangent: mx.array) -> list[mx.array]:
+        """Return the gradients of gate and up."""
+        return self._run(self._gradient, [gate, up, cotangent.astype(gate.dtype)], 2)
 
     def _run(self, kernel: Any, arrays: Sequence[mx.array], outputs: int) -> list[mx.array]:
         like = arrays[0]
+        width = self._language.width // like.dtype.size
         found = kernel(
             inputs=[each.reshape(-1) for each in arrays],
-            template=[("T", like.dtype), ("PER_THREAD", PER_THREAD)],
-            grid=(-(-like.size // PER_THREAD), 1, 1),
+            template=[("T", like.dtype), ("WIDTH", width)],
+            grid=(-(-like.size // width), 1, 1),
             threadgroup=(GROUP, 1, 1),
             output_shapes=[(like.size,)] * outputs,
             output_dtypes=[like.dtype] * outputs,
@@ -90,65 +121,82 @@ class GateKernels:
         return [each.reshape(like.shape) for each in found]
 
 
+def plain_swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    """Return silu(gate) * up, computed by MLX's operations."""
+
+    def forward(gate: mx.array, up: mx.array) -> list[mx.array]:
+        sigmoid = mx.sigmoid(gate)
+        silu = gate * sigmoid
+        slope = sigmoid + silu * (1 - sigmoid)
+        # The gradients are the cotangent times the last two outputs, so gate and up are not kept.
+        return [silu * up, up * slope, silu]
+
+    def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
+        return [cotangents[0] * outputs[1], cotangents[0] * outputs[2]]
+
+    return differentiable(forward, backward)(gate, up)[0]
+
+
 def serves(gate: mx.array, up: mx.array) -> bool:
     """Return whether the kernels support these arrays."""
     same = gate.shape == up.shape and gate.dtype == up.dtype
-    return same and gate.dtype in _TOLERANCES and 0 < gate.size < _MOST
+    return same and gate.dtype in TOLERANCES and LEAST_SIZE <= gate.size < _MOST
 
 
-def gate_kernels() -> GateKernels | None:
-    """Return the device's kernels; None on the CPU, or if they failed the trial."""
-    return None if on_cpu() else _tried()[0]
+def gate_kernels() -> Function | None:
+    """Return SwiGLU by the device's kernels.
+
+    None on the CPU, or if the kernels failed their trial or MLX's operations are faster.
+    """
+    return None if on_cpu() else choose(_trial).form
 
 
 def gate_kernels_problem() -> str:
-    """Return why the device's kernels are not used; empty if they are used, or on the CPU."""
-    return "" if on_cpu() else _tried()[1]
+    """Return why the device's kernels cannot be used; empty if they can, or on the CPU."""
+    return "" if on_cpu() else choose(_trial).problem
 
 
 def device_kernels() -> GateKernels:
     """Return the device's kernels without a trial. Raises MLX's error if they cannot be built."""
-    metal = has_metal()
-    return GateKernels(mx.fast.metal_kernel if metal else mx.fast.cuda_kernel, metal=metal)
+    language, make = device_language()
+    return GateKernels(make, metal=language is METAL)
 
 
-@cache
-def _tried() -> tuple[GateKernels | None, str]:
-    try:
-        kernels = device_kernels()
-        problem = _problem(kernels)
-    # Any error may occur: a compiler may be missing, or reject the source.
-    except Exception as error:  # noqa: BLE001
-        return None, one_line(error)
-    return (None, problem) if problem else (kernels, "")
+def _trial() -> Trial:
+    return Trial(
+        device_kernels().forms(),
+        plain_swiglu,
+        # With this size, the last group of threads and the last thread are only partly used.
+        small=lambda: _case((1, 8 * GROUP + 5)),
+        realistic=lambda: _case(_REALISTIC),
+        names=("the output", "the gradient of gate", "the gradient of up"),
+    )
 
 
-def _problem(kernels: GateKernels) -> str:
-    """Return how values or gradients differ from MLX's by more than rounding; empty if none do."""
-    # With this size, the last group of threads and the last thread are only partly used.
-    size = GROUP * PER_THREAD + PER_THREAD + 1
-    key = mx.random.key(0)
-    arrays = [4 * mx.random.normal((1, size), key=each) for each in mx.random.split(key, 3)]
-    for dtype, tolerance in _TOLERANCES.items():
-        gate, up, cotangent = (each.astype(dtype) for each in arrays)
-        found = _with_gradients(kernels.swiglu, gate, up, cotangent)
-        exact = [each.astype(mx.float32) for each in (gate, up, cotangent)]
-        expected = _with_gradients(lambda g, u: g * mx.sigmoid(g) * u, *exact)
-        for name, one, other in zip(("value", "gate", "up"), found, expected, strict=True):
-            apart = mx.abs(one.astype(mx.float32) - other).max() / mx.abs(other).max()
-            difference = float(apart)
-            if one.dtype != dtype or not difference <= tolerance:
-                what = "the output" if name == "value" else f"the gradient of {name}"
-                return f"in {_name(dtype)}, {what} differs by {difference:.2g}"
-    return ""
+def _case(shape: tuple[int, ...]) -> Case:
+    keys = mx.random.split(mx.random.key(0), 3)
+    gate, up, cotangent = (4 * mx.random.normal(shape, key=key) for key in keys)
+    return Case([gate, up], [cotangent])
 
 
-def _with_gradients(
-    function: Callable[..., mx.array], gate: mx.array, up: mx.array, cotangent: mx.array
-) -> list[mx.array]:
-    values, gradients = mx.vjp(function, [gate, up], [cotangent])
-    return [*values, *gradients]
+def _differentiable(
+    value: Callable[..., mx.array],
+    gradients: Callable[..., list[mx.array]],
+    gate: mx.array,
+    up: mx.array,
+) -> mx.array:
+    def backward(primals: Any, cotangent: mx.array, output: mx.array) -> list[mx.array]:
+        return gradients(*primals, cotangent)
+
+    result: mx.array = differentiable(value, backward)(gate, up)
+    return result
 
 
-def _name(dtype: mx.Dtype) -> str:
-    return str(dtype).removeprefix("mlx.core.")
+def _silu_up(gate: mx.array, up: mx.array) -> mx.array:
+    return gate * mx.sigmoid(gate) * up
+
+
+def _gradients(gate: mx.array, up: mx.array, cotangent: mx.array) -> list[mx.array]:
+    sigmoid = mx.sigmoid(gate)
+    silu = gate * sigmoid
+    return [cotangent * up * (sigmoid + silu * (1 - sigmoid)), cotangent * silu]

@@ -1,14 +1,14 @@
-"""SwiGLU by a pair of kernels, or by MLX's operations with a cheaper gradient than MLX's own."""
+"""SwiGLU in MLPs, by kernels or by MLX's operations with a cheaper gradient than MLX's own."""
 
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxtune.backend.forward.gate_kernels import gate_kernels, serves
+from mlxtune.backend.forward.gate_kernels import plain_swiglu as plain_swiglu
 from mlxtune.backend.forward.intercept import intercept
-from mlxtune.backend.models.autograd import differentiable, exporting
+from mlxtune.backend.models.autograd import exporting
 
 # The largest accepted difference between the outputs of an MLP and of SwiGLU in a trial.
 _TOLERANCE = 1e-5
@@ -29,26 +29,10 @@ def replace_gates(model: nn.Module) -> Callable[[], None]:
 def swiglu(gate: mx.array, up: mx.array) -> mx.array:
     """Return silu(gate) * up, arXiv:2002.05202, section 2."""
     # Exported graphs must not contain custom kernels.
-    kernels = None if exporting() else gate_kernels()
-    if kernels is not None and serves(gate, up):
-        return kernels.swiglu(gate, up)
+    by_kernels = None if exporting() else gate_kernels()
+    if by_kernels is not None and serves(gate, up):
+        return by_kernels(gate, up)
     return plain_swiglu(gate, up)
-
-
-def plain_swiglu(gate: mx.array, up: mx.array) -> mx.array:
-    """Return silu(gate) * up, computed by MLX's operations."""
-
-    def forward(gate: mx.array, up: mx.array) -> list[mx.array]:
-        sigmoid = mx.sigmoid(gate)
-        silu = gate * sigmoid
-        slope = sigmoid + silu * (1 - sigmoid)
-        # The gradients are the cotangent times the last two outputs, so gate and up are not kept.
-        return [silu * up, up * slope, silu]
-
-    def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
-        return [cotangents[0] * outputs[1], cotangents[0] * outputs[2]]
-
-    return differentiable(forward, backward)(gate, up)[0]
 
 
 def _run(mlp: nn.Module, x: mx.array) -> mx.array:

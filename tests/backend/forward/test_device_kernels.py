@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlxtune.backend.forward.device_kernels import (
@@ -15,9 +16,12 @@ from mlxtune.backend.forward.device_kernels import (
     Case,
     Choice,
     Function,
+    KernelSource,
+    Language,
     Trial,
     choose,
 )
+from tests.backend.forward.kernel_compilers import FakeDevice
 
 
 def square(x: mx.array) -> mx.array:
@@ -123,3 +127,38 @@ def test_languages_replace_the_same_names() -> None:
     assert METAL.names.keys() == CUDA.names.keys()
     with pytest.raises(KeyError, match="threat"):
         CUDA.translate("int i = $threat;")
+
+
+SUMS = KernelSource(
+    "sums",
+    ("x",),
+    ("lane_sums", "sums"),
+    """
+    $shared float parts[2];
+    const float sum = mlxtune::lane_sum(static_cast<float>(x[$thread]));
+    if ($lane == 0) {
+        parts[$local / 32] = sum;
+    }
+    $barrier;
+    lane_sums[$thread] = static_cast<T>(sum);
+    sums[$thread] = static_cast<T>(parts[0] + parts[1] + 100 * $group + 1000 * $thread_y);
+""",
+)
+
+
+@pytest.mark.parametrize("language", [METAL, CUDA], ids=["metal", "cuda"])
+def test_threads_of_a_group_share_sums(language: Language) -> None:
+    x = np.arange(128, dtype=np.float32) % 7
+    kernel = SUMS.make(language, FakeDevice(language=language).make)
+    lane_sums, sums = kernel(
+        inputs=[mx.array(x)],
+        template=[("T", mx.float32)],
+        grid=(128, 1, 1),
+        threadgroup=(64, 1, 1),
+        output_shapes=[(128,)] * 2,
+        output_dtypes=[mx.float32] * 2,
+    )
+    warps = x.reshape(4, 32).sum(1)
+    assert lane_sums.tolist() == warps.repeat(32).tolist()
+    groups = warps.reshape(2, 2).sum(1) + np.array([0, 100])
+    assert sums.tolist() == groups.repeat(64).tolist()
