@@ -125,12 +125,16 @@ inline float rsqrt(float x) { return 1 / std::sqrt(x); }
 }
 #if WAITS
 inline float simd_sum(float x) {
+  std::memcpy(&lanes->values[lane_in_group], &x, sizeof(x));
+  lanes->meet.arrive_and_wait();
   float sum = 0;
-  for (unsigned int i = 0; i < 32; ++i) {
-    float other = shuffled(x, i);
-    // Lanes that have returned do not count.
+  for (int i = 0; i < 32; ++i) {
+    float other;
+    std::memcpy(&other, &lanes->values[i], sizeof(other));
+    // Lanes that have returned do not count. No lane returns before the next meeting.
     if (lanes->present[i]) sum += other;
   }
+  lanes->meet.arrive_and_wait();
   return sum;
 }
 #else
