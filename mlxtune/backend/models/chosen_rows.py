@@ -1,5 +1,6 @@
 """Selects rows of an array by index, with a gradient that gathers."""
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -8,6 +9,21 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.backend.models.autograd import differentiable
+
+
+def rows_of(array: mx.array, index: mx.array, exists: mx.array | None = None) -> mx.array:
+    """Return array[index], (*index, C), for an array (N, C), without a gradient.
+
+    A row is zero where `exists`, bool (*index, 1), is false. An NVIDIA H200 gathers words of 64
+    bits 2.9 times as fast as values of 16 (docs/performance.md).
+    """
+    dtype = array.dtype
+    in_words = array.shape[-1] * dtype.size % mx.uint64.size == 0
+    words = array.view(mx.uint64) if in_words else array
+    found = words[index]
+    if exists is not None:
+        found = mx.where(exists, found, mx.array(0, found.dtype))
+    return found.view(dtype) if in_words else found
 
 
 class ChosenRows:
@@ -25,18 +41,22 @@ class ChosenRows:
 
     def of(self, array: mx.array) -> mx.array:
         """Return array[places], (P, C), for an array (N, C)."""
+        chosen: mx.array = self._choose(array)
+        return chosen
+
+    @cached_property
+    def _choose(self) -> Callable[..., Any]:
         places = mx.array(self._places)
 
         def backward(_: Any, cotangent: mx.array, __: Any) -> mx.array:
             sources, is_chosen, repeated = self._sources
-            zero = mx.array(0, cotangent.dtype)
-            found = mx.where(is_chosen, cotangent[sources], zero)
+            found = rows_of(cotangent, sources, is_chosen)
             if repeated is not None:
                 rows, each, is_one = repeated
-                found[rows] = mx.where(is_one, cotangent[each], zero).sum(axis=1)
+                found[rows] = rows_of(cotangent, each, is_one).sum(axis=1)
             return found
 
-        return differentiable(lambda array: array[places], backward)(array)
+        return differentiable(lambda array: rows_of(array, places), backward)
 
     @cached_property
     def _sources(self) -> tuple[mx.array, mx.array, tuple[mx.array, mx.array, mx.array] | None]:
