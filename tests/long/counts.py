@@ -16,7 +16,16 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 from mlx.utils import tree_map
 
+from mlxtune.backend.forward import gates, operations
+from mlxtune.backend.forward.attention_kernels import (
+    AttentionKernels,
+    plain_line,
+    plain_side_by_side,
+)
+from mlxtune.backend.forward.device_kernels import CUDA
+from mlxtune.backend.forward.gate_kernels import GateKernels
 from mlxtune.backend.lora import optimizer
+from mlxtune.backend.models.packed import Layout
 from mlxtune.core.data.encode import Example
 from tests.long.graph_order import Operation, followed, ordered, tie
 
@@ -52,6 +61,9 @@ _VIEWS = {
 }
 # These are views too, unless the array is transposed: then they copy it.
 _RESHAPES = {"Flatten", "Reshape", "Unflatten"}
+
+_ZERO = {each: mx.array(0, each) for each in (mx.float32, mx.float16, mx.bfloat16)}
+mx.eval(_ZERO)
 
 
 class GraphSource(Protocol):
@@ -100,7 +112,7 @@ def count_steps(source: GraphSource, steps: Sequence[Sequence[Example]]) -> Step
 def _count_launches(source: GraphSource, steps: Sequence[Sequence[Example]]) -> StepCounts:
     launched, head = Counter[str](), 0
     for examples in steps:
-        with _fused(), _nothing_evaluated():
+        with _fused(), launched_kernels(), _nothing_evaluated():
             launched += launches(source.lazy_step(examples))
         with _fused():
             head += sum(launches(arrays).total() for arrays in source.heads(examples))
@@ -218,6 +230,59 @@ def compiled_as_on_gpu() -> Iterator[None]:
     """Compile the functions that a GPU would compile, inside the block."""
     with _replaced(optimizer, compiles=lambda: True):
         yield
+
+
+class _AttentionKernels(AttentionKernels):
+    """The kernels around attention where launches are counted; elsewhere MLX's operations."""
+
+    def side_by_side(self, *args: Any) -> tuple[mx.array, mx.array, mx.array]:
+        return super().side_by_side(*args) if _counts else plain_side_by_side(*args)
+
+    def line(self, layout: Layout, output: mx.array) -> mx.array:
+        return super().line(layout, output) if _counts else plain_line(layout, output)
+
+
+# Not empty while launches are counted.
+_counts: list[bool] = []
+
+
+@contextmanager
+def kernels_of_a_gpu() -> Iterator[None]:
+    """Let models that are prepared inside the block have the package's kernels for GPUs."""
+    around_attention = _AttentionKernels(CUDA, lambda **_: _launched)
+    swiglu = GateKernels(lambda **_: _launched, metal=False).swiglu
+    with (
+        _replaced(operations, attention_kernels=lambda: around_attention),
+        _replaced(gates, gate_kernels=lambda: swiglu if _counts else None),
+    ):
+        yield
+
+
+@contextmanager
+def launched_kernels() -> Iterator[None]:
+    """Inside the block, let each of these kernels be one primitive, whose results are no use."""
+    _counts.append(True)
+    try:
+        yield
+    finally:
+        _counts.pop()
+
+
+def _launched(
+    *,
+    inputs: list[mx.array],
+    output_shapes: list[tuple[int, ...]],
+    output_dtypes: list[mx.Dtype],
+    **_: Any,
+) -> list[mx.array]:
+    """Return outputs that depend on all inputs, made by one primitive that counts as a launch."""
+    sizes = [math.prod(shape) for shape in output_shapes]
+    (before,) = mx.depends([mx.broadcast_to(_ZERO[output_dtypes[0]], (sum(sizes),))], inputs)
+    made, start, outputs = mx.erfinv(before), 0, []
+    for shape, size in zip(output_shapes, sizes, strict=True):
+        outputs.append(made[start : start + size].reshape(shape))
+        start += size
+    return outputs
 
 
 def _fused() -> Any:

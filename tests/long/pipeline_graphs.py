@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
@@ -32,11 +31,11 @@ class PipelineGraphs:
         for arrays in self._arrays(examples):
 
             def gradient(tokens: mx.array, arrays: Any = arrays) -> Traced:
-                parameters = self._pipeline.model.trainable_parameters()
-                names, values = zip(*tree_flatten(parameters), strict=True)
+                parameters = forward.trained.values()
+                names, values = zip(*parameters.items(), strict=True)
 
                 def loss(*values: mx.array) -> list[mx.array]:
-                    trained = tree_unflatten(list(zip(names, values, strict=True)))
+                    trained = dict(zip(names, values, strict=True))
                     given = {**arrays, "inputs": tokens}
                     return [forward.scaled_loss(trained, given, mx.array(1.0))]
 
@@ -44,7 +43,7 @@ class PipelineGraphs:
                 try:
                     _, gradients = vjp(loss, values, [mx.array(1.0)])
                 finally:
-                    self._pipeline.model.update(parameters)
+                    forward.trained.replace(parameters)
                 return gradients, vjp.tied
 
             yield gradient, arrays["inputs"]
@@ -62,7 +61,7 @@ class PipelineGraphs:
 
         with forward.watched(around):
             for arrays in self._arrays(examples):
-                parameters = self._pipeline.model.trainable_parameters()
+                parameters = forward.trained.values()
                 forward.scaled_loss(parameters, arrays, mx.array(1.0))
         yield from found
 

@@ -24,6 +24,7 @@ from mlxtune.backend.forward.shared_inputs import share_inputs
 from mlxtune.backend.forward.side_by_side import Mixers
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.lora.model_facts import ModelFacts
+from mlxtune.backend.lora.parameters import TrainedParameters
 from mlxtune.backend.models.chosen_rows import ChosenRows
 from mlxtune.backend.models.packed import Layout, laid_out
 from mlxtune.core.steps.batch import MicroBatch
@@ -61,7 +62,11 @@ class Forward:
         serves = execution.operations.serves(split.dtype)
         operations: Operations = execution.operations if serves else MLX
         splits = execution.split_head and split.splits
-        self.mixers = Mixers(model, by_segments=operations.by_segments)
+        self.mixers = Mixers(
+            model,
+            by_segments=operations.by_segments,
+            kernels=operations.attention_kernels(),
+        )
         self._should_pack = execution.packs
         self.execution = replace(
             execution,
@@ -86,6 +91,8 @@ class Forward:
             self._entropies = partial(split_cross_entropies, split.vocabulary)
             self._vocabulary = {"vocabulary": split.vocabulary}
         self._around_head: Callable[[Head, mx.array], mx.array] | None = None
+        # The trained parameters, which a step replaces with the arrays of its graph.
+        self.trained = TrainedParameters(model)
         self.gradients = mx.value_and_grad(self.scaled_loss)
         self.preference_gradients = mx.value_and_grad(self.preference_loss)
 
@@ -158,15 +165,15 @@ class Forward:
         }
 
     def scaled_loss(
-        self, parameters: Mapping[str, Any], arrays: Mapping[str, Any], scale: mx.array
+        self, parameters: Mapping[str, mx.array], arrays: Mapping[str, Any], scale: mx.array
     ) -> mx.array:
         """Return `scale` times the summed cross-entropy of a micro-batch, in nats, float32.
 
-        A function `reduce` in `arrays` replaces the sum. `parameters` are LoRA matrices; they stay
-        in the model. `scale` is `loss_scale`, which keeps float16 gradients in range, divided by
-        the number of supervised tokens of the whole step.
+        A function `reduce` in `arrays` replaces the sum. `parameters` are LoRA matrices by name;
+        they stay in the model. `scale` is `loss_scale`, which keeps float16 gradients in range,
+        divided by the number of supervised tokens of the whole step.
         """
-        self.model.update(parameters)
+        self.trained.replace(parameters)
         with self.running(), laid_out(arrays.get("layout")):
             caches = self._caches(arrays)
             if self.execution.split_head:
@@ -180,7 +187,7 @@ class Forward:
         return (losses.sum() if reduce is None else reduce(losses)) * scale
 
     def preference_loss(
-        self, parameters: Mapping[str, Any], arrays: Mapping[str, Any], scale: mx.array
+        self, parameters: Mapping[str, mx.array], arrays: Mapping[str, Any], scale: mx.array
     ) -> tuple[mx.array, mx.array]:
         """Return a micro-batch's preference loss times `scale`, and the examples'
         log-probabilities.

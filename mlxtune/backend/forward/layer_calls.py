@@ -7,11 +7,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_map
 
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.forward.recompute import LayerPasses
 from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.lora.parameters import TrainedParameters
 from mlxtune.backend.models import packed
 
 
@@ -23,6 +24,7 @@ class Layerwise:
         self._dropout = dropout
         self._running = False
         layers = list(model.layers)
+        self._trained = {id(layer): TrainedParameters(layer) for layer in layers}
         # Layers below the first trained layer have no backward pass, so they keep no arrays.
         first = first_trained(layers)
         calls = [self._run_frozen if i < first else self._run for i in range(len(layers))]
@@ -45,7 +47,7 @@ class Layerwise:
     def _run(self, layer: nn.Module, *args: Any, **options: Any) -> Any:
         if not self._running:
             return layer(*args, **options)
-        call = LayerCall(layer, self._dropout, args, options)
+        call = LayerCall(layer, self._trained[id(layer)], self._dropout, args, options)
         return call.result(self.passes.run(layer, call.run, call.inputs))
 
 
@@ -56,13 +58,19 @@ class LayerCall:
     paths are `names`. `result` turns the arrays that `run` returns into the layer's return value.
     """
 
-    def __init__(self, layer: nn.Module, dropout: DropoutKeys, args: Any, options: Any) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        parameters: TrainedParameters,
+        dropout: DropoutKeys,
+        args: Any,
+        options: Any,
+    ) -> None:
         self.given = _floating((args, options))
-        trained = tree_flatten(layer.trainable_parameters())
-        self.names = [name for name, _ in trained]
-        self.trained = [value for _, value in trained]
+        self.names, self.trained = parameters.names, list(parameters.values().values())
         self.inputs: list[mx.array] = [*self.given, *self.trained]
         self._layer, self._args, self._options = layer, args, options
+        self._parameters = parameters
         self._dropout, self._keys, self._layout = dropout, replace(dropout), packed.layout()
         self._output: Any = None
 
@@ -84,7 +92,7 @@ class LayerCall:
         return _filled(self._output, outputs)
 
     def _update(self, trained: Sequence[mx.array]) -> None:
-        self._layer.update(tree_unflatten(list(zip(self.names, trained, strict=True))))
+        self._parameters.replace(dict(zip(self.names, trained, strict=True)))
 
 
 def first_trained(layers: Sequence[nn.Module]) -> int:

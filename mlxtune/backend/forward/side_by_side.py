@@ -13,33 +13,41 @@ on the examples side by side:
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
+from mlxtune.backend.forward.attention_heads import KernelAttention, kernel_attention
+from mlxtune.backend.forward.attention_kernels import AttentionKernels
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.lora.layers import LoRALinear
 from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.models import packed
-from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.autograd import differentiable, exporting
+from mlxtune.backend.models.chosen_rows import rows_of
 
 
 class Mixers:
     """The mixers of one model, which run on the examples of a line side by side.
 
     With `by_segments`, purely causal attention runs on the line itself, and the operations keep its
-    segments separate. `restore` undoes the changes to the model. `count` is the number of mixers;
+    segments separate. The `kernels` do the work around attention in the layers that they support.
+    `restore` undoes the changes to the model. `count` is the number of mixers;
     between `note` and `stop_noting`, `outputs` collects their results in order.
     """
 
-    def __init__(self, model: nn.Module, *, by_segments: bool) -> None:
+    def __init__(
+        self, model: nn.Module, *, by_segments: bool, kernels: AttentionKernels | None = None
+    ) -> None:
         self.by_segments = by_segments
         self.outputs: list[mx.array] = []
         self._notes = False
         modules = [mixer for layer in model.layers for mixer in _find(layer)]
         self.count = len(modules)
+        self._by_kernels = {} if kernels is None else _by_kernels(modules, kernels)
         self.restore = intercept(model, modules, [self._call] * len(modules))
 
     def note(self) -> None:
@@ -66,6 +74,10 @@ class Mixers:
                 return mixer(*args, **options)
             except packed.CannotPackError:
                 self.by_segments = False
+        if id(mixer) in self._by_kernels and not exporting():
+            output = self._by_kernels[id(mixer)].run(mixer, layout, *args, **options)
+            if output is not None:
+                return output
         sides = _Sides(layout)
         projections = {
             name: child
@@ -82,6 +94,14 @@ class Mixers:
             for name, projection in projections.items():
                 mixer[name] = projection
         return tree_map(sides.line, output)
+
+
+def _by_kernels(
+    mixers: Sequence[nn.Module], kernels: AttentionKernels
+) -> dict[int, KernelAttention]:
+    """Return the mixers that kernels can run, by their `id`."""
+    found = {id(mixer): kernel_attention(mixer, kernels) for mixer in mixers}
+    return {key: each for key, each in found.items() if each is not None}
 
 
 def _find(layer: nn.Module) -> list[nn.Module]:
@@ -135,15 +155,15 @@ class _Sides:
         layout = self._layout
 
         def gather(line: mx.array) -> mx.array:
-            return line.reshape(-1, line.shape[-1])[layout.rows]
+            return rows_of(line.reshape(-1, line.shape[-1]), layout.rows)
 
         def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
             flat = cotangent.reshape(-1, cotangent.shape[-1])
             if layout.shared is None:
-                return flat[layout.places][None]
+                return rows_of(flat, layout.places)[None]
             tokens, places = layout.shared
             # The gradients of padding are zeros.
-            total, each = mx.split(flat[places], [len(layout.positions)])
+            total, each = mx.split(rows_of(flat, places), [len(layout.positions)])
             total[tokens] = each.reshape(len(tokens), -1, each.shape[-1]).sum(axis=1)
             return total[None]
 

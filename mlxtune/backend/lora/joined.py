@@ -8,6 +8,7 @@ import mlx.nn as nn
 
 from mlxtune.backend.lora.layers import LoRALinear, summed_products
 from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.layers import frozen_gradient, is_plain
 
 # The maximum number of columns of joined A matrices. A GPU multiplies tiles of this width, so
 # padding each B with zeros costs no time.
@@ -71,7 +72,8 @@ class SharedInput:
         x, *trained = [primals] if isinstance(primals, mx.array) else primals
         # The last cotangent belongs to `narrow`, which only this backward pass reads.
         pairs = list(zip(self.projections, cotangents, strict=False))
-        d_x = _gradient(*pairs[0], x)
+        first, cotangent = pairs[0]
+        d_x = frozen_gradient(_frozen(first), x, cotangent)
         for each, cotangent in pairs[1:]:
             d_x = _plus_gradient(d_x, each, cotangent, x)
         if not trained:
@@ -92,18 +94,11 @@ def _frozen(projection: nn.Module) -> nn.Module:
     return projection.linear if isinstance(projection, LoRALinear) else projection
 
 
-def _gradient(projection: nn.Module, cotangent: mx.array, x: mx.array) -> mx.array:
-    """Return the gradient with respect to x through a projection's frozen layer."""
-    # Nothing reads the output of this second call, so MLX does not compute it.
-    (gradient,) = mx.vjp(_frozen(projection), [x], [cotangent])[1]
-    return gradient
-
-
 def _plus_gradient(
     total: mx.array, projection: nn.Module, cotangent: mx.array, x: mx.array
 ) -> mx.array:
     """Return `total` plus the gradient with respect to x through the frozen layer."""
     linear = _frozen(projection)
-    if type(linear) is nn.Linear and linear.weight.dtype == x.dtype:
+    if is_plain(linear, x.dtype):
         return mx.addmm(total, cotangent, linear.weight)
-    return total + _gradient(projection, cotangent, x)
+    return total + frozen_gradient(linear, x, cotangent)

@@ -10,7 +10,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxtune.backend.models.autograd import differentiable
-from mlxtune.backend.models.layers import dequantized_weight, dimensions, frozen_product
+from mlxtune.backend.models.layers import (
+    dequantized_weight,
+    dimensions,
+    frozen_gradient,
+    frozen_product,
+)
 from mlxtune.backend.workers.split import Split
 from mlxtune.errors import ModelError
 
@@ -183,10 +188,8 @@ def _updated(
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
         (x, a, b), cotangent, narrow = primals, cotangents[0], outputs[1]
-        # Nothing reads the product of this second call, so MLX does not compute it.
-        (frozen,) = mx.vjp(product, [x], [cotangent])[1]
         d_narrow = cotangent @ b.T
-        d_x = mx.addmm(frozen, d_narrow, a.T, alpha=scale)
+        d_x = mx.addmm(frozen_gradient(product, x, cotangent), d_narrow, a.T, alpha=scale)
         return [d_x, summed_products(x, d_narrow, scale), summed_products(narrow, cotangent, scale)]
 
     return differentiable(forward, backward)(x, a, b)[0]

@@ -1,13 +1,13 @@
 """AdamW over the LoRA matrices, with a separate learning rate for B under LoRA+."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map, tree_unflatten
 
 from mlxtune.backend.device.device import compiles
 from mlxtune.backend.lora.vectors import ROW, LoRAVectors
@@ -18,13 +18,13 @@ _SMALLEST_NORM = 1e-6
 
 
 class Update(NamedTuple):
-    """The result of an update, not yet computed.
+    """The result of an update, not yet computed: the `parameters` by name, and the rest.
 
     `norm` is the gradient's norm before clipping. If `finite` is false, the `parameters`, the
     `vectors` that hold them and the optimizer's `state` are those before the update.
     """
 
-    parameters: dict[str, Any]
+    parameters: dict[str, mx.array]
     vectors: list[mx.array]
     state: dict[str, Any]
     norm: mx.array
@@ -69,10 +69,12 @@ class LoRAOptimizer:
         self._vectors = self._layout.join(model.trainable_parameters())
         mx.eval(self._vectors)
         adopted = self._layout.split(self._vectors)
-        self._parts = dict(tree_flatten(adopted))
-        model.update(adopted)
+        self._parts = adopted
+        model.update(tree_unflatten(list(adopted.items())))
 
-    def vectors(self, parameters: Any, after: Update | None = None) -> list[mx.array]:
+    def vectors(
+        self, parameters: Mapping[str, mx.array], after: Update | None = None
+    ) -> list[mx.array]:
         """Return the vectors of an uncommitted update, if given, or else of the parameters."""
         if after is not None:
             return after.vectors
@@ -99,7 +101,7 @@ class LoRAOptimizer:
     def commit(self, update: Update) -> None:
         """Make the next update start from the result of this update."""
         self.state, self._vectors = update.state, update.vectors
-        self._parts = dict(tree_flatten(update.parameters))
+        self._parts = update.parameters
 
     def state_for_file(self) -> dict[str, Any]:
         """Return the evaluated state in a file's layout."""
@@ -119,9 +121,9 @@ class LoRAOptimizer:
             "v": change(self.state["v"]),
         }
 
-    def _are_parts(self, parameters: Any) -> bool:
+    def _are_parts(self, parameters: Mapping[str, mx.array]) -> bool:
         """Return whether the parameters are still the result of the last update."""
-        return all(self._parts.get(name) is value for name, value in tree_flatten(parameters))
+        return all(self._parts.get(name) is value for name, value in parameters.items())
 
     def _take(
         self,

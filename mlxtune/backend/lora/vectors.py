@@ -1,14 +1,14 @@
 """Joins a model's trained matrices into vectors, and converts these for a step or a file."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
 from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.lora.layers import LoRALinear
@@ -65,15 +65,15 @@ class LoRAVectors:
         ]
 
     def join(self, tree: Any) -> list[mx.array]:
-        """Return the vectors that hold a tree of matrices."""
+        """Return the vectors that hold matrices, given by name or as a tree."""
         arrays = dict(tree_flatten(tree))
         return [
             _joined([_beside([arrays[name] for name in part.names]) for part in parts])
             for parts in self._parts
         ]
 
-    def split(self, vectors: Sequence[mx.array]) -> dict[str, Any]:
-        """Return the tree of matrices that vectors hold."""
+    def split(self, vectors: Sequence[mx.array]) -> dict[str, mx.array]:
+        """Return the matrices that vectors hold, by name."""
         arrays: dict[str, mx.array] = {}
         for parts, vector in zip(self._parts, vectors, strict=True):
             for part, array in zip(parts, _taken(vector, [p.shape for p in parts]), strict=True):
@@ -82,31 +82,27 @@ class LoRAVectors:
                     end = start + shape[-1]
                     arrays[name] = array if len(part.names) == 1 else array[:, start:end]
                     start = end
-        return dict(tree_unflatten([(name, arrays[name]) for name in self._shapes]))
+        return {name: arrays[name] for name in self._shapes}
 
-    def matrices_of_step(self, vectors: Sequence[mx.array]) -> dict[str, Any]:
-        """Return the tree of matrices that a step computes with; see `SharedInput`."""
+    def matrices_of_step(self, vectors: Sequence[mx.array]) -> dict[str, mx.array]:
+        """Return the matrices that a step computes with, by name; see `SharedInput`."""
         arrays: dict[str, mx.array] = {}
         for parts, vector in zip(self._parts, vectors, strict=True):
-            casts = {part.dtype: vector.astype(part.dtype) for part in parts}
-            start = 0
-            for _, group in groupby(parts, _pads_with):
-                alike = list(group)
-                one, size = alike[0], math.prod(alike[0].shape)
-                end = start + len(alike) * size
-                stack = casts[one.dtype][start:end].reshape(len(alike), *one.shape)
-                start = end
+            groups = [list(group) for _, group in groupby(parts, _pads_with)]
+            shapes = [(len(alike), *alike[0].shape) for alike in groups]
+            dtypes = {part.dtype for part in parts}
+            casts = {dtype: _taken(vector.astype(dtype), shapes) for dtype in dtypes}
+            for i, alike in enumerate(groups):
+                one, stack = alike[0], casts[alike[0].dtype][i]
                 if one.padded:
                     stack = mx.pad(stack, [(0, 0), (one.above, one.below), (0, 0)])
                 each = mx.split(stack, len(alike)) if len(alike) > 1 else [stack]
                 for part, array in zip(alike, each, strict=True):
                     arrays[part.names[0]] = array.squeeze(0)
-        named = [(name, arrays[name]) for name in self._shapes if name in arrays]
-        return dict(tree_unflatten(named))
+        return {name: arrays[name] for name in self._shapes if name in arrays}
 
-    def join_gradients(self, tree: Any) -> list[mx.array]:
+    def join_gradients(self, arrays: Mapping[str, mx.array]) -> list[mx.array]:
         """Return the gradients of a step's matrices as vectors, without the matrices' padding."""
-        arrays = dict(tree_flatten(tree))
         return [
             _joined(
                 [
@@ -123,18 +119,18 @@ class LoRAVectors:
         """Return vectors in a file's order."""
         if self._lie_as_in_file:
             return list(vectors)
-        arrays = dict(tree_flatten(self.split(vectors)))
+        arrays = self.split(vectors)
         return [_joined([arrays[name] for name in names]) for names in self._names]
 
     def from_file(self, vectors: Sequence[mx.array]) -> list[mx.array]:
         """Return a file's vectors in the order of this layout."""
         if self._lie_as_in_file:
             return list(vectors)
-        arrays: list[tuple[str, mx.array]] = []
+        arrays: dict[str, mx.array] = {}
         for names, vector in zip(self._names, vectors, strict=True):
             shapes = [self._shapes[name] for name in names]
-            arrays += zip(names, _taken(vector, shapes), strict=True)
-        return self.join(tree_unflatten(arrays))
+            arrays.update(zip(names, _taken(vector, shapes), strict=True))
+        return self.join(arrays)
 
     @property
     def _lie_as_in_file(self) -> bool:
@@ -185,9 +181,7 @@ def _joined(arrays: Sequence[mx.array]) -> mx.array:
 
 def _taken(vector: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]:
     """Return arrays of these shapes, cut one after the other from the start of a vector."""
-    arrays, start = [], 0
-    for shape in shapes:
-        end = start + math.prod(shape)
-        arrays.append(vector[start:end].reshape(shape))
-        start = end
-    return arrays
+    ends = list(accumulate(map(math.prod, shapes)))
+    pieces = mx.split(vector, [end for end in ends if end < vector.size])
+    # The vector may end with padding.
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=False)]

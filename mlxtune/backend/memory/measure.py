@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
 from mlxtune.backend.device import memory
 from mlxtune.backend.forward.intercept import intercept
@@ -121,13 +121,13 @@ def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[dict[str, Any
         for layer in active
         for name, value in tree_flatten(layer.trainable_parameters())
     ]
-    parameters, zero, peaks = tree_unflatten(own), mx.zeros((1,)), []
+    parameters, zero, peaks = dict(own), mx.zeros((1,)), []
     model.train()
     memory.release()
     with _alone(model, active) as shift:
         for arrays in given:
 
-            def loss(parameters: Mapping[str, Any], added: mx.array, given: Any) -> Any:
+            def loss(parameters: Mapping[str, mx.array], added: mx.array, given: Any) -> Any:
                 shift[0] = added
                 return forward.scaled_loss(parameters, given, mx.array(1.0))
 
@@ -140,7 +140,7 @@ def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[dict[str, Any
                     peaks.append(memory.peak_of(compute))
             finally:
                 shift.clear()
-                model.update(parameters)
+                forward.trained.replace(parameters)
     return np.array(peaks, dtype=np.float64)
 
 

@@ -146,6 +146,20 @@ def dequantized_weight(module: nn.Module) -> mx.array:
     return _dequantize(module) if "scales" in module else module.weight.astype(mx.float32)
 
 
+def frozen_gradient(product: Any, x: mx.array, cotangent: mx.array) -> mx.array:
+    """Return the gradient of x (..., in) through a frozen layer or another product."""
+    if is_plain(product, x.dtype):
+        return cotangent @ product.weight
+    # Nothing reads the product of this second call, so MLX does not compute it.
+    (gradient,) = mx.vjp(product, [x], [cotangent])[1]
+    return gradient
+
+
+def is_plain(product: Any, dtype: mx.Dtype) -> bool:
+    """Return whether a product is MLX's own layer, whose weight needs no cast for this dtype."""
+    return type(product) is nn.Linear and product.weight.dtype == dtype
+
+
 def frozen_product(linear: nn.Module, x: mx.array) -> mx.array:
     """Return the output of a frozen linear layer for x (..., in), without the layer's bias."""
     if "bias" not in linear:

@@ -61,6 +61,32 @@ class Layout:
         return mx.array(self._side_by_side[1])
 
     @cached_property
+    def token_positions(self) -> mx.array:
+        """`positions` as an array of MLX's."""
+        return mx.array(self.positions)
+
+    @cached_property
+    def owners(self) -> mx.array:
+        """The token of each place in the flattened `rows`, int32 (B * T,).
+
+        -1 for padding, and for all but the first place of a token that several rows share.
+        """
+        rows, first = self._side_by_side
+        owners = np.full(rows.size, -1, dtype=np.int32)
+        owners[first] = np.arange(len(first), dtype=np.int32)
+        return mx.array(owners)
+
+    @cached_property
+    def every_place(self) -> tuple[mx.array, mx.array]:
+        """All places of each token in the flattened `rows`.
+
+        The places of token n are the entries `starts[n]` to `starts[n + 1]` of the second array;
+        `starts` is int32 (N + 1,).
+        """
+        starts, places = self._places_by_token
+        return mx.array(starts), mx.array(places)
+
+    @cached_property
     def chosen(self) -> ChosenRows:
         """Selects the line's tokens from the flattened `rows`, in the order of the line."""
         rows, places = self._side_by_side
@@ -74,20 +100,26 @@ class Layout:
         padded at the end if fewer than R rows share it. None if no token is shared.
         """
         rows, first = self._side_by_side
-        counts = np.bincount(rows[rows >= 0], minlength=len(self.positions))
+        starts, order = self._places_by_token
+        counts = np.diff(starts)
         tokens = np.flatnonzero(counts > 1).astype(np.int32)
         if not len(tokens):
             return None
-        flat = rows.reshape(-1)
-        padding = np.flatnonzero(flat < 0)
-        # The places of all tokens, grouped by token.
-        order = np.argsort(flat, kind="stable")[len(padding) :]
-        starts = np.cumsum(counts) - counts
+        padding = np.flatnonzero(rows.reshape(-1) < 0)
         places = np.full((len(tokens), counts.max()), padding[:1].max(initial=0), dtype=np.int32)
         for i in range(counts.max()):
             has = counts[tokens] > i
             places[has, i] = order[starts[tokens[has]] + i]
         return mx.array(tokens), mx.array(np.concatenate([first, places.reshape(-1)]))
+
+    @cached_property
+    def _places_by_token(self) -> tuple[Ints, Ints]:
+        """`every_place` as arrays of numpy's."""
+        flat = self._side_by_side[0].reshape(-1)
+        counts = np.bincount(flat[flat >= 0], minlength=len(self.positions))
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        order = np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0) :]
+        return starts, order.astype(np.int32)
 
     @cached_property
     def _side_by_side(self) -> tuple[Ints, Ints]:

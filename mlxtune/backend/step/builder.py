@@ -59,6 +59,7 @@ class StepBuilder:
     ) -> None:
         self.objective = objective
         self._losses = losses
+        self.trained = forward.trained
         self._forward = forward
         self._runner = runner
         self._phases = phases
@@ -82,10 +83,11 @@ class StepBuilder:
         If `after` is given, the step starts from that update, which may still be running. `step`
         seeds the dropout.
         """
-        model, forward, runner = self._forward.model, self._forward, self._runner
-        own = model.trainable_parameters()
+        forward, runner = self._forward, self._runner
+        own = self.trained.values()
         vectors = self._optimizer.vectors(own, after)
-        model.train()
+        if not forward.model.training:
+            forward.model.train()
         parameters = self._vectors.matrices_of_step(vectors)
         preference, answers = self._preference(examples, step), training_examples(examples)
         places, tokens = self._own_places(answers), count_tokens(answers)
@@ -124,7 +126,7 @@ class StepBuilder:
                 memory.relieve_pressure()
         finally:
             # Tracing has replaced the model's parameters with arrays of the trace.
-            model.update(own)
+            self.trained.replace(own)
         self._finish(total, vectors)
         if rate is not None:
             update = self._optimizer.update(vectors, total.gradients, total.loss, rate, after)
@@ -155,7 +157,7 @@ class StepBuilder:
                 dtype = self._forward.dtype
                 preference.check_first_loss(logps, in_16_bits=dtype is not None and dtype.size == 2)
         self._runner.warn_of_limit()
-        self._forward.model.update(update.parameters)
+        self.trained.replace(update.parameters)
         self._optimizer.commit(update)
         memory.relieve_pressure()
         self._phases.end("optimizer")

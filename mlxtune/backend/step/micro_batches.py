@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.core.data.encode import Example
@@ -32,6 +33,8 @@ class MicroBatches:
         self._forward = forward
         self._keyed = keyed
         self._whole_rows = whole_rows
+        # The last plan, which is asked for again when its step is built, and what it is made from.
+        self._last: tuple[Any, list[Group]] = None, []
 
     def of(self, examples: Sequence[Example]) -> Iterator[tuple[Group, MicroBatch | Pack]]:
         """Yield the group and the arrays of each micro-batch of examples."""
@@ -51,9 +54,12 @@ class MicroBatches:
     def plan(self, examples: Sequence[Example], max_tokens: int) -> list[Group]:
         """Return the groups of examples for micro-batches of at most `max_tokens` tokens."""
         execution = replace(self._forward.execution, micro_batch_tokens=max_tokens)
-        plan = partial(execution.plan, keyed=self._keyed)
-        whole = _plan_rows(examples, plan) if self._whole_rows else None
-        return plan(examples) if whole is None else whole
+        asked = execution, list(examples)
+        if asked != self._last[0]:
+            plan = partial(execution.plan, keyed=self._keyed)
+            whole = _plan_rows(examples, plan) if self._whole_rows else None
+            self._last = asked, plan(examples) if whole is None else whole
+        return self._last[1]
 
     def halve(self, examples: Sequence[Example]) -> bool:
         """Set `max_tokens` to half the size of the largest micro-batch of several examples.

@@ -254,11 +254,11 @@ def products(recompute: bool, tmp_path: Path) -> int:
     made = fresh(model_folder("qwen3"), how, 10_000, dropout=0.3)
     made.model.train()
     batch = next(batch for _, batch in made.batches.of(fixed_step()))
-    given = (made.model.trainable_parameters(), made.builder.arrays(batch, 1), mx.array(1.0))
+    given = (made.forward.trained.values(), made.builder.arrays(batch, 1), mx.array(1.0))
     mx.eval(given)
     gradients = made.forward.gradients(*given)[1]
     mx.export_to_dot(str(tmp_path / "graph"), *(value for _, value in tree_flatten(gradients)))
-    made.model.update(given[0])
+    made.forward.trained.replace(given[0])
     return (tmp_path / "graph").read_text().count('"Matmul"')
 
 

@@ -38,7 +38,7 @@ def kept(layers: int, tokens: int, share: float) -> int:
     mask[0] = 0
     example = Example(1, np.arange(tokens, dtype=np.int32) % 64, mask)
     ((_, batch),) = pipeline.batches.of([example])
-    parameters = model.trainable_parameters()
+    parameters = pipeline.forward.trained.values()
     mx.eval(model.parameters(), parameters)
     arrays = pipeline.builder.arrays(batch, 1)
     loss, gradients = pipeline.forward.gradients(parameters, arrays, mx.array(1.0))
