@@ -1,6 +1,5 @@
 """Applies LoRA or DoRA to a model, and describes the result."""
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,12 +7,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.tuner.lora import LoRASwitchLinear
 from mlx_lm.utils import get_total_parameters
 
 from mlxtune.backend.lora.layers import (
     DoRALinear,
     DropoutKeys,
+    LoRAExperts,
     LoRALinear,
     PrincipalFactors,
     hash_of,
@@ -253,7 +252,7 @@ def lora_layer(
     check_trainable(name, module, config)
     key = mx.random.key(hash_of(f"{config.seed}/lora/{name}", 8))
     if isinstance(module, EXPERTS):
-        return _lora_experts(module, rank, scale, key)
+        return LoRAExperts(module, rank=rank, scale=scale, key=key)
     kind = DoRALinear if config.dora else LoRALinear
     layer = kind(
         module,
@@ -268,10 +267,3 @@ def lora_layer(
         # Placeholders of the right shape until the factors are computed or read.
         layer.principal = PrincipalFactors(mx.zeros_like(layer.lora_a), layer.lora_b)
     return layer
-
-
-def _lora_experts(module: nn.Module, rank: int, scale: float, key: mx.array) -> nn.Module:
-    experts = LoRASwitchLinear.from_base(module, r=rank, scale=scale)
-    bound = 1 / math.sqrt(module.input_dims)
-    experts.lora_a = mx.random.uniform(-bound, bound, experts.lora_a.shape, key=key)
-    return experts

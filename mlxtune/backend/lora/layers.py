@@ -1,4 +1,4 @@
-"""Linear layers with LoRA or DoRA, and the randomness of their dropout."""
+"""Linear layers with LoRA or DoRA, experts with LoRA, and the randomness of dropout."""
 
 import hashlib
 import math
@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.layers import (
@@ -256,6 +257,38 @@ class DoRALinear(LoRALinear):
     def updated_product(self, x: mx.array) -> mx.array:
         """Return (W + ΔW) x for inputs x (..., in)."""
         return self.product(x) + self._low_rank(x, self.lora_a, self.lora_b)
+
+
+class LoRAExperts(LoRASwitchLinear):
+    """mlx-lm's LoRA on experts, with a gradient on CUDA for few tokens too.
+
+    `lora_a` is float32 (experts, rank, in), `lora_b` float32 (experts, out, rank).
+
+    Unsorted, mlx-lm's layer has a gradient by `mx.gather_mm` of matrices with `out` rows. For more
+    than 64 float32 rows, CUDA refuses to launch that kernel, with "cuGraphAddKernelNode(…) failed:
+    invalid argument": gather_gemm.cu of MLX 0.32 asks for more than 48 KiB of shared memory without
+    setting CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+    """
+
+    def __init__(self, experts: nn.Module, *, rank: int, scale: float, key: mx.array) -> None:
+        super().__init__(
+            experts.input_dims, experts.output_dims, experts.num_experts, r=rank, scale=scale
+        )
+        self.linear = experts
+        bound = 1 / math.sqrt(experts.input_dims)
+        shape = (experts.num_experts, rank, experts.input_dims)
+        self.lora_a: mx.array = mx.random.uniform(-bound, bound, shape, key=key)
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """Return the outputs (..., k, 1, out) of experts (..., k) for x (..., k or 1, 1, in)."""
+        if sorted_indices:
+            output: mx.array = super().__call__(x, indices, sorted_indices)
+            return output
+        # mlx-lm sorts 64 or more pairs of a token and an expert, so these copies are few.
+        low_rank = x
+        for matrices in (self.lora_a, self.lora_b):
+            low_rank = low_rank @ matrices[indices].swapaxes(-1, -2)
+        return self.linear(x, indices) + (self.scale * low_rank).astype(x.dtype)
 
 
 def step_keys(seed: int, step: int, rows: tuple[int, ...]) -> mx.array:

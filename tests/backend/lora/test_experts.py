@@ -1,0 +1,89 @@
+"""LoRA on experts, against mlx-lm's layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tuner.lora import LoRASwitchLinear
+
+from mlxtune.backend.lora.layers import LoRAExperts
+from tests.backend.cpu.compared import assert_same_function, random
+from tests.backend.switched import indices
+from tests.long.counts import launches
+
+IN, OUT, EXPERTS, RANK = 24, 80, 5, 3
+
+
+def layers(bits: int | None = None) -> tuple[nn.Module, nn.Module]:
+    """Return our layer and mlx-lm's, with the same matrices."""
+    experts = SwitchLinear(32 if bits else IN, OUT, EXPERTS, bias=True)
+    experts.bias = random(EXPERTS, OUT)
+    frozen = experts.to_quantized(32, bits) if bits else experts
+    frozen.freeze()
+    ours = LoRAExperts(frozen, rank=RANK, scale=2.0, key=mx.random.key(0))
+    theirs = LoRASwitchLinear.from_base(frozen, r=RANK, scale=2.0)
+    ours.lora_b = random(*ours.lora_b.shape)
+    theirs.lora_a, theirs.lora_b = ours.lora_a, ours.lora_b
+    return ours, theirs
+
+
+def function(layer: nn.Module, chosen: mx.array, **options: Any) -> Any:
+    def run(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
+        layer.lora_a, layer.lora_b = a, b
+        return layer(x, chosen, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("for_each", [1, 2], ids=["a token's experts", "each expert"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_unsorted_experts_are_those_of_mlx_lm(for_each: int, bits: int | None) -> None:
+    ours, theirs = layers(bits)
+    # Some experts get no tokens, so their gradients are zero.
+    chosen = indices(7, 2, EXPERTS) // 2
+    given = (random(1, 7, for_each, 1, ours.lora_a.shape[-1]), ours.lora_a, ours.lora_b)
+    assert_same_function(function(ours, chosen), function(theirs, chosen), *given, tolerance=1e-5)
+
+
+def test_sorted_experts_are_those_of_mlx_lm() -> None:
+    ours, theirs = layers()
+    chosen = mx.array([0, 0, 1, 3, 3, 3, 4], mx.uint32)
+    given = (random(7, 1, IN), ours.lora_a, ours.lora_b)
+    runs = (function(each, chosen, sorted_indices=True) for each in (ours, theirs))
+    assert_same_function(*runs, *given, tolerance=1e-5)
+
+
+def test_experts_of_rows_share_their_matrices() -> None:
+    """As in DeepSeek V4's output projection: each row (N, k, 1, in) has the experts (1, k)."""
+    ours, theirs = layers()
+    chosen, x = mx.array([[0, 1, 2, 3, 4]], mx.uint32), random(9, EXPERTS, 1, IN)
+    given = (x, ours.lora_a, ours.lora_b)
+    assert_same_function(function(ours, chosen), function(theirs, chosen), *given, tolerance=1e-5)
+
+
+def test_gradient_of_unsorted_experts_has_no_product_with_gathered_rows() -> None:
+    ours, theirs = layers()
+    chosen, x = indices(7, 2, EXPERTS), random(1, 7, 1, 1, IN)
+
+    def products(layer: nn.Module) -> int:
+        def loss(layer_parameters: Any) -> mx.array:
+            layer.update(layer_parameters)
+            return layer(x, chosen).sum()
+
+        made = mx.grad(loss)(layer.trainable_parameters())
+        return launches([value for _, value in tree_flatten(made)])["GatherMM"]
+
+    # No gradient reads the frozen layer's product.
+    assert (products(ours), products(theirs)) == (0, 4)
+
+
+def test_dtype_of_the_output_is_that_of_the_input() -> None:
+    ours, _ = layers()
+    chosen = indices(7, 2, EXPERTS)
+    ours.linear.set_dtype(mx.bfloat16)
+    assert ours(random(1, 7, 1, 1, IN).astype(mx.bfloat16), chosen).dtype == mx.bfloat16
