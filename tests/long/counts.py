@@ -61,6 +61,7 @@ _VIEWS = {
 }
 # These are views too, unless the array is transposed: then they copy it.
 _RESHAPES = {"Flatten", "Reshape", "Unflatten"}
+LAUNCH_NONE = _VIEWS | _RESHAPES
 
 _ZERO = {each: mx.array(0, each) for each in (mx.float32, mx.float16, mx.bfloat16)}
 mx.eval(_ZERO)
@@ -119,14 +120,23 @@ def _count_launches(source: GraphSource, steps: Sequence[Sequence[Example]]) -> 
     return StepCounts(launches=launched, head_launches=head)
 
 
-def flops(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> Counter[str]:
-    """Return the FLOPs of a gradient's matrix products, with attention's counted separately.
+@dataclass(frozen=True)
+class Exported:
+    """The operations that a gradient's outputs need, in order, and its arrays by name.
 
-    Attention's products multiply arrays of four axes or more that both depend on the tokens.
+    `arrays` holds shapes and dtypes, and `inputs` the names of the arrays for the tokens.
     """
-    counts, shapes, dependent = Counter[str](), dict[str, tuple[int, ...]](), set[str]()
+
+    operations: list[Operation]
+    arrays: dict[str, tuple[tuple[int, ...], mx.Dtype]]
+    inputs: frozenset[str]
+
+
+def exported(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> Exported:
+    """Return the graph of a gradient."""
+    arrays: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {}
     graph: list[Operation] = []
-    ends: list[str] = []
+    inputs, ends = list[str](), list[str]()
     outputs = 0
 
     def traced(tokens: mx.array) -> list[mx.array]:
@@ -137,12 +147,12 @@ def flops(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> Counter[s
 
     def read(entry: Mapping[str, Any]) -> None:
         given, made = entry.get("inputs", ()), entry.get("outputs", ())
-        shapes.update((name, shape) for name, shape, _ in (*given, *made))
+        arrays.update((name, (tuple(shape), dtype)) for name, shape, dtype in (*given, *made))
         names = [tuple(name for name, *_ in each) for each in (given, made)]
         if entry["type"] == "primitive":
             graph.append(Operation(entry["name"], names[0], names[1]))
         elif entry["type"] == "inputs":
-            dependent.update(names[0])
+            inputs[:] = names[0]
         elif entry["type"] == "outputs":
             ends[:] = names[1]
 
@@ -150,7 +160,19 @@ def flops(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> Counter[s
     with mx.stream(mx.cpu):
         mx.export_function(read, traced, tokens=tokens)
     tied = dict(zip(ends[outputs::2], ends[outputs + 1 :: 2], strict=True))
-    for each in ordered(tie(graph, tied), [followed(name, tied) for name in ends[:outputs]]):
+    needed = ordered(tie(graph, tied), [followed(name, tied) for name in ends[:outputs]])
+    return Exported(needed, arrays, frozenset(inputs))
+
+
+def flops(gradient: Callable[[mx.array], Traced], tokens: mx.array) -> Counter[str]:
+    """Return the FLOPs of a gradient's matrix products, with attention's counted separately.
+
+    Attention's products multiply arrays of four axes or more that both depend on the tokens.
+    """
+    graph, counts = exported(gradient, tokens), Counter[str]()
+    dependent = set(graph.inputs)
+    shapes = {name: shape for name, (shape, _) in graph.arrays.items()}
+    for each in graph.operations:
         depends = [name in dependent for name in each.inputs]
         if any(depends):
             dependent.update(each.outputs)

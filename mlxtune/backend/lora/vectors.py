@@ -175,8 +175,10 @@ def _joined(arrays: Sequence[mx.array]) -> mx.array:
     """Join arrays into one vector, padded to whole rows, and cast it to float32."""
     flat = [array.reshape(-1) for array in arrays]
     padding = -sum(part.size for part in flat) % ROW
-    zeros = mx.zeros(padding, flat[0].dtype if flat else mx.float32)
-    return mx.concatenate([*flat, zeros]).astype(mx.float32)
+    # Some of CUDA's kernels cannot take empty arrays.
+    if padding or not flat:
+        flat.append(mx.zeros(padding, flat[0].dtype if flat else mx.float32))
+    return mx.concatenate(flat).astype(mx.float32)
 
 
 def _taken(vector: mx.array, shapes: Sequence[tuple[int, ...]]) -> list[mx.array]:
