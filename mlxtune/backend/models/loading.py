@@ -32,6 +32,8 @@ from mlxtune.backend.models.model_folder import (
 )
 from mlxtune.backend.models.nf4 import NF4Linear
 from mlxtune.backend.models.quantize import (
+    MLX_FORMATS,
+    convert_dtype,
     describe_format,
     is_quantized,
     quantize_lazily,
@@ -157,6 +159,9 @@ def prepare(
     Raises ModelError if the model is broken or cannot be quantised.
     """
     try:
+        if quantize in MLX_FORMATS:
+            # Before the dtype is chosen: `auto` means the dtype of the weights to quantise.
+            convert_dtype(model, config)
         chosen = _choose_dtype(model, dtype)
         stored = config.get("quantization")
         quantization = describe_format(stored) if stored else None

@@ -51,7 +51,7 @@ def quantize_lazily(
         return f"4-bit nf4, group {BLOCK}{scales}"
     parameters = MLX_FORMATS[quantize]
     group = parameters["group_size"]
-    _convert_dtype(model, config)
+    convert_dtype(model, config)
 
     def chosen(path: str, module: nn.Module) -> Any:
         fits = hasattr(module, "to_quantized") and module.weight.shape[-1] % group == 0
@@ -63,6 +63,16 @@ def quantize_lazily(
         if "scales" in module:
             _quantize_in_parts(module, weights[path])
     return describe_format(parameters)
+
+
+def convert_dtype(model: nn.Module, config: Mapping[str, Any]) -> None:
+    """Cast a model's weights as `mlx_lm.convert` does before it quantises them."""
+    text = config.get("text_config")
+    named = config.get("torch_dtype")
+    if named is None and isinstance(text, Mapping):
+        named = text.get("dtype")
+    if named in MODEL_CONVERSION_DTYPES:
+        cast_parameters(model, getattr(mx, str(named)))
 
 
 def describe_format(parameters: Mapping[str, Any]) -> str:
@@ -135,16 +145,6 @@ def _quantize_in_parts(module: nn.Module, weight: mx.array) -> None:
 
     made = in_parts(weight.reshape(-1, weight.shape[-1]), _AT_ONCE, quantize)
     module.weight, module.scales = (each.reshape(*weight.shape[:-1], -1) for each in made)
-
-
-def _convert_dtype(model: nn.Module, config: Mapping[str, Any]) -> None:
-    """Cast the weights as `mlx_lm.convert` does before it quantises them."""
-    text = config.get("text_config")
-    named = config.get("torch_dtype")
-    if named is None and isinstance(text, Mapping):
-        named = text.get("dtype")
-    if named in MODEL_CONVERSION_DTYPES:
-        cast_parameters(model, getattr(mx, str(named)))
 
 
 def _to_nf4(model: nn.Module, predicate: Predicate | None, double_quant: bool) -> None:

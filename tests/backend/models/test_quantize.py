@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.convert import convert
 
-from mlxtune.backend.models import nf4, quantize
+from mlxtune.backend.models import loading, nf4, quantize
 from mlxtune.backend.models.loading import base_quantization, load_base, open_base, read_weights
 from mlxtune.backend.models.nf4 import NF4Linear
 from mlxtune.backend.models.quantize import FORMATS
@@ -54,11 +54,24 @@ def parameters(model: nn.Module) -> dict[str, mx.array]:
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_result_is_that_of_mlx_lm_bit_for_bit(tmp_path: Path, architecture: str) -> None:
+    assert_as_mlx_lm(tmp_path, architecture)
+
+
+def test_gpu_computes_in_the_dtype_that_mlx_lm_would_have_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "on_cpu", lambda: False)
+    assert_as_mlx_lm(tmp_path, "llama")
+
+
+def assert_as_mlx_lm(tmp_path: Path, architecture: str) -> None:
     folder = write_model(tmp_path / "plain", architecture, **MODELS[architecture])
     for name, how in HOW.items():
         convert(str(folder), str(tmp_path / name), quantize=True, **how)
-        theirs = parameters(load_base(tmp_path / name, "auto").model)
+        converted = load_base(tmp_path / name, "auto")
+        theirs = parameters(converted.model)
         base = load_base(folder, "auto", quantize=name)
+        assert base.dtype == converted.dtype
         ours = parameters(base.model)
         assert ours.keys() == theirs.keys()
         assert any("scales" in path for path in ours)
