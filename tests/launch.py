@@ -21,6 +21,13 @@ needs_ring = pytest.mark.skipif(
     not mx.distributed.is_available("ring"), reason="this MLX has no ring"
 )
 
+# mlx.launch by its entry point: its script need not be beside this Python.
+_LAUNCHER = (
+    sys.executable,
+    "-c",
+    "from importlib.metadata import entry_points as of\n"
+    "next(iter(of(group='console_scripts', name='mlx.launch'))).load()()",
+)
 # More bytes than the pipes of the launcher and a worker hold.
 _FULL = 1 << 18
 
@@ -33,7 +40,6 @@ def launched(
 
     `command` starts with the first argument of `python`, or with `bash`.
     """
-    launcher = Path(sys.executable).with_name("mlx.launch")
     port = free_port(workers)
     program = [] if command[0] == "bash" else [sys.executable]
     options = [
@@ -42,7 +48,7 @@ def launched(
     ]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [*map(str, [launcher, *options, *program, *command])],
+            [*map(str, [*_LAUNCHER, *options, *program, *command])],
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=file,
