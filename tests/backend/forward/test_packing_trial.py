@@ -153,6 +153,7 @@ def test_texts_share_what_their_line_shares() -> None:
 
 
 def test_only_a_gpu_tries_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing_trial, "on_cpu", lambda: True)
     short = packing_trial.trial_texts()
     assert sum(map(len, short.tokens)) + len(short.line) == 22
     monkeypatch.setattr(packing_trial, "on_cpu", lambda: False)
