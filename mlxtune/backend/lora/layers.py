@@ -284,11 +284,30 @@ class LoRAExperts(LoRASwitchLinear):
         if sorted_indices:
             output: mx.array = super().__call__(x, indices, sorted_indices)
             return output
-        # mlx-lm sorts 64 or more pairs of a token and an expert, so these copies are few.
-        low_rank = x
-        for matrices in (self.lora_a, self.lora_b):
-            low_rank = low_rank @ matrices[indices].swapaxes(-1, -2)
-        return self.linear(x, indices) + (self.scale * low_rank).astype(x.dtype)
+        narrow = _unsorted_products(x, self.lora_a, indices)
+        wide = _unsorted_products(narrow, self.lora_b, indices)
+        return self.linear(x, indices) + (self.scale * wide).astype(x.dtype)
+
+
+def _unsorted_products(x: mx.array, matrices: mx.array, experts: mx.array) -> mx.array:
+    """Return x (..., k or 1, 1, in) times each expert's matrix^T: (..., k, 1, out).
+
+    `matrices` is (experts, out, in), and `experts` (..., k). A matrix is copied for each pair of a
+    token and an expert, which are fewer than 64, because mlx-lm sorts more. The backward pass
+    copies the matrices again, so none are kept.
+    """
+
+    def product(x: mx.array, matrices: mx.array) -> mx.array:
+        return x @ matrices[experts].swapaxes(-1, -2)
+
+    def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
+        x, matrices = primals
+        # In a graph of many layers, no copy is made before the layer's gradient.
+        later = mx.depends([matrices], [cotangent])[0]
+        return mx.vjp(product, [x, later], [cotangent])[1]
+
+    made: mx.array = differentiable(product, gradient)(x, matrices)
+    return made
 
 
 def step_keys(seed: int, step: int, rows: tuple[int, ...]) -> mx.array:

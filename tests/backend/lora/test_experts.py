@@ -87,3 +87,34 @@ def test_dtype_of_the_output_is_that_of_the_input() -> None:
     chosen = indices(7, 2, EXPERTS)
     ours.linear.set_dtype(mx.bfloat16)
     assert ours(random(1, 7, 1, 1, IN).astype(mx.bfloat16), chosen).dtype == mx.bfloat16
+
+
+def test_copies_of_matrices_are_not_kept_for_the_backward_pass() -> None:
+    """Of 32 layers, at most a few hold a copy of their matrices for each pair."""
+    width, count, rank = 256, 32, 16
+    experts = SwitchLinear(width, width, 4, bias=False)
+    experts.freeze()
+    key = mx.random.key(0)
+    stack = [LoRAExperts(experts, rank=rank, scale=2.0, key=key) for _ in range(count)]
+    chosen = mx.arange(60, dtype=mx.uint32).reshape(1, 30, 2) % 4
+    x = random(1, 30, 1, 1, width)
+
+    def loss(trained: Any) -> mx.array:
+        y = x
+        for layer, matrices in zip(stack, trained, strict=True):
+            layer.update(matrices)
+            y = layer(y, chosen).mean(axis=2, keepdims=True)
+        return y.sum()
+
+    trained = [layer.trainable_parameters() for layer in stack]
+    mx.eval(trained, experts.parameters(), x, chosen)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    limit = mx.set_memory_limit(before)
+    try:
+        mx.eval(mx.grad(loss)(trained))
+    finally:
+        mx.set_memory_limit(limit)
+    copies = 2 * 60 * rank * width * 4
+    assert mx.get_peak_memory() - before < count / 2 * copies
