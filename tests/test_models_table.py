@@ -79,13 +79,13 @@ def test_row_says_what_was_measured() -> None:
         if line.startswith("| Qwen3.5 ")
     )
     assert [cell.strip() for cell in row.strip("|").split("|")] == [
-        "Qwen3.5 †",
+        "Qwen3.5",
         "yes",
         "4.0×, 0.50",
         "",
         "20.0×, 0.10 (4 layers)",
         "55%",
-        "head split, packed line",
+        "head split, packed line, kernels",
         "`q_proj`, `v_proj`, in the layers that have them",
         "mlx-lm, PEFT*",
         "yes",
@@ -176,6 +176,16 @@ def test_smaller_vocabulary_has_its_tokens_only(tmp_path: Path) -> None:
     tokens = tokenizer(text)["input_ids"]
     assert tokenizer.decode(tokens) == text
     assert max(tokens) < LISTED["starcoder2"].vocabulary == len(tokenizer)
+
+
+def test_models_with_experts_or_recurrences_get_no_kernels_and_dense_ones_do(
+    tmp_path: Path,
+) -> None:
+    kernels = {
+        name: models_table.describe(name, tmp_path / name)["gets"]["layerwise"]
+        for name in ("qwen3", "hunyuan", "mamba2")
+    }
+    assert kernels == {"qwen3": True, "hunyuan": False, "mamba2": False}
 
 
 @pytest.mark.slow

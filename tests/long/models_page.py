@@ -16,14 +16,6 @@ _GETS = {
     "line": "packed line",
     "layerwise": "kernels",
 }
-# These were measured before MLX's operations computed experts, convolutions and recurrences on the
-# CPU.
-_EARLIER = {
-    *("qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4_text (experts)", "llama4"),
-    *("mixtral", "gpt_oss", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "lfm2"),
-    *("lfm2_moe", "olmoe", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "falcon_h1", "mamba2"),
-    *("rwkv7", "ernie4_5_moe", "hunyuan", "minimax", "kimi_linear"),
-}
 _HEAD = """# Models
 
 This page lists the support for each architecture of mlx-lm. `python -m tests.long.models_table`
@@ -32,8 +24,9 @@ makes the page; its figures are in [measured/models.jsonl](measured/models.jsonl
 Models have random weights, hidden size 512, 8 layers, 8 heads of 64 (4 for keys), 16 experts of
 384, of which 4 are used, and mostly the vocabulary of the real model. mlxtune and mlx-lm train the
 same adapter (rank 8, on the default targets, or on all projections if none has such a name) on the
-same steps in float32, one after the other: 2 steps of 4 rows of WikiSQL, 1 step of 4 rows of
-Alpaca, or 1 step of one example of 2,048 tokens.
+same steps on two x86-64 cores in float32, one after the other: 2 steps of 4 rows of WikiSQL, 1
+step of 4 rows of Alpaca, or 1 step of one example of 2,048 tokens. On an NVIDIA GPU only
+[Qwen3's shapes](performance.md#on-an-nvidia-gpu) have been measured, and nothing on Metal.
 
 - **WikiSQL, Alpaca, 2,048 tokens**: real tokens per second as a multiple of mlx-lm's own trainer,
   and peak memory as a share of the trainer's. An empty cell has not been measured.
@@ -42,7 +35,8 @@ Alpaca, or 1 step of one example of 2,048 tokens.
 - **Fast paths**: *head split*: logits are computed for supervised positions only; *head in
   blocks*: a block of logits at a time, from a plain product; *packed line*: examples are
   packed end to end, without padding; *kernels*: the CPU's functions run the layers, and keep less
-  for the backward pass. MLX's operations run experts, convolutions and recurrences everywhere.
+  for the backward pass. Models with experts, convolutions or recurrences run by MLX's operations
+  everywhere.
 - **LoRA by default**: the projections that `q_proj,v_proj` match. If the column says *none*, give
   `--targets`.
 - **Exports**: formats that can hold an adapter of the default targets, with * if they cannot hold
@@ -51,16 +45,10 @@ Alpaca, or 1 step of one example of 2,048 tokens.
 
 Figures are from one run of each side, or medians of several (`repeats` in the file). Most of the
 WikiSQL column was measured once, sometimes while other programs ran and the code was still
-changing: these figures show which side is faster, and roughly by how much. Qwen3, Qwen3-MoE,
-Qwen3.5, Gemma 3 and gpt-oss were measured again with nothing else running: before, most of these
-had reached half of the efficiency shown. The Alpaca and 2,048-token columns were measured with one
-core for each architecture (`threads` in the file) and other work on the second core; at 2,048
-tokens, mlx-lm was not warmed up.
-
-† Measured on the CPU when mlxtune still had kernels there for experts, convolutions and
-recurrences, and chunks for RWKV 7 and for gates per channel. MLX's operations now compute
-all of these, and mlx-lm's loop over tokens runs RWKV 7, Mamba and Kimi Linear. The marked
-architectures have not been measured again, except for the figures in the last table.
+changing: these figures show which side is faster, and roughly by how much. Qwen3 and Gemma 3 were
+measured again with nothing else running: before, they had reached half of the efficiency shown.
+Where `threads` in the file is 1, an architecture had one core, and other work ran on the second.
+At 2,048 tokens, mlx-lm was not warmed up.
 
 `models_table` fails if an architecture is slower or takes more memory than in mlx-lm's own trainer.
 """
@@ -77,8 +65,8 @@ def page(records: Records) -> str:
         table = [_line(columns), _line(["---"] * len(columns))]
         table += [_line([_title(name), *_figures(records[name], "gpu")]) for name in gpu]
         parts += [
-            "## On a GPU\n\nThe same with `--execution gpu`: MLX's own operations, which "
-            "Metal and CUDA use, measured on the CPU.\n",
+            "## A GPU's execution, on the CPU\n\nThe same two CPU cores with `--execution gpu`: "
+            "MLX's own operations, which Metal and CUDA use. Neither has been measured.\n",
             "\n".join(table) + "\n",
         ]
     if found := broken(records):
@@ -115,16 +103,11 @@ def _breaks(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _row(name: str, record: Mapping[str, Any]) -> str:
-    earlier = name in _EARLIER
-    gets = [
-        title
-        for key, title in _GETS.items()
-        if record["gets"].get(key) and not (earlier and key == "layerwise")
-    ]
+    gets = [title for key, title in _GETS.items() if record["gets"].get(key)]
     exports = [each if each in record["exports_all"] else f"{each}*" for each in record["exports"]]
     return _line(
         [
-            f"{_title(name)} †" if earlier else _title(name),
+            _title(name),
             "yes" if record["trains"] else "**no**",
             *_figures(record, "auto"),
             ", ".join(gets) or "none",

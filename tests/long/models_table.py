@@ -6,9 +6,9 @@
 
 Models with random weights are made in a temporary folder, one at a time (up to 1 GB each).
 docs/measured/models.jsonl keeps the results, one line per architecture, so that a single
-architecture can be measured again; `--page` makes the page from it without measuring. Exits with 1
-and a list if any architecture is slower or takes more memory than in mlx-lm's trainer, or does not
-train.
+architecture can be measured again; `--page` makes the page from it without measuring, and `--case`
+without a name only describes the architectures anew, with tiny models. Exits with 1 and a list if
+any architecture is slower or takes more memory than in mlx-lm's trainer, or does not train.
 
 Takes up to five minutes for an architecture; close all other programs. Two commands may measure
 different architectures at the same time on separate cores (`taskset -c 0 python -m …`).
@@ -26,12 +26,18 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
+
+import mlx.core as mx  # isort: skip
+from mlx.utils import tree_flatten
+
 from mlxtune.backend.adapters.formats import gguf, mlx_lm, peft
+from mlxtune.backend.cpu import CPU
 from mlxtune.backend.cpu.arrays import THREADS
 from mlxtune.backend.models.loading import BaseModel, load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
@@ -43,7 +49,7 @@ from mlxtune.errors import ModelError
 from tests.backend.step.executions import fresh
 from tests.long.bench_table import run_bench
 from tests.long.check_architectures import Result, check
-from tests.long.model_sizes import LISTED, write_sized
+from tests.long.model_sizes import LISTED, config_of, write_sized
 from tests.long.models_page import CASES, broken, page
 from tests.models import write_chat
 from tests.paths import DOCS, SHARED
@@ -82,7 +88,7 @@ def describe(name: str, folder: Path) -> dict[str, Any]:
     lora = pipeline.lora
     return {
         "trains": result.same,
-        "gets": result.gets,
+        "gets": result.gets | {"layerwise": result.gets["layerwise"] and _gets_kernels(name)},
         "targets": list(lora.keys) if targets == DEFAULT_TARGETS else [],
         "layers": [lora.layers, lora.num_layers],
         "exports": _exports(pipeline, folder),
@@ -96,6 +102,16 @@ def _compare(name: str, folder: Path) -> tuple[Result, tuple[str, ...]]:
         return check(name, folder, targets=DEFAULT_TARGETS), DEFAULT_TARGETS
     except ModelError:
         return check(name, folder, targets=("all",)), ("all",)
+
+
+def _gets_kernels(name: str) -> bool:
+    """Return whether the CPU's kernels run the measured model, whose weights are not drawn."""
+    model_type = name.split()[0]
+    architecture = import_module(f"mlx_lm.models.{model_type}")
+    config = {"model_type": model_type, **config_of(name)}
+    model = architecture.Model(architecture.ModelArgs.from_dict(config))
+    parameters = sum(value.size for _, value in tree_flatten(model.parameters()))
+    return CPU.pay_off(parameters, mx.float32, model)
 
 
 def _exports(pipeline: InstructPipeline, folder: Path) -> list[str]:
@@ -207,12 +223,11 @@ def keep(path: Path, record: dict[str, Any]) -> None:
 def measure_all(
     name: str, cases: list[str], execution: str, repeats: int, records: Records
 ) -> None:
-    """Describe an architecture if needed, measure its cases, and save each immediately."""
+    """Describe an architecture, measure its cases, and save each immediately."""
     record = records.setdefault(name, {"name": name, "cases": {}})
     with tempfile.TemporaryDirectory(prefix="mlxtune-models-") as scratch:
-        if "wikisql" in cases or "trains" not in record:
-            record |= describe(name, Path(scratch) / "tiny") | {"versions": versions()}
-            keep(RECORDS, record)
+        record |= describe(name, Path(scratch) / "tiny") | {"versions": versions()}
+        keep(RECORDS, record)
         for case in cases:
             layers = LISTED[name].short if case == "long" else None
             folder = Path(scratch) / f"model-{layers or 'whole'}"
