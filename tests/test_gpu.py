@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 
 from mlxtune.core.files.processes import kernel_cache
 from tests.long import gpu
-from tests.long.gpu import CASES, Machine, Parts, Skip, write_long_rows
+from tests.long.gpu_material import CASES, Machine, write_long_rows
+from tests.long.gpu_parts import Parts, Skip
+from tests.long.gpu_processes import CaseProcesses
+from tests.long.gpu_timing import compared
 from tests.paths import SHARED
 
 
@@ -85,14 +89,75 @@ def test_equality_has_no_tf32_and_all_processes_share_compiled_kernels(
     assert {each["MLX_PTX_CACHE_DIR"] for each in environments} == {kernel_cache()}
 
 
-def test_first_compilations_have_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_measurements_fit_the_time_and_failures_of_the_first_card_come_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     limits = {}
     parts = Parts(tmp_path / "gpu.json", {"parts": {"card": {}}})
     monkeypatch.setattr(parts, "run", lambda name, limit_s, part: limits.update({name: limit_s}))
     gpu.run_all(parts, Machine(tmp_path, tmp_path, tiny=False))
-    assert limits.pop("card") >= 30
-    assert all(limit >= 120 for limit in limits.values())
-    assert sum(limits.values()) > gpu.TOTAL_S
+    names = list(limits)
+    assert names[:3] == ["card", "attention with sinks", "4 bits"]
+    measurements = names[: names.index("kernels") + 1]
+    assert {"mlxtune", "settings", "mlx-lm", "PEFT"} < set(measurements)
+    assert sum(limits[name] for name in measurements) <= gpu.TOTAL_S < 600
+
+
+def test_only_named_parts_run(tmp_path: Path) -> None:
+    parts = Parts(tmp_path / "gpu.json", {"parts": {}}, only=["one"])
+    for name in ("one", "other"):
+        parts.run(name, 10, lambda _: {})
+    assert list(report(parts.path)) == ["one"]
+
+
+# Stands in for gpu_steps: case "dies" ends the process, "hangs" never ends, others have a figure.
+FAKE = """
+import json, sys, time
+for name in json.load(open(sys.argv[1])):
+    print("a library's own line")
+    print(json.dumps({"case": name, "phase": "the warm-up"}), flush=True)
+    if name == "dies":
+        sys.exit("CUDA error")
+    if name == "hangs":
+        time.sleep(600)
+    print(json.dumps({"case": name, "found": {"seconds": [1.0]}}), flush=True)
+"""
+
+
+def test_case_that_ends_its_process_fails_alone_and_one_without_end_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "fake_steps.py").write_text(FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    starts = []
+
+    def write(path: Path, names: Sequence[str]) -> None:
+        starts.append(list(names))
+        path.write_text(json.dumps(names))
+
+    found: dict[str, Any] = {}
+    processes = CaseProcesses("fake_steps", tmp_path / "cases.json", write)
+    processes.run(["one", "dies", "two", "hangs", "three"], 8, found.__setitem__)
+    assert starts == [["one", "dies", "two", "hangs", "three"], ["two", "hangs", "three"]]
+    assert found["one"] == found["two"] == {"seconds": [1.0]}
+    assert found["dies"]["failed"] == "exit 1 in the warm-up: CUDA error"
+    assert found["hangs"]["skipped"].endswith("s, in the warm-up")
+    assert found["three"]["skipped"] == "no time was left"
+
+
+def test_rates_count_the_faster_pass_and_losses_are_compared_with_ours() -> None:
+    case = {
+        "tokens": 800,
+        "dtype": "bfloat16",
+        "sides": {"mlxtune": {"seconds": [1.0], "losses": [2.0, 1.0]}},
+    }
+    found = {"seconds": [4.0, 2.0], "losses": [2.01, 7.0], "needed_flops": 1e12}
+    values = compared(found, case, {"measured_tflops": 5.0})
+    assert values["tokens_per_s"] == 400
+    assert values["share_of_measured_peak"] == 0.1
+    assert values["losses_agree"] is True
+    assert compared(found | {"losses": [3.0]}, case, {})["losses_agree"] is False
+    assert compared({"failed": "no kernel"}, case, {}) == {}
 
 
 def test_machine_without_the_material_says_so(tmp_path: Path) -> None:

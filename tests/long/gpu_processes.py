@@ -1,0 +1,111 @@
+"""Runs the processes of `gpu`: modules to their end, and cases of a side one after the other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+from mlxtune.core.files import processes
+from mlxtune.core.files.processes import kernel_cache
+from tests.paths import ROOT
+
+# A process that has less time than this is not started.
+LEAST_S = 5.0
+
+Record = Callable[[str, dict[str, Any]], None]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return an environment in which all processes share the kernels that MLX compiles."""
+    return processes.own_environment(**{"MLX_PTX_CACHE_DIR": kernel_cache(), **variables})
+
+
+def command(
+    arguments: list[str], seconds: float, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a module with this Python. Raises RuntimeError with its last output if it fails."""
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError("\n".join((done.stdout + done.stderr).splitlines()[-15:]))
+    return done
+
+
+@dataclass(frozen=True)
+class CaseProcesses:
+    """Runs a module on cases, in one process as long as none of them ends it.
+
+    `write` writes the named cases to the file that the module is called with.
+    """
+
+    module: str
+    file: Path
+    write: Callable[[Path, Sequence[str]], None]
+
+    def run(self, names: Sequence[str], seconds: float, record: Record, **variables: str) -> None:
+        """Call `record` with each case's name and result, as soon as the case ends.
+
+        A result is what the module found, `failed` with the error, or `skipped` with the reason if
+        the time is over. A case that ends its process has failed, and the next case starts another.
+        """
+        left, deadline = list(names), time.monotonic() + seconds
+        while left and (remaining := deadline - time.monotonic()) > LEAST_S:
+            self._run_once(left, remaining, record, variables)
+        for name in left:
+            record(name, {"skipped": "no time was left"})
+
+    def _run_once(
+        self, left: list[str], seconds: float, record: Record, variables: dict[str, str]
+    ) -> None:
+        """Run the cases that are left in one process; remove those with a result from the list."""
+        self.write(self.file, left)
+        arguments = [sys.executable, "-m", self.module, str(self.file)]
+        current, phase = left[0], "starting"
+        errors = self.file.with_suffix(".stderr")
+        with errors.open("wb") as stream:
+            process = processes.start(
+                arguments,
+                stdout=processes.PIPE,
+                stderr=stream,
+                folder=ROOT,
+                environment=environment(**variables),
+            )
+            timer, started = Timer(seconds, process.kill), time.monotonic()
+            timer.start()
+            try:
+                for line in process.stdout or ():
+                    if not line.startswith(b'{"case"'):  # a library's own output
+                        continue
+                    message = json.loads(line)
+                    current, phase = message.pop("case"), message.pop("phase", phase)
+                    if message:
+                        left.remove(current)
+                        record(current, message.get("found", message))
+                        current, phase = left[0] if left else "", "starting"
+                status = process.wait()
+                timed_out = time.monotonic() - started >= seconds
+            finally:
+                timer.cancel()
+                processes.end(process)
+        if not left:
+            return
+        left.remove(current)
+        if timed_out:
+            record(current, {"skipped": f"stopped after {seconds:.0f} s, in {phase}"})
+        else:
+            last = errors.read_text(errors="replace").strip().splitlines()[-3:]
+            record(current, {"failed": f"exit {status} in {phase}: {' '.join(last)}"[:500]})
