@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.files.processes import kernel_cache
 from tests.long import gpu
 from tests.long.gpu_material import CASES, Machine, write_long_rows
 from tests.long.gpu_parts import Parts, Skip
@@ -82,11 +81,12 @@ def test_equality_has_no_tf32_and_all_processes_share_compiled_kernels(
 
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.delenv("MLX_ENABLE_TF32")
+    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/kernels")
     gpu.equality(10, [])
     (tmp_path / "proof.json").write_text("{}")
     gpu.proof(10, tmp_path)
     assert [each.get("MLX_ENABLE_TF32") for each in environments] == ["0", None]
-    assert {each["MLX_PTX_CACHE_DIR"] for each in environments} == {kernel_cache()}
+    assert {each["MLX_PTX_CACHE_DIR"] for each in environments} == {"/kernels"}
 
 
 def test_measurements_fit_the_time_and_failures_of_the_first_card_come_first(

@@ -41,7 +41,7 @@ from tests.paths import ROOT, SHARED
 import mlx.core as mx  # isort: skip
 
 from mlxtune.backend.device.device import device_name, on_cpu
-from mlxtune.core.files.processes import ChildTimeoutError, kernel_cache, output_of
+from mlxtune.core.files.processes import ChildTimeoutError, output_of
 from mlxtune.core.machine.facts import versions
 from tests.long.gpu_material import CASES, FOUR_BITS, TINY, Case, Machine
 from tests.long.gpu_parts import Parts
@@ -214,8 +214,6 @@ def main() -> None:
     given = parser.parse_args()
     if on_cpu() and not given.tiny:
         parser.error("MLX computes on the CPU here: install mlxtune[cuda13], or use --tiny")
-    # This must be set before the process compiles its first kernel.
-    os.environ["MLX_PTX_CACHE_DIR"] = kernel_cache()
     report = {"schema_version": SCHEMA_VERSION, **facts(), "tiny": given.tiny}
     parts = Parts(given.json, report | {"cases": {}, "parts": {}}, given.seconds, given.only)
     with (

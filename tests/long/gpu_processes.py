@@ -13,18 +13,12 @@ from threading import Timer
 from typing import Any
 
 from mlxtune.core.files import processes
-from mlxtune.core.files.processes import kernel_cache
 from tests.paths import ROOT
 
 # A process that has less time than this is not started.
 LEAST_S = 5.0
 
 Record = Callable[[str, dict[str, Any]], None]
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """Return an environment in which all processes share the kernels that MLX compiles."""
-    return processes.own_environment(**{"MLX_PTX_CACHE_DIR": kernel_cache(), **variables})
 
 
 def command(
@@ -34,7 +28,7 @@ def command(
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         cwd=ROOT,
-        env=environment(**variables),
+        env=processes.own_environment(**variables),
         capture_output=True,
         text=True,
         timeout=seconds,
@@ -82,7 +76,7 @@ class CaseProcesses:
                 stdout=processes.PIPE,
                 stderr=stream,
                 folder=ROOT,
-                environment=environment(**variables),
+                environment=processes.own_environment(**variables),
             )
             timer, started = Timer(seconds, process.kill), time.monotonic()
             timer.start()

@@ -94,17 +94,19 @@ def kernel_times(run: Callable[[], Any], steps: int) -> dict[str, Any]:
         started = time.perf_counter()
         run()
         seconds = time.perf_counter() - started
-    spent, counts = Counter[str](), Counter[str]()
-    for event in profiler.events():
+    # The host's calls are events too, without a time on the device.
+    events = [event for event in profiler.events() if event.device_time_total > 0]
+    launches = Counter(event.name for event in events)
+    spent = Counter[str]()
+    for event in events:
         spent[event.name] += event.device_time_total / 1e6
-        counts[event.name] += 1
     return {
         "profiled_s_per_step": seconds / steps,
         "kernel_s_per_step": spent.total() / steps,
-        "launches_per_step": counts.total() / steps,
+        "launches_per_step": len(events) / steps,
         "kernels": [
-            {"name": name[:160], "ms_per_step": 1e3 * seconds / steps, "launches": counts[name]}
-            for name, seconds in spent.most_common(MOST_KERNELS)
+            {"name": name[:160], "ms_per_step": 1e3 * took / steps, "launches": launches[name]}
+            for name, took in spent.most_common(MOST_KERNELS)
         ],
     }
 
