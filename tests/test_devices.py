@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.paths import DOCS
-
-spec = importlib.util.spec_from_file_location("make_devices", DOCS / "make_devices.py")
-assert spec is not None and spec.loader is not None
-devices = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(devices)
+from tests.long import device_proofs as devices
+from tests.long.measured_pages import DEVICES
 
 
 def proof(**changes: Any) -> dict[str, Any]:
@@ -31,13 +26,7 @@ def proof(**changes: Any) -> dict[str, Any]:
 def page_of(tmp_path: Path, content: Any) -> str:
     file = tmp_path / "mac.json"
     file.write_text(content if isinstance(content, str) else json.dumps(content))
-    return str(devices.page([file]))
-
-
-def test_page_is_that_of_the_files() -> None:
-    assert devices.PAGE.read_text(encoding="utf-8") == devices.page(
-        list(devices.FOLDER.glob("*.json"))
-    ), "run python docs/make_devices.py"
+    return devices.table([file])
 
 
 def test_machine_becomes_a_row(tmp_path: Path) -> None:
@@ -83,6 +72,7 @@ def test_markup_of_a_stranger_is_removed(tmp_path: Path) -> None:
 
 def test_page_has_a_row_for_each_file_and_a_cpu_is_called_one() -> None:
     files = list(devices.FOLDER.glob("*.json"))
-    rows = devices.PAGE.read_text(encoding="utf-8").splitlines()[-len(files) :]
+    page = DEVICES.read_text(encoding="utf-8")
     assert files
-    assert any("| CPU |" in row for row in rows)
+    assert devices.table(files) in page
+    assert "| CPU |" in page

@@ -4,8 +4,8 @@
 
 Cases named `gpu-…` use a GPU's execution (`--execution gpu`). Writes models with random weights and
 the real tokenizer of ../shared to a temporary folder (1.4 GB), runs the cases in turn, saves each
-result as JSON, and prints the tables. Takes about two hours, and 15 GB of memory for mlx-lm; close
-all other programs.
+result as JSON, and prints the tables; `measured_pages` puts them into the page. Takes about two
+hours, and 15 GB of memory for mlx-lm; close all other programs.
 """
 
 from __future__ import annotations

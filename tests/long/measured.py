@@ -67,9 +67,16 @@ class CardCase:
         return float(self.results[side]["peak_memory"] / 1e9)
 
     def missing(self, side: str) -> str:
-        """Return why a side has no figures; empty if it was not tried."""
+        """Return in a few words why a side has no figures; empty if it was not tried."""
         found = self.results.get(side, {})
-        return str(found.get("failed") or found.get("skipped") or "")
+        if "failed" in found:
+            return "failed"
+        # Such as "stopped after 60 s, in the warm-up".
+        return str(found.get("skipped", "")).split(",")[0]
+
+    def comparable(self, peer: str) -> bool:
+        """Return whether a peer has figures, for the same losses as far as they were compared."""
+        return self.measured(peer) and self.results[peer].get("losses_agree") is not False
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
-"""Draw docs/bench.png and docs/step.png from docs/measured, and their `-gpu` variants if measured.
-
-pip install matplotlib && python -m tests.long.plot_measured
-"""
+"""The charts docs/bench.png and docs/step.png, drawn from docs/measured by `measured_pages`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from textwrap import fill
 from typing import Any
 
@@ -13,10 +12,20 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 
 from tests.long.bench_table import CASES
+from tests.long.measured import SIDES, Card, read_cards
 from tests.paths import DOCS
 
-PICTURES = {"auto": "bench.png", "gpu": "bench-gpu.png"}
-OURS, THEIRS, INK = "#0f766e", "#c7c9cc", "#24292f"
+OURS, INK = "#0f766e", "#24292f"
+COLOURS = {"mlxtune": OURS, "mlx-lm": "#c7c9cc", "PEFT": "#8e949b"}
+_BAR = 0.27  # the height of a bar, where a case is 1 high
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A case: tokens a second and peak GB of each side that was measured."""
+
+    title: str
+    sides: dict[str, tuple[float, float]]
 
 
 def measured(name: str) -> Any:
@@ -24,56 +33,120 @@ def measured(name: str) -> Any:
     return json.loads((DOCS / "measured" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def draw_bench(execution: str) -> None:
-    """Draw tokens/s and peak memory of both sides for each measured case."""
-    every = [name for name, case in CASES.items() if case.execution == execution]
-    cases = [name for name in every if (DOCS / "measured" / f"{name}.json").exists()]
-    if not cases:
-        return
-    found = [measured(name) for name in cases]
-    figure, axes = plt.subplots(1, 2, figsize=(9.6, 0.62 * len(cases) + 1.2), sharey=True)
-    panels = (
-        ("tokens a second", "real_tokens_per_s", 1.0, "{:.0f}", "×{:.1f}"),
-        ("peak memory, GB", "peak_memory", 1e9, "{:.2f}", "{:.0%}"),
+def card_bars(card: Card) -> list[Bars]:
+    """Return a card's cases that have a peer."""
+    found = []
+    for case in card.cases:
+        sides = [side for side in SIDES if side == "mlxtune" or case.comparable(side)]
+        values = {side: (case.tokens_per_s(side), case.peak_gb(side)) for side in sides}
+        if len(values) > 1:
+            found.append(Bars(case.title, values))
+    return found
+
+
+def cpu_bars() -> list[Bars]:
+    """Return the CPU's cases beside mlx-lm."""
+    found = []
+    for name, case in CASES.items():
+        if case.execution != "auto" or not (DOCS / "measured" / f"{name}.json").exists():
+            continue
+        result = measured(name)
+        both = {"mlxtune": result["ours"], "mlx-lm": result["theirs"]}
+        values = {
+            side: (one["real_tokens_per_s"]["median"], one["peak_memory"]["median"] / 1e9)
+            for side, one in both.items()
+        }
+        found.append(Bars(case.title, values))
+    return found
+
+
+def draw_bench() -> None:
+    """Draw tokens a second and peak memory of all sides, under a heading for each machine."""
+    groups = {f"On an {card.device}, bfloat16": card_bars(card) for card in read_cards()}
+    groups = {title: bars for title, bars in groups.items() if bars}
+    groups["On two CPU cores, float32"] = cpu_bars()
+    heights = [_height(bars) + 1.1 for bars in groups.values()]
+    figure, rows = plt.subplots(
+        *(len(groups), 2),
+        figsize=(9.6, 0.62 * sum(heights) + 0.4),
+        height_ratios=heights,
+        squeeze=False,
     )
-    for axis, (title, key, unit, as_text, ratio_text) in zip(axes, panels, strict=True):
-        for place, each in enumerate(found):
-            pair = [each[side][key]["median"] / unit for side in ("theirs", "ours")]
-            for value, offset, colour in zip(pair, (0.2, -0.2), (THEIRS, OURS), strict=True):
-                axis.barh(place + offset, value, 0.38, color=colour)
-                axis.text(value, place + offset, " " + as_text.format(value), va="center", size=8)
-            axis.annotate(
-                ratio_text.format(each["ratio"][key]),
-                (pair[1], place - 0.2),
-                (8 + 7 * len(as_text.format(pair[1])), 0),
-                textcoords="offset points",
-                va="center",
-                weight="bold",
-                color=OURS,
-            )
+    for axes, (title, bars) in zip(rows, groups.items(), strict=True):
+        _draw_group(axes, bars)
+        axes[0].annotate(
+            title,
+            (0.01, 1),
+            (0, 26),
+            xycoords=("figure fraction", "axes fraction"),
+            textcoords="offset points",
+            size=12,
+            weight="bold",
+        )
+    handles = [mpl.patches.Patch(color=colour) for colour in COLOURS.values()]
+    figure.legend(handles, SIDES.values(), loc="upper right", ncols=3, frameon=False)
+    figure.tight_layout(h_pad=2.2)
+    figure.savefig(DOCS / "bench.png", dpi=130)
+
+
+def _height(bars: Iterable[Bars]) -> float:
+    return sum(_case_height(case) for case in bars)
+
+
+def _case_height(case: Bars) -> float:
+    return _BAR * len(case.sides) + 0.35
+
+
+def _draw_group(axes: Sequence[Any], bars: Sequence[Bars]) -> None:
+    """Draw a machine's cases on a pair of axes: tokens a second, and peak memory."""
+    panels = (
+        ("tokens a second, and mlxtune's as a multiple", "×{:.1f}"),
+        ("peak memory in GB, and mlxtune's share of it", "{:.0%}"),
+    )
+    for quantity, (axis, (title, ratio_text)) in enumerate(zip(axes, panels, strict=True)):
+        top, ticks = 0.0, []
+        for case in bars:
+            ours = case.sides["mlxtune"][quantity]
+            for line, (side, values) in enumerate(case.sides.items()):
+                value, place = values[quantity], top + _BAR * (line + 0.5)
+                axis.barh(place, value, 0.9 * _BAR, color=COLOURS[side])
+                label = _label(value)
+                axis.text(value, place, f" {label}", va="center", size=8)
+                if side != "mlxtune":
+                    axis.annotate(
+                        ratio_text.format(ours / value),
+                        (value, place),
+                        (10 + 5.5 * len(label), 0),
+                        textcoords="offset points",
+                        va="center",
+                        size=9,
+                        weight="bold",
+                        color=OURS,
+                    )
+            ticks.append(top + _BAR * len(case.sides) / 2)
+            top += _case_height(case)
         axis.set_title(title, loc="left", size=10)
-        axis.margins(x=0.28)
+        axis.set_ylim(top, -0.15)
+        axis.margins(x=0.3)
         axis.spines[["top", "right", "bottom"]].set_visible(False)
         axis.tick_params(left=False, bottom=False, labelbottom=False)
-    axes[0].set_yticks(range(len(cases)), [fill(CASES[name].title, 26) for name in cases], size=9)
-    axes[0].invert_yaxis()
-    handles = [mpl.patches.Patch(color=colour) for colour in (THEIRS, OURS)]
-    figure.legend(handles, ["mlx-lm", "mlxtune"], loc="upper right", ncols=2, frameon=False)
-    figure.tight_layout()
-    figure.savefig(DOCS / PICTURES[execution], dpi=130)
+        axis.set_yticks(ticks, [fill(case.title, 26) for case in bars] if quantity == 0 else [])
 
 
-def draw_step(name: str) -> None:
-    """Draw each part's share of a step's time, if it was measured."""
-    if not (DOCS / "measured" / f"{name}.json").exists():
-        return
-    found = measured(name)
+def _label(value: float) -> str:
+    """Return a number with three digits, or all that stand before the point."""
+    return f"{value:,.{2 if value < 1 else 1 if value < 100 else 0}f}"
+
+
+def draw_step() -> None:
+    """Draw each part's share of a step's time on the CPU."""
+    found = measured("step")
     total = sum(found["seconds"].values())
     parts = list(found["seconds"].items())
     figure, axis = plt.subplots(figsize=(8, 0.36 * len(parts) + 0.7))
     products = {"projections", "head", "attention", "LoRA"}
     for place, (name, seconds) in enumerate(parts):
-        axis.barh(place, seconds / total, color=OURS if name in products else THEIRS)
+        axis.barh(place, seconds / total, color=OURS if name in products else COLOURS["mlx-lm"])
         share = f" {seconds / total:.1%}  {1e3 * seconds / found['tokens']:.2f} ms a token"
         axis.text(seconds / total, place, share, va="center", size=8)
     axis.set_yticks(range(len(parts)), [name for name, _ in parts], size=9)
@@ -83,13 +156,12 @@ def draw_step(name: str) -> None:
     axis.tick_params(left=False, bottom=False, labelbottom=False)
     axis.set_title("where the time of a step goes", loc="left", size=10)
     figure.tight_layout()
-    figure.savefig(DOCS / f"{name}.png", dpi=130)
+    figure.savefig(DOCS / "step.png", dpi=130)
 
 
-if __name__ == "__main__":
+def draw_all() -> None:
+    """Draw all charts."""
     mpl.use("Agg")
     mpl.rcParams.update({"font.family": "DejaVu Sans", "text.color": INK})
-    for execution in PICTURES:
-        draw_bench(execution)
-    for name in ("step", "step-gpu"):
-        draw_step(name)
+    draw_bench()
+    draw_step()

@@ -1,9 +1,7 @@
-"""Write docs/devices.md from docs/devices/*.json, which `mlxtune doctor --prove --share` wrote.
-
-    python docs/make_devices.py
+"""The table of docs/devices/*.json, which `mlxtune doctor --prove --share` wrote.
 
 The files come from strangers: a value without the documented type and size is an error.
-`tests/test_devices.py` fails if the page is out of date.
+`measured_pages` puts the table into docs/devices.md.
 """
 
 from __future__ import annotations
@@ -11,21 +9,15 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).with_name("devices")
-PAGE = FOLDER.with_suffix(".md")
+from tests.paths import DOCS
+
+FOLDER = DOCS / "devices"
 LARGEST, LONGEST, MOST_CHECKS = 200_000, 80, 200
 PACKAGES = ("mlxtune", "mlx", "mlx-lm")
-HEAD = """# Devices
-
-This page has the results of `mlxtune doctor --prove` that machine owners shared;
-`python docs/make_devices.py` makes it from the files in `docs/devices/`.
-[First boot](first-boot.md) says how to add yours. Speeds are measured on the proof's small model,
-not on a real one.
-
-"""
 COLUMNS = (
     *("device", "kind", "memory, GB", "system", "mlxtune, mlx, mlx-lm", "checks", "failed"),
     *("16 bits, lowest cosine", "peak / predicted", "speed relative to mlx-lm"),
@@ -36,15 +28,15 @@ class BadProofError(Exception):
     """A file does not contain what `--share` writes."""
 
 
-def page(files: list[Path]) -> str:
-    """Return the page for these files. Raises BadProofError, which names the file."""
+def table(files: Iterable[Path]) -> str:
+    """Return a table with a row for each file. Raises BadProofError, which names the file."""
     rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
     for file in sorted(files):
         try:
             rows.append(row(read(file)))
         except (BadProofError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise BadProofError(f"{file.name}: {error!r}") from None
-    return HEAD + "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -111,7 +103,3 @@ def text(value: Any) -> str:
     if not plain:
         raise BadProofError("a string has no character that the page may show")
     return plain
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(list(FOLDER.glob("*.json"))), encoding="utf-8")
