@@ -70,6 +70,17 @@ def test_report_of_a_proof_that_failed_is_kept(
     assert parts.failed == ["doctor --prove"]
 
 
+def test_failure_with_sinks_is_tried_again_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(arguments: list[str], seconds: float, **variables: str) -> Any:
+        if variables.get("MLX_USE_CUDA_GRAPHS") == "0":
+            return subprocess.CompletedProcess(arguments, 0, stdout="4 passed")
+        raise RuntimeError("cuGraphAddKernelNode failed")
+
+    monkeypatch.setattr(gpu, "command", run)
+    found = gpu.sinks(10)
+    assert found == {"failed": "cuGraphAddKernelNode failed", "without_graphs": "4 passed"}
+
+
 def test_equality_has_no_tf32_and_all_processes_share_compiled_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

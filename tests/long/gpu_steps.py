@@ -64,6 +64,18 @@ def measure(case: TimedCase, report: Callable[[str], None]) -> dict[str, Any]:
         found["seconds"].append(time.perf_counter() - started)
         found.setdefault("losses", losses)
     found["peak_memory"] = memory.peak_bytes()
+    # The times stay, whatever becomes of the rest.
+    try:
+        found |= _counted(side, case, report)
+    except Exception as error:  # noqa: BLE001
+        found["uncounted"] = f"{type(error).__name__}: {error}"[:500]
+    return found
+
+
+def _counted(side: BenchSide, case: TimedCase, report: Callable[[str], None]) -> dict[str, Any]:
+    """Return the FLOPs that mlxtune's steps need and, if wanted, the times of the kernels."""
+    found: dict[str, Any] = {}
+    steps = case.job.steps
     if isinstance(side, OurSide):
         flops = sum(needed_flops(needed_products(side, examples)) for examples in steps)
         found["needed_flops"] = flops
