@@ -156,6 +156,17 @@ def test_case_that_ends_its_process_fails_alone_and_one_without_end_is_stopped(
     assert found["three"]["skipped"] == "no time was left"
 
 
+def test_process_that_cannot_start_fails_all_cases_once(tmp_path: Path) -> None:
+    starts: list[Sequence[str]] = []
+    found: dict[str, Any] = {}
+    processes = CaseProcesses(
+        "no_such_module", tmp_path / "x", lambda _, names: starts.append(names)
+    )
+    processes.run(["one", "two"], 60, found.__setitem__)
+    assert len(starts) == 1
+    assert all("No module named no_such_module" in found[name]["failed"] for name in ("one", "two"))
+
+
 def test_rates_count_the_faster_pass_and_losses_are_compared_with_ours() -> None:
     case = {
         "tokens": 800,

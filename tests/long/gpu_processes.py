@@ -68,7 +68,7 @@ class CaseProcesses:
         """Run the cases that are left in one process; remove those with a result from the list."""
         self.write(self.file, left)
         arguments = [sys.executable, "-m", self.module, str(self.file)]
-        current, phase = left[0], "starting"
+        current, phase, heard = left[0], "starting", False
         errors = self.file.with_suffix(".stderr")
         with errors.open("wb") as stream:
             process = processes.start(
@@ -78,18 +78,20 @@ class CaseProcesses:
                 folder=ROOT,
                 environment=processes.own_environment(**variables),
             )
-            timer, started = Timer(seconds, process.kill), time.monotonic()
+            timer = Timer(seconds, process.kill)
             timer.start()
+            started = case_started = time.monotonic()
             try:
                 for line in process.stdout or ():
                     if not line.startswith(b'{"case"'):  # a library's own output
                         continue
-                    message = json.loads(line)
+                    message, heard = json.loads(line), True
                     current, phase = message.pop("case"), message.pop("phase", phase)
                     if message:
                         left.remove(current)
                         record(current, message.get("found", message))
                         current, phase = left[0] if left else "", "starting"
+                        case_started = time.monotonic()
                 status = process.wait()
                 timed_out = time.monotonic() - started >= seconds
             finally:
@@ -97,9 +99,13 @@ class CaseProcesses:
                 processes.end(process)
         if not left:
             return
-        left.remove(current)
         if timed_out:
-            record(current, {"skipped": f"stopped after {seconds:.0f} s, in {phase}"})
+            spent = time.monotonic() - case_started
+            result = {"skipped": f"stopped after {spent:.0f} s, in {phase}"}
         else:
             last = errors.read_text(errors="replace").strip().splitlines()[-3:]
-            record(current, {"failed": f"exit {status} in {phase}: {' '.join(last)}"[:500]})
+            result = {"failed": f"exit {status} in {phase}: {' '.join(last)}"[:500]}
+        # A process that ends before its first case would end before each.
+        for name in [current] if heard or timed_out else list(left):
+            left.remove(name)
+            record(name, result)
