@@ -8,13 +8,12 @@ A source is the body of a kernel. Names that differ between the languages are pl
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from string import Template
 from typing import Any
 
 import mlx.core as mx
 
-from mlxtune.backend.device.device import has_metal
+from mlxtune.backend.device.device import has_metal, on_cpu
 from mlxtune.errors import one_line
 
 # Takes arrays and returns an array, or several.
@@ -221,7 +220,7 @@ class Trial:
 
     `forms` begins with the preferred form and may go on with forms that have a kernel for the value
     or for the gradient alone. The cases are in float32: `small()`, which should leave groups of
-    threads partly used, and `realistic()`, which is timed in bfloat16. `names` has a name of each
+    threads partly used, and `realistic()`, which is timed. `names` has a name of each
     value and then of each gradient, for messages.
     """
 
@@ -248,17 +247,50 @@ class Choice:
 PLAIN = "MLX's operations"
 
 
-@cache
-def choose(trial: Callable[[], Trial], clock: Callable[[], float] = time.perf_counter) -> Choice:
-    """Return the fastest form of a trial, if its kernels compile and are right.
+class Chooser:
+    """Chooses the form of a function for each dtype when the dtype is first used.
 
-    The choice is cached, so `trial` should be a function of a module.
+    A dtype is tried alone: CUDA's kernels are compiled in each process and for each dtype, and
+    MLX keeps none on disk (mlx/backend/cuda/custom_kernel.cpp). `clock` is read around runs.
     """
+
+    def __init__(
+        self, trial: Callable[[], Trial], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._trial = trial
+        self._clock = clock
+        self._choices: dict[mx.Dtype, Choice] = {}
+
+    def form(self, dtype: mx.Dtype) -> Function | None:
+        """Return the form for a dtype; None for MLX's operations, and on the CPU."""
+        return None if on_cpu() else self.choice(dtype).form
+
+    def problem(self) -> str:
+        """Return why kernels cannot be used; empty if they can, or on the CPU.
+
+        The dtypes that were used are tried, or bfloat16.
+        """
+        if on_cpu():
+            return ""
+        choices = list(self._choices.values()) or [self.choice(mx.bfloat16)]
+        return next((each.problem for each in choices if each.problem), "")
+
+    def choice(self, dtype: mx.Dtype) -> Choice:
+        """Return the choice for a dtype, after a trial at the first call."""
+        if dtype not in self._choices:
+            self._choices[dtype] = choose(self._trial, dtype, self._clock)
+        return self._choices[dtype]
+
+
+def choose(trial: Callable[[], Trial], dtype: mx.Dtype, clock: Callable[[], float]) -> Choice:
+    """Return the fastest form of a trial in a dtype, if its kernels compile and are right."""
     try:
         tried = trial()
-        if problem := next(_problems(tried), ""):
+        if problem := next(_problems(tried, dtype), ""):
             return Choice(None, problem)
-        times = {name: seconds(form, tried.realistic, clock) for name, form in _all(tried).items()}
+        case = tried.realistic().astype(dtype)
+        forms = {**tried.forms, PLAIN: tried.plain}
+        times = {name: seconds(form, case, clock) for name, form in forms.items()}
     # Any error may occur: a compiler may be missing, or reject the source.
     except Exception as error:  # noqa: BLE001
         return Choice(None, one_line(error))
@@ -271,9 +303,8 @@ def choose(trial: Callable[[], Trial], clock: Callable[[], float] = time.perf_co
     return Choice(tried.forms.get(name), seconds=times)
 
 
-def seconds(function: Function, realistic: Callable[[], Case], clock: Callable[[], float]) -> float:
-    """Return the least time of several runs of a function and its gradient, in bfloat16."""
-    case = realistic().astype(mx.bfloat16)
+def seconds(function: Function, case: Case, clock: Callable[[], float]) -> float:
+    """Return the least time of several runs of a function and its gradient."""
     mx.eval(*case.primals, *case.cotangents, *case.constants)
     times = []
     for _ in range(_WARMUPS + _RUNS):
@@ -283,22 +314,16 @@ def seconds(function: Function, realistic: Callable[[], Case], clock: Callable[[
     return min(times[_WARMUPS:]) / _CALLS
 
 
-def _all(trial: Trial) -> dict[str, Function]:
-    return {**trial.forms, PLAIN: trial.plain}
-
-
-def _problems(trial: Trial) -> Iterator[str]:
+def _problems(trial: Trial, dtype: mx.Dtype) -> Iterator[str]:
     """Yield how values or gradients differ from MLX's by more than rounding."""
-    small = trial.small()
-    for dtype, tolerance in TOLERANCES.items():
-        case = small.astype(dtype)
-        expected = case.astype(mx.float32).run(trial.plain)
-        for form in trial.forms.values():
-            for name, one, other in zip(trial.names, case.run(form), expected, strict=True):
-                apart = mx.abs(one.astype(mx.float32) - other).max() / mx.abs(other).max()
-                difference = float(apart)
-                if one.dtype != dtype or not difference <= tolerance:
-                    yield f"in {dtype_name(dtype)}, {name} differs by {difference:.2g}"
+    case = trial.small().astype(dtype)
+    expected = case.astype(mx.float32).run(trial.plain)
+    for form in trial.forms.values():
+        for name, one, other in zip(trial.names, case.run(form), expected, strict=True):
+            apart = mx.abs(one.astype(mx.float32) - other).max() / mx.abs(other).max()
+            difference = float(apart)
+            if one.dtype != dtype or not difference <= TOLERANCES[dtype]:
+                yield f"in {dtype_name(dtype)}, {name} differs by {difference:.2g}"
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

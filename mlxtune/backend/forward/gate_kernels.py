@@ -9,18 +9,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.forward.device_kernels import (
     CUDA,
     LEAST_SIZE,
     METAL,
     TOLERANCES,
     Case,
+    Chooser,
     Function,
     KernelSource,
     Make,
     Trial,
-    choose,
     device_language,
 )
 from mlxtune.backend.models.autograd import differentiable
@@ -80,7 +79,7 @@ GRADIENT = KernelSource(
 
 
 class GateKernels:
-    """SwiGLU's two kernels, made by `mx.fast.metal_kernel` or `mx.fast.cuda_kernel`."""
+    """SwiGLU's two kernels for Metal or, if not `metal`, CUDA."""
 
     def __init__(self, make: Make, *, metal: bool) -> None:
         self._language = METAL if metal else CUDA
@@ -143,17 +142,17 @@ def serves(gate: mx.array, up: mx.array) -> bool:
     return same and gate.dtype in TOLERANCES and LEAST_SIZE <= gate.size < _MOST
 
 
-def gate_kernels() -> Function | None:
+def gate_kernels(dtype: mx.Dtype) -> Function | None:
     """Return SwiGLU by the device's kernels.
 
     None on the CPU, or if the kernels failed their trial or MLX's operations are faster.
     """
-    return None if on_cpu() else choose(_trial).form
+    return SWIGLU.form(dtype)
 
 
 def gate_kernels_problem() -> str:
     """Return why the device's kernels cannot be used; empty if they can, or on the CPU."""
-    return "" if on_cpu() else choose(_trial).problem
+    return SWIGLU.problem()
 
 
 def device_kernels() -> GateKernels:
@@ -200,3 +199,6 @@ def _gradients(gate: mx.array, up: mx.array, cotangent: mx.array) -> list[mx.arr
     sigmoid = mx.sigmoid(gate)
     silu = gate * sigmoid
     return [cotangent * up * (sigmoid + silu * (1 - sigmoid)), cotangent * silu]
+
+
+SWIGLU = Chooser(_trial)

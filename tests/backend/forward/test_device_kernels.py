@@ -9,12 +9,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxtune.backend.forward import device_kernels
 from mlxtune.backend.forward.device_kernels import (
     CUDA,
     METAL,
     PLAIN,
     Case,
     Choice,
+    Chooser,
     Function,
     KernelSource,
     Language,
@@ -79,7 +81,7 @@ def test_fastest_form_is_chosen_and_preferred_form_in_doubt(
     seconds: tuple[float, ...], expected: str
 ) -> None:
     forms = {"both": nearly(1.0), "gradient": nearly(1.0)}
-    choice = choose(trial(**forms), clock(*seconds))
+    choice = choose(trial(**forms), mx.float32, clock(*seconds))
     assert chosen(choice, **forms) == expected
     assert choice.problem == ""
     assert dict(choice.seconds) == pytest.approx(dict(zip([*forms, PLAIN], seconds, strict=True)))
@@ -88,14 +90,14 @@ def test_fastest_form_is_chosen_and_preferred_form_in_doubt(
 @pytest.mark.parametrize(
     ("form", "problem"),
     [
-        (nearly(1.01), "in float32, the square differs by 0.01"),
-        (nearly(float("nan")), "in float32, the square differs by nan"),
+        (nearly(1.01), "in float16, the square differs by 0.0098"),
+        (nearly(float("nan")), "in float16, the square differs by nan"),
         (in_float32, "in float16, the square differs by"),
     ],
     ids=["wrong", "not a number", "of another dtype"],
 )
 def test_wrong_form_is_a_problem_and_nothing_is_timed(form: Function, problem: str) -> None:
-    choice = choose(trial(right=nearly(1.0), wrong=form), clock())
+    choice = choose(trial(right=nearly(1.0), wrong=form), mx.float16, clock())
     assert choice.form is None
     assert choice.problem.startswith(problem)
     assert not choice.seconds
@@ -105,13 +107,26 @@ def test_error_is_a_problem_in_one_line() -> None:
     def fails(x: mx.array) -> Any:
         raise RuntimeError("Unable to build\nthe kernel")
 
-    assert choose(trial(fails=fails), clock()).problem == "Unable to build the kernel"
+    assert choose(trial(fails=fails), mx.float32, clock()).problem == "Unable to build the kernel"
 
 
-def test_choice_is_made_once() -> None:
-    make, fake = trial(both=nearly(1.0)), clock(1.0, 2.0)
+def test_choice_is_made_once_for_a_dtype_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_kernels, "on_cpu", lambda: False)
+    wrong_in_16_bits = nearly(1.0001)
     # A second timing would end the fake clock.
-    assert choose(make, fake) is choose(make, fake)
+    chooser = Chooser(trial(both=wrong_in_16_bits), clock(1.0, 2.0))
+    assert [chooser.form(mx.bfloat16) for _ in range(2)] == [wrong_in_16_bits] * 2
+    assert chooser.problem() == ""
+    assert chooser.form(mx.float32) is None
+    assert chooser.problem() == "in float32, the square differs by 0.0001"
+
+
+def test_problem_is_known_before_the_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    chooser = Chooser(trial(both=nearly(1.1)), clock())
+    monkeypatch.setattr(device_kernels, "on_cpu", lambda: True)
+    assert chooser.problem() == ""
+    monkeypatch.setattr(device_kernels, "on_cpu", lambda: False)
+    assert chooser.problem() == "in bfloat16, the square differs by 0.1"
 
 
 def test_constants_follow_the_primals_and_keep_their_dtype() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +13,7 @@ import pytest
 from mlx_lm.models import llama
 
 from mlxtune.backend.forward import device_kernels, gate_kernels, gates
-from mlxtune.backend.forward.device_kernels import CUDA, METAL, Language, choose
+from mlxtune.backend.forward.device_kernels import CUDA, METAL, Chooser, Language
 from mlxtune.backend.forward.gate_kernels import GROUP, GateKernels, plain_swiglu
 from mlxtune.backend.forward.gates import swiglu
 from tests.backend.forward.kernel_compilers import FakeDevice
@@ -46,12 +46,11 @@ def language(request: pytest.FixtureRequest) -> Language:
 
 
 @pytest.fixture
-def device(language: Language, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+def device(language: Language, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """A fake GPU whose kernels work, and are as fast as MLX's operations."""
     fake = FakeDevice(language=language)
     as_on_gpu(monkeypatch, fake.make, language)
-    yield fake
-    choose.cache_clear()
+    return fake
 
 
 def as_on_gpu(
@@ -61,17 +60,18 @@ def as_on_gpu(
     seconds: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0),
 ) -> None:
     """Fake a GPU on which the forms of SwiGLU take these times."""
-    choose.cache_clear()
     times = iter(seconds)
     metal = language is METAL
     monkeypatch.setattr(device_kernels, "seconds", lambda *_: next(times))
-    monkeypatch.setattr(gate_kernels, "on_cpu", lambda: False)
+    monkeypatch.setattr(gate_kernels, "SWIGLU", Chooser(gate_kernels._trial))
+    monkeypatch.setattr(device_kernels, "on_cpu", lambda: False)
     monkeypatch.setattr(device_kernels, "has_metal", lambda: metal)
     monkeypatch.setattr(mx.fast, "metal_kernel" if metal else "cuda_kernel", make)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_are_swiglu_and_its_gradient(dtype: mx.Dtype, device: FakeDevice) -> None:
+    assert gate_kernels.gate_kernels(dtype) is not None
     assert gate_kernels.gate_kernels_problem() == ""
     keys = mx.random.split(mx.random.key(1), 3)
     gate, up, cotangent = (4 * mx.random.normal((2, 5, 7), dtype, key=key) for key in keys)
@@ -131,6 +131,9 @@ def test_model_on_a_gpu_runs_the_kernels(device: FakeDevice) -> None:
     model, x = mlp_model(), mx.random.normal((1, 3, 16), key=mx.random.key(1))
     expected = model.mlp(x)
     gates.replace_gates(model)
+    # The model may never use its first dtype, so nothing is tried yet.
+    assert device.calls == []
+    gate_kernels.gate_kernels(mx.float32)
     device.calls.clear()
     assert mx.allclose(model.mlp(x), expected, rtol=1e-5, atol=1e-6)
     assert [each["name"] for each in device.calls] == BOTH[:1]
@@ -151,6 +154,7 @@ def test_slower_kernels_are_not_used_and_are_no_problem(
 ) -> None:
     fake = FakeDevice()
     as_on_gpu(monkeypatch, fake.make, METAL, seconds)
+    gate_kernels.gate_kernels(mx.float32)
     assert gate_kernels.gate_kernels_problem() == ""
     fake.calls.clear()
     arrays = [mx.random.normal((4, 6), key=mx.random.key(i)) for i in range(3)]
@@ -158,7 +162,6 @@ def test_slower_kernels_are_not_used_and_are_no_problem(
     assert [each["name"] for each in fake.calls] == names
     for one, other in zip(found, in_float64(*arrays), strict=True):
         np.testing.assert_allclose(np.array(one), other, rtol=2e-5, atol=1e-6)
-    choose.cache_clear()
 
 
 def raising(**_: Any) -> Any:
@@ -186,27 +189,24 @@ def test_kernels_that_fail_are_not_used_and_say_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     as_on_gpu(monkeypatch, make(language), language)
-    assert gate_kernels.gate_kernels() is None
+    assert gate_kernels.gate_kernels(mx.float32) is None
     assert problem in gate_kernels.gate_kernels_problem()
     assert mx.array_equal(swiglu(mx.ones(8), mx.ones(8)), plain_swiglu(mx.ones(8), mx.ones(8)))
-    choose.cache_clear()
 
 
 def test_cpu_makes_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_kernels, "choose", None)
+    monkeypatch.setattr(gate_kernels, "SWIGLU", Chooser(gate_kernels.device_kernels))
     before = mx.default_device()
     try:
         # The machine that runs the tests may have a GPU.
         mx.set_default_device(mx.cpu)
-        assert gate_kernels.gate_kernels() is None
+        assert gate_kernels.gate_kernels(mx.float32) is None
         assert gate_kernels.gate_kernels_problem() == ""
     finally:
         mx.set_default_device(before)
 
 
 def test_arrays_that_kernels_do_not_serve_run_plainly(device: FakeDevice) -> None:
-    gate_kernels.gate_kernels()
-    device.calls.clear()
     swiglu(mx.ones((2, 8), mx.bfloat16), mx.ones((2, 8)))
     swiglu(mx.ones((2, 8)), mx.ones(8))
     swiglu(mx.ones((0, 8)), mx.ones((0, 8)))
