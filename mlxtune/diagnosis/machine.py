@@ -13,6 +13,7 @@ from mlxtune.config import TrainConfig, user_cache
 from mlxtune.core.machine import facts
 from mlxtune.core.machine.blas import load_blas
 from mlxtune.core.machine.conditions import Sensors
+from mlxtune.core.machine.cuda_headers import missing_headers
 from mlxtune.core.machine.facts import MLX_LIBRARIES, Package, probe_device
 from mlxtune.core.machine.reservation import reservations
 
@@ -43,6 +44,7 @@ def read_machine() -> facts.Machine:
         reserved=tuple(run.describe() for run in reservations(user_cache() / "memory")),
         folders=facts.folders(),
         offline=facts.offline(),
+        missing_headers=missing_headers(),
     )
 
 

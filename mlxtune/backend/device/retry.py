@@ -36,7 +36,7 @@ def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
         fault, text = attempt.fault, attempt.text
         if fault is None:
             return
-        if fault is Fault.LOST:
+        if fault.is_final:
             raise fault_error(fault, text)
         if fault in repeated and not fault.asks_for_less:
             raise fault_error(fault, text, "twice in a row")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mlxtune.core.machine.cuda_headers import CRT
 from mlxtune.core.machine.facts import Device, Machine
 
 GB = 10**9
@@ -27,6 +28,8 @@ INSTALL_LIBRARY = (
     "pip install 'mlxtune[cpu]', or for an NVIDIA GPU 'mlxtune[cuda13]' "
     "('mlxtune[cuda12]' for older drivers); in a clone, '.[cpu]' and so on"
 )
+# A package without files: its headers are checked instead, which may come from another place.
+_HEADERS = "cuda-toolkit"
 _UNWRITABLE = {
     "cache": "fix its permissions, or use --cache-dir or --no-cache",
     "temporary": "set TMPDIR to a writable folder",
@@ -73,7 +76,16 @@ class Diagnosis:
 
 
 def diagnose(machine: Machine) -> Diagnosis:
-    parts = (_system, _packages, _device, _memory, _speed, _folders, _power_and_network)
+    parts = (
+        _system,
+        _packages,
+        _device,
+        _cuda_headers,
+        _memory,
+        _speed,
+        _folders,
+        _power_and_network,
+    )
     return Diagnosis(machine, tuple(check for part in parts for check in part(machine)))
 
 
@@ -117,7 +129,7 @@ def _packages(m: Machine) -> Iterator[Check]:
     found = ", ".join(f"{p.name} {p.installed}" for p in shown if p.installed)
     yield Check(OK, "versions", found or "unknown: mlxtune is imported, but not installed")
     for name, package in required.items():
-        if package.serves:
+        if package.serves or name == _HEADERS:
             continue
         requirement, effect = f"{name}{package.needs}", _FOR_SPEED.get(name)
         found = f"{package.installed or 'is missing'}, needed: {requirement}"
@@ -170,6 +182,16 @@ def _device(m: Machine) -> Iterator[Check]:
         found += "; the NVIDIA GPU is not used"
         remedy = "pip uninstall -y mlx-cpu, then pip install 'mlxtune[cuda13]' (or cuda12)"
     yield _check("device", found, remedy, level)
+
+
+def _cuda_headers(m: Machine) -> Iterator[Check]:
+    for header, remedy in m.missing_headers.items():
+        if header == CRT:
+            found = f"{header} is missing: 4-bit bases do not train on Hopper GPUs (H100, H200)"
+            yield Check(NOTE, "CUDA headers", found, remedy)
+        else:
+            found = f"{header} is missing: MLX cannot compile its kernels"
+            yield Check(PROBLEM, "CUDA headers", found, remedy, stops=True)
 
 
 def _memory(m: Machine) -> Iterator[Check]:

@@ -105,6 +105,7 @@ class Machine:
     imported before mlxtune, `translated` whether Python runs through Rosetta. `wired_limit_mb` is
     macOS's limit on GPU memory, 0 for the default. `thermal` describes how heat slows the machine,
     and is empty if it does not. `offline` is the variable that forbids downloads, if any.
+    `missing_headers` are CUDA's that MLX needs, each with its remedy.
     """
 
     system: str
@@ -128,6 +129,7 @@ class Machine:
     thermal: str = ""
     wired_limit_mb: int | None = None
     offline: str = ""
+    missing_headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def probe_device() -> tuple[Device | None, str]:

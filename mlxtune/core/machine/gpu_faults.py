@@ -3,12 +3,14 @@
 MLX raises all of them as RuntimeError. Metal's texts are in MLX's backend/metal/allocator.cpp, and
 in the NSError that device.cpp appends to "Command buffer execution failed" (mlx#479, mlx#3267,
 mlx#3849); CUDA's are in backend/cuda/allocator.cpp, and in the result of cudaGetErrorString, which
-utils.cpp appends to the name of the call that failed.
+utils.cpp appends to the name of the call that failed. Messages about headers are in
+backend/cuda/jit_module.cpp, and in the log of NVIDIA's compiler, which that file quotes.
 """
 
 import re
 from enum import Enum
 
+from mlxtune.core.machine.cuda_headers import header_in, header_remedy
 from mlxtune.errors import GpuError, MemoryLimitError, MlxTuneError, one_line
 
 # macOS ends commands that keep the GPU from drawing. Apple's driver reads the variable below when
@@ -57,6 +59,12 @@ class Fault(Enum):
         "the GPU no longer serves this process",
         _AGAIN,
     )
+    # `fault_error` names the package.
+    MISSING_HEADER = (
+        r"cannot open source file|Can not find locations of CUDA headers",
+        "a header of CUDA is missing",
+        "then start mlxtune again",
+    )
 
     def __init__(self, texts: str, meaning: str, remedy: str) -> None:
         self.texts = re.compile(texts, re.IGNORECASE)
@@ -70,6 +78,11 @@ class Fault(Enum):
         Other faults may be transient, so their work is retried once.
         """
         return self in (Fault.OUT_OF_MEMORY, Fault.TIMEOUT, Fault.INTERACTIVITY)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the process cannot recover from the fault."""
+        return self in (Fault.LOST, Fault.MISSING_HEADER)
 
 
 def fault_of(error: BaseException) -> Fault | None:
@@ -90,4 +103,6 @@ def fault_error(fault: Fault, text: str, when: str = "", remedy: str = "") -> Ml
     what, remedy = f"{fault.meaning} {when}".rstrip(), remedy or fault.remedy
     if fault is Fault.OUT_OF_MEMORY:
         return MemoryLimitError(f"{what}: {remedy}")
+    if fault is Fault.MISSING_HEADER:
+        remedy = f"{header_remedy(header_in(text))}, {remedy}"
     return GpuError(f"{what} ({one_line(text)}): {remedy}")

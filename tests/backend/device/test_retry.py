@@ -46,6 +46,8 @@ def test_lost_device_and_other_errors_are_not_tried_again(monkeypatch: pytest.Mo
         monkeypatch.setattr(module, name, pytest.fail)
     with pytest.raises(GpuError, match="no longer serves"):
         run(LOST)
+    with pytest.raises(GpuError, match="header of CUDA is missing"):
+        run("cannot open source file")
     with pytest.raises(RuntimeError, match="shapes"):
         run("[matmul] shapes")
     with pytest.raises(MemoryLimitError, match="ours"):

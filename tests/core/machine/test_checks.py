@@ -71,6 +71,23 @@ def test_good_machine_has_nothing_to_fix(machine: Machine) -> None:
 # Problems that prevent training
 
 
+def test_missing_headers_of_cuda_are_named_with_their_packages() -> None:
+    without = replace(LINUX, missing_headers={"cuda_fp16.h": "pip install nvidia-cuda-runtime"})
+    assert only(without, "CUDA headers").remedy == "pip install nvidia-cuda-runtime"
+    assert not diagnose(without).can_train
+    check = only(
+        replace(LINUX, missing_headers={"crt/mma.h": "pip install nvidia-cuda-crt"}), "CUDA headers"
+    )
+    assert check.found.startswith("crt/mma.h is missing: 4-bit bases do not train on Hopper")
+    assert diagnose(replace(LINUX, missing_headers={"crt/mma.h": "install it"})).can_train
+
+
+def test_headers_may_come_without_their_package() -> None:
+    toolkit = package("cuda-toolkit", None, extra="cuda13")
+    machine = replace(LINUX, packages=(*LINUX.packages, toolkit), libraries=("mlx-cuda-13",))
+    assert bad(diagnose(machine)) == []
+
+
 def test_python_for_intel_on_apple_silicon_is_told_to_be_replaced() -> None:
     found = diagnose(replace(MAC, processor="x86_64", translated=True))
     assert [check.name for check in bad(found)] == ["python"]

@@ -30,6 +30,10 @@ TEXTS = {
     f"(00000004:{CODE}SubmissionsIgnored).": (Fault.VICTIM),
     "cudaStreamSynchronize(stream) failed: the launch timed out and was terminated": Fault.LOST,
     "cudaEventSynchronize(event) failed: uncorrectable ECC error encountered": Fault.LOST,
+    "Failed to compile kernel: include/mma.h(55): catastrophic error: cannot open source file "
+    '"crt/mma.h"': Fault.MISSING_HEADER,
+    "Can not find locations of CUDA headers, please set environment variable CUDA_HOME or "
+    "CUDA_PATH.": Fault.MISSING_HEADER,
 }
 
 
@@ -69,3 +73,14 @@ def test_error_of_a_fault_is_one_line_that_quotes_mlx_and_names_a_remedy() -> No
         assert isinstance(error, MemoryLimitError if fault is Fault.OUT_OF_MEMORY else GpuError)
         assert (text in str(error)) == (fault is not Fault.OUT_OF_MEMORY)
     assert str(fault_error(Fault.OUT_OF_MEMORY, "", "here", "go")) == "memory ran out here: go"
+
+
+def test_error_of_a_missing_header_names_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    # No package is installed.
+    monkeypatch.setattr("sys.path", [])
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    (text,) = (text for text in TEXTS if "crt/mma.h" in text)
+    assert str(fault_error(Fault.MISSING_HEADER, text)) == (
+        f"a header of CUDA is missing ({text}): pip install nvidia-cuda-crt, "
+        "then start mlxtune again"
+    )
