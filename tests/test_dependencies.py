@@ -23,8 +23,13 @@ LIBRARIES = {"cpu": "mlx-cpu", "cuda12": "mlx-cuda-12", "cuda13": "mlx-cuda-13"}
 MACOS, LINUX = "aarch64-apple-darwin", "x86_64-manylinux_2_35"
 
 
-def resolve(*options: str, platform: str = MACOS, macos: str = "14.0") -> set[str]:
-    """Return the names of the packages that pyproject.toml resolves to, from wheels only."""
+def resolve(
+    *options: str, platform: str = MACOS, macos: str = "14.0", versions: bool = False
+) -> set[str]:
+    """Return the names of the packages that pyproject.toml resolves to, from wheels only.
+
+    With `versions`, return a requirement of each package's version instead.
+    """
     beside_python = Path(sys.executable).with_name("uv")
     uv = str(beside_python) if beside_python.exists() else shutil.which("uv")
     if uv is None:
@@ -42,7 +47,8 @@ def resolve(*options: str, platform: str = MACOS, macos: str = "14.0") -> set[st
         pytest.skip("needs a package index, and none can be reached")
     if result.returncode:
         raise LookupError(result.stderr)
-    return {line.partition("==")[0] for line in result.stdout.splitlines() if "==" in line}
+    pinned = (line for line in result.stdout.splitlines() if "==" in line)
+    return {line.strip() if versions else line.partition("==")[0] for line in pinned}
 
 
 @pytest.mark.slow
