@@ -73,7 +73,7 @@ class CpuOperations:
 
         return undo
 
-    def attention_kernels(self) -> None:
+    def attention_kernels(self, dtype: mx.Dtype | None) -> None:
         """Return None: attention runs on the line itself."""
 
     def cross_entropies(self, logits: mx.array, targets: mx.array) -> mx.array:

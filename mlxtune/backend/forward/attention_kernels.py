@@ -23,16 +23,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.forward.device_kernels import (
     TOLERANCES,
     Case,
+    Chooser,
     Function,
     KernelSource,
     Language,
     Make,
     Trial,
-    choose,
     device_language,
 )
 from mlxtune.backend.models.autograd import differentiable
@@ -399,14 +398,19 @@ def serves(heads: Heads, layout: Layout, arrays: Sequence[mx.array]) -> bool:
     return len(dtypes) == 1 and dtypes <= TOLERANCES.keys() and threads < _MOST
 
 
-def attention_kernels() -> AttentionKernels | None:
-    """Return the device's kernels; None on the CPU, if they failed the trial, or are slower."""
-    return None if on_cpu() or choose(_trial).form is None else _device_kernels()
+def attention_kernels(dtype: mx.Dtype | None) -> AttentionKernels | None:
+    """Return the device's kernels for hidden states of a dtype.
+
+    None on the CPU, or if the kernels failed their trial or MLX's operations are faster.
+    """
+    if dtype not in TOLERANCES or AROUND_ATTENTION.form(dtype) is None:
+        return None
+    return _device_kernels()
 
 
 def attention_kernels_problem() -> str:
     """Return why the device's kernels cannot be used; empty if they can, or on the CPU."""
-    return "" if on_cpu() else choose(_trial).problem
+    return AROUND_ATTENTION.problem()
 
 
 def _template(dtype: mx.Dtype, sizes: HeadSizes, *, normalised: bool) -> list[tuple[str, Any]]:
@@ -481,3 +485,6 @@ def _device_kernels() -> AttentionKernels:
 
 def _trial() -> Trial:
     return trial_of(_device_kernels(), trial_heads(_SIZES))
+
+
+AROUND_ATTENTION = Chooser(_trial)

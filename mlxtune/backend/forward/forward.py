@@ -65,7 +65,7 @@ class Forward:
         self.mixers = Mixers(
             model,
             by_segments=operations.by_segments,
-            kernels=operations.attention_kernels(),
+            kernels=operations.attention_kernels(split.dtype),
         )
         self._should_pack = execution.packs
         self.execution = replace(

@@ -60,9 +60,9 @@ class MlxOperations:
 
         return undo
 
-    def attention_kernels(self) -> AttentionKernels | None:
+    def attention_kernels(self, dtype: mx.Dtype | None) -> AttentionKernels | None:
         """Return the device's kernels around attention; None if it has none, or if plain."""
-        return None if self.plain else attention_kernels()
+        return None if self.plain else attention_kernels(dtype)
 
     def layer_passes(self, recompute: bool) -> Recompute | None:
         """Return passes that run layers again; None without `recompute`."""

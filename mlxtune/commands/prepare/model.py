@@ -15,6 +15,7 @@ from mlxtune.backend.adapters.attach import (
 )
 from mlxtune.backend.adapters.files import find_adapter, read_info
 from mlxtune.backend.device import memory
+from mlxtune.backend.forward.attention_kernels import attention_kernels_problem
 from mlxtune.backend.forward.gate_kernels import gate_kernels_problem
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.backend.models.loading import BaseModel
@@ -98,8 +99,10 @@ def build_pipeline(
         console.warn(warning)
     if problem := pipeline.forward.packing_problem:
         console.say("Packing", f"off, so examples are padded: {problem}")
-    if problem := gate_kernels_problem():
-        console.say("SwiGLU", f"by MLX's operations, not our kernels: {problem}")
+    problems = {"SwiGLU": gate_kernels_problem(), "Attention": attention_kernels_problem()}
+    for name, problem in problems.items():
+        if problem:
+            console.say(name, f"by MLX's operations, not our kernels: {problem}")
     recorded = None if resume is None else recorded_memory(config.checkpoint_path)
     confirmed = confirm(config, base, pipeline, work, plan, recorded, workers)
     pipeline.losses.limit_memory(confirmed.peak.total)

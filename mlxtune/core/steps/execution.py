@@ -52,8 +52,8 @@ class Operations(Protocol):
     def prepare(self, model: Any) -> Callable[[], None]:
         """Make a model compute with these operations; return a function that restores the model."""
 
-    def attention_kernels(self) -> Any:
-        """Return kernels for the work around attention in packed lines; None for none."""
+    def attention_kernels(self, dtype: Any) -> Any:
+        """Return kernels for the work around attention in packed lines; None without kernels."""
 
     def cross_entropies(self, logits: Any, targets: Any) -> Any:
         """Return the losses, float32 (P,), in nats, for logits (P, V) and targets int32 (P,)."""
