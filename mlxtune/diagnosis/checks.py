@@ -19,11 +19,14 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 # In 16 bits, the lowest accepted cosine between a matrix's gradient and its float32 gradient, and
 # the largest accepted deviation from 1 of the ratio of their norms.
 COSINE_TOLERANCE, NORM_TOLERANCE = 0.999, 0.03
+# The largest accepted error of a product, as a multiple of the error that rounding explains.
+PRODUCT_TOLERANCE = 1.0
 # The largest accepted excess of a measured peak, as a share of its prediction; the share for GPUs
 # is a guess, not based on measurements.
 MEMORY_MARGIN, GPU_MEMORY_MARGIN = 0.15, 0.5
 # Kinds of checks.
-GRADIENTS, DTYPE, BYTES, MEMORY = "gradients", "16 bits", "bytes", "memory"
+GRADIENTS, PRODUCTS, DTYPE = "gradients", "products", "16 bits"
+BYTES, MEMORY = "bytes", "memory"
 SPEED, PEER = "speed", "mlx-lm"
 # The `expected` of checks that ran out of time.
 _END = "completion"
@@ -31,6 +34,8 @@ _END = "completion"
 _ADVICE = {
     GRADIENTS: "a step would learn something wrong here: train nothing that matters, update MLX "
     "and the system, and report the problem",
+    PRODUCTS: "this device computes wrong products: train nothing that matters, update MLX and the "
+    "system, and report the problem",
     DTYPE: "training in 16 bits would learn something wrong here: train with --dtype float32, "
     "update MLX and the system, and report the problem",
     BYTES: "a run that is repeated or resumed gives a different adapter here: runs still learn; "
@@ -160,6 +165,25 @@ def check_dtype(name: str, cosine: float, norm: float, packing_problem: str = ""
         # A NaN is never within a tolerance.
         passed=right and not unpacked,
         values={"cosine": _finite(cosine), "norm_ratio": _finite(norm)},
+    )
+
+
+def check_product(name: str, ratio: float, rows: int, inner: int, columns: int) -> ProofCheck:
+    """Judge a product by `ratio`, its largest error as a multiple of what rounding explains.
+
+    The factors are a (`rows`, `inner`) and an (`inner`, `columns`) matrix.
+    """
+    return ProofCheck(
+        kind=PRODUCTS,
+        name=name,
+        expected=f"≤ {PRODUCT_TOLERANCE:g} x rounding",
+        found=f"{ratio:.1g}, {rows} x {inner}",
+        # A NaN is never within a tolerance.
+        passed=ratio <= PRODUCT_TOLERANCE,
+        values={
+            **{"rounding_ratio": _finite(ratio)},
+            **{"rows": rows, "inner": inner, "columns": columns},
+        },
     )
 
 

@@ -156,6 +156,27 @@ def _swiglu(gate: mx.array, up: mx.array) -> mx.array:
     return device_kernels().swiglu(gate, up)
 
 
+def _attention_inputs(length: int, rng: np.random.Generator) -> Arrays:
+    """Draw q, k and v of a real model's attention: 32 query heads and 8 key heads of 128."""
+    return [rng.standard_normal((1, heads, length, 128)) for heads in (32, 8, 8)]
+
+
+def _causal_attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    """Return causal attention by MLX's own function."""
+    scale = q.shape[-1] ** -0.5
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=scale, mask="causal")
+
+
+def _plain_attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    """Return the same attention by plain operations."""
+    size, length = q.shape[1] // k.shape[1], q.shape[2]
+    k, v = (mx.repeat(each, size, axis=1) for each in (k, v))
+    scores = (q * q.shape[-1] ** -0.5) @ k.swapaxes(-1, -2)
+    after = mx.arange(length)[None] > mx.arange(length)[:, None]
+    weights = mx.softmax(mx.where(after, -mx.inf, scores), axis=-1, precise=True)
+    return weights @ v
+
+
 def _gated_delta_kernel(*arrays: mx.array) -> mx.array:
     q, k, v, log_gates, beta = arrays
     y, _ = mx.fast.gated_delta_update(q, k, v, mx.exp(log_gates), beta, _delta_state())
@@ -175,6 +196,7 @@ _WINDOW = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_sc
 # Every token uses all experts: in 16 bits, a router might choose different experts.
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16}
 _TIED = {"tie_word_embeddings": True}
+_ATTENTION = {"gpu": _causal_attention, "plain": _plain_attention}
 _DELTA = {"gpu": _gated_delta_kernel, "plain": _gated_delta_by_chunks}
 # Add an entry for each new kernel.
 KERNELS: tuple[Kernel, ...] = (
@@ -192,6 +214,15 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     # 1100 tokens exceed two blocks, so attention runs in blocks.
     Kernel("attention in windows", partial(_model_step, gemma3_text, (1100, 40), _WINDOW)),
+    # 300 is no multiple of a kernel's block. On the CPU, MLX's 16-bit products take seconds.
+    *(
+        Kernel(
+            f"32 heads, {length} tokens",
+            partial(_function_step, _ATTENTION, partial(_attention_inputs, length)),
+            lambda dtype: dtype == mx.float32 or not on_cpu(),
+        )
+        for length in (300, 512)
+    ),
     Kernel(
         "gated delta rule",
         partial(_function_step, _DELTA, _gated_delta_inputs),

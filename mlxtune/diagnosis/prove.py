@@ -145,6 +145,7 @@ def parts(bench: Workbench, device: str) -> list[Part]:
     return [
         *(on_model(checks.GRADIENTS, "gradients", name) for name in (QWEN, GEMMA, BASE)),
         (checks.GRADIENTS, "kernels", partial(bench.measure, "kernels")),
+        (checks.PRODUCTS, "products", partial(bench.measure, "products")),
         (checks.DTYPE, "kernels", partial(bench.measure, "kernels16")),
         *(on_model(checks.DTYPE, "dtype", name) for name in (DENSE, BASE)),
         *(twice(name) for name in (QWEN, BASE)),

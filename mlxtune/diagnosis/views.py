@@ -14,6 +14,7 @@ from mlxtune.diagnosis.checks import (
     GRADIENTS,
     MEMORY,
     PEER,
+    PRODUCTS,
     SPEED,
     MachineProof,
     ProofCheck,
@@ -22,6 +23,7 @@ from mlxtune.views.tables import plain_table, shown
 
 _HEADINGS = {
     GRADIENTS: "loss and gradients",
+    PRODUCTS: "products in real sizes",
     DTYPE: "gradients in 16 bits",
     BYTES: "bytes of the adapter",
     MEMORY: "peak memory",

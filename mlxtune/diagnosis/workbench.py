@@ -24,7 +24,9 @@ _QUICK = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 # Without this, the newest GPUs round the factors of float32 products to 19 bits.
 _EXACT = {"MLX_ENABLE_TF32": "0"}
 # Jobs that run without `_EXACT`, as training does.
-_AS_TRAINED = ("kernels16", "dtype", "steps")
+_AS_TRAINED = ("products", "kernels16", "dtype", "steps")
+# Jobs whose products are large.
+_LARGE = ("products",)
 _ROWS = 32
 # With dropout, at most two turns of a row share a prefix, so bytes stay equal on Metal.
 _TRAINING = (
@@ -71,7 +73,7 @@ class Workbench:
         folder = lasting_folder("job", self.scratch)
         records = folder / "records"
         arguments = ["-m", "mlxtune.diagnosis.worker", str(records), job, *map(str, paths)]
-        variables = _QUICK if job in _AS_TRAINED else _QUICK | _EXACT
+        variables = ({} if job in _LARGE else _QUICK) | ({} if job in _AS_TRAINED else _EXACT)
         status = Children(self.scratch).run(arguments, folder, variables=variables)
         if records.exists():
             for line in read_text(records).splitlines():

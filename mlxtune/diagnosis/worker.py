@@ -39,6 +39,7 @@ from mlxtune.core.steps.rounding import NOT_ROUNDED
 from mlxtune.diagnosis import checks
 from mlxtune.diagnosis.checks import ProofCheck, Step
 from mlxtune.diagnosis.kernels import kernel_checks, on_the_cpu, step_of
+from mlxtune.diagnosis.products import product_checks
 
 # A parameter count large enough to select the CPU's kernels.
 _LARGE = 10**9
@@ -199,6 +200,7 @@ def write_base(like: Path, folder: Path, *, quantized: bool) -> Sequence[ProofCh
 JOBS: Mapping[str, Callable[..., Iterable[ProofCheck]]] = {
     "gradients": gradients,
     "kernels": partial(kernel_checks, "float32"),
+    "products": product_checks,
     "kernels16": partial(kernel_checks, "bfloat16"),
     "dtype": dtype,
     "memory": memory_peaks,

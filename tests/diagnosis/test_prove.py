@@ -26,6 +26,7 @@ from mlxtune.diagnosis.checks import (
     check_dtype,
     check_gradients,
     check_memory,
+    check_product,
     check_speed,
     failed_check,
 )
@@ -40,6 +41,7 @@ DEVICE = Device("Metal", "Apple M9", 10**10, 10**10, 10**10)
 HASH = "ab" * 32
 GRADIENT = check_gradients("gpu", 1e-7, 2e-7).taking(0.5)
 IN_16_BITS = check_dtype("bfloat16, gpu", 0.9995, 0.99).taking(0.5)
+PRODUCT = check_product("products, bfloat16", 0.25, 1024, 2048, 2048).taking(0.5)
 FAILED = failed_check("gradients", "attention with sinks", "NYI").taking(1.0)
 STEPS = check_speed("shapes as they are", 1000.0).taking(0.5)
 PEAK = check_memory("128 tokens", 1000, 1100, 0.5).taking(0.5)
@@ -61,6 +63,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {
         "gradients": [GRADIENT],
         "kernels": [GRADIENT],
+        "products": [PRODUCT],
         "kernels16": [IN_16_BITS],
         "dtype": [IN_16_BITS],
         "memory": [PEAK],
@@ -140,6 +143,7 @@ def test_json_is_as_documented_and_the_table_goes_to_stderr(cli: Cli) -> None:
     assert_documented(proof)
     assert {check["kind"] for check in proof["checks"]} == {
         "gradients",
+        "products",
         "16 bits",
         "bytes",
         "memory",
@@ -157,6 +161,7 @@ def test_json_is_as_documented_and_the_table_goes_to_stderr(cli: Cli) -> None:
         ("gradients", [GRADIENT, replace(GRADIENT, passed=False)], 3),
         ("resumed", ("other", 2), 2),
         ("kernels", [FAILED, GRADIENT], 1),
+        ("products", [check_product("products, bfloat16", 1.01, 1024, 2048, 2048)], 1),
         ("kernels16", [FAILED, IN_16_BITS], 1),
         ("dtype", [check_dtype("bfloat16, gpu", 0.998, 1.0), IN_16_BITS], 2),
         ("memory", [check_memory("128 tokens", 1000, 1600, 0.5)], 1),
@@ -215,15 +220,16 @@ def test_run_that_writes_other_bytes_the_second_time_fails(
 @pytest.mark.parametrize(
     ("part", "failed", "passed"),
     [
-        ("gradients", 3, 10),
-        ("kernels", 1, 12),
-        ("kernels16", 1, 12),
-        ("steps", 1, 13),
-        ("dtype", 2, 11),
-        ("trained", 4, 9),
-        ("resumed", 2, 11),
-        ("memory", 1, 12),
-        ("bench", 1, 12),
+        ("gradients", 3, 11),
+        ("kernels", 1, 13),
+        ("products", 1, 13),
+        ("kernels16", 1, 13),
+        ("steps", 1, 14),
+        ("dtype", 2, 12),
+        ("trained", 4, 10),
+        ("resumed", 2, 12),
+        ("memory", 1, 13),
+        ("bench", 1, 13),
     ],
 )
 def test_error_fails_its_checks_and_the_others_still_run(
@@ -271,7 +277,7 @@ def test_piped_proof_prints_each_check_as_it_ends(
     monkeypatch.setattr(Workbench, "bench", bench)
     assert cli("doctor", "--prove").code == 0
     # The benchmark is the last part.
-    assert len(before) == 13
+    assert len(before) == 14
     assert before[0] == (
         "gradients   pass  demo-qwen3: gpu: 1e-07, 2e-07, expected ≤ 1e-05, 1e-04, 0.5 s"
     )
@@ -280,7 +286,7 @@ def test_piped_proof_prints_each_check_as_it_ends(
 def test_finished_proof_leaves_no_folder(fakes: dict[str, Any], tmp_path: Path) -> None:
     seen: list[str] = []
     recipe.prove(seen.append)
-    assert seen[0] == "1/14 gradients: demo-qwen3"
+    assert seen[0] == "1/15 gradients: demo-qwen3"
     assert not list(tmp_path.iterdir())
     fakes["memory"] = RuntimeError()
     assert not recipe.prove().passed

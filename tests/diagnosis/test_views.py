@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 
 from rich.console import Console
@@ -24,19 +25,22 @@ def shown(*found: checks.ProofCheck) -> list[str]:
 def test_each_check_is_one_line_of_80_columns_below_its_heading() -> None:
     lines = shown(
         LONGEST,
+        checks.check_product("8 bits, group 64, bfloat16", 0.002, 1024, 2048, 2048).taking(0.1),
         checks.check_bytes(
             "demo-qwen3: kill -9, resume", "a", "a", promised=True, stopped_after=12
         ).taking(100.5),
         checks.check_memory("4-bit base: 2,048 tokens", 219_000_000, 241_000_000, 0.15).taking(3.1),
     )
-    assert [line.split(":")[0].strip() for line in lines[1:]] == [
+    assert [re.split(":|  +≤ 1 x", line)[0].strip() for line in lines[1:]] == [
         "loss and gradients",
         "demo-gemma3",
+        "products in real sizes",
+        "8 bits, group 64, bfloat16",
         "bytes of the adapter",
         "demo-qwen3",
         "peak memory",
         "4-bit base",
-        "3 checks, nothing failed, in 71 s on Apple M9 (Metal)",
+        "4 checks, nothing failed, in 71 s on Apple M9 (Metal)",
     ]
     assert lines[2].split()[-5:] == ["1e-04", "1e-07,", "2e-07", "pass", "12.3"]
 
