@@ -1,4 +1,5 @@
-"""Code that computes with mlx and mlx_lm. On Linux, importing this package loads a fast CPU BLAS.
+"""Code that computes with mlx and mlx_lm. On Linux, importing this package loads a fast CPU BLAS,
+and chooses the folder of the kernels that MLX compiles.
 
 Outside this package, only the benchmark and the diagnosis import mlx or mlx_lm, and nothing imports
 transformers. Importing this package raises ModelError if mlx is installed without its native
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from mlxtune.core.machine.blas import load_blas
 from mlxtune.core.machine.checks import INSTALL_LIBRARY
+from mlxtune.core.machine.kernel_cache import keep_kernels
 from mlxtune.errors import ConfigError, ModelError
 
 # mlx_lm.utils calls setrlimit(RLIMIT_NOFILE, (2048, 4096)), which fails without permission.
@@ -44,6 +46,7 @@ def _check_open_files() -> None:
 
 
 _check_library()
+keep_kernels()
 BLAS = load_blas().name
 if problem := load_blas().problem:
     warnings.warn(problem, RuntimeWarning, stacklevel=2)

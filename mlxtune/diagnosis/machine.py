@@ -4,6 +4,8 @@ import importlib.metadata as metadata
 import platform
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -15,6 +17,7 @@ from mlxtune.core.machine.blas import load_blas
 from mlxtune.core.machine.conditions import Sensors
 from mlxtune.core.machine.cuda_headers import missing_headers
 from mlxtune.core.machine.facts import MLX_LIBRARIES, Package, probe_device
+from mlxtune.core.machine.kernel_cache import kernel_cache
 from mlxtune.core.machine.reservation import reservations
 
 _OURS = "mlxtune"
@@ -42,10 +45,18 @@ def read_machine() -> facts.Machine:
         has_nvidia=facts.has_nvidia(),
         default_limit=int(TrainConfig.memory_limit * 10**9),
         reserved=tuple(run.describe() for run in reservations(user_cache() / "memory")),
-        folders=facts.folders(),
+        folders=facts.folders() | _kernels(),
         offline=facts.offline(),
         missing_headers=missing_headers(),
     )
+
+
+def _kernels() -> dict[str, facts.Folder]:
+    """Return the folder of compiled kernels by its name, on a machine with an NVIDIA GPU."""
+    if (kept := kernel_cache()) is None:
+        return {}
+    folder = facts.read_folder(lambda: Path(kept.path), measured=True)
+    return {"kernels": replace(folder, problem=kept.problem or folder.problem)}
 
 
 def _mlx_first(device: facts.Device | None) -> bool:

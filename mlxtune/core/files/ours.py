@@ -90,6 +90,33 @@ def ensure_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
 
 
+def private_folder(folder: Path) -> None:
+    """Make a folder to which only this user may write, and its missing parents.
+
+    Raises NotOurs if other users may write to it or replace it. Raises OSError.
+    """
+    ensure_folder(folder.parent)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status, user = folder.lstat(), os.geteuid()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotOurs(folder, "it is not a folder")
+    if status.st_uid != user:
+        raise NotOurs(folder, "it belongs to another user")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NotOurs(folder, "other users may write to it")
+    # A parent may be a link: the folders that hold the link and those that hold its target count.
+    for parent in dict.fromkeys([*folder.absolute().parents, *folder.resolve().parents]):
+        status = parent.stat()
+        if status.st_uid not in (user, 0):
+            raise NotOurs(parent, "it belongs to another user")
+        # Many systems give each user a group, which may write to the user's folders.
+        others = stat.S_IWOTH if status.st_gid == os.getegid() else stat.S_IWOTH | stat.S_IWGRP
+        # In a sticky folder, users rename only their own files.
+        if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
+            raise NotOurs(parent, "other users may write to it")
+
+
 def is_folder(path: Path) -> bool:
     """Return whether a path is a folder, not a link to a folder."""
     return path.is_dir() and not path.is_symlink()

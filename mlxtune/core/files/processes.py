@@ -1,12 +1,10 @@
 """Child processes: started in separate sessions, limited, and ended with all their children."""
 
-import importlib.metadata
 import os
 import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -144,14 +142,13 @@ class Children:
         the process takes too long. However this call ends, the process and its children end too.
         """
         make_folder(folder)
-        own = {"TMPDIR": str(self.scratch), "MLX_PTX_CACHE_DIR": kernel_cache()}
         with open_to_write(folder / "stdout") as out, open_to_write(folder / "stderr") as errors:
             process = start(
                 [sys.executable, *arguments],
                 stdout=out,
                 stderr=errors,
                 folder=folder,
-                environment=own_environment(**own, **(variables or {})),
+                environment=own_environment(TMPDIR=str(self.scratch), **(variables or {})),
             )
             deadline, stopped = time.monotonic() + self.limit, False
             try:
@@ -165,16 +162,6 @@ class Children:
                 return process.returncode
             finally:
                 end(process)
-
-
-def kernel_cache() -> str:
-    """Return the folder in which MLX keeps the CUDA kernels that it compiles.
-
-    By default, they are in the temporary folder, so a process with another temporary folder would
-    compile all of them again, which takes seconds for each kernel.
-    """
-    kept = Path(tempfile.gettempdir()) / "mlx" / importlib.metadata.version("mlx") / "ptx"
-    return os.environ.get("MLX_PTX_CACHE_DIR") or str(kept)
 
 
 def describe_end(status: int, folder: Path) -> str:

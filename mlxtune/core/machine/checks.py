@@ -32,6 +32,7 @@ INSTALL_LIBRARY = (
 _HEADERS = "cuda-toolkit"
 _UNWRITABLE = {
     "cache": "fix its permissions, or use --cache-dir or --no-cache",
+    "kernels": "make that folder yours alone: until then, each command compiles its kernels anew",
     "temporary": "set TMPDIR to a writable folder",
 }
 

@@ -219,10 +219,10 @@ def offline() -> str:
 
 def folders() -> dict[str, Folder]:
     return {
-        "folder": _folder(Path.cwd),
-        "cache": _folder(user_cache, measured=True),
-        "downloads": _folder(_downloads),
-        "temporary": _folder(lambda: Path(tempfile.gettempdir())),
+        "folder": read_folder(Path.cwd),
+        "cache": read_folder(user_cache, measured=True),
+        "downloads": read_folder(_downloads),
+        "temporary": read_folder(lambda: Path(tempfile.gettempdir())),
     }
 
 
@@ -235,7 +235,8 @@ def _downloads() -> Path:
     return as_path(home) / "hub"
 
 
-def _folder(find: Callable[[], Path], *, measured: bool = False) -> Folder:
+def read_folder(find: Callable[[], Path], *, measured: bool = False) -> Folder:
+    """Return the facts of the folder that `find` returns; its size too if it is `measured`."""
     path: Path | str = ""
     try:
         path = find()  # fails if the current folder was removed

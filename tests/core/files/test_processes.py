@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
-from mlxtune.core.files.processes import ChildError, Children, describe_end, kernel_cache
+from mlxtune.core.files.processes import ChildError, Children, describe_end
 from tests.waiting import wait_until
 
 SLEEPING = "import time; time.sleep(60)"
@@ -46,22 +45,6 @@ def test_process_imports_this_package_and_keeps_its_files_to_the_folder(tmp_path
     package, temporary = (tmp_path / "run" / "stdout").read_text().rsplit(" ", 1)
     assert str(Path(__file__).parents[3]) in package
     assert temporary.strip() == str(tmp_path)
-
-
-def test_processes_share_the_kernels_that_mlx_compiles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cache(name: str) -> str:
-        code = "import os; print(os.environ['MLX_PTX_CACHE_DIR'], end='')"
-        assert Children(tmp_path / "scratch").run(["-c", code], tmp_path / name) == 0
-        return (tmp_path / name / "stdout").read_text()
-
-    monkeypatch.delenv("MLX_PTX_CACHE_DIR", raising=False)
-    assert cache("first") == cache("second") == kernel_cache()
-    # Without a folder of its own, this process uses MLX's default, in the temporary folder.
-    assert kernel_cache().startswith(tempfile.gettempdir())
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", "/elsewhere")
-    assert cache("third") == "/elsewhere"
 
 
 def test_signal_is_sent_once_the_moment_has_come(tmp_path: Path) -> None:
