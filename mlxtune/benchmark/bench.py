@@ -26,7 +26,7 @@ from mlxtune.commands.prepare.dataset import (
 )
 from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.commands.prepare.memory import choose_plan, first_epoch, planned_work
-from mlxtune.commands.prepare.model import open_model
+from mlxtune.commands.prepare.model import await_result, open_model
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files import files, processes
@@ -165,6 +165,7 @@ def _alternate(
             console.show(f"{run}: step {done}/{steps}")
 
         show_step(0)
+        await_result(console)
         try:
             run = _run_process(replace(job, side=side.name), command, show_step)
         except MlxTuneError as error:

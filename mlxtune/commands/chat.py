@@ -18,6 +18,7 @@ from mlxtune.commands.prepare.interrupt import stop_on_interrupt
 from mlxtune.commands.prepare.model import (
     Answerers,
     LoadedModel,
+    await_result,
     check_prompt_length,
     find_model,
     load_model,
@@ -67,7 +68,7 @@ def chat(config: ChatConfig) -> None:
         encoder = reader.encoder  # report template problems before the model loads for minutes
         loaded = load_model(config, folder, console)
         answerers = Answerers(config, loaded, reader)
-        conversation = _Conversation(config, loaded, answerers, encoder)
+        conversation = _Conversation(config, loaded, answerers, encoder, console)
         who = conversation.who
         console.say("Chat", f"{who}; /help lists the commands, Ctrl-D quits")
     for line in _lines():
@@ -88,6 +89,7 @@ class _Conversation:
     loaded: LoadedModel
     answerers: Answerers
     encoder: Encoder
+    console: RunConsole
     messages: dict[bool, list[dict[str, Any]]] = field(default_factory=dict)
     save_file: str = _SAVE_FILE
 
@@ -144,8 +146,13 @@ class _Conversation:
     ) -> dict[bool, Answer]:
         """Print the answers as they arrive, and return them."""
         answers: dict[bool, Answer] = {}
-        with closing(AnswerConsole([_NAMES[on] for on in prompts])) as console:
+        await_result(self.console)
+        with (
+            closing(self.console),
+            closing(AnswerConsole([_NAMES[on] for on in prompts])) as console,
+        ):
             for on, piece in self.answerers.answer(prompts, should_stop):
+                self.console.result_arrived()
                 if isinstance(piece, Answer):
                     answers[on] = piece
                 else:

@@ -53,7 +53,12 @@ def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda tex
         generator = start_generator(config, loaded, reader)
         how = completes or f"{reader.describe()} template"
         console.say("Prompt", f"{len(prompt.ids):,} tokens, {how}")
-        return generator.answer(prompt, config.part(Sampling), on_text)
+
+        def on_piece(text: str) -> None:
+            console.result_arrived()
+            on_text(text)
+
+        return generator.answer(prompt, config.part(Sampling), on_piece)
 
 
 def _completes_text(config: GenerateConfig, reader: Reader, *, named: bool) -> str:

@@ -150,7 +150,7 @@ def train(
     with join_run(config, _console) as worker_run, ExitStack() as held:
         config = with_hub_data(worker_run.config, worker_run.console)
         worker_run = replace(worker_run, config=config)
-        console = worker_run.console
+        console = held.enter_context(closing(worker_run.console))
         folder = check_paths(config)
         if resume is None and not config.overwrite:
             check_known(config.output_path, run_folder.adapters_in(config.checkpoint_path))

@@ -23,6 +23,7 @@ from mlxtune.diagnosis.views import check_line, shareable, show_proof
 from mlxtune.diagnosis.workbench import BASE, DENSE, GEMMA, QWEN, Workbench
 from mlxtune.errors import ModelError, one_line
 from mlxtune.views.console import RunConsole
+from mlxtune.views.first_result import COMPILING, FirstResult
 from mlxtune.views.output import print_json
 from mlxtune.views.tables import result_console
 
@@ -36,13 +37,15 @@ Part = tuple[str, str, Callable[[], Iterator[ProofCheck]]]
 def prove(
     on_progress: Callable[[str], None] = lambda text: None,
     on_check: Callable[[ProofCheck], None] = lambda check: None,
+    on_late: Callable[[], None] = lambda: None,
 ) -> MachineProof:
     """Check with small models that mlxtune keeps its promises on this machine.
 
     Compares the gradients of every way to compute a step with the plain way's, repeated and resumed
     runs byte for byte, peak memory with its prediction, and speed and losses with mlx-lm's. Takes a
     minute or two. `on_progress` is called with the number and name of each part, `on_check` with
-    each finished check.
+    each finished check, and `on_late`, in another thread, if a part takes long on a GPU, which
+    may be compiling kernels.
 
     Raises ModelError if MLX does not start; other failures are in the checks.
     """
@@ -54,7 +57,8 @@ def prove(
         raise ModelError(f"MLX does not start: {problem}: mlxtune doctor shows more")
     with scratch_folder("prove") as folder:
         bench = Workbench(folder.resolve())
-        for check in carry_out(parts(bench, device.kind), on_progress):
+        late = on_late if device.kind != "CPU" else lambda: None
+        for check in carry_out(parts(bench, device.kind), on_progress, lambda: FirstResult(late)):
             on_check(check)
             found.append(check)
     # Keeps the version numbers only: a Linux kernel's builder chooses the text after them.
@@ -88,7 +92,7 @@ def show(*, as_json: bool, share: Path | None = None) -> bool:
             if not console.is_live:
                 console.say(check.kind, check_line(check))
 
-        proof = prove(console.show, say)
+        proof = prove(console.show, say, lambda: console.say("Kernels", COMPILING))
         if as_json:
             print_json(proof.as_dict())
         show_proof(proof, result_console(stderr=as_json))
@@ -158,17 +162,26 @@ def parts(bench: Workbench, device: str) -> list[Part]:
 
 
 def carry_out(
-    all_parts: Sequence[Part], on_progress: Callable[[str], None]
+    all_parts: Sequence[Part],
+    on_progress: Callable[[str], None],
+    first_result: Callable[[], FirstResult],
 ) -> Iterator[ProofCheck]:
-    """Yield the checks of all parts; an error or timeout in a part becomes a check."""
+    """Yield the checks of all parts; an error or timeout in a part becomes a check.
+
+    `first_result` returns what waits for a part's first check.
+    """
     for number, (kind, name, part) in enumerate(all_parts, 1):
         on_progress(f"{number}/{len(all_parts)} {kind}: {name}")
-        began = time.monotonic()
+        began, first = time.monotonic(), first_result()
+        first.wait()
         try:
             for check in part():
+                first.arrived()
                 yield check if check.seconds else check.taking(time.monotonic() - began)
         except Exception as error:  # noqa: BLE001
             # Reports any error as a check, so that the other parts still run.
             late = isinstance(error, ChildTimeoutError)
             ended = checks.unfinished_check if late else checks.failed_check
             yield ended(kind, name, one_line(error)).taking(time.monotonic() - began)
+        finally:
+            first.stop()

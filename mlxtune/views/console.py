@@ -6,6 +6,7 @@ Messages go to stderr, but in a notebook to stdout, because notebooks show stder
 import math
 import re
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -26,6 +27,7 @@ from mlxtune.core.text import count, duration
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.errors import printable
 from mlxtune.views import run_text
+from mlxtune.views.first_result import COMPILING, FirstResult, Timer, start_timer
 from mlxtune.views.output import print_line
 
 _STAGE_WIDTH = 12
@@ -60,7 +62,8 @@ class BestEffortStream:
 class RunConsole(TrainingObserver):
     """Prints each stage of a run on a line, and shows a live bar during training.
 
-    `peak_gb` returns the peak memory so far. With `quiet`, only warnings are printed.
+    `peak_gb` returns the peak memory so far. With `quiet`, only warnings are printed. `start_timer`
+    starts the timer of `await_result`.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class RunConsole(TrainingObserver):
         log_every: int = 10,
         peak_gb: Callable[[], float] = lambda: 0.0,
         console: Console | None = None,
+        start_timer: Callable[[float, Callable[[], None]], Timer] = start_timer,
     ) -> None:
         self._notebook = console is None and in_notebook()
         stream = cast(TextIO, BestEffortStream(sys.stdout if self._notebook else sys.stderr))
@@ -88,6 +92,9 @@ class RunConsole(TrainingObserver):
         self._losses: deque[float] = deque(maxlen=_AVERAGED)
         self._thermal = ""
         self._profile = run_text.ProfileSummary()
+        # A timer's thread prints too.
+        self._printing = threading.RLock()
+        self._first = FirstResult(lambda: self.say("Kernels", COMPILING), start_timer)
 
     def _open_line(self, *, bar: bool) -> "NotebookLine | TerminalLine | None":
         """Return a line that changes in place; None if quiet or not live."""
@@ -117,26 +124,46 @@ class RunConsole(TrainingObserver):
     def warn(self, message: str) -> None:
         self._line(Text("warning: ", "yellow"), message, wrap=True)
 
+    def await_result(self) -> None:
+        """From now on, a GPU computes: say so if its first result takes long.
+
+        A step, a validated example, other progress, or `result_arrived` is a result.
+        """
+        if not self._quiet:
+            self._first.wait()
+
+    def result_arrived(self) -> None:
+        self._first.arrived()
+
     def on_encoding(self, path: Path, rows: int) -> None:
         self.show(f"encoding {path}: {count(rows, 'row')}")
 
     def show(self, text: str) -> None:
-        self._activity = self._activity or self._open_line(bar=False)
-        if self._activity is not None:
-            self._activity.update(printable(text))
+        self.result_arrived()
+        with self._printing:
+            self._activity = self._activity or self._open_line(bar=False)
+            if self._activity is not None:
+                self._activity.update(printable(text))
 
     def close(self) -> None:
-        if self._activity is not None:
-            self._activity.close()
-            self._activity = None
+        """End the line of the current activity, and wait for no result."""
+        self._first.stop()
+        self._end_activity()
+
+    def _end_activity(self) -> None:
+        with self._printing:
+            if self._activity is not None:
+                self._activity.close()
+                self._activity = None
 
     def _line(self, name: Text, message: str, *, wrap: bool) -> None:
-        self.close()
         message = printable(message)
-        if not (self._wraps and wrap):
-            self._console.print(Text.assemble(name, _marked(name, message)), soft_wrap=True)
-            return
-        self._console.print(_wrapped(name, message))
+        with self._printing:
+            self._end_activity()
+            if not (self._wraps and wrap):
+                self._console.print(Text.assemble(name, _marked(name, message)), soft_wrap=True)
+                return
+            self._console.print(_wrapped(name, message))
 
     def on_start(self, run: RunStart, previous: Path | None) -> None:
         if previous is not None:
@@ -153,6 +180,7 @@ class RunConsole(TrainingObserver):
 
     def on_step(self, record: StepRecord) -> None:
         assert self._run is not None
+        self.result_arrived()
         self._losses.append(record.loss)
         average, total = fmean(self._losses), self._run.total_steps
         if self._bar is not None:
@@ -164,6 +192,7 @@ class RunConsole(TrainingObserver):
             self.say("Training", line)
 
     def on_evaluated(self, done: int, total: int) -> None:
+        self.result_arrived()
         if self._bar is not None:
             self._bar.update(f"validating {done}/{total}")
 
@@ -205,6 +234,7 @@ class RunConsole(TrainingObserver):
         self.say("Training", line)
 
     def on_end(self) -> None:
+        self._first.stop()
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -32,8 +32,10 @@ from mlxtune.diagnosis.checks import (
 )
 from mlxtune.diagnosis.workbench import Workbench
 from mlxtune.errors import ModelError
+from mlxtune.views.first_result import COMPILING, SECONDS, FirstResult
 from tests.command import Cli, finish, start
 from tests.paths import DOCS
+from tests.views.test_first_result import Clock
 
 # The installed packages are read once.
 PACKAGES = cache(machine.packages)
@@ -252,9 +254,34 @@ def test_check_found_before_a_crash_is_kept() -> None:
         yield check_bytes("first", "a", "a", promised=True)
         raise RuntimeError("broke")
 
-    checks = list(recipe.carry_out([("bytes", "part", crashing)], lambda text: None))
+    first = FirstResult(lambda: None)
+    checks = list(recipe.carry_out([("bytes", "part", crashing)], lambda text: None, lambda: first))
     assert [(check.name, check.passed) for check in checks] == [("first", True), ("part", False)]
     assert checks[1].found == "broke"
+
+
+@pytest.mark.parametrize(("device", "lines"), [("Metal", 1), ("CPU", 0)])
+def test_part_that_takes_long_on_a_gpu_may_be_compiling(
+    cli: Cli,
+    fakes: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    lines: int,
+) -> None:
+    clock = Clock()
+    fakes["device"] = (replace(DEVICE, kind=device), "")
+
+    def bench(*_: Any) -> Any:
+        clock.pass_by(SECONDS)
+        return BENCH
+
+    monkeypatch.setattr(Workbench, "bench", bench)
+    monkeypatch.setattr(FirstResult.__init__, "__defaults__", (clock.start,))
+    outcome = cli("doctor", "--prove")
+    assert outcome.code == 0
+    # Each part waits for its first check, and only the last one is late.
+    assert (clock.started, clock.waiting) == (15, 0)
+    assert outcome.err.count(COMPILING) == lines
 
 
 def test_interrupt_ends_with_130_and_leaves_no_folder(

@@ -14,7 +14,7 @@ from mlxtune.backend.adapters.attach import (
     load_adapted,
 )
 from mlxtune.backend.adapters.files import find_adapter, read_info
-from mlxtune.backend.device import memory
+from mlxtune.backend.device import device, memory
 from mlxtune.backend.forward.attention_kernels import attention_kernels_problem
 from mlxtune.backend.forward.gate_kernels import gate_kernels_problem
 from mlxtune.backend.models import loading, model_folder
@@ -42,6 +42,13 @@ _PROMPT = ("template", "thinking", "merge_system")
 _OBJECTIVE = {field.name: field.default for field in dataclasses.fields(ObjectiveConfig)}
 
 U = TypeVar("U", bound=UseConfig)
+
+
+def await_result(console: RunConsole) -> None:
+    """Make the console say that kernels are being compiled if a GPU's first result takes long."""
+    if not device.on_cpu():
+        console.await_result()
+
 
 # Training
 
@@ -95,6 +102,7 @@ def build_pipeline(
         objective=Objective(config.part(ObjectiveConfig)),
     )
     console.say("LoRA", pipeline.lora.describe())
+    await_result(console)
     for warning in pipeline.lora.warnings():
         console.warn(warning)
     if problem := pipeline.forward.packing_problem:
@@ -196,7 +204,7 @@ def load_model(
 ) -> LoadedModel:
     """Set the memory limits, and load the model, or this worker's part of it, with its adapter.
 
-    Reports each stage on the console. Raises ModelError.
+    Reports each stage on the console, which then awaits a first result. Raises ModelError.
     """
     console.say("Memory", memory.set_limits(config.memory_limit).describe())
     base = loading.open_base(folder, config.dtype, **_base_options(config, folder))
@@ -204,6 +212,7 @@ def load_model(
         base = split_base(base, workers.group)
     loading.read_weights(base)
     console.say("Model", base.describe())
+    await_result(console)
     if config.adapter is None:
         return LoadedModel(base, None)
     adapted = load_adapted(base, config.adapter)

@@ -1,0 +1,175 @@
+"""A line says that kernels are being compiled if a GPU's first result takes long."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mlxtune.commands.prepare import model as prepare_model
+from mlxtune.views.console import RunConsole
+from mlxtune.views.first_result import COMPILING, SECONDS, FirstResult, start_timer
+from tests.command import Cli, Outcome
+from tests.core.training.records import step_record
+from tests.paths import DATA
+from tests.views.test_console import run_start
+from tests.waiting import SECONDS as PATIENCE
+
+DEMO = ("--model-path", DATA / "demo-qwen3")
+
+
+class Clock:
+    """A clock that tests advance: timers whose time has come act."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.started = 0
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+
+    def start(self, seconds: float, act: Callable[[], None]) -> Any:
+        self.started += 1
+        timer = (self.now + seconds, act)
+        self._timers.append(timer)
+        return SimpleNamespace(cancel=lambda: timer in self._timers and self._timers.remove(timer))
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+        due = [timer for timer in self._timers if timer[0] <= self.now]
+        self._timers = [timer for timer in self._timers if timer not in due]
+        for _, act in due:
+            act()
+
+    @property
+    def waiting(self) -> int:
+        """The number of timers that may still act."""
+        return len(self._timers)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_only_the_first_result_that_takes_long_is_late(clock: Clock) -> None:
+    late: list[float] = []
+    first = FirstResult(lambda: late.append(clock.now), clock.start)
+    clock.pass_by(100)
+    first.arrived()  # nothing was waited for
+    first.wait()
+    first.wait()
+    clock.pass_by(SECONDS - 0.1)
+    assert late == []
+    clock.pass_by(0.1)
+    assert late == [100 + SECONDS]
+    first.wait()
+    assert clock.waiting == 0
+
+
+def test_after_a_result_nothing_is_late(clock: Clock) -> None:
+    late: list[bool] = []
+    first = FirstResult(lambda: late.append(True), clock.start)
+    first.wait()
+    first.stop()
+    assert clock.waiting == 0
+    first.wait()
+    first.arrived()
+    first.wait()
+    assert (clock.started, clock.waiting, late) == (2, 0, [])
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda console: console.on_step(step_record(1)),
+        lambda console: console.on_evaluated(1, 2),
+        lambda console: console.show("evaluating"),
+        lambda console: console.result_arrived(),
+        lambda console: console.close(),
+        lambda console: console.on_end(),
+    ],
+    ids=["step", "evaluated", "progress", "answer", "close", "end"],
+)
+def test_line_is_printed_unless_something_has_come(
+    clock: Clock, act: Callable[[RunConsole], None]
+) -> None:
+    for comes in (False, True):
+        text = StringIO()
+        console = RunConsole(console=Console(file=text, width=200), start_timer=clock.start)
+        console.on_start(run_start(), None)
+        console.await_result()
+        console.say("LoRA", "a line that is no result")
+        if comes:
+            act(console)
+        clock.pass_by(SECONDS)
+        assert (COMPILING in text.getvalue()) is not comes
+
+
+def test_quiet_console_waits_for_nothing(clock: Clock) -> None:
+    RunConsole(quiet=True, start_timer=clock.start).await_result()
+    assert clock.started == 0
+
+
+def test_line_comes_while_the_main_thread_waits() -> None:
+    came = threading.Event()
+    timer = start_timer(0, came.set)
+    assert came.wait(PATIENCE)
+    timer.cancel()
+
+
+@pytest.fixture
+def commands(
+    cli: Cli, chat: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Callable[[], Outcome]]:
+    """Commands that compute, by name, on small models."""
+
+    def chat_once() -> Outcome:
+        monkeypatch.setattr(sys, "stdin", StringIO("Hello\n"))
+        return cli("chat", *DEMO, *few)
+
+    data = ("--model-path", model, "--data", chat)
+    few = ("--max-new-tokens", 3)
+    return {
+        "train": lambda: cli("train", *data, "--max-steps", 1, "--val-split", 0),
+        "eval": lambda: cli("eval", *data),
+        "generate": lambda: cli("generate", *DEMO, *few, "--prompt", "Hello"),
+        "chat": chat_once,
+        "bench": lambda: cli("bench", *data, "--steps", 1, "--repeats", 1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "waits"),
+    # Between loading a model and the first message, chat waits for no result.
+    [("train", 1), ("eval", 1), ("generate", 1), ("chat", 2), ("bench", 1)],
+)
+def test_commands_wait_for_their_first_result_on_a_gpu_only(
+    commands: dict[str, Callable[[], Outcome]],
+    clock: Clock,
+    command: str,
+    waits: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    defaults: Any = RunConsole.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "start_timer", clock.start)
+    outcome = commands[command]()
+    assert (outcome.code, clock.started) == (0, 0), outcome.err
+    monkeypatch.setattr(prepare_model, "device", SimpleNamespace(on_cpu=lambda: False))
+    outcome = commands[command]()
+    assert outcome.code == 0, outcome.err
+    assert (clock.started, clock.waiting) == (waits, 0)
+
+    wait = FirstResult.wait
+
+    def wait_long(first: FirstResult) -> None:
+        wait(first)
+        clock.pass_by(SECONDS)
+
+    monkeypatch.setattr(FirstResult, "wait", wait_long)
+    assert commands[command]().err.count(COMPILING) == 1
