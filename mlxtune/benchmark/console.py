@@ -48,8 +48,15 @@ def table(benchmark: Benchmark) -> list[tuple[str, ...]]:
 
 
 def remarks(benchmark: Benchmark) -> list[str]:
-    """Return remarks on whether the losses agree, and on a peer's masked loss or failure."""
+    """Return remarks on MLX's cache, on whether the losses agree, and on a peer's masked loss or
+    failure.
+    """
     lines = []
+    if (ratio := benchmark.cache_ratio()) is not None:
+        lines.append(
+            f"with MLX's cache limited as in training: {ratio:.2f}x the speed of a cache that may "
+            "fill the memory limit"
+        )
     theirs = benchmark.theirs
     if (agreed := benchmark.agreement()) is not None:
         lines.append(agreement_line(agreed))

@@ -50,6 +50,8 @@ class BenchmarkRun:
     of the process. `loss_function` names the loss of a peer, and `loss_with_pad_targets` is the
     first step's loss with the peer's own targets. `execution` names how the side computes, and
     `reference_s` is the time for the reference's log-probabilities, if the objective needs them.
+    `large_cache_s` is the time of the same steps on a GPU while MLX's cache of freed memory may
+    grow to the memory limit; None on a CPU and for a peer.
     """
 
     steps: list[TimedStep]
@@ -62,6 +64,12 @@ class BenchmarkRun:
     loss_with_pad_targets: float | None = None
     execution: str = ""
     reference_s: float = 0.0
+    large_cache_s: float | None = None
+
+    @property
+    def cache_ratio(self) -> float | None:
+        """The speed as a share of the speed with a large cache; None if that was not timed."""
+        return None if self.large_cache_s is None else self.large_cache_s / self.seconds
 
     @property
     def seconds(self) -> float:
@@ -215,6 +223,11 @@ class Benchmark:
             for name in _COMPARED
         }
 
+    def cache_ratio(self) -> float | None:
+        """Return the median over runs of mlxtune's `cache_ratio`; None if none was timed."""
+        ratios = [run.cache_ratio for run in self.ours.runs if run.cache_ratio is not None]
+        return statistics.median(ratios) if ratios else None
+
     def agreement(self) -> Agreement | None:
         """Compare the losses of the first pair of runs; None without a pair."""
         if not self.pairs:
@@ -240,6 +253,7 @@ class Benchmark:
             "padding_share": self.ours.spread("padding_share").median,
             "losses_agree": agreed.agree if agreed else None,
             "loss_difference": asdict(agreed) if agreed else None,
+            "cache_ratio": self.cache_ratio(),
             "ours": self.ours.as_dict(),
             "theirs": self.theirs.as_dict() if self.theirs else None,
             "options": self.options,

@@ -27,7 +27,7 @@ MEMORY_MARGIN, GPU_MEMORY_MARGIN = 0.15, 0.5
 # Kinds of checks.
 GRADIENTS, PRODUCTS, DTYPE = "gradients", "products", "16 bits"
 BYTES, MEMORY = "bytes", "memory"
-SPEED, PEER = "speed", "mlx-lm"
+SPEED, PEER, CACHE = "speed", "mlx-lm", "cache"
 # The `expected` of checks that ran out of time.
 _END = "completion"
 # The consequence of a failed check, and the remedy, by kind.
@@ -255,6 +255,15 @@ def check_peer(benchmark: Mapping[str, Any]) -> list[ProofCheck]:
         values={"first_difference": first, "largest_difference": largest},
     )
     return [speed, losses]
+
+
+def check_cache(benchmark: Mapping[str, Any]) -> list[ProofCheck]:
+    """Report what the limit of MLX's cache costs, if `mlxtune bench`, on a GPU, has timed it."""
+    ratio = benchmark["cache_ratio"]
+    if ratio is None:
+        return []
+    name, found = "limited, beside a large cache", f"{ratio:.2f}x the speed"
+    return [ProofCheck(CACHE, name, "–", found, None, {"ratio": ratio})]
 
 
 def failed_check(kind: str, name: str, error: str) -> ProofCheck:

@@ -144,7 +144,9 @@ def parts(bench: Workbench, device: str) -> list[Part]:
         return checks.BYTES, name, part
 
     def peer() -> Iterator[ProofCheck]:
-        yield from checks.check_peer(bench.bench(BASE, *timed))
+        benchmark = bench.bench(BASE, *timed)
+        yield from checks.check_peer(benchmark)
+        yield from checks.check_cache(benchmark)
 
     return [
         *(on_model(checks.GRADIENTS, "gradients", name) for name in (QWEN, GEMMA, BASE)),

@@ -10,6 +10,7 @@ from rich.console import Console
 from mlxtune.core.text import count
 from mlxtune.diagnosis.checks import (
     BYTES,
+    CACHE,
     DTYPE,
     GRADIENTS,
     MEMORY,
@@ -29,6 +30,7 @@ _HEADINGS = {
     MEMORY: "peak memory",
     SPEED: "speed of steps",
     PEER: "beside mlx-lm",
+    CACHE: "MLX's cache",
 }
 _WORDS = {True: "pass", False: "FAIL", None: "–"}
 _STYLES = {True: "green", False: "bold red", None: ""}

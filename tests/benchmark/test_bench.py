@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from mlxtune.backend.device.device import on_cpu
@@ -131,6 +132,15 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
 
     monkeypatch.setattr(bench_worker.MlxLm, "warm_up", warm_up)
     finish = bench_worker.device.finish
+    limits: list[int] = []
+    set_limit = mx.set_cache_limit
+
+    def set_cache_limit(limit: int) -> int:
+        if "OurSide" in passes:
+            limits.append(limit)
+        return set_limit(limit)
+
+    monkeypatch.setattr(mx, "set_cache_limit", set_cache_limit)
     gpu = SimpleNamespace(on_cpu=lambda: False, finish=finish)
     monkeypatch.setattr(bench_worker, "device", gpu)
     path = tmp_path / "gpu.json"
@@ -138,7 +148,14 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
     write_chat(chat, sums(20))
     assert bench(*work, "--json", path, "--quiet").code == 0
     found, wanted = json.loads(path.read_text()), compared[1]
-    assert passes == ["OurSide"] * 6 + ["MlxLm"] * 6
+    # mlxtune's steps are then timed again, with a large cache.
+    assert passes == ["OurSide"] * 12 + ["MlxLm"] * 6
+    large, small = limits[:2]
+    assert (large, small) == (mx.get_memory_limit(), 0)
+    assert found["cache_ratio"] == found["ours"]["runs"][0]["large_cache_s"] / sum(
+        step["seconds"] for step in found["ours"]["runs"][0]["steps"]
+    )
+    assert found["theirs"]["runs"][0]["large_cache_s"] is None
     for side in ("ours", "theirs"):
         (run,), other = found[side]["runs"], wanted[side]["runs"][0]
         losses = [step["loss"] for step in run["steps"]]

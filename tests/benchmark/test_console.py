@@ -32,6 +32,14 @@ def test_peer_without_a_run_is_failed_in_every_row() -> None:
     assert bench_console.remarks(made) == ["mlx-lm failed: killed (signal 9)"]
 
 
+def test_cost_of_the_limited_cache_is_remarked_if_it_was_timed() -> None:
+    timed = [run(step(2.0), large_cache_s=each) for each in (1.0, 1.4, 3.0)]
+    (line,) = bench_console.remarks(benchmark(timed, None))
+    assert line.startswith("with MLX's cache limited as in training: 0.70x the speed")
+    assert benchmark(timed, None).as_dict()["cache_ratio"] == 0.7
+    assert bench_console.remarks(benchmark([OURS], None)) == []
+
+
 def test_another_loss_of_the_peer_is_remarked() -> None:
     lines = bench_console.remarks(benchmark([OURS], [THEIRS]))
     assert lines[0].startswith("losses agree (they differ by 0.0e+00 at the first step")

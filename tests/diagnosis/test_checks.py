@@ -94,6 +94,12 @@ def test_mlx_lm_that_fails_fails_nothing_of_ours() -> None:
     assert speed.values["tokens_per_s"] == 300.0
 
 
+def test_limit_of_the_cache_is_reported_if_it_was_timed() -> None:
+    (check,) = checks.check_cache(benchmark(cache_ratio=0.7))
+    assert (check.passed, check.found) == (None, "0.70x the speed")
+    assert checks.check_cache(benchmark(cache_ratio=None)) == []
+
+
 def test_speed_of_steps_is_only_reported() -> None:
     check = checks.check_speed("16-bit base: shapes as they are", 1234.5)
     assert (check.passed, check.found) == (None, "1,234 tokens a second")

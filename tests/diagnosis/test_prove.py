@@ -51,6 +51,7 @@ BENCH = {
     "ours": {"real_tokens_per_s": {"median": 300.0}},
     "theirs": {"real_tokens_per_s": {"median": 100.0}, "failed": None},
     "ratio": {"real_tokens_per_s": 3.0},
+    "cache_ratio": 0.9,
     "losses_agree": True,
     "loss_difference": {
         **{"first": 2e-7, "largest": 3e-7},
@@ -151,6 +152,7 @@ def test_json_is_as_documented_and_the_table_goes_to_stderr(cli: Cli) -> None:
         "memory",
         "speed",
         "mlx-lm",
+        "cache",
     }
     assert proof["passed"] is True
     assert "nothing failed" in outcome.err
