@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.device.device import has_metal, on_cpu
 from mlxtune.diagnosis.checks import PRODUCTS, ProofCheck, check_product, failed_check
 from mlxtune.diagnosis.kernels import on_the_cpu
 from mlxtune.errors import one_line
@@ -92,8 +92,16 @@ class Product:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The dtypes to compute in: the CPU adds up quantised products in the dtype itself."""
-        return DTYPES[:1] if self.bits and on_cpu() else DTYPES
+        """The dtypes to compute in.
+
+        The CPU adds up quantised products in the dtype itself, and CUDA compiles a kernel for each
+        dtype, which may take tens of seconds.
+        """
+        if not self.bits:
+            return DTYPES
+        if on_cpu():
+            return ("float32",)
+        return DTYPES if has_metal() else ("bfloat16",)
 
     def check(self) -> Iterator[ProofCheck]:
         """Compare the products in each dtype, forward and as in the gradient; yield the worst."""

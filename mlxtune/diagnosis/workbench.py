@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxtune.config.use import DATA, demo_file
 from mlxtune.core.files.files import file_hash, read_json, write_file
-from mlxtune.core.files.processes import ChildError, Children, describe_end
+from mlxtune.core.files.processes import ChildError, Children, ChildTimeoutError, describe_end
 from mlxtune.core.files.scratch import lasting_folder
 from mlxtune.core.files.sizes import read_bytes, read_text
 from mlxtune.diagnosis.checks import ProofCheck
@@ -69,15 +69,24 @@ class Workbench:
         return self._write("step.jsonl", [*lines, lines[-1]])
 
     def measure(self, job: str, *paths: Path) -> Iterator[ProofCheck]:
-        """Run a job of the worker, and yield its checks. Raises ChildError if the job fails."""
+        """Run a job of the worker, and yield its checks.
+
+        Raises ChildError if the job fails or takes too long, after the checks that it has made.
+        """
         folder = lasting_folder("job", self.scratch)
         records = folder / "records"
         arguments = ["-m", "mlxtune.diagnosis.worker", str(records), job, *map(str, paths)]
         variables = ({} if job in _LARGE else _QUICK) | ({} if job in _AS_TRAINED else _EXACT)
-        status = Children(self.scratch).run(arguments, folder, variables=variables)
+        late, status = None, 0
+        try:
+            status = Children(self.scratch).run(arguments, folder, variables=variables)
+        except ChildTimeoutError as error:
+            late = error
         if records.exists():
             for line in read_text(records).splitlines():
                 yield ProofCheck(**json.loads(line))
+        if late is not None:
+            raise late
         _expect(status, 0, folder)
 
     def measure_model(self, job: str, name: str, rows: Path) -> Iterator[ProofCheck]:

@@ -25,6 +25,7 @@ def failed() -> set[str]:
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the checks' GPU sizes, narrowed, and compute them on this machine's CPU."""
     monkeypatch.setattr(products, "on_cpu", lambda: False)
+    monkeypatch.setattr(products, "has_metal", lambda: True)
     monkeypatch.setattr(products, "_GPU", GPU)
     monkeypatch.setattr(products, "_GPU_EXPERTS", GPU)
     monkeypatch.setattr(products, "_SPLIT", Size(40, 480, 96))
@@ -69,6 +70,14 @@ def test_right_products_of_a_gpu_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu(monkeypatch)
     assert failed() == set()
     assert {check.name.rpartition(", ")[2] for check in product_checks()} == set(products.DTYPES)
+
+
+def test_cuda_compiles_quantised_products_in_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(monkeypatch)
+    monkeypatch.setattr(products, "has_metal", lambda: False)
+    dtypes = {kind.name: kind.dtypes for kind in products.KINDS}
+    assert dtypes.pop("products") == products.DTYPES
+    assert set(dtypes.values()) == {("bfloat16",)}
 
 
 def wrong(

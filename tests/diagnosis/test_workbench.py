@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.files.processes import ChildError, Children
+from mlxtune.core.files.processes import ChildError, Children, ChildTimeoutError
 from mlxtune.diagnosis import workbench
 from mlxtune.diagnosis.checks import check_gradients
 from mlxtune.diagnosis.workbench import QWEN, Workbench
@@ -69,6 +69,20 @@ def test_checks_before_a_crash_are_kept(tmp_path: Path, runs: Any) -> None:
         for each in Workbench(tmp_path).measure("gradients", tmp_path):
             found.append(each)
     assert found == [check]
+
+
+def test_checks_before_a_timeout_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = check_gradients("plain", 1e-7, 2e-7).taking(1.5)
+
+    def run(self: Children, arguments: list[str], folder: Path, **_: Any) -> int:
+        Path(arguments[2]).write_text(json.dumps(asdict(check)))
+        raise ChildTimeoutError("did not end within 300 seconds")
+
+    monkeypatch.setattr(Children, "run", run)
+    found = Workbench(tmp_path).measure("gradients")
+    assert next(found) == check
+    with pytest.raises(ChildTimeoutError):
+        next(found)
 
 
 @pytest.mark.parametrize(
