@@ -137,6 +137,7 @@ def commands(
     few = ("--max-new-tokens", 3)
     return {
         "train": lambda: cli("train", *data, "--max-steps", 1, "--val-split", 0),
+        "dry run": lambda: cli("train", *data, "--dry-run"),
         "eval": lambda: cli("eval", *data),
         "generate": lambda: cli("generate", *DEMO, *few, "--prompt", "Hello"),
         "chat": chat_once,
@@ -147,7 +148,7 @@ def commands(
 @pytest.mark.parametrize(
     ("command", "waits"),
     # Between loading a model and the first message, chat waits for no result.
-    [("train", 1), ("eval", 1), ("generate", 1), ("chat", 2), ("bench", 1)],
+    [("train", 1), ("dry run", 1), ("eval", 1), ("generate", 1), ("chat", 2), ("bench", 1)],
 )
 def test_commands_wait_for_their_first_result_on_a_gpu_only(
     commands: dict[str, Callable[[], Outcome]],
