@@ -18,6 +18,7 @@ from mlxtune.config import user_cache
 from mlxtune.core.files.reading import read_kernel_file
 from mlxtune.core.machine.facts import available_memory
 from mlxtune.core.machine.reservation import reservations
+from mlxtune.core.steps.memory_in_flight import GraphLimits
 from mlxtune.core.text import byte_size
 
 GB = 10**9
@@ -31,6 +32,12 @@ _CUDA_SHARE = 0.9
 # The share of the GPU's memory that is wired. Wiring all of it starves the window server and other
 # programs, which then stall.
 _WIRED_SHARE = 0.9
+# The numbers of operations, and of Mi array entries that they read, at which MLX ends a graph: by
+# CUDA architecture, and otherwise (`get_graph_limits` in mlx/backend/cuda/device.cpp).
+_GRAPHS = {"sm_80": (20, 400), "sm_121": (20, 25)}
+_GRAPHS |= dict.fromkeys(("sm_90", "sm_100", "sm_120"), (100, 1000))
+_OTHER_GRAPHS = 20, 100
+_MI = 1 << 20
 # The highest peaks before MLX's own peak was last reset: in the whole process, and since
 # `start_peak`.
 _highest = [0]
@@ -81,6 +88,27 @@ def capacity() -> int:
     if size := _recommended(info) or info.get("memory_size"):
         return int(size)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def graph_limits() -> GraphLimits | None:
+    """Return the limits of the graphs that MLX queues on a CUDA device; None on other devices."""
+    info = mx.device_info()
+    if "total_memory" not in info:
+        return None
+    operations, read = _GRAPHS.get(str(info.get("architecture")), _OTHER_GRAPHS)
+    return GraphLimits(
+        _variable("MLX_MAX_OPS_PER_BUFFER", operations),
+        _variable("MLX_MAX_MB_PER_BUFFER", read) * _MI,
+    )
+
+
+def _variable(name: str, default: int) -> int:
+    """Return an environment variable's number as MLX reads it: 0 if the text is no number."""
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    found = re.match(r"\s*[+-]?\d+", text)
+    return int(found[0]) if found else 0
 
 
 def free_now() -> int | None:

@@ -11,6 +11,7 @@ from mlx_lm.models.mamba import MambaBlock
 from mlx_lm.models.rwkv7 import Rwkv7TimeMixing
 
 from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.device.memory import graph_limits
 from mlxtune.backend.forward.head import find_heads
 from mlxtune.backend.lora import targets
 from mlxtune.backend.lora.model_facts import Matrix, ModelFacts
@@ -93,6 +94,7 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         head_cast=_head_cast(base, dtype, memory),
         plain_head=base.quantized_compute != QUANTIZED and not _caps(base, attention=False),
         unpacked=max((m.entries for m in every if m.unpacked), default=0),
+        graphs=None if on_cpu() else graph_limits(),
     )
 
 

@@ -22,6 +22,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch, rows_of
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import vocabulary_block
+from mlxtune.core.steps.memory_in_flight import Work
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
 from mlxtune.core.steps.pack import Pack
@@ -35,6 +36,9 @@ _GPU_OPERATIONS, _CPU_OPERATIONS = 1e13, 1e12
 # The numbers of copies in memory at a time: of a layer's outputs, of attention's scores if they are
 # kept, and of a chunk's logits.
 _PRODUCTS, _SCORES, _LOGITS = 4, 2, 5
+# The number of kernels in a layer's forward pass, and of array entries read for each allocated,
+# counted in the graph of Qwen3.
+_KERNELS, _READ = 35, 2
 
 Keys = Callable[[MicroBatch | Pack], mx.array | None]
 
@@ -182,6 +186,7 @@ class BatchMemory:
         self._held = weights + held
         self._free = mx.get_memory_limit() / (1 + MARGIN) - self._held
         self._splits_head = execution.split_head
+        self._graphs = None if on_cpu() else memory.graph_limits()
 
     def limit(self, most: int) -> None:
         """Limit the total memory to `most` bytes, including the model and the held bytes."""
@@ -202,7 +207,15 @@ class BatchMemory:
         logits = self._forward.execution.loss_chunk * self._facts.vocab
         if self._in_blocks:
             logits = min(logits, load.positions * vocabulary_block(load.positions))
-        return 4 * _LOGITS * logits + self._itemsize * entries
+        return 4 * _LOGITS * logits + max(self._itemsize * entries, self._queued(entries))
+
+    def _queued(self, entries: int) -> int:
+        """Return the bytes that queued operations hold of layers that allocate `entries` each."""
+        if self._graphs is None:
+            return 0
+        layers = len(self._facts.layers)
+        allocated = layers * self._itemsize * entries
+        return self._graphs.in_flight(Work(_KERNELS * layers, allocated, _READ * layers * entries))
 
 
 class Evaluator:

@@ -222,8 +222,10 @@ def memory_key(shapes: ModelShapes, execution: Execution, dropout: float, dtype:
 
 
 def _sizes(shapes: ModelShapes) -> dict[str, Any]:
-    """Return the shapes without the measured memory or the layout of the loaded head."""
-    return asdict(replace(shapes, measured=None, plain_head=False))
+    """Return the shapes without the measured memory, the head's layout or the device's graphs."""
+    sizes = asdict(replace(shapes, measured=None, plain_head=False))
+    del sizes["graphs"]
+    return sizes
 
 
 def save_run_speed(

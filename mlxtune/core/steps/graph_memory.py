@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from mlxtune.core.steps.memory_in_flight import Work
 from mlxtune.core.steps.memory_terms import (
     BatchLoad,
     Entries,
@@ -33,11 +34,39 @@ _GATHERED = 2
 # Arrays as wide as a layer's convolution: the number that its backward pass holds, and the number
 # that the layer keeps.
 _MIXED, _MIXED_COPIES = 4, 5
+# The forward and backward passes of a layer, counted in the graph of Qwen3 with two LoRA matrices
+# and packed examples: kernels; bytes allocated and freed, for each byte that the layer keeps; array
+# entries read, for each entry allocated; and how often each weight is read.
+_KERNELS, _FREED, _READ, _WEIGHTS_READ = 106, 3.5, 2, 2
 
 
 def vocabulary_block(positions: int) -> int:
     """Return the number of vocabulary rows in a block of a linear head, in MLX's own graph."""
     return max(_FEWEST, min(_VOCABULARY_BLOCK, _BLOCK_LOGITS // max(positions, 1)))
+
+
+def in_flight(shapes: ModelShapes, load: BatchLoad) -> int:
+    """Return the bytes that a step's queued operations hold; 0 without a limit of graphs."""
+    if shapes.graphs is None:
+        return 0
+    kept = sum(_kept_in_full(shapes, load))
+    work = Work(
+        operations=_KERNELS * shapes.layers,
+        allocated=int(_FREED * shapes.itemsize * kept),
+        read=int(_READ * (1 + _FREED) * kept) + _WEIGHTS_READ * shapes.products * shapes.hidden,
+    )
+    return shapes.graphs.in_flight(work)
+
+
+def _kept_in_full(shapes: ModelShapes, load: BatchLoad) -> Entries:
+    # Products, functions of products, inputs and residuals.
+    width = _COPIES * shapes.products + shapes.scaled + _WIDTHS * shapes.inputs
+    tokens = load.tokens * (width + shapes.gathered + shapes.mixed)
+    tokens += load.beside * shapes.looped
+    # Recurrences keep some of these arrays with examples side by side, padding included.
+    tokens += _MIXED_COPIES * shapes.mixed * (load.beside - load.tokens)
+    scores = load.scores if shapes.holds_scores(load) else 0
+    return Entries(0, tokens, shapes.scores * scores)
 
 
 class GraphMemory:
@@ -48,17 +77,7 @@ class GraphMemory:
         """Return the entries that all layers keep from their forward to their backward passes."""
         if settings.recompute:
             return Entries(0, load.tokens * shapes.inputs, 0)
-        return self._kept_in_full(shapes, load)
-
-    def _kept_in_full(self, shapes: ModelShapes, load: BatchLoad) -> Entries:
-        # Products, functions of products, inputs and residuals.
-        width = _COPIES * shapes.products + shapes.scaled + _WIDTHS * shapes.inputs
-        tokens = load.tokens * (width + shapes.gathered + shapes.mixed)
-        tokens += load.beside * shapes.looped
-        # Recurrences keep some of these arrays with examples side by side, padding included.
-        tokens += _MIXED_COPIES * shapes.mixed * (load.beside - load.tokens)
-        scores = load.scores if shapes.holds_scores(load) else 0
-        return Entries(0, tokens, shapes.scores * scores)
+        return _kept_in_full(shapes, load)
 
     def in_layer(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> Entries:
         """Return the working entries of a layer's backward pass, in addition to kept entries."""
@@ -71,7 +90,7 @@ class GraphMemory:
             load, scores = replace(load, tokens=load.beside), 0
         tokens = load.tokens * gradients + (0 if scores else mixed)
         if settings.recompute:
-            again = self._kept_in_full(shapes.with_layers(1), load)
+            again = _kept_in_full(shapes.with_layers(1), load)
             tokens, scores = tokens + again.tokens, scores + again.scores
         fixed = _UNPACKED * max(shapes.unpacked, shapes.largest_cast) + shapes.layer_looped
         return Entries(fixed, tokens, scores)

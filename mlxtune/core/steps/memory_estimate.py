@@ -1,6 +1,7 @@
 """Estimates the peak memory of a micro-batch."""
 
 from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.graph_memory import in_flight
 from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured, ModelShapes, Prediction
 
 
@@ -15,10 +16,11 @@ def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Predi
     working = in_working.of(memory.in_layer(shapes, execution, load), size)
     # In float32: the LoRA matrices, their two moments, and two gradients.
     weights, optimizer = shapes.weights + 4 * shapes.trainable, 4 * 4 * shapes.trainable
-    in_layer = kept + working + size * memory.unseen(shapes, execution, load)
+    queued = in_flight(shapes, load)
+    in_layer = kept + queued + working + size * memory.unseen(shapes, execution, load)
     in_head = size * memory.in_head(shapes, execution, load)
     return max(
         Prediction(weights, optimizer, in_layer, 0),
-        Prediction(weights, optimizer, kept, in_head),
+        Prediction(weights, optimizer, kept + queued, in_head),
         key=lambda moment: moment.total,
     )

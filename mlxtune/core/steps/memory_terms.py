@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import predicted_tokens
+from mlxtune.core.steps.memory_in_flight import GraphLimits
 from mlxtune.core.steps.padded_groups import Group
 
 
@@ -86,7 +87,8 @@ class ModelShapes:
     gathered inputs and outputs. `mixed` counts the channels of the convolutions of all layers,
     `layer_mixed` the largest number in one layer. `looped` counts the entries per token that loops
     over tokens keep in all layers, `layer_looped` the largest number of entries that one layer's
-    loop holds for a block of tokens. `measured` corrects the estimate by measured passes.
+    loop holds for a block of tokens. `graphs` limits the graphs that the device queues; without it,
+    buffers in flight count as none. `measured` corrects the estimate by measured passes.
     """
 
     weights: int
@@ -117,6 +119,7 @@ class ModelShapes:
     layer_looped: int = 0
     scaled: int = 0
     unpacked: int = 0
+    graphs: GraphLimits | None = None
     measured: Measured | None = None
 
     @property
