@@ -23,7 +23,6 @@ from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch
-from mlxtune.core.steps.graph_memory import in_flight
 from mlxtune.core.steps.memory_terms import Entries, Factors, Measured, ModelShapes, load_of
 from mlxtune.core.steps.pack import Pack
 from mlxtune.core.steps.padded_groups import Group
@@ -51,10 +50,13 @@ def measure(
 ) -> Measured | None:
     """Measure passes in each of the `modes`: True recomputes activations, False keeps them.
 
-    Returns None if the architecture cannot run some of its layers alone, or if memory is too small
-    for them. The pipeline's own mode is restored, and the passes leave no trace in the process's
-    peaks.
+    Returns None if the architecture cannot run some of its layers alone, if memory is too small for
+    them, or if the device queues graphs: all buffers of such short passes are in flight, so their
+    peaks do not show how those of a whole step grow. The pipeline's own mode is restored, and the
+    passes leave no trace in the process's peaks.
     """
+    if shapes.graphs is not None:
+        return None
     began, found = pipeline.forward.execution.recompute, Measured()
     try:
         with memory.peaks_kept():
@@ -84,13 +86,7 @@ def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) 
     given = [pipeline.builder.arrays(batch, 1) for _, batch, _ in groups]
     kept = [operations.memory.kept(shapes.with_layers(1), execution, load) for load in loads]
     working = [operations.memory.in_layer(shapes, execution, load) for load in loads]
-
-    def held(layers: int) -> Floats:
-        # The plan adds the buffers in flight again, as many as its own micro-batches have.
-        queued = [in_flight(shapes.with_layers(layers), load) for load in loads]
-        return np.maximum(_peaks(pipeline, layers, given) - queued, 0)
-
-    peaks = held(many)
+    peaks = _peaks(pipeline, many, given)
     if execution.recompute:
         known = [many * Factors().of(each, size) for each in kept]
         return replace(found, again=_fitted(working, peaks - known, size))
@@ -101,7 +97,7 @@ def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) 
         ]
         of_all = _fitted(whole, peaks, size)
         return replace(found, kept=replace(of_all, fixed=None), working=of_all)
-    differences = (peaks - held(few)) / (many - few)
+    differences = (peaks - _peaks(pipeline, few, given)) / (many - few)
     of_kept = replace(_fitted(kept, differences, size, _PRIOR_OF_DIFFERENCE), fixed=None)
     left = peaks - [many * of_kept.of(each, size) for each in kept]
     return replace(found, kept=of_kept, working=_fitted(working, left, size))

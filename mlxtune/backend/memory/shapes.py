@@ -20,6 +20,7 @@ from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.mixers.recurrences import BLOCK
 from mlxtune.backend.workers.split import Split
 from mlxtune.config import InstructConfig
+from mlxtune.core.steps.graph_memory import GraphMemory
 from mlxtune.core.steps.memory_terms import MemoryUse, ModelShapes
 
 # The number of copies of a layer's scores that the backward pass holds if MLX computes attention on
@@ -94,7 +95,8 @@ def model_shapes(base: BaseModel, config: InstructConfig, memory: MemoryUse) -> 
         head_cast=_head_cast(base, dtype, memory),
         plain_head=base.quantized_compute != QUANTIZED and not _caps(base, attention=False),
         unpacked=max((m.entries for m in every if m.unpacked), default=0),
-        graphs=None if on_cpu() else graph_limits(),
+        # Our kernels compute on the CPU, without a queue.
+        graphs=graph_limits() if isinstance(memory, GraphMemory) and not on_cpu() else None,
     )
 
 

@@ -186,7 +186,8 @@ class BatchMemory:
         self._held = weights + held
         self._free = mx.get_memory_limit() / (1 + MARGIN) - self._held
         self._splits_head = execution.split_head
-        self._graphs = None if on_cpu() else memory.graph_limits()
+        lazy = execution.operations.lazy and not on_cpu()
+        self._graphs = memory.graph_limits() if lazy else None
 
     def limit(self, most: int) -> None:
         """Limit the total memory to `most` bytes, including the model and the held bytes."""

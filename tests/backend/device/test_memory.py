@@ -14,6 +14,7 @@ import pytest
 from mlxtune.backend.device import memory
 from mlxtune.backend.device.probe import device_facts
 from mlxtune.core.machine.reservation import Reservation
+from mlxtune.core.steps.memory_in_flight import GraphLimits
 
 SIZE = 50_000_000
 
@@ -103,6 +104,32 @@ def test_memory_that_other_programs_hold_is_not_planned_with(
     monkeypatch.setattr(memory, "reservations", lambda folder: [ours, other])
     assert memory.find_limits(24).memory == 11_000_000_000
     assert memory.capacity() == 14_400_000_000
+
+
+@pytest.mark.parametrize(
+    ("architecture", "operations", "read"),
+    [("sm_80", 20, 400), ("sm_90", 100, 1000), ("sm_121", 20, 25), ("sm_89", 20, 100)],
+)
+def test_graphs_of_a_cuda_device_end_where_mlx_ends_them(
+    architecture: str, operations: int, read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = CUDA | {"architecture": architecture}
+    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
+    names = "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert memory.graph_limits() == GraphLimits(operations, read * 2**20)
+    for name, text in zip(names, ("7", "9 MB"), strict=True):
+        monkeypatch.setenv(name, text)
+    assert memory.graph_limits() == GraphLimits(7, 9 * 2**20)
+
+
+@pytest.mark.parametrize("info", [METAL, CPU], ids=["Metal", "CPU"])
+def test_graphs_are_queued_on_cuda_only(
+    info: dict[str, str | int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
+    assert memory.graph_limits() is None
 
 
 def test_wired_limit_is_set_on_metal_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -29,9 +30,11 @@ from tests.backend.conftest import random_examples
 from tests.backend.step.executions import WAYS, first_supervised, fixed_step, model_folder
 from tests.long.counts import counted_evaluations
 from tests.models import sums, write_chat
+from tests.paths import DOCS
 from tests.slow import slow
 
 KERNELS = Execution(CPU)
+H200: dict[str, Any] = json.loads((DOCS / "measured" / "h200-memory.json").read_text())
 
 
 def plain(model: object, example: Example) -> float:
@@ -262,6 +265,36 @@ def test_batch_for_which_memory_ran_out_is_not_tried_again_and_training_keeps_it
 def test_batch_takes_no_more_memory_than_expected(
     architecture: str, overrides: dict[str, Any]
 ) -> None:
+    evaluator, examples, load = evaluation(architecture, overrides)
+    evaluator.losses(examples)
+    before = mx.get_active_memory()
+    memory.start_peak()
+    evaluator.losses(examples)
+    expected = evaluator._losses._memory.of(load)
+
+    assert expected / 3 < memory.last_peak_bytes() - before <= expected
+
+
+@pytest.mark.parametrize("case", H200["evaluation"], ids=lambda case: case["model_type"])
+def test_batch_took_no_more_memory_on_an_h200_than_expected(
+    case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = {"architecture": "sm_90", "total_memory": 150 * 10**9}
+    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
+    monkeypatch.setattr("mlxtune.backend.step.evaluator.on_cpu", lambda: False)
+    for name in ("MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"):
+        monkeypatch.delenv(name, raising=False)
+    overrides = EXPERTS if case["model_type"] == "qwen3_moe" else {}
+    evaluator, _, load = evaluation(case["model_type"], overrides)
+    assert load == BatchLoad(*(case[n] for n in ("lines", "width", "positions", "tokens")))
+    expected = evaluator._losses._memory.of(load)
+    assert expected / 3 < case["peak"] <= expected
+
+
+def evaluation(
+    architecture: str, overrides: dict[str, Any]
+) -> tuple[Evaluator, list[Example], BatchLoad]:
+    """Return an evaluator, and examples that it takes in one batch, with the batch's load."""
     rng = np.random.default_rng(0)
     mask = np.array([0] * 100 + [1] * 60, dtype=np.uint8)
     examples = [
@@ -269,13 +302,7 @@ def test_batch_takes_no_more_memory_than_expected(
     ]
     evaluator = evaluator_of(Execution(MLX), 10_000, architecture, **overrides)
     ((group, _),) = evaluator._losses._batches.of(examples)
-    evaluator.losses(examples)
-    before = mx.get_active_memory()
-    memory.start_peak()
-    evaluator.losses(examples)
-    expected = evaluator._losses._memory.of(load_of(group, examples))
-
-    assert expected / 3 < memory.last_peak_bytes() - before <= expected
+    return evaluator, examples, load_of(group, examples)
 
 
 def test_evaluation_stays_below_the_peak_that_training_is_planned_to_have(

@@ -1,0 +1,63 @@
+"""The buffers that queued operations hold, against counts by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.graph_memory import in_flight
+from mlxtune.core.steps.memory_estimate import predict
+from mlxtune.core.steps.memory_in_flight import GraphLimits, Work
+from mlxtune.core.steps.memory_terms import BatchLoad
+from tests.core.steps.shapes import GRAPH_OPERATIONS, shapes
+
+LIMITS = GraphLimits(100, 10**9)
+MB = 10**6
+
+
+@pytest.mark.parametrize(
+    ("each", "queued"),
+    # Small operations: two graphs of 100; then 225 for each MB; at most 11 graphs.
+    [(1000, 200), (MB // 2, 200), (2 * MB, 450), (4 * MB, 900), (5 * MB, 1100), (50 * MB, 1100)],
+)
+def test_larger_operations_queue_longer(each: int, queued: int) -> None:
+    work = Work(operations=5000, allocated=5000 * each, read=0)
+    assert LIMITS.in_flight(work) == queued * each
+
+
+def test_step_holds_no_more_than_it_allocates() -> None:
+    assert LIMITS.in_flight(Work(operations=150, allocated=15 * MB, read=0)) == 15 * MB
+    assert LIMITS.in_flight(Work(0, 0, 0)) == 0
+
+
+def test_graph_ends_at_the_entries_that_it_reads() -> None:
+    # 25 operations read 10^9 entries, so that eleven graphs have 275.
+    work = Work(operations=5000, allocated=5000 * 50 * MB, read=5000 * 40 * MB)
+    assert LIMITS.in_flight(work) == 275 * 50 * MB
+    # A graph has at least one operation.
+    assert GraphLimits(100, 1).in_flight(work) == 11 * 50 * MB
+
+
+def test_layers_free_what_they_allocate_and_do_not_keep() -> None:
+    load, queued = BatchLoad(2, 50, 1, 80), shapes(graphs=LIMITS)
+    # All products twice, four inputs and a copy of the scores, as in `GraphMemory.kept`.
+    kept = 80 * (2 * 200 + 2 * 4 * 10) + 2 * 2 * 2 * 50**2
+    # The 212 operations of two layers free 3.5 bytes for each kept byte; 200 are in flight.
+    assert in_flight(queued, load) == int(200 / 212 * 3.5 * 4 * kept)
+    assert in_flight(shapes(), load) == 0
+
+
+def test_buffers_in_flight_are_activations_at_either_peak() -> None:
+    for vocabulary in (1, 10**6):
+        plain = shapes(vocab=vocabulary, itemsize=2)
+        for recompute in (False, True):
+            execution = Execution(GRAPH_OPERATIONS, 64, recompute=recompute)
+            load = BatchLoad(2, 50, 40, 80)
+            without, queued = (
+                predict(each, execution, load) for each in (plain, replace(plain, graphs=LIMITS))
+            )
+            added = in_flight(replace(plain, graphs=LIMITS), load)
+            assert added > 0
+            assert queued == replace(without, activations=without.activations + added)
