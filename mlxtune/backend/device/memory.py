@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxtune.backend.device.device import has_metal, on_cpu
+from mlxtune.backend.device.device import finish, has_metal, on_cpu
 from mlxtune.config import user_cache
 from mlxtune.core.files.reading import read_kernel_file
 from mlxtune.core.machine.facts import available_memory
@@ -203,6 +203,8 @@ def lap_peak() -> int:
 
 def peak_of(compute: Callable[[], Any]) -> int:
     """Return MLX's peak memory use during `compute`, in bytes above the use before the call."""
+    # Operations that are still queued would free buffers in the meantime.
+    finish()
     mx.clear_cache()
     start_peak()
     before = mx.get_active_memory()

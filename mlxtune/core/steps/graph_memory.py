@@ -1,6 +1,7 @@
 """The memory of a step that runs in MLX's own graph, in array entries; see `MemoryUse`."""
 
 from dataclasses import replace
+from math import ceil
 
 from mlxtune.core.steps.memory_in_flight import Work
 from mlxtune.core.steps.memory_terms import (
@@ -38,6 +39,9 @@ _MIXED, _MIXED_COPIES = 4, 5
 # and packed examples: kernels; bytes allocated and freed, for each byte that the layer keeps; array
 # entries read, for each entry allocated; and how often each weight is read.
 _KERNELS, _FREED, _READ, _WEIGHTS_READ = 106, 3.5, 2, 2
+# The head, with its gradient: kernels for each chunk or block, and copies of all logits that it
+# allocates in 16 bits (in blocks, `_LINEAR_LOGITS`).
+_HEAD_KERNELS, _HEAD_LOGITS = 14, 3
 
 
 def vocabulary_block(positions: int) -> int:
@@ -55,6 +59,23 @@ def in_flight(shapes: ModelShapes, load: BatchLoad) -> int:
         allocated=int(_FREED * shapes.itemsize * kept),
         read=int(_READ * (1 + _FREED) * kept) + _WEIGHTS_READ * shapes.products * shapes.hidden,
     )
+    return shapes.graphs.in_flight(work)
+
+
+def head_in_flight(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
+    """Return the bytes that a head's queued operations hold; 0 without a limit of graphs."""
+    if shapes.graphs is None or not settings.split_head:
+        return 0
+    positions, _ = head_states(shapes, settings, load)
+    logits, weights = shapes.vocab * positions, shapes.vocab * shapes.hidden
+    if GraphMemory().holds_logits(shapes):
+        chunks = ceil(positions / settings.loss_chunk)
+        allocated, weights = _HEAD_LOGITS * logits, weights * chunks
+    else:
+        chunks = ceil(shapes.vocab / vocabulary_block(positions))
+        allocated = _LINEAR_LOGITS * logits
+    read = _READ * allocated + _WEIGHTS_READ * weights
+    work = Work(_HEAD_KERNELS * chunks, shapes.itemsize * allocated, read)
     return shapes.graphs.in_flight(work)
 
 

@@ -1,7 +1,7 @@
 """Estimates the peak memory of a micro-batch."""
 
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.graph_memory import in_flight
+from mlxtune.core.steps.graph_memory import head_in_flight, in_flight
 from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured, ModelShapes, Prediction
 
 
@@ -19,8 +19,9 @@ def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Predi
     queued = in_flight(shapes, load)
     in_layer = kept + queued + working + size * memory.unseen(shapes, execution, load)
     in_head = size * memory.in_head(shapes, execution, load)
+    queued_head = max(queued, head_in_flight(shapes, execution, load))
     return max(
         Prediction(weights, optimizer, in_layer, 0),
-        Prediction(weights, optimizer, kept + queued, in_head),
+        Prediction(weights, optimizer, kept, in_head + queued_head),
         key=lambda moment: moment.total,
     )

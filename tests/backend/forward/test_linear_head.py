@@ -10,6 +10,7 @@ import pytest
 from mlxtune.backend.forward import linear_head
 from tests.backend.cpu.compared import assert_same_function, random
 from tests.backend.kernels import kernel_module
+from tests.backend.queued import queued
 
 products = kernel_module("products")
 
@@ -107,4 +108,6 @@ def test_head_holds_a_few_blocks_of_logits(head: Any) -> None:
     mx.reset_peak_memory()
     loss = mx.value_and_grad(lambda each: head.trained_head_losses(weight, each, targets).sum())
     mx.eval(loss(hidden))
-    assert mx.get_peak_memory() - before < 4 * 300 * 40_000
+    logits = 4 * 300 * 40_000
+    # Each of the ten blocks allocates its logits twice.
+    assert mx.get_peak_memory() - before < logits + queued(10 * 14, 2 * logits)

@@ -23,11 +23,14 @@ from mlxtune.backend.forward.layer_calls import Layerwise
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.forward.recompute import LayerPasses, Recompute, run_again
 from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.memory.shapes import model_shapes
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.graph_memory import in_flight
+from mlxtune.core.steps.memory_terms import BatchLoad
 from tests.backend.cpu.compared import assert_close, random
 from tests.backend.step.executions import (
     SPLIT,
@@ -290,6 +293,7 @@ def test_recomputing_keeps_the_input_of_a_layer_and_no_more(tmp_path: Path) -> N
     for layers in (2, 8):
         folder = write_model(tmp_path / str(layers), "qwen3", num_hidden_layers=layers, **sizes)
         base = load_base(folder, "float32")
+        shapes = model_shapes(base, config, MLX.memory)
         pipeline = InstructPipeline(base.model, config, execution=Execution(MLX, recompute=True))
         parameters = [value for _, value in tree_flatten(base.model.trainable_parameters())]
         mx.eval(parameters)
@@ -301,4 +305,6 @@ def test_recomputing_keeps_the_input_of_a_layer_and_no_more(tmp_path: Path) -> N
         pipeline.train_batch(step)
         # Subtract two moments, the gradients and the new parameters.
         held.append(mx.get_peak_memory() - before - 4 * sum(each.nbytes for each in parameters))
-    assert (held[1] - held[0]) / 6 < 1.5 * 4 * 512 * 128
+    # With eight layers, more operations may be queued than with two.
+    queued = in_flight(shapes, BatchLoad(2, 256, 512, 512))
+    assert held[1] - held[0] < 6 * 1.5 * 4 * 512 * 128 + queued

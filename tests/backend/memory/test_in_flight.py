@@ -23,6 +23,7 @@ from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_estimate import predict
 from mlxtune.core.steps.memory_in_flight import GraphLimits
 from mlxtune.core.steps.memory_terms import BatchLoad, ModelShapes, load_of
+from tests.backend.queued import queued
 from tests.long.memory_table import MODELS, holes_allowed, on_a_gpu, write_headers
 from tests.models import write_model
 from tests.paths import DOCS, SHARED
@@ -92,3 +93,12 @@ def test_no_passes_are_measured_where_all_their_buffers_are_in_flight(tmp_path: 
     pipeline = InstructPipeline(base.model, config, execution=execution)
     assert measure(pipeline, replace(shapes, graphs=None), [False]) is not None
     assert measure(pipeline, replace(shapes, graphs=GraphLimits(100, 1 << 30)), [False]) is None
+
+
+@pytest.mark.usefixtures("h200")
+def test_bounds_of_the_head_hold_for_the_peaks_on_an_h200() -> None:
+    # Peaks of `test_head_holds_a_few_blocks_of_logits` and
+    # `test_losses_of_a_head_are_lazy_and_hold_the_logits_of_few_chunks`, and their bounds.
+    blocks, chunks = 4 * 300 * 40_000, 4 * 128 * 160_000
+    assert blocks < H200["head"]["peak"] < blocks + queued(10 * 14, 2 * blocks)
+    assert chunks / 3 < 62_251_640 - 23_420_856 < chunks / 3 + queued(64 * 12, 2 * chunks)

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.device import memory
+from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.memory import measure as measuring
 from mlxtune.backend.memory.measure import measure
@@ -113,6 +114,7 @@ def test_peak_is_beyond_what_is_in_use_and_earlier_peaks_stay() -> None:
     assert memory.peak_bytes() >= 20e6
 
 
+@pytest.mark.skipif(not on_cpu(), reason="numpy computes for steps on the CPU only")
 def test_what_numpy_holds_beside_mlx_is_counted(tmp_path: Path) -> None:
     pipeline, shapes = started(tmp_path / "model", CPU, **WIDE)
     mask = np.ones(1025, dtype=np.uint8)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.graph_memory import in_flight
+from mlxtune.core.steps.graph_memory import head_in_flight, in_flight
 from mlxtune.core.steps.memory_estimate import predict
 from mlxtune.core.steps.memory_in_flight import GraphLimits, Work
 from mlxtune.core.steps.memory_terms import BatchLoad
 from tests.core.steps.shapes import GRAPH_OPERATIONS, shapes
+from tests.paths import DOCS
 
 LIMITS = GraphLimits(100, 10**9)
 MB = 10**6
@@ -49,15 +51,33 @@ def test_layers_free_what_they_allocate_and_do_not_keep() -> None:
     assert in_flight(shapes(), load) == 0
 
 
-def test_buffers_in_flight_are_activations_at_either_peak() -> None:
-    for vocabulary in (1, 10**6):
-        plain = shapes(vocab=vocabulary, itemsize=2)
-        for recompute in (False, True):
-            execution = Execution(GRAPH_OPERATIONS, 64, recompute=recompute)
-            load = BatchLoad(2, 50, 40, 80)
-            without, queued = (
-                predict(each, execution, load) for each in (plain, replace(plain, graphs=LIMITS))
-            )
-            added = in_flight(replace(plain, graphs=LIMITS), load)
-            assert added > 0
-            assert queued == replace(without, activations=without.activations + added)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_peak_in_a_layer_has_its_buffers_in_flight(recompute: bool) -> None:
+    execution, load = Execution(GRAPH_OPERATIONS, 64, recompute=recompute), BatchLoad(2, 50, 40, 80)
+    without, queued = (
+        predict(shapes(vocab=1, graphs=graphs), execution, load) for graphs in (None, LIMITS)
+    )
+    added = in_flight(shapes(vocab=1, graphs=LIMITS), load)
+    assert queued == replace(without, activations=without.activations + added)
+
+
+def test_head_in_16_bits_has_three_copies_of_its_logits_in_flight() -> None:
+    execution, load = Execution(GRAPH_OPERATIONS, 64), BatchLoad.single(1000, 1000)
+    large = shapes(vocab=10**5, itemsize=2, graphs=GraphLimits(100, 10**12))
+    assert head_in_flight(large, execution, load) == 3 * 2 * 10**5 * 1000
+    assert head_in_flight(replace(large, graphs=None), execution, load) == 0
+    plain, queued = (
+        predict(each, execution, load).head for each in (replace(large, graphs=None), large)
+    )
+    assert queued - plain == 3 * 2 * 10**5 * 1000
+
+
+def test_head_in_blocks_has_all_its_logits_in_flight_as_on_an_h200() -> None:
+    path = DOCS / "measured" / "h200-memory.json"
+    case: dict[str, int] = json.loads(path.read_text())["head"]
+    head = shapes(vocab=case["vocabulary"], hidden=case["hidden"], graphs=LIMITS)
+    load = BatchLoad.single(case["positions"], case["positions"])
+    execution = Execution(GRAPH_OPERATIONS, 64)
+    alone = 4 * GRAPH_OPERATIONS.memory.in_head(head, execution, load)
+    found = alone + head_in_flight(head, execution, load)
+    assert alone < case["peak"] < found < 1.5 * case["peak"]
