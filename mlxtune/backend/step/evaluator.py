@@ -22,7 +22,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch, rows_of
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import vocabulary_block
-from mlxtune.core.steps.memory_in_flight import Work
+from mlxtune.core.steps.memory_in_flight import QueuedWork
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
 from mlxtune.core.steps.pack import Pack
@@ -216,7 +216,8 @@ class BatchMemory:
             return 0
         layers = len(self._facts.layers)
         allocated = layers * self._itemsize * entries
-        return self._graphs.in_flight(Work(_KERNELS * layers, allocated, _READ * layers * entries))
+        work = QueuedWork(_KERNELS * layers, allocated, _READ * layers * entries)
+        return self._graphs.in_flight(work)
 
 
 class Evaluator:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from math import ceil
 
-from mlxtune.core.steps.memory_in_flight import Work
+from mlxtune.core.steps.memory_in_flight import QueuedWork
 from mlxtune.core.steps.memory_terms import (
     BatchLoad,
     Entries,
@@ -54,7 +54,7 @@ def in_flight(shapes: ModelShapes, load: BatchLoad) -> int:
     if shapes.graphs is None:
         return 0
     kept = sum(_kept_in_full(shapes, load))
-    work = Work(
+    work = QueuedWork(
         operations=_KERNELS * shapes.layers,
         allocated=int(_FREED * shapes.itemsize * kept),
         read=int(_READ * (1 + _FREED) * kept) + _WEIGHTS_READ * shapes.products * shapes.hidden,
@@ -75,7 +75,7 @@ def head_in_flight(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> 
         chunks = ceil(shapes.vocab / vocabulary_block(positions))
         allocated = _LINEAR_LOGITS * logits
     read = _READ * allocated + _WEIGHTS_READ * weights
-    work = Work(_HEAD_KERNELS * chunks, shapes.itemsize * allocated, read)
+    work = QueuedWork(_HEAD_KERNELS * chunks, shapes.itemsize * allocated, read)
     return shapes.graphs.in_flight(work)
 
 

@@ -18,7 +18,7 @@ _MB = 1e6
 
 
 @dataclass(frozen=True)
-class Work:
+class QueuedWork:
     """Similar operations: the bytes that they allocate and free, and the array entries they read.
 
     All numbers are totals over `operations`.
@@ -36,7 +36,7 @@ class GraphLimits:
     operations: int
     read: int
 
-    def in_flight(self, work: Work) -> int:
+    def in_flight(self, work: QueuedWork) -> int:
         """Return how many bytes queued operations hold beyond what their order needs."""
         if not work.operations:
             return 0

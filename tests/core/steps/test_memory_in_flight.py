@@ -10,7 +10,7 @@ import pytest
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import head_in_flight, in_flight
 from mlxtune.core.steps.memory_estimate import predict
-from mlxtune.core.steps.memory_in_flight import GraphLimits, Work
+from mlxtune.core.steps.memory_in_flight import GraphLimits, QueuedWork
 from mlxtune.core.steps.memory_terms import BatchLoad
 from tests.core.steps.shapes import GRAPH_OPERATIONS, shapes
 from tests.paths import DOCS
@@ -25,18 +25,18 @@ MB = 10**6
     [(1000, 200), (MB // 2, 200), (2 * MB, 450), (4 * MB, 900), (5 * MB, 1100), (50 * MB, 1100)],
 )
 def test_larger_operations_queue_longer(each: int, queued: int) -> None:
-    work = Work(operations=5000, allocated=5000 * each, read=0)
+    work = QueuedWork(operations=5000, allocated=5000 * each, read=0)
     assert LIMITS.in_flight(work) == queued * each
 
 
 def test_step_holds_no_more_than_it_allocates() -> None:
-    assert LIMITS.in_flight(Work(operations=150, allocated=15 * MB, read=0)) == 15 * MB
-    assert LIMITS.in_flight(Work(0, 0, 0)) == 0
+    assert LIMITS.in_flight(QueuedWork(operations=150, allocated=15 * MB, read=0)) == 15 * MB
+    assert LIMITS.in_flight(QueuedWork(0, 0, 0)) == 0
 
 
 def test_graph_ends_at_the_entries_that_it_reads() -> None:
     # 25 operations read 10^9 entries, so that eleven graphs have 275.
-    work = Work(operations=5000, allocated=5000 * 50 * MB, read=5000 * 40 * MB)
+    work = QueuedWork(operations=5000, allocated=5000 * 50 * MB, read=5000 * 40 * MB)
     assert LIMITS.in_flight(work) == 275 * 50 * MB
     # A graph has at least one operation.
     assert GraphLimits(100, 1).in_flight(work) == 11 * 50 * MB
