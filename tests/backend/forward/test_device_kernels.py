@@ -177,3 +177,19 @@ def test_threads_of_a_group_share_sums(language: Language) -> None:
     assert lane_sums.tolist() == warps.repeat(32).tolist()
     groups = warps.reshape(2, 2).sum(1) + np.array([0, 100])
     assert sums.tolist() == groups.repeat(64).tolist()
+
+
+@pytest.mark.parametrize("transform", [mx.grad, mx.compile, mx.checkpoint])
+def test_choice_is_possible_while_mlx_transforms_the_caller(
+    transform: Callable[[Function], Function], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first use of a kernel may be inside of a step's gradient."""
+    monkeypatch.setattr(device_kernels, "on_cpu", lambda: False)
+    form = nearly(1.0)
+    chooser = Chooser(trial(both=form), clock(1.0, 2.0))
+
+    def caller(x: mx.array) -> mx.array:
+        return (chooser.form(mx.float32) or square)(x).sum()
+
+    mx.eval(transform(caller)(mx.ones(4)))
+    assert chooser.choice(mx.float32).form is form
