@@ -222,9 +222,10 @@ def memory_key(shapes: ModelShapes, execution: Execution, dropout: float, dtype:
 
 
 def _sizes(shapes: ModelShapes) -> dict[str, Any]:
-    """Return the shapes without the measured memory, the head's layout or the device's graphs."""
+    """Return the shapes without the measured memory or the layout of the loaded head."""
     sizes = asdict(replace(shapes, measured=None, plain_head=False))
-    del sizes["graphs"]
+    if shapes.graphs is None:
+        del sizes["graphs"]  # Caches from before this field stay valid.
     return sizes
 
 

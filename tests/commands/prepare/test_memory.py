@@ -26,7 +26,9 @@ Loaded = tuple[TrainConfig, BaseModel, InstructPipeline, DataSample, MemoryPlan]
 
 
 @pytest.fixture
-def loaded(tmp_path: Path) -> Loaded:
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
+    # On CUDA, nothing would be measured.
+    monkeypatch.setattr("mlxtune.backend.memory.shapes.graph_limits", lambda: None)
     options: dict[str, Any] = {"rank": 4, "memory_limit": 0.02, "cache_dir": tmp_path / "cache"}
     config = TrainConfig(str(write_model(tmp_path / "model", "qwen3")), ("d",), **options)
     base, work = opened(config), planned_work(config, [examples()])
