@@ -272,7 +272,9 @@ def test_batch_takes_no_more_memory_than_expected(
     evaluator.losses(examples)
     expected = evaluator._losses._memory.of(load)
 
-    assert expected / 3 < memory.last_peak_bytes() - before <= expected
+    # With graphs, the estimate has more buffers in flight than a fast device may hold.
+    least = expected / (3 if memory.graph_limits() is None else 4)
+    assert least < memory.last_peak_bytes() - before <= expected
 
 
 @pytest.mark.parametrize("case", H200["evaluation"], ids=lambda case: case["model_type"])
