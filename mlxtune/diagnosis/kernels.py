@@ -17,6 +17,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, gpt_oss, qwen3
 
 from mlxtune.backend.device.device import has_metal, on_cpu
+from mlxtune.backend.forward.attention_kernels import (
+    TRIAL_TOKENS,
+    AttentionKernels,
+    HeadSizes,
+    trial_heads,
+    trial_of,
+)
+from mlxtune.backend.forward.device_kernels import device_language
 from mlxtune.backend.forward.gate_kernels import device_kernels
 from mlxtune.backend.forward.gates import plain_swiglu
 from mlxtune.backend.forward.operations import best_execution
@@ -177,6 +185,19 @@ def _plain_attention(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
     return weights @ v
 
 
+def _around_attention(kind: str, *projected: mx.array) -> mx.array:
+    """Return all results of the work around attention, joined, by kernels or by operations."""
+    kernels = AttentionKernels(*device_language())
+    tried = trial_of(kernels, trial_heads(_HEADS, normalised=True))
+    form = tried.plain if kind == "plain" else tried.forms["kernels"]
+    return mx.concatenate([each.reshape(-1) for each in form(*projected)])
+
+
+def _projections(rng: np.random.Generator) -> Arrays:
+    """Draw queries, keys and values of a packed line whose examples share a prefix."""
+    return [rng.standard_normal((1, TRIAL_TOKENS, count * _HEADS.size)) for count in _HEADS.counts]
+
+
 def _gated_delta_kernel(*arrays: mx.array) -> mx.array:
     q, k, v, log_gates, beta = arrays
     y, _ = mx.fast.gated_delta_update(q, k, v, mx.exp(log_gates), beta, _delta_state())
@@ -197,6 +218,8 @@ _WINDOW = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_sc
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16}
 _TIED = {"tie_word_embeddings": True}
 _ATTENTION = {"gpu": _causal_attention, "plain": _plain_attention}
+_HEADS = HeadSizes(queries=4, keys=2, size=128, rotated=128)
+_AROUND = {kind: partial(_around_attention, kind) for kind in ("gpu", "plain")}
 _DELTA = {"gpu": _gated_delta_kernel, "plain": _gated_delta_by_chunks}
 # Add an entry for each new kernel.
 KERNELS: tuple[Kernel, ...] = (
@@ -232,6 +255,11 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         "SwiGLU",
         partial(_function_step, {"gpu": _swiglu, "plain": plain_swiglu}, _gate_inputs),
+        lambda dtype: not on_cpu(),
+    ),
+    Kernel(
+        "norms and rotary embedding around attention",
+        partial(_function_step, _AROUND, _projections),
         lambda dtype: not on_cpu(),
     ),
 )

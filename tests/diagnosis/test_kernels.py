@@ -57,6 +57,17 @@ def test_swiglu_kernel_that_does_not_compile_is_an_error(monkeypatch: pytest.Mon
     assert "back-end" in found.found or "GPU" in found.found
 
 
+@pytest.mark.parametrize("factor", [1.0, slow(1.001)])
+def test_wrong_kernel_around_attention_is_found(
+    monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    only("norms and rotary embedding around attention", monkeypatch)
+    monkeypatch.setattr(kernels, "on_cpu", lambda: False)
+    device = FakeDevice(factor)
+    monkeypatch.setattr(kernels, "device_language", lambda: (device.language, device.make))
+    assert bool(failed()) is (factor != 1.0)
+
+
 @pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.001), slow("bfloat16", 1.05)])
 def test_wrong_gated_delta_rule_is_found(
     monkeypatch: pytest.MonkeyPatch, dtype: str, factor: float

@@ -57,10 +57,10 @@ def wrong(scale: float) -> Any:
     def changed(self: InstructPipeline, *arguments: Any, **options: Any) -> Any:
         result = whole(self, *arguments, **options)
         if self.forward.execution.packs:
-            layer = result.gradients["model"]["layers"][-1]["mlp"]["down_proj"]
-            value = np.array(layer["lora_b"])
+            name = [each for each in result.gradients if each.endswith("down_proj.lora_b")][-1]
+            value = np.array(result.gradients[name])
             value.flat[0] += scale
-            layer["lora_b"] = value
+            result.gradients[name] = value
         return result
 
     return changed

@@ -274,7 +274,7 @@ def kernels_of_a_gpu() -> Iterator[None]:
     around_attention = _AttentionKernels(CUDA, lambda **_: _launched)
     swiglu = GateKernels(lambda **_: _launched, metal=False).swiglu
     with (
-        _replaced(operations, attention_kernels=lambda _: around_attention),
+        _replaced(operations, kernels_for=lambda _: lambda heads: around_attention),
         _replaced(gates, gate_kernels=lambda _: swiglu if _counts else None),
     ):
         yield

@@ -17,6 +17,7 @@ from mlxtune.backend.forward.attention_kernels import (
     AttentionKernels,
     Heads,
     HeadSizes,
+    KernelsFor,
     plain_line,
     plain_side_by_side,
     serves,
@@ -55,16 +56,22 @@ class KernelAttention:
         return found
 
 
-def kernel_attention(mixer: nn.Module, kernels: AttentionKernels) -> KernelAttention | None:
-    """Return how a mixer runs by kernels; None if it does other work around attention."""
+def kernel_attention(mixer: nn.Module, kernels_for: KernelsFor) -> KernelAttention | None:
+    """Return how a mixer runs by kernels; None if it does other work, or kernels do not pay."""
+    heads = find_heads(mixer)
+    kernels = None if heads is None else kernels_for(heads)
+    return None if heads is None or kernels is None else KernelAttention(mixer, heads, kernels)
+
+
+def find_heads(mixer: nn.Module) -> Heads | None:
+    """Return the heads of a mixer that kernels can serve; None if it does other work."""
     if not _looks_standard(mixer):
         return None
     try:
-        heads = _computed_heads(mixer)
+        return _computed_heads(mixer)
     # Any error may occur: a mixer may need arguments or attributes that others lack.
     except Exception:  # noqa: BLE001
         return None
-    return None if heads is None else KernelAttention(mixer, heads, kernels)
 
 
 def _looks_standard(mixer: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.forward.device_kernels import (
     TOLERANCES,
     Case,
@@ -398,19 +399,41 @@ def serves(heads: Heads, layout: Layout, arrays: Sequence[mx.array]) -> bool:
     return len(dtypes) == 1 and dtypes <= TOLERANCES.keys() and threads < _MOST
 
 
-def attention_kernels(dtype: mx.Dtype | None) -> AttentionKernels | None:
-    """Return the device's kernels for hidden states of a dtype.
+# Returns the kernels to use for heads; None to use MLX's operations.
+KernelsFor = Callable[[Heads], AttentionKernels | None]
 
-    None on the CPU, or if the kernels failed their trial or MLX's operations are faster.
-    """
-    if dtype not in TOLERANCES or AROUND_ATTENTION.form(dtype) is None:
-        return None
-    return _device_kernels()
+
+def kernels_for(dtype: mx.Dtype | None) -> KernelsFor | None:
+    """Return the choice of kernels for queries, keys and values of a dtype; None on the CPU."""
+    return None if on_cpu() or dtype not in TOLERANCES else partial(_chosen_kernels, dtype)
 
 
 def attention_kernels_problem() -> str:
-    """Return why the device's kernels cannot be used; empty if they can, or on the CPU."""
-    return AROUND_ATTENTION.problem()
+    """Return why kernels that were tried cannot be used; empty if all can."""
+    return next(filter(None, (chooser.problem() for chooser in _CHOOSERS.values())), "")
+
+
+# Kernels are tried in the sizes of a model's heads, as each size is compiled anew.
+_CHOOSERS: dict[tuple[HeadSizes, bool], Chooser] = {}
+
+
+def _chosen_kernels(dtype: mx.Dtype, heads: Heads) -> AttentionKernels | None:
+    """Return the device's kernels; None if their trial failed or MLX's operations are faster."""
+    sizes, normalised = heads.sizes, heads.norms is not None
+    key = sizes, normalised
+    if key not in _CHOOSERS:
+        tried = partial(_device_trial, sizes, normalised)
+        _CHOOSERS[key] = Chooser(tried)
+    return None if _CHOOSERS[key].form(dtype) is None else _device_kernels()
+
+
+@cache
+def _device_kernels() -> AttentionKernels:
+    return AttentionKernels(*device_language())
+
+
+def _device_trial(sizes: HeadSizes, normalised: bool) -> Trial:
+    return trial_of(_device_kernels(), trial_heads(sizes, normalised=normalised))
 
 
 def _template(dtype: mx.Dtype, sizes: HeadSizes, *, normalised: bool) -> list[tuple[str, Any]]:
@@ -425,10 +448,6 @@ def _template(dtype: mx.Dtype, sizes: HeadSizes, *, normalised: bool) -> list[tu
     ]
 
 
-# The heads of Qwen3 4B to 14B.
-_SIZES = HeadSizes(queries=32, keys=8, size=128, rotated=128)
-
-
 def trial_heads(sizes: HeadSizes, *, normalised: bool = True) -> Heads:
     """Return heads with random norms."""
     pairs = np.arange(sizes.rotated // 2)
@@ -438,10 +457,19 @@ def trial_heads(sizes: HeadSizes, *, normalised: bool = True) -> Heads:
     return Heads(sizes, frequencies, norms if normalised else None)
 
 
+# The number of tokens in a trial's small case.
+TRIAL_TOKENS = 13
+
+
 def trial_of(kernels: AttentionKernels, heads: Heads) -> Trial:
     """Return a trial of kernels on examples that share a prefix, and on examples of real length."""
     few = Layout(
-        [Segment(0, 2, 0, -1), Segment(2, 5, 2, 0), Segment(5, 6, 2, 0), Segment(6, 13, 0, -1)]
+        [
+            Segment(0, 2, 0, -1),
+            Segment(2, 5, 2, 0),
+            Segment(5, 6, 2, 0),
+            Segment(6, TRIAL_TOKENS, 0, -1),
+        ]
     )
     lengths = 81, 109, 137, 165, 193, 221, 249, 253
     ends = list(itertools.accumulate(lengths))
@@ -456,15 +484,16 @@ def trial_of(kernels: AttentionKernels, heads: Heads) -> Trial:
         shapes = [*projected, *moved, projected[0]]
         keys = mx.random.split(mx.random.key(0), len(shapes))
         arrays = [mx.random.normal(shape, key=key) for shape, key in zip(shapes, keys, strict=True)]
-        # Nothing reads padding, so its gradient is zero.
-        real = (layout.owners >= 0).reshape(rows, 1, length, 1)
-        return Case(arrays[:3], [*(each * real for each in arrays[3:6]), arrays[6]])
+        return Case(arrays[:3], arrays[3:])
 
     def form(side_by_side: Function, line: Function) -> Function:
         def run(*projected: mx.array) -> list[mx.array]:
-            layout = few if projected[0].shape[1] == len(few.positions) else many
-            found = side_by_side(heads, layout, *projected)
-            return [*found, line(layout, found[0])]
+            layout = few if projected[0].shape[1] == TRIAL_TOKENS else many
+            moved = side_by_side(heads, layout, *projected)
+            rows, length = layout.rows.shape
+            # Nothing reads padding in training, so it has no gradient.
+            real = layout.real.reshape(rows, 1, length, 1).astype(projected[0].dtype)
+            return [*(each * real for each in moved), line(layout, moved[0])]
 
         return run
 
@@ -476,15 +505,3 @@ def trial_of(kernels: AttentionKernels, heads: Heads) -> Trial:
         realistic=lambda: case(many),
         names=[*names, "the output", *(f"the gradient of {each}" for each in names)],
     )
-
-
-@cache
-def _device_kernels() -> AttentionKernels:
-    return AttentionKernels(*device_language())
-
-
-def _trial() -> Trial:
-    return trial_of(_device_kernels(), trial_heads(_SIZES))
-
-
-AROUND_ATTENTION = Chooser(_trial)

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from mlxtune.backend.device.device import on_cpu, rounding
 from mlxtune.backend.forward import linear_head
-from mlxtune.backend.forward.attention_kernels import AttentionKernels, attention_kernels
+from mlxtune.backend.forward.attention_kernels import KernelsFor, kernels_for
 from mlxtune.backend.forward.gates import replace_gates
 from mlxtune.backend.forward.loss import softmax_cross_entropies
 from mlxtune.backend.forward.recompute import Recompute
@@ -60,9 +60,9 @@ class MlxOperations:
 
         return undo
 
-    def attention_kernels(self, dtype: mx.Dtype | None) -> AttentionKernels | None:
-        """Return the device's kernels around attention; None if it has none, or if plain."""
-        return None if self.plain else attention_kernels(dtype)
+    def attention_kernels(self, dtype: mx.Dtype | None) -> KernelsFor | None:
+        """Return the choice of kernels around attention; None without kernels, or if plain."""
+        return None if self.plain else kernels_for(dtype)
 
     def layer_passes(self, recompute: bool) -> Recompute | None:
         """Return passes that run layers again; None without `recompute`."""

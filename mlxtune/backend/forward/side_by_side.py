@@ -21,7 +21,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mlxtune.backend.forward.attention_heads import KernelAttention, kernel_attention
-from mlxtune.backend.forward.attention_kernels import AttentionKernels
+from mlxtune.backend.forward.attention_kernels import KernelsFor
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.lora.layers import LoRALinear
 from mlxtune.backend.lora.targets import PROJECTIONS
@@ -40,7 +40,7 @@ class Mixers:
     """
 
     def __init__(
-        self, model: nn.Module, *, by_segments: bool, kernels: AttentionKernels | None = None
+        self, model: nn.Module, *, by_segments: bool, kernels: KernelsFor | None = None
     ) -> None:
         self.by_segments = by_segments
         self.outputs: list[mx.array] = []
@@ -96,9 +96,7 @@ class Mixers:
         return tree_map(sides.line, output)
 
 
-def _by_kernels(
-    mixers: Sequence[nn.Module], kernels: AttentionKernels
-) -> dict[int, KernelAttention]:
+def _by_kernels(mixers: Sequence[nn.Module], kernels: KernelsFor) -> dict[int, KernelAttention]:
     """Return the mixers that kernels can run, by their `id`."""
     found = {id(mixer): kernel_attention(mixer, kernels) for mixer in mixers}
     return {key: each for key, each in found.items() if each is not None}

@@ -57,7 +57,7 @@ class Layout:
 
     @cached_property
     def places(self) -> mx.array:
-        """The place in `rows`, flattened, of each token of the line: int32 (N,)."""
+        """A place in the flattened `rows` of each token of the line: int32 (N,)."""
         return mx.array(self._side_by_side[1])
 
     @cached_property
@@ -69,12 +69,17 @@ class Layout:
     def owners(self) -> mx.array:
         """The token of each place in the flattened `rows`, int32 (B * T,).
 
-        -1 for padding, and for all but the first place of a token that several rows share.
+        -1 for padding, and for all but one place of a token that several rows share.
         """
         rows, first = self._side_by_side
         owners = np.full(rows.size, -1, dtype=np.int32)
         owners[first] = np.arange(len(first), dtype=np.int32)
         return mx.array(owners)
+
+    @cached_property
+    def real(self) -> mx.array:
+        """Whether each entry of `rows` is a token and not padding, bool (B, T)."""
+        return mx.array(self._side_by_side[0] >= 0)
 
     @cached_property
     def every_place(self) -> tuple[mx.array, mx.array]:

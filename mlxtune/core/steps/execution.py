@@ -53,7 +53,7 @@ class Operations(Protocol):
         """Make a model compute with these operations; return a function that restores the model."""
 
     def attention_kernels(self, dtype: Any) -> Any:
-        """Return kernels for the work around attention in packed lines; None without kernels."""
+        """Return a function from a layer's heads to kernels around attention; None for none."""
 
     def cross_entropies(self, logits: Any, targets: Any) -> Any:
         """Return the losses, float32 (P,), in nats, for logits (P, V) and targets int32 (P,)."""

@@ -14,7 +14,13 @@ import mlx.core as mx
 import pytest
 
 import mlxtune.backend
-from mlxtune.backend.forward.device_kernels import TOLERANCES, KernelSource
+from mlxtune.backend.forward.attention_kernels import (
+    AttentionKernels,
+    HeadSizes,
+    trial_heads,
+    trial_of,
+)
+from mlxtune.backend.forward.device_kernels import CUDA, TOLERANCES, KernelSource
 from mlxtune.backend.forward.gate_kernels import GateKernels
 from tests.backend.forward.nvrtc import LIKE_MLX, CudaSource, Recorder, installed, program
 from tests.paths import ROOT
@@ -28,8 +34,19 @@ def swiglu(make: Callable[..., Any], dtype: mx.Dtype) -> None:
     mx.vjp(GateKernels(make, metal=False).swiglu, [x, x], [x])
 
 
+def around_attention(make: Callable[..., Any], dtype: mx.Dtype) -> None:
+    for sizes in (HeadSizes(4, 2, 128, 128), HeadSizes(2, 1, 80, 40)):
+        for normalised in (True, False):
+            heads = trial_heads(sizes, normalised=normalised)
+            tried = trial_of(AttentionKernels(CUDA, make), heads)
+            tried.small().astype(dtype).run(tried.forms["kernels"])
+
+
 # Each function runs a module's kernels with all template values that a dtype leads to.
-USERS: Mapping[str, Callable[[Callable[..., Any], mx.Dtype], None]] = {"swiglu": swiglu}
+USERS: Mapping[str, Callable[[Callable[..., Any], mx.Dtype], None]] = {
+    "swiglu": swiglu,
+    "around attention": around_attention,
+}
 
 
 def recorded() -> list[CudaSource]:

@@ -144,3 +144,20 @@ def test_the_line_under_way_is_that_of_the_backward_pass() -> None:
     with laid_out(Layout([Segment(0, TOKENS, 0, -1)])):
         _, (found,) = mx.vjp(in_line, [q], [d])
     assert_close(found, expected, 0)
+
+
+def test_places_of_tokens_side_by_side_are_listed() -> None:
+    rows = np.array(FOREST.rows)
+    real = np.array(FOREST.real)
+    starts, places = map(np.array, FOREST.every_place)
+    owners = np.array(FOREST.owners)
+    for token in range(TOKENS):
+        found = places[starts[token] : starts[token + 1]]
+        assert found.tolist() == np.flatnonzero((rows == token) & real).tolist()
+        # One of the places is read back.
+        (place,) = np.flatnonzero(owners == token)
+        assert place == FOREST.places[token].item()
+        assert place in found
+    assert starts[-1] == real.sum() == len(places)
+    assert (owners[~real.reshape(-1)] == -1).all()
+    assert FOREST.token_positions.tolist() == FOREST.positions.tolist()

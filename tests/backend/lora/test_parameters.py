@@ -1,0 +1,43 @@
+"""Trained parameters by name, against MLX's own walk through the model."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxtune.backend.forward.intercept import intercept
+from mlxtune.backend.lora.parameters import TrainedParameters
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    made = nn.Module()
+    made.layers = [nn.Linear(2, 3), nn.Linear(3, 2, bias=False)]
+    made.norm = nn.RMSNorm(2)
+    made.norm.freeze()
+    return made
+
+
+def test_parameters_are_those_that_are_not_frozen_in_the_order_of_the_model(
+    model: nn.Module,
+) -> None:
+    found = TrainedParameters(model).values()
+    expected = tree_flatten(model.trainable_parameters())
+    assert list(found) == [name for name, _ in expected]
+    assert all(found[name] is value for name, value in expected)
+
+
+def test_some_parameters_are_replaced_also_behind_an_intercepted_module(model: nn.Module) -> None:
+    restore = intercept(model, [model.layers[1]], [lambda module, x: module(x)])
+    parameters, weight = TrainedParameters(model), mx.ones((2, 3))
+    parameters.replace({"layers.1.weight": weight})
+    assert parameters.values()["layers.1.weight"] is weight
+    assert mx.array_equal(model.layers[1](mx.ones((1, 3))), 3 * mx.ones((1, 2)))
+    restore()
+
+
+def test_name_of_another_parameter_is_an_error(model: nn.Module) -> None:
+    with pytest.raises(KeyError, match=r"norm\.weight"):
+        TrainedParameters(model).replace({"norm.weight": mx.ones(2)})
