@@ -23,7 +23,7 @@ import math
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from multiprocessing import get_context
 from statistics import median
@@ -40,7 +40,7 @@ from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.views.console import RunConsole
 from mlxtune.views.tables import result_console
 from tests.long.bench_options import run_with_options
-from tests.long.counts import GraphSource, StepCounts, count_steps
+from tests.long.counts import GraphSource, StepCounts, count_steps, kernels_of_a_gpu
 from tests.long.floor import Products, needed_flops, product_seconds, step_products
 from tests.long.peer_graphs import MlxLmGraphs
 from tests.long.pipeline_graphs import PipelineGraphs
@@ -49,7 +49,9 @@ from tests.long.pipeline_graphs import PipelineGraphs
 def costs(job: Job) -> dict[str, Any]:
     """Return the costs of a side's steps; for mlxtune, also the products that the steps need."""
     side = open_side(job)
-    side.start(job.adapter, job.steps)
+    # The CPU has no such kernels, and its own execution is counted without them.
+    with kernels_of_a_gpu() if job.execution == "gpu" else nullcontext():
+        side.start(job.adapter, job.steps)
     if not isinstance(side, OurSide):
         assert isinstance(side, MlxLm)
         return _counted(MlxLmGraphs(side), job.steps)
