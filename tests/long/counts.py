@@ -204,7 +204,8 @@ def launches(tree: Any) -> Counter[str]:
             counts[name] += "Transpose" in inputs[node]
         elif name == "Concatenate":
             counts[name] += len(inputs[node])
-        elif name not in _VIEWS:
+        # Such as "View uint64".
+        elif name.partition(" ")[0] not in _VIEWS:
             counts["Compiled" if name.startswith("Compiled") else name] += 1
     return +counts
 

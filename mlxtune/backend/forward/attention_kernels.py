@@ -277,12 +277,12 @@ class AttentionKernels:
         sizes = heads.sizes
         counts = sizes.counts
         template = _template(queries.dtype, sizes, normalised=heads.norms is not None)
-        turns = self._turns_of(heads, layout.rows.shape[1])
+        turns = self._turns_of(heads, layout.shape[1])
         norms = mx.zeros(2 * sizes.size + 2) if heads.norms is None else heads.norms
 
         def forward(*projected: mx.array) -> list[mx.array]:
-            items = layout.rows.size * sum(counts)
-            shapes = [(*layout.rows.shape, count, sizes.size) for count in counts]
+            items = math.prod(layout.shape) * sum(counts)
+            shapes = [(*layout.shape, count, sizes.size) for count in counts]
             return self._run(
                 self._heads, [*projected, layout.rows, turns, norms], template, items, shapes
             )
@@ -369,7 +369,7 @@ def plain_side_by_side(
 
     def moved(line: mx.array, count: int) -> mx.array:
         chosen = line.reshape(-1, line.shape[-1])[layout.rows]
-        return chosen.reshape(*layout.rows.shape, count, sizes.size)
+        return chosen.reshape(*layout.shape, count, sizes.size)
 
     def rotated(x: mx.array, first: int) -> mx.array:
         if norms is not None:
@@ -388,13 +388,13 @@ def plain_side_by_side(
 
 def plain_line(layout: Layout, output: mx.array) -> mx.array:
     """Return what `AttentionKernels.line` returns, computed by MLX's operations."""
-    return output.swapaxes(1, 2).reshape(layout.rows.size, -1)[layout.places][None]
+    return output.swapaxes(1, 2).reshape(math.prod(layout.shape), -1)[layout.places][None]
 
 
 def serves(heads: Heads, layout: Layout, arrays: Sequence[mx.array]) -> bool:
     """Return whether the kernels support these queries, keys and values."""
     dtypes = {each.dtype for each in arrays}
-    tokens = max(layout.rows.size, len(layout.positions))
+    tokens = max(math.prod(layout.shape), len(layout.positions))
     threads = tokens * sum(heads.sizes.counts) * max(_LANES, heads.sizes.size)
     return len(dtypes) == 1 and dtypes <= TOLERANCES.keys() and threads < _MOST
 
@@ -479,7 +479,7 @@ def trial_of(kernels: AttentionKernels, heads: Heads) -> Trial:
         """Return random projections of a line, and cotangents of their values side by side."""
         sizes, tokens, counts = heads.sizes, len(layout.positions), heads.sizes.counts
         projected = [(1, tokens, count * sizes.size) for count in counts]
-        rows, length = layout.rows.shape
+        rows, length = layout.shape
         moved = [(rows, count, length, sizes.size) for count in counts]
         shapes = [*projected, *moved, projected[0]]
         keys = mx.random.split(mx.random.key(0), len(shapes))
@@ -490,7 +490,7 @@ def trial_of(kernels: AttentionKernels, heads: Heads) -> Trial:
         def run(*projected: mx.array) -> list[mx.array]:
             layout = few if projected[0].shape[1] == TRIAL_TOKENS else many
             moved = side_by_side(heads, layout, *projected)
-            rows, length = layout.rows.shape
+            rows, length = layout.shape
             # Nothing reads padding in training, so it has no gradient.
             real = layout.real.reshape(rows, 1, length, 1).astype(projected[0].dtype)
             return [*(each * real for each in moved), line(layout, moved[0])]

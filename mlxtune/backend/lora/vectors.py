@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -31,7 +32,7 @@ class _Part:
     above: int = 0
     below: int = 0
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         *rows, _ = self.shapes[0]
         return (*rows, sum(shape[-1] for shape in self.shapes))
@@ -63,6 +64,10 @@ class LoRAVectors:
             )
             for names in self._names
         ]
+        # The parts of each vector that one operation turns into a step's matrices.
+        self._groups = [
+            [list(group) for _, group in groupby(parts, _pads_with)] for parts in self._parts
+        ]
 
     def join(self, tree: Any) -> list[mx.array]:
         """Return the vectors that hold matrices, given by name or as a tree."""
@@ -87,18 +92,21 @@ class LoRAVectors:
     def matrices_of_step(self, vectors: Sequence[mx.array]) -> dict[str, mx.array]:
         """Return the matrices that a step computes with, by name; see `SharedInput`."""
         arrays: dict[str, mx.array] = {}
-        for parts, vector in zip(self._parts, vectors, strict=True):
-            groups = [list(group) for _, group in groupby(parts, _pads_with)]
-            shapes = [(len(alike), *alike[0].shape) for alike in groups]
-            dtypes = {part.dtype for part in parts}
+        for groups, vector in zip(self._groups, vectors, strict=True):
+            shapes = [
+                (len(alike), *alike[0].shape) if alike[0].padded else alike[0].shape
+                for alike in groups
+            ]
+            dtypes = {alike[0].dtype for alike in groups}
             casts = {dtype: _taken(vector.astype(dtype), shapes) for dtype in dtypes}
-            for i, alike in enumerate(groups):
-                one, stack = alike[0], casts[alike[0].dtype][i]
-                if one.padded:
-                    stack = mx.pad(stack, [(0, 0), (one.above, one.below), (0, 0)])
-                each = mx.split(stack, len(alike)) if len(alike) > 1 else [stack]
-                for part, array in zip(alike, each, strict=True):
-                    arrays[part.names[0]] = array.squeeze(0)
+            for i, (one, *others) in enumerate(groups):
+                array = casts[one.dtype][i]
+                if not one.padded:
+                    arrays[one.names[0]] = array
+                    continue
+                stack = mx.pad(array, [(0, 0), (one.above, one.below), (0, 0)])
+                for part, each in zip([one, *others], mx.split(stack, len(stack)), strict=True):
+                    arrays[part.names[0]] = each.squeeze(0)
         return {name: arrays[name] for name in self._shapes if name in arrays}
 
     def join_gradients(self, arrays: Mapping[str, mx.array]) -> list[mx.array]:

@@ -16,16 +16,14 @@ EXPORTED: ContextVar[Call | None] = ContextVar("custom gradients of exported gra
 def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of arrays with the gradient `backward(primals, cotangents, outputs)`.
 
-    A single primal, cotangent or output is passed and returned without a tuple.
+    A single primal, cotangent or output is passed and returned without a tuple. Call the function
+    immediately: it depends on whether a graph is being exported now.
     """
+    if (run := EXPORTED.get()) is not None:
+        return lambda *primals: run(forward, backward, primals)
     function = mx.custom_function(forward)
     function.vjp(backward)
-
-    def call(*primals: mx.array) -> Any:
-        run = EXPORTED.get()
-        return function(*primals) if run is None else run(forward, backward, primals)
-
-    return call
+    return function
 
 
 def exporting() -> bool:

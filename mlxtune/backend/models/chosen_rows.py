@@ -1,6 +1,5 @@
 """Selects rows of an array by index, with a gradient that gathers."""
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -42,12 +41,7 @@ class ChosenRows:
 
     def of(self, array: mx.array) -> mx.array:
         """Return array[places], (P, C), for an array (N, C)."""
-        chosen: mx.array = self._choose(array)
-        return chosen
-
-    @cached_property
-    def _choose(self) -> Callable[..., Any]:
-        places = mx.array(self._places)
+        places = self._index
 
         def backward(_: Any, cotangent: mx.array, __: Any) -> mx.array:
             sources, is_chosen, repeated = self._sources
@@ -57,7 +51,11 @@ class ChosenRows:
                 found[rows] = rows_of(cotangent, each, is_one).sum(axis=1)
             return found
 
-        return differentiable(lambda array: rows_of(array, places), backward)
+        return differentiable(lambda array: rows_of(array, places), backward)(array)
+
+    @cached_property
+    def _index(self) -> mx.array:
+        return mx.array(self._places)
 
     @cached_property
     def _sources(self) -> tuple[mx.array, mx.array, tuple[mx.array, mx.array, mx.array] | None]:

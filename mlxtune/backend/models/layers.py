@@ -157,7 +157,7 @@ def frozen_gradient(product: Any, x: mx.array, cotangent: mx.array) -> mx.array:
 
 def is_plain(product: Any, dtype: mx.Dtype) -> bool:
     """Return whether a product is MLX's own layer, whose weight needs no cast for this dtype."""
-    return type(product) is nn.Linear and product.weight.dtype == dtype
+    return type(product) is nn.Linear and bool(product["weight"].dtype == dtype)
 
 
 def frozen_product(linear: nn.Module, x: mx.array) -> mx.array:

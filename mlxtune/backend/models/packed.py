@@ -56,6 +56,12 @@ class Layout:
         return mx.array(np.maximum(self._side_by_side[0], 0))
 
     @cached_property
+    def shape(self) -> tuple[int, int]:
+        """The shape (B, T) of `rows`."""
+        rows, width = self._side_by_side[0].shape
+        return rows, width
+
+    @cached_property
     def places(self) -> mx.array:
         """A place in the flattened `rows` of each token of the line: int32 (N,)."""
         return mx.array(self._side_by_side[1])

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlxtune.backend.device import memory
 from mlxtune.backend.forward.head import SplitModel
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import GpuError, MemoryLimitError
 from tests.backend.conftest import MakePipeline, random_examples
 
@@ -306,3 +307,22 @@ def test_step_says_its_own_peak_and_not_that_of_one_before(
     alone = pipeline.train_batch(EXAMPLES).memory - before
     assert 0 < alone < wide < 50_000_000
     assert memory.peak_bytes() - before >= 50_000_000, "that of the run is kept"
+
+
+def test_step_is_planned_once_and_again_once_its_bound_changes(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pipeline, _), planned, plan = make(LARGE), list[int](), Execution.plan
+
+    def counted(self: Execution, examples: Any, **options: Any) -> Any:
+        planned.append(self.micro_batch_tokens)
+        return plan(self, examples, **options)
+
+    monkeypatch.setattr(Execution, "plan", counted)
+    examples, batches = EXAMPLES, pipeline.batches
+    first = batches.plan(examples, batches.max_tokens)
+    assert batches.plan(list(examples), batches.max_tokens) == first
+    assert len(planned) == 1
+    batches.plan(examples, batches.max_tokens // 2)
+    batches.plan(examples[:1], batches.max_tokens // 2)
+    assert len(planned) == 3
