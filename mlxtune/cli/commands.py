@@ -10,6 +10,7 @@ import click
 
 from mlxtune import config as configs
 from mlxtune.cli.options import Command, ConfigCommand, given, merged
+from mlxtune.commands.prepare.resolved import resolve
 from mlxtune.config import DemoConfig, TrainConfig, as_path
 from mlxtune.core.files.sizes import read_text
 from mlxtune.errors import ConfigError
@@ -86,14 +87,14 @@ def _train(
 ) -> None:
     """Start a run, or resume one with its recorded options, changed by the given options."""
     if resume is None:
-        checked, point = merged(TrainConfig, config, flags), None
+        options, point = resolve(merged(TrainConfig, config, flags)), None
     else:
         from mlxtune.commands.prepare.resuming import find_run
 
         changes, problems = given(TrainConfig, config, flags)
         if problems:
             raise ConfigError(problems)
-        checked, point = find_run(resume, changes)
+        options, point = find_run(resume, changes)
 
     from mlxtune.commands.train import train
 
@@ -101,9 +102,10 @@ def _train(
     if open_page:
         from mlxtune.watch.watch import PageOpener
 
-        observers = [PageOpener(checked.checkpoint_path)]
-    run = unwrap(train)  # the options already form a config
-    run(checked, dry_run=dry_run, resume=point, observers=observers, live=open_page)
+        observers = [PageOpener(options.config.checkpoint_path)]
+    run = unwrap(train)  # the options are resolved
+    about: dict[str, Any] = {"given": options.given, "dry_run": dry_run, "resume": point}
+    run(options.config, **about, observers=observers, live=open_page)
 
 
 def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) -> bool:

@@ -177,11 +177,6 @@ def _takes(param: click.Parameter | None, following: str) -> bool:
 def merged(kind: type[Config], config: str | None, flags: dict[str, Any]) -> Config:
     """Build a config from a file and flags; flags win. Raises ConfigError with all problems."""
     options, problems = given(kind, config, flags)
-    if "init_adapter" in options:
-        # This import loads mlx, which --help must not do.
-        from mlxtune.backend.adapters.initialise import with_adapter
-
-        options = with_adapter(options)
     try:
         checked = kind(**options)
     except ConfigError as error:

@@ -1,5 +1,6 @@
 """`mlxtune eval`: measures whether an adapter helps on rows of data."""
 
+from collections.abc import Collection
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from mlxtune.views.run_text import evaluation_lines
 
 
 @takes_options(EvalConfig)
-def evaluate(config: EvalConfig) -> Evaluation:
+def evaluate(config: EvalConfig, *, given: Collection[str]) -> Evaluation:
     """Compare a base model without and with its adapter on the supervised tokens of the data.
 
     Leaves out rows that the adapter was trained on, if the adapter's run recorded them, unless no
@@ -37,7 +38,6 @@ def evaluate(config: EvalConfig) -> Evaluation:
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
-    given = config.given
     config = judged_as_trained(with_base_model(config), given)
     folder = find_model(config)
     config = with_hub_data(prompted_as_trained(config), RunConsole(quiet=config.quiet))

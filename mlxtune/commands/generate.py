@@ -1,7 +1,7 @@
 """`mlxtune generate`: answers one prompt or conversation, which may come from standard input."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import closing
 from typing import Any
 
@@ -28,12 +28,17 @@ _STDIN = "standard input"
 
 
 @takes_options(GenerateConfig)
-def generate(config: GenerateConfig, on_text: Callable[[str], None] = lambda text: None) -> Answer:
+def generate(
+    config: GenerateConfig,
+    on_text: Callable[[str], None] = lambda text: None,
+    *,
+    given: Collection[str],
+) -> Answer:
     """Answer a prompt or a conversation; `on_text` gets each piece of the answer as it arrives.
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
-    named, thinking = "template" in config.given, config.thinking
+    named, thinking = "template" in given, config.thinking
     config = with_base_model(prompted_as_trained(config))
     folder = find_model(config)
     content, where = _content(config)

@@ -1,6 +1,6 @@
 """`mlxtune plan`: predicts the memory, steps and time of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import replace
 
@@ -42,13 +42,12 @@ from mlxtune.views.plan_text import few_steps_line, plan_lines
 
 
 @takes_options(PlanConfig)
-def plan(config: PlanConfig) -> RunPlan:
+def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
     """Plan the run of `train` with the same options, without reading any weights.
 
     Raises a subclass of MlxTuneError for errors in options, files or the model, and
     MemoryLimitError if not even one example fits.
     """
-    given = config.given
     folder = model_folder.find_folder(config.model_path)
     console = RunConsole(quiet=config.quiet)
     config = with_hub_data(config, console)

@@ -1,6 +1,6 @@
 """`mlxtune train`: trains an adapter, in a new run or a resumed run."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -125,6 +125,7 @@ class TrainResult:
 def train(
     config: TrainConfig,
     *,
+    given: Collection[str],
     dry_run: bool = False,
     resume: ResumePoint | None = None,
     stop_after: int | None = None,
@@ -145,7 +146,7 @@ def train(
     TrainingInterrupted, with the state saved, after Ctrl-C.
     """
     check_trackers(config.track)
-    given, stands_for = config.given, ""
+    stands_for = ""
     observers = [*observers, Callbacks(on_step, on_validation)]
     with join_run(config, _console) as worker_run, ExitStack() as held:
         config = with_hub_data(worker_run.config, worker_run.console)
@@ -261,8 +262,8 @@ def resume(
     Raises the errors of `train`. Raises ConfigError if a changed option would change the result,
     and OutputError if there is no run to resume.
     """
-    config, found = find_run(str(folder), with_rows(changes))
-    return train(config, resume=found, on_step=on_step, on_validation=on_validation)
+    options, found = find_run(str(folder), with_rows(changes))
+    return train(options, resume=found, on_step=on_step, on_validation=on_validation)
 
 
 @takes_options(DemoConfig)

@@ -11,6 +11,7 @@ from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.commands.prepare.interrupt import end_in_order
 from mlxtune.commands.prepare.quantized_compute import recorded_products
+from mlxtune.commands.prepare.resolved import Resolved
 from mlxtune.commands.prepare.resuming import check_asked_again, check_initial, run_config
 from mlxtune.commands.train import train
 from mlxtune.config import TrainConfig, as_path, user_cache
@@ -123,7 +124,7 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             with suppress(OSError):  # training reports the error
                 copy_file(newest.folder.parent / REFERENCE, scratch / "checkpoints" / REFERENCE)
         try:
-            train(own, resume=resumed, stop_after=newest.step)
+            train(Resolved.recorded(own), resume=resumed, stop_after=newest.step)
         except TrainingInterrupted as stopped:
             if stopped.by_signal or stopped.checkpoint is None:
                 # A partial replay proves nothing, and its scratch folder is removed.

@@ -297,15 +297,16 @@ _Part = TypeVar("_Part")
 class Checked:
     """A dataclass that converts and checks its fields, and reports every problem in one error."""
 
-    # The names of the options that the caller gave.
-    given: frozenset[str]
+    # The names of the options passed to the constructor, which only `given_options` reads.
+    _passed: frozenset[str]
 
     def __new__(cls, *values: Any, **options: Any) -> Self:
         """Report unknown options before Python does. Raises ConfigError."""
         check_names(cls, options)
         made = super().__new__(cls)
-        first = list(options_of(cls))[: len(values)]
-        object.__setattr__(made, "given", frozenset([*first, *options]))
+        positional = [each.name for each in dataclasses.fields(cls) if not each.kw_only]  # type: ignore[arg-type]
+        passed = frozenset([*positional[: len(values)], *options])
+        object.__setattr__(made, "_passed", passed)
         return made
 
     def __post_init__(self) -> None:
@@ -330,6 +331,10 @@ class Checked:
     def contradictions(self) -> list[str]:
         return []
 
+    def default_of(self, name: str) -> Any:
+        """Return the value of an option that is not given."""
+        return getattr(type(self), name)
+
     def part(self, kind: type[_Part], **changes: Any) -> _Part:
         """Return a `kind` with the options that it shares with this config, and with `changes`.
 
@@ -342,6 +347,18 @@ class Checked:
             if own.get(_name(each)) is not None
         }
         return kind(**shared | changes)
+
+
+def given_options(config: Checked) -> frozenset[str]:
+    """Return the names of the options that the caller gave to a config.
+
+    `dataclasses.replace` passes every field to the copy: its given options are the ones that differ
+    from their defaults.
+    """
+    every, passed = options_of(type(config)).keys(), config._passed
+    if passed != every:
+        return passed
+    return frozenset(name for name in every if getattr(config, name) != config.default_of(name))
 
 
 def _name(field: dataclasses.Field[Any]) -> str:

@@ -82,6 +82,10 @@ class _StepConfig(ModelConfig, ObjectiveConfig, DataConfig):
         """The peak learning rate: `lr`, or the objective's default."""
         return self.default_rate if self.lr is None else self.lr
 
+    def default_of(self, name: str) -> Any:
+        """Return the value of an option that is not given; a rate depends on the objective."""
+        return self.default_rate if name == "lr" else super().default_of(name)
+
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
         if self.quantize == "nf4" and self.quantized_compute == "quantized":

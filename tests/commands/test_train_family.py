@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.numpy
 
-from mlxtune import TrainConfig, resume, train
+from mlxtune import TrainConfig, plan, resume, train
 from mlxtune.backend.adapters.initialise import with_adapter
+from mlxtune.config.fields import flag
 from mlxtune.errors import ConfigError, ModelError, TrainingInterrupted
 from tests.command import Cli
 from tests.models import sums, write_chat
@@ -83,6 +85,44 @@ def test_run_goes_on_from_an_adapter_by_the_options_of_that(
     assert said["mlxtune"] == before["mlxtune"]
     assert said["num_layers"] == before["num_layers"] == 1
     assert said["lora_parameters"]["keys"] == before["lora_parameters"]["keys"]
+
+
+def test_python_continues_from_an_adapter_as_the_command_line_does(
+    cli: Cli, model: Path, chat: Path, first: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"model_path": model, "data": chat, "init_adapter": first}
+    options |= {"max_steps": 1, "lr": 1e-2, "seed": 7, "samples": 0}
+    flags = [part for name, value in options.items() for part in (flag(name), value)]
+    outcome = cli("train", *flags, "--quiet", "--output", tmp_path / "flags")
+    assert outcome.code == 0, outcome.err
+    options["quiet"] = True
+    train(**options, output=tmp_path / "keywords")
+    train(TrainConfig(**options, output=str(tmp_path / "config")))
+    train(replace(TrainConfig(**options | {"seed": 8}), seed=7, output=str(tmp_path / "copy")))
+    for name in ("adapters.safetensors", "adapter_config.json"):
+        by_flags = (tmp_path / "flags" / name).read_bytes()
+        for folder in ("keywords", "config", "copy"):
+            assert (tmp_path / folder / name).read_bytes() == by_flags, folder
+
+
+def test_plan_counts_the_parameters_of_an_adapter_to_continue_from(
+    cli: Cli, model: Path, first: Path
+) -> None:
+    explicit = plan(model_path=model, rank=4, num_layers=1, **MEMBERS["dora"])
+    planned = plan(model_path=model, init_adapter=first)
+    assert planned.trainable_parameters == explicit.trainable_parameters
+    by_flags = cli("plan", "--model-path", model, "--init-adapter", first, "--json")
+    assert json.loads(by_flags.out)["lora"]["trainable_parameters"] == explicit.trainable_parameters
+
+
+def test_python_names_an_option_that_contradicts_the_adapter(
+    model: Path, chat: Path, first: Path, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"init_adapter": str(first), "rank": 8, "output": str(tmp_path)}
+    with pytest.raises(ModelError, match="its rank is 4, but --rank and --target-rank give 8"):
+        train(model_path=model, data=chat, **given)
+    with pytest.raises(ModelError, match="its rank is 4, but --rank and --target-rank give 8"):
+        train(TrainConfig(str(model), (str(chat),), **given))
 
 
 def test_resumed_run_needs_the_adapter_no_more_and_knows_which_it_was(

@@ -16,7 +16,7 @@ from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import ConfigCommand
 from mlxtune.config import OPTIONS, InstructConfig, InstructTrainingConfig, TrainConfig
 from mlxtune.config.data import weighted
-from mlxtune.config.fields import Affects, Section, flag, options_of
+from mlxtune.config.fields import Affects, Section, flag, given_options, options_of
 from mlxtune.errors import ConfigError
 from tests.configs import config, problems
 
@@ -88,6 +88,23 @@ def test_meaning_of_each_option_is_what_resume_cache_proof_and_reports_rely_on()
 def test_flag_of_an_option_is_its_name_with_hyphens() -> None:
     assert flag("max_seq_len") == "--max-seq-len"
     assert flag("lr") == "--lr"
+
+
+# Given options
+
+
+def test_given_options_are_the_constructor_s_arguments_by_position_and_name() -> None:
+    assert given_options(TrainConfig("m", ("d",))) == {"model_path", "data"}
+    assert given_options(config(rank=8)) == {"model_path", "data", "rank"}
+
+
+@pytest.mark.parametrize("objective", ["sft", "dpo"])
+def test_given_options_of_a_copy_differ_from_their_defaults(objective: str) -> None:
+    first = config(objective=objective, rank=4)
+    changed = {"model_path", "data", "rank", *({"objective"} if objective != "sft" else ())}
+    assert given_options(TrainConfig(**dataclasses.asdict(first))) == changed
+    assert given_options(dataclasses.replace(first, seed=1)) == changed | {"seed"}
+    assert given_options(dataclasses.replace(first, lr=2e-4)) == changed | {"lr"}
 
 
 # Conversion

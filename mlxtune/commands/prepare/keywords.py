@@ -14,6 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mlxtune.commands.prepare.resolved import Resolved, resolve
 from mlxtune.config.data import ROW_NAMES
 from mlxtune.config.fields import Checked, options_of
 from mlxtune.core.data.cache import least_used
@@ -36,12 +37,14 @@ def takes_options(
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Let a function that takes a config also take the config's fields as keywords.
 
-    With keywords, `data` and `val_data` may be rows: dictionaries in a list, another iterable or a
-    `datasets.Dataset`.
+    The function gets resolved options and, if it has a parameter `given`, the names of the given
+    ones. With keywords, `data` and `val_data` may be rows: dictionaries in a list, another iterable
+    or a `datasets.Dataset`.
     """
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
-        first, *others = inspect.signature(function).parameters.values()
+        first, *every = inspect.signature(function).parameters.values()
+        others = [each for each in every if each.name != "given"]
         own = {each.name for each in others}
 
         @wraps(function)
@@ -56,7 +59,10 @@ def takes_options(
             elif given:
                 names = ", ".join(given)
                 raise ConfigError([f"{names}: give all options in the config, or all as keywords"])
-            return function(config, *more, **passed)
+            resolved = config if isinstance(config, Resolved) else resolve(config)
+            if len(every) > len(others):
+                passed["given"] = resolved.given
+            return function(resolved.config, *more, **passed)
 
         options = inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD, annotation=Any)
         optional = first.replace(default=None)

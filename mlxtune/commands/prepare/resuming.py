@@ -12,6 +12,7 @@ from mlxtune.backend.adapters.files import find_adapter
 from mlxtune.backend.models.model_folder import is_local
 from mlxtune.backend.workers.environment import launched_several
 from mlxtune.backend.workers.launch import from_worker_0
+from mlxtune.commands.prepare.resolved import Resolved
 from mlxtune.config import OPTIONS, TrainConfig, as_path
 from mlxtune.config.data import weighted
 from mlxtune.config.fields import Affects, Option, check_names, field_types, flag
@@ -59,7 +60,7 @@ _UNCHANGED: dict[str, tuple[type[MlxTuneError], str]] = {
 }
 
 
-def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, ResumePoint]:
+def find_run(folder: str, given: Mapping[str, Any]) -> tuple[Resolved[TrainConfig], ResumePoint]:
     """Return the options of the run in a folder, changed by `given`, and the run's checkpoint.
 
     If `folder` is empty, looks where the given options would put the checkpoints.
@@ -69,7 +70,7 @@ def find_run(folder: str, given: Mapping[str, Any]) -> tuple[TrainConfig, Resume
     check_names(TrainConfig, given)
     find = partial(_find_point, folder, given)
     run, found = from_worker_0(find) if launched_several() else find()
-    return run_config(run, found.checkpoint, given), found
+    return Resolved.recorded(run_config(run, found.checkpoint, given)), found
 
 
 def _find_point(folder: str, given: Mapping[str, Any]) -> tuple[Path, ResumePoint]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mlxtune import TrainConfig
 from mlxtune.commands.prepare.auto import with_auto
+from mlxtune.config.fields import given_options
 from mlxtune.views.console import RunConsole
 from tests.command import Cli
 from tests.models import sums, write_chat, write_model
@@ -33,7 +34,7 @@ def test_auto_of_a_file_and_of_python_are_the_same(
     outcome = train("--config", tmp_path / "run.yaml", "--dry-run", quiet=False)
     assert " --lr 0.001 " in outcome.err
     config = TrainConfig(str(model), (str(chat),), auto=True, lr=0.001)
-    settled, _ = with_auto(config, config.given, model, RunConsole(quiet=True))
+    settled, _ = with_auto(config, given_options(config), model, RunConsole(quiet=True))
     assert (settled.lr, settled.targets, settled.rank) == (0.001, ("all",), 16)
 
 
@@ -42,7 +43,7 @@ def test_auto_makes_room_for_the_supervised_tokens(tmp_path: Path) -> None:
     rows = [[("user", "Count."), ("assistant", "one two three " * 100)] for _ in range(6)]
     data = write_chat(tmp_path / "long.jsonl", [*rows, *sums(4)])
     config = TrainConfig(str(model), (str(data),), auto=True, no_cache=True)
-    settled, line = with_auto(config, config.given, model, RunConsole(quiet=True))
+    settled, line = with_auto(config, given_options(config), model, RunConsole(quiet=True))
     assert settled.max_seq_len > 512
     assert f"--max-seq-len {settled.max_seq_len}" in line
 
@@ -52,7 +53,7 @@ def test_auto_counts_a_row_as_often_as_an_epoch_uses_it(tmp_path: Path, model: P
     chosen = []
     for weight in ("", "=10"):
         config = TrainConfig(str(model), (f"{data}{weight}",), auto=True, val_split=0.1)
-        settled, _ = with_auto(config, config.given, model, RunConsole(quiet=True))
+        settled, _ = with_auto(config, given_options(config), model, RunConsole(quiet=True))
         chosen.append((settled.epochs, settled.val_steps))
     # 18 rows in steps of 4 are 5 steps an epoch; with the weight, they are 45.
     assert chosen == [(3, 2), (3, 14)]
