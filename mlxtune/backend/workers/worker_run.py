@@ -150,9 +150,11 @@ def join_run(
 
     Raises WorkerError if another worker is lost.
     """
-    waiting = console_of(replace(config, quiet=config.quiet or launched_worker() > 0), None)
+    console = console_of(config, None)
     tensor = config.parallel == "tensor"
-    workers = join(partial(waiting.say, "Workers"), tensor=tensor)
+    # Worker 0 says for all that the others are awaited.
+    says = () if launched_worker() > 0 else (partial(console.say, "Workers"),)
+    workers = join(*says, tensor=tensor)
     if workers.size == 1:
         if tensor:
             raise ConfigError(
@@ -161,7 +163,7 @@ def join_run(
                     "start them with mlx.launch -n 2 -- mlxtune train …"
                 ]
             )
-        yield WorkerRun(workers, config, console_of(config, None))
+        yield WorkerRun(workers, config, console)
         return
     last_step, run = LastStep(), config.checkpoint_path
     with ExitStack() as held:
@@ -170,27 +172,25 @@ def join_run(
         )
         machines = held.enter_context(watch)
         here = machines[workers.index]
-        own = replace(config, memory_limit=config.memory_limit / machines.count(here))
+        own: dict[str, Any] = {"memory_limit": config.memory_limit / machines.count(here)}
         if tensor:
-            own = _alike(own, workers)
-        console = console_of(own, None)
+            # Workers share micro-batches, so they need one limit. Sampling needs the whole model,
+            # which no worker has.
+            own = {"memory_limit": _lowest(own["memory_limit"], workers), "samples": 0}
         if workers.index:
             log = _Log(run / f"worker-{workers.index}.log")
             held.callback(log.flush)
-            console = console_of(own, cast(TextIO, log))
+            console = console_of(config, cast(TextIO, log))
             with as_output_error(Path(tempfile.gettempdir()), "TMPDIR"):
                 scratch = held.enter_context(scratch_folder("worker"))
-            own = replace(
-                own,
-                output=str(scratch / ADAPTER),
-                checkpoint_dir=str(scratch),
-                overwrite=False,
-                track=(),
-                samples=0,
-            )
+            places = {"output": str(scratch / ADAPTER), "checkpoint_dir": str(scratch)}
+            own |= {**places, "overwrite": False, "track": (), "samples": 0}
+        config = replace(config, **own)
         console.say("Workers", f"{workers.size} on {count(len(set(machines)), 'machine')}")
         try:
-            yield WorkerRun(workers, own, console, machines.index(here) == workers.index, last_step)
+            yield WorkerRun(
+                workers, config, console, machines.index(here) == workers.index, last_step
+            )
         except TrainingInterrupted as interrupt:
             # When a worker ends, mlx.launch ends the others, even if they have not saved yet.
             workers.wait()
@@ -200,10 +200,7 @@ def join_run(
             raise
 
 
-def _alike(config: TrainConfig, workers: Workers) -> TrainConfig:
-    """Return options with the lowest of the workers' memory limits, and without samples."""
-    limit = memory.find_limits(config.memory_limit).memory / memory.GB
-    limits = map(json.loads, workers.texts(json.dumps(limit)))
-    # Workers share micro-batches, so they need one limit. Sampling needs the whole model, which no
-    # worker has.
-    return replace(config, memory_limit=min(limits), samples=0)
+def _lowest(memory_limit: float, workers: Workers) -> float:
+    """Return the lowest memory limit that a worker can have, in GB."""
+    limit = memory.find_limits(memory_limit).memory / memory.GB
+    return float(min(map(json.loads, workers.texts(json.dumps(limit)))))

@@ -9,7 +9,7 @@ from typing import TypeVar
 from mlxtune.backend.models import loading
 from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.commands.prepare.memory import longest_example, training_rows
-from mlxtune.config import TrainConfig
+from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.data.inspection import cut_loss
 from mlxtune.core.steps import order
 from mlxtune.core.text import count, short_number
@@ -33,7 +33,7 @@ def with_auto(
         return config, ""
     with closing(console):
         reader = Reader(config, folder, console.on_encoding)
-        dataset = load_dataset(replace(config, max_seq_len=_UNCUT), reader)
+        dataset = load_dataset(config.part(DataConfig, max_seq_len=_UNCUT), reader)
     base = loading.open_base(folder, config.dtype, **config.loading())
     rows = dataset.corpus.select(training_rows(config, dataset))
     own = TrainConfig.max_seq_len
@@ -45,10 +45,12 @@ def with_auto(
         needed=own if loss is None else loss.enough,
         fitting=_UNCUT,
     )
-    settled = replace(config, auto=False, **choose(facts, config, given))
+    chosen = choose(facts, config, given)
+    settled = replace(config, auto=False, **chosen)
     # The longest example that fits depends on the chosen LoRA options.
     facts = replace(facts, fitting=longest_example(settled, base).recomputed)
-    settled = replace(config, auto=False, **choose(facts, config, given))
+    if (fitting := choose(facts, config, given)) != chosen:
+        settled = replace(config, auto=False, **fitting)
     line = command_line(settled)
     console.say("Auto", line, copyable=True)
     reasons = (
