@@ -43,7 +43,7 @@ class MlxLm:
             mx.set_wired_limit(int(recommended))
         self.loss_function = "default"
         self.execution = "eager" if on_cpu() else "compiled"
-        self._lora = config.lora()
+        self._lora, self._max_seq_len = config.lora(), config.max_seq_len
         self._batch_size = config.batch_size
         model_config = read_config(folder, trust_remote_code=config.trust_remote_code)
         self._model, model_config = load_lazily(folder, model_config)
@@ -172,7 +172,7 @@ class MlxLm:
         one position after the row, as in mlx-lm.
         """
         rows = [(each.tokens.tolist(), int(each.assistant_mask.argmax())) for each in examples]
-        tokens, own_spans = next(iterate_batches(rows, len(rows), self._lora.max_seq_len))
+        tokens, own_spans = next(iterate_batches(rows, len(rows), self._max_seq_len))
         if self.loss_function == "masked":
             mask = np.zeros(tokens.shape, dtype=np.bool_)
             for line, example in zip(mask, examples, strict=True):

@@ -297,12 +297,14 @@ _Part = TypeVar("_Part")
 class Checked:
     """A dataclass that converts and checks its fields, and reports every problem in one error."""
 
+    # Names of former options, which the constructor still accepts for programs that pass them.
+    ignored: typing.ClassVar[tuple[str, ...]] = ()
     # The names of the options passed to the constructor, which only `given_options` reads.
     _passed: frozenset[str]
 
     def __new__(cls, *values: Any, **options: Any) -> Self:
         """Report unknown options before Python does. Raises ConfigError."""
-        check_names(cls, options)
+        check_names(cls, {k: value for k, value in options.items() if k not in cls.ignored})
         made = super().__new__(cls)
         positional = [each.name for each in dataclasses.fields(cls) if not each.kw_only]  # type: ignore[arg-type]
         passed = frozenset([*positional[: len(values)], *options])

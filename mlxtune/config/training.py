@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mlxtune.config.data import (
     BENCH,
@@ -372,21 +372,26 @@ class InstructTrainingConfig(_LoopConfig):
     """Options of the trainer: epochs, split, validation, checkpoints, learning rate and schedule.
 
     `learning_rate` is the peak that the schedule scales; None takes the pipeline's rate.
-    The trainer itself does not read `log_interval`, which is kept for observers.
+    `log_interval` is accepted and ignored.
 
     Raises ConfigError, which lists every problem.
     """
 
-    epochs: int = same(TrainConfig, "epochs", 3)
+    ignored: ClassVar = ("log_interval",)
+
+    epochs: int = same(TrainConfig, "epochs")
     val_split: float = same(TrainConfig, "val_split")
     early_stopping_patience: int = same(TrainConfig, "patience")
     checkpoint_dir: str = same(TrainConfig, "checkpoint_dir", "checkpoints")
     seed: int = same(TrainConfig, "seed")
-    log_interval: int = same(TrainConfig, "log_every", 1)
+    log_interval: dataclasses.InitVar[object] = None
     learning_rate: float | None = same(TrainConfig, "lr", None)
     batch_size: int = same(TrainConfig, "batch_size")
     val_rows: int = same(TrainConfig, "val_rows")
     order: str = same(TrainConfig, "order")
+
+    def __post_init__(self, *_: object) -> None:
+        super().__post_init__()
 
     def contradictions(self) -> list[str]:
         return [] if self.val_split > 0 else ["--val-split must be above 0, not 0"]
@@ -397,21 +402,26 @@ class InstructConfig(_LoraConfig):
     """Options of the pipeline: LoRA, optimizer, clipping.
 
     `learning_rate` is the default of `train_step` and `train_batch`, and the peak for a trainer
-    whose config has none; a trainer passes the rate of its schedule to each step. The pipeline does
-    not read `epochs` and `max_seq_len`, which are kept for programs that pass them.
+    whose config has none; a trainer passes the rate of its schedule to each step. `epochs` and
+    `max_seq_len` are accepted and ignored.
 
     Raises ConfigError, which lists every problem.
     """
 
-    lora_rank: int = same(TrainConfig, "rank", 16)
-    lora_alpha: float = same(TrainConfig, "alpha", 32.0)
-    learning_rate: float = same(TrainConfig, "lr", 2e-4)
-    epochs: int = same(TrainConfig, "epochs", 3)
-    max_seq_len: int = same(TrainConfig, "max_seq_len")
+    ignored: ClassVar = ("epochs", "max_seq_len")
+
+    lora_rank: int = same(TrainConfig, "rank")
+    lora_alpha: float = same(TrainConfig, "alpha")
+    learning_rate: float = same(TrainConfig, "lr", DEFAULT_RATE)
+    epochs: dataclasses.InitVar[object] = None
+    max_seq_len: dataclasses.InitVar[object] = None
     gradient_clip_norm: float = same(TrainConfig, "max_grad_norm")
     seed: int = same(TrainConfig, "seed")
     targets: tuple[str, ...] = same(TrainConfig, "targets")
     num_layers: int | None = same(TrainConfig, "num_layers")
+
+    def __post_init__(self, *_: object) -> None:
+        super().__post_init__()
 
 
 @dataclasses.dataclass(frozen=True)

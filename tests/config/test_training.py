@@ -103,13 +103,12 @@ def test_defaults_of_the_trainer_and_the_pipeline_are_those_that_are_promised() 
     assert (
         trainer
         | {
-            "epochs": 3,
+            "epochs": 1,
             "val_split": 0.2,
             "save_every": 1,
             "early_stopping_patience": 5,
             "checkpoint_dir": "checkpoints",
             "seed": 42,
-            "log_interval": 1,
             "warmup_fraction": 0.1,
             "lr_min": 1e-6,
             "learning_rate": None,
@@ -121,15 +120,25 @@ def test_defaults_of_the_trainer_and_the_pipeline_are_those_that_are_promised() 
     assert (
         pipeline
         | {
-            "lora_rank": 16,
-            "lora_alpha": 32.0,
-            "learning_rate": 2e-4,
-            "epochs": 3,
-            "max_seq_len": 512,
+            "lora_rank": 8,
+            "lora_alpha": 16.0,
+            "learning_rate": 1e-4,
             "gradient_clip_norm": 1.0,
         }
         == pipeline
     )
+
+
+def test_former_options_are_accepted_and_ignored() -> None:
+    """Programs may still pass them, by name or by position."""
+    assert InstructTrainingConfig(log_interval=5) == InstructTrainingConfig()
+    assert InstructTrainingConfig(1, 0.2, 5, "checkpoints", 42, 9, 2e-4).learning_rate == 2e-4
+    assert InstructConfig(epochs=3, max_seq_len=2048) == InstructConfig()
+    assert InstructConfig(4, 8.0, 2e-4, 3, 2048, 0.5).gradient_clip_norm == 0.5
+    changed = dataclasses.replace(InstructConfig(4, max_seq_len=2048), seed=1)
+    assert (changed.lora_rank, changed.seed) == (4, 1)
+    with pytest.raises(ConfigError, match="no option 'max_seq_lens'"):
+        InstructConfig(max_seq_lens=2048)  # type: ignore[call-arg]
 
 
 # Laws
@@ -244,7 +253,6 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
         "early_stopping_patience": 3,
         "checkpoint_dir": "runs",
         "seed": 11,
-        "log_interval": 9,
         "warmup_fraction": 0.4,
         "lr_min": 2e-6,
         "batch_size": 5,
@@ -263,8 +271,6 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
         "lora_rank": 2,
         "lora_alpha": 6.0,
         "learning_rate": 3e-4,
-        "epochs": 7,
-        "max_seq_len": 99,
         "gradient_clip_norm": 0.25,
         "targets": ("k_proj",),
         "num_layers": 4,
