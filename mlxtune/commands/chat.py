@@ -12,17 +12,16 @@ from functools import partial
 from typing import Any
 
 from mlxtune.backend.text.generate import Answer
-from mlxtune.commands.prepare.base import with_base_model
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.interrupt import stop_on_interrupt
 from mlxtune.commands.prepare.model import (
     Answerers,
     LoadedModel,
+    as_trained,
     await_result,
     check_prompt_length,
     find_model,
     load_model,
-    prompted_as_trained,
     trained_on_text,
 )
 from mlxtune.config import ChatConfig, as_path
@@ -57,7 +56,7 @@ def chat(config: ChatConfig) -> None:
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
     thinking = config.thinking
-    config = with_base_model(prompted_as_trained(config))
+    config = as_trained(config)
     folder = find_model(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = Reader(config.reading(turns="last"), folder)

@@ -8,15 +8,9 @@ from pathlib import Path
 from mlxtune.backend.adapters.files import find_adapter
 from mlxtune.backend.forward import operations
 from mlxtune.commands.judge import answer_rows, compare_losses
-from mlxtune.commands.prepare.base import with_base_model
 from mlxtune.commands.prepare.dataset import Reader, load_dataset, report_findings, with_hub_data
 from mlxtune.commands.prepare.keywords import takes_options
-from mlxtune.commands.prepare.model import (
-    find_model,
-    judged_as_trained,
-    load_model,
-    prompted_as_trained,
-)
+from mlxtune.commands.prepare.model import as_trained, find_model, load_model
 from mlxtune.config import EvalConfig, ObjectiveConfig
 from mlxtune.core.data.sources.datafiles import held_out_file
 from mlxtune.core.evaluation.evaluation import Evaluation
@@ -38,9 +32,9 @@ def evaluate(config: EvalConfig, *, given: Collection[str]) -> Evaluation:
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
-    config = judged_as_trained(with_base_model(config), given)
+    config = as_trained(config, given)
     folder = find_model(config)
-    config = with_hub_data(prompted_as_trained(config), RunConsole(quiet=config.quiet))
+    config = with_hub_data(config, RunConsole(quiet=config.quiet))
     objective = Objective(config.part(ObjectiveConfig))
     reading = config.reading(data=_data_files(config))
     operations.load_ahead(folder)

@@ -6,14 +6,13 @@ from contextlib import closing
 from typing import Any
 
 from mlxtune.backend.text.generate import Answer, Sampling
-from mlxtune.commands.prepare.base import with_base_model
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.commands.prepare.model import (
+    as_trained,
     check_prompt_length,
     find_model,
     load_model,
-    prompted_as_trained,
     start_generator,
     trained_on_text,
 )
@@ -39,7 +38,7 @@ def generate(
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
     named, thinking = "template" in given, config.thinking
-    config = with_base_model(prompted_as_trained(config))
+    config = as_trained(config)
     folder = find_model(config)
     content, where = _content(config)
     with closing(RunConsole(quiet=config.quiet)) as console:

@@ -23,7 +23,7 @@ from mlxtune.backend.models.quantize import format_name
 from mlxtune.commands.prepare.base import find_base, metadata_of
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.interrupt import end_in_order
-from mlxtune.commands.prepare.model import prompted_as_trained, trained_on_text
+from mlxtune.commands.prepare.model import as_trained, trained_on_text
 from mlxtune.commands.prepare.unfinished import noted, remove_unfinished
 from mlxtune.config import DataConfig, OutgoingConfig, UseConfig
 from mlxtune.core.data.prompt import prompt_of
@@ -225,11 +225,12 @@ def _write_template(source: Source, folder: Path) -> None:
     """
     trust = source.config.trust_remote_code
     use = UseConfig(str(source.folder), adapter=str(source.weights), trust_remote_code=trust)
-    reader = Reader(prompted_as_trained(use).reading(), source.folder)
+    trained = as_trained(use)
+    reader = Reader(trained.reading(), source.folder)
     if trained_on_text(use) or not reader.has_template:
         return
     _write_end(source, reader, folder)
-    if prompted_as_trained(use).merge_system:
+    if trained.merge_system:
         source.console.warn("no template merges system messages: generate with --merge-system")
     if (template := reader.written_template) is None:
         return

@@ -14,14 +14,13 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from mlxtune.backend.text.generate import Answer
-from mlxtune.commands.prepare.base import with_base_model
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.model import (
     Answerers,
+    as_trained,
     check_prompt_length,
     find_model,
     load_model,
-    prompted_as_trained,
 )
 from mlxtune.config import AnswerConfig
 from mlxtune.config.limits import RECORD, parse_json
@@ -35,7 +34,7 @@ _NAMES = {False: "base", True: "adapter"}
 
 def answers(options: dict[str, Any], questions: Iterator[str]) -> Iterator[dict[str, Any]]:
     """Answer each question; yield lines for the page. Raises MlxTuneError if loading fails."""
-    config = with_base_model(prompted_as_trained(AnswerConfig(**options)))
+    config = as_trained(AnswerConfig(**options))
     folder = find_model(config)
     reader = Reader(config.reading(turns="last"), folder)
     reader.require_template()

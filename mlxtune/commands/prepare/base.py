@@ -3,11 +3,10 @@
 import shlex
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from mlxtune.backend.adapters.files import find_adapter, read_info
+from mlxtune.backend.adapters.files import AdapterInfo
 from mlxtune.backend.models.model_folder import find_folder, is_local, read_config
 from mlxtune.config import ImportConfig, UseConfig
 from mlxtune.core.files.files import file_hash, read_json
@@ -15,18 +14,12 @@ from mlxtune.core.run.checkpoint import ADAPTER, METADATA
 from mlxtune.core.run.own_runs import is_own
 from mlxtune.errors import ModelError
 
-Use = TypeVar("Use", bound=UseConfig)
 
-
-def with_base_model(config: Use) -> Use:
-    """Add the adapter's base model to options that name no model. Raises ModelError."""
-    if config.model_path is not None or config.adapter is None:
-        return config
-    weights = find_adapter(config.adapter)
+def base_of(config: UseConfig, weights: Path, info: AdapterInfo) -> Path:
+    """Return the folder of the base model that an adapter's config names. Raises ModelError."""
     metadata, run = metadata_of(weights)
     relative_to = str(metadata.get("working_directory") or "")
-    folder = find_base(config, read_info(weights).model, relative_to, str(weights), run)
-    return replace(config, model_path=str(folder))
+    return find_base(config, info.model, relative_to, str(weights), run)
 
 
 def find_base(

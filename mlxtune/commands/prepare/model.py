@@ -13,7 +13,7 @@ from mlxtune.backend.adapters.attach import (
     base_options,
     load_adapted,
 )
-from mlxtune.backend.adapters.files import find_adapter, read_info
+from mlxtune.backend.adapters.files import AdapterInfo, find_adapter, read_info
 from mlxtune.backend.device import device, memory
 from mlxtune.backend.forward.attention_kernels import attention_kernels_problem
 from mlxtune.backend.forward.gate_kernels import gate_kernels_problem
@@ -24,6 +24,7 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, Stream, seed
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
+from mlxtune.commands.prepare.base import base_of
 from mlxtune.commands.prepare.dataset import Reader, template_text
 from mlxtune.commands.prepare.memory import confirm, recorded_memory
 from mlxtune.config import AnswerConfig, EvalConfig, ObjectiveConfig, TrainConfig, UseConfig
@@ -143,37 +144,38 @@ def find_model(config: UseConfig) -> Path:
     return folder
 
 
-def prompted_as_trained(config: U) -> U:
-    """Return the options with the adapter's prompt options, unless any prompt option is given.
+def as_trained(config: U, given: Collection[str] = ()) -> U:
+    """Return the options with the adapter's base model, prompt options and objective.
 
-    Raises ModelError.
+    An option takes precedence: a model, any prompt option and, for an evaluation, an objective in
+    `given`. Raises ModelError.
     """
-    if config.adapter is None or _prompt_options(config):
+    if config.adapter is None:
         return config
-    return _with_recorded(config, config.adapter, "prompt", _PROMPT)
-
-
-def judged_as_trained(config: EvalConfig, given: Collection[str]) -> EvalConfig:
-    """Return the options with the adapter's objective, unless `given` contains "objective".
-
-    Raises ModelError.
-    """
-    if config.adapter is None or "objective" in given:
-        return config
-    return _with_recorded(config, config.adapter, "objective", _OBJECTIVE.keys() - given)
-
-
-def _with_recorded(config: U, adapter: str, record: str, names: Collection[str]) -> U:
-    """Return the options with the adapter's recorded values for `names`. Raises ModelError."""
-    weights = find_adapter(adapter)
-    trained = read_info(weights).mlxtune.get(record)
-    known = {} if trained is None else trained
-    if not isinstance(known, Mapping):
-        raise ModelError(f"{weights}: its config is damaged: {record} is not an object")
+    weights = find_adapter(config.adapter)
+    info = read_info(weights)
+    changes: dict[str, Any] = {}
+    if config.model_path is None:
+        changes["model_path"] = str(base_of(config, weights, info))
+    if not _prompt_options(config):
+        changes |= _recorded(weights, info, "prompt", _PROMPT)
+    if isinstance(config, EvalConfig) and "objective" not in given:
+        changes |= _recorded(weights, info, "objective", _OBJECTIVE.keys() - given)
     try:
-        return replace(config, **{name: known[name] for name in names if name in known})
+        return replace(config, **changes) if changes else config
     except ConfigError as error:
         raise ModelError(f"{weights}: its config is damaged: {one_line(error)}") from error
+
+
+def _recorded(
+    weights: Path, info: AdapterInfo, record: str, names: Collection[str]
+) -> dict[str, Any]:
+    """Return the values that the adapter's config records for `names`. Raises ModelError."""
+    recorded = info.mlxtune.get(record)
+    known = {} if recorded is None else recorded
+    if not isinstance(known, Mapping):
+        raise ModelError(f"{weights}: its config is damaged: {record} is not an object")
+    return {name: known[name] for name in names if name in known}
 
 
 def _trained_as(config: TrainConfig, plain_text: bool) -> dict[str, Any]:

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from mlxtune.commands.prepare.base import with_base_model
+from mlxtune.backend.adapters.files import AdapterInfo, read_info
+from mlxtune.commands.prepare import model
+from mlxtune.commands.prepare.model import as_trained
 from mlxtune.config import EvalConfig, UseConfig
 from mlxtune.errors import ConfigError, ModelError
 from tests.paths import DATA
@@ -31,11 +33,37 @@ def test_adapter_names_its_base_model(tmp_path: Path) -> None:
     """The name is relative to the folder in which the run was started, not to the current one."""
     adapter = write_adapter(tmp_path / "out", "demo-qwen3", working_directory=str(DATA))
 
-    found = with_base_model(UseConfig(adapter=str(adapter)))
+    found = as_trained(UseConfig(adapter=str(adapter)))
 
     assert found.model_path == str(DATA / "demo-qwen3")
     given = UseConfig(model_path="other", adapter=str(adapter))
-    assert with_base_model(given) is given
+    assert as_trained(given) is given
+
+
+def test_adapter_s_config_is_read_once_for_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = write_adapter(tmp_path / "out", "demo-qwen3", working_directory=str(DATA))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["mlxtune"] = {
+        "prompt": {"template": "chatml"},
+        "objective": {"objective": "dpo", "beta": 0.3},
+    }
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    reads: list[Path] = []
+
+    def counted(weights: Path) -> AdapterInfo:
+        reads.append(weights)
+        return read_info(weights)
+
+    monkeypatch.setattr(model, "read_info", counted)
+    asked = EvalConfig(adapter=str(adapter), data=("test.jsonl",))
+    found = as_trained(asked, {"adapter", "data", "beta"})
+    assert (found.model_path, found.template) == (str(DATA / "demo-qwen3"), "chatml")
+    # A given option stays.
+    assert (found.objective, found.beta) == ("dpo", None)
+    assert as_trained(asked, {"objective"}).objective == "sft"
+    assert len(reads) == 2
 
 
 def test_base_model_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
@@ -45,7 +73,7 @@ def test_base_model_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
         f"{adapter / 'adapters.safetensors'}: its base model gone is not there: give --model-path"
     )
     with pytest.raises(ModelError, match=f"^{re.escape(said)}$"):
-        with_base_model(UseConfig(adapter=str(adapter)))
+        as_trained(UseConfig(adapter=str(adapter)))
 
 
 def test_neither_model_nor_adapter_is_one_problem() -> None:
