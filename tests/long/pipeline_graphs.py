@@ -43,7 +43,7 @@ class PipelineGraphs:
                 try:
                     _, gradients = vjp(loss, values, [mx.array(1.0)])
                 finally:
-                    forward.trained.replace(parameters)
+                    forward.trained.assign(parameters)
                 return gradients, vjp.tied
 
             yield gradient, arrays["inputs"]

@@ -173,7 +173,7 @@ class Forward:
         they stay in the model. `scale` is `loss_scale`, which keeps float16 gradients in range,
         divided by the number of supervised tokens of the whole step.
         """
-        self.trained.replace(parameters)
+        self.trained.assign(parameters)
         with self.running(), laid_out(arrays.get("layout")):
             caches = self._caches(arrays)
             if self.execution.split_head:

@@ -92,7 +92,7 @@ class LayerCall:
         return _filled(self._output, outputs)
 
     def _update(self, trained: Sequence[mx.array]) -> None:
-        self._parameters.replace(dict(zip(self.names, trained, strict=True)))
+        self._parameters.assign(dict(zip(self.names, trained, strict=True)))
 
 
 def first_trained(layers: Sequence[nn.Module]) -> int:

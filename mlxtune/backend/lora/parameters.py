@@ -1,4 +1,4 @@
-"""A model's trained parameters by name, read and replaced without a walk through the model."""
+"""A model's trained parameters by name, read and assigned without a walk through the model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,8 +27,8 @@ class TrainedParameters:
         """Return the parameters by name."""
         return {name: module[key] for name, (module, key) in self._places.items()}
 
-    def replace(self, values: Mapping[str, mx.array]) -> None:
-        """Replace the parameters with these names. Raises KeyError for any other name."""
+    def assign(self, values: Mapping[str, mx.array]) -> None:
+        """Assign the parameters with these names. Raises KeyError for any other name."""
         for name, value in values.items():
             module, key = self._places[name]
             # Module's own __setitem__ is dict's.

@@ -143,7 +143,7 @@ def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[dict[str, Any
                     peaks.append(memory.peak_of(compute))
             finally:
                 shift.clear()
-                forward.trained.replace(parameters)
+                forward.trained.assign(parameters)
     return np.array(peaks, dtype=np.float64)
 
 

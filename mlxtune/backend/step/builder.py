@@ -126,7 +126,7 @@ class StepBuilder:
                 memory.relieve_pressure()
         finally:
             # Tracing has replaced the model's parameters with arrays of the trace.
-            self.trained.replace(own)
+            self.trained.assign(own)
         self._finish(total, vectors)
         if rate is not None:
             update = self._optimizer.update(vectors, total.gradients, total.loss, rate, after)
@@ -157,7 +157,7 @@ class StepBuilder:
                 dtype = self._forward.dtype
                 preference.check_first_loss(logps, in_16_bits=dtype is not None and dtype.size == 2)
         self._runner.warn_of_limit()
-        self.trained.replace(update.parameters)
+        self.trained.assign(update.parameters)
         self._optimizer.commit(update)
         memory.relieve_pressure()
         self._phases.end("optimizer")

@@ -32,7 +32,7 @@ def test_parameters_are_those_that_are_not_frozen_in_the_order_of_the_model(
 def test_some_parameters_are_replaced_also_behind_an_intercepted_module(model: nn.Module) -> None:
     restore = intercept(model, [model.layers[1]], [lambda module, x: module(x)])
     parameters, weight = TrainedParameters(model), mx.ones((2, 3))
-    parameters.replace({"layers.1.weight": weight})
+    parameters.assign({"layers.1.weight": weight})
     assert parameters.values()["layers.1.weight"] is weight
     assert mx.array_equal(model.layers[1](mx.ones((1, 3))), 3 * mx.ones((1, 2)))
     restore()
@@ -40,4 +40,4 @@ def test_some_parameters_are_replaced_also_behind_an_intercepted_module(model: n
 
 def test_name_of_another_parameter_is_an_error(model: nn.Module) -> None:
     with pytest.raises(KeyError, match=r"norm\.weight"):
-        TrainedParameters(model).replace({"norm.weight": mx.ones(2)})
+        TrainedParameters(model).assign({"norm.weight": mx.ones(2)})
