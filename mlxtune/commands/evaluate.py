@@ -50,7 +50,7 @@ def evaluate(config: EvalConfig, *, given: Collection[str]) -> Evaluation:
         trained = NO_ROWS
         if config.adapter is not None:
             trained = rows_behind(find_adapter(config.adapter), console.warn)
-        judged = JudgedRows.of(dataset.corpus.select(), trained)
+        judged = JudgedRows.of(dataset.rows.train, trained)
         if judged.only_trained:
             console.warn("the adapter was trained on these rows: evaluate it on new ones")
         loaded, generated = load_model(config, folder, console), None

@@ -6,22 +6,18 @@ from contextlib import closing
 
 from mlxtune.backend.models import model_folder
 from mlxtune.commands.prepare.dataset import (
-    SPLIT_ADVICE,
     Dataset,
     Reader,
     data_files,
     load_dataset,
-    split_problem,
     with_hub_data,
 )
 from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.config import InspectConfig, as_path
 from mlxtune.core.data import findings, inspection
 from mlxtune.core.data.conversation import ROLE_NAMES
-from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.places import where
 from mlxtune.core.files.files import check_outputs, make_folder, write_file
-from mlxtune.core.steps import order
 from mlxtune.errors import DataError
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole
@@ -84,21 +80,11 @@ def show(config: InspectConfig) -> None:
 
 
 def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection.Inspection:
-    problem = split_problem(dataset.corpus, dataset.validation)
-    held_out: list[int] = []
-    if dataset.validation is None and problem is None:
-        _, held_out = order.split_rows(
-            dataset.corpus, config.val_split, config.seed, config.val_rows
-        )
-        dataset.hold_out(held_out)
-    elif dataset.validation is not None:
-        trained = dataset.corpus.num_rows
-        held_out = list(range(trained, trained + dataset.validation.num_rows))
-    parts = [part for part in (dataset.corpus, dataset.validation) if part is not None]
-    examples = inspection.InspectedExamples(parts, held_out)
+    corpora = dataset.rows.corpora
+    first = sum(corpus.num_rows for corpus in corpora[:-1])
+    validates = [first + index for index in dataset.rows.validation.indices]
+    examples = inspection.InspectedExamples(corpora, validates)
     found = [*dataset.findings, *findings.skip_findings(dataset.files)]
-    if problem is not None:
-        found.append(Finding("error", problem, 0, SPLIT_ADVICE))
     every_finding = tuple(findings.by_loss(found))
     if config.row is None:
         chosen = examples.choose(every_finding, ON_PAGE if config.html else ELSEWHERE)
@@ -133,7 +119,7 @@ def why_not_shown(row: int, reader: Reader, dataset: Dataset) -> str:
 
 def dump_lines(dataset: Dataset) -> Iterator[bytes]:
     """Yield each example that `train` would use with the same options, as a JSON line."""
-    for corpus in filter(None, (dataset.corpus, dataset.validation)):
+    for corpus in dataset.rows.corpora:
         for example in corpus:
             line = {
                 "path": corpus.paths[example.file],

@@ -155,14 +155,9 @@ def answer_rows(
 
 
 class ValidationAnswers(TrainingObserver):
-    """Answers some validation rows after each validation, for the live page.
+    """Answers some validation rows after each validation, for the live page."""
 
-    `rows` returns the validation rows, once they are known.
-    """
-
-    def __init__(
-        self, config: TrainConfig, base: BaseModel, rows: Callable[[], CorpusRows]
-    ) -> None:
+    def __init__(self, config: TrainConfig, base: BaseModel, rows: CorpusRows) -> None:
         self._config, self._rows = config, rows
         self._loaded = LoadedModel(base, None)
         self._reader = Reader(config, base.folder)
@@ -179,7 +174,7 @@ class ValidationAnswers(TrainingObserver):
 
     def _answer(self, step: int) -> None:
         config, tokenizer = self._config, self._reader.tokenizer
-        if drawn := _draw(self._rows(), config.samples, config.seed, tokenizer):
+        if drawn := _draw(self._rows, config.samples, config.seed, tokenizer):
             quiet = RunConsole(quiet=True)
             generated = answer_rows(self._loaded, tokenizer, drawn, _LONGEST_LIVE, quiet)
             content = asdict(StepSamples(step, generated.samples))

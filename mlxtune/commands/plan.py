@@ -28,7 +28,6 @@ from mlxtune.commands.prepare.memory import (
     longest_example,
     planned_work,
     speed_key,
-    training_rows,
 )
 from mlxtune.config import PlanConfig
 from mlxtune.core.run.run_plan import RunPlan
@@ -108,9 +107,8 @@ def show(config: PlanConfig) -> None:
 def _with_data(
     planned: RunPlan, config: PlanConfig, dataset: Dataset, chose_epochs: bool
 ) -> RunPlan:
-    corpus, chosen = dataset.corpus, training_rows(config, dataset)
-    rows = corpus.select(chosen)
-    used = np.asarray(chosen)[order.rows_of_epoch(rows, config.seed, 1)]
+    corpus, rows = dataset.corpus, dataset.rows.train
+    used = np.asarray(rows.indices)[order.rows_of_epoch(rows, config.seed, 1)]
     tokens, supervised = (
         np.bincount(corpus.row_of_example, weights=values, minlength=corpus.num_rows)[used].sum()
         for values in (corpus.lengths, corpus.supervised)
@@ -118,7 +116,7 @@ def _with_data(
     per_epoch, steps = count_steps(config.training(), len(used))
     return replace(
         planned,
-        rows=len(chosen),
+        rows=len(rows),
         steps_per_epoch=per_epoch,
         steps=steps,
         tokens=int(tokens),

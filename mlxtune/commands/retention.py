@@ -18,11 +18,10 @@ from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.commands.prepare.resuming import run_config
 from mlxtune.commands.proof import Source, load_base, prompts_for
 from mlxtune.config import FuseConfig
-from mlxtune.core.data.corpus import Corpus, CorpusRows
+from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.evaluation.losses import sums_of
 from mlxtune.core.run.own_runs import is_own
 from mlxtune.core.run.run_folder import find_resume_point
-from mlxtune.core.steps import order
 from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
 
@@ -119,15 +118,9 @@ def _validation_rows(source: Source) -> CorpusRows | None:
         if (found := find_resume_point(source.run)) is None:
             return None
         data = run_config(source.run, found.checkpoint, {})
-        dataset = load_dataset(data, Reader(data, source.folder))
+        rows = load_dataset(data, Reader(data, source.folder)).rows.validation
     except MlxTuneError:
         return None
-    if dataset.validation is not None:
-        rows = Corpus.of(dataset.validation).select()
-    else:
-        corpus = dataset.corpus
-        split = order.split_rows(corpus, data.val_split, data.seed, data.val_rows)
-        rows = corpus.select(split[1])
     if source.metadata.get("validation_hash") != rows.corpus.data_hash() or not len(rows):
         return None
     if len(rows) <= _MOST_ROWS:

@@ -349,7 +349,7 @@ def prepare(
     with closing(console), worker_run.in_turn():
         dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
     report_findings(dataset, console)
-    if config.val_steps and dataset.validation is not None and not dataset.validation:
+    if config.val_steps and not dataset.rows.validation:
         raise ConfigError(
             ["--val-steps: there are no validation rows: leave it out, or set --val-split above 0"]
         )
@@ -391,15 +391,14 @@ def make_trainer(
     observers: Sequence[TrainingObserver],
     live: bool,
 ) -> InstructTrainer:
-    """Make the trainer, and record in the ledgers the rows that it holds out."""
-    config, dataset, console = worker_run.config, setup.dataset, worker_run.console
+    config, rows, console = worker_run.config, setup.dataset.rows, worker_run.console
     trackers = [
         TrackingObserver(each, config, console.warn) for each in dict.fromkeys(config.track)
     ]
     first = list(observers) if worker_run.workers.index == 0 else []
     # With several workers, the other workers would wait while the first worker answers.
     if live and config.samples and worker_run.workers.size == 1 and setup.pipeline.objective.is_sft:
-        first.append(ValidationAnswers(config, setup.base, lambda: trainer.val_rows))
+        first.append(ValidationAnswers(config, setup.base, rows.validation))
     observer = Observers([console, *trackers, *first, worker_run.last_step])
     profiler = None
     if config.profile_interval:
@@ -417,11 +416,10 @@ def make_trainer(
     if workers.size > 1:
         # Workers can only stop together, after a step.
         decide, should_stop = partial(workers.decide, should_stop), lambda: False
-    trainer = InstructTrainer(
+    return InstructTrainer(
         setup.pipeline,
-        dataset.corpus,
+        rows,
         config.training(),
-        validation=dataset.validation,
         run_config=asdict(config),
         observer=observer,
         should_stop=should_stop,
@@ -432,9 +430,6 @@ def make_trainer(
         objective=setup.pipeline.objective,
         cache=config.cache_path,
     )
-    if dataset.validation is None:
-        dataset.hold_out(trainer.val_rows.indices)
-    return trainer
 
 
 def check_same_run(

@@ -294,9 +294,7 @@ def test_steps_are_the_first_that_train_takes(
     pipeline = FakePipeline()
     folder = str(tmp_path / "checkpoints")
     training = TrainConfig(**paths, order=order, val_split=val_split, checkpoint_dir=folder)
-    InstructTrainer(
-        pipeline, dataset.corpus, training.training(), validation=dataset.validation
-    ).train()
+    InstructTrainer(pipeline, dataset.rows, training.training()).train()
     taken = [[example.row for row in step for example in row] for step in steps]
     assert len(taken) == 3
     assert taken == pipeline.batches[:3]

@@ -6,9 +6,11 @@ import json
 import math
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mlxtune
@@ -21,9 +23,13 @@ from mlxtune import (
     TrainResult,
     train,
 )
+from mlxtune.commands.prepare.dataset import Dataset, Reader, load_dataset
+from mlxtune.config import DataConfig
 from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.core.run.metrics import StepRecord
 from mlxtune.core.run.run_folder import request_stop
+from mlxtune.core.run.trained_rows import read_trained_rows
+from mlxtune.core.steps.order import RunRows
 from mlxtune.core.training.observer import TrainingObserver
 from tests.models import sums, write_chat
 
@@ -336,6 +342,32 @@ def test_rows_held_out_are_bounded(model: Path, chat: Path, tmp_path: Path) -> N
     result = train(config(model, chat, tmp_path, val_split=0.5, val_rows=3), dry_run=True)
     (ledger,) = result.ledgers
     assert (ledger.rows_train, ledger.rows_validation) == (17, 3)
+
+
+def test_rows_that_the_data_set_holds_out_are_the_rows_that_validate(
+    model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that no option would choose are held out, so that a second choice would differ."""
+    chosen: list[Dataset] = []
+
+    def load(config: DataConfig, reader: Reader) -> Dataset:
+        dataset = load_dataset(config, reader)
+        held_out = [3, 4, 11]
+        trained = [row for row in range(ROWS) if row not in held_out]
+        rows = RunRows(dataset.corpus.select(trained), dataset.corpus.select(held_out))
+        chosen.append(replace(dataset, rows=rows))
+        return chosen[-1]
+
+    monkeypatch.setattr("mlxtune.commands.train.load_dataset", load)
+    train(config(model, chat, tmp_path, epochs=1, val_split=0.5, seed=7))
+
+    (dataset,), checkpoints = chosen, tmp_path / "checkpoints"
+    trained = read_trained_rows(checkpoints, pytest.fail)
+    assert np.isin(dataset.rows.train.identities, trained).all()
+    assert not np.isin(dataset.rows.validation.identities, trained).any()
+    plan = json.loads((checkpoints / "run.json").read_text())["plan"]
+    assert (plan["rows_train"], plan["rows_validation"]) == (17, 3)
+    assert json.loads((checkpoints / "evaluation.json").read_text())["rows"] == 3
 
 
 # Other ends of a run

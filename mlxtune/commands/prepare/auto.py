@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from mlxtune.backend.models import loading
 from mlxtune.commands.prepare.dataset import Reader, load_dataset
-from mlxtune.commands.prepare.memory import longest_example, training_rows
+from mlxtune.commands.prepare.memory import longest_example
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.data.inspection import cut_loss
 from mlxtune.core.steps import order
@@ -35,12 +35,11 @@ def with_auto(
         reader = Reader(config, folder, console.on_encoding)
         dataset = load_dataset(config.part(DataConfig, max_seq_len=_UNCUT), reader)
     base = loading.open_base(folder, config.dtype, **config.loading())
-    rows = dataset.corpus.select(training_rows(config, dataset))
     own = TrainConfig.max_seq_len
     loss = cut_loss(dataset.files, own, config.cut)
     facts = Facts(
-        rows=len(order.rows_of_epoch(rows, config.seed, 1)),
-        validates=bool(config.val_split if dataset.validation is None else dataset.validation),
+        rows=len(order.rows_of_epoch(dataset.rows.train, config.seed, 1)),
+        validates=bool(dataset.rows.validation),
         parameters=base.parameters,
         needed=own if loss is None else loss.enough,
         fitting=_UNCUT,

@@ -22,7 +22,7 @@ from mlxtune.config.data import is_jinja, parse_fields, weighted
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation, Pair
-from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.corpus import Corpus, CutExamples
 from mlxtune.core.data.encode import EncodedRows, Encoder, Row
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.formats import read_rows
@@ -33,6 +33,7 @@ from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, RowTally, Skipped
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
 from mlxtune.core.data.template import END_OF_TURN, TEMPLATES, built_in_jinja
 from mlxtune.core.files.files import file_hash
+from mlxtune.core.steps.order import RunRows
 from mlxtune.core.text import count
 from mlxtune.errors import DataError, ModelError
 from mlxtune.hub.datasets import HubData, fetch
@@ -42,7 +43,6 @@ from mlxtune.views.console import RunConsole
 
 # Folders whose code decides the contents of an encoded file.
 _ENCODING_CODE = ("core/data", "backend/text")
-SPLIT_ADVICE = "add rows or set --val-split 0"
 Config = TypeVar("Config", bound=DataConfig | EvalConfig)
 
 
@@ -50,7 +50,6 @@ Config = TypeVar("Config", bound=DataConfig | EvalConfig)
 class Dataset:
     """The training and validation data of a run, with ledgers that account for every row.
 
-    `validation` is None if rows of `corpus` will be held out, and empty if validation is off.
     `files` and `ledgers` list the training files, then the validation files. `hub` describes each
     data set that was downloaded. `template_added` says whether the options give a template to a
     model that has none.
@@ -58,22 +57,21 @@ class Dataset:
 
     template: str
     template_added: bool
-    corpus: Corpus
-    validation: Corpus | None
+    rows: RunRows
     files: list[EncodedFile]
     ledgers: list[Ledger]
     findings: list[Finding]
     hub: list[dict[str, Any]]
 
     @property
+    def corpus(self) -> Corpus:
+        """All rows of the training files, held-out rows included."""
+        return self.rows.train.corpus
+
+    @property
     def plain_text(self) -> bool:
         """Whether all rows are plain text, to which no template applies."""
         return all(file.arrays.plain_text for file in self.files)
-
-    def hold_out(self, rows: Iterable[int]) -> None:
-        """Record in the ledgers that rows of the corpus, given by index, are held out."""
-        for index in rows:
-            self.ledgers[self.corpus.place_of(index)[0]].hold_out(1)
 
 
 class Reader:
@@ -237,7 +235,7 @@ class Reader:
             cache=None,
             key="",
         )
-        file.account(file.arrays.cut(self._config.max_seq_len, at=self._config.cut))
+        file.cut(self._config.max_seq_len, at=self._config.cut)
         return (unread.problems | file.skipped.problems).get(row)
 
     def rows(self, path: Path, skipped: SkippedRows) -> Iterator[Row]:
@@ -373,7 +371,7 @@ def _find_data(config: DataConfig) -> tuple[DataFiles, list[HubData], list[float
 
 
 def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
-    """Read and encode the data, and look for problems in it.
+    """Read and encode the data, choose the validation rows, and look for problems in the data.
 
     Raises DataError if a file cannot be read or mixes formats, if too few rows are left or, with
     --strict, if a row is skipped. Raises ModelError if the tokenizer cannot be loaded or does not
@@ -381,95 +379,96 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
     """
     paths, hub, weights = _find_data(config)
     titles = {path: title for data in hub for path, title in data.title_of_files().items()}
-    files, cuts, ledgers = [], [], []
+    titles = {path: titles.get(path, shown(path)) for path in paths.all}
+    files, cuts = [], []
     for path in paths.all:
         file = reader.encode(path)
-        cut = file.arrays.cut(config.max_seq_len, at=config.cut)
-        ledger = file.account(cut, titles.get(path, shown(path)))
-        _check_usable(file, ledger, config)
+        cut = file.cut(config.max_seq_len, at=config.cut)
+        _check_usable(file, cut, titles[path], config)
         files.append(file)
         cuts.append(cut)
-        ledgers.append(ledger)
     first = len(paths.train)
     names = list(map(shown, paths.all))
     corpus = Corpus(cuts[:first], names[:first], weights)
-    for ledger, weight in zip(ledgers, weights, strict=False):
-        ledger.weight = weight
-    validation = None
-    if paths.validation or not config.val_split:
-        validation = Corpus(cuts[first:], names[first:])
-        for ledger in ledgers[first:]:
-            ledger.hold_out(ledger.rows_train)
-    _check_corpus(config, reader, corpus, validation, files)
+    given = paths.validation or not config.val_split
+    validation = Corpus(cuts[first:], names[first:]) if given else None
+    rows, split_findings = _choose_rows(config, corpus, validation, files)
+    _check_vocabulary(config, reader, rows)
+    found = [
+        *findings.row_findings(files, corpus, validation),
+        *findings.length_findings(corpus),
+        *findings.template_findings("".join(reader.template_source.values()), config.thinking),
+        *split_findings,
+    ]
     return Dataset(
         template=reader.describe(),
         template_added=reader.adds_template and not all(each.arrays.plain_text for each in files),
-        corpus=corpus,
-        validation=validation,
+        rows=rows,
         files=files,
-        ledgers=ledgers,
-        findings=findings.by_loss(
-            [
-                *findings.row_findings(files, corpus, validation),
-                *findings.length_findings(corpus),
-                *findings.template_findings(
-                    "".join(reader.template_source.values()), config.thinking
-                ),
-            ]
-        ),
+        ledgers=_ledgers(files, rows, [titles[path] for path in paths.all]),
+        findings=findings.by_loss(found),
         hub=[data.about() for data in hub],
     )
 
 
-def _check_usable(file: EncodedFile, ledger: Ledger, config: DataConfig) -> None:
-    path, skipped = ledger.path, file.skipped
+def _check_usable(file: EncodedFile, cut: CutExamples, path: str, config: DataConfig) -> None:
+    kept, skipped = int(cut.rows_kept.sum()), file.skipped
+    read = kept + skipped.total
     if skipped.total and config.strict:
         raise DataError(
-            f"{skipped.first()}; {skipped.total} of {ledger.rows_read} rows are bad: "
+            f"{skipped.first()}; {skipped.total} of {read} rows are bad: "
             "fix them, or leave out --strict to skip them"
         )
-    if not ledger.rows_read:
+    if not read:
         raise DataError(f"{path}: has no rows: add JSON objects, one a line")
-    if not ledger.rows_train:
-        every = f"none of its {ledger.rows_read:,} rows can be used"
-        every = "its only row cannot be used" if ledger.rows_read == 1 else every
+    if not kept:
+        every = f"none of its {read:,} rows can be used"
+        every = "its only row cannot be used" if read == 1 else every
         raise DataError(f"{path}: {every}; the first: {skipped.first()}")
 
 
-def _check_corpus(
-    config: DataConfig,
-    reader: Reader,
-    corpus: Corpus,
-    validation: Corpus | None,
-    files: Sequence[EncodedFile],
-) -> None:
-    if (kind := split_problem(corpus, validation)) and not isinstance(config, InspectConfig):
-        skipped = [file.skipped for file in files if file.skipped.total]
-        total = count(sum(each.total for each in skipped), "other row")
-        others = f"; skipped {total}, the first: "
-        raise DataError(
-            f"{', '.join(map(shown, config.data))}: {kind}: {SPLIT_ADVICE}"
-            f"{others + skipped[0].first() if skipped else ''}"
-        )
+def _choose_rows(
+    config: DataConfig, corpus: Corpus, validation: Corpus | None, files: Sequence[EncodedFile]
+) -> tuple[RunRows, list[Finding]]:
+    """Choose the training and validation rows.
+
+    If rows must be held out, but all rows are alike, `inspect` gets a finding, and no validation
+    rows; for other commands, raises DataError.
+    """
+    if validation is not None or (corpus.groups != corpus.groups[0]).any():
+        rows = RunRows.of(corpus, validation, config.val_split, config.seed, config.val_rows)
+        return rows, []
+    alike = "have the same prompt" if corpus.roles.any() else "are all the same"
+    named = "one row" if corpus.num_rows == 1 else f"rows that {alike}"
+    problem = f"{named} cannot be both trained on and held out"
+    advice = "add rows or set --val-split 0"
+    if isinstance(config, InspectConfig):
+        return RunRows(corpus.select(), corpus.select([])), [Finding("error", problem, 0, advice)]
+    skipped = [file.skipped for file in files if file.skipped.total]
+    total = count(sum(each.total for each in skipped), "other row")
+    others = f"; skipped {total}, the first: {skipped[0].first()}" if skipped else ""
+    raise DataError(f"{', '.join(map(shown, config.data))}: {problem}: {advice}{others}")
+
+
+def _ledgers(files: Sequence[EncodedFile], rows: RunRows, paths: Sequence[str]) -> list[Ledger]:
+    cuts = [cut for corpus in rows.corpora for cut in corpus.files]
+    weights = [weight for corpus in rows.corpora for weight in corpus.weights]
+    validates = rows.validation_rows_of_files()
+    each_file = zip(files, paths, cuts, validates, weights, strict=True)
+    return [
+        file.ledger(cut, path=path, rows_validation=held_out, weight=weight)
+        for file, path, cut, held_out, weight in each_file
+    ]
+
+
+def _check_vocabulary(config: DataConfig, reader: Reader, rows: RunRows) -> None:
     vocab_size = reader.vocab_size
-    largest = max(part.largest_token() for part in (corpus, validation) if part is not None)
+    largest = max(corpus.largest_token() for corpus in rows.corpora)
     if vocab_size and largest >= vocab_size:
         raise ModelError(
             f"{config.model_path}: its tokenizer gives token {largest}, but the model knows only "
             f"{vocab_size} tokens: use the model's own tokenizer files"
         )
-
-
-def split_problem(corpus: Corpus, validation: Corpus | None) -> str | None:
-    """Return the reason why no rows can be held out of the training data.
-
-    Returns None if rows can be held out, or need not be.
-    """
-    if validation is not None or (corpus.groups != corpus.groups[0]).any():
-        return None
-    alike = "have the same prompt" if corpus.roles.any() else "are all the same"
-    rows = "one row" if corpus.num_rows == 1 else f"rows that {alike}"
-    return f"{rows} cannot be both trained on and held out"
 
 
 def report_findings(dataset: Dataset, console: RunConsole) -> None:

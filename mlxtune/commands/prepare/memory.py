@@ -45,17 +45,9 @@ _CHECKPOINTING = {"on": (True,), "off": (False,), "auto": (False, True)}
 _LONGEST = 1 << 20
 
 
-def training_rows(config: TrainConfig, dataset: Dataset) -> list[int]:
-    """Return the indices of the corpus's training rows, as the trainer chooses them."""
-    corpus = dataset.corpus
-    if dataset.validation is not None:
-        return list(range(corpus.num_rows))
-    return order.split_rows(corpus, config.val_split, config.seed, config.val_rows)[0]
-
-
 def first_epoch(config: TrainConfig, dataset: Dataset) -> Iterator[list[Sequence[Example]]]:
     """Yield the rows of each step of the first epoch, as the trainer takes them."""
-    rows = dataset.corpus.select(training_rows(config, dataset))
+    rows = dataset.rows.train
     for step in order.steps_of(rows, config.batch_size, config.order, config.seed, 1):
         yield order.draw_rows(rows, step)
 

@@ -86,7 +86,7 @@ def about_run(
             "rows_validation": len(trainer.val_rows),
             **_plan(setup.plan),
         },
-        "lengths": _lengths([dataset.corpus, dataset.validation]),
+        "lengths": _lengths(dataset.rows.corpora),
         "data_hash": trainer.data_hash(),
         "validation_hash": trainer.validation_hash(),
         "hub": dataset.hub,
@@ -109,13 +109,12 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def _lengths(corpora: Sequence[Corpus | None]) -> dict[str, Any]:
-    present = [corpus for corpus in corpora if corpus is not None]
+def _lengths(corpora: Sequence[Corpus]) -> dict[str, Any]:
     lengths = {}
     for name, attribute in (("tokens", "lengths"), ("supervised", "supervised")):
-        values = np.concatenate([getattr(corpus, attribute) for corpus in present])
+        values = np.concatenate([getattr(corpus, attribute) for corpus in corpora])
         lengths[name] = asdict(Distribution.of(values))
-    return {"examples": sum(map(len, present)), **lengths}
+    return {"examples": sum(map(len, corpora)), **lengths}
 
 
 def about_result(

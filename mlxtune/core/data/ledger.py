@@ -11,7 +11,7 @@ from mlxtune.core.data.corpus import CutExamples, ExampleArrays
 from mlxtune.core.data.problems import TRUNCATED_ANSWER, BadRow, RowTally, SkippedRows
 
 
-@dataclass
+@dataclass(frozen=True)
 class Ledger:
     """The account of every row and every token of a file. It adds up:
 
@@ -40,10 +40,6 @@ class Ledger:
     def rows_kept(self) -> int:
         return self.rows_train + self.rows_validation
 
-    def hold_out(self, rows: int) -> None:
-        self.rows_train -= rows
-        self.rows_validation += rows
-
     def as_dict(self) -> dict[str, Any]:
         values = vars(self) | {
             "rows_skipped": dict(sorted(self.rows_skipped.items())),
@@ -71,14 +67,14 @@ class EncodedFile:
     notes: RowTally
     answer_tokens_cut: int = 0
 
-    def account(self, cut: CutExamples, title: str | None = None) -> Ledger:
-        """Return the ledger of the file, with its examples cut as in `cut`.
+    def cut(self, max_seq_len: int | None = None, *, at: str = "end") -> CutExamples:
+        """Cut every example to `max_seq_len` tokens, at its `end` or at its `start`.
 
-        The ledger's path is `title`, which only files from the hub have, or else the file's path.
         Call this once: it adds notes for truncated answers, and skips rows with no supervised
         token.
         """
-        arrays, kept_rows = self.arrays, cut.rows_kept
+        arrays, cut = self.arrays, self.arrays.cut(max_seq_len, at=at)
+        kept_rows = cut.rows_kept
         lost = arrays.per_row(arrays.supervised - cut.supervised)
         self.answer_tokens_cut, cut_answers = int(lost[kept_rows].sum()), lost > 0
         for index in np.flatnonzero(~kept_rows):
@@ -86,11 +82,27 @@ class EncodedFile:
         numbers = arrays.rows[arrays.first_of_row[:-1]]
         for row in numbers[kept_rows & cut_answers]:
             self.notes.count(int(row), TRUNCATED_ANSWER)
-        kept, supervised = int(kept_rows.sum()), int(cut.supervised.sum())
+        return cut
+
+    def ledger(
+        self,
+        cut: CutExamples,
+        *,
+        path: str | None = None,
+        rows_validation: int = 0,
+        weight: float = 1.0,
+    ) -> Ledger:
+        """Return the account of the file, once its examples are cut; its path is `path` if given.
+
+        All rows that are kept train, except `rows_validation` rows.
+        """
+        arrays, kept = self.arrays, int(cut.rows_kept.sum())
+        supervised = int(cut.supervised.sum())
         return Ledger(
-            path=str(self.skipped.path) if title is None else title,
+            path=str(self.skipped.path) if path is None else path,
             rows_read=kept + self.skipped.total,
-            rows_train=kept,
+            rows_train=kept - rows_validation,
+            rows_validation=rows_validation,
             rows_skipped=self.skipped.counts,
             rows_truncated=int(cut.rows_cut.sum()),
             examples=int((cut.supervised > 0).sum()),
@@ -99,6 +111,7 @@ class EncodedFile:
             tokens_context=int(cut.lengths.sum()) - supervised,
             tokens_truncated=int(cut.cut.sum()),
             notes=self.notes.counts,
+            weight=weight,
         )
 
     def _skip(self, index: int, cut: CutExamples) -> None:

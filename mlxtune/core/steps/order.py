@@ -1,9 +1,11 @@
 """Chooses and orders training rows: for given data and options, the seed decides both."""
 
+from __future__ import annotations
+
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -16,11 +18,42 @@ from mlxtune.core.data.encode import Example
 _LENGTH_NOISE = 0.1
 
 
-def split_rows(
-    corpus: Corpus, val_split: float, seed: int, val_rows: int
-) -> tuple[list[int], list[int]]:
-    """Return the training and held-out rows of a corpus; a share of each file is held out."""
-    return hold_out_rows(corpus.groups, val_split, seed, val_rows, corpus.file_of_row)
+@dataclass(frozen=True, eq=False)
+class RunRows:
+    """The rows that a run trains on, and the rows that it validates on, which may be none.
+
+    The validation rows are rows held out of the training data, or all rows of another corpus.
+    """
+
+    train: CorpusRows
+    validation: CorpusRows
+
+    @classmethod
+    def of(
+        cls, corpus: Corpus, validation: Corpus | None, val_split: float, seed: int, val_rows: int
+    ) -> RunRows:
+        """Hold out a fraction of each file's rows, unless the validation data is given.
+
+        Raises ValueError if rows must be held out, but all rows are in one group.
+        """
+        if validation is not None:
+            return cls(corpus.select(), validation.select())
+        train, held_out = hold_out_rows(
+            corpus.groups, val_split, seed, val_rows, corpus.file_of_row
+        )
+        return cls(corpus.select(train), corpus.select(held_out))
+
+    @property
+    def corpora(self) -> list[Corpus]:
+        """The corpus of the training rows and, if it is another one, of the validation rows."""
+        train, validation = self.train.corpus, self.validation.corpus
+        return [train] if validation is train else [train, validation]
+
+    def validation_rows_of_files(self) -> list[int]:
+        """Return the number of validation rows in each file of all corpora."""
+        files = len(self.validation.corpus.files)
+        counts: list[int] = np.bincount(self.validation.files, minlength=files).tolist()
+        return [0 for corpus in self.corpora[:-1] for _ in corpus.files] + counts
 
 
 def hold_out_rows(

@@ -48,9 +48,10 @@ class InstructTrainer:
     """Trains a pipeline on a corpus.
 
     With `validation`, no rows are held out: the run trains on the whole corpus, and evaluates the
-    examples of `validation`, if there are any. `run_config` is saved in each checkpoint. The run
-    stops once `should_stop`, called after each step and during validation, returns true, or after
-    step `stop_after`. With several workers, `decide` is given whether this worker would save, and
+    examples of `validation`, if there are any. `corpus` may also be `RunRows`, whose validation
+    rows are already chosen. `run_config` is saved in each checkpoint. The run stops once
+    `should_stop`, called after each step and during validation, returns true, or after step
+    `stop_after`. With several workers, `decide` is given whether this worker would save, and
     returns whether all workers stop, and whether all save. The pipeline minimises `objective`; the
     reference's log-probabilities are kept in the run's folder and in `cache`. `progress` has the
     records of the run so far, and `best_folder` the checkpoint of the best validation.
@@ -61,7 +62,7 @@ class InstructTrainer:
     def __init__(
         self,
         pipeline: Pipeline,
-        corpus: Sequence[Example],
+        corpus: Sequence[Example] | order.RunRows,
         config: InstructTrainingConfig,
         *,
         validation: Sequence[Example] | None = None,
@@ -75,19 +76,11 @@ class InstructTrainer:
         objective: Objective = SFT,
         cache: Path | None = None,
     ) -> None:
-        if not corpus:
-            raise ValueError("the corpus is empty: there is nothing to train on")
         self.pipeline = pipeline
         self.config = config
-        corpus = Corpus.of(corpus)
-        self._data_hash = corpus.data_hash()
-        if validation is None:
-            training, held_out = order.split_rows(
-                corpus, config.val_split, config.seed, config.val_rows
-            )
-            self.train_rows, self.val_rows = corpus.select(training), corpus.select(held_out)
-        else:
-            self.train_rows, self.val_rows = corpus.select(), Corpus.of(validation).select()
+        rows = _rows_of(corpus, validation, config)
+        self._data_hash = rows.train.corpus.data_hash()
+        self.train_rows, self.val_rows = rows.train, rows.validation
         self.objective, self._cache = objective, cache
         if not objective.is_sft:
             self.train_rows = PreferenceRows.of(self.train_rows, objective)
@@ -387,3 +380,19 @@ class InstructTrainer:
             name = names[file] if names else f"file {file + 1}"
             losses.append(FileLoss(name, part.avg_loss, part.metrics))
         return self.pipeline.measure(examples, logps), losses
+
+
+def _rows_of(
+    corpus: Sequence[Example] | order.RunRows,
+    validation: Sequence[Example] | None,
+    config: InstructTrainingConfig,
+) -> order.RunRows:
+    """Return rows that are already chosen unchanged; choose the rows of examples."""
+    if isinstance(corpus, order.RunRows):
+        return corpus
+    if not corpus:
+        raise ValueError("the corpus is empty: there is nothing to train on")
+    given = None if validation is None else Corpus.of(validation)
+    return order.RunRows.of(
+        Corpus.of(corpus), given, config.val_split, config.seed, config.val_rows
+    )

@@ -173,8 +173,8 @@ def encode(
 ) -> tuple[list[Example], Ledger, SkippedRows]:
     rendered = TEMPLATES[template] if isinstance(template, str) else template
     file = encoded_file(tokenizer, rendered, rows)
-    ledger = file.account(file.arrays.cut(max_seq_len))
-    return list(Corpus([file.arrays.cut(max_seq_len)])), ledger, file.skipped
+    cut = file.cut(max_seq_len)
+    return list(Corpus([cut])), file.ledger(cut), file.skipped
 
 
 def supervised_runs(example: Example) -> list[list[int]]:

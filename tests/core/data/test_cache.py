@@ -82,7 +82,7 @@ def test_file_is_encoded_once_and_then_read_back_whole(tmp_path: Path) -> None:
     assert {file.name for file in (cache / "key").iterdir()} == FILES
     assert names_in(cache) == ["key"]
     # Later counts stay out of the entry.
-    second.account(second.arrays.cut(1))
+    second.cut(1)
     assert content(encode(cache, encoding)) == EXPECTED
 
 
@@ -226,7 +226,7 @@ def test_file_without_any_example_is_kept_too(tmp_path: Path) -> None:
         file = encode_file(DATA, nothing, cache=tmp_path, key="key")
         assert file.arrays.num_rows == len(file.arrays.tokens) == 0
         assert file.skipped.total == 1
-        assert file.account(file.arrays.cut(9)).adds_up()
+        assert file.ledger(file.cut(9)).adds_up()
 
 
 # Other processes

@@ -59,7 +59,7 @@ def check_ledger(file: EncodedFile, lines: int, limit: int) -> None:
     """Check that each row is kept or skipped, and each token supervised, context or cut."""
     uncut = Corpus([file.arrays.cut()])
     whole = {row: [e.tokens.tolist() for e in uncut if e.row == row] for row in uncut.row_numbers}
-    ledger = file.account(file.arrays.cut(limit))
+    ledger = file.ledger(file.cut(limit))
 
     corpus = Corpus([file.arrays.cut(limit)])
     assert ledger.adds_up()

@@ -107,8 +107,7 @@ def test_findings_are_in_the_order_of_the_tokens_that_they_cost() -> None:
         file.skipped.add(number, problems.BadRow("no answer"))
     for number in range(4, 9):
         file.notes.count(number, problems.REFUSAL)
-    cut = file.arrays.cut(5)
-    file.account(cut)
+    cut = file.cut(5)
     found = findings.row_findings([file], Corpus([cut]), None) + findings.skip_findings([file])
 
     assert [(each.kind, each.tokens, each.rows) for each in findings.by_loss(found)] == [
@@ -229,7 +228,8 @@ def test_rows_with_one_prompt_are_trained_on_or_held_out_together() -> None:
     file = paired("a.jsonl", [(row % 5, [10 + row], [9]) for row in range(20)])
     corpus = Corpus([file.arrays.cut()])
 
-    train, held_out = order.split_rows(corpus, 0.2, 0, 100)
+    rows = order.RunRows.of(corpus, None, 0.2, 0, 100)
+    train, held_out = rows.train.indices, rows.validation.indices
 
     assert len(held_out) == 4 and len({row % 5 for row in held_out}) == 1
     assert not {row % 5 for row in train} & {row % 5 for row in held_out}

@@ -100,7 +100,7 @@ def test_limit_cuts_what_a_loop_over_rows_would_cut(
         expected["supervised_cut"] += sum(map(sum, masks)) - sum(map(sum, kept))
     assert found == LengthLimit(current, **expected)
     for file, rows in zip([encoded(rows) for rows in files], files, strict=True):
-        ledger = file.account(file.arrays.cut(current))
+        ledger = file.ledger(file.cut(current))
         assert ledger.rows_kept == len(rows) - sum(file.skipped.counts.values())
 
 

@@ -37,11 +37,12 @@ def encoded(rows: Sequence[tuple[int, list[Mask]]], path: str = "chat.jsonl") ->
     return EncodedFile(arrays, SkippedRows(Path(path)), RowTally())
 
 
-def test_held_out_rows_move_within_the_ledger() -> None:
-    ledger = Ledger(rows_read=5, rows_train=5)
-    ledger.hold_out(2)
+def test_held_out_rows_do_not_train() -> None:
+    file = encoded([(row, [[0, 1]]) for row in range(5)])
+    ledger = file.ledger(file.cut(), rows_validation=2, weight=0.5, path="data")
 
     assert (ledger.rows_train, ledger.rows_validation, ledger.rows_kept) == (3, 2, 5)
+    assert (ledger.path, ledger.weight) == ("data", 0.5)
     assert ledger.adds_up()
 
 
@@ -56,8 +57,8 @@ def test_ledger_with_an_unaccounted_row_or_token_does_not_add_up(change: str) ->
     _, ledger, _ = encode(words(), converse(("user", "Hi"), ("assistant", "Hello")))
     assert ledger.adds_up()
 
-    setattr(ledger, change, getattr(ledger, change) + 1)
-    assert not ledger.adds_up()
+    changed = replace(ledger, **{change: getattr(ledger, change) + 1})
+    assert not changed.adds_up()
 
 
 def test_ledger_does_not_add_up_with_a_row_skipped_that_was_never_read() -> None:
@@ -98,7 +99,7 @@ def test_ledger_counts_what_a_loop_over_rows_counts(
     for row in range(unread):
         file.skipped.add(100 + row, BadRow("not valid JSON"))
 
-    ledger = file.account(file.arrays.cut(limit))
+    ledger = file.ledger(file.cut(limit))
 
     kept, truncated, cut_answers, lost = [], [], [], {}
     counts = Counter({"tokens": 0, "supervised": 0, "context": 0, "examples": 0})
@@ -145,7 +146,7 @@ def test_ledger_counts_what_a_loop_over_rows_counts(
 
 def test_ledger_hears_of_notes_that_are_added_later() -> None:
     file = encoded([(1, [[0, 1]])])
-    ledger = file.account(file.arrays.cut(10))
+    ledger = file.ledger(file.cut(10))
 
     file.notes.count(1, problems.DUPLICATE)
 

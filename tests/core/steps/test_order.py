@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -21,11 +22,11 @@ from mlxtune.core.data.corpus import Corpus, ExampleArrays
 from mlxtune.core.data.encode import Example
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.steps.order import (
+    RunRows,
     draw_rows,
     hold_out_rows,
     rows_of_epoch,
     shuffled_steps,
-    split_rows,
     steps_by_length,
     steps_of,
 )
@@ -273,11 +274,61 @@ def test_split_takes_its_share_of_each_file() -> None:
     rows = corpus([100, 10, 1, 40])
 
     for seed in range(5):
-        training, validation = split_rows(rows, 0.2, seed, 1000)
+        of_run = RunRows.of(rows, None, 0.2, seed, 1000)
+        training, validation = list(of_run.train.indices), list(of_run.validation.indices)
         assert np.bincount(rows.file_of_row[validation]).tolist() == [20, 2, 0, 8]
         assert sorted(training + validation) == list(range(151))
-    capped = split_rows(rows, 0.2, 7, val_rows=15)[1]
-    assert np.bincount(rows.file_of_row[capped]).tolist() == [10, 1, 0, 4]
+    capped = RunRows.of(rows, None, 0.2, 7, val_rows=15)
+    assert capped.validation_rows_of_files() == [10, 1, 0, 4]
+
+
+def test_validation_rows_are_counted_in_their_files() -> None:
+    training, other = corpus([10, 8]), corpus([3, 1, 2])
+
+    given = RunRows.of(training, other, 0.5, 0, 1000)
+    held_out = RunRows.of(training, None, 0.5, 0, 1000)
+
+    assert (given.train.indices, given.validation.indices) == (range(18), range(6))
+    assert (given.corpora, given.validation_rows_of_files()) == ([training, other], [0, 0, 3, 1, 2])
+    assert (held_out.corpora, held_out.validation_rows_of_files()) == ([training], [5, 4])
+    without = RunRows.of(training, Corpus([]), 0.0, 0, 1000)
+    assert (list(without.validation), without.validation_rows_of_files()) == ([], [0, 0])
+
+
+def mentions(path: Path, *names: str) -> bool:
+    """Return whether a file's code uses any of these names; docstrings and comments do not."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name | ast.Attribute):
+            if (node.id if isinstance(node, ast.Name) else node.attr) in names:
+                return True
+        elif isinstance(node, ast.alias) and node.name.rpartition(".")[2] in names:
+            return True
+    return False
+
+
+def makes_run_rows(path: Path) -> bool:
+    """Return whether a file calls `RunRows` or its `of`."""
+    calls = (
+        ast.unparse(node.func)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+    )
+    return any(call.removesuffix(".of").split(".")[-1] == "RunRows" for call in calls)
+
+
+def test_rows_are_held_out_by_one_module() -> None:
+    """A second decision could differ from the first, and train on validation rows."""
+    package = Path(mlxtune.__file__).parent
+    files = {path.relative_to(package).as_posix(): path for path in package.rglob("*.py")}
+
+    assert {name for name, path in files.items() if mentions(path, "hold_out_rows")} == {
+        "core/steps/order.py"
+    }
+    # The trainer chooses rows only for programs that give it examples.
+    assert {name for name, path in files.items() if makes_run_rows(path)} == {
+        "commands/prepare/dataset.py",
+        "core/training/trainer.py",
+    }
 
 
 def test_row_that_is_in_two_files_stays_on_one_side() -> None:

@@ -19,6 +19,7 @@ from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.corpus import Corpus, ExampleArrays
 from mlxtune.core.data.encode import Example
 from mlxtune.core.run.metrics import InstructBatchResult
+from mlxtune.core.steps.order import RunRows
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
 from tests.core.training.fake_pipeline import (
@@ -43,6 +44,20 @@ def test_empty_corpus_and_a_row_that_cannot_be_split_are_refused(tmp_path: Path)
     with pytest.raises(ValueError, match="at least two rows"):
         InstructTrainer(FakePipeline(), rows(1), options(tmp_path))
     assert names_in(tmp_path) == set()
+
+
+def test_chosen_rows_are_taken_as_they_are(tmp_path: Path) -> None:
+    corpus = Corpus.of(rows(*range(1, 9)))
+    chosen = RunRows(corpus.select([0, 2, 3, 6, 7]), corpus.select([1, 4, 5]))
+    pipeline = FakePipeline()
+    trainer = InstructTrainer(pipeline, chosen, options(tmp_path, val_split=0.5, epochs=1))
+
+    trainer.train()
+
+    assert (trainer.train_rows, trainer.val_rows) == (chosen.train, chosen.validation)
+    assert sorted(row for batch in pipeline.batches for row in batch) == [1, 3, 4, 7, 8]
+    assert pipeline.validations[0][1] == [2, 5, 6]
+    assert trainer.data_hash() == trainer.validation_hash() == corpus.data_hash()
 
 
 @pytest.mark.parametrize(("count", "share", "held_out"), [(2, 0.5, 1), (10, 0.25, 3), (9, 0.5, 5)])
