@@ -74,9 +74,9 @@ def test_every_row_is_looked_at(source: str, rows: str) -> None:
         }
         for i in range(501)
     ]
-    render.prefetch(calls)
+    render.start(calls)
     with pytest.raises(ModelError, match="differ: fix it"):
-        render.prefetch([])
+        render.start([])
 
 
 @pytest.mark.parametrize(

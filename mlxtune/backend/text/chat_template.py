@@ -5,22 +5,22 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from mlxtune.backend.text.template_child import INVALID, REFUSED, TEXT, UNSTEADY, Reply
 from mlxtune.backend.text.template_process import Harmful, TemplateProcess
 from mlxtune.config.limits import TEMPLATE, TOKENIZER_CONFIG
-from mlxtune.core.data.model_template import RenderCall
+from mlxtune.core.data.model_template import PendingText, RenderCall
 from mlxtune.core.data.problems import BadRow
 from mlxtune.core.files.sizes import read_text, read_value
 from mlxtune.errors import ModelError, one_line
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
-# The maximum number of characters of JSON to prefetch: beyond it, extra round trips cost little.
-_MAX_PREFETCHED = 2**22
+# The maximum number of characters of JSON to start at once: beyond it, round trips cost little.
+_MAX_STARTED = 2**22
 _ADDRESS = re.compile(r"<[^\n]{1,80}? at 0x[0-9a-f]{6,16}>")
 
 
@@ -34,8 +34,7 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._sources = sources
         self._special_tokens = dict(special_tokens)
-        self._latest: dict[str, _Rendering] = {}
-        self._earlier: dict[str, _Rendering] = {}
+        self._started: list[_Rendering] = []
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Render messages, with the options of core's RenderChat.
@@ -43,45 +42,43 @@ class ChatTemplate:
         Raises BadRow, with the template's reason, if the template rejects the messages. Raises
         ModelError if the template is invalid or harmful, or if its output is not deterministic.
         """
-        name, request = self._request(messages, **options)
-        rendering = self._latest.get(request) or self._earlier.get(request)
-        kind, text = (rendering or self._submit(name, [request])[request]).reply()
-        if kind == INVALID:
-            raise ModelError(
-                f"the model's chat template cannot be read: {one_line(Exception(text))}: "
-                "fix it, or name a built-in --template"
-            )
-        if kind == REFUSED:
-            raise BadRow("the model's template refuses it", one_line(Exception(text)))
-        return text
+        rendering = _Rendering(*self._request(messages, **options))
+        self._submit([rendering])
+        return rendering.text()
 
-    def prefetch(self, calls: Iterable[RenderCall]) -> None:
-        """Start rendering the messages of later calls in the child process, without waiting.
+    def start(self, calls: Iterable[RenderCall]) -> list[PendingText]:
+        """Start calls in the child process, without waiting; return a function for each text.
 
-        The replies are kept until the prefetch after the next. Raises ModelError if the previous
-        prefetch found that a template is harmful or that its output is not deterministic.
+        If the calls are long, only the first are started. Raises ModelError if the previous start
+        found that a template is harmful or that its output is not deterministic.
         """
-        requests: dict[str, list[str]] = {}
+        texts: list[PendingText] = []
+        started: list[_Rendering] = []
         size = 0
         for call in calls:
             try:
-                name, request = self._request(**call)
-            except BadRow:
-                continue  # a call raises the same error
-            size += len(request)
-            if size > _MAX_PREFETCHED:
+                rendering = _Rendering(*self._request(**call))
+            except BadRow:  # the call raises the same error
+                texts.append(partial(self, **call))
+                continue
+            size += len(rendering.request)
+            if size > _MAX_STARTED:
                 break
-            requests.setdefault(name, []).append(request)
-        for rendering in self._latest.values():
+            started.append(rendering)
+            texts.append(rendering.text)
+        for rendering in self._started:
             rendering.reply()
-        self._earlier, self._latest = self._latest, {}
-        for name, several in requests.items():
-            self._latest |= self._submit(name, several)
+        self._started = started
+        for name in dict.fromkeys(each.name for each in started):
+            self._submit([each for each in started if each.name == name])
+        return texts
 
-    def _submit(self, name: str, requests: Sequence[str]) -> dict[str, "_Rendering"]:
-        """Start rendering requests with the template `name`; return the renderings by request."""
-        future = _process().submit(self._sources[name], requests)
-        return {each: _Rendering(name, each, future, i) for i, each in enumerate(requests)}
+    def _submit(self, renderings: Sequence["_Rendering"]) -> None:
+        """Start renderings with the same template."""
+        source = self._sources[renderings[0].name]
+        replies = _process().submit(source, [each.request for each in renderings])
+        for index, rendering in enumerate(renderings):
+            rendering.replies, rendering.index = replies, index
 
     def _request(
         self,
@@ -106,14 +103,26 @@ class ChatTemplate:
             raise BadRow("the model's template refuses it", one_line(error)) from error
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Rendering:
-    """One of several requests that the template `name` renders in the background."""
+    """A request to the template `name`, and its place among the replies once it has started."""
 
     name: str
     request: str
-    replies: Future[list[Reply]]
-    index: int
+    replies: Future[list[Reply]] = field(init=False, repr=False)
+    index: int = field(init=False)
+
+    def text(self) -> str:
+        """Wait for the text. Raises ModelError, or BadRow if the template rejects the messages."""
+        kind, text = self.reply()
+        if kind == INVALID:
+            raise ModelError(
+                f"the model's chat template cannot be read: {one_line(Exception(text))}: "
+                "fix it, or name a built-in --template"
+            )
+        if kind == REFUSED:
+            raise BadRow("the model's template refuses it", one_line(Exception(text)))
+        return text
 
     def reply(self) -> Reply:
         """Wait for the reply. Raises ModelError if the template is harmful or not deterministic."""

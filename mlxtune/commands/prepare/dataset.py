@@ -3,7 +3,7 @@
 import datetime
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from mlxtune.config import OPTIONS, DataConfig, EvalConfig, InspectConfig, as_pa
 from mlxtune.config.data import is_jinja, parse_fields, weighted
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
-from mlxtune.core.data.conversation import Conversation, Pair
+from mlxtune.core.data.conversation import Conversation
 from mlxtune.core.data.corpus import Corpus, CutExamples
 from mlxtune.core.data.encode import EncodedRows, Encoder, Row
 from mlxtune.core.data.findings import Finding
@@ -123,15 +123,10 @@ class Reader:
             turns=config.turns,
             thinking=config.thinking,
             merge_system=config.merge_system,
+            render_ahead=chat_template.start,
         )
-
-        def prefetch(rows: Iterable[Row]) -> None:
-            found = (row.sides if isinstance(row, Pair) else (row,) for row in rows)
-            conversations = (row for each in found for row in each if isinstance(row, Conversation))
-            chat_template.prefetch(call for row in conversations for call in template.calls(row))
-
         prompts = config.orpo_nll == "prompt"
-        return Encoder(template, tokenizer, prefetch=prefetch, trains_prompts=prompts)
+        return Encoder(template, tokenizer, start=template.start, trains_prompts=prompts)
 
     @cached_property
     def template_source(self) -> dict[str, str]:

@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from typing import Protocol, TypeVar
 
@@ -26,14 +27,14 @@ from mlxtune.core.data.problems import (
     RowTally,
     SkippedRows,
 )
-from mlxtune.core.data.template import Rendered, Rendering, Template
+from mlxtune.core.data.template import PendingRendering, Rendered, Rendering, Template
 
 _CHUNK_ROWS = 512
 # Tokenizers take some 200 bytes of memory for each character of a batch.
 _CHUNK_CHARACTERS, _MOST_CHARACTERS = 2**21, 2**22
 # The maximum number of characters of prompts, or of their tails, to encode singly: 30 s of work.
 _MOST_PROMPTS = 2**24
-_PREFETCHED_ROWS = 32
+_STARTED_ROWS = 32
 # Texts before answers are short and recur, so their tokens are cached.
 _CACHED_TAILS, _LONGEST_TAIL = 4096, 1000
 # Longer control tokens do not occur in files.
@@ -148,9 +149,16 @@ def _texts(row: Row) -> Iterator[str]:
         yield to_json(row.tools)
 
 
-Rows = list[Row]
+# A row, and the pending renderings of its conversations.
+StartedRow = tuple[Row, Sequence[PendingRendering]]
 # A few rows, each as a list of its examples.
 EncodedRows = list[list[Example]]
+
+
+def _conversations(row: Row) -> Sequence[Conversation]:
+    if isinstance(row, Pair):
+        return row.sides
+    return [row] if isinstance(row, Conversation) else []
 
 
 class ControlTokens:
@@ -187,14 +195,14 @@ class ControlTokens:
 class Encoder:
     """Turns rows into examples.
 
-    `notes` are added to every conversation's notes. `prefetch` is called with the next rows before
-    the previous rows are rendered one by one.
+    `notes` are added to every conversation's notes. `start`, if given, starts to render the next
+    conversations with the template while the previous rows are encoded.
     """
 
     template: Template
     tokenizer: Tokenizer
     notes: Mapping[str, str] = field(default_factory=dict)
-    prefetch: Callable[[Sequence[Row]], None] = lambda rows: None
+    start: Callable[[Sequence[Conversation]], Iterable[PendingRendering]] | None = None
     # If true, pairs also get an example whose chosen text carries loss from its first token on.
     trains_prompts: bool = False
     _tails: dict[str, Sequence[int]] = field(default_factory=dict)
@@ -224,12 +232,12 @@ class Encoder:
         skipped: SkippedRows,
         notes: RowTally,
     ) -> Iterator[tuple[int, Rendering]]:
-        for few in self._prefetched(iter(rows)):
-            for row in few:
+        for few in self._started(iter(rows)):
+            for row, pending in few:
                 try:
                     text = "\0".join(_texts(row))
                     _check_surrogates(text)
-                    rendering = self._render_row(row)
+                    rendering = self._render_row(row, iter(pending))
                     together = sum if len(rendering.texts) > 1 and _prefers(rendering) else max
                     if (longest := together(map(_length, rendering.texts))) > _MOST_CHARACTERS:
                         raise BadRow("its text is too long", f"{longest:,} characters: split it")
@@ -246,29 +254,37 @@ class Encoder:
                     notes.count(row.row, kind, detail)
                 yield row.row, rendering
 
-    def _prefetched(self, rows: Iterator[Row]) -> Iterator[Rows]:
-        """Yield a few rows at a time, while the next rows are prefetched."""
-        following: Rows = []
-        while few := list(islice(rows, _PREFETCHED_ROWS)):
-            self.prefetch(few)
+    def _started(self, rows: Iterator[Row]) -> Iterator[list[StartedRow]]:
+        """Yield a few rows at a time, once the rendering of the next rows has started."""
+        following: list[StartedRow] = []
+        while few := list(islice(rows, _STARTED_ROWS)):
+            pending = iter(self._start([each for row in few for each in _conversations(row)]))
+            started: list[StartedRow] = [
+                (row, list(islice(pending, len(_conversations(row))))) for row in few
+            ]
             if following:
                 yield following
-            following = few
+            following = started
         if following:
             yield following
 
-    def _render_row(self, row: Row) -> Rendering:
+    def _start(self, conversations: Sequence[Conversation]) -> Iterable[PendingRendering]:
+        if self.start is not None:
+            return self.start(conversations)
+        return [partial(self.template, each) for each in conversations]
+
+    def _render_row(self, row: Row, pending: Iterator[PendingRendering]) -> Rendering:
         if isinstance(row, Pair):
-            return self._render_pair(row)
+            return self._render_pair(row, pending)
         if isinstance(row, Conversation):
-            rendering = self.template(row)
+            rendering = next(pending)()
             return rendering if row.role == ANSWER else rendering.in_role(row.role)
         if self.tokenizer.eos_id is None:
             raise BadRow("the tokenizer has no end-of-text token to close the text")
         return Rendering((Rendered(row.text, ((0, len(row.text)),), add_end=True),))
 
-    def _render_pair(self, pair: Pair) -> Rendering:
-        chosen, rejected = (self._render_row(side) for side in pair.sides)
+    def _render_pair(self, pair: Pair, pending: Iterator[PendingRendering]) -> Rendering:
+        chosen, rejected = (self._render_row(side, pending) for side in pair.sides)
         if [text.text for text in chosen.texts] == [text.text for text in rejected.texts]:
             raise BadRow("the template renders chosen and rejected alike")
         notes = {**rejected.notes, **chosen.notes}

@@ -13,9 +13,10 @@ writes an empty think block into the last turn only), each turn is a separate ex
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -30,7 +31,13 @@ from mlxtune.core.data.problems import (
     NO_PROMPT,
     BadRow,
 )
-from mlxtune.core.data.template import END_OF_TURN, Rendered, Rendering, supervised_turns
+from mlxtune.core.data.template import (
+    END_OF_TURN,
+    PendingRendering,
+    Rendered,
+    Rendering,
+    supervised_turns,
+)
 
 _END_THINK = "</think>"
 # The tags that open thinking in a generation prompt, and close it before the answer.
@@ -43,6 +50,8 @@ _MOST_RENDERED, _PER_MESSAGE = 2**27, 64
 
 # The arguments of a RenderChat.
 RenderCall = dict[str, Any]
+# Waits for the text of a RenderCall, or raises BadRow.
+PendingText = Callable[[], str]
 
 
 class RenderChat(Protocol):
@@ -57,6 +66,29 @@ class RenderChat(Protocol):
         enable_thinking: bool | None,
     ) -> str:
         """Render messages. Raises BadRow with the template's own reason if it refuses them."""
+
+
+@dataclass(frozen=True)
+class _TurnRequest:
+    """A turn's message as rendered, and its pending prompt and text."""
+
+    message: Message
+    prompt: PendingText
+    text: PendingText
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A conversation in the layout that a template expects, and the requests of its turns so far.
+
+    `first` is the position of its first message as shown to the user, who also counts a merged
+    message. `requests` are by position.
+    """
+
+    conversation: Conversation
+    first: int
+    notes: dict[str, str]
+    requests: dict[int, _TurnRequest] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -82,7 +114,8 @@ class ModelTemplate:
     """Renders conversations with a model's own template.
 
     `end_tokens` are the control tokens that may end a turn. `source` is the template's text, which
-    shows how it supports thinking. `turns`, `thinking` and `merge_system` are options.
+    shows how it supports thinking. `turns`, `thinking` and `merge_system` are options. If given,
+    `render_ahead` starts calls of `render`, as many of the first calls as it chooses.
     """
 
     render: RenderChat
@@ -91,6 +124,7 @@ class ModelTemplate:
     turns: str = "all"
     thinking: str = "auto"
     merge_system: bool = False
+    render_ahead: Callable[[Iterator[RenderCall]], Sequence[PendingText]] = lambda calls: ()
 
     @cached_property
     def _ends(self) -> re.Pattern[str]:
@@ -125,14 +159,45 @@ class ModelTemplate:
 
         Raises BadRow if the template refuses the conversation or an answer cannot be located.
         """
-        notes: dict[str, str] = {}
-        prepared = self._prepared(conversation, notes)
-        # Positions shown to the user also count a merged message.
-        first = 1 + len(conversation.messages) - len(prepared.messages)
+        return self._rendering(self._prepare(conversation))
+
+    def start(self, conversations: Iterable[Conversation]) -> list[PendingRendering]:
+        """Start to render conversations; return a function for each that waits for its rendering.
+
+        The functions raise the errors of rendering.
+        """
+        started: list[_Prepared] = []
+        pending: list[PendingRendering] = []
+        for conversation in conversations:
+            try:
+                started.append(self._prepare(conversation))
+            except BadRow:  # rendering the conversation raises the same error
+                pending.append(partial(self, conversation))
+            else:
+                pending.append(partial(self._rendering, started[-1]))
+        turns: list[tuple[_Prepared, int, Message]] = []
+        texts = iter(self.render_ahead(self._calls(started, turns)))
+        for (prepared, position, message), prompt, text in zip(turns, texts, texts, strict=False):
+            prepared.requests[position] = _TurnRequest(message, prompt, text)
+        return pending
+
+    def _calls(
+        self, started: Iterable[_Prepared], turns: list[tuple[_Prepared, int, Message]]
+    ) -> Iterator[RenderCall]:
+        """Yield the calls for each turn's prompt and text, and add the turn to `turns`."""
+        for prepared in started:
+            with suppress(BadRow):  # rendering the conversation raises the same error
+                chosen = supervised_turns(prepared.conversation, self.turns)
+                for position in filter(None, chosen):
+                    message, *calls = self._calls_of_turn(prepared.conversation, position)
+                    turns.append((prepared, position, message))
+                    yield from calls
+
+    def _rendering(self, prepared: _Prepared) -> Rendering:
         try:
-            turns = list(self._turns(prepared, notes, first))
+            turns = list(self._turns(prepared))
         except BadRow as problem:
-            if prepared.messages[0].role != "system" or self._shows_system:
+            if prepared.conversation.messages[0].role != "system" or self._shows_system:
                 raise
             raise BadRow(problem.kind, f"{problem.detail}: try --merge-system") from problem
         texts = tuple(turn.rendered for turn in turns)
@@ -140,27 +205,19 @@ class ModelTemplate:
         if all(whole.startswith(each.text) for each in texts):
             spans = tuple(span for each in texts for span in each.spans)
             texts = (Rendered(whole, spans, add_bos=False),)
-        return Rendering(texts, notes)
+        return Rendering(texts, prepared.notes)
 
-    def calls(self, conversation: Conversation) -> Iterator[RenderCall]:
-        """Yield the arguments with which `render` will be called for a conversation's turns."""
-        try:
-            prepared = self._prepared(conversation, {})
-            for position in filter(None, supervised_turns(prepared, self.turns)):
-                _, asked, answered = self._calls_of_turn(prepared, position)
-                yield from (asked, answered)
-        except BadRow:
-            return  # rendering the conversation raises the same error
-
-    def _prepared(self, conversation: Conversation, notes: dict[str, str]) -> Conversation:
-        """Return the conversation in the layout that the template expects."""
-        messages = conversation.messages
+    def _prepare(self, conversation: Conversation) -> _Prepared:
+        """Put a conversation into the layout that the template expects."""
+        messages, notes = conversation.messages, dict[str, str]()
         if messages[0].role == "system" and not self._shows_system:
             if messages[0].content.strip():
                 notes[MERGED_SYSTEM if self.merge_system else DROPPED_SYSTEM] = ""
             if self.merge_system:
                 messages = _merged(messages)
-        return replace(conversation, messages=tuple(map(self._with_thinking_once, messages)))
+        first = 1 + len(conversation.messages) - len(messages)
+        messages = tuple(map(self._with_thinking_once, messages))
+        return _Prepared(replace(conversation, messages=messages), first, notes)
 
     def _with_thinking_once(self, message: Message) -> Message:
         """Put the thinking into the field that the template reads, and only there."""
@@ -179,16 +236,15 @@ class ModelTemplate:
         fields: dict[str, Any] = dict.fromkeys(given) | {name: message.thinking}
         return _with_content(message, _without_tags(content), **fields)
 
-    def _turns(
-        self, conversation: Conversation, notes: dict[str, str], first: int
-    ) -> Iterator[_Turn]:
+    def _turns(self, prepared: _Prepared) -> Iterator[_Turn]:
+        conversation, notes = prepared.conversation, prepared.notes
         messages = conversation.messages
         chosen = supervised_turns(conversation, self.turns)
         _check_cost(messages, chosen)
         for position in chosen:
-            message, where = messages[position], f"message {position + first}"
+            message, where = messages[position], f"message {position + prepared.first}"
             try:
-                turn = self._turn(conversation, position, where)
+                turn = self._turn(prepared, position, where)
             except BadRow:
                 has_prompt = any(each.role in ("user", "tool") for each in messages[:position])
                 if has_prompt or position == chosen[-1]:
@@ -209,13 +265,16 @@ class ModelTemplate:
         if tool is not None and tool not in turn.prompt:
             notes[DROPPED_TOOLS] = ""
 
-    def _turn(self, conversation: Conversation, position: int, where: str) -> _Turn:
+    def _turn(self, prepared: _Prepared, position: int, where: str) -> _Turn:
         if position == 0:
             # Inference never generates a turn without a message before it.
             raise BadRow("the conversation is an assistant turn without a prompt before it")
-        message, asked, answered = self._calls_of_turn(conversation, position)
-        header = self._header
-        prompt, text = self.render(**asked), self.render(**answered)
+        request = prepared.requests.pop(position, None)
+        if request is None:
+            message, *calls = self._calls_of_turn(prepared.conversation, position)
+            request = _TurnRequest(message, *(partial(self.render, **call) for call in calls))
+        message, header = request.message, self._header
+        prompt, text = request.prompt(), request.text()
         if not text.startswith(prompt):
             text = _continue_thinking(prompt, text, message, header, where)
         rest = text[len(prompt) :]

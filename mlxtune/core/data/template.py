@@ -65,6 +65,8 @@ class Rendering:
 
 # Renders a conversation, or raises BadRow.
 Template = Callable[[Conversation], Rendering]
+# Waits for the rendering of a conversation, or raises BadRow.
+PendingRendering = Callable[[], Rendering]
 
 
 def supervised_turns(conversation: Conversation, turns: str) -> list[int]:

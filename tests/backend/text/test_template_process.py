@@ -415,8 +415,8 @@ def test_exit_waits_for_no_rendering() -> None:
 
 def test_template_that_is_ended_is_an_error_of_the_model_and_not_of_each_row() -> None:
     template = ChatTemplate({"default": "{{ 'a' * 10**10 }}", "tool_use": "{% for %}"}, {})
-    template.prefetch([_call(MESSAGES)])
-    for render in (lambda: template.prefetch([]), lambda: template(MESSAGES)):
+    (text,) = template.start([_call(MESSAGES)])
+    for render in (text, lambda: template.start([]), lambda: template(MESSAGES)):
         with pytest.raises(ModelError) as raised:
             render()
         assert str(raised.value) == (
@@ -432,7 +432,9 @@ def _call(messages: Any, **more: Any) -> dict[str, Any]:
     return {"messages": messages, **options, **more}
 
 
-def test_what_is_prefetched_is_rendered_in_one_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_started_calls_are_rendered_in_one_exchange(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked = []
     process = chat_template._process()
 
@@ -447,29 +449,26 @@ def test_what_is_prefetched_is_rendered_in_one_exchange(monkeypatch: pytest.Monk
     }
     template = ChatTemplate(sources, {})
     calls = [_call([{"role": "user", "content": str(i)}] * (i + 1)) for i in range(5)]
-    calls += [call | {"tools": TOOLS} for call in calls]
-    template.prefetch(iter(calls))
+    calls = [each for call in calls for each in (call, call | {"tools": TOOLS})]
+    texts = template.start(iter(calls))
     assert asked == [(sources["default"], 5), (sources["tool_use"], 5)]
 
-    for i, call in enumerate(calls):
-        if i < 5:
-            with pytest.raises(BadRow, match="'x' is undefined"):
-                template(**call)
-        else:
-            assert template(**call) == str(i - 4)
+    assert len(texts) == 10
+    for i, (without_tools, with_tools) in enumerate(zip(texts[::2], texts[1::2], strict=True)):
+        with pytest.raises(BadRow, match="'x' is undefined"):
+            without_tools()
+        assert with_tools() == str(i + 1)
     assert len(asked) == 2
     assert template(**_call(MESSAGES, tools=TOOLS)) == "3"
     assert len(asked) == 3
 
 
-def test_long_conversations_are_not_prefetched_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_MAX_PREFETCHED", 5000)
+def test_long_conversations_are_not_started_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_MAX_STARTED", 5000)
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
     calls = [_call([{"role": "user", "content": str(i) * 1000}]) for i in range(9)]
-    template.prefetch(calls)
-    template.prefetch([])
-    assert len(template._earlier) == 4
-    assert [template(**call) for call in calls] == [str(i) * 1000 for i in range(9)]
+    texts = template.start(calls)
+    assert [text() for text in texts] == [str(i) * 1000 for i in range(4)]
 
 
 @pytest.mark.parametrize("depth", [900, 5000])
@@ -479,9 +478,10 @@ def test_value_that_is_nested_too_deeply_refuses_the_row(depth: int) -> None:
         value = [value]
     call = _call([{"role": "user", "content": value}])
     template = ChatTemplate({"default": "{{ messages }}"}, {})
-    template.prefetch([call])
-    with pytest.raises(BadRow, match="recursion"):
-        template(**call)
+    (text,) = template.start([call])
+    for render in (text, lambda: template(**call)):
+        with pytest.raises(BadRow, match="recursion"):
+            render()
 
 
 def test_value_that_is_not_json_becomes_the_placeholder_of_transformers() -> None:

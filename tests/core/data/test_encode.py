@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,11 @@ import numpy as np
 import pytest
 
 from mlxtune.core.data import problems
-from mlxtune.core.data.conversation import Conversation, Message
-from mlxtune.core.data.encode import Encoder
+from mlxtune.core.data.conversation import Conversation, Document, Message, Pair
+from mlxtune.core.data.encode import Encoder, Row
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import RowTally, SkippedRows
-from mlxtune.core.data.template import Rendered, Rendering, render_qwen3
+from mlxtune.core.data.template import PendingRendering, Rendered, Rendering, render_qwen3
 from tests.core.data.encoding import (
     ByteTokenizer,
     PatternTokenizer,
@@ -292,7 +294,7 @@ def test_tools_nested_to_the_parsers_limit_are_kept_or_skipped_but_never_a_crash
     assert [example.row for example in examples[:3]] == [1, 2, 3]
 
 
-def test_rows_are_announced_a_few_at_a_time_before_they_are_rendered() -> None:
+def test_renderings_start_a_few_rows_at_a_time_before_they_are_needed() -> None:
     seen: list[list[int]] = []
     ahead: list[int] = []
 
@@ -301,12 +303,12 @@ def test_rows_are_announced_a_few_at_a_time_before_they_are_rendered() -> None:
         ahead.append(seen[-1][-1] - conversation.row)
         return render_qwen3(conversation)
 
+    def start(conversations: Sequence[Conversation]) -> Iterable[PendingRendering]:
+        seen.append([each.row for each in conversations])
+        return [partial(template, each) for each in conversations]
+
     rows = [converse(("assistant", "a"), row=i) for i in range(1, 601)]
-    encoder = Encoder(
-        template,
-        ByteTokenizer(narrow=False),
-        prefetch=lambda rows: seen.append([row.row for row in rows]),
-    )
+    encoder = Encoder(template, ByteTokenizer(narrow=False), start=start)
     chunks = encoder.encode(rows, SkippedRows(Path()), RowTally())
     encoded = [example.row for chunk in chunks for row in chunk for example in row]
 
@@ -314,3 +316,28 @@ def test_rows_are_announced_a_few_at_a_time_before_they_are_rendered() -> None:
     assert max(map(len, seen)) == 32
     # The next texts are already being rendered.
     assert ahead[0] == 63
+
+
+def test_each_row_gets_the_renderings_of_its_own_conversations() -> None:
+    """Rows that need no rendering, or fail before it, do not shift those of later rows."""
+    half = "\ud800"
+    rows: list[Row] = [
+        converse(("user", half), ("assistant", "a"), row=1),
+        Document(2, "text"),
+        converse(("user", "b"), ("assistant", "b"), row=3),
+        Pair(converse(("assistant", half), row=4), converse(("assistant", "d"), row=4)),
+        Pair(converse(("assistant", "e"), row=5), converse(("assistant", "f"), row=5)),
+        converse(("user", "g"), ("assistant", "g"), row=6),
+    ]
+    skipped = SkippedRows(Path())
+    encoder = Encoder(render_qwen3, ByteTokenizer(narrow=False, eos="</s>"))
+    chunks = encoder.encode(rows, skipped, RowTally())
+    texts = [
+        (example.row, bytes(example.tokens[example.assistant_mask == 1].tolist()[:1]))
+        for chunk in chunks
+        for row in chunk
+        for example in row
+    ]
+
+    assert texts == [(2, b"e"), (3, b"b"), (5, b"e"), (5, b"f"), (6, b"g")]
+    assert skipped.counts == {"text contains half a surrogate pair": 2}

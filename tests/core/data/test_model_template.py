@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
 
 from mlxtune.core.data import problems
-from mlxtune.core.data.model_template import ModelTemplate, RenderCall, RenderChat
+from mlxtune.core.data.model_template import ModelTemplate, PendingText, RenderCall, RenderChat
 from mlxtune.core.data.problems import BadRow
+from mlxtune.core.data.template import PendingRendering, Rendering
 from tests.core.data.renderers import (
     END,
     REFUSED,
@@ -289,37 +293,74 @@ def test_system_message_without_a_user_turn_to_merge_it_into_is_a_bad_row() -> N
         render(refuses_system, conversation, merge_system=True)
 
 
-# Calls, predicted before they are made
+# Renderings that start before they are needed
+
+CONVERSATIONS = (
+    TWO_TURNS,
+    converse(("system", "Be brief."), ("user", "a"), assistant("b", reasoning_content="c")),
+    converse(("system", "Be brief."), ("tool", "4"), ("assistant", "4")),
+    converse(("user", "a"), ("assistant", "<think>\nb\n</think>\n\nc"), tools=[TOOL]),
+    converse(("assistant", "a"), ("user", "b"), ("assistant", "c")),
+)
+
+
+def outcome(rendering: PendingRendering) -> Rendering | str:
+    try:
+        return rendering()
+    except BadRow as problem:
+        return str(problem)
 
 
 @pytest.mark.parametrize("name", sorted(RENDERERS))
 @pytest.mark.parametrize("thinking", ["auto", "on", "off"])
-def test_calls_are_those_that_rendering_makes(name: str, thinking: str) -> None:
+@pytest.mark.parametrize("most", [0, 1, 4, None])
+def test_renderings_are_the_same_however_many_calls_start_ahead(
+    name: str, thinking: str, most: int | None
+) -> None:
     template, source = RENDERERS[name]
-    made: list[RenderCall] = []
+    started: list[RenderCall] = []
+    later: list[RenderCall] = []
 
     def recorded(messages: Messages, **options: Any) -> str:
-        made.append({"messages": messages, **options})
+        later.append({"messages": messages, **options})
         return template(messages, **options)
 
-    model = ModelTemplate(recorded, (END, "[end]"), source, thinking=thinking, merge_system=True)
-    for conversation in (
-        TWO_TURNS,
-        converse(("system", "Be brief."), ("user", "a"), assistant("b", reasoning_content="c")),
-        converse(("user", "a"), ("assistant", "<think>\nb\n</think>\n\nc"), tools=[TOOL]),
-    ):
-        # Facts about a template are determined once.
-        _ = model._shows_system, model._header
-        made.clear()
-        foretold = list(model.calls(conversation))
-        assert not made
-        with suppress(BadRow):
-            model(conversation)
-        assert made == foretold[: len(made)]
-        assert made
+    def ahead(calls: Iterator[RenderCall]) -> list[PendingText]:
+        started.extend(islice(calls, most))
+        return [partial(template, **call) for call in started]
+
+    options: dict[str, Any] = {"thinking": thinking, "merge_system": True}
+    plain = ModelTemplate(recorded, (END, "[end]"), source, **options)
+    model = replace(plain, render_ahead=ahead)
+    # Facts about a template are determined once.
+    _ = (plain._shows_system, plain._header), (model._shows_system, model._header)
+    later.clear()
+    expected = [outcome(partial(plain, each)) for each in CONVERSATIONS]
+    calls = later.copy()
+    later.clear()
+
+    pending = model.start(CONVERSATIONS)
+    assert not later
+    assert list(map(outcome, pending)) == expected
+    # A turn has two calls; a turn of which only one has started is rendered anew.
+    of_turns = started[: len(started) // 2 * 2]
+    assert not [call for call in later if call in of_turns]
+    if most is None:
+        assert [call for call in started if call in calls] == calls
 
 
 def test_conversation_whose_last_turn_is_not_trained_has_no_calls() -> None:
     last = {"role": "assistant", "content": "d", "weight": 0}
     conversation = converse(("user", "a"), ("assistant", "b"), ("user", "c"), last)
-    assert list(ModelTemplate(chatml, (END,), turns="last").calls(conversation)) == []
+    started: list[RenderCall] = []
+
+    def ahead(calls: Iterator[RenderCall]) -> list[PendingText]:
+        started.extend(calls)
+        return []
+
+    (pending,) = ModelTemplate(chatml, (END,), turns="last", render_ahead=ahead).start(
+        [conversation]
+    )
+    assert not started
+    with pytest.raises(BadRow, match="weight 0"):
+        pending()
