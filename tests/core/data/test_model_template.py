@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from mlxtune.core.data import problems
+from mlxtune.core.data.conversation import Conversation
 from mlxtune.core.data.model_template import ModelTemplate, PendingText, RenderCall, RenderChat
 from mlxtune.core.data.problems import BadRow
 from mlxtune.core.data.template import PendingRendering, Rendering
@@ -347,6 +348,19 @@ def test_renderings_are_the_same_however_many_calls_start_ahead(
     assert not [call for call in later if call in of_turns]
     if most is None:
         assert [call for call in started if call in calls] == calls
+
+
+def test_conversation_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare, prepared = ModelTemplate._prepare, list[Conversation]()
+
+    def counted(template: ModelTemplate, conversation: Conversation) -> Any:
+        prepared.append(conversation)
+        return prepare(template, conversation)
+
+    monkeypatch.setattr(ModelTemplate, "_prepare", counted)
+    for pending in ModelTemplate(chatml, (END,)).start(CONVERSATIONS):
+        outcome(pending)
+    assert prepared == list(CONVERSATIONS)
 
 
 def test_conversation_whose_last_turn_is_not_trained_has_no_calls() -> None:
