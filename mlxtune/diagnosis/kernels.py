@@ -218,7 +218,7 @@ _WINDOW = {"sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_sc
 _EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": 16}
 _TIED = {"tie_word_embeddings": True}
 _ATTENTION = {"gpu": _causal_attention, "plain": _plain_attention}
-_HEADS = HeadSizes(queries=4, keys=2, size=128, rotated=128)
+_HEADS = HeadSizes(queries=2, keys=1, size=64, rotated=64)
 _AROUND = {kind: partial(_around_attention, kind) for kind in ("gpu", "plain")}
 _DELTA = {"gpu": _gated_delta_kernel, "plain": _gated_delta_by_chunks}
 # Add an entry for each new kernel.

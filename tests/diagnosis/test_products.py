@@ -66,6 +66,7 @@ def test_real_sizes_reach_the_kernels_that_were_wrong() -> None:
     assert any(size.rows == 1 and size.inner >= 1024 for size in gpu.odd)
 
 
+@pytest.mark.slow
 def test_right_products_of_a_gpu_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu(monkeypatch)
     assert failed() == set()

@@ -96,6 +96,7 @@ def test_name_that_only_metal_has_is_an_error() -> None:
         installed().compile(text, [source.function], LIKE_MLX, "compute_90a")
 
 
+@pytest.mark.slow
 def test_swiglu_reads_and_writes_16_bytes_at_once() -> None:
     functions = compiled("compute_90a").decode().split(".entry ")[1:]
     swiglu = [text for text in functions if "mlxtune_swiglu" in text.partition("(")[0]]
