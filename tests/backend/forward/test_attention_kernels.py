@@ -62,7 +62,7 @@ def test_kernels_compute_what_mlx_computes(
     assert max(differences(tried, mx.float32)) < 2e-6
 
 
-@pytest.mark.parametrize("dtype", map(slow, (mx.bfloat16, mx.float16)), ids=str)
+@pytest.mark.parametrize("dtype", [slow(mx.bfloat16), slow(mx.float16)], ids=str)
 def test_kernels_round_to_the_dtype_of_their_inputs(dtype: mx.Dtype) -> None:
     tried = trial(FakeDevice(language=CUDA), PARTLY_ROTATED, True)
     assert 1e-5 < max(differences(tried, dtype)) < TOLERANCES[dtype]
