@@ -31,10 +31,10 @@ _MOST = 2**31
 # Tokens and width of the MLP whose time decides between the kernels and MLX's operations.
 _REALISTIC = (1024, 8192)
 
-# All inputs are flat. Each thread computes WIDTH neighbouring values, so that the threads of a
-# group read neighbouring Packs. CUDA rounds a grid up to whole groups, so some threads are idle.
+# All inputs have three axes. Each thread computes WIDTH neighbouring values, so that the threads of
+# a group read neighbouring Packs. CUDA rounds a grid up to whole groups, so some threads are idle.
 _LOAD = """
-    const unsigned int size = gate_shape[0];
+    const unsigned int size = gate_shape[0] * gate_shape[1] * gate_shape[2];
     const unsigned int first = $thread * WIDTH;
     if (first >= size) {
         return;
@@ -108,16 +108,19 @@ class GateKernels:
 
     def _run(self, kernel: Any, arrays: Sequence[mx.array], outputs: int) -> list[mx.array]:
         like = arrays[0]
+        if like.ndim != 3:
+            flat = self._run(kernel, [each.reshape(1, 1, -1) for each in arrays], outputs)
+            return [each.reshape(like.shape) for each in flat]
         width = self._language.width // like.dtype.size
-        found = kernel(
-            inputs=[each.reshape(-1) for each in arrays],
+        found: list[mx.array] = kernel(
+            inputs=list(arrays),
             template=[("T", like.dtype), ("WIDTH", width)],
             grid=(-(-like.size // width), 1, 1),
             threadgroup=(GROUP, 1, 1),
-            output_shapes=[(like.size,)] * outputs,
+            output_shapes=[like.shape] * outputs,
             output_dtypes=[like.dtype] * outputs,
         )
-        return [each.reshape(like.shape) for each in found]
+        return found
 
 
 def plain_swiglu(gate: mx.array, up: mx.array) -> mx.array:

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxtune.backend.lora.layers import LoRALinear, summed_products
-from mlxtune.backend.models.autograd import differentiable
+from mlxtune.backend.models.autograd import differentiable, exporting
 from mlxtune.backend.models.layers import frozen_gradient, is_plain
 
 # The maximum number of columns of joined A matrices. A GPU multiplies tiles of this width, so
@@ -30,6 +30,7 @@ class SharedInput:
         self.projections = list(projections)
         self.members = [each for each in projections if isinstance(each, LoRALinear)]
         self._columns = sum(each.lora_a.shape[1] for each in self.members)
+        self._run = differentiable(self._forward, self._backward)
         self._x: mx.array | None = None
         self._kept: dict[int, mx.array] = {}
 
@@ -50,9 +51,9 @@ class SharedInput:
     def _outputs(self, x: mx.array) -> list[mx.array]:
         first = self.members[0].lora_a if self.members else None
         trained = [] if first is None else [first, *(each.lora_b for each in self.members)]
-        outputs = differentiable(self._forward, self._backward)(
-            x, *(each.astype(x.dtype) for each in trained)
-        )
+        # A function made outside an export has no gradient inside it.
+        run = differentiable(self._forward, self._backward) if exporting() else self._run
+        outputs = run(x, *(each.astype(x.dtype) for each in trained))
         return list(outputs[: len(self.projections)])
 
     def _forward(self, x: mx.array, *trained: mx.array) -> list[mx.array]:
