@@ -69,15 +69,10 @@ def _merge(config: ExportConfig, source: Source, folder: Path) -> Certificate:
     if converter is None or (config.quantize and quantizer is None):
         asked = (config.output_path, config.quantize)
         console.warn(merged_gguf.ollama_advice(*asked, converted=converter is not None))
-    plain = is_quantized(model) or bool(source.quantization)
-    options = {
-        "dequantize": plain,
-        "trust_remote_code": trust,
-        "quantization": source.quantization,
-    }
+    quantized = is_quantized(model) or source.base_options.quantize is not None
     merged = folder if converter is None else folder / "merged"
     make_folder(merged)
-    certificate, stored = write_fused(source, merged, options)
+    certificate, stored = write_fused(source, merged, dequantize=quantized)
     if converter is not None:
         convert(source, converter, merged, stored, "use mlxtune fuse to write a model folder")
         certificate = replace(certificate, format="gguf")
@@ -102,10 +97,7 @@ def _write(config: ExportConfig, source: Source, folder: Path) -> None:
         metadata = {name: source.metadata.get(name) for name in ("epoch", "val_loss")}
         flat.write_flat(source.adapter, folder, metadata)
     else:
-        trust = config.trust_remote_code
-        base = open_base(
-            source.folder, config.dtype, trust_remote_code=trust, **source.quantization
-        )
+        base = open_base(source.folder, config.dtype, source.base_options)
         gguf.write_gguf(source.adapter, base, folder)
 
 

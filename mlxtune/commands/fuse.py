@@ -1,10 +1,10 @@
 """`mlxtune fuse`: writes a model with an adapter merged into the weights, and tests the result."""
 
 from pathlib import Path
-from typing import Any
 
 from mlxtune.backend.adapters import fuse as fusing
 from mlxtune.backend.adapters.formats import merged_gguf
+from mlxtune.backend.adapters.storage import AS_BASE
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import NF4, is_quantized
 from mlxtune.commands.prepare.keywords import takes_options
@@ -31,15 +31,11 @@ def fuse(config: FuseConfig) -> ExportResult:
     source = find_source(config)
     fusing.check_copied(source.folder)
     with output_folder(source) as folder:
-        options: dict[str, Any] = {
-            "dequantize": _dequantizes(config, source),
-            "trust_remote_code": config.trust_remote_code,
-            "quantization": source.quantization,
-        }
-        retention = None
-        if not options["dequantize"]:
-            options["storage"], retention = choose_storage(config, source)
-        certificate, stored = write_fused(source, folder, options, retention)
+        dequantize = _dequantizes(config, source)
+        storage, retention = (AS_BASE, None) if dequantize else choose_storage(config, source)
+        certificate, stored = write_fused(
+            source, folder, dequantize=dequantize, storage=storage, retention=retention
+        )
         if config.gguf:
             _write_gguf(source, folder, stored)
         return certify(source, folder, certificate)
@@ -53,10 +49,10 @@ def _dequantizes(config: FuseConfig, source: Source) -> bool:
     model = read_config(source.folder, trust_remote_code=config.trust_remote_code)
     if config.gguf:
         merged_gguf.check_convertible(model["model_type"], "--gguf")
-    quantized = is_quantized(model) or bool(source.quantization)
+    quantized = is_quantized(model) or source.base_options.quantize is not None
     if config.dequantize or not quantized:
         return config.dequantize
-    if source.quantization.get("quantize") == NF4:
+    if source.base_options.quantize == NF4:
         source.console.say("", "mlx-lm has no nf4: writing plain weights, as with --dequantize")
         return True
     if config.gguf:

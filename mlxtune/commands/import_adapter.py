@@ -12,6 +12,7 @@ from mlxtune.backend.models.loading import open_base
 from mlxtune.commands.prepare.base import find_base, metadata_of
 from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.config import ImportConfig, as_path
+from mlxtune.config.base_options import BaseOptions
 from mlxtune.core.files.files import write_json
 from mlxtune.core.files.output_folder import hashes, new_folder
 from mlxtune.core.run.checkpoint import ADAPTER
@@ -32,7 +33,8 @@ def import_adapter(config: ImportConfig) -> Path:
     given, is_peft = _find(config.adapter)
     named = base_of(given.parent) if is_peft else read_info(given).model
     folder = find_base(config, named, str(given.parent), str(given), metadata_of(given)[1])
-    base = open_base(folder, "float32", trust_remote_code=config.trust_remote_code)
+    options = BaseOptions(trust_remote_code=config.trust_remote_code)
+    base = open_base(folder, "float32", options)
     modules = projections_of(base.model)
     adapter = (
         read_peft(given.parent, modules, base.model_type)

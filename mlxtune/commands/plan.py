@@ -56,7 +56,7 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
         with closing(console):
             dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
         report_findings(dataset, console)
-    base = loading.open_base(folder, config.dtype, **config.loading())
+    base = loading.open_base(folder, config.dtype, config.loading())
     steps = first_steps(config, dataset)
     costs = [ModelFacts(base.model).costs(examples) for examples in steps]
     if config.parallel == "tensor":

@@ -15,6 +15,7 @@ from mlxtune.backend.adapters.formats import merged_gguf
 from mlxtune.backend.adapters.formats.adapter import Adapter
 from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
 from mlxtune.backend.adapters.retention import Retention
+from mlxtune.backend.adapters.storage import AS_BASE
 from mlxtune.backend.device import memory
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models import loading
@@ -26,6 +27,7 @@ from mlxtune.commands.prepare.interrupt import end_in_order
 from mlxtune.commands.prepare.model import as_trained, trained_on_text
 from mlxtune.commands.prepare.unfinished import noted, remove_unfinished
 from mlxtune.config import DataConfig, OutgoingConfig, UseConfig
+from mlxtune.config.base_options import BaseOptions
 from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.files.files import as_output_error, read_json, write_file, write_json
 from mlxtune.core.files.ours import remove_file
@@ -48,8 +50,8 @@ class Source:
     """A trained adapter and its base model on disk, named by the options of `config`.
 
     `metadata` is from the checkpoint that has the adapter `weights`, or empty; `run` is the folder
-    of that checkpoint's run, or None. `quantization` has the keywords with which
-    `loading.load_base` quantises the base as in training.
+    of that checkpoint's run, or None. `base_options` open the base as in
+    training.
     """
 
     config: OutgoingConfig
@@ -59,7 +61,7 @@ class Source:
     adapter: Adapter
     metadata: Mapping[str, Any]
     run: Path | None
-    quantization: Mapping[str, Any]
+    base_options: BaseOptions
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,12 @@ def find_source(config: OutgoingConfig) -> Source:
     relative_to = str(metadata.get("working_directory") or "")
     folder = find_base(config, info.model, relative_to, str(weights), run)
     check_base(weights, folder, other_base=config.other_base)
-    base = open_base(folder, "float32", trust_remote_code=config.trust_remote_code)
+    trust = config.trust_remote_code
+    base = open_base(folder, "float32", BaseOptions(trust_remote_code=trust))
     adapter = read_mlx_lm(weights, projections_of(base.model))
-    quantization = base_options(weights, folder, trust_remote_code=config.trust_remote_code)
+    options = base_options(weights, folder, trust_remote_code=trust)
     console = RunConsole(quiet=config.quiet)
-    return Source(config, console, folder, weights, adapter, metadata, run, quantization)
+    return Source(config, console, folder, weights, adapter, metadata, run, options)
 
 
 @contextmanager
@@ -93,8 +96,8 @@ def output_folder(source: Source) -> Iterator[Path]:
     OutputError.
     """
     config, console = source.config, source.console
-    if source.quantization:
-        name = format_name(**source.quantization)
+    if (quantize := source.base_options.quantize) is not None:
+        name = format_name(quantize, source.base_options.double_quant)
         console.say("Base", f"{source.folder}, quantised to {name} while loading, as in training")
     sources = [source.folder, source.weights, source.weights.parent]
     target, overwrite = config.output_path, config.overwrite
@@ -110,9 +113,7 @@ def output_folder(source: Source) -> Iterator[Path]:
 
 def load_base(source: Source) -> BaseModel:
     """Load the base that an adapter was trained on, for the proof. Raises ModelError."""
-    dtype, trust = source.config.dtype, source.config.trust_remote_code
-    quantization = source.quantization
-    return loading.load_base(source.folder, dtype, trust_remote_code=trust, **quantization)
+    return loading.load_base(source.folder, source.config.dtype, source.base_options)
 
 
 def prove_export(
@@ -189,15 +190,22 @@ def print_result(result: ExportResult, config: OutgoingConfig) -> None:
 
 
 def write_fused(
-    source: Source, folder: Path, options: Mapping[str, Any], retention: Retention | None = None
+    source: Source,
+    folder: Path,
+    *,
+    dequantize: bool,
+    storage: str = AS_BASE,
+    retention: Retention | None = None,
 ) -> tuple[Certificate, str]:
     """Write the fused model into a folder; return its certificate and the dtype of its weights.
 
-    `options` are keywords of `fused_model`. Raises a subclass of MlxTuneError.
+    For `dequantize` and `storage`, see `fused_model`. Raises a subclass of MlxTuneError.
     """
-    config = source.config
-    trust = config.trust_remote_code
-    model, model_config = fusing.fused_model(source.folder, source.adapter, **options)
+    config, base_options = source.config, source.base_options
+    plain = BaseOptions(trust_remote_code=config.trust_remote_code)
+    model, model_config = fusing.fused_model(
+        source.folder, source.adapter, base_options, dequantize=dequantize, storage=storage
+    )
     exact = not fusing.is_quantized(model, source.adapter)
     stored = fusing.stored_dtype(model)
     source.console.say("Writing", str(config.output_path))
@@ -208,10 +216,17 @@ def write_fused(
     certificate = prove_export(
         source,
         "fused",
-        lambda: loading.load_base(folder, config.dtype, trust_remote_code=trust).model,
+        lambda: loading.load_base(folder, config.dtype, plain).model,
         rounding=stored,
-        everywhere=options["dequantize"],
-        weights=fusing.check_fused(source.folder, folder, source.adapter, **options),
+        everywhere=dequantize,
+        weights=fusing.check_fused(
+            source.folder,
+            folder,
+            source.adapter,
+            base_options,
+            dequantize=dequantize,
+            storage=storage,
+        ),
         exact=exact,
         retention=retention,
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
 
 import numpy as np
 
@@ -42,9 +41,7 @@ def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention |
 
     Raises the errors of `load_base` and `load_adapted`.
     """
-    trust = config.trust_remote_code
-    options: dict[str, Any] = {"trust_remote_code": trust, "quantization": source.quantization}
-    storages = fusing.storages(source.folder, source.adapter, **options)
+    storages = fusing.storages(source.folder, source.adapter, source.base_options)
     if len(storages) == 1:
         return AS_BASE, None
     source.console.say("Measuring", "how much of the adapter's gain is lost by quantising again")
@@ -55,7 +52,7 @@ def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention |
 
     def value_of(storage: str) -> float:
         fused = fusing.fused_model(
-            source.folder, source.adapter, dequantize=False, storage=storage, **options
+            source.folder, source.adapter, source.base_options, dequantize=False, storage=storage
         )
         model = prepare(*fused, source.folder, config.dtype)
         read_weights(model)

@@ -85,7 +85,7 @@ def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoin
     expected, actual = good[0].metadata.get("base_hash"), model_hash(folder, user_cache())
     changed = f"{folder}: its weights are not those that the run started from"
     found.add("base model", None if actual == expected else changed, str(folder))
-    base = loading.open_base(folder, config.dtype, **config.loading())
+    base = loading.open_base(folder, config.dtype, config.loading())
     summary = apply_lora(base.model, config.lora())
     for each in reversed(good):
         name = f"{each.folder.name}/{ADAPTER}"

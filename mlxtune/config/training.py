@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mlxtune.config.base_options import BaseOptions
 from mlxtune.config.data import (
     BENCH,
     COMMAND,
@@ -94,10 +95,14 @@ class _StepConfig(ModelConfig, ObjectiveConfig, DataConfig):
             ]
         return problems
 
-    def loading(self) -> dict[str, Any]:
-        """Return arguments for `open_base` that load the base model as these options say."""
-        names = ("trust_remote_code", "quantize", "double_quant", "quantized_compute")
-        return {name: getattr(self, name) for name in names}
+    def loading(self) -> BaseOptions:
+        """Return the options that concern the base model."""
+        return BaseOptions(
+            trust_remote_code=self.trust_remote_code,
+            quantize=self.quantize,
+            double_quant=self.double_quant,
+            quantized_compute=self.quantized_compute,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

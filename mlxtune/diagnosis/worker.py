@@ -27,6 +27,7 @@ from mlxtune.backend.models import loading
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import DataConfig, InstructConfig, TrainConfig
+from mlxtune.config.base_options import BaseOptions
 from mlxtune.config.limits import CONFIG
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.files import append_line, copy_file, make_folder, write_json
@@ -218,7 +219,7 @@ def _computed(
     folder: Path, examples: Sequence[Example], way: Way, compute: str, dtype: str = "float32"
 ) -> tuple[Step, str]:
     """Return a step's loss and gradients (see `step_of`), and why packing failed, if it did."""
-    base = loading.load_base(folder, dtype, quantized_compute=compute)
+    base = loading.load_base(folder, dtype, BaseOptions(quantized_compute=compute))
     pipeline = InstructPipeline(base.model, _lora(way.dropout), execution=way.execution)
     return step_of(pipeline, examples), pipeline.forward.packing_problem
 

@@ -180,9 +180,7 @@ def test_fusing_holds_a_file_of_weights_at_a_time(
     monkeypatch.setattr(
         fusing, "make_shards", lambda weights, **_: [dict([w]) for w in weights.items()]
     )
-    model, config = fusing.fused_model(
-        model_folder, adapter, dequantize=False, trust_remote_code=False
-    )
+    model, config = fusing.fused_model(model_folder, adapter, dequantize=False)
     size = (model_folder / "model.safetensors").stat().st_size
     start = mx.get_active_memory()
     mx.reset_peak_memory()

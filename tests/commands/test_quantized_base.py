@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 from mlxtune import ExportConfig, FuseConfig, TrainConfig, export, fuse, train
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.models.loading import load_base
+from mlxtune.config.base_options import BaseOptions
 from mlxtune.errors import ModelError
 from tests.command import Cli
 from tests.models import sums, write_adapter_config, write_chat, write_model
@@ -79,7 +80,7 @@ def logits(model: nn.Module) -> np.ndarray:
 
 
 def trained_logits(home: Path, adapter: Path, **quantization: Any) -> np.ndarray:
-    base = load_base(home / "model", "float32", **quantization)
+    base = load_base(home / "model", "float32", BaseOptions(**quantization))
     return logits(load_adapted(base, str(adapter)).model)
 
 

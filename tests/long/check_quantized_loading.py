@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from mlxtune.config.base_options import BaseOptions
+
 SHAPE = {
     "hidden_size": 1024,
     "intermediate_size": 3072,
@@ -44,7 +46,9 @@ def load(folder: str, name: str) -> dict[str, int]:
     memory.set_limits(1e3)
     quantize = None if name == "none" else name.removesuffix("+")
     double = name.endswith("+")
-    base = loading.open_base(Path(folder), "auto", quantize=quantize, double_quant=double)
+    base = loading.open_base(
+        Path(folder), "auto", BaseOptions(quantize=quantize, double_quant=double)
+    )
     weights = sum(value.nbytes for _, value in tree_flatten(base.model.parameters()))
     before = memory.peak_rss()
     mx.reset_peak_memory()

@@ -25,6 +25,7 @@ from mlx_lm.utils import load_tokenizer
 from mlxtune.backend.models.layers import DequantizedLinear
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.models.quantize import FORMATS
+from mlxtune.config.base_options import BaseOptions
 
 _WINDOW, _ROWS, _WIDTHS, _RUNS = 256, 256, (1024, 3072), 3
 _MODES = {"4": ("affine", 4), "8": ("affine", 8), "mxfp4": ("mxfp4", 4), "nvfp4": ("nvfp4", 4)}
@@ -33,7 +34,9 @@ _MODES |= {"mxfp8": ("mxfp8", 8)}
 
 def loss_of(folder: Path, text: str, name: str | None, *, double_quant: bool = False) -> float:
     """Return a text's loss in nats per token."""
-    model = load_base(folder, "float32", quantize=name, double_quant=double_quant).model
+    model = load_base(
+        folder, "float32", BaseOptions(quantize=name, double_quant=double_quant)
+    ).model
     tokens = load_tokenizer(folder).encode(text)
     windows = [tokens[i : i + _WINDOW] for i in range(0, len(tokens) - 1, _WINDOW)]
     total = 0.0

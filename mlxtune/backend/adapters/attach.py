@@ -1,9 +1,8 @@
 """Attaches a trained adapter to its base model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
@@ -24,7 +23,7 @@ from mlxtune.backend.adapters.files import (
 from mlxtune.backend.lora.apply import LoRASummary, lora_layer, summarise
 from mlxtune.backend.lora.layers import DoRALinear, DropoutKeys
 from mlxtune.backend.lora.targets import PROJECTIONS
-from mlxtune.backend.models.loading import BaseModel, base_quantization
+from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import (
     FORMATS,
@@ -35,6 +34,7 @@ from mlxtune.backend.models.quantize import (
     quantization_of,
 )
 from mlxtune.config import InstructConfig
+from mlxtune.config.base_options import BaseOptions
 from mlxtune.core.files.hashing import base_fingerprint, is_same_base
 from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.errors import ConfigError, ModelError, one_line
@@ -101,17 +101,18 @@ def _config_of(weights: Path, info: AdapterInfo, names: list[str]) -> InstructCo
         raise ModelError(f"{weights.with_name(ADAPTER_CONFIG)}: {one_line(error)}") from error
 
 
-def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Return the `load_base` options that quantise a model folder as in an adapter's training.
+def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False) -> BaseOptions:
+    """Return options that quantise a model folder as in an adapter's training.
 
-    The result is empty if training used the folder as stored, or if the folder is already quantised
-    in the same format, for example by `mlx_lm.convert`. Raises ModelError if the folder is
-    quantised in a different format, or if this version does not support the format.
+    They quantise nothing if training used the folder as stored, or if the folder is already
+    quantised in the same format, for example by `mlx_lm.convert`. Raises ModelError if the folder
+    is quantised in a different format, or if this version does not support the format.
     """
     saved, path = read_info(weights).mlxtune, weights.with_name(ADAPTER_CONFIG)
     quantize, double = saved.get("quantize"), saved.get("double_quant", False)
+    as_stored = BaseOptions(trust_remote_code=trust_remote_code)
     if quantize is None:
-        return {}
+        return as_stored
     if quantize not in FORMATS or (double and quantize != NF4):
         raise ModelError(
             f"{path}: quantize is {quantize!r:.40}, which this version does not support: "
@@ -119,13 +120,13 @@ def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False
         )
     config = read_config(folder, trust_remote_code=trust_remote_code)
     if not is_quantized(config):
-        return {"quantize": quantize, "double_quant": bool(double)}
+        return replace(as_stored, quantize=quantize, double_quant=bool(double))
     if quantize == NF4 or quantization_of(config) != MLX_FORMATS[quantize]:
         raise ModelError(
             f"{folder}: is quantised, but not to {quantize}, which training used: "
             "name the full-precision model"
         )
-    return {}
+    return as_stored
 
 
 def base_difference(weights: Path, folder: Path) -> str | None:
@@ -157,11 +158,12 @@ def base_mismatch(weights: Path, base: BaseModel, *, trust_remote_code: bool = F
         trained = base_options(weights, base.folder, trust_remote_code=trust_remote_code)
     except ModelError as problem:
         return str(problem)
-    if trained == base_quantization(base):
+    if (trained.quantize, trained.double_quant) == (base.quantize, base.double_quant):
         return None
     trained_on, remedy = "the base as stored", "leave out --quantize"
-    if trained:
-        trained_on = f"the base quantised to {format_name(**trained)}"
-        double = " --double-quant" if trained["double_quant"] else ""
-        remedy = f"add --quantize {trained['quantize']}{double}"
+    if trained.quantize is not None:
+        name = format_name(trained.quantize, trained.double_quant)
+        trained_on = f"the base quantised to {name}"
+        double = " --double-quant" if trained.double_quant else ""
+        remedy = f"add --quantize {trained.quantize}{double}"
     return f"{weights}: was trained on {trained_on}: {remedy} to use the same base"

@@ -10,7 +10,6 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import mlx.core as mx
@@ -34,6 +33,7 @@ from mlxtune.backend.models.layers import dequantized_weight
 from mlxtune.backend.models.loading import load_lazily
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import quantize_lazily, quantized_config
+from mlxtune.config.base_options import AS_STORED, BaseOptions
 from mlxtune.config.limits import TooLarge, limits_of
 from mlxtune.core.files.files import as_output_error, copy_file, make_folder, write_file
 from mlxtune.core.files.sizes import check_file
@@ -70,33 +70,32 @@ class _Base:
         return module.scales.dtype if floating else mx.bfloat16
 
 
-def _open(folder: Path, trust_remote_code: bool, quantization: Mapping[str, Any]) -> _Base:
-    config = read_config(folder, trust_remote_code=trust_remote_code)
+def _open(folder: Path, options: BaseOptions) -> _Base:
+    config = read_config(folder, trust_remote_code=options.trust_remote_code)
     model, config = load_lazily(folder, config)
     dtypes = {}
-    if quantization:
+    if options.quantize is not None:
         modules = model.named_modules()
         dtypes = {name: module.weight.dtype for name, module in modules if "weight" in module}
-        quantize_lazily(model, config, **quantization)
+        quantize_lazily(model, config, options.quantize, options.double_quant)
     return _Base(model, config, dtypes)
 
 
 def fused_model(
     folder: Path,
     adapter: Adapter,
+    options: BaseOptions = AS_STORED,
     *,
     dequantize: bool,
-    trust_remote_code: bool,
-    quantization: Mapping[str, Any] = MappingProxyType({}),
     storage: str = AS_BASE,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return a base model with the adapter fused into its lazy weights, and the model's config.
 
-    `quantization` has the options of `load_base` that quantised the base for training. Weights keep
-    the base's dtype and, without `dequantize`, its quantisation, which must not be nf4. Weights
-    with an update use `storage`. Raises ModelError if the adapter does not fit.
+    `options` are those of training. Weights keep the base's dtype and, without `dequantize`, its
+    quantisation, which must not be nf4. Weights with an update use `storage`. Raises ModelError if
+    the adapter does not fit.
     """
-    base = _open(folder, trust_remote_code, quantization)
+    base = _open(folder, options)
     model, config = base.model, base.config
     fused, modules = [], dict(model.named_modules())
     for name, update in adapter.modules.items():
@@ -104,8 +103,8 @@ def fused_model(
         check_fits(module, update, name)
         weight = _updated(name, module, update, adapter.scale).astype(base.dtype_of(name, module))
         fused.append((name, module, layer_like(module, weight, PLAIN if dequantize else storage)))
-    if not dequantize and quantization:
-        config |= quantized_config(model, quantization["quantize"])
+    if not dequantize and options.quantize is not None:
+        config |= quantized_config(model, options.quantize)
     model.update_modules(tree_unflatten([(name, made) for name, _, made in fused]))
     add_to_config(config, fused, storage)
     if dequantize:
@@ -231,10 +230,9 @@ def check_fused(
     base: Path,
     fused: Path,
     adapter: Adapter,
+    options: BaseOptions = AS_STORED,
     *,
     dequantize: bool,
-    trust_remote_code: bool,
-    quantization: Mapping[str, Any] = MappingProxyType({}),
     storage: str = AS_BASE,
 ) -> WeightCheck:
     """Compare every tensor of a fused folder with the value computed from the base and the adapter.
@@ -243,11 +241,11 @@ def check_fused(
     one rounding to their dtype, quantised weights by the error of quantising the exact weight. All
     other tensors must be equal.
     """
-    opened = _open(base, trust_remote_code, quantization)
+    opened = _open(base, options)
     before = opened.model
     if dequantize:
         _dequantize(opened, kept=adapter.modules.keys())
-    after = _open(fused, trust_remote_code, {}).model
+    after = _open(fused, BaseOptions(trust_remote_code=options.trust_remote_code)).model
     problems: list[str] = []
     largest = 0.0
     bases, written = dict(before.named_modules()), dict(after.named_modules())
@@ -312,15 +310,9 @@ def is_quantized(model: nn.Module, adapter: Adapter) -> bool:
     return bool(quantized_among(_trained(model, adapter)))
 
 
-def storages(
-    folder: Path,
-    adapter: Adapter,
-    *,
-    trust_remote_code: bool,
-    quantization: Mapping[str, Any] = MappingProxyType({}),
-) -> list[str]:
+def storages(folder: Path, adapter: Adapter, options: BaseOptions = AS_STORED) -> list[str]:
     """Return the storage formats to try for the weights with an update; read no weights."""
-    model = _open(folder, trust_remote_code, quantization).model
+    model = _open(folder, options).model
     return storages_for(_trained(model, adapter))
 
 

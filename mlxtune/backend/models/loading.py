@@ -41,6 +41,7 @@ from mlxtune.backend.models.quantize import (
 )
 from mlxtune.backend.models.timed_products import TimedProducts, time_products
 from mlxtune.backend.models.weight_headers import NOT_TEXT
+from mlxtune.config.base_options import AS_STORED, BaseOptions
 from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.core.text import count, short_number
 from mlxtune.errors import ModelError, one_line
@@ -97,51 +98,34 @@ class BaseModel:
         )
 
 
-def load_base(folder: Path, dtype: str, **options: Any) -> BaseModel:
-    """Open a model, as `open_base` does with these options, and read its weights.
+def load_base(folder: Path, dtype: str, options: BaseOptions = AS_STORED) -> BaseModel:
+    """Open a model as `open_base` does, and read its weights.
 
     Raises ModelError if the folder is incomplete or broken, or if the model cannot be quantised.
     """
-    base = open_base(folder, dtype, **options)
+    base = open_base(folder, dtype, options)
     read_weights(base)
     return base
 
 
-def open_base(
-    folder: Path,
-    dtype: str,
-    *,
-    trust_remote_code: bool = False,
-    quantize: str | None = None,
-    double_quant: bool = False,
-    quantized_compute: str = "auto",
-) -> BaseModel:
+def open_base(folder: Path, dtype: str, options: BaseOptions = AS_STORED) -> BaseModel:
     """Return a model in the given dtype (`auto`: on a GPU, the dtype of the weights; on the CPU,
     float32).
 
     Its shapes and dtypes are known, but no weights are read. Quantised weights stay quantised; the
-    other weights and the activations have the given dtype. `quantize`, a format of --quantize,
-    quantises the weights of a full-precision model one by one as they are read; `double_quant` is
-    for nf4. For `quantized_compute`, see `compute_quantized`.
+    other weights and the activations have the given dtype. For `quantized_compute`, see
+    `compute_quantized`.
 
     Raises ModelError if the folder is incomplete or broken, or if the model cannot be quantised.
     """
-    config = read_config(folder, trust_remote_code=trust_remote_code)
-    if quantize is not None and is_quantized(config):
+    config = read_config(folder, trust_remote_code=options.trust_remote_code)
+    if options.quantize is not None and is_quantized(config):
         raise ModelError(
-            f"{folder}: is already quantised: leave out --quantize {quantize}, "
+            f"{folder}: is already quantised: leave out --quantize {options.quantize}, "
             "or name the full-precision model"
         )
     model, config = load_lazily(folder, config)
-    return prepare(
-        model,
-        config,
-        folder,
-        dtype,
-        quantize=quantize,
-        double_quant=double_quant,
-        quantized_compute=quantized_compute,
-    )
+    return prepare(model, config, folder, dtype, options)
 
 
 def prepare(
@@ -149,15 +133,13 @@ def prepare(
     config: Mapping[str, Any],
     folder: Path,
     dtype: str,
-    *,
-    quantize: str | None = None,
-    double_quant: bool = False,
-    quantized_compute: str = "auto",
+    options: BaseOptions = AS_STORED,
 ) -> BaseModel:
     """Prepare, as `open_base` does, an mlx-lm model whose weights have not been read yet.
 
     Raises ModelError if the model is broken or cannot be quantised.
     """
+    quantize = options.quantize
     try:
         if quantize in MLX_FORMATS:
             # Before the dtype is chosen: `auto` means the dtype of the weights to quantise.
@@ -166,9 +148,9 @@ def prepare(
         stored = config.get("quantization")
         quantization = describe_format(stored) if stored else None
         if quantize is not None:
-            quantization = quantize_lazily(model, config, quantize, double_quant)
+            quantization = quantize_lazily(model, config, quantize, options.double_quant)
         _cast(model, chosen)
-        compute = compute_quantized(model, chosen, quantized_compute)
+        compute = compute_quantized(model, chosen, options.quantized_compute)
         text_config = _text_config(config)
         # This builds a graph without computing it, to expose config values of the wrong type.
         model(mx.zeros((1, 2), mx.int32))
@@ -189,7 +171,7 @@ def prepare(
         hidden_size=int(text_config.get("hidden_size") or config.get("hidden_size") or 0),
         text_config=text_config,
         quantize=quantize,
-        double_quant=double_quant,
+        double_quant=options.double_quant,
         quantized_compute=compute,
         passed_over=sum(bool(NOT_TEXT.search(name)) for name in weight_names(folder)),
         own_vocab=vocab_size,
@@ -220,16 +202,10 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text_config
 
 
-def base_quantization(base: BaseModel) -> dict[str, Any]:
-    """Return how a base was quantised while loading, for adapters to record; {} if it was not."""
-    if base.quantize is None:
-        return {}
-    return {"quantize": base.quantize, "double_quant": base.double_quant}
-
-
 def base_record(base: BaseModel) -> dict[str, Any]:
     """Return the record of a base for its adapters: its fingerprint, and how it was quantised."""
-    return {"base": base_fingerprint(base.folder), **base_quantization(base)}
+    quantised = {"quantize": base.quantize, "double_quant": base.double_quant}
+    return {"base": base_fingerprint(base.folder), **(quantised if base.quantize else {})}
 
 
 def slow_products(base: BaseModel) -> str | None:

@@ -34,7 +34,7 @@ def with_auto(
     with closing(console):
         reader = Reader(config, folder, console.on_encoding)
         dataset = load_dataset(config.part(DataConfig, max_seq_len=_UNCUT), reader)
-    base = loading.open_base(folder, config.dtype, **config.loading())
+    base = loading.open_base(folder, config.dtype, config.loading())
     own = TrainConfig.max_seq_len
     loss = cut_loss(dataset.files, own, config.cut)
     facts = Facts(

@@ -28,6 +28,7 @@ from mlxtune.commands.prepare.base import base_of
 from mlxtune.commands.prepare.dataset import Reader, template_text
 from mlxtune.commands.prepare.memory import confirm, recorded_memory
 from mlxtune.config import AnswerConfig, EvalConfig, ObjectiveConfig, TrainConfig, UseConfig
+from mlxtune.config.base_options import BaseOptions
 from mlxtune.config.data import TEMPLATES
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.objectives.objective import Objective
@@ -62,7 +63,7 @@ def open_model(
     Does not read the weights yet.
     """
     console.say("Memory", memory.set_limits(config.memory_limit).describe())
-    base = loading.open_base(folder, config.dtype, **config.loading())
+    base = loading.open_base(folder, config.dtype, config.loading())
     if workers.split_model:
         base = split_base(base, workers.group)
     if slow := loading.slow_products(base):
@@ -209,7 +210,7 @@ def load_model(
     Reports each stage on the console, which then awaits a first result. Raises ModelError.
     """
     console.say("Memory", memory.set_limits(config.memory_limit).describe())
-    base = loading.open_base(folder, config.dtype, **_base_options(config, folder))
+    base = loading.open_base(folder, config.dtype, _base_options(config, folder))
     if workers.split_model:
         base = split_base(base, workers.group)
     loading.read_weights(base)
@@ -231,14 +232,16 @@ def load_model(
     return LoadedModel(base, adapted)
 
 
-def _base_options(config: UseConfig, folder: Path) -> dict[str, Any]:
-    """Return `open_base` keywords that quantise the base as the options say, or as in training."""
-    trust = {"trust_remote_code": config.trust_remote_code}
+def _base_options(config: UseConfig, folder: Path) -> BaseOptions:
+    """Return options that quantise the base as `config` says, or else as in training."""
+    trust = config.trust_remote_code
     if config.quantize is None and config.adapter is not None:
-        return trust | base_options(find_adapter(config.adapter), folder, **trust)
+        return base_options(find_adapter(config.adapter), folder, trust_remote_code=trust)
     if config.quantize in (None, "none"):
-        return trust
-    return trust | {"quantize": config.quantize, "double_quant": config.double_quant}
+        return BaseOptions(trust_remote_code=trust)
+    return BaseOptions(
+        trust_remote_code=trust, quantize=config.quantize, double_quant=config.double_quant
+    )
 
 
 # Answering prompts

@@ -20,6 +20,7 @@ from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.models.layers import DEQUANTIZED, QuantizedRows
 from mlxtune.backend.models.loading import load_base
+from mlxtune.config.base_options import BaseOptions
 from mlxtune.core.steps.execution import Execution
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
 from tests.backend.step.executions import (
@@ -81,14 +82,14 @@ def test_head_that_is_one_product_is_known(
 
 def test_quantised_head_is_no_plain_product() -> None:
     folder = model_folder("llama", 4)
-    native = load_base(folder, "float32", quantized_compute="quantized").model
+    native = load_base(folder, "float32", BaseOptions(quantized_compute="quantized")).model
     assert SplitModel(native).weight is None
 
 
 def test_dequantised_head_is_one_product_whose_rows_are_unpacked() -> None:
     for architecture in ("llama", "qwen3"):  # a separate head, and a tied one
         folder = model_folder(architecture, 4)
-        model = load_base(folder, "float32", quantized_compute=DEQUANTIZED).model
+        model = load_base(folder, "float32", BaseOptions(quantized_compute=DEQUANTIZED)).model
         split = SplitModel(model)
         assert isinstance(split.weight, QuantizedRows)
         assert_close(split.hidden(TOKENS) @ split.weight[:].T, model(TOKENS), 1e-5)

@@ -26,6 +26,7 @@ from mlxtune.backend.models.loading import BaseModel, load_base, open_base, read
 from mlxtune.backend.models.quantize import FORMATS
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
+from mlxtune.config.base_options import BaseOptions
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import GraphMemory
@@ -284,7 +285,7 @@ def test_bytes_of_quantised_weights_are_known_before_they_are_read(
 ) -> None:
     folder = write_model(tmp_path / "model", architecture, dtype="bfloat16")
     for name, double in [*((name, False) for name in FORMATS), ("nf4", True)]:
-        base = open_base(folder, "auto", quantize=name, double_quant=double)
+        base = open_base(folder, "auto", BaseOptions(quantize=name, double_quant=double))
         predicted = model_shapes(base, InstructConfig(), GraphMemory())
         read_weights(base)
         found = sum(value.nbytes for _, value in tree_flatten(base.model.parameters()))
@@ -298,7 +299,9 @@ def test_advice_knows_what_quantising_would_take(tmp_path: Path) -> None:
     config, load, way = InstructConfig(lora_rank=8), BatchLoad.single(512, 100), Execution(CPU)
     shapes = model_shapes(open_base(folder, "float32"), config, KernelMemory())
     advice = remedies(shapes, way, load, 1, may_checkpoint=False)[-1]
-    quantised = model_shapes(open_base(folder, "float32", quantize="4"), config, KernelMemory())
+    quantised = model_shapes(
+        open_base(folder, "float32", BaseOptions(quantize="4")), config, KernelMemory()
+    )
     needed = least(replace(shapes, weights=quantised.weights), way, load).total
     assert advice.startswith(f"--quantize 4 (about {byte_size(needed)}")
 
@@ -314,6 +317,6 @@ def test_predicted_peak_on_a_quantised_base_is_near_the_measured(
     tmp_path: Path, kernels: bool, quantize: str
 ) -> None:
     folder = write_model(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE)
-    base = open_base(folder, "float32", quantize=quantize)
+    base = open_base(folder, "float32", BaseOptions(quantize=quantize))
     config, step = InstructConfig(lora_rank=8, targets=("all",)), examples(4, 128)
     check_peak(base, config, EXECUTIONS[kernels], step)

@@ -27,6 +27,7 @@ from mlxtune.backend.models.loading import load_base, slow_products
 from mlxtune.backend.models.quantize import FORMATS
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
+from mlxtune.config.base_options import BaseOptions
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from tests.backend.conftest import fill_lora_b
@@ -93,7 +94,7 @@ def test_lora_learns_what_it_learns_on_the_dequantised_weights(
 
     def loaded(compute: str = "dequantized") -> nn.Module:
         options = {"quantize": name, "quantized_compute": compute}
-        return load_base(folder, "float32", **options).model  # type: ignore[arg-type]
+        return load_base(folder, "float32", BaseOptions(**options)).model  # type: ignore[arg-type]
 
     plain = loaded()
     on_plain_weights(plain)
@@ -112,7 +113,7 @@ def test_lora_learns_what_it_learns_on_the_dequantised_weights(
 def test_embeddings_are_given_in_the_compute_dtype(tmp_path: Path, compute: str) -> None:
     folder = write_model(tmp_path / "model", "llama")
     for dtype in ("float32", "float16"):
-        base = load_base(folder, dtype, quantize="mxfp4", quantized_compute=compute)
+        base = load_base(folder, dtype, BaseOptions(quantize="mxfp4", quantized_compute=compute))
         assert base.model(mx.array([[1, 2]])).dtype == getattr(mx, dtype)
         assert base.quantized_compute == compute
 
@@ -122,12 +123,12 @@ def test_auto_is_dequantised_on_the_cpu_alone(
 ) -> None:
     folder = write_model(tmp_path / "model", "llama")
     monkeypatch.setattr(layers, "on_cpu", lambda: True)
-    assert load_base(folder, "auto", quantize="4").quantized_compute == "dequantized"
+    assert load_base(folder, "auto", BaseOptions(quantize="4")).quantized_compute == "dequantized"
     assert load_base(folder, "auto").quantized_compute is None
     monkeypatch.setattr(layers, "on_cpu", lambda: False)
-    assert load_base(folder, "auto", quantize="4").quantized_compute == "quantized"
+    assert load_base(folder, "auto", BaseOptions(quantize="4")).quantized_compute == "quantized"
     # MLX has no product for nf4.
-    assert load_base(folder, "auto", quantize="nf4").quantized_compute == "dequantized"
+    assert load_base(folder, "auto", BaseOptions(quantize="nf4")).quantized_compute == "dequantized"
 
 
 @pytest.fixture
@@ -141,7 +142,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slow_products_are_said_with_the_remedy(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama", quantize=4)
     assert slow_products(load_base(folder, "auto")) is None
-    slow = slow_products(load_base(folder, "auto", quantized_compute="quantized"))
+    slow = slow_products(load_base(folder, "auto", BaseOptions(quantized_compute="quantized")))
     assert slow is not None
     assert "--quantized-compute dequantized" in slow
 

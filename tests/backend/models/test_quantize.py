@@ -14,9 +14,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.convert import convert
 
 from mlxtune.backend.models import loading, nf4, quantize
-from mlxtune.backend.models.loading import base_quantization, load_base, open_base, read_weights
+from mlxtune.backend.models.loading import base_record, load_base, open_base, read_weights
 from mlxtune.backend.models.nf4 import NF4Linear
 from mlxtune.backend.models.quantize import FORMATS
+from mlxtune.config.base_options import BaseOptions
 from mlxtune.errors import ModelError
 from tests.models import write_model
 from tests.slow import long, slow
@@ -70,7 +71,7 @@ def assert_as_mlx_lm(tmp_path: Path, architecture: str) -> None:
         convert(str(folder), str(tmp_path / name), quantize=True, **how)
         converted = load_base(tmp_path / name, "auto")
         theirs = parameters(converted.model)
-        base = load_base(folder, "auto", quantize=name)
+        base = load_base(folder, "auto", BaseOptions(quantize=name))
         assert base.dtype == converted.dtype
         ours = parameters(base.model)
         assert ours.keys() == theirs.keys()
@@ -84,49 +85,54 @@ def assert_as_mlx_lm(tmp_path: Path, architecture: str) -> None:
 def test_parts_give_what_the_whole_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path / "model", "llama")
     for name in ("mxfp4", "nvfp4", "mxfp8", "nf4"):
-        whole = parameters(load_base(folder, "auto", quantize=name).model)
+        whole = parameters(load_base(folder, "auto", BaseOptions(quantize=name)).model)
         with monkeypatch.context() as changed:
             changed.setattr(quantize, "_AT_ONCE", 1000)
             changed.setattr(nf4, "_AT_ONCE", 1000)
-            parts = parameters(load_base(folder, "auto", quantize=name).model)
+            parts = parameters(load_base(folder, "auto", BaseOptions(quantize=name)).model)
         assert all(mx.array_equal(whole[path], value) for path, value in parts.items())
 
 
 def test_nf4_is_on_the_linear_layers_but_the_head(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama", dtype="bfloat16")
-    base = load_base(folder, "bfloat16", quantize="nf4", double_quant=True)
+    base = load_base(folder, "bfloat16", BaseOptions(quantize="nf4", double_quant=True))
     kinds = {name: type(module) for name, module in base.model.named_modules()}
     found = {name.rsplit(".", 1)[-1] for name, kind in kinds.items() if kind is NF4Linear}
     # down_proj is not quantised: its input of 96 is not a multiple of 64.
     assert found == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
     assert kinds["lm_head"] is nn.Linear
     assert base.quantization == "4-bit nf4, group 64, scales in 8 bits"
-    assert base_quantization(base) == {"quantize": "nf4", "double_quant": True}
+    record = base_record(base)
+    assert (record["quantize"], record["double_quant"]) == ("nf4", True)
     # The compute dtype does not affect the scales.
     nested = parameters(base.model)["model.layers.0.self_attn.q_proj.nested_scales"]
     assert nested.dtype == mx.float32
-    plain = load_base(folder, "bfloat16", quantize="nf4")
+    plain = load_base(folder, "bfloat16", BaseOptions(quantize="nf4"))
     assert parameters(plain.model)["model.layers.0.self_attn.q_proj.scales"].dtype == mx.float32
 
 
 def test_nf4_refuses_what_it_would_leave_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="nf4 does not support experts"):
-        open_base(write_model(tmp_path / "moe", "qwen3_moe", **EXPERTS), "auto", quantize="nf4")
+        open_base(
+            write_model(tmp_path / "moe", "qwen3_moe", **EXPERTS),
+            "auto",
+            BaseOptions(quantize="nf4"),
+        )
     narrow = {"hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 3}
     folder = write_model(tmp_path / "narrow", "llama", **narrow, num_key_value_heads=1)
     with pytest.raises(ModelError, match="no linear layer whose width is a multiple of 64"):
-        open_base(folder, "auto", quantize="nf4")
+        open_base(folder, "auto", BaseOptions(quantize="nf4"))
 
 
 def test_quantised_folder_is_not_quantised_again(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama", quantize=4)
     with pytest.raises(ModelError, match="is already quantised: leave out --quantize 8"):
-        open_base(folder, "auto", quantize="8")
+        open_base(folder, "auto", BaseOptions(quantize="8"))
 
 
 def test_unknown_format_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="must be one of 4, 8, mxfp4"):
-        open_base(write_model(tmp_path / "model", "llama"), "auto", quantize="3")
+        open_base(write_model(tmp_path / "model", "llama"), "auto", BaseOptions(quantize="3"))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +146,7 @@ def test_full_precision_model_is_never_in_memory(tmp_path: Path, name: str) -> N
     plain = open_base(folder, "auto")
     sizes = [value.nbytes for value in parameters(plain.model).values()]
     elsewhere = mx.get_active_memory()
-    base = open_base(folder, "auto", quantize=name)
+    base = open_base(folder, "auto", BaseOptions(quantize=name))
     mx.reset_peak_memory()
     read_weights(base)
     peak = mx.get_peak_memory() - elsewhere
@@ -157,7 +163,7 @@ def test_bits_of_a_weight(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", "llama", dtype="bfloat16", **shape)
 
     def bits(name: str, **options: Any) -> float:
-        model = open_base(folder, "bfloat16", quantize=name, **options).model
+        model = open_base(folder, "bfloat16", BaseOptions(quantize=name, **options)).model
         layer = model.layers[0].mlp.gate_proj
         return 8 * sum(value.nbytes for value in parameters(layer).values()) / (512 * 1024)
 

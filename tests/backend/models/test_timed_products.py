@@ -14,6 +14,7 @@ from mlxtune.backend.models import layers, timed_products
 from mlxtune.backend.models.layers import DequantizedLinear
 from mlxtune.backend.models.loading import load_base, open_base, with_products
 from mlxtune.backend.models.timed_products import TimedProducts, time_products
+from mlxtune.config.base_options import BaseOptions
 from tests.models import write_model
 
 
@@ -110,7 +111,7 @@ def test_model_changes_its_form_in_place(
         monkeypatch.setattr(f"{name}.on_cpu", lambda: False)
     before, after = open_base(folder, "float32"), load_base(folder, "float32")
     changed = with_products(before, "dequantized")
-    expected = load_base(folder, "float32", quantized_compute="dequantized")
+    expected = load_base(folder, "float32", BaseOptions(quantized_compute="dequantized"))
     kinds = [type(module) for _, module in changed.model.named_modules()]
     assert kinds == [type(module) for _, module in expected.model.named_modules()]
     assert changed.quantized_compute == "dequantized"

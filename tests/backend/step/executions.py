@@ -21,6 +21,7 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
 from mlxtune.config import InstructConfig
+from mlxtune.config.base_options import BaseOptions
 from mlxtune.core.data.encode import Example
 from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.steps.execution import Execution
@@ -99,7 +100,7 @@ def fresh(
     """Return a new pipeline with random LoRA matrices over a folder's model."""
     settings = InstructConfig(**{"lora_rank": 4, "lora_alpha": 8.0, "targets": ("all",), **config})
     options = {"quantized_compute": quantized_compute} if quantized_compute else {}
-    base = load_base(folder, "float32", **options)
+    base = load_base(folder, "float32", BaseOptions(**options))
     if workers.split_model:
         base = split_base(base, workers.group)
     made = InstructPipeline(

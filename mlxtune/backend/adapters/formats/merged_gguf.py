@@ -13,6 +13,7 @@ import numpy as np
 from mlxtune.backend.adapters.formats.adapter import Adapter
 from mlxtune.backend.adapters.formats.gguf import check_supported, gguf_names, orders
 from mlxtune.backend.models.loading import open_base
+from mlxtune.config.base_options import BaseOptions
 from mlxtune.core.files.files import file_hash, write_file
 from mlxtune.core.files.ours import is_ours
 from mlxtune.core.files.processes import output_of
@@ -128,7 +129,7 @@ def check_merged(folder: Path, adapter: Adapter, *, trust_remote_code: bool) -> 
     """
     import gguf
 
-    base = open_base(folder, "float32", trust_remote_code=trust_remote_code)
+    base = open_base(folder, "float32", BaseOptions(trust_remote_code=trust_remote_code))
     modules = dict(base.model.named_modules())
     tensors = _tensors(folder / MERGED)
     if not tensors:
