@@ -32,7 +32,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "core/run/progress.py": {"json.loads": "a line below 4 KB, others by parse_json"},
     "core/files/lock.py": {"json.loads": "a note of which at most some KB are read"},
     "backend/adapters/files.py": {
-        "mx.load": "after the header was checked, in the same function",
+        "mx.load": "after the header was checked",
         "json.loads": "the header of what this process has just made",
     },
     "backend/models/model_folder.py": {"load_config": "after check_files has read the same files"},

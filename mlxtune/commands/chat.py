@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from mlxtune.backend.text.generate import Answer
+from mlxtune.commands.prepare.base import adapter_of
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.interrupt import stop_on_interrupt
 from mlxtune.commands.prepare.model import (
@@ -56,16 +57,17 @@ def chat(config: ChatConfig) -> None:
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
     thinking = config.thinking
-    config = as_trained(config)
-    folder = find_model(config)
+    adapter = adapter_of(config)
+    config = as_trained(config, adapter)
+    folder = find_model(config, adapter)
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = Reader(config.reading(turns="last"), folder)
         reader.require_template()
         reader.warn_of_thinking(thinking, console)
-        if trained_on_text(config):
+        if trained_on_text(adapter):
             console.warn("the adapter was trained on plain text: mlxtune generate completes text")
         encoder = reader.encoder  # report template problems before the model loads for minutes
-        loaded = load_model(config, folder, console)
+        loaded = load_model(config, adapter, folder, console)
         answerers = Answerers(config, loaded, reader)
         conversation = _Conversation(config, loaded, answerers, encoder, console)
         who = conversation.who
@@ -101,7 +103,7 @@ class _Conversation:
         """A phrase that names each answering model and its path."""
         base, adapter = f"the base model {self.config.model_path}", ""
         if self.loaded.adapted is not None:
-            adapter = f"the adapter {self.loaded.adapted.weights}"
+            adapter = f"the adapter {self.loaded.adapted.file.path}"
         if len(self.messages) == 2:
             return f"{base} and {adapter} answer side by side"
         return f"{adapter if True in self.messages else base} answers"

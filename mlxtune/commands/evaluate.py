@@ -5,9 +5,9 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from mlxtune.backend.adapters.files import find_adapter
 from mlxtune.backend.forward import operations
 from mlxtune.commands.judge import answer_rows, compare_losses
+from mlxtune.commands.prepare.base import adapter_of
 from mlxtune.commands.prepare.dataset import Reader, load_dataset, report_findings, with_hub_data
 from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.commands.prepare.model import as_trained, find_model, load_model
@@ -32,8 +32,9 @@ def evaluate(config: EvalConfig, *, given: Collection[str]) -> Evaluation:
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
-    config = as_trained(config, given)
-    folder = find_model(config)
+    adapter = adapter_of(config)
+    config = as_trained(config, adapter, given)
+    folder = find_model(config, adapter)
     config = with_hub_data(config, RunConsole(quiet=config.quiet))
     objective = Objective(config.part(ObjectiveConfig))
     reading = config.reading(data=_data_files(config))
@@ -48,12 +49,12 @@ def evaluate(config: EvalConfig, *, given: Collection[str]) -> Evaluation:
         for ledger in dataset.ledgers:
             console.say("Data", run_text.evaluated_line(ledger))
         trained = NO_ROWS
-        if config.adapter is not None:
-            trained = rows_behind(find_adapter(config.adapter), console.warn)
+        if adapter is not None:
+            trained = rows_behind(adapter.path, console.warn)
         judged = JudgedRows.of(dataset.rows.train, trained)
         if judged.only_trained:
             console.warn("the adapter was trained on these rows: evaluate it on new ones")
-        loaded, generated = load_model(config, folder, console), None
+        loaded, generated = load_model(config, adapter, folder, console), None
         if config.generate:
             longest = config.max_new_tokens
             generated = answer_rows(

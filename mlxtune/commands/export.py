@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.adapters.certificate import Certificate
 from mlxtune.backend.adapters.formats import flat, gguf, merged_gguf, mlx_lm, peft
@@ -90,11 +91,11 @@ def _merge(config: ExportConfig, source: Source, folder: Path) -> Certificate:
 
 def _write(config: ExportConfig, source: Source, folder: Path) -> None:
     if config.format == "mlx-lm":
-        mlx_lm.copy_mlx_lm(source.weights, folder)
+        mlx_lm.copy_mlx_lm(source.file, folder)
     elif config.format == "peft":
         peft.write_peft(source.adapter, source.folder, folder)
     elif config.format == "flat":
-        metadata = {name: source.metadata.get(name) for name in ("epoch", "val_loss")}
+        metadata = {name: source.file.origin.metadata.get(name) for name in ("epoch", "val_loss")}
         flat.write_flat(source.adapter, folder, metadata)
     else:
         base = open_base(source.folder, config.dtype, source.base_options)
@@ -106,16 +107,16 @@ def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
     base = load_base(source)
     if config.format == "mlx-lm" and source.adapter.is_dora and base.quantize == "nf4":
         # mlx-lm's DoRA unpacks the base with MLX's functions, which do not support nf4.
-        return load_adapted(base, str(folder)).model
+        return load_adapted(base, AdapterFile(folder / ADAPTER)).model
     if config.format == "mlx-lm":
         return mlx_lm.load_with_mlx_lm(base.model, folder)
     modules = projections_of(base.model)
     if config.format == "peft":
-        adapter = peft.read_peft(folder, modules, base.model_type)
+        adapter = peft.read_peft(folder, peft.read_config(folder), modules, base.model_type)
     elif config.format == "flat":
         adapter = flat.read_flat(folder, modules)
     else:
         adapter = gguf.read_gguf(folder, modules, base)
     with scratch_folder() as scratch:
         mlx_lm.write_mlx_lm(completed(adapter, modules), scratch / ADAPTER)
-        return load_adapted(base, str(scratch)).model
+        return load_adapted(base, AdapterFile(scratch / ADAPTER)).model

@@ -5,7 +5,9 @@ from collections.abc import Callable, Collection
 from contextlib import closing
 from typing import Any
 
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.text.generate import Answer, Sampling
+from mlxtune.commands.prepare.base import adapter_of
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.commands.prepare.model import (
@@ -38,21 +40,22 @@ def generate(
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
     named, thinking = "template" in given, config.thinking
-    config = as_trained(config)
-    folder = find_model(config)
+    adapter = adapter_of(config)
+    config = as_trained(config, adapter)
+    folder = find_model(config, adapter)
     content, where = _content(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
         reader = Reader(config.reading(turns="last"), folder)
         completes = ""
         if config.messages is None and config.system is None:
-            completes = _completes_text(config, reader, named=named)
+            completes = _completes_text(reader, adapter, named=named)
         if completes:
             prompt = text_prompt(reader.encoder, content["messages"][0]["content"], where)
         else:
             reader.require_template()
             reader.warn_of_thinking(thinking, console)
             prompt = prompt_of(reader.encoder, content, where)
-        loaded = load_model(config, folder, console)
+        loaded = load_model(config, adapter, folder, console)
         check_prompt_length(prompt, loaded.base, where)
         generator = start_generator(config, loaded, reader)
         how = completes or f"{reader.describe()} template"
@@ -65,14 +68,14 @@ def generate(
         return generator.answer(prompt, config.part(Sampling), on_piece)
 
 
-def _completes_text(config: GenerateConfig, reader: Reader, *, named: bool) -> str:
+def _completes_text(reader: Reader, adapter: AdapterFile | None, *, named: bool) -> str:
     """Return why the prompt is completed as plain text; empty if the prompt is answered.
 
     `named` says whether the options name a template.
     """
     if not reader.has_template:
         return "completed as plain text: the model has no chat template"
-    trained = not named and trained_on_text(config)
+    trained = not named and trained_on_text(adapter)
     return "completed as plain text, as the adapter was trained" if trained else ""
 
 

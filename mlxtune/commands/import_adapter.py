@@ -3,13 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
-from mlxtune.backend.adapters.files import read_info
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.formats.adapter import completed
 from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm, write_mlx_lm
-from mlxtune.backend.adapters.formats.peft import PICKLED, WEIGHTS, base_of, read_peft
+from mlxtune.backend.adapters.formats.peft import PICKLED, WEIGHTS, base_of, read_config, read_peft
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models.loading import open_base
-from mlxtune.commands.prepare.base import find_base, metadata_of
+from mlxtune.commands.prepare.base import find_named
 from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.config import ImportConfig, as_path
 from mlxtune.config.base_options import BaseOptions
@@ -31,15 +31,16 @@ def import_adapter(config: ImportConfig) -> Path:
     ModelError, which names any parts that mlx-lm's LoRA cannot represent, or OutputError.
     """
     given, is_peft = _find(config.adapter)
-    named = base_of(given.parent) if is_peft else read_info(given).model
-    folder = find_base(config, named, str(given.parent), str(given), metadata_of(given)[1])
+    file, of_peft = AdapterFile(given), read_config(given.parent) if is_peft else None
+    named = file.info.model if of_peft is None else base_of(of_peft)
+    folder = find_named(config, file, named, str(given.parent))
     options = BaseOptions(trust_remote_code=config.trust_remote_code)
     base = open_base(folder, "float32", options)
     modules = projections_of(base.model)
     adapter = (
-        read_peft(given.parent, modules, base.model_type)
-        if is_peft
-        else read_mlx_lm(given, modules)
+        read_mlx_lm(file, modules)
+        if of_peft is None
+        else read_peft(given.parent, of_peft, modules, base.model_type)
     )
     adapter = replace(completed(adapter, modules), model=config.model_path or named)
     target, sources = config.output_path, [folder, given, given.parent]

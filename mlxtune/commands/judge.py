@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.device import memory
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.evaluator import Evaluator
@@ -187,20 +188,22 @@ def judge(
     judged: JudgedRows,
     console: RunConsole,
     workers: Workers = ALONE,
+    initial: AdapterFile | None = None,
 ) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
-    Compares this adapter with the adapter from which training started, or else with the base model.
+    Compares this adapter with the adapter from which training started, which is `initial` if the
+    caller has opened it, or else with the base model.
     The run has ended and its adapter is written, so problems are only warnings. The losses come
     first, because users wait for the verdict; the sample answers only serve the run's page.
     """
-    adapter = str(config.output_path)
+    adapter = AdapterFile(config.output_path)
     # The adapter's own config says how the base was quantised.
-    use = config.part(UseConfig, adapter=adapter, quantize=None, double_quant=False)
+    use = config.part(UseConfig, adapter=str(adapter.path), quantize=None, double_quant=False)
     target = config.checkpoint_path / EVALUATION
     try:
-        start = _start(config, folder, judged.rows, console, workers)
-        loaded = load_model(use, folder, RunConsole(quiet=True), workers)
+        start = _start(config, initial, folder, judged.rows, console, workers)
+        loaded = load_model(use, adapter, folder, RunConsole(quiet=True), workers)
         objective = Objective(config.part(ObjectiveConfig))
         evaluation = compare_losses(loaded, judged, config.seed, console, workers, start, objective)
         write_json(target, evaluation.as_dict())
@@ -236,14 +239,22 @@ def judge(
 
 
 def _start(
-    config: TrainConfig, folder: Path, rows: CorpusRows, console: RunConsole, workers: Workers
+    config: TrainConfig,
+    initial: AdapterFile | None,
+    folder: Path,
+    rows: CorpusRows,
+    console: RunConsole,
+    workers: Workers,
 ) -> Any:
     """Return the losses under the adapter from which training started; None if there was none."""
     if config.init_adapter is None:
         return None
+    # Training may have taken days, or replaced the adapter.
+    if initial is None or initial.has_changed:
+        initial = AdapterFile.find(config.init_adapter)
     quantize = config.quantize or "none"
     use = config.part(UseConfig, adapter=config.init_adapter, quantize=quantize)
-    loaded = load_model(use, folder, RunConsole(quiet=True), workers)
+    loaded = load_model(use, initial, folder, RunConsole(quiet=True), workers)
     objective = Objective(config.part(ObjectiveConfig))
     (sums,) = _sums(loaded, rows, (True,), console, workers, objective)
     del loaded

@@ -1,6 +1,6 @@
 """Code that `fuse` and `export` share, to find the inputs, and to write and test the output."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,9 +8,9 @@ from typing import Any
 
 from mlxtune.backend.adapters import compare_logits
 from mlxtune.backend.adapters import fuse as fusing
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import base_options, check_base, load_adapted
 from mlxtune.backend.adapters.certificate import CERTIFICATE, Certificate, WeightCheck, check
-from mlxtune.backend.adapters.files import find_adapter, read_info
 from mlxtune.backend.adapters.formats import merged_gguf
 from mlxtune.backend.adapters.formats.adapter import Adapter
 from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
@@ -21,7 +21,7 @@ from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel, open_base
 from mlxtune.backend.models.quantize import format_name
-from mlxtune.commands.prepare.base import find_base, metadata_of
+from mlxtune.commands.prepare.base import find_base
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.interrupt import end_in_order
 from mlxtune.commands.prepare.model import as_trained, trained_on_text
@@ -49,18 +49,14 @@ _PROMPTS = (
 class Source:
     """A trained adapter and its base model on disk, named by the options of `config`.
 
-    `metadata` is from the checkpoint that has the adapter `weights`, or empty; `run` is the folder
-    of that checkpoint's run, or None. `base_options` open the base as in
-    training.
+    `file` is the adapter's file, and `base_options` open the base as in training.
     """
 
     config: OutgoingConfig
     console: RunConsole
     folder: Path
-    weights: Path
+    file: AdapterFile
     adapter: Adapter
-    metadata: Mapping[str, Any]
-    run: Path | None
     base_options: BaseOptions
 
 
@@ -74,17 +70,13 @@ class ExportResult:
 
 def find_source(config: OutgoingConfig) -> Source:
     """Return the adapter and base model that the options name. Raises ModelError."""
-    weights = find_adapter(config.adapter)
-    info, (metadata, run) = read_info(weights), metadata_of(weights)
-    relative_to = str(metadata.get("working_directory") or "")
-    folder = find_base(config, info.model, relative_to, str(weights), run)
-    check_base(weights, folder, other_base=config.other_base)
-    trust = config.trust_remote_code
+    file, trust = AdapterFile.find(config.adapter), config.trust_remote_code
+    folder = find_base(config, file)
+    check_base(file, folder, other_base=config.other_base)
     base = open_base(folder, "float32", BaseOptions(trust_remote_code=trust))
-    adapter = read_mlx_lm(weights, projections_of(base.model))
-    options = base_options(weights, folder, trust_remote_code=trust)
-    console = RunConsole(quiet=config.quiet)
-    return Source(config, console, folder, weights, adapter, metadata, run, options)
+    adapter = read_mlx_lm(file, projections_of(base.model))
+    options = base_options(file, folder, trust_remote_code=trust)
+    return Source(config, RunConsole(quiet=config.quiet), folder, file, adapter, options)
 
 
 @contextmanager
@@ -99,7 +91,7 @@ def output_folder(source: Source) -> Iterator[Path]:
     if (quantize := source.base_options.quantize) is not None:
         name = format_name(quantize, source.base_options.double_quant)
         console.say("Base", f"{source.folder}, quantised to {name} while loading, as in training")
-    sources = [source.folder, source.weights, source.weights.parent]
+    sources = [source.folder, source.file.path, source.file.path.parent]
     target, overwrite = config.output_path, config.overwrite
     for left in remove_unfinished():
         console.say("Removed", f"{left}, which a killed process left")
@@ -135,7 +127,7 @@ def prove_export(
     """
     source.console.say("Proving", "running the trained model, then what was written")
     prompts = prompts_for(source)
-    adapted = load_adapted(load_base(source), str(source.weights))
+    adapted = load_adapted(load_base(source), source.file)
     reference = compare_logits.reference_of(adapted, prompts, rounding, everywhere=everywhere)
     del adapted
     memory.release()
@@ -239,10 +231,10 @@ def _write_template(source: Source, folder: Path) -> None:
     Raises OutputError.
     """
     trust = source.config.trust_remote_code
-    use = UseConfig(str(source.folder), adapter=str(source.weights), trust_remote_code=trust)
-    trained = as_trained(use)
+    use = UseConfig(str(source.folder), adapter=str(source.file.path), trust_remote_code=trust)
+    trained = as_trained(use, source.file)
     reader = Reader(trained.reading(), source.folder)
-    if trained_on_text(use) or not reader.has_template:
+    if trained_on_text(source.file) or not reader.has_template:
         return
     _write_end(source, reader, folder)
     if trained.merge_system:

@@ -129,18 +129,19 @@ def _check_names(repository: str, base_model: str) -> None:
 
 def _check_adapter(run: Run, view: RunView, source: Source) -> None:
     """Raise OutputError if the adapter is not the one that the run's records describe."""
-    own = file_hash(source.weights)
+    weights = source.file.path
+    own = file_hash(weights)
     if not view.sha256:
         # An unfinished run has only checkpoints, so an adapter next to them may be from an earlier
         # run.
         if own not in map(file_hash, run.folder.glob(f"*/{ADAPTER}")):
             raise OutputError(
-                f"{source.weights}: is not the adapter of this unfinished run: finish it with "
+                f"{weights}: is not the adapter of this unfinished run: finish it with "
                 f"{resume_command(run.folder)}"
             )
     elif own != view.sha256:
         raise OutputError(
-            f"{source.weights}: is not the adapter that the run wrote, so the card would not "
+            f"{weights}: is not the adapter that the run wrote, so the card would not "
             "describe it: name the run's own adapter, or train again"
         )
 

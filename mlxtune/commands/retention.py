@@ -45,7 +45,7 @@ def choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention |
     if len(storages) == 1:
         return AS_BASE, None
     source.console.say("Measuring", "how much of the adapter's gain is lost by quantising again")
-    adapted = load_adapted(load_base(source), str(source.weights))
+    adapted = load_adapted(load_base(source), source.file)
     name, unit, base, trained, measure = _measure_of(source, adapted)
     del adapted
     memory.release()
@@ -109,16 +109,18 @@ def _validation_rows(source: Source) -> CorpusRows | None:
 
     Ignores another user's run, which could choose the files to read.
     """
-    if source.run is None or not is_own(source.run):
+    origin = source.file.origin
+    run = origin.run
+    if run is None or not is_own(run):
         return None
     try:
-        if (found := find_resume_point(source.run)) is None:
+        if (found := find_resume_point(run)) is None:
             return None
-        data = run_config(source.run, found.checkpoint, {})
+        data = run_config(run, found.checkpoint, {})
         rows = load_dataset(data, Reader(data, source.folder)).rows.validation
     except MlxTuneError:
         return None
-    if source.metadata.get("validation_hash") != rows.corpus.data_hash() or not len(rows):
+    if origin.metadata.get("validation_hash") != rows.corpus.data_hash() or not len(rows):
         return None
     if len(rows) <= _MOST_ROWS:
         return rows

@@ -11,13 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import base_mismatch, check_base
-from mlxtune.backend.adapters.files import (
-    check_beside,
-    check_known,
-    check_replaceable,
-    find_adapter,
-)
+from mlxtune.backend.adapters.files import check_beside, check_known, check_replaceable
 from mlxtune.backend.device import memory
 from mlxtune.backend.forward import operations
 from mlxtune.backend.models import loading, model_folder
@@ -164,10 +160,11 @@ def train(
         # A missing folder is created and locked only just before training starts.
         if is_locked := not dry_run and config.checkpoint_path.is_dir():
             lock_folder(config, resume, held)
+        initial = None
         if config.init_adapter is not None and resume is None:
-            weights = find_adapter(config.init_adapter, "--init-adapter")
-            check_base(weights, folder, other_base=config.other_base)
-        setup = prepare(folder, worker_run, None if dry_run else held, resume)
+            initial = AdapterFile.find(config.init_adapter, "--init-adapter")
+            check_base(initial, folder, other_base=config.other_base)
+        setup = prepare(folder, worker_run, None if dry_run else held, resume, initial)
         ledgers, plain_text = setup.dataset.ledgers, setup.dataset.plain_text
         with (
             stop_on_interrupt(lambda: console.warn(console.stopping)) as asked,
@@ -196,7 +193,7 @@ def train(
             if not dry_run:
                 if not is_locked:  # another run may have created the folder in the meantime
                     lock_folder(config, resume, held)
-                before = _trained_before(config, resume, console.warn)
+                before = _trained_before(resume, initial, console.warn)
                 trained = np.union1d(identities_of(trainer.train_rows), before)
                 records = {
                     LEDGER: [ledger.as_dict() for ledger in ledgers],
@@ -213,7 +210,7 @@ def train(
             # Free the model, because the adapter is judged on a newly loaded one.
             del setup, trainer
             memory.release()
-            evaluation = _judged(worker_run, folder, judged)
+            evaluation = _judged(worker_run, folder, judged, initial)
             console.say("Try it", run_text.usage_line(config, plain_text=plain_text), copyable=True)
     return TrainResult(
         training=result,
@@ -227,12 +224,17 @@ def train(
 
 
 def _judged(
-    worker_run: WorkerRun[RunConsole], folder: Path, judged: JudgedRows
+    worker_run: WorkerRun[RunConsole],
+    folder: Path,
+    judged: JudgedRows,
+    initial: AdapterFile | None,
 ) -> Evaluation | None:
     """Report whether the adapter helped on the held-out rows, if any, and write the run's page."""
     config, console, workers = worker_run.config, worker_run.console, worker_run.workers
     try:
-        return judge(config, folder, judged, console, workers) if judged.rows else None
+        if not judged.rows:
+            return None
+        return judge(config, folder, judged, console, workers, initial)
     finally:  # also after Ctrl-C during the evaluation
         if workers.index == 0 and (page := write_page(config.checkpoint_path, console.warn)):
             console.say("Report", str(page))
@@ -276,15 +278,13 @@ def demo(config: DemoConfig) -> TrainResult:
 
 
 def _trained_before(
-    config: TrainConfig, resume: ResumePoint | None, warn: Callable[[str], None]
+    resume: ResumePoint | None, initial: AdapterFile | None, warn: Callable[[str], None]
 ) -> npt.NDArray[np.uint64]:
     """Return the identities of the rows that the adapter was already trained on."""
     if resume is not None:
         # With another --output, the record is in the folder of the run that goes on.
         return read_trained_rows(resume.checkpoint.folder.parent, warn)
-    if config.init_adapter is not None:
-        return rows_behind(find_adapter(config.init_adapter, "--init-adapter"), warn)
-    return NO_ROWS
+    return NO_ROWS if initial is None else rows_behind(initial.path, warn)
 
 
 def check_paths(config: TrainConfig) -> Path:
@@ -338,10 +338,12 @@ def prepare(
     worker_run: WorkerRun[RunConsole],
     held: ExitStack | None,
     resume: ResumePoint | None,
+    initial: AdapterFile | None,
 ) -> RunParts:
     """Read the data, plan the memory, reserve it until `held` closes, and load the model.
 
     Without `held`, reserve nothing. With `resume`, the trainer later loads the trained LoRA.
+    `initial` is the adapter from which training starts, if any.
     """
     config, console, workers = worker_run.config, worker_run.console, worker_run.workers
     operations.load_ahead(folder)
@@ -356,10 +358,10 @@ def prepare(
 
     # Memory comes next: a run that does not fit ends before its weights are read.
     base = open_model(config, folder, console, workers)
-    if config.init_adapter is not None and resume is None:
-        weights = find_adapter(config.init_adapter, "--init-adapter")
-        if other := base_mismatch(weights, base, trust_remote_code=config.trust_remote_code):
-            console.warn(f"--init-adapter {other}")
+    if initial is not None and (
+        other := base_mismatch(initial, base, trust_remote_code=config.trust_remote_code)
+    ):
+        console.warn(f"--init-adapter {other}")
     work = planned_work(config, first_steps(config, dataset), dataset)
     if line := cut_loss_line(config, base, work, dataset):
         console.warn(line)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from mlxtune.backend.text.generate import Answer
+from mlxtune.commands.prepare.base import adapter_of
 from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.commands.prepare.model import (
     Answerers,
@@ -34,11 +35,13 @@ _NAMES = {False: "base", True: "adapter"}
 
 def answers(options: dict[str, Any], questions: Iterator[str]) -> Iterator[dict[str, Any]]:
     """Answer each question; yield lines for the page. Raises MlxTuneError if loading fails."""
-    config = as_trained(AnswerConfig(**options))
-    folder = find_model(config)
+    config = AnswerConfig(**options)
+    adapter = adapter_of(config)
+    config = as_trained(config, adapter)
+    folder = find_model(config, adapter)
     reader = Reader(config.reading(turns="last"), folder)
     reader.require_template()
-    loaded = load_model(config, folder, RunConsole(quiet=True))
+    loaded = load_model(config, adapter, folder, RunConsole(quiet=True))
     answerers = Answerers(config, loaded, reader)
     for question in questions:
         yield {"status": "answering"}

@@ -14,8 +14,8 @@ import pytest
 import safetensors.numpy
 
 from mlxtune import EvalConfig, TrainConfig, evaluate, resume, train, verify
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.commands.prepare.model import trained_on_text
-from mlxtune.config import UseConfig
 from mlxtune.errors import DataError
 from tests.command import Cli, Outcome
 from tests.models import CHATML, sums, write_chat, write_model
@@ -390,7 +390,7 @@ def test_texts_have_no_samples_and_are_to_be_completed(
     )
     assert f"mlxtune generate --adapter {output.parent} --prompt" in outcome.err
     assert evaluation(output.parent)["generated"] is None
-    trained = [trained_on_text(UseConfig(adapter=str(each))) for each in (output, home / "out")]
+    trained = [trained_on_text(AdapterFile.find(str(each))) for each in (output, home / "out")]
     assert trained == [True, False]
 
 

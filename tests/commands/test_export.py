@@ -21,6 +21,7 @@ import safetensors.numpy
 from mlx.utils import tree_flatten
 
 from mlxtune import ExportConfig, FuseConfig, TrainConfig, export, fuse, train
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.models.loading import load_base
 from mlxtune.core.data.template import built_in_jinja
@@ -63,7 +64,7 @@ def logits(model: nn.Module) -> np.ndarray:
 
 
 def trained_logits(model: Path, adapter: Path) -> np.ndarray:
-    return logits(load_adapted(load_base(model, "float32"), str(adapter)).model)
+    return logits(load_adapted(load_base(model, "float32"), AdapterFile.find(str(adapter))).model)
 
 
 # Fuse
@@ -176,7 +177,9 @@ def test_fusing_holds_a_file_of_weights_at_a_time(
     from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
 
     model_folder = write_model(tmp_path / "large", "llama", num_hidden_layers=12)
-    adapter = read_mlx_lm(trained_on(model_folder, tmp_path / "out") / "adapters.safetensors")
+    adapter = read_mlx_lm(
+        AdapterFile(trained_on(model_folder, tmp_path / "out") / "adapters.safetensors")
+    )
     monkeypatch.setattr(
         fusing, "make_shards", lambda weights, **_: [dict([w]) for w in weights.items()]
     )
@@ -206,7 +209,7 @@ def test_what_stands_in_place_of_a_checkpoints_adapter_is_not_read_for_ever(
     else:
         (checkpoint / "adapters.safetensors").symlink_to("/dev/zero")
     config = FuseConfig(str(tmp_path), str(tmp_path / "out"), str(trained[0]))
-    assert find_source(config).metadata == {}
+    assert find_source(config).file.origin.metadata == {}
 
 
 # Export

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.models.loading import load_base
 from mlxtune.commands.import_adapter import FILES
@@ -61,7 +62,7 @@ def test_adapter_of_mlx_lm_is_taken_as_it_is(
     assert outcome.code == 0, outcome.err
     files = ["adapter_config.json", "adapters.safetensors", FILES]
     assert files_in(tmp_path / "ours") == files
-    ours = load_adapted(load_base(model, "float32"), str(tmp_path / "ours"))
+    ours = load_adapted(load_base(model, "float32"), AdapterFile.find(str(tmp_path / "ours")))
     np.testing.assert_allclose(np.array(ours.model(mx.array(TOKENS))), expected, rtol=0, atol=1e-5)
 
 

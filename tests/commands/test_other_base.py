@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.adapters.files import read_info
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.commands.train import train
 from mlxtune.config import TrainConfig
 from tests.command import Cli
@@ -93,13 +93,13 @@ def test_output_beside_an_adapter_with_other_options_needs_its_own_folder(
 
 def test_config_in_the_adapter_wins_over_the_file_beside_it(home: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(home / "out", tmp_path / "out"))
-    before = read_info(folder / "adapters.safetensors")
+    before = AdapterFile(folder / "adapters.safetensors").info
     beside = json.loads((folder / "adapter_config.json").read_text())
     beside["lora_parameters"]["scale"] = 20.0
     (folder / "adapter_config.json").write_text(json.dumps(beside))
-    assert read_info(folder / "adapters.safetensors") == before
+    assert AdapterFile(folder / "adapters.safetensors").info == before
     (folder / "adapter_config.json").unlink()
-    assert read_info(folder / "adapters.safetensors").scale == before.scale
+    assert AdapterFile(folder / "adapters.safetensors").info.scale == before.scale
     assert str(home).encode() not in (folder / "adapters.safetensors").read_bytes()
 
 

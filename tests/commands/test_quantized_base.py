@@ -18,6 +18,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune import ExportConfig, FuseConfig, TrainConfig, export, fuse, train
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.models.loading import load_base
 from mlxtune.config.base_options import BaseOptions
@@ -81,7 +82,7 @@ def logits(model: nn.Module) -> np.ndarray:
 
 def trained_logits(home: Path, adapter: Path, **quantization: Any) -> np.ndarray:
     base = load_base(home / "model", "float32", BaseOptions(**quantization))
-    return logits(load_adapted(base, str(adapter)).model)
+    return logits(load_adapted(base, AdapterFile.find(str(adapter))).model)
 
 
 def how(name: str) -> dict[str, Any]:

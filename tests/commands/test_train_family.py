@@ -144,6 +144,14 @@ def test_resumed_run_needs_the_adapter_no_more_and_knows_which_it_was(
     assert len(metadata["init_adapter_hash"]) == 64
 
 
+def test_initial_adapter_that_the_run_replaces_is_opened_again_for_the_verdict(
+    model: Path, chat: Path, tmp_path: Path
+) -> None:
+    train(config(model, chat, tmp_path, template="gemma"))
+    again = train(config(model, chat, tmp_path, init_adapter=str(tmp_path), overwrite=True))
+    assert again.evaluation is not None
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

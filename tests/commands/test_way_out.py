@@ -28,6 +28,7 @@ from mlxtune import (
     import_adapter,
     train,
 )
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.models.loading import load_base
 from mlxtune.errors import ModelError
@@ -84,7 +85,7 @@ def test_adapter_comes_through_the_way_out_and_back(
     judged = evaluate(EvalConfig(str(base), adapter=str(adapter), data=(chat,), quiet=True))
     # The verdict needs rows that were not trained on.
     assert judged.difference is not None and judged.difference.high < 0
-    trained = logits(load_adapted(load_base(base, "float32"), str(adapter)).model)
+    trained = logits(load_adapted(load_base(base, "float32"), AdapterFile.find(str(adapter))).model)
 
     fused = fuse(FuseConfig(adapter=str(adapter), output=str(tmp_path / "fused"), quiet=True))
     assert not fused.certificate.problems
@@ -114,7 +115,9 @@ def test_adapter_comes_through_the_way_out_and_back(
             quiet=True,
         )
         import_adapter(back)
-        again = load_adapted(load_base(base, "float32"), str(tmp_path / f"back-{format}"))
+        again = load_adapted(
+            load_base(base, "float32"), AdapterFile.find(str(tmp_path / f"back-{format}"))
+        )
         np.testing.assert_allclose(logits(again.model), trained, rtol=0, atol=1e-6)
     whole = [
         safetensors.numpy.load_file(folder / "adapters.safetensors")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mlxtune import TrainConfig, train
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from tests.models import CHATML, VOCAB_SIZE, sums, write_chat, write_tokenizer
 
 TOKENS = np.random.default_rng(5).integers(3, VOCAB_SIZE, (2, 24))
@@ -112,7 +113,7 @@ def trained_logits(model: Path, adapter: Path) -> np.ndarray[Any, Any]:
     from mlxtune.backend.adapters.attach import load_adapted
     from mlxtune.backend.models.loading import load_base
 
-    adapted = load_adapted(load_base(model, "float32"), str(adapter))
+    adapted = load_adapted(load_base(model, "float32"), AdapterFile.find(str(adapter)))
     return np.array(adapted.model(mx.array(TOKENS)).astype(mx.float32))
 
 

@@ -14,6 +14,7 @@ import safetensors.numpy
 gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install 'mlxtune[gguf]'")
 
 from mlxtune import ExportConfig, ModelError, TrainConfig, export, train  # noqa: E402
+from mlxtune.backend.adapters.adapter_file import AdapterFile  # noqa: E402
 from mlxtune.backend.adapters.formats.adapter import Update  # noqa: E402
 from mlxtune.backend.adapters.formats.gguf import orders  # noqa: E402
 from mlxtune.backend.models.loading import load_base  # noqa: E402
@@ -176,7 +177,7 @@ def test_llama_cpp_answers_as_we_do(shared: Path, tmp_path: Path) -> None:
     )
     adapter = exported(output.parent, tmp_path / "gguf")
     base = write_base_gguf(model, model / "tok512.model", tmp_path / "base.gguf")
-    adapted = load_adapted(load_base(model, "float32"), str(output))
+    adapted = load_adapted(load_base(model, "float32"), AdapterFile.find(str(output)))
     prompts = [[1, 403, 407, 261, 378], [1, 291, 290]]
 
     def ours(prompt: list[int]) -> list[int]:

@@ -16,6 +16,7 @@ peft = pytest.importorskip("peft", reason="needs peft, which loads what is expor
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from mlxtune import ExportConfig, FuseConfig, ImportConfig, export, fuse, import_adapter  # noqa: E402
+from mlxtune.backend.adapters.adapter_file import AdapterFile  # noqa: E402
 from tests.interop.hf import (  # noqa: E402
     TOKENS,
     torch_logits,
@@ -244,7 +245,7 @@ def test_dora_is_pefts_in_mlx_lm_in_its_fused_weights_and_back(llama: Path, tmp_
     loaded = mlx_lm.load_with_mlx_lm(load_base(llama, "float32").model, folder)
     found = np.array(loaded(mx.array(TOKENS)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
-    adapter = read_mlx_lm(folder / "adapters.safetensors")
+    adapter = read_mlx_lm(AdapterFile(folder / "adapters.safetensors"))
     fused, _ = fusing.fused_model(llama, adapter, dequantize=False)
     np.testing.assert_allclose(np.array(fused(mx.array(TOKENS))), expected, rtol=0, atol=1e-4)
     (tmp_path / "peft").mkdir()

@@ -36,6 +36,7 @@ import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 import mlx.core as mx  # isort: skip
 from mlx.utils import tree_flatten
 
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.formats import gguf, mlx_lm, peft
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.cpu.arrays import THREADS
@@ -120,7 +121,7 @@ def _exports(pipeline: InstructPipeline, folder: Path) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch)
         pipeline.write(out / ADAPTER)
-        adapter = mlx_lm.read_mlx_lm(out / ADAPTER)
+        adapter = mlx_lm.read_mlx_lm(AdapterFile(out / ADAPTER))
         write_gguf = gguf.write_gguf if find_spec("gguf") else _ask_gguf
         formats: dict[str, Callable[[], Any]] = {
             "mlx-lm": partial(mlx_lm.load_with_mlx_lm, base.model, out),

@@ -7,19 +7,9 @@ from pathlib import Path
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
+from mlxtune.backend.adapters.adapter_file import AdapterFile, training_options
 from mlxtune.backend.adapters.checkpoint_tensors import trained_tensors
-from mlxtune.backend.adapters.files import (
-    AdapterInfo,
-    adapter_header,
-    check_shapes,
-    find_adapter,
-    module_names,
-    other_base_error,
-    read_info,
-    read_tensors,
-    split_layer,
-    training_options,
-)
+from mlxtune.backend.adapters.files import check_shapes, other_base_error, split_layer
 from mlxtune.backend.lora.apply import LoRASummary, lora_layer, summarise
 from mlxtune.backend.lora.layers import DoRALinear, DropoutKeys
 from mlxtune.backend.lora.targets import PROJECTIONS
@@ -36,16 +26,15 @@ from mlxtune.backend.models.quantize import (
 from mlxtune.config import InstructConfig
 from mlxtune.config.base_options import BaseOptions
 from mlxtune.core.files.hashing import base_fingerprint, is_same_base
-from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.errors import ConfigError, ModelError, one_line
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A model whose adapter can be switched off and on. `weights` is the adapter file's path."""
+    """A model whose adapter can be switched off and on."""
 
     base: BaseModel
-    weights: Path
+    file: AdapterFile
     lora: LoRASummary
     modules: Mapping[str, nn.Module]
 
@@ -60,63 +49,62 @@ class Adapted:
         self.model.update_modules(tree_unflatten(chosen))
 
 
-def load_adapted(base: BaseModel, adapter: str) -> Adapted:
+def load_adapted(base: BaseModel, adapter: AdapterFile) -> Adapted:
     """Attach an adapter in mlx-lm's layout to the modules that its tensors name.
 
     Raises ModelError if the adapter does not fit the base model.
     """
-    weights = find_adapter(adapter)
-    info, header = read_info(weights), adapter_header(weights)
-    names, dropout_keys = module_names(weights, header, info), DropoutKeys()
-    config = _config_of(weights, info, names)
+    info, names, dropout_keys = adapter.info, adapter.module_names(), DropoutKeys()
+    config = _config_of(adapter, names)
     bases, modules = dict(base.model.named_modules()), {}
     for name in names:
         if (module := bases.get(name)) is None:
-            raise other_base_error(weights, info.model, f"the model has no {name:.200}")
+            raise other_base_error(adapter.path, info.model, f"the model has no {name:.200}")
         if not isinstance(module, PROJECTIONS):
             raise ModelError(
-                f"{weights}: has LoRA on {name}, which is not a projection: "
+                f"{adapter.path}: has LoRA on {name}, which is not a projection: "
                 "mlxtune supports LoRA on projections only"
             )
         modules[name] = lora_layer(module, name, info.rank, info.scale, config, dropout_keys)
     base.model.freeze()
     base.model.update_modules(tree_unflatten(list(modules.items())))
-    check_shapes(weights, header, trained_tensors(base.model), info.model)
-    base.model.update(tree_unflatten(list(read_tensors(weights).items())))
+    check_shapes(adapter.path, adapter.tensors, trained_tensors(base.model), info.model)
+    base.model.update(tree_unflatten(list(adapter.read_tensors().items())))
     for module in modules.values():
         if isinstance(module, DoRALinear):
             module.compute_magnitudes()
     base.model.eval()
-    return Adapted(base, weights, summarise(base.model, config, dropout_keys), modules)
+    return Adapted(base, adapter, summarise(base.model, config, dropout_keys), modules)
 
 
-def _config_of(weights: Path, info: AdapterInfo, names: list[str]) -> InstructConfig:
-    options = training_options(info)
+def _config_of(adapter: AdapterFile, names: list[str]) -> InstructConfig:
+    options = training_options(adapter.info)
     rank, alpha = options.pop("rank"), options.pop("alpha")
     places = [place for name in names if (place := split_layer(name))]
     targets = tuple(sorted({path for _, path in places} or names))
     try:
         return InstructConfig(lora_rank=rank, lora_alpha=alpha, targets=targets, **options)
     except ConfigError as error:
-        raise ModelError(f"{weights.with_name(ADAPTER_CONFIG)}: {one_line(error)}") from error
+        raise ModelError(f"{adapter.config_path}: {one_line(error)}") from error
 
 
-def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False) -> BaseOptions:
+def base_options(
+    adapter: AdapterFile, folder: Path, *, trust_remote_code: bool = False
+) -> BaseOptions:
     """Return options that quantise a model folder as in an adapter's training.
 
     They quantise nothing if training used the folder as stored, or if the folder is already
     quantised in the same format, for example by `mlx_lm.convert`. Raises ModelError if the folder
     is quantised in a different format, or if this version does not support the format.
     """
-    saved, path = read_info(weights).mlxtune, weights.with_name(ADAPTER_CONFIG)
+    saved, as_stored = adapter.info.mlxtune, BaseOptions(trust_remote_code=trust_remote_code)
     quantize, double = saved.get("quantize"), saved.get("double_quant", False)
-    as_stored = BaseOptions(trust_remote_code=trust_remote_code)
     if quantize is None:
         return as_stored
     if quantize not in FORMATS or (double and quantize != NF4):
         raise ModelError(
-            f"{path}: quantize is {quantize!r:.40}, which this version does not support: "
-            "upgrade mlxtune"
+            f"{adapter.config_path}: quantize is {quantize!r:.40}, which this version does not "
+            "support: upgrade mlxtune"
         )
     config = read_config(folder, trust_remote_code=trust_remote_code)
     if not is_quantized(config):
@@ -129,13 +117,13 @@ def base_options(weights: Path, folder: Path, *, trust_remote_code: bool = False
     return as_stored
 
 
-def base_difference(weights: Path, folder: Path) -> str | None:
+def base_difference(adapter: AdapterFile, folder: Path) -> str | None:
     """Return a message if an adapter was trained on a model other than `folder`'s, else None.
 
     The result is None if the adapter has no fingerprint of its base: other tools write none. Raises
     ModelError if a file cannot be read.
     """
-    info, own = read_info(weights), base_fingerprint(folder)
+    info, own = adapter.info, base_fingerprint(folder)
     trained = info.mlxtune.get("base")
     # A fingerprint with other keys is ignored: it is forged, or from a later version.
     if not isinstance(trained, Mapping) or trained.keys() != own.keys():
@@ -143,27 +131,28 @@ def base_difference(weights: Path, folder: Path) -> str | None:
     if is_same_base(trained, own):
         return None
     named = f", {info.model!r:.100}" if info.model else ""
-    return f"{weights}: was trained on another base model{named}, not on {folder}"
+    return f"{adapter.path}: was trained on another base model{named}, not on {folder}"
 
 
-def check_base(weights: Path, folder: Path, *, other_base: bool) -> None:
+def check_base(adapter: AdapterFile, folder: Path, *, other_base: bool) -> None:
     """Raise ModelError if `base_difference` finds a difference, unless `other_base` is set."""
-    if not other_base and (problem := base_difference(weights, folder)) is not None:
+    if not other_base and (problem := base_difference(adapter, folder)) is not None:
         raise ModelError(f"{problem}: give the right --model-path, or add --other-base")
 
 
-def base_mismatch(weights: Path, base: BaseModel, *, trust_remote_code: bool = False) -> str | None:
+def base_mismatch(
+    adapter: AdapterFile, base: BaseModel, *, trust_remote_code: bool = False
+) -> str | None:
     """Return a warning if `base` is not quantised as in the adapter's training, else None."""
     try:
-        trained = base_options(weights, base.folder, trust_remote_code=trust_remote_code)
+        trained = base_options(adapter, base.folder, trust_remote_code=trust_remote_code)
     except ModelError as problem:
         return str(problem)
     if (trained.quantize, trained.double_quant) == (base.quantize, base.double_quant):
         return None
     trained_on, remedy = "the base as stored", "leave out --quantize"
     if trained.quantize is not None:
-        name = format_name(trained.quantize, trained.double_quant)
-        trained_on = f"the base quantised to {name}"
+        trained_on = f"the base quantised to {format_name(trained.quantize, trained.double_quant)}"
         double = " --double-quant" if trained.double_quant else ""
         remedy = f"add --quantize {trained.quantize}{double}"
-    return f"{weights}: was trained on {trained_on}: {remedy} to use the same base"
+    return f"{adapter.path}: was trained on {trained_on}: {remedy} to use the same base"

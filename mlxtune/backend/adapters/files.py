@@ -1,4 +1,4 @@
-"""Finds, reads, checks and writes adapter files in mlx-lm's layout."""
+"""Finds, checks and writes the files of adapters; `AdapterFile` reads one."""
 
 import json
 import os
@@ -6,7 +6,6 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ import safetensors.numpy
 
 from mlxtune.config.fields import as_path
 from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
-from mlxtune.config.limits import parse_json
-from mlxtune.config.ranks import alpha_of
 from mlxtune.core.files.files import file_hash, read_json, write_file
 from mlxtune.core.files.tensor_files import TensorHeader, TensorInfo, read_header
 from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST, find_checkpoints
@@ -29,8 +26,7 @@ from mlxtune.errors import ModelError, OutputError, one_line, resume_command
 OWN_CONFIG = "adapter_config"
 LEAVES = {"lora": ("lora_a", "lora_b"), "dora": ("lora_a", "lora_b", "m")}
 _IN_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.(.+)")
-# Dtypes as a safetensors header names them: the floating-point dtypes, and dtypes by MLX name.
-_FLOATS = ("F16", "BF16", "F32", "F64")
+# The dtypes' names in a safetensors header, by MLX name.
 _NAMES = {
     **{"float32": "F32", "bfloat16": "BF16", "float16": "F16"},
     **{"uint64": "U64", "uint32": "U32", "int32": "I32", "uint8": "U8"},
@@ -39,19 +35,6 @@ _NAMES = {
 # of scales, are finite.
 _LEAST_SCALE, _MOST_ALPHA = 1e-8, 1e30
 _UNREADABLE = (OSError, RuntimeError, TypeError, ValueError)
-
-
-@dataclass(frozen=True)
-class AdapterInfo:
-    """The contents of adapter_config.json. `mlxtune` has the entries that only mlxtune writes."""
-
-    kind: str
-    rank: int
-    scale: float
-    dropout: float
-    num_layers: int | None
-    model: str
-    mlxtune: Mapping[str, Any]
 
 
 def find_adapter(path: str, option: str = "--adapter") -> Path:
@@ -176,65 +159,17 @@ def _describes_adapter(path: Path) -> bool:
     return not config.keys().isdisjoint({"fine_tune_type", "lora_parameters", "peft_type"})
 
 
-def read_adapter_config(weights: Path) -> dict[str, Any]:
-    """Return an adapter's config, in mlx-lm's or PEFT's form. Raises ModelError.
-
-    The config in the adapter's metadata overrides adapter_config.json, which may describe another
-    adapter in the folder.
-    """
-    path, own = weights.with_name(ADAPTER_CONFIG), _own_config(weights)
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Return the object in an adapter_config.json, of mlx-lm or PEFT. Raises ModelError."""
     try:
         # The file may be a link: Hugging Face's cache consists of links.
-        return read_json(Path(os.path.realpath(path)), CONFIG_LIMITS) | own
+        return read_json(Path(os.path.realpath(path)), CONFIG_LIMITS)
+    except FileNotFoundError:
+        raise ModelError(
+            f"{path}: is missing: copy it from the folder where the adapter was trained"
+        ) from None
     except (OSError, ValueError) as error:
-        if own:
-            return own
-        if isinstance(error, FileNotFoundError):
-            raise ModelError(
-                f"{path}: is missing: copy it from the folder where the adapter was trained"
-            ) from None
         raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
-
-
-def _own_config(weights: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):  # Errors surface when the tensors are read.
-        own = read_header(weights).metadata.get(OWN_CONFIG, "{}")
-        config = parse_json(own.encode(), CONFIG_LIMITS, weights.name)
-        if isinstance(config, dict):
-            return config
-    return {}
-
-
-def read_info(weights: Path) -> AdapterInfo:
-    """Return an adapter's settings from its checked config. Raises ModelError."""
-    config, path = read_adapter_config(weights), weights.with_name(ADAPTER_CONFIG)
-    parameters = config.get("lora_parameters")
-    # The first versions of mlx-lm did not write fine_tune_type, and later versions default to lora.
-    kind = config.get("fine_tune_type", "lora")
-    if not isinstance(kind, str) or kind not in LEAVES or not isinstance(parameters, Mapping):
-        raise ModelError(
-            f"{path}: fine_tune_type {kind!r:.40} is not supported: "
-            "mlxtune loads lora and dora adapters that have lora_parameters"
-        )
-    layers, extra = config.get("num_layers"), config.get("mlxtune")
-    try:
-        rank, scale = parameters["rank"], parameters["scale"]
-        # mlx-lm does not check the values, and crashes if they are text.
-        if type(rank) is not int or not 0 < rank < 2**31 or not is_valid_scale(scale * 1.0, rank):
-            raise ValueError(f"rank {rank!r:.40} and scale {scale!r:.40} are out of range")
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ModelError(
-            f"{path}: lora_parameters has no valid rank and scale: {one_line(error)}"
-        ) from error
-    return AdapterInfo(
-        kind=kind,
-        rank=rank,
-        scale=float(scale),
-        dropout=valid_dropout(path, "dropout", parameters.get("dropout")),
-        num_layers=layers if isinstance(layers, int) and layers > 0 else None,
-        model=str(config.get("model") or ""),
-        mlxtune=extra if isinstance(extra, Mapping) else {},
-    )
 
 
 def is_valid_scale(scale: float, rank: int) -> bool:
@@ -280,33 +215,20 @@ def load_tensors(
         ]
         if others:
             raise ModelError(f"{path}: has dtypes that no run writes: {join_few(others, 3)}")
+    return read_arrays(path)
+
+
+def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Return the tensors and the metadata of a safetensors file whose header has been checked.
+
+    Raises ModelError.
+    """
     try:
         loaded: Any = mx.load(str(path), format="safetensors", return_metadata=True)
         mx.eval(loaded[0])
     except _UNREADABLE as error:
         raise ModelError(f"{path}: cannot be read: {one_line(error)}") from error
     return loaded
-
-
-def adapter_header(weights: Path) -> Mapping[str, TensorInfo]:
-    """Return the tensors in an adapter's header. Raises ModelError for invalid dtypes or shapes."""
-    tensors = tensor_header(weights).tensors
-    for name, info in tensors.items():
-        if info.dtype not in _FLOATS or len(info.shape) > 3 or not all(info.shape):
-            raise ModelError(
-                f"{weights}: {name:.100} is {info.dtype} of shape {info.shape}, which no adapter "
-                "has"
-            )
-    return tensors
-
-
-def read_tensors(weights: Path) -> dict[str, mx.array]:
-    """Return an adapter's tensors in float32. Raises ModelError, for example for NaN values."""
-    adapter_header(weights)
-    tensors = {name: value.astype(mx.float32) for name, value in load_tensors(weights)[0].items()}
-    if broken := [name for name, value in tensors.items() if not mx.isfinite(value).all()]:
-        raise ModelError(f"{weights}: has NaN or infinite values in {join_few(broken)}")
-    return tensors
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
@@ -360,54 +282,6 @@ def other_base_error(path: Path, base: str, problem: str) -> ModelError:
     return ModelError(
         f"{path}: {made}does not fit the model: {problem}: name the right base with --model-path"
     )
-
-
-def module_names(weights: Path, tensors: Mapping[str, TensorInfo], info: AdapterInfo) -> list[str]:
-    """Return the modules that an adapter's tensors belong to, sorted.
-
-    Raises ModelError for missing or unexpected tensors, and for a rank that differs from the
-    config's, before anything of that rank is allocated.
-    """
-    modules = sorted({name.rpartition(".")[0] for name in tensors})
-    needed = {f"{module}.{leaf}" for module in modules for leaf in LEAVES[info.kind]}
-    if extra := sorted(tensors.keys() - needed):
-        problem = f"has {join_few(extra, 3)}"
-    else:
-        problem = f"lacks {join_few(sorted(needed - tensors.keys()), 3)}"
-    if not tensors or needed != tensors.keys():
-        raise ModelError(f"{weights}: is not a {info.kind} adapter: it {problem:.200}")
-    for module in modules:
-        # A is (in, rank), or (experts, rank, in).
-        shape = tensors[f"{module}.lora_a"].shape
-        if len(shape) not in (2, 3) or shape[1] != info.rank:
-            raise ModelError(
-                f"{weights.with_name(ADAPTER_CONFIG)}: gives rank {info.rank}, but {module:.200} "
-                f"has A of shape {tuple(shape)}: config and adapter do not belong together"
-            )
-    return modules
-
-
-def training_options(info: AdapterInfo, rslora: bool | None = None) -> dict[str, Any]:
-    """Return the options that describe an adapter: rank, alpha, target_rank, rslora and dora.
-
-    If `rslora` is given, alpha is converted so that the adapter keeps its scale.
-    """
-    saved = info.mlxtune
-    rslora = saved.get("rslora") is True if rslora is None else rslora
-    options = {
-        "rank": info.rank,
-        "alpha": alpha_of(info.scale, info.rank, rslora=rslora),
-        "target_rank": {},
-        "rslora": rslora,
-        "dora": info.kind == "dora",
-    }
-    # A PiSSA adapter is written with twice the rank of its options, and resumes as plain LoRA of
-    # the doubled rank.
-    same = saved.get("init", "lora") == "lora" and rslora == saved.get("rslora", False)
-    if same and {"rank", "alpha"} <= saved.keys():
-        ranks = saved.get("target_ranks", {})
-        options |= {"rank": saved["rank"], "alpha": saved["alpha"], "target_rank": ranks}
-    return options
 
 
 def split_layer(name: str) -> tuple[int, str] | None:

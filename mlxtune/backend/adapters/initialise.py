@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -11,17 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_unflatten
 
+from mlxtune.backend.adapters.adapter_file import AdapterFile, AdapterInfo, training_options
 from mlxtune.backend.adapters.checkpoint_tensors import adapter_tensors
-from mlxtune.backend.adapters.files import (
-    AdapterInfo,
-    adapter_header,
-    check_shapes,
-    find_adapter,
-    module_names,
-    read_info,
-    split_layer,
-    training_options,
-)
+from mlxtune.backend.adapters.files import check_shapes, split_layer
 from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm, tensors_of
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear, PrincipalFactors, hash_of
@@ -52,20 +43,20 @@ def initialise(model: nn.Module, lora: LoRASummary) -> str | None:
         init_pissa(modules, config.init, config.seed)
     if config.init_adapter is None:
         return None
-    weights = find_adapter(config.init_adapter, "--init-adapter")
-    _start_from(weights, model, lora)
-    return file_hash(weights)
+    adapter = AdapterFile.find(config.init_adapter, "--init-adapter")
+    _start_from(adapter, model, lora)
+    return file_hash(adapter.path)
 
 
-def _start_from(weights: Path, model: nn.Module, lora: LoRASummary) -> None:
-    info = read_info(weights)
+def _start_from(adapter: AdapterFile, model: nn.Module, lora: LoRASummary) -> None:
+    weights, info = adapter.path, adapter.info
     if problems := _disagreements(info, lora):
         raise ModelError(
             f"--init-adapter {weights}: {'; '.join(problems)}: leave these options out to use "
             "the adapter's"
         )
-    check_shapes(weights, adapter_header(weights), adapter_tensors(model, lora), info.model)
-    updates = dict(read_mlx_lm(weights).modules)
+    check_shapes(weights, adapter.tensors, adapter_tensors(model, lora), info.model)
+    updates = dict(read_mlx_lm(adapter).modules)
     for name, module in adapted_modules(model).items():
         try:
             rank, factor = module.lora_a.shape[1], module.scale / lora.scale
@@ -98,16 +89,16 @@ def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
     precedence, and `initialise` reports contradictions. With `rslora`, the scale is expressed as
     alpha / √rank. Raises ModelError if training cannot continue from the adapter.
     """
-    adapter = given.get("init_adapter")
-    if not isinstance(adapter, str) or not adapter.strip() or given.get("init", "lora") != "lora":
+    path = given.get("init_adapter")
+    if not isinstance(path, str) or not path.strip() or given.get("init", "lora") != "lora":
         return dict(given)
-    weights = find_adapter(adapter, "--init-adapter")
-    info, places = read_info(weights), []
-    for name in module_names(weights, adapter_header(weights), info):
+    adapter = AdapterFile.find(path, "--init-adapter")
+    info, places = adapter.info, []
+    for name in adapter.module_names():
         if (place := split_layer(name)) is None:
             raise ModelError(
-                f"{weights}: has LoRA on {name:.200}, outside the layers, where mlxtune cannot "
-                "train it"
+                f"{adapter.path}: has LoRA on {name:.200}, outside the layers, where mlxtune "
+                "cannot train it"
             )
         places.append(place)
     last = 1 + max(layer for layer, _ in places)

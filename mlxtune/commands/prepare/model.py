@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import (
     Adapted,
     base_difference,
@@ -13,7 +14,6 @@ from mlxtune.backend.adapters.attach import (
     base_options,
     load_adapted,
 )
-from mlxtune.backend.adapters.files import AdapterInfo, find_adapter, read_info
 from mlxtune.backend.device import device, memory
 from mlxtune.backend.forward.attention_kernels import attention_kernels_problem
 from mlxtune.backend.forward.gate_kernels import gate_kernels_problem
@@ -24,7 +24,7 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, Stream, seed
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
-from mlxtune.commands.prepare.base import base_of
+from mlxtune.commands.prepare.base import find_base
 from mlxtune.commands.prepare.dataset import Reader, template_text
 from mlxtune.commands.prepare.memory import confirm, recorded_memory
 from mlxtune.config import AnswerConfig, EvalConfig, ObjectiveConfig, TrainConfig, UseConfig
@@ -134,48 +134,44 @@ class LoadedModel:
             self.adapted.use_adapter(on)
 
 
-def find_model(config: UseConfig) -> Path:
+def find_model(config: UseConfig, adapter: AdapterFile | None) -> Path:
     """Check model and adapter as far as possible without weights; return the model's folder.
 
     Raises ModelError.
     """
     folder = model_folder.find_folder(str(config.model_path))
     model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
-    _base_options(config, folder)
+    _base_options(config, adapter, folder)
     return folder
 
 
-def as_trained(config: U, given: Collection[str] = ()) -> U:
+def as_trained(config: U, adapter: AdapterFile | None, given: Collection[str] = ()) -> U:
     """Return the options with the adapter's base model, prompt options and objective.
 
     An option takes precedence: a model, any prompt option and, for an evaluation, an objective in
     `given`. Raises ModelError.
     """
-    if config.adapter is None:
+    if adapter is None:
         return config
-    weights = find_adapter(config.adapter)
-    info = read_info(weights)
     changes: dict[str, Any] = {}
     if config.model_path is None:
-        changes["model_path"] = str(base_of(config, weights, info))
+        changes["model_path"] = str(find_base(config, adapter))
     if not _prompt_options(config):
-        changes |= _recorded(weights, info, "prompt", _PROMPT)
+        changes |= _recorded(adapter, "prompt", _PROMPT)
     if isinstance(config, EvalConfig) and "objective" not in given:
-        changes |= _recorded(weights, info, "objective", _OBJECTIVE.keys() - given)
+        changes |= _recorded(adapter, "objective", _OBJECTIVE.keys() - given)
     try:
         return replace(config, **changes) if changes else config
     except ConfigError as error:
-        raise ModelError(f"{weights}: its config is damaged: {one_line(error)}") from error
+        raise ModelError(f"{adapter.path}: its config is damaged: {one_line(error)}") from error
 
 
-def _recorded(
-    weights: Path, info: AdapterInfo, record: str, names: Collection[str]
-) -> dict[str, Any]:
+def _recorded(adapter: AdapterFile, record: str, names: Collection[str]) -> dict[str, Any]:
     """Return the values that the adapter's config records for `names`. Raises ModelError."""
-    recorded = info.mlxtune.get(record)
+    recorded = adapter.info.mlxtune.get(record)
     known = {} if recorded is None else recorded
     if not isinstance(known, Mapping):
-        raise ModelError(f"{weights}: its config is damaged: {record} is not an object")
+        raise ModelError(f"{adapter.path}: its config is damaged: {record} is not an object")
     return {name: known[name] for name in names if name in known}
 
 
@@ -195,48 +191,50 @@ def _prompt_options(config: UseConfig | TrainConfig) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != getattr(UseConfig, name)}
 
 
-def trained_on_text(config: UseConfig) -> bool:
+def trained_on_text(adapter: AdapterFile | None) -> bool:
     """Return whether the adapter, if any, was trained on plain text alone. Raises ModelError."""
-    if config.adapter is None:
-        return False
-    return read_info(find_adapter(config.adapter)).mlxtune.get(_PLAIN_TEXT) is True
+    return adapter is not None and adapter.info.mlxtune.get(_PLAIN_TEXT) is True
 
 
 def load_model(
-    config: UseConfig, folder: Path, console: RunConsole, workers: Workers = ALONE
+    config: UseConfig,
+    adapter: AdapterFile | None,
+    folder: Path,
+    console: RunConsole,
+    workers: Workers = ALONE,
 ) -> LoadedModel:
     """Set the memory limits, and load the model, or this worker's part of it, with its adapter.
 
     Reports each stage on the console, which then awaits a first result. Raises ModelError.
     """
     console.say("Memory", memory.set_limits(config.memory_limit).describe())
-    base = loading.open_base(folder, config.dtype, _base_options(config, folder))
+    base = loading.open_base(folder, config.dtype, _base_options(config, adapter, folder))
     if workers.split_model:
         base = split_base(base, workers.group)
     loading.read_weights(base)
     console.say("Model", base.describe())
     await_result(console)
-    if config.adapter is None:
+    if adapter is None:
         return LoadedModel(base, None)
-    adapted = load_adapted(base, config.adapter)
-    console.say("Adapter", f"{adapted.weights}: {adapted.lora.describe()}")
+    adapted = load_adapted(base, adapter)
+    console.say("Adapter", f"{adapter.path}: {adapted.lora.describe()}")
     if config.quantize is None and base.quantize is not None:
         name = format_name(base.quantize, base.double_quant)
         console.say("Base", f"quantised to {name}, as in training")
     elif config.quantize is not None and base_mismatch(
-        adapted.weights, base, trust_remote_code=config.trust_remote_code
+        adapter, base, trust_remote_code=config.trust_remote_code
     ):
         console.warn("--quantize gives a base other than the one that the adapter was trained on")
-    if (problem := base_difference(adapted.weights, base.folder)) is not None:
+    if (problem := base_difference(adapter, base.folder)) is not None:
         console.warn(f"{problem}: answers and losses may differ from those in training")
     return LoadedModel(base, adapted)
 
 
-def _base_options(config: UseConfig, folder: Path) -> BaseOptions:
+def _base_options(config: UseConfig, adapter: AdapterFile | None, folder: Path) -> BaseOptions:
     """Return options that quantise the base as `config` says, or else as in training."""
     trust = config.trust_remote_code
-    if config.quantize is None and config.adapter is not None:
-        return base_options(find_adapter(config.adapter), folder, trust_remote_code=trust)
+    if config.quantize is None and adapter is not None:
+        return base_options(adapter, folder, trust_remote_code=trust)
     if config.quantize in (None, "none"):
         return BaseOptions(trust_remote_code=trust)
     return BaseOptions(

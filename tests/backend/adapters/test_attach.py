@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from mlxtune import TrainConfig, train
-from mlxtune.backend.adapters.attach import find_adapter, load_adapted
+from mlxtune.backend.adapters.adapter_file import AdapterFile
+from mlxtune.backend.adapters.attach import load_adapted
+from mlxtune.backend.adapters.files import find_adapter
 from mlxtune.backend.models.loading import load_base
 from mlxtune.core.run.checkpoint import write_checkpoint
 from mlxtune.errors import ModelError
@@ -42,7 +44,7 @@ def test_adapted_model_is_what_mlx_lm_loads(trained: tuple[Path, Path]) -> None:
     from mlx_lm.utils import load
 
     model, adapter = trained
-    ours = load_adapted(load_base(model, "float32"), str(adapter))
+    ours = load_adapted(load_base(model, "float32"), AdapterFile.find(str(adapter)))
     theirs, _ = load(str(model), adapter_path=str(adapter))
     np.testing.assert_allclose(logits(ours.model), logits(theirs), rtol=0, atol=1e-6)
 
@@ -60,7 +62,7 @@ def test_adapter_of_experts_is_what_mlx_lm_loads(tmp_path: Path, architecture: s
     )
     shapes = {value.shape for value in mx.load(str(output)).values() if value.ndim == 3}
     assert {shape[0] for shape in shapes} == {4}
-    ours = load_adapted(load_base(model, "float32"), str(output))
+    ours = load_adapted(load_base(model, "float32"), AdapterFile.find(str(output)))
     theirs, _ = load(str(model), adapter_path=str(output.parent))
     # On some CPUs, the two models' products round differently.
     np.testing.assert_allclose(logits(ours.model), logits(theirs), rtol=1e-5, atol=1e-5)
@@ -71,7 +73,7 @@ def test_adapter_of_experts_is_what_mlx_lm_loads(tmp_path: Path, architecture: s
 def test_adapter_is_taken_off_and_put_back(trained: tuple[Path, Path]) -> None:
     model, adapter = trained
     plain = logits(load_base(model, "float32").model)
-    adapted = load_adapted(load_base(model, "float32"), str(adapter))
+    adapted = load_adapted(load_base(model, "float32"), AdapterFile.find(str(adapter)))
     on = logits(adapted.model)
     adapted.use_adapter(False)
     np.testing.assert_array_equal(logits(adapted.model), plain)
@@ -97,8 +99,8 @@ def test_adapter_may_be_links_as_in_the_cache_of_hugging_face(
     model, adapter = trained
     for name in ("adapters.safetensors", "adapter_config.json"):
         (tmp_path / name).symlink_to(adapter / name)
-    ours = load_adapted(load_base(model, "float32"), str(tmp_path))
-    theirs = load_adapted(load_base(model, "float32"), str(adapter))
+    ours = load_adapted(load_base(model, "float32"), AdapterFile.find(str(tmp_path)))
+    theirs = load_adapted(load_base(model, "float32"), AdapterFile.find(str(adapter)))
     np.testing.assert_array_equal(logits(ours.model), logits(theirs.model))
 
 
@@ -147,7 +149,7 @@ def test_config_that_says_nothing_is_an_error(
     config = json.loads((adapter / "adapter_config.json").read_text())
     write_adapter_config(tmp_path, config | change)
     with pytest.raises(ModelError, match=said):
-        load_adapted(load_base(model, "float32"), str(tmp_path))
+        load_adapted(load_base(model, "float32"), AdapterFile.find(str(tmp_path)))
 
 
 @pytest.mark.parametrize("rank", [4, 10**6, 10**400])
@@ -160,14 +162,14 @@ def test_rank_that_is_not_that_of_the_tensors_makes_nothing_of_that_size(
     config["lora_parameters"]["rank"] = rank
     write_adapter_config(tmp_path / "adapter", config)
     with pytest.raises(ModelError, match=r"gives rank|no valid rank|more than 100 digits"):
-        load_adapted(load_base(model, "float32"), str(tmp_path / "adapter"))
+        load_adapted(load_base(model, "float32"), AdapterFile.find(str(tmp_path / "adapter")))
 
 
 def test_adapter_of_another_model_is_an_error(trained: tuple[Path, Path], tmp_path: Path) -> None:
     _, adapter = trained
     other = write_model(tmp_path / "other", "qwen3", hidden_size=32)
     with pytest.raises(ModelError) as raised:
-        load_adapted(load_base(other, "float32"), str(adapter))
+        load_adapted(load_base(other, "float32"), AdapterFile.find(str(adapter)))
     # The message names one tensor and counts the others.
     assert re.fullmatch(
         f".*: was trained on another model, {trained[0]}, and does not fit the model: "

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load
 
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.adapters.formats.adapter import Update
 from mlxtune.backend.forward.operations import MLX
@@ -78,7 +79,7 @@ def test_others_compute_what_was_trained(folder: Path, tmp_path: Path, member: s
         theirs.update_modules(tree_unflatten(fused))
         assert near(theirs(TOKENS), expected)
 
-    adapted = load_adapted(load_base(folder, "float32"), str(tmp_path))
+    adapted = load_adapted(load_base(folder, "float32"), AdapterFile.find(str(tmp_path)))
     assert near(adapted.model(TOKENS), expected)
     assert adapted.lora.scale == pipeline.lora.scale
     assert adapted.lora.keys == pipeline.lora.keys
@@ -116,7 +117,7 @@ def test_adapters_that_mlx_lm_trained_are_loaded(
     )
     (tmp_path / "adapter_config.json").write_text(json.dumps(said))
 
-    adapted = load_adapted(load_base(folder, "float32"), str(tmp_path))
+    adapted = load_adapted(load_base(folder, "float32"), AdapterFile.find(str(tmp_path)))
 
     assert adapted.lora.scale == 0.1 + 0.2
     assert near(adapted.model(TOKENS), model(TOKENS))
@@ -135,10 +136,10 @@ def test_what_is_no_lora_of_a_projection_is_named(folder: Path, tmp_path: Path) 
         tensors = {f"{name}.{leaf}": value for leaf, value in pair.items()}
         safetensors.numpy.save_file(tensors, tmp_path / "adapters.safetensors")
         with pytest.raises(ModelError, match=problem):
-            load_adapted(load_base(folder, "float32"), str(tmp_path))
+            load_adapted(load_base(folder, "float32"), AdapterFile.find(str(tmp_path)))
     safetensors.numpy.save_file({"x.m": np.zeros(3, "f4")}, tmp_path / "adapters.safetensors")
     with pytest.raises(ModelError, match=r"is not a lora adapter: it has x\.m"):
-        load_adapted(load_base(folder, "float32"), str(tmp_path))
+        load_adapted(load_base(folder, "float32"), AdapterFile.find(str(tmp_path)))
 
 
 @given(

@@ -16,6 +16,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune import TrainConfig, train
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import Adapted, load_adapted
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.device import memory
@@ -106,7 +107,7 @@ def test_evaluator_runs_a_model_that_was_training_in_evaluation_mode() -> None:
 def test_base_and_adapted_are_both_evaluated_on_one_model(adapter: Path, way: Execution) -> None:
     examples, folder = fixed_step(), model_folder("qwen3")
     untouched = expected(load_base(folder, "float32").model, examples)
-    adapted: Adapted = load_adapted(load_base(folder, "float32"), str(adapter))
+    adapted: Adapted = load_adapted(load_base(folder, "float32"), AdapterFile.find(str(adapter)))
     with_it = expected(adapted.model, examples)
     assert np.abs(with_it - untouched).max() > 0.1
     evaluator = Evaluator(adapted.model, adapted.base.parameters, pytest.fail, execution=way)
@@ -116,7 +117,9 @@ def test_base_and_adapted_are_both_evaluated_on_one_model(adapter: Path, way: Ex
 
 
 def test_closed_evaluator_leaves_base_and_adapted_as_they_were_loaded(adapter: Path) -> None:
-    adapted = load_adapted(load_base(model_folder("qwen3"), "float32"), str(adapter))
+    adapted = load_adapted(
+        load_base(model_folder("qwen3"), "float32"), AdapterFile.find(str(adapter))
+    )
     tokens = mx.array([[5, 9, 200, 33, 7]])
     with_it = adapted.model(tokens)
     adapted.use_adapter(False)

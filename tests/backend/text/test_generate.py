@@ -17,6 +17,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load
 
 from mlxtune import TrainConfig, train
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.device import device
 from mlxtune.backend.models.loading import load_base
@@ -90,7 +91,7 @@ def test_adapted_answer_is_that_of_mlx_lm_with_the_adapter(tmp_path: Path) -> No
     theirs, tokenizer = load(str(model), adapter_path=str(output.parent))
     ids = tokenizer.encode("What is 3 + 21?")
     expected = [each.token for each in stream_generate(theirs, tokenizer, ids, max_tokens=30)]
-    adapted = load_adapted(load_base(model, "float32"), str(output))
+    adapted = load_adapted(load_base(model, "float32"), AdapterFile.find(str(output)))
     made = Generator(adapted.model, load_tokenizer(model), adapted.base.vocab_size)
     prompt, sampling = Prompt(tuple(ids), None), Sampling(max_new_tokens=30)
     assert list(made.answer(prompt, sampling).tokens) == expected

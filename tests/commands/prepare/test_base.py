@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from mlxtune.backend.adapters.files import AdapterInfo, read_info
-from mlxtune.commands.prepare import model
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.commands.prepare.model import as_trained
 from mlxtune.config import EvalConfig, UseConfig
 from mlxtune.errors import ConfigError, ModelError
@@ -33,16 +32,15 @@ def test_adapter_names_its_base_model(tmp_path: Path) -> None:
     """The name is relative to the folder in which the run was started, not to the current one."""
     adapter = write_adapter(tmp_path / "out", "demo-qwen3", working_directory=str(DATA))
 
-    found = as_trained(UseConfig(adapter=str(adapter)))
+    file = AdapterFile.find(str(adapter))
+    found = as_trained(UseConfig(adapter=str(adapter)), file)
 
     assert found.model_path == str(DATA / "demo-qwen3")
     given = UseConfig(model_path="other", adapter=str(adapter))
-    assert as_trained(given) is given
+    assert as_trained(given, file) is given
 
 
-def test_adapter_s_config_is_read_once_for_an_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapter_completes_the_options_of_an_evaluation(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "out", "demo-qwen3", working_directory=str(DATA))
     config = json.loads((adapter / "adapter_config.json").read_text())
     config["mlxtune"] = {
@@ -50,20 +48,13 @@ def test_adapter_s_config_is_read_once_for_an_evaluation(
         "objective": {"objective": "dpo", "beta": 0.3},
     }
     (adapter / "adapter_config.json").write_text(json.dumps(config))
-    reads: list[Path] = []
-
-    def counted(weights: Path) -> AdapterInfo:
-        reads.append(weights)
-        return read_info(weights)
-
-    monkeypatch.setattr(model, "read_info", counted)
     asked = EvalConfig(adapter=str(adapter), data=("test.jsonl",))
-    found = as_trained(asked, {"adapter", "data", "beta"})
+    file = AdapterFile.find(str(adapter))
+    found = as_trained(asked, file, {"adapter", "data", "beta"})
     assert (found.model_path, found.template) == (str(DATA / "demo-qwen3"), "chatml")
     # A given option stays.
     assert (found.objective, found.beta) == ("dpo", None)
-    assert as_trained(asked, {"objective"}).objective == "sft"
-    assert len(reads) == 2
+    assert as_trained(asked, file, {"objective"}).objective == "sft"
 
 
 def test_base_model_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
@@ -73,7 +64,7 @@ def test_base_model_that_is_not_here_is_asked_for(tmp_path: Path) -> None:
         f"{adapter / 'adapters.safetensors'}: its base model gone is not there: give --model-path"
     )
     with pytest.raises(ModelError, match=f"^{re.escape(said)}$"):
-        as_trained(UseConfig(adapter=str(adapter)))
+        as_trained(UseConfig(adapter=str(adapter)), AdapterFile.find(str(adapter)))
 
 
 def test_neither_model_nor_adapter_is_one_problem() -> None:

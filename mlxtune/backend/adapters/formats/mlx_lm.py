@@ -9,16 +9,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.tuner.utils import load_adapters
 
-from mlxtune.backend.adapters.files import (
-    LEAVES,
-    OWN_CONFIG,
-    adapter_header,
-    module_names,
-    read_info,
-    read_tensors,
-    tensor_header,
-    write_tensors,
-)
+from mlxtune.backend.adapters.adapter_file import AdapterFile
+from mlxtune.backend.adapters.files import LEAVES, OWN_CONFIG, write_tensors
 from mlxtune.backend.adapters.formats.adapter import (
     Adapter,
     Matrix,
@@ -34,19 +26,17 @@ from mlxtune.errors import ModelError, one_line
 _NONE: Mapping[str, nn.Module] = MappingProxyType({})
 
 
-def read_mlx_lm(weights: Path, modules: Mapping[str, nn.Module] = _NONE) -> Adapter:
+def read_mlx_lm(file: AdapterFile, modules: Mapping[str, nn.Module] = _NONE) -> Adapter:
     """Read an adapter from a file in mlx-lm's layout.
 
     The shapes are checked against `modules`, a base model's projections by path, before the tensors
     are read. Raises ModelError.
     """
-    info = read_info(weights)
-    header = adapter_header(weights)
-    names = module_names(weights, header, info)
+    info, names, header = file.info, file.module_names(), file.tensors
     for name in names:
         a, b = (header[f"{name}.lora_{leaf}"].shape for leaf in "ab")
         check_shapes_fit(modules.get(name), a, b, name)
-    tensors = read_tensors(weights)
+    tensors = file.read_tensors()
     updates = {
         name: Update(*(np.array(tensors[f"{name}.{leaf}"]) for leaf in LEAVES[info.kind]))
         for name in names
@@ -102,10 +92,9 @@ def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
     write_json(weights.with_name(ADAPTER_CONFIG), config)
 
 
-def copy_mlx_lm(weights: Path, folder: Path) -> None:
+def copy_mlx_lm(file: AdapterFile, folder: Path) -> None:
     """Copy an adapter and its config, byte for byte. Raises OutputError."""
-    tensor_header(weights)
-    for path, name in (weights, ADAPTER), (weights.with_name(ADAPTER_CONFIG), ADAPTER_CONFIG):
+    for path, name in (file.path, ADAPTER), (file.config_path, ADAPTER_CONFIG):
         with as_output_error(folder / name):
             copy_file(path, folder / name)
 

@@ -15,10 +15,10 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.files import (
     is_valid_scale,
-    read_adapter_config,
-    read_tensors,
+    read_config_file,
     valid_dropout,
     write_tensors,
 )
@@ -136,13 +136,16 @@ def _rank_in_use(update: Update) -> int:
     return int(used[-1]) + 1 if len(used) else update.a.shape[1]
 
 
-def read_peft(folder: Path, modules: Mapping[str, nn.Module], model_type: str) -> Adapter:
+def read_peft(
+    folder: Path, config: Mapping[str, Any], modules: Mapping[str, nn.Module], model_type: str
+) -> Adapter:
     """Read a PEFT folder's adapter for a base model of this type with these modules.
 
-    Lower ranks are padded with zeros to the largest, and `b` absorbs differing scales. Raises
-    ModelError, for example for features that mlx-lm's LoRA does not have.
+    `config` is the folder's config, from `read_config`. Lower ranks are padded with zeros to the
+    largest, and `b` absorbs differing scales. Raises ModelError, for example for features that
+    mlx-lm's LoRA does not have.
     """
-    config, weights = _read_config(folder / CONFIG), folder / WEIGHTS
+    weights = folder / WEIGHTS
     if config.get("target_parameters") and model_type not in peft_experts.PLACES:
         raise ModelError(
             f"{folder / CONFIG}: has target_parameters, which are not supported for {model_type}: "
@@ -177,7 +180,7 @@ def read_peft(folder: Path, modules: Mapping[str, nn.Module], model_type: str) -
         scale=scale,
         modules=updates,
         dropout=valid_dropout(folder / CONFIG, "lora_dropout", config.get("lora_dropout")),
-        model=str(config.get("base_model_name_or_path") or ""),
+        model=base_of(config),
     )
 
 
@@ -247,13 +250,15 @@ def _shortest_targets(
     return sorted(chosen), None
 
 
-def base_of(folder: Path) -> str:
-    """Return the name or path of the base model in a PEFT folder's config, or an empty string."""
-    return str(_read_config(folder / CONFIG).get("base_model_name_or_path") or "")
+def base_of(config: Mapping[str, Any]) -> str:
+    """Return the name or path of the base model in a PEFT config, or an empty string."""
+    return str(config.get("base_model_name_or_path") or "")
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    config = read_adapter_config(path)
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the checked config of a PEFT folder. Raises ModelError."""
+    path = folder / CONFIG
+    config = read_config_file(path)
     if config.get("peft_type") != "LORA":
         raise ModelError(
             f"{path}: peft_type is {config.get('peft_type')!r:.40}: only LORA is supported"
@@ -276,7 +281,7 @@ def _parts(path: Path, *, dora: bool) -> dict[str, dict[str, Matrix]]:
     """Read a file's tensors by module and part, such as `lora_A`. Raises ModelError."""
     parts: dict[str, dict[str, Matrix]] = {}
     others = []
-    for name, value in read_tensors(path).items():
+    for name, value in AdapterFile(path).read_tensors().items():
         if match := _PART.fullmatch(name.removeprefix(_PREFIX)):
             parts.setdefault(match[1], {})[match[2]] = np.array(value)
         else:

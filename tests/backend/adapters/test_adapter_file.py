@@ -1,0 +1,54 @@
+"""An adapter file that changes after its header was checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from mlxtune.backend.adapters.adapter_file import AdapterFile
+from mlxtune.errors import ModelError
+
+
+def write(path: Path, rank: int, value: float) -> Path:
+    tensors = {
+        "layers.0.q_proj.lora_a": np.full((4, rank), value, np.float32),
+        "layers.0.q_proj.lora_b": np.full((rank, 4), value, np.float32),
+    }
+    new = path.with_name("new")
+    safetensors.numpy.save_file(tensors, new)
+    new.replace(path)
+    return path
+
+
+def test_file_replaced_after_its_header_was_read_is_an_error(tmp_path: Path) -> None:
+    """MLX does not check the header, so only a header that was checked may be loaded."""
+    adapter = AdapterFile(write(tmp_path / "adapters.safetensors", rank=2, value=1.0))
+    assert adapter.tensors["layers.0.q_proj.lora_a"].shape == (4, 2)
+    assert not adapter.has_changed
+
+    write(adapter.path, rank=3, value=1.0)
+
+    assert adapter.has_changed
+    with pytest.raises(ModelError, match="has changed since it was opened: run the command again"):
+        adapter.read_tensors()
+
+
+def test_file_replaced_by_tensors_of_the_same_shapes_is_read(tmp_path: Path) -> None:
+    adapter = AdapterFile(write(tmp_path / "adapters.safetensors", rank=2, value=1.0))
+    header = adapter.header
+
+    write(adapter.path, rank=2, value=7.0)
+
+    assert adapter.header is header
+    assert all((np.array(each) == 7.0).all() for each in adapter.read_tensors().values())
+
+
+def test_removed_file_is_an_error(tmp_path: Path) -> None:
+    adapter = AdapterFile(write(tmp_path / "adapters.safetensors", rank=2, value=1.0))
+    assert adapter.tensors
+    adapter.path.unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        adapter.read_tensors()
