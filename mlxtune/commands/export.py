@@ -91,7 +91,7 @@ def _merge(config: ExportConfig, source: Source, folder: Path) -> Certificate:
 
 def _write(config: ExportConfig, source: Source, folder: Path) -> None:
     if config.format == "mlx-lm":
-        mlx_lm.copy_mlx_lm(source.file, folder)
+        mlx_lm.copy_mlx_lm(source.file, folder / ADAPTER)
     elif config.format == "peft":
         peft.write_peft(source.adapter, source.folder, folder)
     elif config.format == "flat":

@@ -14,9 +14,11 @@ from rich.console import Console
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import base_mismatch, check_base
 from mlxtune.backend.adapters.files import check_beside, check_known, check_replaceable
+from mlxtune.backend.adapters.formats.mlx_lm import copy_mlx_lm
 from mlxtune.backend.device import memory
 from mlxtune.backend.forward import operations
 from mlxtune.backend.models import loading, model_folder
+from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.worker_run import WorkerRun, join_run
 from mlxtune.commands.judge import ValidationAnswers, judge
 from mlxtune.commands.prepare.auto import with_auto
@@ -46,11 +48,17 @@ from mlxtune.config import DemoConfig, TrainConfig, as_path, user_cache
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.evaluation.evaluation import Evaluation
 from mlxtune.core.evaluation.losses import JudgedRows
-from mlxtune.core.files.files import check_outputs, check_writable, same_place, write_json
+from mlxtune.core.files.files import (
+    check_outputs,
+    check_writable,
+    make_folder,
+    same_place,
+    write_json,
+)
 from mlxtune.core.files.hashing import base_fingerprint, hash_in_background
 from mlxtune.core.machine.conditions import ConditionsWatch, Sensors, kept_awake
 from mlxtune.core.run import run_folder
-from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
+from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.core.run.metrics import InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import StepProfiler
 from mlxtune.core.run.progress import progress_of
@@ -203,7 +211,7 @@ def train(
                 result = trainer.train(records, resume=resume)
         peak_gb = memory.peak_gb()
         if result is not None:
-            finish(setup, trainer, result, worker_run)
+            finish(setup, trainer, result, worker_run, resume)
             peak_gb, judged = memory.peak_gb(), JudgedRows.of(trainer.val_rows, trained)
             candidates = sum(each.step > 0 for each in result.validations)
             judged = replace(judged, candidates=max(candidates, 1))
@@ -475,17 +483,38 @@ def print_plan(
         console.say("", line)
 
 
+def write_adapter(
+    pipeline: InstructPipeline,
+    trainer: InstructTrainer,
+    result: InstructTrainResult,
+    output: Path,
+    resume: ResumePoint | None,
+) -> None:
+    """Write the best checkpoint's adapter or, without validation, the current adapter.
+
+    Raises OutputError.
+    """
+    if result.best_step is None:
+        pipeline.write(output)
+    elif resume is None or result.best_step > resume.progress.step:
+        make_folder(output.parent)
+        copy_mlx_lm(AdapterFile(trainer.best_folder / ADAPTER), output)
+    else:
+        # The checkpoint may be a stranger's, name the model's old folder, or be on worker 0 alone.
+        pipeline.load(trainer.best_folder)
+        pipeline.write(output)
+
+
 def finish(
     setup: RunParts,
     trainer: InstructTrainer,
     result: InstructTrainResult,
     worker_run: WorkerRun[RunConsole],
+    resume: ResumePoint | None,
 ) -> None:
     """Write the adapter and the run's result, and print a summary. Raises OutputError."""
     config, console = worker_run.config, worker_run.console
-    if result.best_epoch is not None:
-        setup.pipeline.load(trainer.best_folder)
-    setup.pipeline.write(config.output_path)
+    write_adapter(setup.pipeline, trainer, result, config.output_path, resume)
     content = about_result(config, trainer, result)
     write_json(config.checkpoint_path / RESULT, content)
     save_run_speed(config.cache_path, setup.planned, setup.base.dtype, result.steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import threading
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import mlxtune
 from mlxtune import (
@@ -26,6 +28,7 @@ from mlxtune import (
 from mlxtune.commands.prepare.dataset import Dataset, Reader, load_dataset
 from mlxtune.config import DataConfig
 from mlxtune.core.files.hashing import base_fingerprint
+from mlxtune.core.run.checkpoint import write_checkpoint
 from mlxtune.core.run.metrics import StepRecord
 from mlxtune.core.run.run_folder import request_stop
 from mlxtune.core.run.trained_rows import read_trained_rows
@@ -185,6 +188,39 @@ def test_output_is_the_best_epochs_adapter(worsening_run: Run) -> None:
     assert adapter == (checkpoints / "best" / ADAPTER).read_bytes()
     assert adapter == (checkpoints / f"epoch-{result.training.best_epoch}" / ADAPTER).read_bytes()
     assert adapter != (checkpoints / f"epoch-{last}" / ADAPTER).read_bytes()
+
+
+def test_best_checkpoint_from_before_a_resume_gives_only_its_tensors(
+    model: Path, chat: Path, gibberish: Path, worsening_run: Run, tmp_path: Path
+) -> None:
+    """Another user may have made the run that is resumed, and its files are not copied."""
+    whole = worsening_run[1].training
+    assert whole is not None
+    assert whole.best_step is not None
+    options = {"val_data": str(gibberish), "epochs": 8, "patience": 2, "schedule": "constant"}
+    with pytest.raises(TrainingInterrupted):
+        train(config(model, chat, tmp_path, **options), stop_after=whole.best_step + 1)
+    best = tmp_path / "checkpoints" / "best"
+    tensors = safetensors.numpy.load_file(best / ADAPTER)
+
+    def forge(folder: Path) -> None:
+        forged = {"adapter_config": '{"forged": true}'}
+        safetensors.numpy.save_file(tensors, folder / ADAPTER, forged)
+        (folder / "adapter_config.json").write_text(forged["adapter_config"])
+        shutil.copy(best / "optimizer.safetensors", folder)
+
+    metadata, metrics = json.loads((best / "metadata.json").read_text()), best / "metrics.jsonl"
+    write_checkpoint(best, forge, metadata, [metrics.read_bytes()])
+
+    training = mlxtune.resume(tmp_path).training
+
+    assert training is not None
+    assert training.best_step == whole.best_step
+    written = safetensors.numpy.load_file(tmp_path / ADAPTER)
+    assert written.keys() == tensors.keys()
+    assert all((written[name] == tensors[name]).all() for name in tensors)
+    assert b"forged" not in (tmp_path / ADAPTER).read_bytes()
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["model"] == str(model)
 
 
 def test_run_stops_when_patience_is_over(worsening_run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import safetensors.numpy
 
 from mlxtune import TrainConfig, plan, resume, train
 from mlxtune.backend.adapters.initialise import with_adapter
+from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config.fields import flag
+from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, ModelError, TrainingInterrupted
 from tests.command import Cli
 from tests.models import sums, write_chat
@@ -52,6 +55,33 @@ def test_run_that_was_stopped_in_an_epoch_writes_what_it_would_have_written(
     found = json.loads(outcome.out)
     assert found["ok"], found
     assert any(check["name"] == "replay" for check in found["checks"])
+
+
+@pytest.mark.parametrize("member", ["plain", *slow_except(MEMBERS, "dora")])
+def test_copy_of_the_best_checkpoint_equals_its_adapter_loaded_and_written(
+    model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: str
+) -> None:
+    recipe = import_module("mlxtune.commands.train")
+    loaded, write = tmp_path / "loaded" / "adapters.safetensors", recipe.write_adapter
+
+    def write_both(pipeline: InstructPipeline, trainer: InstructTrainer, *rest: Any) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(pipeline, "load", None)
+            write(pipeline, trainer, *rest)
+        pipeline.load(trainer.best_folder)
+        pipeline.write(loaded)
+
+    monkeypatch.setattr(recipe, "write_adapter", write_both)
+    # Random answers: their loss rises soon, so that the model's last state is not the best.
+    random = [[("user", f"What is {i}?"), ("assistant", "zqxj%~" * 3)] for i in range(3)]
+    options = {"val_data": str(write_chat(tmp_path / "random.jsonl", random)), "epochs": 12}
+    options |= {"patience": 1, "schedule": "constant", **MEMBERS.get(member, {})}
+    training = train(config(model, chat, tmp_path / "out", **options)).training
+    assert training is not None
+    assert training.best_step is not None
+    assert training.best_step < len(training.steps)
+    for name in ("adapters.safetensors", "adapter_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == loaded.with_name(name).read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,10 +20,13 @@ from mlxtune.backend.adapters.formats.adapter import (
     check_shapes_fit,
     path_in_layer,
 )
-from mlxtune.core.files.files import as_output_error, copy_file, write_json
-from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG
+from mlxtune.core.files.files import as_output_error, write_file, write_json
+from mlxtune.core.files.reading import open_regular
+from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.errors import ModelError, one_line
 
+# The number of bytes that are copied at once.
+_PIECE = 2**20
 _NONE: Mapping[str, nn.Module] = MappingProxyType({})
 
 
@@ -92,11 +96,12 @@ def write_mlx_lm(adapter: Adapter, weights: Path) -> None:
     write_json(weights.with_name(ADAPTER_CONFIG), config)
 
 
-def copy_mlx_lm(file: AdapterFile, folder: Path) -> None:
-    """Copy an adapter and its config, byte for byte. Raises OutputError."""
-    for path, name in (file.path, ADAPTER), (file.config_path, ADAPTER_CONFIG):
-        with as_output_error(folder / name):
-            copy_file(path, folder / name)
+def copy_mlx_lm(file: AdapterFile, weights: Path) -> None:
+    """Copy an adapter and its config, byte for byte and each atomically. Raises OutputError."""
+    copies = (file.path, weights), (file.config_path, weights.with_name(ADAPTER_CONFIG))
+    for path, target in copies:
+        with as_output_error(target), open_regular(path) as opened:
+            write_file(target, iter(partial(opened.read, _PIECE), b""))
 
 
 def load_with_mlx_lm(model: nn.Module, folder: Path) -> nn.Module:
