@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlxtune.config.fields import Affects, Checked, Section, as_path
 from mlxtune.config.objective import RowObjectiveConfig
-from mlxtune.errors import shorten
+from mlxtune.errors import ConfigError, shorten
 
 RESULT, LENGTH, INPUT, EXECUTION, PLACES, COMMAND = Affects
 FILES, DATA, INSPECT, BENCH, PLAN, GENERATION, EXPORT, LORA, TRAINING, RUN = Section
@@ -293,7 +293,13 @@ def weighted(value: str) -> tuple[str, float]:
 
 
 def user_cache() -> Path:
-    """Return this user's cache folder, which holds encoded data, hashes and reservations."""
+    """Return this user's cache folder, which holds encoded data, hashes and reservations.
+
+    Raises ConfigError if the user has no home folder.
+    """
     import platformdirs
 
-    return Path(platformdirs.user_cache_path("mlxtune"))
+    try:
+        return Path(platformdirs.user_cache_path("mlxtune"))
+    except RuntimeError as error:
+        raise ConfigError(["this user has no home folder: set HOME or XDG_CACHE_HOME"]) from error

@@ -107,7 +107,7 @@ def _variable(name: str, default: int) -> int:
     text = os.environ.get(name)
     if text is None:
         return default
-    found = re.match(r"\s*[+-]?\d+", text)
+    found = re.match(r"\s*[+-]?[0-9]{1,9}", text)
     return int(found[0]) if found else 0
 
 

@@ -9,7 +9,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,8 @@ _LITTER = {".DS_Store"}
 # No run nests folders nearly this deeply, and Python removes trees recursively.
 _MOST_LEVELS = 100
 _TOO_DEEP = f"its folders are nested more than {_MOST_LEVELS} levels deep"
+# As many as Linux follows.
+_MOST_LINKS = 40
 _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -93,8 +95,10 @@ def ensure_folder(folder: Path) -> None:
 def private_folder(folder: Path) -> None:
     """Make a folder to which only this user may write, and its missing parents.
 
-    Raises NotOurs if other users may write to it or replace it. Raises OSError.
+    Raises NotOurs if other users may write to it or replace it; makes nothing below a folder of
+    theirs. Raises OSError.
     """
+    _check_parents(folder)
     ensure_folder(folder.parent)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -105,16 +109,41 @@ def private_folder(folder: Path) -> None:
         raise NotOurs(folder, "it belongs to another user")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NotOurs(folder, "other users may write to it")
-    # A parent may be a link: the folders that hold the link and those that hold its target count.
-    for parent in dict.fromkeys([*folder.absolute().parents, *folder.resolve().parents]):
-        status = parent.stat()
-        if status.st_uid not in (user, 0):
+    _check_parents(folder)
+
+
+def _check_parents(path: Path) -> None:
+    """Raise NotOurs if other users may replace a folder or a link on the way to a path."""
+    for parent in _on_the_way(path):
+        status = parent.lstat()
+        if status.st_uid not in (os.geteuid(), 0):
             raise NotOurs(parent, "it belongs to another user")
+        if stat.S_ISLNK(status.st_mode):
+            continue
         # Many systems give each user a group, which may write to the user's folders.
         others = stat.S_IWOTH if status.st_gid == os.getegid() else stat.S_IWOTH | stat.S_IWGRP
         # In a sticky folder, users rename only their own files.
         if status.st_mode & others and not status.st_mode & stat.S_ISVTX:
             raise NotOurs(parent, "other users may write to it")
+
+
+def _on_the_way(path: Path) -> Iterator[Path]:
+    """Yield the existing folders and links through which a path leads, those of links included."""
+    folder, parts, links = Path(path.absolute().anchor), list(path.absolute().parts[1:]), 0
+    while parts:
+        yield folder
+        following = folder.parent if (part := parts.pop(0)) == ".." else folder / part
+        if following.is_symlink():
+            yield following
+            if (links := links + 1) > _MOST_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+            target = following.readlink()
+            parts[:0] = target.parts[1:] if target.is_absolute() else target.parts
+            folder = Path(target.anchor) if target.is_absolute() else folder
+        elif not following.exists():
+            return
+        else:
+            folder = following
 
 
 def is_folder(path: Path) -> bool:

@@ -19,6 +19,7 @@ from mlxtune.core.files.ours import private_folder
 from mlxtune.core.files.reading import read_kernel_file
 from mlxtune.core.files.scratch import lasting_folder
 from mlxtune.core.machine.facts import has_nvidia
+from mlxtune.errors import ConfigError
 
 # MLX reads this variable when it first needs a kernel (ptx_cache_dir in mlx/backend/cuda).
 VARIABLE = "MLX_PTX_CACHE_DIR"
@@ -57,11 +58,13 @@ def kernel_cache() -> KernelCache | None:
         return KernelCache(chosen)
     # MLX names a kernel after neither, and machines with other GPUs may share this folder.
     name = "-".join([_version(), *_gpus()])
-    folder = user_cache() / "kernels" / re.sub(r"[^\w.-]+", "-", name)[:_LONGEST]
     try:
+        folder = user_cache() / "kernels" / re.sub(r"[^\w.-]+", "-", name)[:_LONGEST]
         private_folder(folder)
     except OSError as error:
         return KernelCache(str(lasting_folder("kernels")), f"{error.filename}: {error.strerror}")
+    except ConfigError as error:
+        return KernelCache(str(lasting_folder("kernels")), str(error))
     return KernelCache(str(folder))
 
 

@@ -8,8 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import platformdirs
 import pytest
 
+from mlxtune.config import user_cache
+from mlxtune.core.files.ours import NotOurs, private_folder
 from mlxtune.core.machine import facts, kernel_cache
 from mlxtune.core.machine.kernel_cache import VARIABLE, KernelCache
 from mlxtune.diagnosis.machine import read_machine
@@ -153,3 +156,34 @@ def test_doctor_shows_the_folder(nvidia: Path, monkeypatch: pytest.MonkeyPatch) 
         assert (kernels and (kernels.path, kernels.problem)) == (
             ("/here", found.problem) if shown else None
         )
+
+
+def test_user_without_a_home_has_a_folder_for_this_process(
+    nvidia: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: str) -> Path:
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.setattr(kernel_cache, "user_cache", user_cache)
+    monkeypatch.setattr(platformdirs, "user_cache_path", fails)
+    found = folder()
+    assert Path(found.path).is_dir()
+    assert found.problem == "this user has no home folder: set HOME or XDG_CACHE_HOME"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give folders to other users")
+@pytest.mark.parametrize("linked", [False, True], ids=["folder", "link"])
+def test_nothing_is_made_in_a_folder_of_another_user(tmp_path: Path, linked: bool) -> None:
+    """Also where only a link on the way is in that user's folder, who could change it."""
+    theirs, own = tmp_path / "theirs", tmp_path / "own"
+    theirs.mkdir()
+    own.mkdir()
+    start = theirs
+    if linked:
+        (theirs / "link").symlink_to(own)
+        start = tmp_path / "first"
+        start.symlink_to(theirs / "link")
+    os.chown(theirs, 1234, 1234)
+    with pytest.raises(NotOurs, match="it belongs to another user"):
+        private_folder(start / "cache" / "kernels")
+    assert not (start / "cache").exists()
