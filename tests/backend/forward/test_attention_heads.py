@@ -101,6 +101,12 @@ def test_heads_have_the_sizes_norms_and_angles_of_the_layer(attention: nn.Module
     assert found.frequencies == pytest.approx([base ** (-2 * i / size) for i in range(size // 2)])
 
 
+def test_layer_of_a_model_s_own_code_is_left_alone(attention: nn.Module) -> None:
+    """A trial on a few tokens cannot tell what it does to later ones."""
+    attention.__class__ = type("Own", (type(attention),), {"__module__": "model_file"})
+    assert find_heads(attention) is None
+
+
 def test_layer_that_does_anything_else_is_left_alone(attention: nn.Module) -> None:
     class Bounded(type(attention)):  # type: ignore[misc]
         """Attention that also bounds its output, which only a trial can tell."""
@@ -109,6 +115,8 @@ def test_layer_that_does_anything_else_is_left_alone(attention: nn.Module) -> No
             return mx.tanh(super().__call__(x, mask, cache))
 
     attention.__class__ = Bounded
+    assert find_heads(attention) is None
+    Bounded.__module__ = "mlx_lm.models.qwen3"
     assert find_heads(attention) is None
     attention.__class__ = type(attention).__mro__[1]
     assert find_heads(attention) is not None
