@@ -172,6 +172,7 @@ def train(
         if config.init_adapter is not None and resume is None:
             initial = AdapterFile.find(config.init_adapter, "--init-adapter")
             check_base(initial, folder, other_base=config.other_base)
+            check_start_stays(initial, config)
         setup = prepare(folder, worker_run, None if dry_run else held, resume, initial)
         ledgers, plain_text = setup.dataset.ledgers, setup.dataset.plain_text
         with (
@@ -317,6 +318,21 @@ def check_paths(config: TrainConfig) -> Path:
     run_folder.check_outside(output, config.checkpoint_path)
     check_writable(config.checkpoint_path, "--checkpoint-dir")
     return folder
+
+
+def check_start_stays(start: AdapterFile, config: TrainConfig) -> None:
+    """Raise ConfigError if a run would replace or move the adapter that it starts from.
+
+    The run's verdict compares with that adapter, and its replay starts there.
+    """
+    inside = start.path.resolve().is_relative_to(config.checkpoint_path.resolve())
+    if inside or same_place(start.path, config.output_path):
+        raise ConfigError(
+            [
+                f"--init-adapter: this run would replace {start.path}, with which its verdict "
+                "compares: choose another --output"
+            ]
+        )
 
 
 def lock_folder(config: TrainConfig, resume: ResumePoint | None, held: ExitStack) -> None:

@@ -174,12 +174,18 @@ def test_resumed_run_needs_the_adapter_no_more_and_knows_which_it_was(
     assert len(metadata["init_adapter_hash"]) == 64
 
 
-def test_initial_adapter_that_the_run_replaces_is_opened_again_for_the_verdict(
-    model: Path, chat: Path, tmp_path: Path
+@pytest.mark.parametrize("start", [".", "checkpoints/best"])
+def test_initial_adapter_that_the_run_would_replace_is_refused(
+    model: Path, chat: Path, tmp_path: Path, start: str
 ) -> None:
+    """Its verdict compares the two, and its replay starts from the first."""
     train(config(model, chat, tmp_path, template="gemma"))
-    again = train(config(model, chat, tmp_path, init_adapter=str(tmp_path), overwrite=True))
-    assert again.evaluation is not None
+    before = (tmp_path / "adapters.safetensors").read_bytes()
+    start = str(tmp_path / start)
+    with pytest.raises(ConfigError, match=r"would replace .*choose another --output"):
+        train(config(model, chat, tmp_path, init_adapter=start, overwrite=True))
+    assert (tmp_path / "adapters.safetensors").read_bytes() == before
+    assert not list(tmp_path.glob("checkpoints/previous*"))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +194,10 @@ def test_initial_adapter_that_the_run_replaces_is_opened_again_for_the_verdict(
         ({"rank": 7}, "its rank is 4, but --rank and --target-rank give 7"),
         ({"alpha": 5.0}, r"its scale is 8, but --alpha 5 gives 2\.5"),
         ({"dora": False}, "its type is dora, but --dora is off"),
-        ({"targets": ("k_proj",), "target_rank": ()}, "does not fit the model"),
+        (
+            {"targets": ("k_proj",), "target_rank": ()},
+            r"its targets are .*q_proj.*, but --targets gives self_attn\.k_proj: leave",
+        ),
         ({"target_rank": {"q_proj": 2}}, "q_proj has non-zero values beyond rank 2"),
     ],
 )

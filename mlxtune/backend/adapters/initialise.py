@@ -1,7 +1,7 @@
 """LoRA's initial values: random, PiSSA's, or an adapter's."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -50,7 +50,7 @@ def initialise(model: nn.Module, lora: LoRASummary) -> str | None:
 
 def _start_from(adapter: AdapterFile, model: nn.Module, lora: LoRASummary) -> None:
     weights, info = adapter.path, adapter.info
-    if problems := _disagreements(info, lora):
+    if problems := [*_disagreements(info, lora), *_other_targets(adapter, model)]:
         raise ModelError(
             f"--init-adapter {weights}: {'; '.join(problems)}: leave these options out to use "
             "the adapter's"
@@ -66,6 +66,18 @@ def _start_from(adapter: AdapterFile, model: nn.Module, lora: LoRASummary) -> No
     tensors = [(name, mx.array(value)) for name, value in tensors_of(updates).items()]
     model.update(tree_unflatten(tensors))
     mx.eval(model.trainable_parameters())
+
+
+def _other_targets(adapter: AdapterFile, model: nn.Module) -> Iterator[str]:
+    """Yield a problem if LoRA is on other projections of a model than in an adapter made for it."""
+    theirs, ours = set(adapter.module_names()), set(adapted_modules(model))
+    of_this_model = theirs <= {name for name, _ in model.named_modules()}
+    targets, given = (
+        sorted({place[1] for place in map(split_layer, names) if place is not None})
+        for names in (theirs, ours)
+    )
+    if of_this_model and targets != given:
+        yield f"its targets are {', '.join(targets)}, but --targets gives {', '.join(given)}"
 
 
 def _disagreements(info: AdapterInfo, lora: LoRASummary) -> list[str]:
