@@ -102,10 +102,10 @@ def test_summary_has_a_row_for_each_card_and_peer_and_says_that_macs_are_unmeasu
 ) -> None:
     cpu = {"ratio": {"real_tokens_per_s": 3.5, "peak_memory": 0.5}}
     assert summary(cards, [cpu]).splitlines()[2:] == [
-        "| New, bfloat16 | transformers + PEFT | 2.0 times | 0.25 of theirs |",
-        "| Old, bfloat16 | mlx-lm | 1.5 times | 0.50 of theirs |",
-        "| Old, bfloat16 | transformers + PEFT | 2.0 times | 0.25 of theirs |",
-        "| two x86-64 cores, float32 | mlx-lm | 3.5 times | 0.50 of theirs |",
+        "| New, bfloat16, 1 case | transformers + PEFT | 2.0 times | 0.25 of theirs |",
+        "| Old, bfloat16, 1 case | mlx-lm | 1.5 times | 0.50 of theirs |",
+        "| Old, bfloat16, 1 case | transformers + PEFT | 2.0 times | 0.25 of theirs |",
+        "| two x86-64 cores, float32, 1 case | mlx-lm | 3.5 times | 0.50 of theirs |",
         "| a Mac | | not measured | not measured |",
     ]
     assert machines(cards).splitlines()[2].startswith("| New | unknown, 13.0 | 1, 2, 3 |")

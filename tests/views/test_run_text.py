@@ -218,7 +218,7 @@ def test_summary_says_when_the_run_stopped_early_and_when_it_did_not_help(tmp_pa
     found = summary(tmp_path, 3.0, 4.0, early=True)
 
     assert any(line.startswith("stopped early after step 2: see --patience ") for line in found)
-    assert any(line.startswith("no epoch was better than the base model") for line in found)
+    assert any(line.startswith("no epoch was better on the validation rows") for line in found)
     assert not any("better than the base" in line for line in summary(tmp_path, 2.9))
 
 

@@ -26,7 +26,8 @@ from mlxtune.errors import resume_command
 
 _CURVE_POINTS = 12
 NOT_BETTER = (
-    "no epoch was better than the base model on the validation rows: lower --lr, or add data"
+    "no epoch was better on the validation rows than the model before training: "
+    "lower --lr, or add data"
 )
 _STYLES = {HELPED: ("", "✓"), HURT: ("error", "✕"), CANNOT_TELL: ("warning", "!")}
 # The fields that the JSON of a run leaves out.
