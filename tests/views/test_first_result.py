@@ -19,6 +19,7 @@ from mlxtune.views.first_result import COMPILING, SECONDS, FirstResult, start_ti
 from tests.command import Cli, Outcome
 from tests.core.training.records import step_record
 from tests.paths import DATA
+from tests.slow import slow
 from tests.views.test_console import run_start
 from tests.waiting import SECONDS as PATIENCE
 
@@ -148,7 +149,7 @@ def commands(
 @pytest.mark.parametrize(
     ("command", "waits"),
     # Between loading a model and the first message, chat waits for no result.
-    [("train", 1), ("dry run", 1), ("eval", 1), ("generate", 1), ("chat", 2), ("bench", 1)],
+    [("train", 1), ("dry run", 1), ("eval", 1), ("generate", 1), ("chat", 2), slow("bench", 1)],
 )
 def test_commands_wait_for_their_first_result_on_a_gpu_only(
     commands: dict[str, Callable[[], Outcome]],

@@ -47,7 +47,7 @@ def differences(tried: Trial, dtype: mx.Dtype) -> list[float]:
 @pytest.mark.parametrize(
     ("language", "sizes", "normalised"),
     [
-        (METAL, WHOLE, True),
+        slow(METAL, WHOLE, True),
         (CUDA, PARTLY_ROTATED, True),
         *(slow(CUDA, sizes, True) for sizes in (WHOLE, WIDE, ODD, NARROW)),
         slow(CUDA, NARROW, False),

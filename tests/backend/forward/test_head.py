@@ -162,7 +162,7 @@ def test_model_whose_trunk_is_not_found_splits_behind_the_last_norm_or_runs_whol
         monkeypatch.setattr(head, "_stack", lambda trunk: None)
 
     class Loaded:
-        def __init__(self, folder: Path, dtype: str) -> None:
+        def __init__(self, folder: Path, dtype: str, _: Any) -> None:
             self.model = Wrapped(load_base(folder, dtype).model)
 
     monkeypatch.setattr("tests.backend.step.executions.load_base", Loaded)
