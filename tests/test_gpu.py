@@ -135,6 +135,7 @@ for name in json.load(open(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 def test_case_that_ends_its_process_fails_alone_and_one_without_end_is_stopped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -148,7 +149,7 @@ def test_case_that_ends_its_process_fails_alone_and_one_without_end_is_stopped(
 
     found: dict[str, Any] = {}
     processes = CaseProcesses("fake_steps", tmp_path / "cases.json", write)
-    processes.run(["one", "dies", "two", "hangs", "three"], 3, found.__setitem__)
+    processes.run(["one", "dies", "two", "hangs", "three"], 12, found.__setitem__)
     assert starts == [["one", "dies", "two", "hangs", "three"], ["two", "hangs", "three"]]
     assert found["one"] == found["two"] == {"seconds": [1.0]}
     assert found["dies"]["failed"] == "exit 1 in the warm-up: CUDA error"
