@@ -88,7 +88,7 @@ class Wheels:
             self.compiler().compile("\n".join(lines) + "\n", [], self.named(), "sm_90a")
 
 
-@pytest.fixture(scope="module", params=["cuda13", "cuda12"])
+@pytest.fixture(scope="module", params=["cuda13", pytest.param("cuda12", marks=pytest.mark.long)])
 def wheels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Wheels:
     options = ("--python-version", "3.12", "--extra", request.param)
     resolved = resolve(*options, platform=LINUX, versions=True)

@@ -279,6 +279,7 @@ def test_dry_run_of_a_resume_changes_nothing(cli: Cli, stopped: Path, output: Pa
     assert listing() == before
 
 
+@pytest.mark.slow
 def test_run_killed_in_a_validation_within_an_epoch_ends_as_the_whole_run(
     cli: Cli, train: Cli, model: Path, chat: Path, output: Path, tmp_path: Path
 ) -> None:

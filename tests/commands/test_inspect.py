@@ -86,6 +86,7 @@ def one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataset, "load_tokenizer", functools.cache(dataset.load_tokenizer))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_tokenizer")
 def test_real_tokenizer_folder_is_enough(cli: Cli, shared: Path) -> None:
     folder, data = shared / "tokenizers" / "qwen3", shared / "chat" / "lf_glaive_toolcall_en.jsonl"

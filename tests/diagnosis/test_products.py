@@ -95,6 +95,7 @@ def wrong(
     monkeypatch.setattr(mx, name, planted)
 
 
+@pytest.mark.slow
 def test_columns_that_are_never_written_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As mlx#4250: columns after the last full block of 64 are zeros, for one row."""
     on_a_gpu(monkeypatch)
@@ -125,6 +126,7 @@ def test_tail_of_the_inner_size_that_is_read_wrongly_is_found(
     assert failed() == {f"experts of 4 bits, {dtype}" for dtype in products.DTYPES}
 
 
+@pytest.mark.slow
 def test_product_that_is_wrong_from_1024_rows_only_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

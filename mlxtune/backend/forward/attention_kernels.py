@@ -278,7 +278,7 @@ class AttentionKernels:
         counts = sizes.counts
         template = _template(queries.dtype, sizes, normalised=heads.norms is not None)
         turns = self._turns_of(heads, layout.shape[1])
-        norms = mx.zeros(2 * sizes.size + 2) if heads.norms is None else heads.norms
+        norms = _no_norms(sizes.size) if heads.norms is None else heads.norms
 
         def forward(*projected: mx.array) -> list[mx.array]:
             items = math.prod(layout.shape) * sum(counts)
@@ -434,6 +434,12 @@ def _device_kernels() -> AttentionKernels:
 
 def _device_trial(sizes: HeadSizes, normalised: bool) -> Trial:
     return trial_of(_device_kernels(), trial_heads(sizes, normalised=normalised))
+
+
+@cache
+def _no_norms(size: int) -> mx.array:
+    """Return an array in place of the norms of heads that have none."""
+    return mx.array(np.zeros(2 * size + 2, dtype=np.float32))
 
 
 def _template(dtype: mx.Dtype, sizes: HeadSizes, *, normalised: bool) -> list[tuple[str, Any]]:

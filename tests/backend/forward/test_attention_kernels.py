@@ -48,7 +48,7 @@ def differences(tried: Trial, dtype: mx.Dtype) -> list[float]:
     ("language", "sizes", "normalised"),
     [
         slow(METAL, WHOLE, True),
-        (CUDA, PARTLY_ROTATED, True),
+        slow(CUDA, PARTLY_ROTATED, True),
         *(slow(CUDA, sizes, True) for sizes in (WHOLE, WIDE, ODD, NARROW)),
         slow(CUDA, NARROW, False),
         *(slow(METAL, sizes, False) for sizes in (PARTLY_ROTATED, WIDE, ODD)),

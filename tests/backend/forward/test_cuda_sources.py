@@ -24,7 +24,7 @@ from mlxtune.backend.forward.device_kernels import CUDA, TOLERANCES, KernelSourc
 from mlxtune.backend.forward.gate_kernels import GateKernels
 from tests.backend.forward.nvrtc import LIKE_MLX, CudaSource, Recorder, installed, program
 from tests.paths import ROOT
-from tests.slow import slow
+from tests.slow import long, slow
 
 DTYPES = tuple(TOLERANCES)
 
@@ -84,7 +84,9 @@ def compiled(architecture: str) -> bytes:
 
 
 # The architectures of H100 and H200, A100, B200 and RTX 50, spelled as MLX spells them.
-@pytest.mark.parametrize("architecture", ["sm_90a", *map(slow, ("sm_80", "sm_100a", "sm_120a"))])
+@pytest.mark.parametrize(
+    "architecture", ["sm_90a", slow("sm_80"), *map(long, ("sm_100a", "sm_120a"))]
+)
 def test_sources_compile(architecture: str) -> None:
     assert compiled(architecture).startswith(b"\x7fELF")
 

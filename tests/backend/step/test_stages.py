@@ -83,6 +83,7 @@ def test_recomputed_layer_ends_one_stage() -> None:
     assert set(noted) == {12}
 
 
+@pytest.mark.slow
 def test_stages_take_no_more_memory() -> None:
     def peak(pipeline: InstructPipeline) -> int:
         examples = random_examples(4, longest=120)
