@@ -112,7 +112,8 @@ def test_wrong_kernels_are_not_used_and_the_problem_is_reported(
     assert "differs by 0.01" in attention_kernels.attention_kernels_problem()
 
 
-def test_cpu_has_no_kernels() -> None:
+def test_cpu_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_kernels, "on_cpu", lambda: True)
     assert kernels_for(mx.float32) is None
 
 
