@@ -16,8 +16,8 @@ import pytest
 
 from mlxtune.core.machine.cuda_headers import PACKAGES, missing_headers
 from mlxtune.core.machine.gpu_faults import Fault, fault_error, fault_of
-from tests.backend.forward.nvrtc import UTILS, Nvrtc, program
-from tests.backend.forward.test_cuda_sources import recorded
+from tests.backend.forward.kernels.nvrtc import UTILS, Nvrtc, program
+from tests.backend.forward.kernels.test_cuda_sources import recorded
 from tests.test_dependencies import LINUX, resolve
 
 pytestmark = pytest.mark.slow

@@ -17,16 +17,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, gpt_oss, qwen3
 
 from mlxtune.backend.device.device import has_metal, on_cpu
-from mlxtune.backend.forward.attention_kernels import (
-    TRIAL_TOKENS,
-    AttentionKernels,
-    HeadSizes,
-    trial_heads,
-    trial_of,
-)
-from mlxtune.backend.forward.device_kernels import device_language
-from mlxtune.backend.forward.gate_kernels import device_kernels
 from mlxtune.backend.forward.gates import plain_swiglu
+from mlxtune.backend.forward.kernels.attention_kernels import AttentionKernels, HeadSizes
+from mlxtune.backend.forward.kernels.attention_trial import TRIAL_TOKENS, trial_heads, trial_of
+from mlxtune.backend.forward.kernels.device_kernels import device_language
+from mlxtune.backend.forward.kernels.gate_kernels import device_kernels
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.models.mixers.gated_delta import by_chunks
 from mlxtune.backend.step.pipeline import InstructPipeline

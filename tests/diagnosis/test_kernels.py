@@ -9,12 +9,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.forward.gate_kernels import GateKernels
 from mlxtune.backend.forward.head import SplitModel
+from mlxtune.backend.forward.kernels.gate_kernels import GateKernels
 from mlxtune.diagnosis import kernels, worker
 from mlxtune.diagnosis.kernels import KERNELS, kernel_checks
 from tests.backend.conftest import random_examples
-from tests.backend.forward.test_gate_kernels import FakeDevice
+from tests.backend.forward.kernels.test_gate_kernels import FakeDevice
 from tests.models import write_model
 from tests.slow import long, slow
 

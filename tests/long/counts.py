@@ -17,13 +17,13 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from mlxtune.backend.forward import gates, operations
-from mlxtune.backend.forward.attention_kernels import (
+from mlxtune.backend.forward.kernels.attention_kernels import (
     AttentionKernels,
     plain_line,
     plain_side_by_side,
 )
-from mlxtune.backend.forward.device_kernels import CUDA
-from mlxtune.backend.forward.gate_kernels import GateKernels
+from mlxtune.backend.forward.kernels.device_kernels import CUDA
+from mlxtune.backend.forward.kernels.gate_kernels import GateKernels
 from mlxtune.backend.lora import optimizer
 from mlxtune.backend.models.packed import Layout
 from mlxtune.core.data.encode import Example

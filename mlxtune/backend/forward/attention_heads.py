@@ -13,15 +13,15 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from mlxtune.backend.forward.attention_kernels import (
+from mlxtune.backend.forward.kernels.attention_kernels import (
     AttentionKernels,
     Heads,
     HeadSizes,
-    KernelsFor,
     plain_line,
     plain_side_by_side,
     serves,
 )
+from mlxtune.backend.forward.kernels.attention_trial import KernelsFor
 from mlxtune.backend.lora.layers import LoRALinear
 from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.models.layers import dimensions

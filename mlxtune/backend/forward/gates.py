@@ -5,9 +5,9 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxtune.backend.forward.gate_kernels import gate_kernels, serves
-from mlxtune.backend.forward.gate_kernels import plain_swiglu as plain_swiglu
 from mlxtune.backend.forward.intercept import intercept
+from mlxtune.backend.forward.kernels.gate_kernels import gate_kernels, serves
+from mlxtune.backend.forward.kernels.gate_kernels import plain_swiglu as plain_swiglu
 from mlxtune.backend.models.autograd import exporting
 
 # The largest accepted difference between the outputs of an MLP and of SwiGLU in a trial.

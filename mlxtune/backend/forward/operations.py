@@ -12,8 +12,8 @@ import mlx.nn as nn
 
 from mlxtune.backend.device.device import on_cpu, rounding
 from mlxtune.backend.forward import linear_head
-from mlxtune.backend.forward.attention_kernels import KernelsFor, kernels_for
 from mlxtune.backend.forward.gates import replace_gates
+from mlxtune.backend.forward.kernels.attention_trial import KernelsFor, kernels_for
 from mlxtune.backend.forward.loss import softmax_cross_entropies
 from mlxtune.backend.forward.recompute import Recompute
 from mlxtune.backend.models.mixers.replacements import MIXERS

@@ -15,8 +15,8 @@ from mlxtune.backend.adapters.attach import (
     load_adapted,
 )
 from mlxtune.backend.device import device, memory
-from mlxtune.backend.forward.attention_kernels import attention_kernels_problem
-from mlxtune.backend.forward.gate_kernels import gate_kernels_problem
+from mlxtune.backend.forward.kernels.attention_trial import attention_kernels_problem
+from mlxtune.backend.forward.kernels.gate_kernels import gate_kernels_problem
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.quantize import format_name

@@ -12,13 +12,13 @@ import pytest
 
 from mlxtune.backend.forward import attention_heads
 from mlxtune.backend.forward.attention_heads import find_heads
-from mlxtune.backend.forward.attention_kernels import (
+from mlxtune.backend.forward.kernels.attention_kernels import (
     Heads,
     HeadSizes,
-    KernelsFor,
     plain_line,
     plain_side_by_side,
 )
+from mlxtune.backend.forward.kernels.attention_trial import KernelsFor
 from mlxtune.backend.forward.operations import MlxOperations
 from mlxtune.backend.forward.side_by_side import Mixers
 from mlxtune.backend.models.loading import load_base

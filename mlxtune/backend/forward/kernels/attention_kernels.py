@@ -13,9 +13,8 @@ examples.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -23,21 +22,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxtune.backend.device.device import on_cpu
-from mlxtune.backend.forward.device_kernels import (
+from mlxtune.backend.forward.kernels.device_kernels import (
     TOLERANCES,
-    Case,
-    Chooser,
-    Function,
     KernelSource,
     Language,
     Make,
-    Trial,
-    device_language,
 )
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.packed import Layout
-from mlxtune.core.steps.pack import Segment
 
 # The threads of a group; 32 lanes share a head of a token.
 _GROUP, _LANES = 256, 32
@@ -399,43 +391,6 @@ def serves(heads: Heads, layout: Layout, arrays: Sequence[mx.array]) -> bool:
     return len(dtypes) == 1 and dtypes <= TOLERANCES.keys() and threads < _MOST
 
 
-# Returns the kernels to use for heads; None to use MLX's operations.
-KernelsFor = Callable[[Heads], AttentionKernels | None]
-
-
-def kernels_for(dtype: mx.Dtype | None) -> KernelsFor | None:
-    """Return the choice of kernels for queries, keys and values of a dtype; None on the CPU."""
-    return None if on_cpu() or dtype not in TOLERANCES else partial(_chosen_kernels, dtype)
-
-
-def attention_kernels_problem() -> str:
-    """Return why kernels that were tried cannot be used; empty if all can."""
-    return next(filter(None, (chooser.problem() for chooser in _CHOOSERS.values())), "")
-
-
-# Kernels are tried in the sizes of a model's heads, as each size is compiled anew.
-_CHOOSERS: dict[tuple[HeadSizes, bool], Chooser] = {}
-
-
-def _chosen_kernels(dtype: mx.Dtype, heads: Heads) -> AttentionKernels | None:
-    """Return the device's kernels; None if their trial failed or MLX's operations are faster."""
-    sizes, normalised = heads.sizes, heads.norms is not None
-    key = sizes, normalised
-    if key not in _CHOOSERS:
-        tried = partial(_device_trial, sizes, normalised)
-        _CHOOSERS[key] = Chooser(tried)
-    return None if _CHOOSERS[key].form(dtype) is None else _device_kernels()
-
-
-@cache
-def _device_kernels() -> AttentionKernels:
-    return AttentionKernels(*device_language())
-
-
-def _device_trial(sizes: HeadSizes, normalised: bool) -> Trial:
-    return trial_of(_device_kernels(), trial_heads(sizes, normalised=normalised))
-
-
 @cache
 def _no_norms(size: int) -> mx.array:
     """Return an array in place of the norms of heads that have none."""
@@ -452,62 +407,3 @@ def _template(dtype: mx.Dtype, sizes: HeadSizes, *, normalised: bool) -> list[tu
         ("PACK", sizes.pack),
         ("NORM", normalised),
     ]
-
-
-def trial_heads(sizes: HeadSizes, *, normalised: bool = True) -> Heads:
-    """Return heads with random norms."""
-    pairs = np.arange(sizes.rotated // 2)
-    frequencies = tuple(map(float, 1e4 ** (-2 * pairs / sizes.rotated)))
-    weights = mx.random.uniform(0.5, 1.5, (2 * sizes.size,), key=mx.random.key(1))
-    norms = mx.concatenate([weights, mx.array([1e-6, 1e-5])])
-    return Heads(sizes, frequencies, norms if normalised else None)
-
-
-# The number of tokens in a trial's small case.
-TRIAL_TOKENS = 13
-
-
-def trial_of(kernels: AttentionKernels, heads: Heads) -> Trial:
-    """Return a trial of kernels on examples that share a prefix, and on examples of real length."""
-    few = Layout(
-        [
-            Segment(0, 2, 0, -1),
-            Segment(2, 5, 2, 0),
-            Segment(5, 6, 2, 0),
-            Segment(6, TRIAL_TOKENS, 0, -1),
-        ]
-    )
-    lengths = 81, 109, 137, 165, 193, 221, 249, 253
-    ends = list(itertools.accumulate(lengths))
-    many = Layout([Segment(end - n, end, 0, -1) for n, end in zip(lengths, ends, strict=True)])
-
-    def case(layout: Layout) -> Case:
-        """Return random projections of a line, and cotangents of their values side by side."""
-        sizes, tokens, counts = heads.sizes, len(layout.positions), heads.sizes.counts
-        projected = [(1, tokens, count * sizes.size) for count in counts]
-        rows, length = layout.shape
-        moved = [(rows, count, length, sizes.size) for count in counts]
-        shapes = [*projected, *moved, projected[0]]
-        keys = mx.random.split(mx.random.key(0), len(shapes))
-        arrays = [mx.random.normal(shape, key=key) for shape, key in zip(shapes, keys, strict=True)]
-        return Case(arrays[:3], arrays[3:])
-
-    def form(side_by_side: Function, line: Function) -> Function:
-        def run(*projected: mx.array) -> list[mx.array]:
-            layout = few if projected[0].shape[1] == TRIAL_TOKENS else many
-            moved = side_by_side(heads, layout, *projected)
-            rows, length = layout.shape
-            # Nothing reads padding in training, so it has no gradient.
-            real = layout.real.reshape(rows, 1, length, 1).astype(projected[0].dtype)
-            return [*(each * real for each in moved), line(layout, moved[0])]
-
-        return run
-
-    names = "queries", "keys", "values"
-    return Trial(
-        {"kernels": form(kernels.side_by_side, kernels.line)},
-        form(plain_side_by_side, plain_line),
-        small=lambda: case(few),
-        realistic=lambda: case(many),
-        names=[*names, "the output", *(f"the gradient of {each}" for each in names)],
-    )

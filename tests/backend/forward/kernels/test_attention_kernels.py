@@ -7,18 +7,15 @@ from functools import partial
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.forward import attention_kernels, device_kernels
-from mlxtune.backend.forward.attention_kernels import (
+from mlxtune.backend.forward.kernels.attention_kernels import (
     AttentionKernels,
     Heads,
     HeadSizes,
-    kernels_for,
     serves,
-    trial_heads,
-    trial_of,
 )
-from mlxtune.backend.forward.device_kernels import CUDA, METAL, TOLERANCES, Language, Trial
-from tests.backend.forward.kernel_compilers import FakeDevice
+from mlxtune.backend.forward.kernels.attention_trial import trial_heads, trial_of
+from mlxtune.backend.forward.kernels.device_kernels import CUDA, METAL, TOLERANCES, Language, Trial
+from tests.backend.forward.kernels.kernel_compilers import FakeDevice
 from tests.backend.models.test_packed import FOREST
 from tests.slow import slow
 
@@ -68,58 +65,9 @@ def test_kernels_round_to_the_dtype_of_their_inputs(dtype: mx.Dtype) -> None:
     assert 1e-5 < max(differences(tried, dtype)) < TOLERANCES[dtype]
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    """A GPU whose kernels run as C++, and on which no kernel was tried."""
-    device = FakeDevice(language=METAL)
-    monkeypatch.setattr(attention_kernels, "on_cpu", lambda: False)
-    monkeypatch.setattr(attention_kernels, "_CHOOSERS", {})
-    kernels = AttentionKernels(METAL, device.make)
-    monkeypatch.setattr(attention_kernels, "_device_kernels", lambda: kernels)
-    return device
-
-
-def heads(sizes: HeadSizes = NARROW) -> Heads:
-    return trial_heads(sizes, normalised=False)
-
-
-def choice(
-    monkeypatch: pytest.MonkeyPatch, by_kernels: float, by_operations: float
-) -> AttentionKernels | None:
-    """Return the kernels to use if runs by kernels and by MLX's operations take these seconds."""
-    times = iter([by_kernels, by_operations])
-    monkeypatch.setattr(device_kernels, "on_cpu", lambda: False)
-    monkeypatch.setattr(device_kernels, "seconds", lambda *_: next(times))
-    choose = kernels_for(mx.float32)
-    assert choose is not None
-    return choose(heads())
-
-
-@pytest.mark.parametrize("faster", [True, False])
-def test_kernels_are_used_where_they_are_faster(
-    faster: bool, gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = choice(monkeypatch, 1.0, 2.0 if faster else 0.5)
-    assert (found is not None) is faster
-    assert attention_kernels.attention_kernels_problem() == ""
-
-
-def test_wrong_kernels_are_not_used_and_the_problem_is_reported(
-    gpu: FakeDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu.factor = 1.01
-    assert choice(monkeypatch, 1.0, 2.0) is None
-    assert "differs by 0.01" in attention_kernels.attention_kernels_problem()
-
-
-def test_cpu_has_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_kernels, "on_cpu", lambda: True)
-    assert kernels_for(mx.float32) is None
-
-
 def test_arrays_that_kernels_do_not_serve() -> None:
     q, k = mx.zeros((1, 27, 6)), mx.zeros((1, 27, 6))
-    fits = partial(serves, heads(), FOREST)
+    fits = partial(serves, trial_heads(NARROW, normalised=False), FOREST)
     assert fits([q, k, k])
     assert not fits([q.astype(mx.bfloat16), k, k])
     assert not fits([each.astype(mx.int32) for each in (q, k, k)])

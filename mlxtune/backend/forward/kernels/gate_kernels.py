@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxtune.backend.forward.device_kernels import (
+from mlxtune.backend.forward.kernels.device_kernels import (
     CUDA,
     LEAST_SIZE,
     METAL,

@@ -14,15 +14,11 @@ import mlx.core as mx
 import pytest
 
 import mlxtune.backend
-from mlxtune.backend.forward.attention_kernels import (
-    AttentionKernels,
-    HeadSizes,
-    trial_heads,
-    trial_of,
-)
-from mlxtune.backend.forward.device_kernels import CUDA, TOLERANCES, KernelSource
-from mlxtune.backend.forward.gate_kernels import GateKernels
-from tests.backend.forward.nvrtc import LIKE_MLX, CudaSource, Recorder, installed, program
+from mlxtune.backend.forward.kernels.attention_kernels import AttentionKernels, HeadSizes
+from mlxtune.backend.forward.kernels.attention_trial import trial_heads, trial_of
+from mlxtune.backend.forward.kernels.device_kernels import CUDA, TOLERANCES, KernelSource
+from mlxtune.backend.forward.kernels.gate_kernels import GateKernels
+from tests.backend.forward.kernels.nvrtc import LIKE_MLX, CudaSource, Recorder, installed, program
 from tests.paths import ROOT
 from tests.slow import long, slow
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from mlx_lm.models import llama
 
-from mlxtune.backend.forward import device_kernels, gate_kernels, gates
-from mlxtune.backend.forward.device_kernels import CUDA, METAL, Chooser, Language
-from mlxtune.backend.forward.gate_kernels import GROUP, GateKernels, plain_swiglu
+from mlxtune.backend.forward import gates
 from mlxtune.backend.forward.gates import swiglu
-from tests.backend.forward.kernel_compilers import FakeDevice
+from mlxtune.backend.forward.kernels import device_kernels, gate_kernels
+from mlxtune.backend.forward.kernels.device_kernels import CUDA, METAL, Chooser, Language
+from mlxtune.backend.forward.kernels.gate_kernels import GROUP, GateKernels, plain_swiglu
+from tests.backend.forward.kernels.kernel_compilers import FakeDevice
 from tests.long.counts import launches
 from tests.slow import long
 

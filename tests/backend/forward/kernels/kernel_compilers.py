@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mlxtune.backend.forward.device_kernels import METAL, Language
+from mlxtune.backend.forward.kernels.device_kernels import METAL, Language
 
 Bytes = npt.NDArray[np.uint8]
 # Bytes around an array's data that no kernel may change.

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtune.backend.forward import device_kernels
-from mlxtune.backend.forward.device_kernels import (
+from mlxtune.backend.forward.kernels import device_kernels
+from mlxtune.backend.forward.kernels.device_kernels import (
     CUDA,
     METAL,
     PLAIN,
@@ -23,7 +23,7 @@ from mlxtune.backend.forward.device_kernels import (
     Trial,
     choose,
 )
-from tests.backend.forward.kernel_compilers import FakeDevice
+from tests.backend.forward.kernels.kernel_compilers import FakeDevice
 
 
 def square(x: mx.array) -> mx.array:
