@@ -26,6 +26,7 @@ from mlxtune import (
 )
 from mlxtune.core.files import sizes, tensor_files
 from tests.models import sums, write_chat, write_model
+from tests.slow import slow
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -91,7 +92,7 @@ def _fuse(home: Path, target: Path) -> None:
     fuse(FuseConfig(str(home / "out"), output=str(target), quiet=True))
 
 
-@pytest.mark.parametrize("use", [_evaluate, _generate, _export, _copy, _fuse])
+@pytest.mark.parametrize("use", [slow(_evaluate), slow(_generate), _export, slow(_copy), _fuse])
 def test_command_reads_an_adapter_once(
     home: Path, tmp_path: Path, reads: Reads, use: Callable[[Path, Path], None]
 ) -> None:

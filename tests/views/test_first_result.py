@@ -149,7 +149,14 @@ def commands(
 @pytest.mark.parametrize(
     ("command", "waits"),
     # Between loading a model and the first message, chat waits for no result.
-    [("train", 1), ("dry run", 1), ("eval", 1), ("generate", 1), ("chat", 2), slow("bench", 1)],
+    [
+        ("train", 1),
+        ("dry run", 1),
+        slow("eval", 1),
+        ("generate", 1),
+        slow("chat", 2),
+        slow("bench", 1),
+    ],
 )
 def test_commands_wait_for_their_first_result_on_a_gpu_only(
     commands: dict[str, Callable[[], Outcome]],

@@ -76,6 +76,7 @@ def test_chosen_folder_stays_chosen(tmp_path: Path, seen: Callable[..., list[str
     assert not (tmp_path / "cache" / "mlxtune" / "kernels").exists()
 
 
+@pytest.mark.slow
 def test_folder_that_others_may_write_to_is_not_used(
     tmp_path: Path, seen: Callable[..., list[str]]
 ) -> None:
