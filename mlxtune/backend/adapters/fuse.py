@@ -91,7 +91,7 @@ def fused_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return a base model with the adapter fused into its lazy weights, and the model's config.
 
-    `options` are those of training. Weights keep the base's dtype and, without `dequantize`, its
+    `options` are the base options of the training run. Weights keep the base's dtype and, without `dequantize`, its
     quantisation, which must not be nf4. Weights with an update use `storage`. Raises ModelError if
     the adapter does not fit.
     """
