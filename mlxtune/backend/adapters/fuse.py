@@ -91,9 +91,9 @@ def fused_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Return a base model with the adapter fused into its lazy weights, and the model's config.
 
-    `options` are the base options of the training run. Weights keep the base's dtype and, without `dequantize`, its
-    quantisation, which must not be nf4. Weights with an update use `storage`. Raises ModelError if
-    the adapter does not fit.
+    `options` are the base options of the training run. Weights keep the base's dtype and, without
+    `dequantize`, its quantisation, which must not be nf4. Weights with an update use `storage`.
+    Raises ModelError if the adapter does not fit.
     """
     base = _open(folder, options)
     model, config = base.model, base.config
