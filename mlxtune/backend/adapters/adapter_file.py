@@ -69,7 +69,8 @@ class Origin:
 class AdapterFile:
     """An adapter file with its header, info and origin.
 
-    Each property reads its file on the first use. Errors are ModelError. They are not kept, so a broken file is read again.
+    Each property reads its file on the first use. Errors are ModelError. They are not kept, so a
+    broken file is read again.
     """
 
     path: Path
