@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 from mlxtune.core.files import processes
@@ -78,9 +78,10 @@ class CaseProcesses:
                 folder=ROOT,
                 environment=processes.own_environment(**variables),
             )
-            timer = Timer(seconds, process.kill)
+            timed_out = threading.Event()
+            timer = threading.Timer(seconds, _stop, [process, timed_out])
             timer.start()
-            started = case_started = time.monotonic()
+            case_started = time.monotonic()
             try:
                 for line in process.stdout or ():
                     if not line.startswith(b'{"case"'):  # a library's own output
@@ -93,19 +94,23 @@ class CaseProcesses:
                         current, phase = left[0] if left else "", "starting"
                         case_started = time.monotonic()
                 status = process.wait()
-                timed_out = time.monotonic() - started >= seconds
             finally:
                 timer.cancel()
                 processes.end(process)
         if not left:
             return
-        if timed_out:
+        if timed_out.is_set():
             spent = time.monotonic() - case_started
             result = {"skipped": f"stopped after {spent:.0f} s, in {phase}"}
         else:
             last = errors.read_text(errors="replace").strip().splitlines()[-3:]
             result = {"failed": f"exit {status} in {phase}: {' '.join(last)}"[:500]}
         # A process that ends before its first case would end before each.
-        for name in [current] if heard or timed_out else list(left):
+        for name in [current] if heard or timed_out.is_set() else list(left):
             left.remove(name)
             record(name, result)
+
+
+def _stop(process: subprocess.Popen[bytes], timed_out: threading.Event) -> None:
+    timed_out.set()
+    process.kill()
