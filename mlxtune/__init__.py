@@ -63,7 +63,6 @@ if TYPE_CHECKING:
     from mlxtune.commands.import_adapter import import_adapter
     from mlxtune.commands.inspect import inspect
     from mlxtune.commands.plan import plan
-    from mlxtune.commands.proof import ExportResult
     from mlxtune.commands.push import push
     from mlxtune.commands.report import report
     from mlxtune.commands.runs import runs
@@ -76,6 +75,7 @@ if TYPE_CHECKING:
     from mlxtune.core.training.trainer import InstructTrainer
     from mlxtune.diagnosis.doctor import doctor
     from mlxtune.diagnosis.prove import prove
+    from mlxtune.session.proof import ExportResult
 
 __all__ = [
     "BenchConfig",
@@ -134,7 +134,7 @@ _COMMANDS = (
 _LAZY = {
     "Evaluation": "mlxtune.core.evaluation.evaluation",
     "Example": "mlxtune.core.data.encode",
-    "ExportResult": "mlxtune.commands.proof",
+    "ExportResult": "mlxtune.session.proof",
     "Inspection": "mlxtune.core.data.inspection",
     "InstructPipeline": "mlxtune.backend.step.pipeline",
     "InstructTrainResult": "mlxtune.core.run.metrics",

@@ -55,7 +55,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "backend/workers/watch.py": {"json.loads": PEERS, "read_text": SYSTEM},
     "backend/workers/worker_run.py": {"json.loads": PEERS},
     "views/run_text.py": {"json.loads": "a row of the demonstration's own data"},
-    "commands/prepare/memory.py": {"json.loads": PEERS},
+    "session/memory.py": {"json.loads": PEERS},
     "commands/push.py": {"read_text": "the card that this command has just written"},
     "hub/adapters.py": {"read_text": PACKAGED},
     "core/data/template.py": {"read_text": PACKAGED},

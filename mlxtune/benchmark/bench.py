@@ -16,17 +16,6 @@ from mlxtune.benchmark import peers
 from mlxtune.benchmark.console import run_line, show_benchmark
 from mlxtune.benchmark.result import Benchmark, BenchmarkRun, Side, TimedStep
 from mlxtune.benchmark.worker import OURS, Job
-from mlxtune.commands.prepare.dataset import (
-    Dataset,
-    Reader,
-    data_files,
-    load_dataset,
-    report_findings,
-    with_hub_data,
-)
-from mlxtune.commands.prepare.keywords import takes_options
-from mlxtune.commands.prepare.memory import choose_plan, first_epoch, planned_work
-from mlxtune.commands.prepare.model import await_result, open_model
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files import files, processes
@@ -34,6 +23,17 @@ from mlxtune.core.files.scratch import scratch_file, scratch_folder
 from mlxtune.core.machine.facts import versions
 from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
+from mlxtune.session.dataset import (
+    Dataset,
+    Reader,
+    data_files,
+    load_dataset,
+    report_findings,
+    with_hub_data,
+)
+from mlxtune.session.keywords import takes_options
+from mlxtune.session.memory import choose_plan, first_epoch, planned_work
+from mlxtune.session.model import await_result, open_model
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json
 from mlxtune.views.tables import result_console

@@ -83,7 +83,7 @@ class OurSide:
     def __init__(self, folder: Path, config: TrainConfig, execution: str) -> None:
         from mlxtune.backend.forward import operations
         from mlxtune.backend.models import loading
-        from mlxtune.commands.prepare.model import open_model
+        from mlxtune.session.model import open_model
         from mlxtune.views.console import RunConsole
 
         operations.load_ahead(folder)
@@ -94,9 +94,9 @@ class OurSide:
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Build the pipeline and load the adapter that both sides start from."""
-        from mlxtune.commands.prepare.memory import choose_plan, planned_work
-        from mlxtune.commands.prepare.model import build_pipeline
-        from mlxtune.commands.prepare.quantized_compute import settle_products
+        from mlxtune.session.memory import choose_plan, planned_work
+        from mlxtune.session.model import build_pipeline
+        from mlxtune.session.quantized_compute import settle_products
 
         config, base = self._config, self.base
         work = planned_work(config, steps)

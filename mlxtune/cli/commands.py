@@ -10,10 +10,10 @@ import click
 
 from mlxtune import config as configs
 from mlxtune.cli.options import Command, ConfigCommand, given, merged
-from mlxtune.commands.prepare.resolved import resolve
 from mlxtune.config import DemoConfig, TrainConfig, as_path
 from mlxtune.core.files.sizes import read_text
 from mlxtune.errors import ConfigError
+from mlxtune.session.resolved import resolve
 
 
 def _command(
@@ -89,7 +89,7 @@ def _train(
     if resume is None:
         options, point = resolve(merged(TrainConfig, config, flags)), None
     else:
-        from mlxtune.commands.prepare.resuming import find_run
+        from mlxtune.session.resuming import find_run
 
         changes, problems = given(TrainConfig, config, flags)
         if problems:

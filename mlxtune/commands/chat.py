@@ -12,10 +12,16 @@ from functools import partial
 from typing import Any
 
 from mlxtune.backend.text.generate import Answer
-from mlxtune.commands.prepare.base import adapter_of
-from mlxtune.commands.prepare.dataset import Reader
-from mlxtune.commands.prepare.interrupt import stop_on_interrupt
-from mlxtune.commands.prepare.model import (
+from mlxtune.config import ChatConfig, as_path
+from mlxtune.core.data.conversation import to_json
+from mlxtune.core.data.encode import Encoder
+from mlxtune.core.data.prompt import Prompt, prompt_of
+from mlxtune.core.files.files import append_line
+from mlxtune.errors import DataError, MemoryLimitError, OutputError
+from mlxtune.session.base import adapter_of
+from mlxtune.session.dataset import Reader
+from mlxtune.session.interrupt import stop_on_interrupt
+from mlxtune.session.model import (
     Answerers,
     LoadedModel,
     as_trained,
@@ -25,12 +31,6 @@ from mlxtune.commands.prepare.model import (
     load_model,
     trained_on_text,
 )
-from mlxtune.config import ChatConfig, as_path
-from mlxtune.core.data.conversation import to_json
-from mlxtune.core.data.encode import Encoder
-from mlxtune.core.data.prompt import Prompt, prompt_of
-from mlxtune.core.files.files import append_line
-from mlxtune.errors import DataError, MemoryLimitError, OutputError
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import AnswerConsole, print_line
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlxtune.backend.forward import operations
-from mlxtune.commands.judge import answer_rows, compare_losses
-from mlxtune.commands.prepare.base import adapter_of
-from mlxtune.commands.prepare.dataset import Reader, load_dataset, report_findings, with_hub_data
-from mlxtune.commands.prepare.keywords import takes_options
-from mlxtune.commands.prepare.model import as_trained, find_model, load_model
 from mlxtune.config import EvalConfig, ObjectiveConfig
 from mlxtune.core.data.sources.datafiles import held_out_file
 from mlxtune.core.evaluation.evaluation import Evaluation
 from mlxtune.core.evaluation.losses import JudgedRows
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.trained_rows import NO_ROWS, rows_behind
+from mlxtune.session.base import adapter_of
+from mlxtune.session.dataset import Reader, load_dataset, report_findings, with_hub_data
+from mlxtune.session.judge import answer_rows, compare_losses
+from mlxtune.session.keywords import takes_options
+from mlxtune.session.model import as_trained, find_model, load_model
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole, print_stages
 from mlxtune.views.output import print_json

@@ -15,8 +15,13 @@ from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models.loading import open_base
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import is_quantized
-from mlxtune.commands.prepare.keywords import takes_options
-from mlxtune.commands.proof import (
+from mlxtune.config import ExportConfig
+from mlxtune.core.files.files import make_folder
+from mlxtune.core.files.ours import discard, move
+from mlxtune.core.files.scratch import scratch_folder
+from mlxtune.core.run.checkpoint import ADAPTER
+from mlxtune.session.keywords import takes_options
+from mlxtune.session.proof import (
     ExportResult,
     Source,
     certify,
@@ -28,11 +33,6 @@ from mlxtune.commands.proof import (
     prove_export,
     write_fused,
 )
-from mlxtune.config import ExportConfig
-from mlxtune.core.files.files import make_folder
-from mlxtune.core.files.ours import discard, move
-from mlxtune.core.files.scratch import scratch_folder
-from mlxtune.core.run.checkpoint import ADAPTER
 
 
 @takes_options(ExportConfig)

@@ -7,8 +7,10 @@ from mlxtune.backend.adapters.formats import merged_gguf
 from mlxtune.backend.adapters.storage import AS_BASE
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import NF4, is_quantized
-from mlxtune.commands.prepare.keywords import takes_options
-from mlxtune.commands.proof import (
+from mlxtune.commands.retention import choose_storage
+from mlxtune.config import FuseConfig
+from mlxtune.session.keywords import takes_options
+from mlxtune.session.proof import (
     ExportResult,
     Source,
     certify,
@@ -18,8 +20,6 @@ from mlxtune.commands.proof import (
     print_result,
     write_fused,
 )
-from mlxtune.commands.retention import choose_storage
-from mlxtune.config import FuseConfig
 
 
 @takes_options(FuseConfig)

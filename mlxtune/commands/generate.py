@@ -7,10 +7,14 @@ from typing import Any
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.text.generate import Answer, Sampling
-from mlxtune.commands.prepare.base import adapter_of
-from mlxtune.commands.prepare.dataset import Reader
-from mlxtune.commands.prepare.keywords import takes_options
-from mlxtune.commands.prepare.model import (
+from mlxtune.config import GenerateConfig, as_path
+from mlxtune.core.data.prompt import MAX_BYTES, check_size, parse_content, prompt_of, text_prompt
+from mlxtune.core.files.reading import read_start
+from mlxtune.errors import DataError
+from mlxtune.session.base import adapter_of
+from mlxtune.session.dataset import Reader
+from mlxtune.session.keywords import takes_options
+from mlxtune.session.model import (
     as_trained,
     check_prompt_length,
     find_model,
@@ -18,10 +22,6 @@ from mlxtune.commands.prepare.model import (
     start_generator,
     trained_on_text,
 )
-from mlxtune.config import GenerateConfig, as_path
-from mlxtune.core.data.prompt import MAX_BYTES, check_size, parse_content, prompt_of, text_prompt
-from mlxtune.core.files.reading import read_start
-from mlxtune.errors import DataError
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_answer, print_json, print_line
 

@@ -9,14 +9,14 @@ from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm, write_mlx_lm
 from mlxtune.backend.adapters.formats.peft import PICKLED, WEIGHTS, base_of, read_config, read_peft
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models.loading import open_base
-from mlxtune.commands.prepare.base import find_named
-from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.config import ImportConfig, as_path
 from mlxtune.config.base_options import BaseOptions
 from mlxtune.core.files.files import write_json
 from mlxtune.core.files.output_folder import hashes, new_folder
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
+from mlxtune.session.base import find_named
+from mlxtune.session.keywords import takes_options
 from mlxtune.views.output import print_line
 
 # Lists the SHA-256 of each written file; --overwrite replaces only the listed files.

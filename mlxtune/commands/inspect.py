@@ -5,20 +5,20 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from mlxtune.backend.models import model_folder
-from mlxtune.commands.prepare.dataset import (
-    Dataset,
-    Reader,
-    data_files,
-    load_dataset,
-    with_hub_data,
-)
-from mlxtune.commands.prepare.keywords import takes_options
 from mlxtune.config import InspectConfig, as_path
 from mlxtune.core.data import findings, inspection
 from mlxtune.core.data.conversation import ROLE_NAMES
 from mlxtune.core.data.places import where
 from mlxtune.core.files.files import check_outputs, make_folder, write_file
 from mlxtune.errors import DataError
+from mlxtune.session.dataset import (
+    Dataset,
+    Reader,
+    data_files,
+    load_dataset,
+    with_hub_data,
+)
+from mlxtune.session.keywords import takes_options
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.inspect_console import show_inspection

@@ -11,16 +11,22 @@ from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.lora.model_facts import ModelFacts
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.backend.workers.split import PlannedGroup, split_base
-from mlxtune.commands.prepare.auto import with_auto
-from mlxtune.commands.prepare.dataset import (
+from mlxtune.config import PlanConfig
+from mlxtune.core.run.run_plan import RunPlan
+from mlxtune.core.run.speed import read_speed
+from mlxtune.core.steps import order
+from mlxtune.core.steps.scaling import Scaling, dearest_items, dearest_share
+from mlxtune.core.training.schedule import count_steps
+from mlxtune.session.auto import with_auto
+from mlxtune.session.dataset import (
     Dataset,
     Reader,
     load_dataset,
     report_findings,
     with_hub_data,
 )
-from mlxtune.commands.prepare.keywords import takes_options
-from mlxtune.commands.prepare.memory import (
+from mlxtune.session.keywords import takes_options
+from mlxtune.session.memory import (
     choose_plan,
     cut_loss_line,
     first_steps,
@@ -29,12 +35,6 @@ from mlxtune.commands.prepare.memory import (
     planned_work,
     speed_key,
 )
-from mlxtune.config import PlanConfig
-from mlxtune.core.run.run_plan import RunPlan
-from mlxtune.core.run.speed import read_speed
-from mlxtune.core.steps import order
-from mlxtune.core.steps.scaling import Scaling, dearest_items, dearest_share
-from mlxtune.core.training.schedule import count_steps
 from mlxtune.views.console import RunConsole, print_stages
 from mlxtune.views.output import print_json
 from mlxtune.views.plan_text import few_steps_line, plan_lines

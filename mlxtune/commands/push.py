@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlxtune.backend.adapters.formats import mlx_lm, peft
-from mlxtune.commands.prepare.interrupt import end_in_order
-from mlxtune.commands.proof import Source, find_source
 from mlxtune.config import ExportConfig, as_path
 from mlxtune.core.files.files import file_hash, make_folder, write_file
 from mlxtune.core.files.scratch import scratch_folder
@@ -18,6 +16,8 @@ from mlxtune.core.text import byte_size
 from mlxtune.errors import ConfigError, ModelError, OutputError, resume_command, shorten
 from mlxtune.hub.adapters import check_may_write, model_card, quoted_samples, upload
 from mlxtune.hub.names import REPOSITORY
+from mlxtune.session.interrupt import end_in_order
+from mlxtune.session.proof import Source, find_source
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import ask, print_line
 

@@ -13,9 +13,6 @@ from mlxtune.backend.adapters.storage import AS_BASE
 from mlxtune.backend.device import memory
 from mlxtune.backend.models.loading import BaseModel, prepare, read_weights
 from mlxtune.backend.step.evaluator import Evaluator
-from mlxtune.commands.prepare.dataset import Reader, load_dataset
-from mlxtune.commands.prepare.resuming import run_config
-from mlxtune.commands.proof import Source, load_base, prompts_for
 from mlxtune.config import FuseConfig
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.evaluation.losses import sums_of
@@ -23,6 +20,9 @@ from mlxtune.core.run.own_runs import is_own
 from mlxtune.core.run.run_folder import find_resume_point
 from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
+from mlxtune.session.dataset import Reader, load_dataset
+from mlxtune.session.proof import Source, load_base, prompts_for
+from mlxtune.session.resuming import run_config
 
 # The largest number of rows to measure on: more rows take longer and hardly change the result.
 _MOST_ROWS = 100

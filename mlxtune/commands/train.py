@@ -20,30 +20,6 @@ from mlxtune.backend.forward import operations
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.worker_run import WorkerRun, join_run
-from mlxtune.commands.judge import ValidationAnswers, judge
-from mlxtune.commands.prepare.auto import with_auto
-from mlxtune.commands.prepare.dataset import (
-    Reader,
-    data_files,
-    load_dataset,
-    report_findings,
-    with_hub_data,
-)
-from mlxtune.commands.prepare.interrupt import stop_on_interrupt
-from mlxtune.commands.prepare.keywords import takes_options, with_rows
-from mlxtune.commands.prepare.memory import (
-    choose_plan,
-    cut_loss_line,
-    first_steps,
-    larger_limit,
-    planned_work,
-    reserve_memory,
-    save_run_speed,
-)
-from mlxtune.commands.prepare.model import build_pipeline, open_model
-from mlxtune.commands.prepare.quantized_compute import settle_products
-from mlxtune.commands.prepare.resuming import check_resumed, find_run
-from mlxtune.commands.prepare.run_metadata import RunParts, about_result, about_run, provenance_of
 from mlxtune.config import DemoConfig, TrainConfig, as_path, user_cache
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.evaluation.evaluation import Evaluation
@@ -76,6 +52,30 @@ from mlxtune.core.training.observer import Callbacks, Observers, TrainingObserve
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, OutputError, resume_command
+from mlxtune.session.auto import with_auto
+from mlxtune.session.dataset import (
+    Reader,
+    data_files,
+    load_dataset,
+    report_findings,
+    with_hub_data,
+)
+from mlxtune.session.interrupt import stop_on_interrupt
+from mlxtune.session.judge import ValidationAnswers, judge
+from mlxtune.session.keywords import takes_options, with_rows
+from mlxtune.session.memory import (
+    choose_plan,
+    cut_loss_line,
+    first_steps,
+    larger_limit,
+    planned_work,
+    reserve_memory,
+    save_run_speed,
+)
+from mlxtune.session.model import build_pipeline, open_model
+from mlxtune.session.quantized_compute import settle_products
+from mlxtune.session.resuming import check_resumed, find_run
+from mlxtune.session.run_metadata import RunParts, about_result, about_run, provenance_of
 from mlxtune.tracking.observer import TrackingObserver, check_trackers
 from mlxtune.views import plan_text, run_text
 from mlxtune.views.console import RunConsole

@@ -9,10 +9,6 @@ from mlxtune.backend.adapters import checkpoint_tensors
 from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.models import loading, model_folder
-from mlxtune.commands.prepare.interrupt import end_in_order
-from mlxtune.commands.prepare.quantized_compute import recorded_products
-from mlxtune.commands.prepare.resolved import Resolved
-from mlxtune.commands.prepare.resuming import check_asked_again, check_initial, run_config
 from mlxtune.commands.train import train
 from mlxtune.config import TrainConfig, as_path, user_cache
 from mlxtune.core.files.files import copy_file, file_hash, make_folder, read_json, read_own
@@ -31,6 +27,10 @@ from mlxtune.errors import (
     OutputError,
     TrainingInterrupted,
 )
+from mlxtune.session.interrupt import end_in_order
+from mlxtune.session.quantized_compute import recorded_products
+from mlxtune.session.resolved import Resolved
+from mlxtune.session.resuming import check_asked_again, check_initial, run_config
 from mlxtune.views.output import print_json, print_line
 
 

@@ -25,7 +25,6 @@ from mlxtune.backend.memory.measure import measure
 from mlxtune.backend.memory.shapes import model_shapes
 from mlxtune.backend.models import loading
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import DataConfig, InstructConfig, TrainConfig
 from mlxtune.config.base_options import BaseOptions
 from mlxtune.config.limits import CONFIG
@@ -41,6 +40,7 @@ from mlxtune.diagnosis import checks
 from mlxtune.diagnosis.checks import ProofCheck, Step
 from mlxtune.diagnosis.kernels import kernel_checks, on_the_cpu, step_of
 from mlxtune.diagnosis.products import product_checks
+from mlxtune.session.dataset import Reader, load_dataset
 
 # A parameter count large enough to select the CPU's kernels.
 _LARGE = 10**9

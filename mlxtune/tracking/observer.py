@@ -18,7 +18,6 @@ from mlxtune.core.run.run_folder import TRACKING
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.errors import ConfigError, one_line
 from mlxtune.tracking.trackers import TRACKERS, TrackedRun, Tracker, Value
-from mlxtune.views.run_text import tokens_per_second
 
 _IDENTITY = re.compile("[0-9a-f]{8}")
 
@@ -77,7 +76,7 @@ class TrackingObserver(TrainingObserver):
             "train/perplexity": record.perplexity,
             "train/learning_rate": record.learning_rate,
             "train/grad_norm": record.grad_norm,
-            "train/tokens_per_second": tokens_per_second(record),
+            "train/tokens_per_second": record.tokens_per_second,
             "train/epoch": record.epoch,
         }
         if record.metrics:

@@ -101,13 +101,13 @@ def step_line(
     return (
         f"step {record.step}/{total_steps}  loss {record.loss:.4f}  average {average:.4f}  "
         f"{_preferences(record)}lr {record.learning_rate:.3g}  grad norm {record.grad_norm:.3g}  "
-        f"{tokens_per_second(record):,.0f} tokens/s  peak {byte_size(peak_gb * 1e9)}"
+        f"{record.tokens_per_second:,.0f} tokens/s  peak {byte_size(peak_gb * 1e9)}"
         f"{_heat(thermal)}"
     )
 
 
 def step_state(record: StepRecord, average: float, peak_gb: float, thermal: str = "") -> str:
-    speed = tokens_per_second(record)
+    speed = record.tokens_per_second
     heat = f"{byte_size(peak_gb * 1e9)}{_heat(thermal)}"
     return f"loss {average:.3f}  {_preferences(record)}{speed:,.0f} tok/s  {heat}"
 
@@ -121,10 +121,6 @@ def _preferences(record: StepRecord) -> str:
 
 def _heat(thermal: str) -> str:
     return f"  thermal: {thermal}" if thermal else ""
-
-
-def tokens_per_second(record: StepRecord) -> float:
-    return record.tokens / max(record.seconds, 1e-9)
 
 
 def epoch_line(

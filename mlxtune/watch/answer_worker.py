@@ -14,20 +14,20 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 from mlxtune.backend.text.generate import Answer
-from mlxtune.commands.prepare.base import adapter_of
-from mlxtune.commands.prepare.dataset import Reader
-from mlxtune.commands.prepare.model import (
+from mlxtune.config import AnswerConfig
+from mlxtune.config.limits import RECORD, parse_json
+from mlxtune.core.data.prompt import prompt_of
+from mlxtune.core.files.limited_child import end_with
+from mlxtune.errors import MlxTuneError
+from mlxtune.session.base import adapter_of
+from mlxtune.session.dataset import Reader
+from mlxtune.session.model import (
     Answerers,
     as_trained,
     check_prompt_length,
     find_model,
     load_model,
 )
-from mlxtune.config import AnswerConfig
-from mlxtune.config.limits import RECORD, parse_json
-from mlxtune.core.data.prompt import prompt_of
-from mlxtune.core.files.limited_child import end_with
-from mlxtune.errors import MlxTuneError
 from mlxtune.views.console import RunConsole
 
 _NAMES = {False: "base", True: "adapter"}

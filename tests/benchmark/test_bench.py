@@ -28,10 +28,10 @@ from mlxtune.benchmark.bench import bench as run_bench
 from mlxtune.benchmark.bench import first_steps
 from mlxtune.benchmark.result import BenchmarkRun, TimedStep
 from mlxtune.cli import main
-from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import BenchConfig, TrainConfig
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import MlxTuneError
+from mlxtune.session.dataset import Reader, load_dataset
 from tests.command import Cli, Outcome, finish, read_until, start
 from tests.core.training.fake_pipeline import FakePipeline
 from tests.models import sums, write_chat

@@ -15,8 +15,8 @@ import mlx.core as mx
 import pytest
 
 from mlxtune.cli import COMMANDS
-from mlxtune.commands.prepare import memory
 from mlxtune.core.steps.execution import Execution
+from mlxtune.session import memory
 from tests.models import sums, write_chat, write_model
 from tests.paths import DOCS
 

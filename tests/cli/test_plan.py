@@ -170,7 +170,7 @@ def test_checkpointing_is_as_asked_and_teaches_the_same(train: Cli, output: Path
 def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlxtune.commands.prepare.memory import choose_plan
+    from mlxtune.session.memory import choose_plan
 
     assert train().code == 0
     expected = adapter(output)
@@ -182,7 +182,7 @@ def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
         return replace(plan, execution=execution, limit=limit)
 
     monkeypatch.setattr("mlxtune.commands.train.choose_plan", huge)
-    monkeypatch.setattr("mlxtune.commands.prepare.model.confirm", run_as_planned)
+    monkeypatch.setattr("mlxtune.session.model.confirm", run_as_planned)
     outcome = train("--memory-limit", 0.0005)
 
     assert outcome.code == 0, outcome.err

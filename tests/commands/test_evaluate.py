@@ -15,8 +15,8 @@ import safetensors.numpy
 
 from mlxtune import EvalConfig, TrainConfig, evaluate, resume, train, verify
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.commands.prepare.model import trained_on_text
 from mlxtune.errors import DataError
+from mlxtune.session.model import trained_on_text
 from tests.command import Cli, Outcome
 from tests.models import CHATML, sums, write_chat, write_model
 
@@ -397,7 +397,7 @@ def test_texts_have_no_samples_and_are_to_be_completed(
 def test_interrupt_while_samples_are_answered_is_harmless(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlxtune.commands import judge
+    from mlxtune.session import judge
 
     monkeypatch.setattr(judge, "answers", lambda *_: signal.raise_signal(signal.SIGINT))
     outcome = train("--samples", 3)

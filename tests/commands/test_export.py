@@ -197,7 +197,7 @@ def test_fusing_holds_a_file_of_weights_at_a_time(
 def test_what_stands_in_place_of_a_checkpoints_adapter_is_not_read_for_ever(
     trained: tuple[Path, Path], tmp_path: Path, beside: str
 ) -> None:
-    from mlxtune.commands.proof import find_source
+    from mlxtune.session.proof import find_source
 
     shutil.copyfile(trained[1] / "adapters.safetensors", tmp_path / "adapters.safetensors")
     shutil.copyfile(trained[1] / "adapter_config.json", tmp_path / "adapter_config.json")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mlxtune.cli.options import load_config_file
-from mlxtune.commands.prepare.dataset import Reader
 from mlxtune.config import InspectConfig
+from mlxtune.session.dataset import Reader
 from tests.command import Cli
 from tests.models import CHATML, sums, write_chat, write_tokenizer
 

@@ -25,7 +25,6 @@ from mlxtune import (
     TrainResult,
     train,
 )
-from mlxtune.commands.prepare.dataset import Dataset, Reader, load_dataset
 from mlxtune.config import DataConfig
 from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.core.run.checkpoint import write_checkpoint
@@ -34,6 +33,7 @@ from mlxtune.core.run.run_folder import request_stop
 from mlxtune.core.run.trained_rows import read_trained_rows
 from mlxtune.core.steps.order import RunRows
 from mlxtune.core.training.observer import TrainingObserver
+from mlxtune.session.dataset import Dataset, Reader, load_dataset
 from tests.models import sums, write_chat
 
 ROWS, EPOCHS = 20, 3
@@ -551,7 +551,7 @@ def test_answers_that_fail_do_not_fail_the_run(
         raise RuntimeError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr("mlxtune.commands.judge._draw", failing)
+        patch.setattr("mlxtune.session.judge._draw", failing)
         configured = config(model, chat, tmp_path, samples=2, epochs=1, max_steps=1, val_rows=2)
         patch.setattr("mlxtune.commands.train.judge", lambda *_: None)
         train(configured, live=True)

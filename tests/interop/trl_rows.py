@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import DataConfig
 from mlxtune.core.data.conversation import CHOSEN
 from mlxtune.core.data.encode import Example
+from mlxtune.session.dataset import Reader, load_dataset
 from tests.interop.trl_steps import REFERENCE, sft_pipeline, trainer_of
 
 Row = dict[str, Any]

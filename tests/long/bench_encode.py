@@ -39,8 +39,8 @@ def compare_speed() -> None:
     from mlx_lm.tuner.datasets import ChatDataset
     from mlx_lm.utils import load_tokenizer
 
-    from mlxtune.commands.prepare.dataset import Reader
     from mlxtune.config import InspectConfig
+    from mlxtune.session.dataset import Reader
 
     tokenizer = load_tokenizer(MODEL)
     rows = [json.loads(line) for line in DATA.read_bytes().splitlines()]

@@ -28,10 +28,10 @@ from pathlib import Path
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import InspectConfig, InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.order import shuffled_steps
+from mlxtune.session.dataset import Reader, load_dataset
 from tests.long.bench_table import CASES, SHAPES, write_data, write_model
 from tests.long.step_parts import StepParts
 

@@ -22,8 +22,8 @@ from mlxtune.backend.models.loading import open_base, read_weights
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.group import Workers
 from mlxtune.backend.workers.split import split_base
-from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import DataConfig, InstructConfig
+from mlxtune.session.dataset import Reader, load_dataset
 from tests.launch import run
 from tests.long.bench_table import SHAPES, write_model
 from tests.paths import SHARED

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mlxtune.commands.prepare import model as prepare_model
+from mlxtune.session import model as prepare_model
 from mlxtune.views.console import RunConsole
 from mlxtune.views.first_result import COMPILING, SECONDS, FirstResult, start_timer
 from tests.command import Cli, Outcome

@@ -70,6 +70,10 @@ class StepRecord:
         """The weight in a mean loss: supervised tokens, or rows under a preference objective."""
         return self.rows if self.metrics else self.supervised_tokens
 
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
 
 class StepHistory(Sequence[StepRecord]):
     """Step records stored as columns of numbers.

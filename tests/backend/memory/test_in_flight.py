@@ -16,13 +16,13 @@ from mlxtune.backend.memory.measure import measure
 from mlxtune.backend.memory.shapes import model_shapes
 from mlxtune.backend.models.loading import load_base, open_base
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.commands.prepare.dataset import Reader, load_dataset
-from mlxtune.commands.prepare.memory import first_epoch
 from mlxtune.config import InstructConfig, TrainConfig
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_estimate import predict
 from mlxtune.core.steps.memory_in_flight import GraphLimits
 from mlxtune.core.steps.memory_terms import BatchLoad, ModelShapes, load_of
+from mlxtune.session.dataset import Reader, load_dataset
+from mlxtune.session.memory import first_epoch
 from tests.backend.queued import queued
 from tests.long.memory_table import MODELS, holes_allowed, on_a_gpu, write_headers
 from tests.models import write_model

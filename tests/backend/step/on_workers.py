@@ -16,11 +16,11 @@ import numpy as np
 
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.group import Workers
-from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import DataConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import WorkerError
+from mlxtune.session.dataset import Reader, load_dataset
 from tests.backend.objectives.preferences import objective_of, rows_of
 from tests.backend.step import on_split_workers
 from tests.backend.step.executions import (

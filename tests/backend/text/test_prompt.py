@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import DataConfig
 from mlxtune.core.data.prompt import last_turn, parse_content, prompt_of
 from mlxtune.errors import DataError
+from mlxtune.session.dataset import Reader, load_dataset
 from tests.backend.text.turns import TEMPLATES, Folder, turns_of, write_folders
 from tests.models import CHATML, THINKING, write_chat, write_tokenizer
 from tests.slow import long_except

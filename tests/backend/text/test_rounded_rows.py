@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from mlxtune.backend.device import device
-from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import InspectConfig
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.order import shuffled_steps
+from mlxtune.session.dataset import Reader, load_dataset
 from tests.core.steps.shapes import GRAPH_OPERATIONS
 
 ROWS = {"wikisql_train": 128, "lf_alpaca_en_demo": 512}

@@ -18,9 +18,9 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
-from mlxtune.commands.prepare.dataset import Dataset, Reader, load_dataset
 from mlxtune.config import DataConfig
 from mlxtune.core.data.encode import Example
+from mlxtune.session.dataset import Dataset, Reader, load_dataset
 
 Row = dict[str, Any]
 

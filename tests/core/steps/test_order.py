@@ -326,7 +326,7 @@ def test_rows_are_held_out_by_one_module() -> None:
     }
     # The trainer chooses rows only for programs that give it examples.
     assert {name for name, path in files.items() if makes_run_rows(path)} == {
-        "commands/prepare/dataset.py",
+        "session/dataset.py",
         "core/training/trainer.py",
     }
 

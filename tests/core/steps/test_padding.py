@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import InspectConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.steps.batch import run_length
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.order import shuffled_steps
 from mlxtune.core.steps.pack import pack, plan_packs
+from mlxtune.session.dataset import Reader, load_dataset
 from tests.core.steps.epochs import LENGTHS, epoch_of
 from tests.core.steps.shapes import GRAPH_OPERATIONS
 from tests.slow import long_except

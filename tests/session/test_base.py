@@ -12,9 +12,9 @@ import pytest
 import safetensors.numpy
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.commands.prepare.model import as_trained
 from mlxtune.config import EvalConfig, UseConfig
 from mlxtune.errors import ConfigError, ModelError
+from mlxtune.session.model import as_trained
 from tests.paths import DATA
 
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import mlxtune
-from mlxtune.commands.prepare import keywords
-from mlxtune.commands.prepare.keywords import takes_options, with_rows
 from mlxtune.config import TrainConfig
 from mlxtune.core.data import cache, places
 from mlxtune.core.data.places import where
 from mlxtune.core.data.problems import BadRow, SkippedRows
 from mlxtune.errors import ConfigError, DataError
+from mlxtune.session import keywords
+from mlxtune.session.keywords import takes_options, with_rows
 from tests.models import sums
 
 ROWS = [{"prompt": "é", "completion": "b", "id": None}, {"prompt": "c", "completion": "d"}]

@@ -12,14 +12,14 @@ import pytest
 
 from mlxtune import ConfigError, ModelError, TrainConfig, train
 from mlxtune.commands.inspect import inspect as run_inspect
-from mlxtune.commands.prepare import dataset
-from mlxtune.commands.prepare.dataset import Reader, load_dataset
 from mlxtune.config import DataConfig, InspectConfig
 from mlxtune.config import data as config_data
 from mlxtune.core.data.inspection import Inspection
 from mlxtune.core.data.problems import NO_END_OF_TURN
 from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.data.template import TEMPLATES, built_in_jinja
+from mlxtune.session import dataset
+from mlxtune.session.dataset import Reader, load_dataset
 from mlxtune.views.run_text import finding_line
 from tests.command import Cli
 from tests.models import CHATML, THINKING, sums, write_chat, write_model, write_tokenizer

@@ -24,9 +24,6 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, Stream, seed
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
-from mlxtune.commands.prepare.base import find_base
-from mlxtune.commands.prepare.dataset import Reader, template_text
-from mlxtune.commands.prepare.memory import confirm, recorded_memory
 from mlxtune.config import AnswerConfig, EvalConfig, ObjectiveConfig, TrainConfig, UseConfig
 from mlxtune.config.base_options import BaseOptions
 from mlxtune.config.data import TEMPLATES
@@ -35,6 +32,9 @@ from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
 from mlxtune.errors import ConfigError, DataError, ModelError, one_line
+from mlxtune.session.base import find_base
+from mlxtune.session.dataset import Reader, template_text
+from mlxtune.session.memory import confirm, recorded_memory
 from mlxtune.views.console import RunConsole
 
 # The metadata key that marks an adapter as trained on plain text alone.

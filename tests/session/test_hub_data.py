@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.commands.prepare.dataset import with_hub_data
 from mlxtune.config import DataConfig, EvalConfig
 from mlxtune.errors import DataError
+from mlxtune.session.dataset import with_hub_data
 from mlxtune.views.console import RunConsole
 from tests.command import Cli
 from tests.hub_server import CONVERTED, Dataset, Hub, commit_of

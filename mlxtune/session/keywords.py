@@ -14,7 +14,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlxtune.commands.prepare.resolved import Resolved, resolve
 from mlxtune.config.data import ROW_NAMES
 from mlxtune.config.fields import Checked, options_of
 from mlxtune.core.data.cache import least_used
@@ -24,6 +23,7 @@ from mlxtune.core.files import ours
 from mlxtune.core.files.files import file_hash, make_folder, mark_used, write_file
 from mlxtune.core.text import byte_size
 from mlxtune.errors import ConfigError, DataError
+from mlxtune.session.resolved import Resolved, resolve
 
 Result = TypeVar("Result")
 # The largest numbers of rows and of bytes to read from an iterable of unknown length.

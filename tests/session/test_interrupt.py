@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from mlxtune.commands.prepare.interrupt import stop_on_interrupt
+from mlxtune.session.interrupt import stop_on_interrupt
 
 
 def test_first_interrupt_asks_to_stop_and_the_second_raises() -> None:

@@ -288,7 +288,7 @@ def template_text(template: str) -> str:
 @cache  # the running code does not change
 def _code_hashes() -> dict[str, str]:
     """Return hashes and versions of the code that decides how data is encoded."""
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[1]
     files = [file for folder in _ENCODING_CODE for file in sorted((package / folder).rglob("*.py"))]
     libraries = ("transformers", "tokenizers", "jinja2", "sentencepiece", "mlx-lm")
     return {str(file.relative_to(package).with_suffix("")): file_hash(file) for file in files} | {

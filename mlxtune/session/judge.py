@@ -18,8 +18,6 @@ from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.backend.text.generate import Sampling, answers
 from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.backend.workers.group import ALONE, Workers
-from mlxtune.commands.prepare.dataset import Reader
-from mlxtune.commands.prepare.model import LoadedModel, load_model
 from mlxtune.config import ObjectiveConfig, TrainConfig, UseConfig
 from mlxtune.config.limits import RECORD, parse_json
 from mlxtune.core.data.corpus import CorpusRows
@@ -42,6 +40,8 @@ from mlxtune.core.run.run_folder import EVALUATION, SAMPLES
 from mlxtune.core.text import count
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.errors import MlxTuneError, shorten
+from mlxtune.session.dataset import Reader
+from mlxtune.session.model import LoadedModel, load_model
 from mlxtune.views.console import RunConsole
 from mlxtune.views.run_text import less_likely_line
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from mlxtune import TrainConfig
-from mlxtune.commands.prepare.auto import with_auto
 from mlxtune.config.fields import given_options
+from mlxtune.session.auto import with_auto
 from mlxtune.views.console import RunConsole
 from tests.command import Cli
 from tests.models import sums, write_chat, write_model

@@ -11,12 +11,12 @@ import pytest
 
 from mlxtune.backend.models.loading import BaseModel, open_base, read_weights
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.commands.prepare import memory
-from mlxtune.commands.prepare.memory import choose_plan, confirm, planned_work, recorded_memory
 from mlxtune.config import TrainConfig
 from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
 from mlxtune.core.steps.memory_terms import Factors, Measured
 from mlxtune.errors import MemoryLimitError
+from mlxtune.session import memory
+from mlxtune.session.memory import choose_plan, confirm, planned_work, recorded_memory
 from tests.backend.conftest import random_examples
 from tests.models import write_model
 

@@ -14,9 +14,9 @@ from mlxtune.backend.workers import worker_run
 from mlxtune.backend.workers.group import Workers
 from mlxtune.backend.workers.worker_run import join_run
 from mlxtune.cli import COMMANDS
-from mlxtune.commands.prepare.keywords import takes_options
-from mlxtune.commands.prepare.resolved import Resolved, resolve
 from mlxtune.config import DataConfig, TrainConfig
+from mlxtune.session.keywords import takes_options
+from mlxtune.session.resolved import Resolved, resolve
 from mlxtune.views.console import RunConsole
 from tests.configs import config
 from tests.hub_server import Dataset, Hub

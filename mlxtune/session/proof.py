@@ -1,7 +1,9 @@
 """Code that `fuse` and `export` share, to find the inputs, and to write and test the output."""
 
+import os
+import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,22 +23,32 @@ from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel, open_base
 from mlxtune.backend.models.quantize import format_name
-from mlxtune.commands.prepare.base import find_base
-from mlxtune.commands.prepare.dataset import Reader
-from mlxtune.commands.prepare.interrupt import end_in_order
-from mlxtune.commands.prepare.model import as_trained, trained_on_text
-from mlxtune.commands.prepare.unfinished import noted, remove_unfinished
-from mlxtune.config import DataConfig, OutgoingConfig, UseConfig
+from mlxtune.config import DataConfig, OutgoingConfig, UseConfig, user_cache
 from mlxtune.config.base_options import BaseOptions
 from mlxtune.core.data.prompt import prompt_of
-from mlxtune.core.files.files import as_output_error, read_json, write_file, write_json
-from mlxtune.core.files.ours import remove_file
+from mlxtune.core.files.files import (
+    as_output_error,
+    is_temporary,
+    make_folder,
+    read_json,
+    write_file,
+    write_json,
+)
+from mlxtune.core.files.lock import Lock, LockHeldError, holder_of
+from mlxtune.core.files.ours import discard, is_folder, remove_file
 from mlxtune.core.files.output_folder import hashes, new_folder
 from mlxtune.core.machine.facts import versions
 from mlxtune.errors import ModelError
+from mlxtune.session.base import find_base
+from mlxtune.session.dataset import Reader
+from mlxtune.session.interrupt import end_in_order
+from mlxtune.session.model import as_trained, trained_on_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json, print_line
 
+# The folder of notes, in the user's cache, on folders that are being filled. Only mlxtune writes
+# notes, so folders of other programs are never removed.
+_NOTES = "unfinished"
 _PROMPTS = (
     "Tell me a short story about a fox and a river.",
     "What is 17 + 25? Explain how you got there.",
@@ -268,3 +280,49 @@ def convert(source: Source, program: str, folder: Path, stored: str, remedy: str
     merged_gguf.convert(program, folder, stored, remedy)
     found = merged_gguf.check_merged(folder, source.adapter, trust_remote_code=trust)
     console.say("GGUF", found)
+
+
+@contextmanager
+def noted(folder: Path) -> Iterator[None]:
+    """Keep a note that this process is filling a folder, which has a temporary name.
+
+    The note gives the folder's path and inode, and is locked while the process lives.
+    """
+    status = folder.stat()
+    note = {"folder": str(folder.absolute()), "device": status.st_dev, "inode": status.st_ino}
+    lock = None
+    # Best effort: without a note, a killed process's folder is not cleaned up later.
+    with suppress(OSError, LockHeldError):
+        notes = user_cache() / _NOTES
+        make_folder(notes)
+        lock = Lock(notes / f"{secrets.token_hex(8)}.json", note)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def remove_unfinished() -> list[Path]:
+    """Remove and return the incomplete folders that this user's killed processes left."""
+    removed = []
+    with suppress(OSError):
+        for path in sorted((user_cache() / _NOTES).iterdir()):
+            if holder_of(path) is not None:
+                continue
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                note = read_json(path)
+                folder = Path(note["folder"])
+                if _is_noted(folder, note["device"], note["inode"]):
+                    discard(folder)
+                    removed.append(folder)
+            with suppress(OSError):
+                remove_file(path)
+    return removed
+
+
+def _is_noted(folder: Path, device: object, inode: object) -> bool:
+    if not (is_temporary(folder) and is_folder(folder)):
+        return False
+    status = folder.stat()
+    return (status.st_dev, status.st_ino, status.st_uid) == (device, inode, os.geteuid())

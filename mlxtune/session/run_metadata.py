@@ -14,7 +14,6 @@ import numpy as np
 from mlxtune.backend.device import device, memory
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.commands.prepare.dataset import Dataset
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.inspection import Distribution
@@ -25,6 +24,7 @@ from mlxtune.core.run.run import text
 from mlxtune.core.run.run_folder import ABOUT, ResumePoint
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.training.trainer import InstructTrainer
+from mlxtune.session.dataset import Dataset
 
 
 @dataclass(frozen=True)

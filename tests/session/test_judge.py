@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtune.commands import judge
-from mlxtune.commands.judge import matcher
+from mlxtune.session import judge
+from mlxtune.session.judge import matcher
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import pytest
 from mlxtune.backend.models import layers, loading
 from mlxtune.backend.models.timed_products import TimedProducts
 from mlxtune.backend.workers.group import Workers
-from mlxtune.commands.prepare.quantized_compute import settle_products
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import DataSample
 from mlxtune.core.steps.memory_terms import BatchLoad
+from mlxtune.session.quantized_compute import settle_products
 from tests.models import write_model
 
 

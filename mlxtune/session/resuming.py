@@ -12,7 +12,6 @@ from mlxtune.backend.adapters.files import find_adapter
 from mlxtune.backend.models.model_folder import is_local
 from mlxtune.backend.workers.environment import launched_several
 from mlxtune.backend.workers.launch import from_worker_0
-from mlxtune.commands.prepare.resolved import Resolved
 from mlxtune.config import OPTIONS, TrainConfig, as_path
 from mlxtune.config.data import weighted
 from mlxtune.config.fields import Affects, Option, check_names, field_types, flag
@@ -26,6 +25,7 @@ from mlxtune.core.text import count
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, OutputError, shorten
 from mlxtune.hub.names import dataset_name
+from mlxtune.session.resolved import Resolved
 from mlxtune.views.console import RunConsole
 
 # Options that another user's run must not set: they choose downloads and trackers.

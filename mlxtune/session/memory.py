@@ -16,7 +16,6 @@ from mlxtune.backend.memory.shapes import model_shapes
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.group import ALONE, Workers
-from mlxtune.commands.prepare.dataset import Dataset
 from mlxtune.config import TrainConfig, user_cache
 from mlxtune.core.data.cache import key_of
 from mlxtune.core.data.encode import Example
@@ -34,6 +33,7 @@ from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan, planned
 from mlxtune.core.steps.memory_terms import BatchLoad, Measured, ModelShapes
 from mlxtune.errors import MemoryLimitError, MlxTuneError, OutputError
+from mlxtune.session.dataset import Dataset
 from mlxtune.views import plan_text
 from mlxtune.views.console import RunConsole
 

@@ -1,1 +1,0 @@
-"""Preparation of a command's work: options, data, model and plan."""
