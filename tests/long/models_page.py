@@ -47,6 +47,8 @@ Figures are from one run of each side, or medians of several (`repeats` in the f
 WikiSQL column was measured once, sometimes while other programs ran and the code was still
 changing: these figures show which side is faster, and roughly by how much. Qwen3 and Gemma 3 were
 measured again with nothing else running: before, they had reached half of the efficiency shown.
+Architectures with experts, convolutions or recurrences were measured again, once, with little else
+running, after their CPU kernels were removed.
 Where `threads` in the file is 1, an architecture had one core, and other work ran on the second.
 At 2,048 tokens, mlx-lm was not warmed up.
 
