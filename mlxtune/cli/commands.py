@@ -104,7 +104,8 @@ def _train(
 
         observers = [PageOpener(options.config.checkpoint_path)]
     run = unwrap(train)  # the options are resolved
-    about: dict[str, Any] = {"given": options.given, "dry_run": dry_run, "resume": point}
+    about: dict[str, Any] = {"given": options.given, "initial": options.initial}
+    about |= {"dry_run": dry_run, "resume": point}
     run(options.config, **about, observers=observers, live=open_page)
 
 

@@ -130,6 +130,7 @@ def train(
     config: TrainConfig,
     *,
     given: Collection[str],
+    initial: AdapterFile | None,
     dry_run: bool = False,
     resume: ResumePoint | None = None,
     stop_after: int | None = None,
@@ -168,9 +169,8 @@ def train(
         # A missing folder is created and locked only just before training starts.
         if is_locked := not dry_run and config.checkpoint_path.is_dir():
             lock_folder(config, resume, held)
-        initial = None
         if config.init_adapter is not None and resume is None:
-            initial = AdapterFile.find(config.init_adapter, "--init-adapter")
+            initial = initial or AdapterFile.find(config.init_adapter, "--init-adapter")
             check_base(initial, folder, other_base=config.other_base)
             check_start_stays(initial, config)
         setup = prepare(folder, worker_run, None if dry_run else held, resume, initial)
@@ -382,9 +382,7 @@ def prepare(
 
     # Memory comes next: a run that does not fit ends before its weights are read.
     base = open_model(config, folder, console, workers)
-    if initial is not None and (
-        other := base_mismatch(initial, base, trust_remote_code=config.trust_remote_code)
-    ):
+    if initial is not None and (other := base_mismatch(initial, base, config.loading())):
         console.warn(f"--init-adapter {other}")
     work = planned_work(config, first_steps(config, dataset), dataset)
     if line := cut_loss_line(config, base, work, dataset):
@@ -403,6 +401,7 @@ def prepare(
     pipeline, plan = build_pipeline(
         *(config, base, work, planned, console, provenance, resume, workers),
         plain_text=dataset.plain_text,
+        initial=initial,
     )
     gain = larger_limit(config, plan, work)
     return RunParts(dataset, base, pipeline, planned, plan, gain, products)

@@ -1,6 +1,7 @@
 """The options with which a base model is opened."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,11 @@ class BaseOptions:
     quantize: str | None = None
     double_quant: bool = False
     quantized_compute: str = "auto"
+
+    @property
+    def as_stored(self) -> Self:
+        """The same options for a base that is not quantised while loading."""
+        return replace(self, quantize=None, double_quant=False)
 
 
 # The options of a model whose weights stay in their format, and whose code is not run.

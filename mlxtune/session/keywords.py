@@ -26,6 +26,8 @@ from mlxtune.errors import ConfigError, DataError
 from mlxtune.session.resolved import Resolved, resolve
 
 Result = TypeVar("Result")
+# The parameters that `takes_options` passes from the resolved options.
+_RESOLVED = ("given", "initial")
 # The largest numbers of rows and of bytes to read from an iterable of unknown length.
 _MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
 # The name of a file of rows: the keyword, and a hash of the content.
@@ -37,14 +39,16 @@ def takes_options(
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Let a function that takes a config also take the config's fields as keywords.
 
-    The function gets resolved options and, if it has a parameter `given`, the names of the given
-    ones. With keywords, `data` and `val_data` may be rows: dictionaries in a list, another iterable
-    or a `datasets.Dataset`.
+    The function gets resolved options and, if it has parameters of these names, `given`, the names
+    of the given options, and `initial`, the adapter that the options name to start from. With
+    keywords, `data` and `val_data` may be rows: dictionaries in a list, another iterable or a
+    `datasets.Dataset`.
     """
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
         first, *every = inspect.signature(function).parameters.values()
-        others = [each for each in every if each.name != "given"]
+        resolving = [each.name for each in every if each.name in _RESOLVED]
+        others = [each for each in every if each.name not in _RESOLVED]
         own = {each.name for each in others}
 
         @wraps(function)
@@ -60,8 +64,7 @@ def takes_options(
                 names = ", ".join(given)
                 raise ConfigError([f"{names}: give all options in the config, or all as keywords"])
             resolved = config if isinstance(config, Resolved) else resolve(config)
-            if len(every) > len(others):
-                passed["given"] = resolved.given
+            passed |= {name: getattr(resolved, name) for name in resolving}
             return function(resolved.config, *more, **passed)
 
         options = inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD, annotation=Any)

@@ -82,12 +82,14 @@ def build_pipeline(
     workers: Workers = ALONE,
     *,
     plain_text: bool = False,
+    initial: AdapterFile | None = None,
 ) -> tuple[InstructPipeline, MemoryPlan]:
     """Apply LoRA, set up the optimizer, and choose the plan again for the loaded model.
 
     `provenance` returns the facts about the model that checkpoints record. The new plan uses the
     memory that the resumed run recorded, or else cached or new measurements. Adapters record
-    `plain_text`, which says whether all the data is plain text.
+    `plain_text`, which says whether all the data is plain text. `initial` is the adapter that
+    training starts from, if it is open.
     """
     resumed = {} if resume is None else resume.checkpoint.metadata
     pipeline = InstructPipeline(
@@ -96,6 +98,7 @@ def build_pipeline(
         execution=plan.execution,
         base_model=config.model_path,
         fresh=resume is None,
+        initial=initial,
         initial_hash=resumed.get("init_adapter_hash"),
         provenance=provenance,
         base_record=loading.base_record(base) | _trained_as(config, plain_text),
@@ -221,9 +224,7 @@ def load_model(
     if config.quantize is None and base.quantize is not None:
         name = format_name(base.quantize, base.double_quant)
         console.say("Base", f"quantised to {name}, as in training")
-    elif config.quantize is not None and base_mismatch(
-        adapter, base, trust_remote_code=config.trust_remote_code
-    ):
+    elif config.quantize is not None and base_mismatch(adapter, base, _as_stored(config)):
         console.warn("--quantize gives a base other than the one that the adapter was trained on")
     if (problem := base_difference(adapter, base.folder)) is not None:
         console.warn(f"{problem}: answers and losses may differ from those in training")
@@ -232,14 +233,16 @@ def load_model(
 
 def _base_options(config: UseConfig, adapter: AdapterFile | None, folder: Path) -> BaseOptions:
     """Return options that quantise the base as `config` says, or else as in training."""
-    trust = config.trust_remote_code
     if config.quantize is None and adapter is not None:
-        return base_options(adapter, folder, trust_remote_code=trust)
+        return base_options(adapter, folder, _as_stored(config))
     if config.quantize in (None, "none"):
-        return BaseOptions(trust_remote_code=trust)
-    return BaseOptions(
-        trust_remote_code=trust, quantize=config.quantize, double_quant=config.double_quant
-    )
+        return _as_stored(config)
+    return replace(_as_stored(config), quantize=config.quantize, double_quant=config.double_quant)
+
+
+def _as_stored(config: UseConfig) -> BaseOptions:
+    """Return options that open a base as its folder stores it."""
+    return BaseOptions(trust_remote_code=config.trust_remote_code)
 
 
 # Answering prompts

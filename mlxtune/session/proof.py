@@ -82,12 +82,13 @@ class ExportResult:
 
 def find_source(config: OutgoingConfig) -> Source:
     """Return the adapter and base model that the options name. Raises ModelError."""
-    file, trust = AdapterFile.find(config.adapter), config.trust_remote_code
+    file = AdapterFile.find(config.adapter)
+    plain = BaseOptions(trust_remote_code=config.trust_remote_code)
     folder = find_base(config, file)
     check_base(file, folder, other_base=config.other_base)
-    base = open_base(folder, "float32", BaseOptions(trust_remote_code=trust))
+    base = open_base(folder, "float32", plain)
     adapter = read_mlx_lm(file, projections_of(base.model))
-    options = base_options(file, folder, trust_remote_code=trust)
+    options = base_options(file, folder, plain)
     return Source(config, RunConsole(quiet=config.quiet), folder, file, adapter, options)
 
 
@@ -206,7 +207,6 @@ def write_fused(
     For `dequantize` and `storage`, see `fused_model`. Raises a subclass of MlxTuneError.
     """
     config, base_options = source.config, source.base_options
-    plain = BaseOptions(trust_remote_code=config.trust_remote_code)
     model, model_config = fusing.fused_model(
         source.folder, source.adapter, base_options, dequantize=dequantize, storage=storage
     )
@@ -220,7 +220,7 @@ def write_fused(
     certificate = prove_export(
         source,
         "fused",
-        lambda: loading.load_base(folder, config.dtype, plain).model,
+        lambda: loading.load_base(folder, config.dtype, base_options.as_stored).model,
         rounding=stored,
         everywhere=dequantize,
         weights=fusing.check_fused(
@@ -275,11 +275,10 @@ def _write_end(source: Source, reader: Reader, folder: Path) -> None:
 
 def convert(source: Source, program: str, folder: Path, stored: str, remedy: str) -> None:
     """Write a fused folder as GGUF, and check the weights of the GGUF. Raises OutputError."""
-    console, trust = source.console, source.config.trust_remote_code
-    console.say("Converting", f"with {program}")
+    source.console.say("Converting", f"with {program}")
     merged_gguf.convert(program, folder, stored, remedy)
-    found = merged_gguf.check_merged(folder, source.adapter, trust_remote_code=trust)
-    console.say("GGUF", found)
+    options = source.base_options.as_stored
+    source.console.say("GGUF", merged_gguf.check_merged(folder, source.adapter, options))
 
 
 @contextmanager

@@ -1,9 +1,14 @@
 """Resolves the options of a command once, for the command line and Python alike."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
-from typing import Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from mlxtune.config.fields import Checked, given_options, options_of
+
+if TYPE_CHECKING:
+    from mlxtune.backend.adapters.adapter_file import AdapterFile
 
 C = TypeVar("C", bound=Checked)
 
@@ -12,11 +17,12 @@ C = TypeVar("C", bound=Checked)
 class Resolved(Generic[C]):
     """The options of a command, and the names of the given ones, which take precedence.
 
-    An option is given by the caller, or by the adapter that a run continues from.
+    An option is given by the caller, or by `initial`, the adapter that a run continues from.
     """
 
     config: C
     given: frozenset[str]
+    initial: AdapterFile | None = None
 
     @classmethod
     def recorded(cls, config: C) -> Self:
@@ -31,10 +37,13 @@ def resolve(config: C) -> Resolved[C]:
     Raises ModelError if training cannot continue from the adapter.
     """
     given = given_options(config)
-    if getattr(config, "init_adapter", None) is None:
+    path = getattr(config, "init_adapter", None)
+    if path is None:
         return Resolved(config, given)
-    # This import loads mlx, which --help must not do.
+    # These imports load mlx, which --help must not do.
+    from mlxtune.backend.adapters.adapter_file import AdapterFile
     from mlxtune.backend.adapters.initialise import with_adapter
 
-    options = with_adapter({name: getattr(config, name) for name in given})
-    return Resolved(type(config)(**options), frozenset(options))
+    initial = AdapterFile.find(path, "--init-adapter")
+    options = with_adapter({name: getattr(config, name) for name in given}, initial)
+    return Resolved(type(config)(**options), frozenset(options), initial)

@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 
 from mlxtune import TrainConfig, plan, resume, train
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.initialise import with_adapter
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config.fields import flag
@@ -38,6 +39,11 @@ def config(model: Path, chat: Path, folder: Path, **options: Any) -> TrainConfig
     given = {"lr": 1e-2, "rank": 4, "dropout": 0.1, "quiet": True, "samples": 0}
     given |= {"save_steps": 2, **options}
     return TrainConfig(str(model), str(chat), output=output, **given)
+
+
+def starting_from(start: Path, **given: Any) -> dict[str, Any]:
+    """Return the options of a run that starts from an adapter."""
+    return with_adapter({"init_adapter": str(start), **given}, AdapterFile.find(str(start)))
 
 
 @pytest.mark.parametrize("member", slow_except(MEMBERS, "pissa"))
@@ -159,7 +165,7 @@ def test_resumed_run_needs_the_adapter_no_more_and_knows_which_it_was(
     model: Path, chat: Path, first: Path, tmp_path: Path
 ) -> None:
     start = Path(shutil.copytree(first, tmp_path / "start"))
-    options = with_adapter({"init_adapter": str(start), "num_layers": 1})
+    options = starting_from(start, num_layers=1)
     train(config(model, chat, tmp_path / "whole", **options))
     with pytest.raises(TrainingInterrupted):
         train(config(model, chat, tmp_path / "out", **options), stop_after=3)
@@ -204,7 +210,7 @@ def test_initial_adapter_that_the_run_would_replace_is_refused(
 def test_option_that_contradicts_the_adapter_is_an_error_that_names_both(
     model: Path, chat: Path, first: Path, tmp_path: Path, changes: dict[str, Any], problem: str
 ) -> None:
-    options = with_adapter({"init_adapter": str(first), **changes})
+    options = starting_from(first, **changes)
     with pytest.raises(ModelError, match=problem):
         train(config(model, chat, tmp_path, **options))
     assert not (tmp_path / "adapters.safetensors").exists()
@@ -212,7 +218,7 @@ def test_option_that_contradicts_the_adapter_is_an_error_that_names_both(
 
 def test_equivalent_lora_of_pissa_is_gone_on_with(model: Path, chat: Path, tmp_path: Path) -> None:
     train(config(model, chat, tmp_path / "first", init="pissa", max_steps=2))
-    options = with_adapter({"init_adapter": str(tmp_path / "first")})
+    options = starting_from(tmp_path / "first")
     assert (options["rank"], options["alpha"]) == (8, 32.0)
     train(config(model, chat, tmp_path / "next", **options, lr_min=0.0, max_steps=1))
 

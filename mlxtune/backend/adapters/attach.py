@@ -24,7 +24,7 @@ from mlxtune.backend.models.quantize import (
     quantization_of,
 )
 from mlxtune.config import InstructConfig
-from mlxtune.config.base_options import BaseOptions
+from mlxtune.config.base_options import AS_STORED, BaseOptions
 from mlxtune.core.files.hashing import base_fingerprint, is_same_base
 from mlxtune.errors import ConfigError, ModelError, one_line
 
@@ -89,15 +89,15 @@ def _config_of(adapter: AdapterFile, names: list[str]) -> InstructConfig:
 
 
 def base_options(
-    adapter: AdapterFile, folder: Path, *, trust_remote_code: bool = False
+    adapter: AdapterFile, folder: Path, options: BaseOptions = AS_STORED
 ) -> BaseOptions:
-    """Return options that quantise a model folder as in an adapter's training.
+    """Return `options`, changed to quantise a model folder as in an adapter's training.
 
     They quantise nothing if training used the folder as stored, or if the folder is already
     quantised in the same format, for example by `mlx_lm.convert`. Raises ModelError if the folder
     is quantised in a different format, or if this version does not support the format.
     """
-    saved, as_stored = adapter.info.mlxtune, BaseOptions(trust_remote_code=trust_remote_code)
+    saved, as_stored = adapter.info.mlxtune, options.as_stored
     quantize, double = saved.get("quantize"), saved.get("double_quant", False)
     if quantize is None:
         return as_stored
@@ -106,7 +106,7 @@ def base_options(
             f"{adapter.config_path}: quantize is {quantize!r:.40}, which this version does not "
             "support: upgrade mlxtune"
         )
-    config = read_config(folder, trust_remote_code=trust_remote_code)
+    config = read_config(folder, trust_remote_code=options.trust_remote_code)
     if not is_quantized(config):
         return replace(as_stored, quantize=quantize, double_quant=bool(double))
     if quantize == NF4 or quantization_of(config) != MLX_FORMATS[quantize]:
@@ -141,11 +141,11 @@ def check_base(adapter: AdapterFile, folder: Path, *, other_base: bool) -> None:
 
 
 def base_mismatch(
-    adapter: AdapterFile, base: BaseModel, *, trust_remote_code: bool = False
+    adapter: AdapterFile, base: BaseModel, options: BaseOptions = AS_STORED
 ) -> str | None:
     """Return a warning if `base` is not quantised as in the adapter's training, else None."""
     try:
-        trained = base_options(adapter, base.folder, trust_remote_code=trust_remote_code)
+        trained = base_options(adapter, base.folder, options)
     except ModelError as problem:
         return str(problem)
     if (trained.quantize, trained.double_quant) == (base.quantize, base.double_quant):

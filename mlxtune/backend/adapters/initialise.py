@@ -30,10 +30,13 @@ _OVERSAMPLING = 8
 Matrix = npt.NDArray[Any]
 
 
-def initialise(model: nn.Module, lora: LoRASummary) -> str | None:
+def initialise(
+    model: nn.Module, lora: LoRASummary, initial: AdapterFile | None = None
+) -> str | None:
     """Set LoRA's initial values; return the SHA-256 of the adapter that they come from, if any.
 
-    Raises ModelError if the adapter does not fit the options.
+    `initial` is the adapter in `init_adapter`, if the caller has opened it. Raises ModelError if
+    the adapter does not fit the options.
     """
     modules, config = adapted_modules(model), lora.config
     for module in modules.values():
@@ -43,7 +46,7 @@ def initialise(model: nn.Module, lora: LoRASummary) -> str | None:
         init_pissa(modules, config.init, config.seed)
     if config.init_adapter is None:
         return None
-    adapter = AdapterFile.find(config.init_adapter, "--init-adapter")
+    adapter = initial or AdapterFile.find(config.init_adapter, "--init-adapter")
     _start_from(adapter, model, lora)
     return file_hash(adapter.path)
 
@@ -94,17 +97,13 @@ def _disagreements(info: AdapterInfo, lora: LoRASummary) -> list[str]:
     return problems
 
 
-def with_adapter(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's options, with defaults for LoRA from its `init_adapter`.
+def with_adapter(given: Mapping[str, Any], adapter: AdapterFile) -> dict[str, Any]:
+    """Return a run's options, with defaults for LoRA from the adapter that it starts from.
 
     The defaults are the adapter's rank, alpha, targets, layers and kind. Options in `given` take
     precedence, and `initialise` reports contradictions. With `rslora`, the scale is expressed as
     alpha / √rank. Raises ModelError if training cannot continue from the adapter.
     """
-    path = given.get("init_adapter")
-    if not isinstance(path, str) or not path.strip() or given.get("init", "lora") != "lora":
-        return dict(given)
-    adapter = AdapterFile.find(path, "--init-adapter")
     info, places = adapter.info, []
     for name in adapter.module_names():
         if (place := split_layer(name)) is None:

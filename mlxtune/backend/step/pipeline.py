@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.backend.adapters import checkpoint_tensors, initialise
+from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.device import memory
 from mlxtune.backend.device.retry import retried, tries
 from mlxtune.backend.forward.forward import Forward
@@ -47,9 +48,10 @@ class InstructPipeline:
 
     Applies LoRA to `model`, an mlx-lm model whose own weights stay frozen. `execution` changes
     neither loss nor gradient; its micro-batches are halved, and `warn` is called, when memory runs
-    out. Written adapters record `base_model` and the entries of `base_record`. Unless `fresh`, LoRA
-    gets its values from `restore`, and the argument `initial_hash` gives the SHA-256 of any adapter
-    that the run started from. `provenance` returns further entries for a checkpoint's metadata. A
+    out. Written adapters record `base_model` and the entries of `base_record`. If `fresh`,
+    LoRA may start from an adapter, which is `initial` if it is open. Otherwise, LoRA gets its
+    values from `restore`, and the argument `initial_hash` gives the SHA-256 of any adapter that the
+    run started from. `provenance` returns further entries for a checkpoint's metadata. A
     step minimises `objective`. With several `workers`, each worker's pipeline takes the same steps,
     and computes its share of the examples.
 
@@ -65,6 +67,7 @@ class InstructPipeline:
         base_model: str = "",
         base_record: Mapping[str, Any] | None = None,
         fresh: bool = True,
+        initial: AdapterFile | None = None,
         initial_hash: str | None = None,
         provenance: Callable[[], Mapping[str, Any]] = dict,
         warn: Callable[[str], None] = warnings.warn,
@@ -95,7 +98,9 @@ class InstructPipeline:
         self._workers = workers
         self._base = base_model, base_record
         self._provenance = provenance
-        self.initial_hash = initialise.initialise(model, self.lora) if fresh else initial_hash
+        self.initial_hash = (
+            initialise.initialise(model, self.lora, initial) if fresh else initial_hash
+        )
         self.vectors = LoRAVectors(model, apart=config.lr_ratio != 1)
         self._optimizer = LoRAOptimizer(self.vectors, model.trainable_parameters(), config)
         if fresh:
