@@ -11,7 +11,7 @@ import pytest
 
 from mlxtune import TrainConfig, resume
 from mlxtune.backend.models import layers, loading
-from mlxtune.backend.models.timed_products import TimedProducts
+from mlxtune.backend.models.layers import TimedProducts
 from mlxtune.config import BenchConfig
 from mlxtune.core.files.files import file_hash
 from mlxtune.errors import ConfigError, ModelError

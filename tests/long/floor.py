@@ -19,7 +19,7 @@ import numpy as np
 from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.forward.layer_calls import first_trained
 from mlxtune.backend.lora.targets import experts_per_token, projections
-from mlxtune.backend.models.mixers.delta_chunks import SIZE as CHUNK
+from mlxtune.backend.models.mixers.gated_delta import SIZE as CHUNK
 
 # Attributes with the number of attention heads, and with a recurrence's heads and state sizes.
 _HEADS = ("n_heads", "num_heads", "num_attention_heads")
@@ -167,7 +167,7 @@ def _attention(
 def _recurrence(
     layer: nn.Module, stretches: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[Product, float]]:
-    """Yield the products of a gated delta rule's forward pass; see mixers/delta_chunks.py."""
+    """Yield the products of a gated delta rule's forward pass; see mixers/gated_delta.py."""
     for _, module in layer.named_modules():
         heads, keys, values = (getattr(module, name, None) for name in _RECURRENT)
         if not (isinstance(heads, int) and isinstance(keys, int) and isinstance(values, int)):

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 from mlxtune.backend.models.mixers.attention import scaled_dot_product_attention
-from mlxtune.backend.models.windows import window_mask
+from mlxtune.backend.models.packed import window_mask
 
 import mlx.core as mx  # isort: skip
 

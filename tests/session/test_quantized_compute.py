@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlxtune.backend.models import layers, loading
-from mlxtune.backend.models.timed_products import TimedProducts
+from mlxtune.backend.models.layers import TimedProducts
 from mlxtune.backend.workers.group import Workers
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example

@@ -19,12 +19,15 @@ from mlxtune.backend.models.layers import (
     StoredEmbedding,
     StoredExperts,
     StoredLinear,
+    TimedProducts,
     cast_parameters,
     compute_quantized,
     replace_modules,
+    time_products,
 )
 from mlxtune.backend.models.model_config import misfit
 from mlxtune.backend.models.model_folder import (
+    NOT_TEXT,
     check_weights,
     read_config,
     weight_names,
@@ -39,8 +42,6 @@ from mlxtune.backend.models.quantize import (
     quantize_lazily,
     read_one_by_one,
 )
-from mlxtune.backend.models.timed_products import TimedProducts, time_products
-from mlxtune.backend.models.weight_headers import NOT_TEXT
 from mlxtune.config.base_options import AS_STORED, BaseOptions
 from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.core.text import count, short_number

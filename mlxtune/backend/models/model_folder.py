@@ -13,8 +13,8 @@ from typing import Any
 
 from mlx_lm import utils as mlx_lm_utils
 
-from mlxtune.backend.models.model_config import LAYERS, config_problems, counts
-from mlxtune.backend.models.weight_headers import weight_problems
+from mlxtune.backend.models.model_config import FORMATS, LAYERS, config_problems, counts
+from mlxtune.backend.models.quantize import is_quantized
 from mlxtune.config.limits import INDEX, TOKENIZER, VOCABULARY, TooLarge, limits_of
 from mlxtune.core.files import sizes
 from mlxtune.core.files.scratch import linked_folder
@@ -27,6 +27,14 @@ from mlxtune.hub.responses import check_answers
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
 _READ = (".json", ".jinja", ".model", ".txt", ".safetensors")
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+# Parts of the names of image and sound encoders in multimodal models.
+NOT_TEXT = re.compile(r"vision|visual|audio|speech|image|multi_modal")
+_FLOATS = ("F16", "BF16", "F32")
+# mlx-lm loads tensors with these names, but drops causal masks, whose names these exclude.
+_LOADED = re.compile(r"(?!.*(?:attn|attention)\.bias$).*\.(?:weight|scales|biases|bias)")
+# Dtypes of weights that mlx-lm converts with a separate scale, and suffixes of the scale's name.
+_SCALED = ("F8_E4M3", "F8_E5M2", "I8")
+_SCALES = (".weight_scale_inv", ".weight_scale", ".scale")
 
 
 def is_local(model_path: str) -> bool:
@@ -221,6 +229,47 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
                 f"{folder / 'config.json'}: {name} is {count}, but the weights have only {tensors} "
                 "tensors: the two do not belong together: download the model again"
             )
+
+
+def weight_problems(tensors: Mapping[str, TensorInfo], config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield problems in the headers of the language model's tensors, with the tensors' names.
+
+    With these problems, MLX or mlx-lm would fail or crash.
+    """
+    quantised = is_quantized(config)
+    for name, info in tensors.items():
+        if NOT_TEXT.search(name) or not _LOADED.fullmatch(name):
+            continue
+        stem, _, kind = name.rpartition(".")
+        known = (*_FLOATS, "U8") if kind == "scales" else (*_FLOATS, "U32", "U8")
+        scaled = info.dtype in _SCALED and any(stem + each in tensors for each in _SCALES)
+        if info.dtype not in known and not scaled:
+            yield f"{name:.100} is {info.dtype}, not one of {', '.join(known)}"
+        elif quantised and kind == "scales" and f"{stem}.weight" in tensors:
+            yield from _scales_problems(stem, tensors)
+
+
+def _scales_problems(stem: str, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+    """Yield errors in a quantised matrix that can make MLX divide by zero or read out of bounds."""
+    weight, scales = tensors[f"{stem}.weight"], tensors[f"{stem}.scales"]
+    biases = tensors.get(f"{stem}.biases")
+    name = f"{stem:.100}.scales"
+    if weight.dtype != "U32":
+        yield f"{stem:.100}.weight is {weight.dtype}, but has scales, so U32 is expected"
+    elif len(scales.shape) < 2 or scales.shape[:-1] != weight.shape[:-1]:
+        yield f"{name} has shape {scales.shape}, which does not fit the weight's {weight.shape}"
+    elif (
+        weight.shape[-1] * 32
+        not in {
+            scales.shape[-1] * bits * size
+            for bits in FORMATS["bits"]
+            for size in FORMATS["group_size"]
+        }
+        or not scales.shape[-1]
+    ):
+        yield f"{name} has shape {scales.shape}: no group size fits the weight's {weight.shape}"
+    elif biases is not None and biases.shape != scales.shape:
+        yield f"{stem:.100}.biases has shape {biases.shape}, but the scales have {scales.shape}"
 
 
 def weight_names(folder: Path) -> list[str]:

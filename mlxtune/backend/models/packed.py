@@ -1,5 +1,6 @@
-"""The layout of the current line, which holds the examples of a micro-batch end to end."""
+"""The layout of the current line, which holds a micro-batch's examples end to end, and masks."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -9,14 +10,15 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models.base import create_causal_mask
+from mlx_lm.models import base
 
 from mlxtune.backend.models.chosen_rows import ChosenRows
-from mlxtune.backend.models.windows import window_mask
 from mlxtune.core.steps.pack import Segment
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 Ints = npt.NDArray[np.int32]
+# The length of each mask's window, by the mask's `id`.
+_windows: dict[int, int] = {}
 
 
 class CannotPackError(Exception):
@@ -204,7 +206,7 @@ class LineCache:
         window = options.get("window_size")
         if window is not None and width > window:
             return window_mask(width, window)
-        return create_causal_mask(width) if options.get("return_array") else "causal"
+        return base.create_causal_mask(width) if options.get("return_array") else "causal"
 
     def __getitem__(self, index: int) -> None:
         return None
@@ -218,3 +220,29 @@ class LineCache:
 
     def advance(self, tokens: int) -> None:
         """Do nothing: no token follows the line."""
+
+
+def window_mask(length: int, window: int) -> mx.array:
+    """Return the mask, bool (T, T), with which each query sees only the last `window` keys."""
+    mask = base.create_causal_mask(length, window_size=window)
+    _windows[id(mask)] = window
+    weakref.finalize(mask, _windows.pop, id(mask), None)
+    return mask
+
+
+def window_of(mask: Any) -> int | None:
+    """Return the length of the window that a mask was made for; None for any other mask."""
+    return _windows.get(id(mask))
+
+
+def create_attention_mask(
+    h: mx.array, cache: Any = None, window_size: int | None = None, return_array: bool = False
+) -> Any:
+    """Return the mask that mlx-lm's function of this name returns; `h` is (B, T, ·).
+
+    Without a cache, as in training with padding, `window_of` finds the mask's window.
+    """
+    length = h.shape[1]
+    if cache is None and window_size is not None and length > window_size:
+        return window_mask(length, window_size)
+    return base.create_attention_mask(h, cache, window_size=window_size, return_array=return_array)

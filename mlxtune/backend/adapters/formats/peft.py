@@ -24,8 +24,7 @@ from mlxtune.backend.adapters.files import (
 )
 from mlxtune.backend.adapters.formats import peft_experts
 from mlxtune.backend.adapters.formats.adapter import Adapter, Matrix, Update, path_in_layer
-from mlxtune.backend.models.model_folder import json_object, weight_names
-from mlxtune.backend.models.weight_headers import NOT_TEXT
+from mlxtune.backend.models.model_folder import NOT_TEXT, json_object, weight_names
 from mlxtune.core.files.files import write_json
 from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, one_line

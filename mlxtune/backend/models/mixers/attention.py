@@ -12,8 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base as mlx_lm_base
 
-from mlxtune.backend.models.packed import LineCache
-from mlxtune.backend.models.windows import window_of
+from mlxtune.backend.models.packed import LineCache, window_of
 
 # Up to this many queries, Metal's fused attention has no gradient.
 _FEW = 8

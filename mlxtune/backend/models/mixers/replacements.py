@@ -8,8 +8,8 @@ from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 from mlxtune.backend.models.mixers import experts, recurrences
 from mlxtune.backend.models.mixers.attention import scaled_dot_product_attention
 from mlxtune.backend.models.mixers.gated_delta import gated_delta_update
+from mlxtune.backend.models.packed import create_attention_mask
 from mlxtune.backend.models.replaced import Replacements
-from mlxtune.backend.models.windows import create_attention_mask
 
 # Keyed by the `id` of the replaced function.
 FUNCTIONS: dict[int, Any] = {

@@ -17,8 +17,7 @@ from mlxtune.backend.models.mixers.attention import (
     composed_attention,
     scaled_dot_product_attention,
 )
-from mlxtune.backend.models.packed import Layout, LineCache, laid_out
-from mlxtune.backend.models.windows import create_attention_mask
+from mlxtune.backend.models.packed import Layout, LineCache, create_attention_mask, laid_out
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.pack import Segment
 from tests.backend.conftest import random_examples

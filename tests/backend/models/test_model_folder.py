@@ -8,8 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.models.model_folder import weight_names
-from mlxtune.backend.models.weight_headers import weight_problems
+from mlxtune.backend.models.model_folder import weight_names, weight_problems
 from mlxtune.core.files.tensor_files import TensorInfo
 from mlxtune.errors import ModelError
 
