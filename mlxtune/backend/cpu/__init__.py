@@ -14,8 +14,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.rwkv7 import Rwkv7TimeMixing
 
-from mlxtune.backend.cpu.layers import KernelLayers
-from mlxtune.backend.cpu.memory import KernelMemory
+from mlxtune.backend.cpu.kernel_layers import KernelLayers, KernelMemory
 from mlxtune.backend.lora.targets import EXPERTS
 
 # In models with at least this many parameters, kernels save more time than their calls cost.
@@ -34,9 +33,9 @@ class CpuOperations:
 
     def load(self) -> None:
         """Import numba and the kernels."""
-        from mlxtune.backend.cpu import kernels
+        from mlxtune.backend.cpu import numba_kernels
 
-        kernels.widen(0, 1, np.zeros((1, 1), np.uint16), np.zeros((1, 1), np.uint32))
+        numba_kernels.widen(0, 1, np.zeros((1, 1), np.uint16), np.zeros((1, 1), np.uint32))
 
     def serves(self, dtype: mx.Dtype | None) -> bool:
         """Return whether the dtype is float32, the only dtype of the kernels."""
@@ -56,14 +55,14 @@ class CpuOperations:
 
     def linear_head(self, dtype: mx.Dtype | None) -> ModuleType:
         """Return the module that computes cross-entropy in blocks of the vocabulary."""
-        from mlxtune.backend.cpu import products
+        from mlxtune.backend.cpu import blas_products
 
-        return products
+        return blas_products
 
     def prepare(self, model: nn.Module) -> Callable[[], None]:
         """Make a model compute with the kernels; return a function that undoes the change."""
         from mlxtune.backend.cpu.arrays import unshared_products
-        from mlxtune.backend.cpu.model import make_fast
+        from mlxtune.backend.cpu.fast_model import make_fast
 
         undo_model, undo_products = make_fast(model), unshared_products()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mlxtune.backend.cpu import CPU, arrays
-from tests.backend.cpu.test_model import model_of
+from tests.backend.cpu.test_fast_model import model_of
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

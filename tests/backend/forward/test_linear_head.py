@@ -12,7 +12,7 @@ from tests.backend.cpu.compared import assert_same_function, random
 from tests.backend.kernels import kernel_module
 from tests.backend.queued import queued
 
-products = kernel_module("products")
+products = kernel_module("blas_products")
 
 STORED = [mx.float32, mx.bfloat16, mx.float16]
 

@@ -17,7 +17,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu import CPU
-from mlxtune.backend.cpu.layers import BackwardReads, KernelLayers
+from mlxtune.backend.cpu.kernel_layers import BackwardReads, KernelLayers
 from mlxtune.backend.forward.intercept import Intercepted
 from mlxtune.backend.forward.layer_calls import Layerwise
 from mlxtune.backend.forward.operations import MLX

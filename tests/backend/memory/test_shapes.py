@@ -15,7 +15,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu import CPU
-from mlxtune.backend.cpu.memory import KernelMemory
+from mlxtune.backend.cpu.kernel_layers import KernelMemory
 from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.device.memory import peak_of, release
 from mlxtune.backend.forward.operations import MLX

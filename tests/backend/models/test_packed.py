@@ -14,7 +14,7 @@ from mlxtune.core.steps.pack import Segment
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
 from tests.backend.kernels import kernel_module
 
-attention, elementwise, model = map(kernel_module, ("attention", "elementwise", "model"))
+fast_model, functions = map(kernel_module, ("fast_model", "kernel_functions"))
 
 # Two texts continue one text, which itself continues another; a last text is separate.
 FOREST = Layout(
@@ -48,14 +48,14 @@ def seen() -> np.ndarray[Any, Any]:
 def test_attention_sees_what_a_segment_continues(
     queries_at_once: int, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "ATTENTION_QUERIES", queries_at_once)
-    monkeypatch.setattr(attention, "ATTENTION_SCORES", scores_at_once)
+    monkeypatch.setattr(functions, "ATTENTION_QUERIES", queries_at_once)
+    monkeypatch.setattr(functions, "ATTENTION_SCORES", scores_at_once)
     q, k, v = random(1, 4, TOKENS, 8), random(1, 2, TOKENS, 8), random(1, 2, TOKENS, 8, seed=3)
     mask = mx.array(seen())
 
     def in_line(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         with laid_out(FOREST):
-            return attention.attention(q, k, v, 0.3, "causal")
+            return functions.attention(q, k, v, 0.3, "causal")
 
     assert_same_function(
         in_line,
@@ -73,7 +73,7 @@ def test_positions_are_those_in_the_examples() -> None:
 
     def in_line(x: mx.array) -> mx.array:
         with laid_out(FOREST):
-            return elementwise.rope(x, 8, offset=0, **how)
+            return functions.rope(x, 8, offset=0, **how)
 
     def each(x: mx.array) -> mx.array:
         turned = [
@@ -90,11 +90,11 @@ def test_what_knows_of_no_segments_is_refused() -> None:
     x = random(1, 2, TOKENS, 8)
     with laid_out(FOREST):
         with pytest.raises(CannotPackError):
-            attention.attention(x, x, x, 0.3, None)
+            functions.attention(x, x, x, 0.3, None)
         with pytest.raises(CannotPackError):
-            model._attention(x, x, x, None, 0.3, mx.zeros((TOKENS, TOKENS)))
+            fast_model._attention(x, x, x, None, 0.3, mx.zeros((TOKENS, TOKENS)))
         with pytest.raises(CannotPackError):
-            elementwise.rope(x, 8, traditional=True, base=1e4, scale=1.0, offset=0)
+            functions.rope(x, 8, traditional=True, base=1e4, scale=1.0, offset=0)
     assert layout() is None
 
 
@@ -138,7 +138,7 @@ def test_the_line_under_way_is_that_of_the_backward_pass() -> None:
 
     def in_line(q: mx.array) -> mx.array:
         with laid_out(FOREST):
-            return attention.attention(q, q, q, 0.3, "causal")
+            return functions.attention(q, q, q, 0.3, "causal")
 
     _, (expected,) = mx.vjp(in_line, [q], [d])
     with laid_out(Layout([Segment(0, TOKENS, 0, -1)])):

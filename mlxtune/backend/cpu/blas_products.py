@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.backend.cpu import kernels
+from mlxtune.backend.cpu import numba_kernels
 from mlxtune.backend.cpu.arrays import (
     THREADS,
     WORTH_MULTIPLYING,
@@ -83,9 +83,9 @@ def widened(narrow: npt.NDArray[Any]) -> Floats:
         return narrow
     wide = _scratch.rows(narrow.shape)
     if narrow.size < _SHARED:
-        kernels.widen(0, len(narrow), narrow, wide)
+        numba_kernels.widen(0, len(narrow), narrow, wide)
     else:
-        by_rows(kernels.widen, narrow, wide)
+        by_rows(numba_kernels.widen, narrow, wide)
     return wide.view(np.float32)
 
 
@@ -138,7 +138,7 @@ def add_update(y: mx.array, x: mx.array, a: mx.array, b: mx.array, scale: float)
     """Add scale * (x A) B to y (..., out), in place; A is (in, r), B (r, out)."""
     low = matrix(x) @ view(a)
     low *= np.float32(scale)
-    by_rows(kernels.add_product_, matrix(y), low, view(b))
+    by_rows(numba_kernels.add_product_, matrix(y), low, view(b))
 
 
 def update_gradients(
@@ -149,7 +149,7 @@ def update_gradients(
     d_x = backward(cotangent, weight)
     d_low = d @ up.T
     d_low *= np.float32(scale)
-    by_rows(kernels.add_product_, matrix(d_x), d_low, np.ascontiguousarray(down.T))
+    by_rows(numba_kernels.add_product_, matrix(d_x), d_low, np.ascontiguousarray(down.T))
     low = rows @ down
     low *= np.float32(scale)
     return d_x, mx.array(rows.T @ d_low), mx.array(low.T @ d)
@@ -188,14 +188,14 @@ def losses(logits: mx.array, targets: mx.array) -> mx.array:
     def run(logits: mx.array) -> mx.array:
         rows = matrix(copied(logits))
         right = rows[at, wanted]
-        softmax = _OnlineSoftmax(len(rows))
+        softmax = _BlockwiseSoftmax(len(rows))
         softmax.take(rows)
         return mx.array(softmax.log_sums() - right)
 
     def gradient(logits: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         made = copied(logits)
         out = matrix(made)
-        by_rows(kernels.softmax_, out, 1, False)
+        by_rows(numba_kernels.softmax_, out, 1, False)
         out[at, wanted] -= 1
         out *= view(cotangent)[:, None]
         return made
@@ -203,7 +203,7 @@ def losses(logits: mx.array, targets: mx.array) -> mx.array:
     return differentiable(run, gradient)(logits)
 
 
-class _OnlineSoftmax:
+class _BlockwiseSoftmax:
     """The softmax of each row, whose logits arrive in blocks."""
 
     def __init__(self, rows: int) -> None:
@@ -212,14 +212,14 @@ class _OnlineSoftmax:
 
     def take(self, logits: Floats) -> None:
         """Add a block of logits, and replace each logit with exp(logit - the highest so far)."""
-        by_rows(kernels.online_softmax_, logits, self.highest, self.total, self.correction)
+        by_rows(numba_kernels.online_softmax_, logits, self.highest, self.total, self.correction)
 
     def log_sums(self) -> Floats:
         """Return the logarithm of each row's sum of exp(logit)."""
         return self.highest + np.log(self.total)
 
 
-class _Head(_OnlineSoftmax):
+class _HeadSoftmax(_BlockwiseSoftmax):
     """The softmax of the head's logits (P, V); if `expects`, also a weighted sum of head rows."""
 
     def __init__(self, hidden: Floats, *, expects: bool) -> None:
@@ -244,7 +244,7 @@ class _Head(_OnlineSoftmax):
         self.expected += np.matmul(z, block, out=self._product)
 
     def add(self, other: Self) -> None:
-        """Merge the sums of another `_Head` over the same hidden states."""
+        """Merge the sums of another `_HeadSoftmax` over the same hidden states."""
         highest = np.maximum(self.highest, other.highest)
         own, its = np.exp(self.highest - highest), np.exp(other.highest - highest)
         self.total *= own
@@ -255,9 +255,9 @@ class _Head(_OnlineSoftmax):
         self.highest = highest
 
 
-def _over_vocabulary(weight: Weight, hidden: Floats, *, expects: bool) -> _Head:
+def _over_vocabulary(weight: Weight, hidden: Floats, *, expects: bool) -> _HeadSoftmax:
     """Return the softmax over the whole vocabulary, of which each thread takes a part."""
-    heads = [_Head(hidden, expects=expects) for _ in range(THREADS)]
+    heads = [_HeadSoftmax(hidden, expects=expects) for _ in range(THREADS)]
     stored = _stored(weight)
     if stored is None:
         for at in _blocks(weight):
@@ -272,13 +272,13 @@ def _over_vocabulary(weight: Weight, hidden: Floats, *, expects: bool) -> _Head:
 
 
 def _take_stored(
-    stored: npt.NDArray[Any], heads: list[_Head], part: int, start: int, end: int
+    stored: npt.NDArray[Any], heads: list[_HeadSoftmax], part: int, start: int, end: int
 ) -> None:
     for at in range(start, end, _ROWS):
         heads[part].take_rows(widened(stored[at : min(at + _ROWS, end)]))
 
 
-def _share(block: Floats, heads: list[_Head]) -> None:
+def _share(block: Floats, heads: list[_HeadSoftmax]) -> None:
     in_parts(lambda part, start, end: heads[part].take_rows(block[start:end]), len(block))
 
 

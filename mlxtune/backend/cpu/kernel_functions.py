@@ -1,22 +1,159 @@
-"""Scaled dot-product attention on the CPU, in blocks of queries with products by BLAS."""
+"""Activations, norms, rotary embeddings and attention in float32, by kernels and BLAS."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from mlxtune.backend.cpu import kernels
-from mlxtune.backend.cpu.arrays import THREADS, Floats, by_rows, empty, in_parts, multiplied, view
-from mlxtune.backend.cpu.layers import reads_attention, unread
-from mlxtune.backend.cpu.memory import ATTENTION_QUERIES, ATTENTION_SCORES
+from mlxtune.backend.cpu import numba_kernels
+from mlxtune.backend.cpu.arrays import (
+    THREADS,
+    Floats,
+    by_rows,
+    computes,
+    empty,
+    in_parts,
+    matrix,
+    multiplied,
+    view,
+)
+from mlxtune.backend.cpu.kernel_layers import (
+    ATTENTION_QUERIES,
+    ATTENTION_SCORES,
+    reads_attention,
+    reads_gate,
+    unread,
+)
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable
 
+# Table lengths for packed lines are rounded up to a multiple of this, so that few tables are
+# needed.
+_LENGTH_MULTIPLE = 256
+
+
+def _with_gradient(
+    kernel: Any,
+    gradient_kernel: Any,
+    inputs: Sequence[mx.array],
+    *constants: Any,
+    is_read: bool = True,
+) -> mx.array:
+    """Apply `kernel` to inputs of one shape; `gradient_kernel` computes the gradients.
+
+    `kernel` takes (start, end, *inputs, out, *constants), `gradient_kernel` (start, end, *inputs,
+    cotangent, one gradient for each input, *constants). Without `is_read`, the output is not
+    computed.
+    """
+
+    def run(*arrays: mx.array) -> mx.array:
+        if not is_read:
+            return unread(*arrays[0].shape)
+        made = empty(*arrays[0].shape)
+        by_rows(kernel, *map(matrix, (*arrays, made)), *constants)
+        return made
+
+    def gradient(primals: Any, cotangent: mx.array, output: Any) -> Any:
+        primals = primals if isinstance(primals, tuple | list) else (primals,)
+        made = [empty(*x.shape) for x in primals]
+        by_rows(gradient_kernel, *map(matrix, (*primals, cotangent, *made)), *constants)
+        return tuple(made) if len(made) > 1 else made[0]
+
+    return differentiable(run, gradient)(*inputs)
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """Return silu(gate) * x."""
+    return _with_gradient(
+        numba_kernels.swiglu, numba_kernels.swiglu_gradient, (gate, x), is_read=reads_gate()
+    )
+
+
+def geglu(gate: mx.array, x: mx.array) -> mx.array:
+    """Return gelu_approx(gate) * x."""
+    return _with_gradient(
+        numba_kernels.geglu, numba_kernels.geglu_gradient, (gate, x), is_read=reads_gate()
+    )
+
+
+def tanh(x: mx.array) -> mx.array:
+    """Return the hyperbolic tangent of each entry."""
+    return _with_gradient(numba_kernels.tanh, numba_kernels.tanh_gradient, (x,))
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """Return x / rms(x) * weight over the last axis; the weight is frozen."""
+    constants = np.array(weight.astype(mx.float32)), np.float32(eps)
+    return _with_gradient(numba_kernels.rms_norm, numba_kernels.rms_norm_gradient, (x,), *constants)
+
+
+@lru_cache(maxsize=64)
+def _table(
+    length: int, dims: int, offset: int, base: float | None, scale: float, freqs: bytes | None
+) -> tuple[Floats, Floats]:
+    """Return the cosines and sines (T, dims / 2) of MLX's rotary embedding at T positions."""
+    half = (1, 1, length, dims // 2)
+    turned = mx.fast.rope(
+        mx.concatenate([mx.ones(half), mx.zeros(half)], axis=-1),
+        dims,
+        traditional=False,
+        base=base,
+        scale=scale,
+        offset=offset,
+        freqs=None if freqs is None else mx.array(np.frombuffer(freqs, dtype=np.float32)),
+    )
+    cosines, sines = np.split(np.array(turned)[0, 0], 2, axis=1)
+    return np.ascontiguousarray(cosines), np.ascontiguousarray(sines)
+
+
+def rope(
+    x: mx.array,
+    dims: int,
+    *,
+    traditional: bool,
+    base: float | None,
+    scale: float,
+    offset: Any,
+    freqs: mx.array | None = None,
+) -> mx.array:
+    """Return mx.fast.rope of x (B, H, T, D), by a kernel if it supports x."""
+    fast = not traditional and isinstance(offset, int) and x.ndim == 4
+    layout = packed.layout()
+    if not (fast and computes(x)):
+        packed.check_not_packed()
+        return mx.fast.rope(
+            x, dims, traditional=traditional, base=base, scale=scale, offset=offset, freqs=freqs
+        )
+    given = None if freqs is None else np.array(freqs.astype(mx.float32)).tobytes()
+    if layout is None:
+        cosines, sines = _table(x.shape[2], dims, offset, base, scale, given)
+    else:
+        length = -(-layout.longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+        whole = _table(length, dims, offset, base, scale, given)
+        cosines, sines = (values[layout.positions] for values in whole)
+
+    # The projection before the rotation orders memory by token, the attention after it by head.
+    def run(x: mx.array) -> mx.array:
+        source = np.ascontiguousarray(view(x).swapaxes(1, 2))
+        made, lines = empty(*x.shape), source.shape[0] * source.shape[1]
+        by_rows(numba_kernels.turn, source, cosines, sines, view(made), rows=lines)
+        return made
+
+    def gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+        source = np.ascontiguousarray(view(cotangent))
+        batch, heads, length, width = source.shape
+        made = empty(batch, length, heads, width)
+        by_rows(numba_kernels.turn_back, source, cosines, sines, view(made), rows=batch * length)
+        return made.transpose(0, 2, 1, 3)
+
+    return differentiable(run, gradient)(x)
+
 
 @dataclass(frozen=True)
-class _Part:
+class _AttentionPart:
     """A block of groups and queries of one line, and the ranges of keys that the queries see."""
 
     line: int
@@ -75,12 +212,12 @@ class _Attention:
             for line in range(self.batch):
                 yield line, slice(start, end), (slice(0, seen),)
 
-    def for_each_part(self, run: Callable[[_Part], None]) -> None:
+    def for_each_part(self, run: Callable[[_AttentionPart], None]) -> None:
         """Call `run` for every part. Threads divide the groups if each thread can take one."""
 
         def run_those(_: int, first: int, last: int) -> None:
             for line, queries, keys in self.blocks():
-                whole = _Part(line, slice(first, last), queries, keys)
+                whole = _AttentionPart(line, slice(first, last), queries, keys)
                 scores = self.heads // self.groups * whole.count * whole.seen
                 at_once = max(ATTENTION_SCORES // (scores * (THREADS if shared else 1)), 1)
                 for group in range(first, last, at_once):
@@ -89,17 +226,17 @@ class _Attention:
         shared = self.groups >= THREADS
         in_parts(run_those, self.groups) if shared else run_those(0, 0, self.groups)
 
-    def rows(self, x: Floats, part: _Part) -> Floats:
+    def rows(self, x: Floats, part: _AttentionPart) -> Floats:
         """Return a part of x (B, G, H / G, T, n) as contiguous (groups, H / G * queries, n)."""
         chosen = x[part.line, part.groups, :, part.queries]
         return np.ascontiguousarray(chosen).reshape(len(chosen), -1, x.shape[-1])
 
-    def seen(self, x: Floats, part: _Part) -> Floats:
+    def seen(self, x: Floats, part: _AttentionPart) -> Floats:
         """Return the keys of x (B, G, S, n) that a part sees: (groups, keys, n)."""
         pieces = [x[part.line, part.groups, at] for at in part.keys]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
 
-    def add_seen(self, into: Floats, part: _Part, values: Floats) -> None:
+    def add_seen(self, into: Floats, part: _AttentionPart, values: Floats) -> None:
         """Add values (groups, keys, n) to the keys of `into` (B, G, S, n) that a part sees."""
         start = 0
         for at in part.keys:
@@ -107,7 +244,7 @@ class _Attention:
             into[part.line, part.groups, at] += values[:, start:end]
             start = end
 
-    def scores(self, q: Floats, part: _Part) -> Floats:
+    def scores(self, q: Floats, part: _AttentionPart) -> Floats:
         """Return the scores (groups, H / G * queries, keys) of scaled queries.
 
         This method adds an array mask; the softmax applies a causal mask.
@@ -123,10 +260,10 @@ class _Attention:
         made = empty(self.batch, self.length, self.heads, self.v.shape[-1])
         whole = self.by_group(view(made).swapaxes(1, 2))
 
-        def run(part: _Part) -> None:
+        def run(part: _AttentionPart) -> None:
             weights = self.scores(self.rows(self.q, part) * self.scale, part)
             rows = weights.reshape(-1, part.seen)
-            by_rows(kernels.softmax_, rows, part.count, self.causal)
+            by_rows(numba_kernels.softmax_, rows, part.count, self.causal)
             values = multiplied(weights, self.seen(self.v, part))
             target = whole[part.line, part.groups, :, part.queries]
             target[...] = values.reshape(target.shape)
@@ -140,12 +277,12 @@ class _Attention:
         d_k = np.zeros(self.k.shape, dtype=np.float32)
         d_v = np.zeros(self.v.shape, dtype=np.float32)
 
-        def run(part: _Part) -> None:
+        def run(part: _AttentionPart) -> None:
             q = self.rows(self.q, part) * self.scale
             weights, part_d = self.scores(q, part), self.rows(d, part)
             d_scores = multiplied(part_d, self.seen(self.v, part).swapaxes(1, 2))
             rows, d_rows = (x.reshape(-1, part.seen) for x in (weights, d_scores))
-            by_rows(kernels.softmax_gradient_, rows, d_rows, part.count, self.causal)
+            by_rows(numba_kernels.softmax_gradient_, rows, d_rows, part.count, self.causal)
             self.add_seen(d_v, part, multiplied(weights.swapaxes(1, 2), part_d))
             self.add_seen(d_k, part, multiplied(d_scores.swapaxes(1, 2), q))
             target = d_q[part.line, part.groups, :, part.queries]

@@ -10,9 +10,9 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text
 
-from mlxtune.backend.cpu import elementwise, model, products
-from mlxtune.backend.cpu.layers import BackwardReads, KeptProducts, product
-from mlxtune.backend.cpu.model import make_fast
+from mlxtune.backend.cpu import blas_products, fast_model, kernel_functions
+from mlxtune.backend.cpu.fast_model import make_fast
+from mlxtune.backend.cpu.kernel_layers import BackwardReads, KeptProducts, product
 from mlxtune.backend.models.loading import load_base
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
 from tests.backend.step.executions import model_folder
@@ -26,9 +26,8 @@ USES: dict[str, tuple[str, ...]] = {
     "gemma3_text": ("attention", "forward", "rms_norm", "rope"),
 }
 HOMES = {
-    "attention": model,
-    "forward": products,
-    **dict.fromkeys(["rms_norm", "rope", "swiglu"], elementwise),
+    "forward": blas_products,
+    **dict.fromkeys(["attention", "rms_norm", "rope", "swiglu"], kernel_functions),
 }
 
 
@@ -137,7 +136,7 @@ def test_kept_products_are_taken_again_in_their_order(last: bool) -> None:
 
 def test_soft_capped_logits_of_gemma_4() -> None:
     assert_same_function(
-        lambda x: model._FUNCTIONS[id(gemma4_text.logit_softcap)](30.0, x),
+        lambda x: fast_model._FUNCTIONS[id(gemma4_text.logit_softcap)](30.0, x),
         lambda x: gemma4_text.logit_softcap(30.0, x),
         random(3, 50, scale=40),
     )

@@ -8,10 +8,9 @@ import mlx.nn as nn
 from mlx_lm.models import activations, gemma, gemma2, gemma3_text, gemma3n, gemma4_text, rope_utils
 from mlx_lm.models import base as mlx_lm_base
 
-from mlxtune.backend.cpu import elementwise, products
+from mlxtune.backend.cpu import blas_products, kernel_functions
 from mlxtune.backend.cpu.arrays import computes
-from mlxtune.backend.cpu.attention import attention
-from mlxtune.backend.cpu.layers import FrozenProduct, product
+from mlxtune.backend.cpu.kernel_layers import FrozenProduct, product
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable
@@ -32,10 +31,10 @@ def _product(x: mx.array, module: nn.Module) -> mx.array:
     """Return x times the transpose of a module's frozen weight."""
 
     def run(x: mx.array) -> mx.array:
-        return product(lambda: products.forward(x, _frozen_weight(module)))
+        return product(lambda: blas_products.forward(x, _frozen_weight(module)))
 
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
-        return products.backward(cotangent, _frozen_weight(module))
+        return blas_products.backward(cotangent, _frozen_weight(module))
 
     return differentiable(run, gradient)(x)
 
@@ -45,8 +44,8 @@ def _product_with_update(x: mx.array, layer: LoRALinear) -> mx.array:
 
     def run(x: mx.array, a: mx.array, b: mx.array) -> mx.array:
         def make() -> mx.array:
-            y = products.forward(x, _frozen_weight(layer.linear))
-            products.add_update(y, x, a, b, layer.scale)
+            y = blas_products.forward(x, _frozen_weight(layer.linear))
+            blas_products.add_update(y, x, a, b, layer.scale)
             return y
 
         return product(make)
@@ -54,12 +53,12 @@ def _product_with_update(x: mx.array, layer: LoRALinear) -> mx.array:
     def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> Any:
         x, a, b = primals
         weight = _frozen_weight(layer.linear)
-        return products.update_gradients(x, a, b, cotangent, weight, layer.scale)
+        return blas_products.update_gradients(x, a, b, cotangent, weight, layer.scale)
 
     return differentiable(run, gradient)(x, *layer.factors())
 
 
-def _frozen_weight(module: nn.Module) -> products.Weight:
+def _frozen_weight(module: nn.Module) -> blas_products.Weight:
     # Quantised weights are unpacked for each use: MLX's quantised products take 30 times as long.
     return QuantizedRows(module) if hasattr(module, "unpacked") else module["weight"]
 
@@ -72,7 +71,7 @@ class _Linear(FrozenProduct):
         return y + self["bias"] if "bias" in self else y
 
 
-class _Head(nn.Module):
+class _TiedHead(nn.Module):
     def as_linear(self, x: mx.array) -> mx.array:
         return _product(x, self) if computes(x) else super().as_linear(x)
 
@@ -105,7 +104,7 @@ class _RMSNorm(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         if not computes(x):
             return super().__call__(x)
-        return elementwise.rms_norm(x, self["weight"], self.eps)
+        return kernel_functions.rms_norm(x, self["weight"], self.eps)
 
 
 class _GemmaRMSNorm(nn.Module):
@@ -114,12 +113,12 @@ class _GemmaRMSNorm(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         if not computes(x):
             return super().__call__(x)
-        return elementwise.rms_norm(x, 1.0 + self["weight"], self.eps)
+        return kernel_functions.rms_norm(x, 1.0 + self["weight"], self.eps)
 
 
 class _RoPE(nn.Module):
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:
-        return elementwise.rope(
+        return kernel_functions.rope(
             x,
             self.dims,
             traditional=self.traditional,
@@ -136,7 +135,7 @@ class _FrequencyRoPE(nn.Module):
         if options or getattr(self, "mscale", 1.0) != 1.0:
             packed.check_not_packed()
             return super().__call__(x, offset, **options)
-        return elementwise.rope(
+        return kernel_functions.rope(
             x,
             self.dims,
             traditional=self.traditional,
@@ -165,13 +164,13 @@ def _gated(
     return call
 
 
-_geglu = _gated(elementwise.geglu, gemma4_text.geglu)
+_geglu = _gated(kernel_functions.geglu, gemma4_text.geglu)
 
 
 def _capped(cap: float, logits: mx.array) -> mx.array:
     if not computes(logits):
         return gemma4_text.logit_softcap(cap, logits)
-    return elementwise.tanh(logits / cap) * cap
+    return kernel_functions.tanh(logits / cap) * cap
 
 
 def _attention(
@@ -187,14 +186,14 @@ def _attention(
     constant = not isinstance(mask, mx.array) or mask.dtype == mx.bool_
     fast = constant and sinks is None and not hasattr(cache, "bits")
     if fast and computes(queries, keys, values):
-        return attention(queries, keys, values, scale, mask)
+        return kernel_functions.attention(queries, keys, values, scale, mask)
     packed.check_not_packed()
     return scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
 
 
 _FUNCTIONS: dict[int, Any] = {
     id(mlx_lm_base.scaled_dot_product_attention): _attention,
-    id(activations.swiglu): _gated(elementwise.swiglu, activations.swiglu),
+    id(activations.swiglu): _gated(kernel_functions.swiglu, activations.swiglu),
     id(gemma4_text.geglu): _geglu,
     id(gemma4_text.logit_softcap): _capped,
     id(gemma3n.logit_softcap): _capped,
@@ -203,7 +202,7 @@ _FUNCTIONS: dict[int, Any] = {
 # The faster subclass of each class. Quantised layers that use MLX's own products have none.
 _KINDS: dict[type, type] = {
     **subclasses(_Linear, nn.Linear, StoredLinear, DequantizedLinear, NF4Linear),
-    **subclasses(_Head, nn.Embedding, StoredEmbedding, DequantizedEmbedding),
+    **subclasses(_TiedHead, nn.Embedding, StoredEmbedding, DequantizedEmbedding),
     **subclasses(_RMSNorm, nn.RMSNorm),
     **subclasses(_GemmaRMSNorm, gemma.RMSNorm, gemma2.RMSNorm, gemma3_text.RMSNorm),
     **subclasses(_RoPE, nn.RoPE),
