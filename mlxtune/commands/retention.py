@@ -8,7 +8,7 @@ import numpy as np
 from mlxtune.backend.adapters import compare_logits
 from mlxtune.backend.adapters import fuse as fusing
 from mlxtune.backend.adapters.attach import Adapted, load_adapted
-from mlxtune.backend.adapters.retention import MOST_LOST, Retention, try_in_order
+from mlxtune.backend.adapters.certificate import MOST_LOST, Retention, try_in_order
 from mlxtune.backend.adapters.storage import AS_BASE
 from mlxtune.backend.device import memory
 from mlxtune.backend.models.loading import BaseModel, prepare, read_weights

@@ -1,12 +1,32 @@
 """`mlxtune doctor`: checks whether this machine can train, and how well."""
 
-from collections.abc import Sequence
+import importlib.metadata as metadata
+import platform
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from mlxtune.backend.workers.environment import launched_several
+from mlxtune.config import TrainConfig, user_cache
+from mlxtune.core.machine import facts
+from mlxtune.core.machine.blas import load_blas
 from mlxtune.core.machine.checks import Diagnosis, check_lines, diagnose
-from mlxtune.diagnosis.machine import read_machine
+from mlxtune.core.machine.conditions import Sensors
+from mlxtune.core.machine.cuda_headers import missing_headers
+from mlxtune.core.machine.facts import MLX_LIBRARIES, Package, probe_device
+from mlxtune.core.machine.kernel_cache import kernel_cache
+from mlxtune.core.machine.reservation import reservations
 from mlxtune.views.output import print_json, print_line
+
+_OURS = "mlxtune"
+# Packages whose requirements are checked, because wrong versions cause obscure errors.
+_FOLLOWED = (_OURS, "mlx", "mlx-lm", "transformers")
+_FOR_DEVELOPERS = ("test", "interop", "dev")
 
 
 def doctor(model_path: str | None = None, data: Sequence[str] = ()) -> Diagnosis:
@@ -39,3 +59,99 @@ def show(*, as_json: bool, model_path: str | None, data: Sequence[str]) -> bool:
         for line in (*check_lines(diagnosis.checks), diagnosis.summary()):
             print_line(line)
     return diagnosis.can_train
+
+
+def read_machine() -> facts.Machine:
+    """Return the facts of this machine: its system, packages, device, folders and conditions."""
+    device, problem = probe_device()
+    sensors = Sensors()
+    return facts.Machine(
+        system=platform.system(),
+        **facts.read_system(),
+        power=facts.Power(sensors.on_battery(), sensors.saves_power()),
+        thermal=sensors.thermal(),
+        processor=platform.machine(),
+        python=platform.python_version(),
+        packages=packages(),
+        libraries=mlx_libraries(),
+        mlx_first=_mlx_first(device),
+        device=device,
+        device_problem=problem,
+        has_nvidia=facts.has_nvidia(),
+        default_limit=int(TrainConfig.memory_limit * 10**9),
+        reserved=tuple(run.describe() for run in reservations(user_cache() / "memory")),
+        folders=facts.folders() | _kernels(),
+        offline=facts.offline(),
+        missing_headers=missing_headers(),
+    )
+
+
+def _kernels() -> dict[str, facts.Folder]:
+    """Return the folder of compiled kernels by its name, on a machine with an NVIDIA GPU."""
+    if (kept := kernel_cache()) is None:
+        return {}
+    folder = facts.read_folder(lambda: Path(kept.path), measured=True)
+    return {"kernels": replace(folder, problem=kept.problem or folder.problem)}
+
+
+def _mlx_first(device: facts.Device | None) -> bool:
+    """Return whether MLX was imported before mlxtune could load the BLAS that `device` uses."""
+    has_blas = device is not None and device.blas is not None
+    return "mlx.core" in sys.modules and load_blas().name is None and has_blas
+
+
+def packages() -> tuple[Package, ...]:
+    """Return mlxtune, the packages that it requires, and those that each extra requires."""
+    version = _installed(_OURS)
+    if version is None:
+        return ()
+    result = [Package(_OURS, "", version, serves=True), *_checked(_followed(_OURS, ""), "")]
+    for extra in metadata.metadata(_OURS).get_all("Provides-Extra") or []:
+        if extra not in _FOR_DEVELOPERS:
+            result += _checked(_followed(_OURS, extra), extra)
+    return tuple(result)
+
+
+def mlx_libraries() -> tuple[str, ...]:
+    """Return the installed packages that contain the library libmlx."""
+    files = {name: metadata.files(name) or [] for name in MLX_LIBRARIES if _installed(name)}
+    return tuple(
+        name
+        for name, every in files.items()
+        if any(str(file).startswith("mlx/lib/libmlx.") for file in every)
+    )
+
+
+def _followed(name: str, extra: str) -> Iterator[Requirement]:
+    """Yield the requirements of a package or its extra; recurse into those in `_FOLLOWED`."""
+    if _installed(name) is None:
+        return
+    for required in map(Requirement, metadata.requires(name) or []):
+        always, applies = (
+            required.marker is None or required.marker.evaluate({"extra": each})
+            for each in ("", extra)
+        )
+        if applies and not (extra and always):
+            yield required
+            if required.name in _FOLLOWED:
+                for each in ("", *sorted(required.extras)):
+                    yield from _followed(required.name, each)
+
+
+def _checked(required: Iterable[Requirement], extra: str) -> Iterator[Package]:
+    """Yield each required package once, with all its version requirements combined."""
+    specifiers: dict[str, SpecifierSet] = {}
+    for each in required:
+        name = str(canonicalize_name(each.name))
+        specifiers[name] = specifiers.get(name, SpecifierSet()) & each.specifier
+    for name, specifier in specifiers.items():
+        version = _installed(name)
+        serves = version is not None and specifier.contains(version, prereleases=True)
+        yield Package(name, str(specifier), version, serves, extra)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

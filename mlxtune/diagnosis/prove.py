@@ -18,7 +18,7 @@ from mlxtune.core.files.processes import ChildTimeoutError
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.diagnosis import checks
 from mlxtune.diagnosis.checks import MachineProof, ProofCheck
-from mlxtune.diagnosis.machine import read_machine
+from mlxtune.diagnosis.doctor import read_machine
 from mlxtune.diagnosis.views import check_line, shareable, show_proof
 from mlxtune.diagnosis.workbench import BASE, DENSE, GEMMA, QWEN, Workbench
 from mlxtune.errors import ModelError, one_line

@@ -12,11 +12,16 @@ from mlxtune.backend.adapters import compare_logits
 from mlxtune.backend.adapters import fuse as fusing
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import base_options, check_base, load_adapted
-from mlxtune.backend.adapters.certificate import CERTIFICATE, Certificate, WeightCheck, check
+from mlxtune.backend.adapters.certificate import (
+    CERTIFICATE,
+    Certificate,
+    Retention,
+    WeightCheck,
+    check,
+)
 from mlxtune.backend.adapters.formats import merged_gguf
 from mlxtune.backend.adapters.formats.adapter import Adapter
 from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
-from mlxtune.backend.adapters.retention import Retention
 from mlxtune.backend.adapters.storage import AS_BASE
 from mlxtune.backend.device import memory
 from mlxtune.backend.lora.targets import projections_of

@@ -15,7 +15,7 @@ import mlxtune
 from mlxtune.config import user_cache
 from mlxtune.core.machine import facts
 from mlxtune.core.machine.reservation import reserve
-from mlxtune.diagnosis import machine
+from mlxtune.diagnosis import doctor
 from tests.command import Cli, finish, start
 from tests.paths import ROOT
 
@@ -85,8 +85,8 @@ def test_file_of_the_person_named_like_a_library_is_left_alone(tmp_path: Path) -
 
 def test_mlx_imported_first_is_found_out() -> None:
     code = (
-        "import mlx.core; from mlxtune.diagnosis import machine\n"
-        "print(machine._mlx_first(machine.facts.Device('CPU', '', 1, None, 1, blas='b')))"
+        "import mlx.core; from mlxtune.diagnosis import doctor\n"
+        "print(doctor._mlx_first(doctor.facts.Device('CPU', '', 1, None, 1, blas='b')))"
     )
     first = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert first.stdout == "True\n"
@@ -148,7 +148,7 @@ def test_requirements_are_those_of_the_package_its_extras_and_what_it_rests_on(
     )
     distribution(installed, "mlx-cpu", "0.31.0", files="mlx/lib/libmlx.so,,\n")
     distribution(installed, "pyarrow", "20.0.0")
-    found = {package.name: package for package in machine.packages()}
+    found = {package.name: package for package in doctor.packages()}
     assert set(found) == {"mlxtune", "mlx", "mlx-cpu", "pyarrow"}
     assert found["mlx"].serves
     needed = found["mlx-cpu"]
@@ -160,7 +160,7 @@ def test_two_packages_with_the_library_of_mlx_are_found(installed: Path) -> None
     for name in ("mlx-cpu", "mlx-cuda-13"):
         distribution(installed, name, "0.32.4", files="mlx/lib/libmlx.so,,\n")
     distribution(installed, "mlx-cuda-12", "0.32.4", files="elsewhere,,\n")
-    assert machine.mlx_libraries() == ("mlx-cpu", "mlx-cuda-13")
+    assert doctor.mlx_libraries() == ("mlx-cpu", "mlx-cuda-13")
 
 
 # Output of the system's tools

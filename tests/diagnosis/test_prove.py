@@ -18,7 +18,7 @@ import pytest
 from mlxtune.core.files.processes import ChildError, ChildTimeoutError
 from mlxtune.core.machine import facts
 from mlxtune.core.machine.facts import Device
-from mlxtune.diagnosis import machine
+from mlxtune.diagnosis import doctor
 from mlxtune.diagnosis import prove as recipe
 from mlxtune.diagnosis.checks import (
     ProofCheck,
@@ -38,7 +38,7 @@ from tests.paths import DOCS
 from tests.views.test_first_result import Clock
 
 # The installed packages are read once.
-PACKAGES = cache(machine.packages)
+PACKAGES = cache(doctor.packages)
 DEVICE = Device("Metal", "Apple M9", 10**10, 10**10, 10**10)
 HASH = "ab" * 32
 GRADIENT = check_gradients("gpu", 1e-7, 2e-7).taking(0.5)
@@ -92,8 +92,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     monkeypatch.setattr(Workbench, "trained", lambda self, name, run="": give("trained"))
     monkeypatch.setattr(Workbench, "resumed", lambda self, name, stop: give("resumed"))
     monkeypatch.setattr(Workbench, "bench", lambda self, name, *timed: give("bench"))
-    monkeypatch.setattr(machine, "probe_device", lambda: give("device"))
-    monkeypatch.setattr(machine, "packages", PACKAGES)
+    monkeypatch.setattr(doctor, "probe_device", lambda: give("device"))
+    monkeypatch.setattr(doctor, "packages", PACKAGES)
     return values
 
 

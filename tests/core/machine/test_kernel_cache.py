@@ -15,7 +15,7 @@ from mlxtune.config import user_cache
 from mlxtune.core.files.ours import NotOurs, private_folder
 from mlxtune.core.machine import facts, kernel_cache
 from mlxtune.core.machine.kernel_cache import VARIABLE, KernelCache
-from mlxtune.diagnosis.machine import read_machine
+from mlxtune.diagnosis.doctor import read_machine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA GPUs are Linux's")
 
@@ -152,7 +152,7 @@ def test_folder_of_another_user_or_a_link_is_not_used(
 def test_doctor_shows_the_folder(nvidia: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = KernelCache("/here", "/cache: other users may write to it")
     for shown in (found, None):
-        monkeypatch.setattr("mlxtune.diagnosis.machine.kernel_cache", lambda shown=shown: shown)
+        monkeypatch.setattr("mlxtune.diagnosis.doctor.kernel_cache", lambda shown=shown: shown)
         kernels = read_machine().folders.get("kernels")
         assert (kernels and (kernels.path, kernels.problem)) == (
             ("/here", found.problem) if shown else None
