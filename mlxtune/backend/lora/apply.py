@@ -1,6 +1,6 @@
 """Applies LoRA or DoRA to a model, and describes the result."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,31 +160,14 @@ def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
 
     Raises ModelError if LoRA cannot be applied.
     """
-    chosen = choose_targets(model, config)
-    names = {id(module): name for name, module in model.named_modules()}
-    dropout_keys = DropoutKeys()
+    dropout_keys, adapted = DropoutKeys(), []
+    for path, module in choose_targets(model, config).items():
+        rank = rank_of(path, config)
+        scale = scale_of(config.lora_alpha, rank, rslora=config.rslora)
+        adapted.append((path, lora_layer(module, path, rank, scale, config, dropout_keys)))
     model.freeze()
-    for layer in chosen.layers:
-        add_lora(layer, names[id(layer)], chosen.keys, config, dropout_keys)
+    model.update_modules(tree_unflatten(adapted))
     return summarise(model, config, dropout_keys)
-
-
-def add_lora(
-    layer: nn.Module,
-    name: str,
-    keys: Collection[str],
-    config: InstructConfig,
-    dropout_keys: DropoutKeys,
-) -> None:
-    """Put LoRA on the projections `keys` of a layer, whose path in the model is `name`."""
-    adapted = []
-    for key, module in projections(layer).items():
-        if key in keys:
-            path = f"{name}.{key}"
-            rank = rank_of(path, config)
-            scale = scale_of(config.lora_alpha, rank, rslora=config.rslora)
-            adapted.append((key, lora_layer(module, path, rank, scale, config, dropout_keys)))
-    layer.update_modules(tree_unflatten(adapted))
 
 
 def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKeys) -> LoRASummary:

@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.nn as nn
@@ -55,16 +54,8 @@ def projections_of(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-@dataclass(frozen=True)
-class Targets:
-    """The layers to search for targets, and the paths, within a layer, of the targets."""
-
-    layers: list[nn.Module]
-    keys: set[str]
-
-
-def choose_targets(model: nn.Module, config: InstructConfig) -> Targets:
-    """Return the projections that the options name, without reading any weights.
+def choose_targets(model: nn.Module, config: InstructConfig) -> dict[str, nn.Module]:
+    """Return the projections that the options name, by path in the model; read no weights.
 
     Raises ModelError if an option does not match the model or does not work with a projection.
     """
@@ -73,12 +64,11 @@ def choose_targets(model: nn.Module, config: InstructConfig) -> Targets:
         raise ModelError(f"--num-layers {config.num_layers}: the model has {len(layers)} layers")
     layers = layers[-(config.num_layers or len(layers)) :]
     keys = _match(layers, config.targets)
-    names = {id(module): name for name, module in model.named_modules()}
+    chosen = {
+        id(module) for layer in layers for key, module in projections(layer).items() if key in keys
+    }
     modules = {
-        names[id(module)]: module
-        for layer in layers
-        for key, module in projections(layer).items()
-        if key in keys
+        name: module for name, module in projections_of(model).items() if id(module) in chosen
     }
     ranks = target_ranks(config.target_rank)
     used = {pattern_of(name, ranks) for name in modules}
@@ -89,7 +79,7 @@ def choose_targets(model: nn.Module, config: InstructConfig) -> Targets:
         )
     for name, module in modules.items():
         check_trainable(name, module, config)
-    return Targets(layers, keys)
+    return modules
 
 
 def rank_of(name: str, config: InstructConfig) -> int:

@@ -107,19 +107,16 @@ def _matrices(
 
     Raises ModelError if LoRA cannot be applied.
     """
-    layers, chosen = list(base.model.layers), targets.choose_targets(base.model, config)
-    names = {id(module): name for name, module in base.model.named_modules()}
-    counted = ModelFacts(base.model).layers
-    sizes: list[list[_StoredMatrix]] = []
-    # The chosen layers are the last ones, numbered from 0.
-    for i, (layer, matrices) in enumerate(
-        zip(layers, counted, strict=True), len(chosen.layers) - len(layers)
-    ):
-        sizes.append([])
-        for key, module in targets.projections(layer).items():
-            has_lora = i >= 0 and key in chosen.keys
-            rank = targets.rank_of(names[id(module)], config) if has_lora else 0
-            sizes[-1].append(_stored(module, matrices[key], rank, getattr(mx, base.dtype), memory))
+    chosen = targets.choose_targets(base.model, config)
+    ranks = {id(module): targets.rank_of(path, config) for path, module in chosen.items()}
+    dtype = getattr(mx, base.dtype)
+    sizes = [
+        [
+            _stored(module, matrices[key], ranks.get(id(module), 0), dtype, memory)
+            for key, module in targets.projections(layer).items()
+        ]
+        for layer, matrices in zip(base.model.layers, ModelFacts(base.model).layers, strict=True)
+    ]
     first = next(i for i, layer in enumerate(sizes) if any(m.rank for m in layer))
     return sizes[first:]
 

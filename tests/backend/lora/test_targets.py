@@ -24,7 +24,9 @@ def opened(folder: Path, architecture: str, **config: Any) -> nn.Module:
 
 
 def keys_of(model: nn.Module, *targets: str, **options: Any) -> set[str]:
-    return choose_targets(model, InstructConfig(targets=targets, **options)).keys
+    """Return the paths, within their layers, of the projections that the targets choose."""
+    chosen = choose_targets(model, InstructConfig(targets=targets, **options))
+    return {path.partition(".layers.")[2].partition(".")[2] for path in chosen}
 
 
 @pytest.mark.parametrize("architecture", EXPERTS)
