@@ -189,7 +189,8 @@ class AdapterFile:
     def read_tensors(self) -> dict[str, mx.array]:
         """Return the tensors in float32. Raises ModelError, for example for NaN values."""
         _ = self.tensors
-        # MLX does not check the header, so the file must have the header that was checked.
+        # MLX does not check the header (mlx#3363, mlx#3409), so the file must have the header that
+        # was checked.
         if self.has_changed and tensor_header(self.path) != self.header:
             raise ModelError(f"{self.path}: has changed since it was opened: run the command again")
         arrays = {

@@ -146,7 +146,10 @@ def set_limits(memory_limit_gb: float) -> MemoryLimits:
 
 
 def relieve_pressure() -> None:
-    """Clear MLX's cache if used and cached memory are close to the limit."""
+    """Clear MLX's cache if used and cached memory are close to the limit.
+
+    The cache may grow while the peak of used memory stays the same (mlx-lm#986).
+    """
     limit = mx.get_memory_limit()
     if mx.get_cache_memory() and mx.get_active_memory() + mx.get_cache_memory() > _PRESSURE * limit:
         mx.clear_cache()

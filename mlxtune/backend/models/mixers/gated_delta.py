@@ -59,7 +59,7 @@ def gated_delta_update(
     The gates are computed as logarithms, which `delta_rule` takes.
     """
     if use_kernel and _on_metal() and k.shape[-1] % 32 == 0:
-        # mlx-lm's kernel, which has no gradient.
+        # mlx-lm's kernel, which has no gradient (mlx-lm#482).
         return mlx_lm_gated_delta.gated_delta_update(
             *(q, k, v, a, b, A_log, dt_bias, state, mask),
             lower_bound=lower_bound,
