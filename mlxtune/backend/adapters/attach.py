@@ -24,7 +24,7 @@ from mlxtune.backend.models.quantize import (
     quantization_of,
 )
 from mlxtune.config import InstructConfig
-from mlxtune.config.base_options import AS_STORED, BaseOptions
+from mlxtune.config.base_options import BaseOptions
 from mlxtune.core.files.hashing import base_fingerprint, is_same_base
 from mlxtune.errors import ConfigError, ModelError, one_line
 
@@ -88,9 +88,7 @@ def _config_of(adapter: AdapterFile, names: list[str]) -> InstructConfig:
         raise ModelError(f"{adapter.config_path}: {one_line(error)}") from error
 
 
-def base_options(
-    adapter: AdapterFile, folder: Path, options: BaseOptions = AS_STORED
-) -> BaseOptions:
+def base_options(adapter: AdapterFile, folder: Path, options: BaseOptions) -> BaseOptions:
     """Return `options`, changed to quantise a model folder as in an adapter's training.
 
     They quantise nothing if training used the folder as stored, or if the folder is already
@@ -140,9 +138,7 @@ def check_base(adapter: AdapterFile, folder: Path, *, other_base: bool) -> None:
         raise ModelError(f"{problem}: give the right --model-path, or add --other-base")
 
 
-def base_mismatch(
-    adapter: AdapterFile, base: BaseModel, options: BaseOptions = AS_STORED
-) -> str | None:
+def base_mismatch(adapter: AdapterFile, base: BaseModel, options: BaseOptions) -> str | None:
     """Return a warning if `base` is not quantised as in the adapter's training, else None."""
     try:
         trained = base_options(adapter, base.folder, options)

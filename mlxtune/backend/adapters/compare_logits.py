@@ -11,6 +11,7 @@ from mlx_lm.generate import generate_step
 
 from mlxtune.backend.adapters.attach import Adapted
 from mlxtune.backend.adapters.certificate import Comparison, Logits
+from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.lora.targets import PROJECTIONS
 
 NEW_TOKENS = 64
@@ -116,12 +117,12 @@ def _logits(model: nn.Module, tokens: list[int], generated: int) -> Logits:
 
 def _products(model: nn.Module) -> dict[str, nn.Module]:
     """Return a model's projections by path; a LoRA layer counts, but not the layer inside it."""
-    modules = dict(model.named_modules())
-    inner = {f"{path}.linear" for path, module in modules.items() if hasattr(module, "lora_a")}
+    adapted = adapted_modules(model)
+    inner = {f"{path}.linear" for path in adapted}
     return {
         path: module
-        for path, module in modules.items()
-        if (isinstance(module, PROJECTIONS) and path not in inner) or hasattr(module, "lora_a")
+        for path, module in model.named_modules()
+        if path in adapted or (isinstance(module, PROJECTIONS) and path not in inner)
     }
 
 

@@ -230,10 +230,10 @@ def check_fused(
     base: Path,
     fused: Path,
     adapter: Adapter,
-    options: BaseOptions = AS_STORED,
+    options: BaseOptions,
     *,
     dequantize: bool,
-    storage: str = AS_BASE,
+    storage: str,
 ) -> WeightCheck:
     """Compare every tensor of a fused folder with the value computed from the base and the adapter.
 
@@ -245,7 +245,7 @@ def check_fused(
     before = opened.model
     if dequantize:
         _dequantize(opened, kept=adapter.modules.keys())
-    after = _open(fused, BaseOptions(trust_remote_code=options.trust_remote_code)).model
+    after = _open(fused, options.as_stored).model
     problems: list[str] = []
     largest = 0.0
     bases, written = dict(before.named_modules()), dict(after.named_modules())
@@ -310,7 +310,7 @@ def is_quantized(model: nn.Module, adapter: Adapter) -> bool:
     return bool(quantized_among(_trained(model, adapter)))
 
 
-def storages(folder: Path, adapter: Adapter, options: BaseOptions = AS_STORED) -> list[str]:
+def storages(folder: Path, adapter: Adapter, options: BaseOptions) -> list[str]:
     """Return the storage formats to try for the weights with an update; read no weights."""
     model = _open(folder, options).model
     return storages_for(_trained(model, adapter))

@@ -211,14 +211,12 @@ def base_record(base: BaseModel) -> dict[str, Any]:
 
 def slow_products(base: BaseModel) -> str | None:
     """Return a warning, with its remedy, if quantised products are slow on this device."""
-    if not on_cpu() or base.quantized_compute is None:
+    if not on_cpu() or base.quantized_compute != QUANTIZED:
         return None
-    if base.quantized_compute == QUANTIZED:
-        return (
-            "MLX multiplies quantised weights slowly on the CPU: "
-            "--quantized-compute dequantized gives the same result many times faster"
-        )
-    return None
+    return (
+        "MLX multiplies quantised weights slowly on the CPU: "
+        "--quantized-compute dequantized gives the same result many times faster"
+    )
 
 
 def timed_products(base: BaseModel, tokens: int) -> TimedProducts | None:

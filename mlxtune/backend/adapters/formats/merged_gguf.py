@@ -13,7 +13,7 @@ import numpy as np
 from mlxtune.backend.adapters.formats.adapter import Adapter
 from mlxtune.backend.adapters.formats.gguf import check_supported, gguf_names, orders
 from mlxtune.backend.models.loading import open_base
-from mlxtune.config.base_options import AS_STORED, BaseOptions
+from mlxtune.config.base_options import BaseOptions
 from mlxtune.core.files.files import file_hash, write_file
 from mlxtune.core.files.ours import is_ours
 from mlxtune.core.files.processes import output_of
@@ -120,7 +120,7 @@ def _run(command: Sequence[str], made: Path, remedy: str) -> None:
         raise OutputError(f"{program}: failed ({one_line(said)}): {remedy}")
 
 
-def check_merged(folder: Path, adapter: Adapter, options: BaseOptions = AS_STORED) -> str:
+def check_merged(folder: Path, adapter: Adapter, options: BaseOptions) -> str:
     """Compare the GGUF in a fused folder with the folder's weights; return a summary line.
 
     Every weight with an update must have the folder's values, in llama.cpp's order of rows and
