@@ -1,58 +1,67 @@
-"""Rules for the sizes of folders and modules, which import contracts cannot express."""
+"""Rules for the sizes and names of folders and modules, which import contracts cannot express."""
 
 from __future__ import annotations
 
-import ast
 from collections import defaultdict
-from collections.abc import Iterator
-from pathlib import Path
 
-from tests.paths import ROOT
+from tests.long.structure import (
+    PACKAGE,
+    SCRIPTS,
+    importers,
+    length,
+    modules,
+    short,
+    single_importers,
+    twin_classes,
+    twin_names,
+)
 
-PACKAGE = ROOT / "mlxtune"
 MOST_MODULES = 16
 FEWEST_LINES = 80
-# Folders that may have short modules, as each command, format or tracker has its own file.
-ONE_FILE_EACH = ("commands/", "backend/adapters/formats/", "tracking/")
-SCRIPTS = ("worker", "_child", "probe", "__main__")
-
-
-def modules() -> list[Path]:
-    return [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+# Folders that may have short modules, as each command, format or mixer has its own file.
+ONE_FILE_EACH = ("commands/", "backend/adapters/formats/", "backend/models/mixers/")
+# Bounds of the counts, to be lowered with them.
+MOST_SINGLE_IMPORTERS = 62
+MOST_TWIN_NAMES = 36
+MOST_TWIN_CLASSES = 9
 
 
 def test_no_folder_has_too_many_modules() -> None:
     counts: dict[str, int] = defaultdict(int)
     for path in modules():
-        counts[str(path.parent.relative_to(PACKAGE))] += 1
+        counts[short(path.parent)] += 1
     assert {folder: count for folder, count in counts.items() if count > MOST_MODULES} == {}
 
 
-def imported(path: Path) -> Iterator[Path]:
-    """Yield the package's files that a file imports, including imports within functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            found = ROOT / f"{name.replace('.', '/')}.py"
-            if found.is_relative_to(PACKAGE) and found.exists():
-                yield found
-
-
-def test_short_module_has_several_users() -> None:
-    users: dict[Path, set[Path]] = defaultdict(set)
-    for path in PACKAGE.rglob("*.py"):
-        for other in imported(path):
-            users[other].add(path)
-    short = {
+def test_short_module_has_several_importers() -> None:
+    users = importers()
+    found = {
         name: lines
         for path in modules()
         if len(users[path]) < 2
-        and not (name := path.relative_to(PACKAGE).as_posix()).startswith(ONE_FILE_EACH)
+        and not (name := short(path)).startswith(ONE_FILE_EACH)
         and not path.stem.endswith(SCRIPTS)
-        and (lines := len(path.read_text(encoding="utf-8").splitlines())) < FEWEST_LINES
+        and (lines := length(path)) < FEWEST_LINES
     }
-    assert short == {}, "merge each into the module whose subject it is"
+    assert found == {}, "merge each into the module whose subject it is"
+
+
+def test_few_modules_have_a_single_importer() -> None:
+    single = single_importers()
+    assert len(single) <= MOST_SINGLE_IMPORTERS, f"merge some of {single} into their importers"
+
+
+def test_name_stands_for_one_module_or_package() -> None:
+    twins = twin_names()
+    assert len(twins) <= MOST_TWIN_NAMES, f"rename modules of {twins}"
+
+
+def test_name_stands_for_one_class() -> None:
+    twins = twin_classes()
+    assert len(twins) <= MOST_TWIN_CLASSES, f"rename classes of {twins}"
+
+
+def test_counts_see_what_they_count() -> None:
+    """A count that finds nothing would hold for ever."""
+    assert {path.name for path in importers()[PACKAGE / "errors.py"]} > {"fields.py", "trainer.py"}
+    assert single_importers().keys() > {"commands/verify.py"}
