@@ -21,9 +21,8 @@ from mlxtune.session.dataset import (
 from mlxtune.session.keywords import takes_options
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole
-from mlxtune.views.inspect_console import show_inspection
+from mlxtune.views.inspection import PAGE, render_page, show_inspection
 from mlxtune.views.output import print_json, print_line
-from mlxtune.views.pages.inspect_page import PAGE, render_page
 from mlxtune.views.tables import result_console
 
 # The largest numbers of examples: on a page, and elsewhere (in JSON, or on a terminal, which may

@@ -20,6 +20,7 @@ from mlxtune.core.run.summary import (
 from mlxtune.errors import ConfigError, OutputError
 from mlxtune.views.output import print_json, print_line
 from mlxtune.views.pages.run_page import PAGE, comparison_headline, render_runs
+from mlxtune.views.parts import verdict_line
 
 COMPARISON = "comparison.html"
 # Error codes for read-only folders.
@@ -100,7 +101,7 @@ def _lines(runs: Sequence[Run]) -> list[str]:
     lines = []
     for view in views:
         name = f"{view.name}: " if len(views) > 1 else ""
-        lines += [f"{name}{view.headline}", view.verdict.line]
+        lines += [f"{name}{view.headline}", verdict_line(view.verdict)]
         lines += [f"problem: {problem}" for problem in view.problems]
     if len(views) > 1:
         lines.append(comparison_headline(views, validated_alike(runs)))

@@ -5,15 +5,14 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from mlxtune.core.run.run import Run, number, text
 from mlxtune.core.run.summary import RunView, validated_alike
-from mlxtune.core.text import byte_size, count, duration
-from mlxtune.views.pages.charts import Chart, draw
+from mlxtune.core.text import count, duration
+from mlxtune.views.pages.charts import Chart, draw_all
 from mlxtune.views.pages.page import PageType
 from mlxtune.views.pages.run_charts import charts_of, comparison_charts, style_of
 from mlxtune.views.pages.run_page import comparison_headline, evaluation_context
+from mlxtune.views.parts import run_figures
 from mlxtune.watch.asking import LONGEST_QUESTION, Question
 
 PAGE = PageType(
@@ -48,9 +47,13 @@ def render_run(key: str, run: Run, why_not: str, *, several: bool, stopping: boo
         can_ask=not why_not,
         why_not=why_not if view.finished else "",
         # The final evaluation has newer answers for the same rows.
-        latest=_latest(run) if run.samples and not run.evaluation else "",
-        samples=_fragment("evaluation.html", **evaluation_context(run)) if run.evaluation else "",
-        data=_fragment("ledgers.html", ledgers=run.ledgers),
+        latest=_fragment("latest.html", latest=run.samples)
+        if run.samples and not run.evaluation
+        else "",
+        samples=_fragment("evaluation.html", **evaluation_context(run, view))
+        if run.evaluation
+        else "",
+        data=_fragment("ledgers.html", ledgers=[ledger.as_dict() for ledger in run.ledgers]),
     )
 
 
@@ -82,7 +85,7 @@ def run_state(key: str, run: Run, view: RunView, *, stopping: bool) -> dict[str,
         "share": f"{100 * view.step / total:.0f}%" if running and total else "",
         "left": "" if left is None else f"about {duration(left)} left",
         "limit": limit,
-        "run_figures": _figures(view, limit),
+        "figures": run_figures(view, limit),
         "running": running,
         "stopping": stopping,
         "model": text(run.config, "model_path"),
@@ -97,23 +100,11 @@ def seconds_left(run: Run, view: RunView) -> float | None:
     return max(view.total_steps - view.step, 0) * math.fsum(seconds) / len(seconds)
 
 
-def _figures(view: RunView, limit: float | None) -> dict[str, str]:
-    figures = dict(view.figures)
-    if view.peak_memory and limit:
-        name = next(each for each in figures if each.startswith("peak memory"))
-        figures[f"{name}; the limit is {byte_size(limit)}"] = figures.pop(name)
-    return figures
-
-
 def render_answers(question: Question | None) -> str:
     """Return the markup of a question and its answers so far."""
     if question is None:
         return ""
     return _fragment("answers.html", question=question)
-
-
-def _latest(run: Run) -> str:
-    return _fragment("latest.html", latest=run.samples, **evaluation_context(run))
 
 
 def _parts(**parts: Any) -> Parts:
@@ -125,9 +116,5 @@ def _fragment(template: str, **context: Any) -> str:
 
 
 def _charts(charts: list[Chart]) -> dict[str, Any]:
-    drawings = [draw(chart, place) for place, chart in enumerate(charts)]
-    pictures: list[Markup] = [Markup(picture) for picture, _ in drawings]
-    return {
-        "charts": _fragment("charts.html", charts=pictures, large=[c.large for c in charts]),
-        "chart_data": [data for _, data in drawings],
-    }
+    drawn = draw_all(charts)
+    return {"charts": _fragment("charts.html", **drawn), "chart_data": drawn["chart_data"]}

@@ -117,7 +117,7 @@ TEXTS = {
     "views/output.py": "answers through escape_controls",
     "views/tables.py": "`shown` makes them of escaped text",
     "views/console.py": "each through printable",
-    "views/inspect_console.py": "each through visible.escape or stretches",
+    "views/inspection.py": "each through visible.escape or stretches",
 }
 
 

@@ -13,6 +13,7 @@ from mlxtune import OutputError
 from mlxtune.core.run.run import read_run
 from mlxtune.core.run.summary import RunView
 from mlxtune.views.pages.run_page import ResultCard, write_page
+from mlxtune.views.parts import run_figures
 from tests.command import Cli
 from tests.runs import EVALUATION, write_run
 
@@ -92,7 +93,7 @@ def test_text_page_and_card_describe_a_run_alike(
         assert sentence in text
         assert sentence in card
         assert sentence in page
-    for name, value in view.figures.items():
+    for name, value in run_figures(view).items():
         assert f"{value}  {name}" in card
         assert f"<dt>{name}</dt><dd>{value}</dd>" in page
 

@@ -15,7 +15,7 @@ from mlxtune.watch import live as module
 from mlxtune.watch.asking import Asker
 from mlxtune.watch.live import Live, key_of
 from tests.runs import EVALUATION, as_lines, step_line, write_run
-from tests.views.pages.test_run_page import HOSTILE, hostile
+from tests.views.pages.markup import HOSTILE, hostile
 
 
 @pytest.fixture(autouse=True)
@@ -219,8 +219,8 @@ def test_answers_after_the_last_validation_give_way_to_the_pairs_at_the_end(
     tmp_path: Path,
 ) -> None:
     run = write_run(tmp_path, finished=False)
-    sample = {"path": "chat.jsonl", "row": 7, "prompt": "2 + 2?", "expected": "4"}
-    samples = [sample | {"base": "<b>4</b>", "adapted": None}, sample | {"base": "4"}]
+    sample = {"path": "chat.jsonl", "row": 7, "prompt": "2 + 2?", "expected": "4<|im_end|>"}
+    samples = [sample | {"base": "<b>4</b>", "adapted": None}, sample | {"base": "4<|im_end|>"}]
     samples[1]["adapted"] = None
     (run / "samples.json").write_text(json.dumps({"step": 40, "samples": samples}))
     events = following(Live(run, Asker()))
@@ -228,6 +228,7 @@ def test_answers_after_the_last_validation_give_way_to_the_pairs_at_the_end(
     assert "after step 40" in latest
     assert "&lt;b&gt;4&lt;/b&gt;" in latest
     assert latest.count("✓ exact") == 1
+    assert "im_end" not in latest
     (run / "evaluation.json").write_text(json.dumps(EVALUATION))
     assert parts_of(events)["latest"] == ""
     (run / "evaluation.json").unlink()

@@ -20,7 +20,7 @@ from mlxtune.watch.watch import start_server
 from tests.browser import needs_browser
 from tests.devtools import Tab, browsing
 from tests.runs import EVALUATION, as_lines, step_line, write_run
-from tests.views.pages.test_run_page import hostile
+from tests.views.pages.markup import hostile
 from tests.waiting import wait_until
 
 # This expression is true if the page says that the server is gone.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal
 
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import Affects, flag
@@ -21,7 +21,7 @@ from mlxtune.core.run.checkpoint import ADAPTER, BEST
 from mlxtune.core.run.metrics import TrainingMetrics
 from mlxtune.core.run.run import Run, mapping, number, text, whole
 from mlxtune.core.run.run_folder import previous_number
-from mlxtune.core.text import byte_size, count, duration, loss_text, sentence
+from mlxtune.core.text import count, duration, loss_text, sentence
 from mlxtune.errors import resume_command
 
 _CURVE_POINTS = 12
@@ -29,22 +29,19 @@ NOT_BETTER = (
     "no epoch was better on the validation rows than the model before training: "
     "lower --lr, or add data"
 )
-_STYLES = {HELPED: ("", "✓"), HURT: ("error", "✕"), CANNOT_TELL: ("warning", "!")}
+Outcome = Literal["good", "uncertain", "bad"]
+_OUTCOMES: dict[str, Outcome] = {HELPED: "good", HURT: "bad", CANNOT_TELL: "uncertain"}
 # The fields that the JSON of a run leaves out.
 _NOT_IN_JSON = ("problems", "curve", "rows_per_second", "last_val_loss", "best_place", "judged")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A sentence on a run, the sentence's style on the page, and a command or path that follows."""
+    """An outcome in a sentence, and a command or path that follows."""
 
-    style: str
+    outcome: Outcome
     text: str
     code: str = ""
-
-    @property
-    def line(self) -> str:
-        return f"{self.text} {self.code}".strip()
 
 
 @dataclass(frozen=True)
@@ -161,37 +158,18 @@ class RunView:
     @property
     def verdict(self) -> Verdict:
         if self.status == "running":
-            return Verdict("warning", "! The run is still training: these are its results so far.")
+            return Verdict("uncertain", "The run is still training: these are its results so far.")
         if not self.finished:
             resume = " Resume it with" if self.resume else ""
-            return Verdict("warning", f"! The run is unfinished.{resume}", self.resume)
+            return Verdict("uncertain", f"The run is unfinished.{resume}", self.resume)
         if self.judged is not None:
             return self.judged
         ended = "stopped early" if self.status == "stopped early" else "finished"
         if not self.improved:
-            return Verdict("warning", f"! The run {ended}. {sentence(NOT_BETTER)}")
+            return Verdict("uncertain", f"The run {ended}. {sentence(NOT_BETTER)}")
         chosen = f" {sentence(f'{self.best_place} was the best')}" if self.best_place else ""
         adapter = " Its adapter:" if self.adapter else ""
-        return Verdict("", f"✓ The run {ended}.{chosen}{adapter}", self.adapter)
-
-    @property
-    def figures(self) -> dict[str, str]:
-        figures = {}
-        if self.best_val_loss is not None:
-            before = self.initial_val_loss
-            improved = f", from {loss_text(before)} before training" if before is not None else ""
-            figures[f"best validation loss{improved}"] = loss_text(self.best_val_loss)
-        if self.train_loss is not None:
-            period = "the last epoch" if self.epoch else "the steps so far"
-            figures[f"training loss in {period}"] = loss_text(self.train_loss)
-        if self.seconds is not None:
-            speed = f", {self.speed}" if self.speed else ""
-            figures[f"for {count(self.step, 'step')}{speed}"] = duration(self.seconds)
-        if self.peak_memory is not None:
-            predicted = self.predicted_memory
-            prediction = f", {byte_size(predicted)} predicted" if predicted else ""
-            figures[f"peak memory{prediction}"] = byte_size(self.peak_memory)
-        return figures
+        return Verdict("good", f"The run {ended}.{chosen}{adapter}", self.adapter)
 
     @property
     def headline(self) -> str:
@@ -227,10 +205,10 @@ class RunView:
 def _judged(evaluation: Evaluation | None) -> Verdict | None:
     if evaluation is None or evaluation.verdict is None or evaluation.difference is None:
         return None
-    # A small gain does not count as success, so it is not shown in green.
+    # A small gain does not count as success.
     certain = evaluation.verdict == HURT or not evaluation.hardly
-    style, sign = _STYLES[evaluation.verdict if certain else CANNOT_TELL]
-    return Verdict(style, f"{sign} {' '.join(map(sentence, verdict_lines(evaluation)))}")
+    outcome = _OUTCOMES[evaluation.verdict if certain else CANNOT_TELL]
+    return Verdict(outcome, " ".join(map(sentence, verdict_lines(evaluation))))
 
 
 def hub_data(run: Run) -> list[Mapping[str, Any]]:

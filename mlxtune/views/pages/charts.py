@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from mlxtune.views.pages.axis import Axis, linear_axis, log_axis, spans_much, tick_label
 from mlxtune.views.pages.page import render
@@ -53,7 +54,18 @@ class Chart:
     large: bool = False
 
 
-def draw(chart: Chart, number: int) -> tuple[str, dict[str, Any]]:
+def draw_all(charts: Sequence[Chart]) -> dict[str, Any]:
+    """Return the figures of a page's large and small charts, and the values for its script."""
+    drawings = [draw(chart, number) for number, chart in enumerate(charts)]
+    figures = [(figure, chart.large) for chart, (figure, _) in zip(charts, drawings, strict=True)]
+    return {
+        "large": [figure for figure, is_large in figures if is_large],
+        "small": [figure for figure, is_large in figures if not is_large],
+        "chart_data": [data for _, data in drawings],
+    }
+
+
+def draw(chart: Chart, number: int) -> tuple[Markup, dict[str, Any]]:
     """Return a chart as a figure, and its values for the script that shows them.
 
     `number` is the index of the chart on its page.

@@ -19,6 +19,7 @@ from mlxtune.core.files.reading import open_regular
 from mlxtune.core.text import byte_size, count, duration, loss_text, signed_loss
 from mlxtune.errors import OutputError
 from mlxtune.views import visible
+from mlxtune.views.parts import SIGNS, STYLES, ledger_sums
 
 # A page names its generator within this many bytes.
 _START = 4096
@@ -101,7 +102,10 @@ def _environment(package: str) -> Environment:
         "multiline": _multiline,
         "number": number_text,
         "percent": percent,
+        "sign": SIGNS.__getitem__,
         "signed": signed_loss,
+        "style": STYLES.__getitem__,
+        "sums": ledger_sums,
     }
     return environment
 

@@ -101,11 +101,6 @@ def _chart(run: Run, view: RunView, measure: _Measure) -> Chart:
     )
 
 
-def _loss_unit(run: Run) -> str:
-    objective = str(run.config.get("objective", "sft"))
-    return _LOSS_UNIT if objective == "sft" else f"loss of {objective}"
-
-
 def loss_chart(run: Run, view: RunView) -> Chart:
     steps, losses = run.column("step"), run.column("loss")
     both = pairwise(zip(steps, run.column("epoch"), strict=True))
@@ -120,7 +115,7 @@ def loss_chart(run: Run, view: RunView) -> Chart:
         description += f", {loss_text(view.best_val_loss)} at best"
     return Chart(
         title="Training and validation",
-        unit=_loss_unit(run),
+        unit=_LOSS_UNIT if view.objective == "sft" else f"loss of {view.objective}",
         series=[
             *_averaged("training, each step", "training, averaged", "train", steps, losses),
             _validation("validation", "val", run),

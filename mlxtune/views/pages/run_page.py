@@ -14,6 +14,7 @@ from mlxtune.core.run.run import Run, mapping, number, read_run, text
 from mlxtune.core.run.run_folder import REPORT
 from mlxtune.core.run.summary import (
     RunView,
+    Verdict,
     differing_options,
     measured_shares,
     option_text,
@@ -22,21 +23,25 @@ from mlxtune.core.run.summary import (
     validated_alike,
 )
 from mlxtune.core.text import count, join_few, loss_text, minute_of, signed_loss
-from mlxtune.views.pages.charts import Chart, draw
+from mlxtune.views.pages.charts import Chart, draw, draw_all
 from mlxtune.views.pages.page import PageType, asset, render
 from mlxtune.views.pages.run_charts import charts_of, comparison_charts, loss_chart, style_of
+from mlxtune.views.parts import run_figures, verdict_line
 
 PAGE = PageType(
     command="report",
     styles=("chart.css", "run_page.css"),
     scripts=("chart.js", "run_page.js"),
 )
-# The maximum number of sample answers on a page, and how many are unfolded at first.
-_MOST_SAMPLES, _OPEN_SAMPLES = 40, 3
-# Texts with more characters are cut.
-_MOST_TEXT = 4000
 # The maximum numbers of skipped steps on a page, of rows of a skipped step, and of epochs.
 _MOST_SKIPPED, _MOST_ROWS, _MOST_EPOCHS = 100, 8, 200
+
+
+_INCOMPARABLE = Verdict(
+    "uncertain",
+    "The runs were not validated on the same rows: compare the shapes of their validation losses, "
+    "not the numbers.",
+)
 
 
 def write_page(folder: Path, warn: Callable[[str], None]) -> Path | None:
@@ -66,11 +71,10 @@ def render_runs(runs: Sequence[Run]) -> str:
 
 
 def _chart_context(charts: Sequence[Chart]) -> dict[str, Any]:
-    drawings = [draw(chart, number) for number, chart in enumerate(charts)]
-    data = json.dumps([data for _, data in drawings], separators=(",", ":"), allow_nan=False)
+    drawn = draw_all(charts)
+    data = json.dumps(drawn["chart_data"], separators=(",", ":"), allow_nan=False)
     # Only a tag, which starts with `<`, can end a script element.
-    escaped = Markup(data.replace("<", "\\u003c"))
-    return {"charts": [html for html, _ in drawings], "chart_data": escaped}
+    return drawn | {"chart_data": Markup(data.replace("<", "\\u003c"))}
 
 
 # One run
@@ -82,9 +86,9 @@ def _run_context(run: Run, view: RunView) -> dict[str, Any]:
     return {
         "run": run,
         "view": view,
+        "figures": run_figures(view),
         "header": _settings(run, view),
         "epochs": run.progress.epochs[-_MOST_EPOCHS:],
-        "loss_is_of_text": str(run.config.get("objective", "sft")) == "sft",
         "skipped": [
             (each.step, each.reason, join_few(each.rows, _MOST_ROWS))
             for each in run.progress.skipped[:_MOST_SKIPPED]
@@ -93,10 +97,8 @@ def _run_context(run: Run, view: RunView) -> dict[str, Any]:
         "measured": measured_shares(run),
         "memory_limit": number(plan, "memory", "limit"),
         "recompute": plan.get("grad_checkpoint") is True,
-        "memory_parts": [
-            (max(number(plan, "memory", name) or 0.0, 0.0), name, f"p{place}")
-            for place, name in enumerate(parts)
-        ],
+        "memory_parts": [(max(number(plan, "memory", name) or 0.0, 0.0), name) for name in parts],
+        "ledgers": [ledger.as_dict() for ledger in run.ledgers],
         "lengths": _lengths(run),
         "changed": [
             (flag, own, default) for flag, (own, default, differ) in options.items() if differ
@@ -104,7 +106,7 @@ def _run_context(run: Run, view: RunView) -> dict[str, Any]:
         "defaults": [(flag, own) for flag, (own, _, differ) in options.items() if not differ],
         "origin": _origin(run, view),
         **_chart_context(charts_of(run, view)),
-        **evaluation_context(run),
+        **evaluation_context(run, view),
     }
 
 
@@ -124,22 +126,15 @@ def _settings(run: Run, view: RunView) -> dict[str, str]:
     }
 
 
-def evaluation_context(run: Run) -> dict[str, Any]:
+def evaluation_context(run: Run, view: RunView) -> dict[str, Any]:
     model = text(run.config, "model_path") or "MODEL"
+    objective = "" if view.objective == "sft" else f"--objective {view.objective} "
     return {
         "evaluation": run.evaluation,
         "evaluation_figures": _figures(run.evaluation) if run.evaluation else {},
         "eval_command": f"mlxtune eval --model-path {model} --adapter {run.name} --data FILE "
-        f"{_objective(run)}--generate",
-        "most_samples": _MOST_SAMPLES,
-        "open_samples": _OPEN_SAMPLES,
-        "most_text": _MOST_TEXT,
+        f"{objective}--generate",
     }
-
-
-def _objective(run: Run) -> str:
-    name = str(run.config.get("objective", "sft"))
-    return "" if name == "sft" else f"--objective {name} "
 
 
 def _figures(evaluation: Evaluation) -> dict[str, str]:
@@ -209,6 +204,7 @@ def _comparison_context(runs: Sequence[Run], views: Sequence[RunView]) -> dict[s
         "results": list(zip(views, styles, strict=True)),
         "sentence": comparison_headline(views, comparable),
         "comparable": comparable,
+        "incomparable": _INCOMPARABLE,
         "best": min(losses, default=None),
         "differing": differing_options(runs),
         "short_names": [PurePath(view.name).name for view in views],
@@ -242,6 +238,8 @@ class ResultCard:
             render(
                 "result_card.html",
                 view=view,
+                verdict=verdict_line(view.verdict),
+                figures=run_figures(view),
                 chart=picture,
                 style=Markup(asset("result_card.css") + asset("chart.css")),
                 next=self.code,
@@ -250,5 +248,5 @@ class ResultCard:
 
     def text(self) -> str:
         view = RunView.of(self.run)
-        figures = (f"{value}  {name}" for name, value in view.figures.items())
-        return "\n".join([f"{view.headline}.", view.verdict.line, *figures, self.code])
+        figures = (f"{value}  {name}" for name, value in run_figures(view).items())
+        return "\n".join([f"{view.headline}.", verdict_line(view.verdict), *figures, self.code])

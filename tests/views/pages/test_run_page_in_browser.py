@@ -12,7 +12,7 @@ from mlxtune.core.run.run import read_run
 from mlxtune.views.pages.run_page import render_runs
 from tests.browser import browse, drive, needs_browser
 from tests.runs import EVALUATION, as_lines, step_line, write_run
-from tests.views.pages.test_run_page import HOSTILE, hostile
+from tests.views.pages.markup import HOSTILE, hostile
 
 pytestmark = needs_browser
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mlxtune.core.data.inspection import Inspection, Piece, ShownExample
-from mlxtune.views.inspect_console import show_inspection
+from mlxtune.views.inspection import show_inspection
 from mlxtune.views.tables import result_console
 from tests.inspections import EMPTY, HOSTILE, INSPECTION, LEDGER, PAIRED, example, pair, with_text
 
