@@ -100,7 +100,7 @@ def _train(
 
     observers = []
     if open_page:
-        from mlxtune.watch.watch import PageOpener
+        from mlxtune.watch.server import PageOpener
 
         observers = [PageOpener(options.config.checkpoint_path)]
     run = unwrap(train)  # the options are resolved
@@ -202,7 +202,7 @@ COMMANDS: tuple[click.Command, ...] = (
     ),
     _command(
         "watch",
-        "mlxtune.watch.watch:show",
+        "mlxtune.watch.server:show",
         "Watch runs on a live page in the browser.\n\n"
         "Shows a run, in progress or finished, or the runs of a folder side by side: curves, "
         "memory, time left, where every row went, and a button that stops and saves. After a run, "

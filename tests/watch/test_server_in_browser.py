@@ -15,8 +15,7 @@ from mlxtune.core.run.run_folder import STOP, lock_run
 from mlxtune.watch import live as module
 from mlxtune.watch.asking import Asker, Question
 from mlxtune.watch.live import Live
-from mlxtune.watch.server import PageServer
-from mlxtune.watch.watch import start_server
+from mlxtune.watch.server import PageServer, start_server
 from tests.browser import needs_browser
 from tests.devtools import Tab, browsing
 from tests.runs import EVALUATION, as_lines, step_line, write_run
