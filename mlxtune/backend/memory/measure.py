@@ -185,9 +185,7 @@ def _group(
     start = np.arange(prefix, dtype=np.int32) % 10
     ends = [(np.arange(own + 1, dtype=np.int32) + shift) % 10 for shift in (3, 7)]
     step = [Example(row, np.concatenate([start, end]), mask) for row, end in enumerate(ends)]
-    batches = MicroBatches(pipeline.forward)
-    batches.max_tokens = 2 * tokens
-    ((group, batch),) = batches.of(step)
+    ((group, batch),) = MicroBatches(pipeline.forward, 2 * tokens).of(step)
     return group, batch, step
 
 

@@ -212,7 +212,7 @@ class StepBuilder:
     def _splits_rows(self, examples: Sequence[Example]) -> bool:
         """Return whether any worker splits a row over several micro-batches."""
         own, batches = self.share(examples), self._runner.batches
-        groups = [group.examples for group in batches.plan(own, batches.max_tokens)]
+        groups = [group.examples for group in batches.plan(own)]
         found = np.zeros(self._workers.size)
         found[self._workers.index] = splits_rows(own, groups)
         return bool(self._workers.merge(found).any())

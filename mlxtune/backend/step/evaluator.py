@@ -1,7 +1,8 @@
 """Computes the losses of examples without keeping values for a backward pass."""
 
+import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,7 +12,6 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.device import memory
 from mlxtune.backend.device.device import on_cpu
-from mlxtune.backend.device.retry import retried
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora.layers import DropoutKeys
@@ -46,13 +46,15 @@ Keys = Callable[[MicroBatch | Pack], mx.array | None]
 class ExampleLosses:
     """Computes the losses of examples, in the largest batches that memory and time allow.
 
-    The device computes a batch while the next is prepared, and never holds two batches. `held` is
-    the number of bytes in use besides the model; `parameters` counts the model's parameters.
+    The device computes a batch while the next is prepared, and never holds two batches. Batches are
+    no smaller than `training`, the micro-batches of training, which no evaluation changes. `held`
+    is the number of bytes in use besides the model; `parameters` counts the model's parameters.
     """
 
     def __init__(
         self,
         forward: Forward,
+        training: MicroBatches,
         runner: StepRunner,
         parameters: int,
         workers: Workers = ALONE,
@@ -61,8 +63,10 @@ class ExampleLosses:
         self._workers = workers
         self._forward = forward
         self._runner = runner
-        self._batches = runner.batches
+        self._training = training
         self._most = most_tokens(parameters)
+        # The limit below which batches fit, once memory has run out in an evaluation.
+        self._lowered = sys.maxsize
         self._memory = BatchMemory(forward, held)
 
     def limit_memory(self, most: int) -> None:
@@ -99,37 +103,32 @@ class ExampleLosses:
         losses = np.zeros(len(examples))
         for start in range(0, len(examples), AT_ONCE):
             chosen = examples[start : start + AT_ONCE]
-
-            def compute(start: int = start, chosen: Sequence[Example] = chosen) -> None:
-                self._compute(chosen, losses[start:], lambda done: on_progress(start + done), keys)
-
-            self._run(chosen, compute)
+            batches = self._batches_of(chosen)
+            allowed = batches.max_tokens
+            show = lambda done, start=start: on_progress(start + done)  # noqa: E731
+            try:
+                for attempt in self._runner.tries(batches, chosen):
+                    with attempt:
+                        self._compute(batches, chosen, losses[start:], show, keys)
+            finally:
+                if batches.max_tokens < allowed:
+                    self._most = self._lowered = batches.max_tokens
         return losses
 
-    def _run(self, examples: Sequence[Example], compute: Callable[[], None]) -> None:
-        """Run `compute` with larger micro-batches than training's, if they fit."""
-        batches = self._batches
-        trained = batches.max_tokens
-        batches.max_tokens = allowed = self._bound(examples)
-        try:
-            retried(compute, partial(self._runner.adapt, examples))
-        finally:
-            if batches.max_tokens < allowed:
-                self._most = batches.max_tokens
-            batches.max_tokens = min(trained, batches.max_tokens)
-
-    def _bound(self, examples: Sequence[Example]) -> int:
-        """Return `max_tokens`, halved until batches fit in memory, but not below training's."""
-        tokens = self._most
-        while tokens > self._batches.max_tokens:
-            groups = self._batches.plan(examples, tokens)
+    def _batches_of(self, examples: Sequence[Example]) -> MicroBatches:
+        """Return larger micro-batches than training's, if they fit in memory."""
+        tokens, least = self._most, min(self._training.max_tokens, self._lowered)
+        while tokens > least:
+            batches = replace(self._training, max_tokens=tokens)
+            groups = batches.plan(examples)
             if all(self._memory.fits(load_of(group, examples)) for group in groups):
-                return tokens
+                return batches
             tokens //= 2
-        return self._batches.max_tokens
+        return replace(self._training, max_tokens=least)
 
     def _compute(
         self,
+        batches: MicroBatches,
         examples: Sequence[Example],
         losses: npt.NDArray[np.float64],
         on_progress: Callable[[int], None],
@@ -144,7 +143,7 @@ class ExampleLosses:
             memory.relieve_pressure()
             on_progress(done)
 
-        for group, batch in self._batches.of(examples):
+        for group, batch in batches.of(examples):
             self._runner.note_outputs(group.tokens)
             each = self._forward.losses(batch, keys(batch))
             graph = self._runner.graph(group.tokens, {}, each)
@@ -242,9 +241,9 @@ class Evaluator:
         execution = execution or best_execution(parameters, kind=kind, model=model)
         self.forward = Forward(model, DropoutKeys(), execution, trains=False)
         remedy = "lower --max-seq-len, or use a quantised base"
-        batches = MicroBatches(self.forward)
+        batches = MicroBatches(self.forward, execution.micro_batch_tokens)
         runner = StepRunner(self.forward, batches, parameters, remedy=remedy, warn=warn)
-        self._losses = ExampleLosses(self.forward, runner, parameters, workers)
+        self._losses = ExampleLosses(self.forward, batches, runner, parameters, workers)
 
     def losses(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None

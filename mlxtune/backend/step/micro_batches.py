@@ -1,7 +1,7 @@
 """Splits examples into micro-batches."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from mlxtune.core.steps.pack import Pack, pack
 from mlxtune.core.steps.padded_groups import Group
 
 
+@dataclass(eq=False)
 class MicroBatches:
     """Splits examples into micro-batches of up to `max_tokens` tokens for a `Forward` to run.
 
@@ -20,28 +21,27 @@ class MicroBatches:
     `max_tokens` is never halved, because all workers must use the same value.
     """
 
-    def __init__(
-        self,
-        forward: Forward,
-        *,
-        keyed: bool = False,
-        run_alike: bool = False,
-        whole_rows: bool = False,
-    ) -> None:
-        self.max_tokens = forward.execution.micro_batch_tokens
-        self.run_alike = run_alike
-        self._forward = forward
-        self._keyed = keyed
-        self._whole_rows = whole_rows
+    forward: Forward
+    max_tokens: int
+    _: KW_ONLY
+    keyed: bool = False
+    run_alike: bool = False
+    whole_rows: bool = False
+
+    def __post_init__(self) -> None:
         # The last plan, which is asked for again when its step is built, and what it is made from.
         self._last: tuple[Any, list[Group]] = None, []
 
+    def limit(self, max_tokens: int) -> None:
+        """Run at most `max_tokens` tokens together from now on."""
+        self.max_tokens = max_tokens
+
     def of(self, examples: Sequence[Example]) -> Iterator[tuple[Group, MicroBatch | Pack]]:
         """Yield the group and the arrays of each micro-batch of examples."""
-        for group in self.plan(examples, self.max_tokens):
+        for group in self.plan(examples):
             chosen = [examples[i] for i in group.examples]
-            if self._forward.execution.packs:
-                yield group, pack(chosen, keyed=self._keyed, padding=group.added)
+            if self.forward.execution.packs:
+                yield group, pack(chosen, keyed=self.keyed, padding=group.added)
             else:
                 yield group, collate(chosen, group.width)
 
@@ -49,15 +49,15 @@ class MicroBatches:
         """Return whether the examples fit into one micro-batch."""
         if sum(map(run_length, examples)) > self.max_tokens:
             return False
-        return len(self.plan(examples, self.max_tokens)) == 1
+        return len(self.plan(examples)) == 1
 
-    def plan(self, examples: Sequence[Example], max_tokens: int) -> list[Group]:
-        """Return the groups of examples for micro-batches of at most `max_tokens` tokens."""
-        execution = replace(self._forward.execution, micro_batch_tokens=max_tokens)
+    def plan(self, examples: Sequence[Example]) -> list[Group]:
+        """Return the groups of examples that run together."""
+        execution = replace(self.forward.execution, micro_batch_tokens=self.max_tokens)
         asked = execution, list(examples)
         if asked != self._last[0]:
-            plan = partial(execution.plan, keyed=self._keyed)
-            whole = _plan_rows(examples, plan) if self._whole_rows else None
+            plan = partial(execution.plan, keyed=self.keyed)
+            whole = _plan_rows(examples, plan) if self.whole_rows else None
             self._last = asked, plan(examples) if whole is None else whole
         return self._last[1]
 
@@ -69,10 +69,9 @@ class MicroBatches:
         """
         if self.run_alike:
             return False
-        groups = self.plan(examples, self.max_tokens)
-        several = [group.tokens for group in groups if len(group.examples) > 1]
+        several = [group.tokens for group in self.plan(examples) if len(group.examples) > 1]
         if several:
-            self.max_tokens = max(several) // 2
+            self.limit(max(several) // 2)
         return bool(several)
 
 

@@ -85,6 +85,7 @@ class InstructPipeline:
         self.forward = Forward(model, self.lora.dropout_keys, execution)
         self.batches = MicroBatches(
             self.forward,
+            execution.micro_batch_tokens,
             keyed=config.dropout > 0,
             run_alike=workers.split_model,
             whole_rows=not objective.is_sft,
@@ -94,7 +95,9 @@ class InstructPipeline:
         )
         # AdamW's two moments, in float32.
         moments = 2 * 4 * self.lora.trainable_parameters
-        self.losses = ExampleLosses(self.forward, self.runner, parameters, workers, held=moments)
+        self.losses = ExampleLosses(
+            self.forward, self.batches, self.runner, parameters, workers, held=moments
+        )
         self._workers = workers
         self._base = base_model, base_record
         self._provenance = provenance
@@ -123,7 +126,7 @@ class InstructPipeline:
         """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
         self.forward.execution = replace(self.forward.execution, loss_chunk=execution.loss_chunk)
         self.forward.recompute(execution.recompute)
-        self.batches.max_tokens = execution.micro_batch_tokens
+        self.batches.limit(execution.micro_batch_tokens)
 
     def train_step(self, example: Example) -> InstructStepResult:
         """Take one optimizer step on one example, at the config's learning rate."""
@@ -173,7 +176,7 @@ class InstructPipeline:
             if not before.finish():
                 built = None
         memory.start_peak()
-        for attempt in tries(partial(self.runner.adapt, share)):
+        for attempt in tries(partial(self.runner.adapt, self.batches, share)):
             with attempt:
                 started = built or build()
         return self.runner.launch(
@@ -190,7 +193,8 @@ class InstructPipeline:
             found.loss, found.gradients = float(found.loss), self.vectors.split(found.gradients)
             return found
 
-        return retried(compute, partial(self.runner.adapt, self.builder.share(examples)))
+        share = self.builder.share(examples)
+        return retried(compute, partial(self.runner.adapt, self.batches, share))
 
     def evaluate(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
@@ -305,8 +309,9 @@ class InstructPipeline:
         checkpoint_tensors.read_parameters(folder, self.model, self.lora)
         self._optimizer.adopt(self.model)
         self._optimizer.take_from_file(state)
-        # A halved bound stays halved, and a bound that is lower now, for less memory, stays lower.
-        self.batches.max_tokens, self.builder.steps = min(tokens, self.batches.max_tokens), steps
+        # A halved limit stays halved, and a limit that is lower now, for less memory, stays lower.
+        self.batches.limit(min(tokens, self.batches.max_tokens))
+        self.builder.steps = steps
 
     def describe(self) -> Mapping[str, Any]:
         """Return a checkpoint's entries about the adapter, the workers and the provenance."""

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from mlxtune.backend.device import memory
 from mlxtune.backend.device.device import has_metal, on_cpu
-from mlxtune.backend.device.retry import retried
+from mlxtune.backend.device.retry import Attempt, retried, tries
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.lora.optimizer import Update
 from mlxtune.backend.objectives.preference_step import PreferenceStep
@@ -199,7 +199,7 @@ class StepRunner:
                 self.finish(found.graph)
                 return found
 
-            computed = retried(compute, partial(self.adapt, examples))
+            computed = retried(compute, partial(self.adapt, self.batches, examples))
             self.pending = None
             return commit(computed), tries
 
@@ -285,23 +285,30 @@ class StepRunner:
                 "lower --memory-limit if the machine swaps"
             )
 
-    def adapt(self, examples: Sequence[Example], fault: Fault, text: str) -> None:
-        """Change settings so that a pass may succeed after a fault.
+    def tries(self, batches: MicroBatches, examples: Sequence[Example]) -> Iterator[Attempt]:
+        """Yield a context for each try of a pass over `examples` in `batches`; see `tries`.
+
+        Raises MemoryLimitError or GpuError if all tries fail.
+        """
+        return tries(partial(self.adapt, batches, examples))
+
+    def adapt(
+        self, batches: MicroBatches, examples: Sequence[Example], fault: Fault, text: str
+    ) -> None:
+        """Change settings so that a pass over `examples` in `batches` may succeed after a fault.
 
         Raises MemoryLimitError or GpuError if nothing is left to change.
         """
         what = fault.meaning
-        if self.batches.run_alike:
+        if batches.run_alike:
             out = fault is Fault.OUT_OF_MEMORY
             raise fault_error(fault, text, "on this worker", "lower --memory-limit" if out else "")
         if not fault.asks_for_less:
             self._warn(f"{what} ({one_line(text)}): trying again")
         elif fault is not Fault.OUT_OF_MEMORY and self.shorten():
             self._warn(f"{what}: shorter evaluations from here on; to avoid this, {fault.remedy}")
-        elif self.batches.halve(examples):
-            self._warn(
-                f"{what}: micro-batches of up to {self.batches.max_tokens:,} tokens from here on"
-            )
+        elif batches.halve(examples):
+            self._warn(f"{what}: micro-batches of up to {batches.max_tokens:,} tokens from here on")
         else:
             one = f"with one example of up to {max(map(len, examples)):,} tokens at a time"
             remedy = self._remedy if fault is Fault.OUT_OF_MEMORY else ""

@@ -176,7 +176,7 @@ def evaluator_of(
 @pytest.mark.parametrize("way", ["in one line with recompute", "split head in small chunks"])
 def test_batch_is_evaluated_once(way: str) -> None:
     evaluator = evaluator_of(WAYS[way])
-    batches = len(list(evaluator._losses._batches.of(fixed_step())))
+    batches = len(list(evaluator._losses._training.of(fixed_step())))
     assert batches > 1
     with counted_evaluations() as count:
         evaluator.losses(fixed_step())
@@ -222,7 +222,7 @@ def test_batches_are_as_large_as_the_memory_allows(
         done: list[int] = []
         np.testing.assert_allclose(evaluator.losses(examples, done.append), wanted, rtol=1e-5)
         sizes.append(len(done))
-        assert evaluator._losses._batches.max_tokens == 20, "that of training stays"
+        assert evaluator._losses._training.max_tokens == 20, "that of training stays"
     assert sizes[0] == 1
     assert 1 < sizes[1] < sizes[2]
 
@@ -243,7 +243,7 @@ def test_batch_for_which_memory_ran_out_is_not_tried_again_and_training_keeps_it
 ) -> None:
     monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 16384)
     evaluator, warnings = evaluator_of(WAYS["in one line"]), []
-    batches, whole, largest = evaluator._losses._batches, evaluator.forward.losses, []
+    batches, whole, largest = evaluator._losses._training, evaluator.forward.losses, []
     evaluator._losses._runner._warn = warnings.append
 
     def limited(batch: Any, *rest: Any) -> mx.array:
@@ -306,7 +306,7 @@ def evaluation(
         Example(row, rng.integers(0, 256, len(mask)).astype(np.int32), mask) for row in range(24)
     ]
     evaluator = evaluator_of(Execution(MLX), 10_000, architecture, **overrides)
-    ((group, _),) = evaluator._losses._batches.of(examples)
+    ((group, _),) = evaluator._losses._training.of(examples)
     return evaluator, examples, load_of(group, examples)
 
 
@@ -337,7 +337,7 @@ def test_evaluation_in_stages_gives_the_same_bytes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: True)
     whole, staged = (evaluator_of(WAYS["in one line"], num_hidden_layers=6) for _ in range(2))
     staged._losses._runner.seconds_per_token = 10.0
-    batches = len(list(staged._losses._batches.of(fixed_step())))
+    batches = len(list(staged._losses._training.of(fixed_step())))
     wanted = whole.losses(fixed_step())
     with counted_evaluations() as count:
         assert staged.losses(fixed_step()).tobytes() == wanted.tobytes()

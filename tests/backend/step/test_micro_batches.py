@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+import safetensors
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.device import memory
 from mlxtune.backend.forward.head import SplitModel
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.core.run.checkpoint import OPTIMIZER
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import GpuError, MemoryLimitError
 from tests.backend.conftest import MakePipeline, random_examples
+from tests.paths import ROOT
 
 EXAMPLES = random_examples(6)
 # Messages of MLX on Metal.
@@ -97,8 +102,34 @@ def test_bound_is_halved_from_what_ran_and_not_from_what_was_allowed(
     tokens = sum(len(example) for example in EXAMPLES)
     fail(monkeypatch, ALLOCATION, times=2)
     for _ in range(2):
-        pipeline.evaluate(EXAMPLES)
+        pipeline.train_batch(EXAMPLES)
     assert pipeline.batches.max_tokens <= tokens / 4
+
+
+def test_evaluation_that_runs_out_of_memory_changes_no_limit_of_training(
+    make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pipeline, warnings = make(LARGE)
+    expected = pipeline.evaluate(EXAMPLES).avg_loss
+    fail(monkeypatch, ALLOCATION, ALLOCATION)
+    for _ in range(2):
+        assert pipeline.evaluate(EXAMPLES).avg_loss == pytest.approx(expected, rel=1e-5)
+    assert len(warnings) == 2
+    assert pipeline.batches.max_tokens == LARGE
+    pipeline.snapshot()(tmp_path)
+    with safetensors.safe_open(tmp_path / OPTIMIZER, "numpy") as file:
+        assert file.metadata()["micro_batch_tokens"] == str(LARGE)
+
+
+def test_limit_of_micro_batches_has_one_writer() -> None:
+    writers = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / "mlxtune").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "max_tokens"
+        if not isinstance(node.ctx, ast.Load)
+    ]
+    assert len(writers) == 1, writers
 
 
 def test_allocation_that_fails_for_single_examples_is_an_error_that_changes_nothing(
@@ -121,7 +152,7 @@ def test_halving_that_is_asked_for_gives_the_steps_of_half(make: Any) -> None:
     # The step that was already started keeps its micro-batches.
     whole, _ = make(80)
     assert started.result() == whole.train_batch(EXAMPLES)
-    whole.batches.max_tokens = tokens
+    whole.batches.limit(tokens)
     assert halved.train_batch(EXAMPLES) == whole.train_batch(EXAMPLES)
     expected = adapters(whole)
     for name, value in adapters(halved).items():
@@ -283,7 +314,7 @@ def test_step_counts_its_micro_batches_and_their_padding(
 ) -> None:
     pipeline, _ = make(LARGE)
     for tokens in (LARGE, 40):
-        pipeline.batches.max_tokens = tokens
+        pipeline.batches.limit(tokens)
         batches = [batch for _, batch in pipeline.batches.of(EXAMPLES)]
         groups = [group for group, _ in pipeline.batches.of(EXAMPLES)]
         found = pipeline.train_batch(EXAMPLES)
@@ -303,7 +334,7 @@ def test_step_says_its_own_peak_and_not_that_of_one_before(
     large = mx.zeros((100_000_000,), mx.uint8)
     mx.eval(large)
     del large
-    pipeline.batches.max_tokens = 1
+    pipeline.batches.limit(1)
     alone = pipeline.train_batch(EXAMPLES).memory - before
     assert 0 < alone < wide < 50_000_000
     assert memory.peak_bytes() - before >= 50_000_000, "that of the run is kept"
@@ -320,9 +351,10 @@ def test_step_is_planned_once_and_again_once_its_bound_changes(
 
     monkeypatch.setattr(Execution, "plan", counted)
     examples, batches = EXAMPLES, pipeline.batches
-    first = batches.plan(examples, batches.max_tokens)
-    assert batches.plan(list(examples), batches.max_tokens) == first
+    first = batches.plan(examples)
+    assert batches.plan(list(examples)) == first
     assert len(planned) == 1
-    batches.plan(examples, batches.max_tokens // 2)
-    batches.plan(examples[:1], batches.max_tokens // 2)
+    batches.limit(batches.max_tokens // 2)
+    batches.plan(examples)
+    batches.plan(examples[:1])
     assert len(planned) == 3
