@@ -34,8 +34,8 @@ def test_last_good_checkpoint_stays_and_is_named_when_the_loss_is_not_finite(
 
     def fails_in_the_third_epoch(self: Forward, *args: Any) -> Any:
         calls.training += 1
-        loss = sound(self, *args)
-        return loss * (float("nan") if calls.training > 9 else 1.0)
+        (loss,) = sound(self, *args)
+        return (loss * (float("nan") if calls.training > 9 else 1.0),)
 
     monkeypatch.setattr(Forward, "scaled_loss", fails_in_the_third_epoch)
     error = train("--epochs", 4, "--on-nonfinite", "stop").error
@@ -76,8 +76,8 @@ def test_step_that_is_not_finite_is_skipped_with_a_warning_that_names_its_rows(
 
     def fails_once(self: Forward, *args: Any) -> Any:
         calls.training += 1
-        loss = sound(self, *args)
-        return loss * (float("nan") if calls.training == 2 else 1.0)
+        (loss,) = sound(self, *args)
+        return (loss * (float("nan") if calls.training == 2 else 1.0),)
 
     monkeypatch.setattr(Forward, "scaled_loss", fails_once)
     outcome = train()

@@ -1,10 +1,12 @@
 """The graphs of mlxtune's steps, for counting."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
+from mlxtune.backend.forward.forward import StepInputs
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
 from tests.long.counts import Gradient, Traced, compiled_as_on_gpu
@@ -28,16 +30,16 @@ class PipelineGraphs:
     def gradients(self, examples: Sequence[Example]) -> Iterator[Gradient]:
         """Yield the gradient of each micro-batch, including the work of custom gradients."""
         forward = self._pipeline.forward
-        for arrays in self._arrays(examples):
+        for inputs in self._inputs(examples):
 
-            def gradient(tokens: mx.array, arrays: Any = arrays) -> Traced:
+            def gradient(tokens: mx.array, inputs: StepInputs = inputs) -> Traced:
                 parameters = forward.trained.values()
                 names, values = zip(*parameters.items(), strict=True)
 
                 def loss(*values: mx.array) -> list[mx.array]:
                     trained = dict(zip(names, values, strict=True))
-                    given = {**arrays, "inputs": tokens}
-                    return [forward.scaled_loss(trained, given, mx.array(1.0))]
+                    given = replace(inputs, tokens=tokens)
+                    return list(forward.scaled_loss(trained, given, mx.array(1.0)))
 
                 vjp = ExportableVjp()
                 try:
@@ -46,7 +48,7 @@ class PipelineGraphs:
                     forward.trained.assign(parameters)
                 return gradients, vjp.tied
 
-            yield gradient, arrays["inputs"]
+            yield gradient, inputs.tokens
 
     def heads(self, examples: Sequence[Example]) -> Iterator[Any]:
         """Yield the loss of the head for each micro-batch, and its gradient."""
@@ -60,11 +62,11 @@ class PipelineGraphs:
             return rows.sum()
 
         with forward.watched(around):
-            for arrays in self._arrays(examples):
+            for inputs in self._inputs(examples):
                 parameters = forward.trained.values()
-                forward.scaled_loss(parameters, arrays, mx.array(1.0))
+                forward.scaled_loss(parameters, inputs, mx.array(1.0))
         yield from found
 
-    def _arrays(self, examples: Sequence[Example]) -> Iterator[dict[str, Any]]:
+    def _inputs(self, examples: Sequence[Example]) -> Iterator[StepInputs]:
         for _, batch in self._pipeline.batches.of(examples):
-            yield self._pipeline.builder.arrays(batch, 1)
+            yield self._pipeline.builder.inputs(batch, 1)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -40,6 +40,42 @@ _RAISED_FLOAT16 = 256.0
 
 # Computes the losses (P,) of hidden states (P, H) at the supervised positions.
 Head = Callable[[mx.array], mx.array]
+# Maps the losses (P,) of a micro-batch to its share of the step's loss, and to values without a
+# gradient that the step adds up.
+Reduce = Callable[[mx.array], tuple[mx.array, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """A micro-batch as a model's inputs: B examples padded to T tokens, or a packed sequence (B 1).
+
+    P is the number of supervised positions, those that predict a supervised token.
+
+        tokens     int32 (B, T)
+        targets    int32 (P,)      the supervised tokens; (B, T), all tokens, with `positions`
+        chosen     (B T, H) to (P, H), selects the hidden states of the supervised positions
+        positions  int64 (P,)      indices into the losses (B T,) if the head cannot run apart
+        keys       uint32 (B,)     dropout keys, or (1, T) for a packed sequence; None: no dropout
+        layout     the segments of a packed sequence; None if examples are padded
+    """
+
+    tokens: mx.array
+    targets: mx.array
+    chosen: ChosenRows | None = None
+    positions: mx.array | None = None
+    keys: mx.array | None = None
+    layout: Layout | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The arrays that are on the device before the model runs."""
+        arrays = (self.tokens, self.targets, self.positions, self.keys)
+        return [array for array in arrays if array is not None]
+
+
+def summed(losses: mx.array) -> tuple[mx.array, ...]:
+    """Return the sum of losses, as a `Reduce` function."""
+    return (losses.sum(),)
 
 
 class Forward:
@@ -94,7 +130,6 @@ class Forward:
         # The trained parameters, which a step replaces with the arrays of its graph.
         self.trained = TrainedParameters(model)
         self.gradients = mx.value_and_grad(self.scaled_loss)
-        self.preference_gradients = mx.value_and_grad(self.preference_loss)
 
     def recompute(self, value: bool) -> None:
         """Recompute layers' activations in backward passes if `value`; otherwise, keep them."""
@@ -138,65 +173,53 @@ class Forward:
         """The matrices of each layer, and the sizes in the model's config."""
         return ModelFacts(self.model)
 
-    def arrays(self, batch: MicroBatch | Pack, keys: mx.array | None) -> dict[str, Any]:
-        """Return a micro-batch as the `arrays` of `scaled_loss`.
+    def inputs(self, batch: MicroBatch | Pack, keys: mx.array | None) -> StepInputs:
+        """Return the inputs of a micro-batch.
 
         `keys` are the dropout keys of the micro-batch's examples, uint32 (B,), or None for no
         dropout.
         """
-        arrays: dict[str, Any] = {"inputs": mx.array(batch.inputs)}
+        tokens = mx.array(batch.inputs)
         if isinstance(batch, Pack):
-            return arrays | {
-                "layout": Layout(batch.segments, self.execution.rounding),
-                "keys": None if keys is None else keys[mx.array(batch.owners)][None],
-                "rows": ChosenRows(batch.places, batch.inputs.size),
-                "targets": mx.array(batch.targets),
-            }
-        if keys is not None:
-            arrays["keys"] = keys
-        if not self.execution.split_head:
-            supervised = mx.array(np.flatnonzero(batch.mask))
-            return arrays | {"targets": mx.array(batch.targets), "positions": supervised}
+            return StepInputs(
+                tokens,
+                mx.array(batch.targets),
+                ChosenRows(batch.places, batch.inputs.size),
+                keys=None if keys is None else keys[mx.array(batch.owners)][None],
+                layout=Layout(batch.segments, self.execution.rounding),
+            )
         positions = np.flatnonzero(batch.mask)
-        targets = batch.targets.reshape(-1)[positions]
-        return arrays | {
-            "rows": ChosenRows(positions, batch.inputs.size),
-            "targets": mx.array(targets),
-        }
+        if not self.execution.split_head:
+            targets = mx.array(batch.targets)
+            return StepInputs(tokens, targets, positions=mx.array(positions), keys=keys)
+        targets = mx.array(batch.targets.reshape(-1)[positions])
+        return StepInputs(tokens, targets, ChosenRows(positions, batch.inputs.size), keys=keys)
 
     def scaled_loss(
-        self, parameters: Mapping[str, mx.array], arrays: Mapping[str, Any], scale: mx.array
-    ) -> mx.array:
-        """Return `scale` times the summed cross-entropy of a micro-batch, in nats, float32.
+        self,
+        parameters: Mapping[str, mx.array],
+        inputs: StepInputs,
+        scale: mx.array,
+        reduce: Reduce = summed,
+    ) -> tuple[mx.array, ...]:
+        """Return `scale` times a micro-batch's loss, in nats, float32, then the values of `reduce`.
 
-        A function `reduce` in `arrays` replaces the sum. `parameters` are LoRA matrices by name;
-        they stay in the model. `scale` is `loss_scale`, which keeps float16 gradients in range,
-        divided by the number of supervised tokens of the whole step.
+        `reduce` maps the cross-entropy (P,) of the supervised tokens to the loss. `parameters` are
+        LoRA matrices by name; they stay in the model. `scale` includes `loss_scale`, which keeps
+        float16 gradients in range.
         """
         self.trained.assign(parameters)
-        with self.running(), laid_out(arrays.get("layout")):
-            caches = self._caches(arrays)
-            if self.execution.split_head:
-                rows, head = self._rows(arrays, caches), self._head(arrays)
-                losses = head(rows) if self._around_head is None else self._around_head(head, rows)
+        with self.running(), laid_out(inputs.layout):
+            caches = self._caches(inputs)
+            if inputs.chosen is None:
+                losses = self._whole_losses(inputs)
             else:
-                losses = cross_entropies(self.model, arrays["inputs"], arrays["targets"])
-                losses = losses.reshape(-1)[arrays["positions"]]
+                hidden = inputs.chosen.of(self._hidden(inputs, caches))
+                head, around = self._head(inputs.targets), self._around_head
+                losses = head(hidden) if around is None else around(head, hidden)
         self.mixers.stop_noting()
-        reduce = arrays.get("reduce")
-        return (losses.sum() if reduce is None else reduce(losses)) * scale
-
-    def preference_loss(
-        self, parameters: Mapping[str, mx.array], arrays: Mapping[str, Any], scale: mx.array
-    ) -> tuple[mx.array, mx.array]:
-        """Return a micro-batch's preference loss times `scale`, and the examples'
-        log-probabilities.
-
-        The log-probabilities, float32 (B,), have no gradient. `reduce` in `arrays` maps the losses
-        (P,) of supervised tokens to one array with both results.
-        """
-        values = self.scaled_loss(parameters, arrays, mx.array(1.0))
-        return values[0] * scale, mx.stop_gradient(values[1:])
+        loss, *values = reduce(losses)
+        return loss * scale, *map(mx.stop_gradient, values)
 
     def losses(self, batch: MicroBatch | Pack, keys: mx.array | None = None) -> mx.array:
         """Return the cross-entropy of each supervised token, in nats, float32 (P,), not evaluated.
@@ -204,21 +227,19 @@ class Forward:
         The losses are in the batch's order and have no gradient. Dropout applies only if `keys` are
         given.
         """
-        arrays = self.arrays(batch, keys)
-        targets = arrays["targets"]
+        inputs = self.inputs(batch, keys)
         # The caller reports losses that are not finite.
-        with laid_out(arrays.get("layout")), np.errstate(all="ignore"):
-            caches = self._caches(arrays)
-            if isinstance(batch, MicroBatch) and not self.execution.split_head:
-                losses = cross_entropies(self.model, arrays["inputs"], targets)
-                return losses.reshape(-1)[arrays["positions"]]
-            rows = self._rows(arrays, caches)
+        with laid_out(inputs.layout), np.errstate(all="ignore"):
+            caches = self._caches(inputs)
+            if inputs.chosen is None:
+                return self._whole_losses(inputs)
+            hidden, targets = inputs.chosen.of(self._hidden(inputs, caches)), inputs.targets
             if self._linear_head is not None:
                 weight = self._split.weight
-                losses = self._linear_head.head_losses(weight, rows, targets, **self._vocabulary)
+                losses = self._linear_head.head_losses(weight, hidden, targets, **self._vocabulary)
             else:
                 chunk = self.execution.loss_chunk
-                losses = head_losses(self._split.logits, rows, targets, chunk, self._entropies)
+                losses = head_losses(self._split.logits, hidden, targets, chunk, self._entropies)
         return losses
 
     def running(self) -> AbstractContextManager[None]:
@@ -227,21 +248,24 @@ class Forward:
 
     @contextmanager
     def watched(self, around: Callable[[Head, mx.array], mx.array]) -> Iterator[None]:
-        """Inside the block, call `around(head, rows)` in place of a split model's `head(rows)`."""
+        """Inside the block, call `around(head, hidden)` in place of a split model's head."""
         self._around_head = around
         try:
             yield
         finally:
             self._around_head = None
 
-    def _rows(self, arrays: Mapping[str, Any], caches: list[Any] | None) -> mx.array:
-        hidden = self._split.hidden(arrays["inputs"], caches)
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-        rows: mx.array = arrays["rows"].of(hidden)
-        return rows
+    def _whole_losses(self, inputs: StepInputs) -> mx.array:
+        """Return the losses (P,) by a model whose head cannot run apart."""
+        losses = cross_entropies(self.model, inputs.tokens, inputs.targets)
+        return losses.reshape(-1)[inputs.positions]
 
-    def _head(self, arrays: Mapping[str, Any]) -> Head:
-        targets = arrays["targets"]
+    def _hidden(self, inputs: StepInputs, caches: list[Any] | None) -> mx.array:
+        """Return the trunk's output (B T, H)."""
+        hidden = self._split.hidden(inputs.tokens, caches)
+        return hidden.reshape(-1, hidden.shape[-1])
+
+    def _head(self, targets: mx.array) -> Head:
         if self._linear_head is not None:
             weight = self._split.weight
             losses = partial(self._linear_head.trained_head_losses, **self._vocabulary)
@@ -254,9 +278,9 @@ class Forward:
             losses=self._entropies,
         )
 
-    def _caches(self, arrays: Mapping[str, Any]) -> list[Any] | None:
+    def _caches(self, inputs: StepInputs) -> list[Any] | None:
         """Set the dropout keys; return the layers' caches for a packed line, else None."""
-        keys, layout = arrays.get("keys"), arrays.get("layout")
+        keys, layout = inputs.keys, inputs.layout
         if layout is None:
             self._dropout.set(keys, None)
             return None

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.device import memory
+from mlxtune.backend.forward.forward import StepInputs
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.forward.layer_calls import first_trained
 from mlxtune.backend.step.micro_batches import MicroBatches
@@ -83,7 +84,7 @@ def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) 
     many = min(few if execution.recompute else 2 * few, shapes.layers)
     groups = [_group(pipeline, each) for each in lengths]
     size, loads = shapes.itemsize, [load_of(group, step) for group, _, step in groups]
-    given = [pipeline.builder.arrays(batch, 1) for _, batch, _ in groups]
+    given = [pipeline.builder.inputs(batch, 1) for _, batch, _ in groups]
     kept = [operations.memory.kept(shapes.with_layers(1), execution, load) for load in loads]
     working = [operations.memory.in_layer(shapes, execution, load) for load in loads]
     peaks = _peaks(pipeline, many, given)
@@ -113,7 +114,7 @@ def _covering(layers: Sequence[nn.Module]) -> int:
     return next((n for n in counts if set(kinds[-n:]) == set(kinds)), 1)
 
 
-def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[dict[str, Any]]) -> Floats:
+def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[StepInputs]) -> Floats:
     """Return the peak in bytes of each micro-batch's pass through the last `count` layers."""
     model, forward = pipeline.model, pipeline.forward
     layers = list(model.layers)
@@ -128,18 +129,18 @@ def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[dict[str, Any
     model.train()
     memory.release()
     with _alone(model, active) as shift:
-        for arrays in given:
+        for inputs in given:
 
-            def loss(parameters: Mapping[str, mx.array], added: mx.array, given: Any) -> Any:
+            def loss(parameters: Mapping[str, mx.array], added: mx.array, given: StepInputs) -> Any:
                 shift[0] = added
                 return forward.scaled_loss(parameters, given, mx.array(1.0))
 
-            def compute(arrays: Any = arrays) -> None:
-                mx.eval(mx.grad(loss, argnums=(0, 1))(parameters, zero, arrays))
+            def compute(inputs: StepInputs = inputs) -> None:
+                mx.eval(mx.grad(loss, argnums=(0, 1))(parameters, zero, inputs))
 
-            mx.eval(zero, arrays["inputs"], arrays["targets"])
+            mx.eval(zero, inputs.tokens, inputs.targets)
             try:
-                with forward.watched(lambda _, rows: rows.astype(mx.float32).square().sum()):
+                with forward.watched(lambda _, hidden: hidden.astype(mx.float32).square().sum()):
                     peaks.append(memory.peak_of(compute))
             finally:
                 shift.clear()

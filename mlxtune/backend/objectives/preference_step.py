@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlxtune.backend.forward.forward import Reduce
 from mlxtune.core.data.conversation import MISMATCHED
 from mlxtune.core.data.encode import Example
 from mlxtune.core.objectives.objective import Layout, Objective, Totals
@@ -27,9 +28,6 @@ from mlxtune.errors import ModelError
 _FIRST_LOSS, _ROUNDING, _ROUNDING_16_BITS = 1e-6, 1e-6, 1e-2
 _Floats = npt.NDArray[np.float64]
 Batch = MicroBatch | Pack
-# Maps the losses (P,) of a micro-batch's supervised tokens to one array: the micro-batch's share of
-# the step's loss, or of `sum(w * logp)`, then the log-probabilities of its examples.
-Reduce = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,11 @@ class PreferenceStep:
     logps: _Floats | None = None
 
     def reduce(self, members: Sequence[int], batch: Batch) -> Reduce:
-        """Return the `Reduce` function of a micro-batch; `members` are its examples' indices."""
+        """Return the function from a micro-batch's losses to its share of the step's loss.
+
+        With `weights`, it is the share of `sum(w * logp)`. The function also returns the
+        log-probabilities of the micro-batch's examples, whose indices are `members`.
+        """
         owners = mx.array(np.repeat(np.arange(len(members)), batch.counts))
 
         def logps(losses: mx.array) -> mx.array:
@@ -56,14 +58,14 @@ class PreferenceStep:
 
         if self.weights is not None:
             weights = mx.array(self.weights[list(members)].astype(np.float32))
-            return lambda losses: _joined((found := logps(losses)) @ weights, found)
+            return lambda losses: ((found := logps(losses)) @ weights, found)
         layout = self.objective.lay_out([self.examples[i] for i in members])
         slots = mx.array(layout.slots)
 
-        def loss(losses: mx.array) -> mx.array:
+        def loss(losses: mx.array) -> tuple[mx.array, ...]:
             found = logps(losses)
             sums = mx.zeros(layout.counts.size).at[slots].add(found).reshape(layout.counts.shape)
-            return _joined(self.objective.loss(sums, layout, self.totals, mx), found)
+            return self.objective.loss(sums, layout, self.totals, mx), found
 
         return loss
 
@@ -97,10 +99,6 @@ class PreferenceStep:
     def metrics(self, logps: _Floats) -> dict[str, float]:
         """Return the metrics of the step from the log-probabilities of its examples (E,)."""
         return self.objective.metrics(logps, self.layout, self.totals.kl)
-
-
-def _joined(loss: mx.array, logps: mx.array) -> mx.array:
-    return mx.concatenate([loss.reshape(1), logps])
 
 
 def prepare(

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mlx.utils import tree_map
 
 from mlxtune.backend.device import memory
-from mlxtune.backend.forward.forward import Forward
+from mlxtune.backend.forward.forward import Forward, StepInputs, summed
 from mlxtune.backend.lora.apply import LoRASummary
 from mlxtune.backend.lora.layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer, Update
@@ -96,26 +96,26 @@ class StepBuilder:
         total = StepGradients(zero, None, tokens, Graph(0, 1, [], {}, zero), preference=preference)
         if preference is not None:
             total.logps = mx.zeros(len(answers))
-        compute: Any = forward.gradients if preference is None else forward.preference_gradients
-        compute = self._phases.gradients if self._phases.timer else compute
+        compute = self._phases.gradients if self._phases.timer else forward.gradients
         try:
             for group, batch in runner.batches.of(own_examples):
                 if total.micro_batches:
                     # The device computes the previous micro-batch while this one is prepared.
                     runner.start(total.graph)
-                arrays, scale = self.arrays(batch, step), mx.array(forward.loss_scale / tokens)
+                inputs, scale = self.inputs(batch, step), mx.array(forward.loss_scale / tokens)
+                reduce = summed
                 if preference is not None:
                     members = [places[i] for i in group.examples]
-                    arrays["reduce"] = preference.reduce(members, batch)
+                    reduce = preference.reduce(members, batch)
                     scale = mx.array(forward.loss_scale)
-                self._phases.end("data", arrays)
+                self._phases.end("data", inputs.arrays)
                 runner.note_outputs(group.tokens)
                 # NumPy need not warn: `commit` reports a loss that is not finite.
                 with np.errstate(all="ignore"):
-                    part, part_gradients = compute(parameters, arrays, scale)
+                    values, part_gradients = compute(parameters, inputs, scale, reduce)
+                part, *logps = values
                 if preference is not None:
-                    part, logps = part
-                    total.logps = total.logps.at[mx.array(members)].add(logps)
+                    total.logps = total.logps.at[mx.array(members)].add(logps[0])
                 total.add(part, self._vectors.join_gradients(part_gradients))
                 total.graph = runner.graph(
                     group.tokens, part_gradients, total.loss, total.gradients, total.logps
@@ -221,9 +221,9 @@ class StepBuilder:
         """Return examples' log-probabilities (E,) over all workers, with the step's dropout."""
         return -self._losses.of(examples, keys=partial(self._keys, step))
 
-    def arrays(self, batch: MicroBatch | Pack, step: int) -> dict[str, Any]:
+    def inputs(self, batch: MicroBatch | Pack, step: int) -> StepInputs:
         """Return the model's inputs for a micro-batch, with the step's dropout keys."""
-        return self._forward.arrays(batch, self._keys(step, batch))
+        return self._forward.inputs(batch, self._keys(step, batch))
 
     def _keys(self, step: int, batch: MicroBatch | Pack) -> mx.array | None:
         keyed = self._config.dropout and self._forward.model.training

@@ -1,16 +1,12 @@
 """Measures the phases of a step."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
 from mlxtune.backend.device import memory
-from mlxtune.backend.forward.forward import Forward
+from mlxtune.backend.forward.forward import Forward, Head
 from mlxtune.core.run.profile import PhaseTimer
-
-# The loss (for preferences, the pair of loss and log-probabilities), then the gradients.
-Gradients = tuple[Any, dict[str, Any]]
 
 
 class Phases:
@@ -35,38 +31,29 @@ class Phases:
                 mx.eval(*arrays)
             self.timer.end(name)
 
-    def gradients(self, *args: Any) -> Gradients:
-        """Return what `Forward.gradients` or `preference_gradients` returns, and time the phases.
+    def gradients(self, *args: Any) -> tuple[tuple[mx.array, ...], dict[str, mx.array]]:
+        """Return the values and gradients that `Forward.gradients` returns, and time the phases.
 
         The phases are forward, loss (the head) and backward.
         """
-        rows_seen: list[mx.array] = []
+        states: list[mx.array] = []
 
-        def around(head: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:
+        def around(head: Head, hidden: mx.array) -> mx.array:
             # Layers that are not lazy have finished here.
-            rows_seen.append(rows)
+            states.append(hidden)
             self.end("forward")
-            return head(rows)
+            return head(hidden)
 
-        prefers = "reduce" in args[1]
-
-        def loss_and_rows(*args: Any) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-            loss, logps = (
-                self._forward.preference_loss(*args)
-                if prefers
-                else (
-                    self._forward.scaled_loss(*args),
-                    None,
-                )
-            )
-            self.end("loss" if rows_seen else "forward")
-            return loss, rows_seen, [] if logps is None else [logps]
+        def values_and_states(*args: Any) -> tuple[Any, ...]:
+            values = self._forward.scaled_loss(*args)
+            self.end("loss" if states else "forward")
+            return *values, states
 
         with self._forward.watched(around):
-            (loss, rows, logps), gradients = mx.value_and_grad(loss_and_rows)(*args)
+            (*values, states), gradients = mx.value_and_grad(values_and_states)(*args)
         self.end("backward")
-        if rows:
-            self.end("forward", rows)
-        self.end("loss" if rows else "forward", loss)
+        if states:
+            self.end("forward", states)
+        self.end("loss" if states else "forward", values[0])
         self.end("backward", gradients)
-        return (loss, *logps) if prefers else loss, gradients
+        return tuple(values), gradients

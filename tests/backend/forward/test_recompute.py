@@ -257,8 +257,9 @@ def products(recompute: bool, tmp_path: Path) -> int:
     made = fresh(model_folder("qwen3"), how, 10_000, dropout=0.3)
     made.model.train()
     batch = next(batch for _, batch in made.batches.of(fixed_step()))
-    given = (made.forward.trained.values(), made.builder.arrays(batch, 1), mx.array(1.0))
-    mx.eval(given)
+    inputs = made.builder.inputs(batch, 1)
+    given = (made.forward.trained.values(), inputs, mx.array(1.0))
+    mx.eval(given, inputs.arrays)
     gradients = made.forward.gradients(*given)[1]
     mx.export_to_dot(str(tmp_path / "graph"), *(value for _, value in tree_flatten(gradients)))
     made.forward.trained.assign(given[0])
