@@ -29,8 +29,7 @@ from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
-from mlxtune.benchmark.bench import measured, prepared
-from mlxtune.benchmark.console import show_benchmark
+from mlxtune.benchmark.bench import measured, prepared, show_benchmark
 from mlxtune.benchmark.peers import MlxLm
 from mlxtune.benchmark.worker import Job, OurSide, open_side
 from mlxtune.config import BenchConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlxtune.benchmark import console as bench_console
+from mlxtune.benchmark import bench
 from mlxtune.benchmark.result import agreement
 from tests.core.run.benchmarks import benchmark, run, step
 
@@ -11,7 +11,7 @@ THEIRS = run(step(3.0), step(5.0), peak_rss=8_000_000_000, loss_function="masked
 
 
 def test_table_has_both_sides_and_their_ratios() -> None:
-    rows = {row[0]: row[1:] for row in bench_console.table(benchmark([OURS], [THEIRS]))}
+    rows = {row[0]: row[1:] for row in bench.table(benchmark([OURS], [THEIRS]))}
     assert rows[""] == ("mlxtune", "mlx-lm", "ratio")
     assert rows["real tokens/s"] == ("110", "28", "4.00")
     assert rows["a step"] == ("1 s (500 ms-1.5 s)", "4 s (3 s-5 s)", "")
@@ -21,33 +21,33 @@ def test_table_has_both_sides_and_their_ratios() -> None:
 
 
 def test_table_without_a_peer_has_one_column() -> None:
-    assert {len(row) for row in bench_console.table(benchmark([OURS], None))} == {2}
+    assert {len(row) for row in bench.table(benchmark([OURS], None))} == {2}
 
 
 def test_peer_without_a_run_is_failed_in_every_row() -> None:
     made = benchmark([OURS], [])
     assert made.theirs is not None
     made.theirs.failed = "killed (signal 9)"
-    assert bench_console.table(made)[1] == ("real tokens/s", "110", "failed", "")
-    assert bench_console.remarks(made) == ["mlx-lm failed: killed (signal 9)"]
+    assert bench.table(made)[1] == ("real tokens/s", "110", "failed", "")
+    assert bench.remarks(made) == ["mlx-lm failed: killed (signal 9)"]
 
 
 def test_cost_of_the_limited_cache_is_remarked_if_it_was_timed() -> None:
     timed = [run(step(2.0), large_cache_s=each) for each in (1.0, 1.4, 3.0)]
-    (line,) = bench_console.remarks(benchmark(timed, None))
+    (line,) = bench.remarks(benchmark(timed, None))
     assert line.startswith("with MLX's cache limited as in training: 0.70x the speed")
     assert benchmark(timed, None).as_dict()["cache_ratio"] == 0.7
-    assert bench_console.remarks(benchmark([OURS], None)) == []
+    assert bench.remarks(benchmark([OURS], None)) == []
 
 
 def test_another_loss_of_the_peer_is_remarked() -> None:
-    lines = bench_console.remarks(benchmark([OURS], [THEIRS]))
+    lines = bench.remarks(benchmark([OURS], [THEIRS]))
     assert lines[0].startswith("losses agree (they differ by 0.0e+00 at the first step")
     assert lines[1].startswith("mlx-lm ran with a masked loss")
 
 
 def test_losses_that_do_not_agree_are_said_to_make_the_ratios_void() -> None:
-    line = bench_console.agreement_line(agreement([2.0, 2.0], [2.0, 2.5], "float32"))
+    line = bench.agreement_line(agreement([2.0, 2.0], [2.0, 2.5], "float32"))
     assert line.startswith(
         "losses do NOT agree: the ratios compare different work (they differ by 0.0"
     )
@@ -55,7 +55,7 @@ def test_losses_that_do_not_agree_are_said_to_make_the_ratios_void() -> None:
 
 
 def test_range_is_left_out_where_all_values_are_equal() -> None:
-    rows = dict(row[:2] for row in bench_console.table(benchmark([run(step(0.002))], None)))
+    rows = dict(row[:2] for row in bench.table(benchmark([run(step(0.002))], None)))
     assert rows["a step"] == "2 ms"
-    rows = dict(row[:2] for row in bench_console.table(benchmark([run(step(0.5), step(1))], None)))
+    rows = dict(row[:2] for row in bench.table(benchmark([run(step(0.5), step(1))], None)))
     assert rows["a step"] == "750 ms (500 ms-1 s)"
