@@ -40,7 +40,7 @@ from mlxtune.session.memory import choose_plan, first_epoch, planned_work
 from mlxtune.session.model import await_result, open_model
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json
-from mlxtune.views.tables import plain_table, result_console, shown
+from mlxtune.views.terminal import plain_table, result_console, shown
 
 # Returns the command line of a process that runs the job in a file.
 Command = Callable[[Path], list[str]]

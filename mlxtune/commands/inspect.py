@@ -21,9 +21,9 @@ from mlxtune.session.dataset import (
 from mlxtune.session.keywords import takes_options
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole
-from mlxtune.views.inspection import PAGE, render_page, show_inspection
+from mlxtune.views.inspection_view import PAGE, render_page, show_inspection
 from mlxtune.views.output import print_json, print_line
-from mlxtune.views.tables import result_console
+from mlxtune.views.terminal import result_console
 
 # The largest numbers of examples: on a page, and elsewhere (in JSON, or on a terminal, which may
 # show fewer).

@@ -10,7 +10,7 @@ from mlxtune.core.files.files import file_hash, make_folder, write_file
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.files.sizes import read_text
 from mlxtune.core.run.checkpoint import ADAPTER
-from mlxtune.core.run.run import Run, read_run, run_folder_at
+from mlxtune.core.run.stored_run import Run, read_run, run_folder_at
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.text import byte_size
 from mlxtune.errors import ConfigError, ModelError, OutputError, resume_command, shorten

@@ -38,8 +38,8 @@ from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.core.run.metrics import InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import StepProfiler
 from mlxtune.core.run.progress import progress_of
-from mlxtune.core.run.run import Run
 from mlxtune.core.run.run_folder import ABOUT, LEDGER, RESULT, TRAINED_ROWS, ResumePoint
+from mlxtune.core.run.stored_run import Run
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.run.trained_rows import (
     NO_ROWS,

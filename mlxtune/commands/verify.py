@@ -16,8 +16,8 @@ from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.run.checkpoint import ADAPTER, METADATA, METRICS, Checkpoint
 from mlxtune.core.run.progress import Progress, same_except_measurements
-from mlxtune.core.run.run import run_folder_at
 from mlxtune.core.run.run_folder import REFERENCE, ResumePoint
+from mlxtune.core.run.stored_run import run_folder_at
 from mlxtune.core.run.verification import Verification, verify_files
 from mlxtune.errors import (
     DataError,

@@ -25,14 +25,12 @@ from mlxtune.core.text import count
 from mlxtune.diagnosis import checks
 from mlxtune.diagnosis.checks import MachineProof, ProofCheck
 from mlxtune.diagnosis.doctor import read_machine
-from mlxtune.diagnosis.machine import read_machine
-from mlxtune.diagnosis.views import check_line, shareable, show_proof
 from mlxtune.diagnosis.workbench import BASE, DENSE, GEMMA, QWEN, Workbench
 from mlxtune.errors import ModelError, one_line
 from mlxtune.views.console import RunConsole
 from mlxtune.views.first_result import COMPILING, FirstResult
 from mlxtune.views.output import print_json
-from mlxtune.views.tables import plain_table, result_console, shown
+from mlxtune.views.terminal import plain_table, result_console, shown
 
 # On the CPU, mlx-lm takes seconds for each row.
 _CPU_TIMED = ("--steps", "2", "--batch-size", "2")

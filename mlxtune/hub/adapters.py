@@ -21,9 +21,9 @@ from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import Affects, flag
 from mlxtune.config.objective import ObjectiveConfig
 from mlxtune.core.evaluation.evaluation import Evaluation, Sample
-from mlxtune.core.evaluation.text import verdict_lines
+from mlxtune.core.evaluation.verdicts import verdict_lines
 from mlxtune.core.objectives.objective import Objective
-from mlxtune.core.run.run import Run, mapping, text
+from mlxtune.core.run.stored_run import Run, mapping, text
 from mlxtune.core.run.summary import RunView, data_name, data_names, hub_data
 from mlxtune.core.text import sentence
 from mlxtune.errors import OutputError, one_line

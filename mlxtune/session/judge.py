@@ -33,7 +33,7 @@ from mlxtune.core.evaluation.evaluation import (
 )
 from mlxtune.core.evaluation.losses import JudgedRows, evaluation_of, sums_of
 from mlxtune.core.evaluation.preferences import answer_sums, evaluate_preferences
-from mlxtune.core.evaluation.text import file_lines, verdict_lines
+from mlxtune.core.evaluation.verdicts import file_lines, verdict_lines
 from mlxtune.core.files.files import write_json
 from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.run_folder import EVALUATION, SAMPLES

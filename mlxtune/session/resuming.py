@@ -19,8 +19,8 @@ from mlxtune.config.training import adapter_file
 from mlxtune.core.files.files import file_hash, same_place
 from mlxtune.core.run.checkpoint import Checkpoint
 from mlxtune.core.run.own_runs import is_own
-from mlxtune.core.run.run import mapping, run_folder_at
 from mlxtune.core.run.run_folder import ResumePoint, find_resume_point
+from mlxtune.core.run.stored_run import mapping, run_folder_at
 from mlxtune.core.text import count
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, OutputError, shorten

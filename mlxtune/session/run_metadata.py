@@ -20,8 +20,8 @@ from mlxtune.core.data.inspection import Distribution
 from mlxtune.core.files.files import file_hash, read_json
 from mlxtune.core.machine.facts import versions
 from mlxtune.core.run.metrics import InstructTrainResult
-from mlxtune.core.run.run import text
 from mlxtune.core.run.run_folder import ABOUT, ResumePoint
+from mlxtune.core.run.stored_run import text
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.session.dataset import Dataset

@@ -13,7 +13,7 @@ from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.places import where
 from mlxtune.core.evaluation.evaluation import PERPLEXITY_CAP, Evaluation, Sample, perplexity
-from mlxtune.core.evaluation.text import file_lines, verdict_lines
+from mlxtune.core.evaluation.verdicts import file_lines, verdict_lines
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile

@@ -17,7 +17,6 @@ from typing import Any
 
 from mlxtune.core.files.lock import holder_of
 from mlxtune.core.run.checkpoint import METRICS
-from mlxtune.core.run.run import Run, find_runs, number, read_run, run_folder_at
 from mlxtune.core.run.run_folder import (
     ABOUT,
     EVALUATION,
@@ -28,6 +27,7 @@ from mlxtune.core.run.run_folder import (
     previous_number,
     request_stop,
 )
+from mlxtune.core.run.stored_run import Run, find_runs, number, read_run, run_folder_at
 from mlxtune.core.run.summary import RunView, validated_alike
 from mlxtune.core.text import count, duration
 from mlxtune.errors import OutputError, one_line

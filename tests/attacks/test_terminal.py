@@ -115,9 +115,9 @@ PRINTS = {
 }
 TEXTS = {
     "views/output.py": "answers through escape_controls",
-    "views/tables.py": "`shown` makes them of escaped text",
+    "views/terminal.py": "`shown` makes them of escaped text",
     "views/console.py": "each through printable",
-    "views/inspection.py": "each through visible.escape or stretches",
+    "views/inspection_view.py": "each through visible.escape or stretches",
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import mlxtune
 from mlxtune import OutputError
-from mlxtune.core.run.run import read_run
+from mlxtune.core.run.stored_run import read_run
 from mlxtune.core.run.summary import RunView
 from mlxtune.views.pages.run_page import ResultCard, write_page
 from mlxtune.views.parts import run_figures

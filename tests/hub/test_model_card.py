@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from mlxtune.core.run.run import Run, read_run
+from mlxtune.core.run.stored_run import Run, read_run
 from mlxtune.core.run.summary import RunView
 from mlxtune.hub.adapters import command_of, model_card, quoted_samples
 from tests.runs import EVALUATION, LEDGER, write_run

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from mlxtune.core.run.run import Run, read_run
+from mlxtune.core.run.stored_run import Run, read_run
 from mlxtune.core.run.summary import RunView
 from mlxtune.hub.adapters import model_card
 from tests.hub.test_model_card import HUB

@@ -37,7 +37,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.files.files import make_folder, write_json
 from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.views.console import RunConsole
-from mlxtune.views.tables import result_console
+from mlxtune.views.terminal import result_console
 from tests.long.bench_options import run_with_options
 from tests.long.counts import GraphSource, StepCounts, count_steps, kernels_of_a_gpu
 from tests.long.floor import Products, needed_flops, product_seconds, step_products

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mlxtune.core.data.inspection import Inspection
-from mlxtune.views.inspection import render_page
+from mlxtune.views.inspection_view import render_page
 from tests.browser import browse, drive, needs_browser
 from tests.inspections import HOSTILE, INSPECTION, with_text
 

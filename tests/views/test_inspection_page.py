@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.inspection import Piece
-from mlxtune.views.inspection import render_page
+from mlxtune.views.inspection_view import render_page
 from tests.inspections import EMPTY, HOSTILE, INSPECTION, LEDGER, PAIRED, example, with_text
 from tests.views.pages.markup import Page
 

@@ -17,7 +17,7 @@ from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord, ValidationRecord
 from mlxtune.core.run.progress import Progress, Record
-from mlxtune.core.run.run import Run
+from mlxtune.core.run.stored_run import Run
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views import run_text

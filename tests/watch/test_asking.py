@@ -11,7 +11,7 @@ import pytest
 from mlxtune import train
 from mlxtune.config import TrainConfig
 from mlxtune.core.run.own_runs import mark
-from mlxtune.core.run.run import read_run
+from mlxtune.core.run.stored_run import read_run
 from mlxtune.errors import ConfigError, OutputError
 from mlxtune.watch import asking as module
 from mlxtune.watch.answer_worker import answers

@@ -1,6 +1,6 @@
 """The contents of `mlxtune inspect`: numbers, findings, and rows as the model sees them.
 
-views/inspection.py prints them, and turns them into a page.
+views/inspection_view.py prints them, and turns them into a page.
 """
 
 from __future__ import annotations

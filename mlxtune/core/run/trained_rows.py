@@ -11,8 +11,8 @@ import numpy.typing as npt
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.files.files import file_hash, read_json, read_own
 from mlxtune.core.run.checkpoint import MANIFEST
-from mlxtune.core.run.run import run_folder_at, text
 from mlxtune.core.run.run_folder import RESULT, TRAINED_ROWS
+from mlxtune.core.run.stored_run import run_folder_at, text
 from mlxtune.errors import OutputError
 
 NO_ROWS: npt.NDArray[np.uint64] = np.zeros(0, dtype=np.uint64)

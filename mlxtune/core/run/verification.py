@@ -21,7 +21,6 @@ from mlxtune.core.run.checkpoint import (
 )
 from mlxtune.core.run.metrics import ValidationRecord
 from mlxtune.core.run.progress import Progress
-from mlxtune.core.run.run import mapping, read_ledgers
 from mlxtune.core.run.run_folder import (
     ABOUT,
     EVALUATION,
@@ -30,6 +29,7 @@ from mlxtune.core.run.run_folder import (
     RESULT,
     TRAINED_ROWS,
 )
+from mlxtune.core.run.stored_run import mapping, read_ledgers
 from mlxtune.core.run.trained_rows import check_trained_rows
 from mlxtune.core.text import count
 

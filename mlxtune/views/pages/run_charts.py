@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 import numpy as np
 
-from mlxtune.core.run.run import Run, number
+from mlxtune.core.run.stored_run import Run, number
 from mlxtune.core.run.summary import RunView
 from mlxtune.core.text import byte_size, count, loss_text
 from mlxtune.views.pages.charts import Chart, Series

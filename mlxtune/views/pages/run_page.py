@@ -10,8 +10,8 @@ from markupsafe import Markup
 
 from mlxtune.core.evaluation.evaluation import Evaluation
 from mlxtune.core.files.files import write_file
-from mlxtune.core.run.run import Run, mapping, number, read_run, text
 from mlxtune.core.run.run_folder import REPORT
+from mlxtune.core.run.stored_run import Run, mapping, number, read_run, text
 from mlxtune.core.run.summary import (
     RunView,
     Verdict,

@@ -25,7 +25,7 @@ from mlxtune.core.evaluation.evaluation import (
 )
 from mlxtune.core.evaluation.interval import paired_difference
 from mlxtune.core.evaluation.losses import JudgedRows, Sums, evaluation_of, sums_of, verdict_of
-from mlxtune.core.evaluation.text import file_lines, verdict_lines
+from mlxtune.core.evaluation.verdicts import file_lines, verdict_lines
 from mlxtune.errors import NonFiniteLossError
 from mlxtune.views.run_text import evaluation_lines
 

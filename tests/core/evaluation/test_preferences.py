@@ -22,7 +22,7 @@ from mlxtune.core.evaluation.preferences import (
     _ranks,
     evaluate_preferences,
 )
-from mlxtune.core.evaluation.text import file_lines, verdict_lines
+from mlxtune.core.evaluation.verdicts import file_lines, verdict_lines
 from mlxtune.core.objectives.objective import Objective
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.run.run import read_run
+from mlxtune.core.run.stored_run import read_run
 from mlxtune.core.run.summary import RunView
 from tests.runs import write_run
 

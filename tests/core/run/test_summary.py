@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.core.files.lock import Lock
-from mlxtune.core.run.run import Run, read_run
+from mlxtune.core.run.stored_run import Run, read_run
 from mlxtune.core.run.summary import (
     SORTS,
     RunView,

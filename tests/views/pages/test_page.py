@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.run.run import read_run
-from mlxtune.views.inspection import render_page
+from mlxtune.core.run.stored_run import read_run
+from mlxtune.views.inspection_view import render_page
 from mlxtune.views.pages.run_page import render_runs
 from tests.inspections import HOSTILE as HOSTILE_DATA
 from tests.inspections import with_text

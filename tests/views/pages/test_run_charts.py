@@ -9,7 +9,7 @@ import pytest
 
 from mlxtune.core.run.metrics import FileLoss, ValidationRecord
 from mlxtune.core.run.progress import Progress
-from mlxtune.core.run.run import Run
+from mlxtune.core.run.stored_run import Run
 from mlxtune.core.run.summary import RunView
 from mlxtune.views.pages.run_charts import loss_chart, smooth, span_for
 

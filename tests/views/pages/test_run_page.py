@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.run.run import Run, read_run
+from mlxtune.core.run.stored_run import Run, read_run
 from mlxtune.views.pages.run_page import ResultCard, render_runs
 from tests.runs import EVALUATION, as_lines, metrics, step_line, write_run
 from tests.views.pages.markup import Page

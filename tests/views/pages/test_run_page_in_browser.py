@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.run.run import read_run
+from mlxtune.core.run.stored_run import read_run
 from mlxtune.views.pages.run_page import render_runs
 from tests.browser import browse, drive, needs_browser
 from tests.runs import EVALUATION, as_lines, step_line, write_run

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from mlxtune.core.run.summary import RunView
-from mlxtune.views.tables import show_runs, sparkline
+from mlxtune.views.terminal import show_runs, sparkline
 from tests.core.run.listed_runs import runs
 
 __all__ = ["runs"]

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.text import Text
 
 from mlxtune.core.data.inspection import Inspection, Piece, ShownExample
-from mlxtune.views.inspection import show_inspection
-from mlxtune.views.tables import result_console
+from mlxtune.views.inspection_view import show_inspection
+from mlxtune.views.terminal import result_console
 from tests.inspections import EMPTY, HOSTILE, INSPECTION, LEDGER, PAIRED, example, pair, with_text
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")

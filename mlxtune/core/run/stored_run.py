@@ -1,4 +1,4 @@
-"""A run as described by its folder: finished or not, perhaps damaged.
+"""A run as its folder describes it: finished or not, perhaps damaged.
 
 No file is trusted: a missing or invalid value counts as absent.
 """

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.run.run import find_runs, number, read_run, run_folder_at
+from mlxtune.core.run.stored_run import find_runs, number, read_run, run_folder_at
 from mlxtune.core.run.summary import RunView
 from mlxtune.errors import OutputError
 from mlxtune.views.pages.run_page import render_runs
