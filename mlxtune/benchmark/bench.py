@@ -238,16 +238,13 @@ def _describe_end(job: Job, status: int, steps: int, output: str) -> str:
 def show_benchmark(benchmark: Benchmark, console: Console) -> None:
     """Print the title, table and remarks of a benchmark."""
     head, *rows = table(benchmark)
-    columns = plain_table(head)
-    for row in rows:
-        columns.add_row(*map(shown, row))
     title = (
         f"{benchmark.model}, {benchmark.dtype} on {benchmark.device}: "
         f"{count(benchmark.steps, 'step')} of {count(benchmark.batch_size, 'row')}, "
         f"{count(len(benchmark.ours.runs), 'run')}"
     )
     console.print(shown(title, "bold"), soft_wrap=True)
-    console.print(columns)
+    console.print(plain_table(head, rows))
     for line in remarks(benchmark):
         console.print(shown(line), soft_wrap=True)
 

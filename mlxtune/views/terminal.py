@@ -1,7 +1,7 @@
 """Tables on a terminal, and the table of runs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -36,11 +36,13 @@ def shown(text: str, style: str = "") -> Text:
     return Text(printable(text), style)
 
 
-def plain_table(headings: Sequence[str]) -> Table:
+def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]] = ()) -> Table:
     """Return a table without borders, right-aligned except for its first column."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for i, name in enumerate(headings):
         table.add_column(name, justify="right" if i else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(shown, row))
     return table
 
 
@@ -56,9 +58,7 @@ def show_runs(runs: Sequence[RunView], console: Console) -> None:
     unlimited = console.options.update(width=_PIPE_WIDTH)
     for name in ("", *_DISPENSABLE):
         columns = [each for each in columns if each != name]
-        table = plain_table(columns)
-        for row in rows:
-            table.add_row(*(shown(row[each]) for each in columns))
+        table = plain_table(columns, ([row[each] for each in columns] for row in rows))
         if console.is_terminal:
             table.columns[0].max_width = _MOST_NAME
         if Measurement.get(console, unlimited, table).maximum <= console.width:

@@ -1,4 +1,7 @@
-"""A run's messages on a terminal, even after it is closed, and with control characters."""
+"""A run's messages on a terminal, even after it is closed, and its live line in a notebook.
+
+tests/test_notebook.py runs real kernels.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,9 @@ import dataclasses
 import errno
 import io
 import os
+import subprocess
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,22 +21,28 @@ from mlxtune.core.run.metrics import ValidationRecord
 from mlxtune.core.run.progress import Progress
 from mlxtune.core.training.observer import RunStart
 from mlxtune.errors import printable
-from mlxtune.views.console import BestEffortStream, RunConsole, TerminalLine, print_stages
+from mlxtune.views import console as module
+from mlxtune.views.console import (
+    BestEffortStream,
+    NotebookLine,
+    RunConsole,
+    TerminalLine,
+    in_notebook,
+    print_stages,
+)
 from tests.core.training.records import step_record
 
 
-class Gone(io.StringIO):
-    """A terminal that can be closed."""
+class ClosableTerminal(io.StringIO):
+    """A terminal whose window can be closed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.closed_by_now = False
+    is_gone = False
 
     def isatty(self) -> bool:
         return True
 
     def write(self, text: str) -> int:
-        if self.closed_by_now:
+        if self.is_gone:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return super().write(text)
 
@@ -42,9 +54,21 @@ def run_start(taken: int = 0) -> RunStart:
     )
 
 
+def run_console(
+    start: RunStart | None = None, *, terminal: bool = False, **options: Any
+) -> tuple[RunConsole, io.StringIO]:
+    """Return the console of a run that has started, and its output."""
+    output = io.StringIO()
+    console = RunConsole(
+        console=Console(file=output, force_terminal=terminal, width=200), **options
+    )
+    console.on_start(start or run_start(), None)
+    return console, output
+
+
 @pytest.mark.parametrize("closed_at", ["start", "step", "warning", "end"])
-def test_run_goes_on_in_silence_when_its_terminal_is_gone(closed_at: str) -> None:
-    terminal = Gone()
+def test_closed_terminal_does_not_stop_the_run(closed_at: str) -> None:
+    terminal = ClosableTerminal()
     stream: Any = BestEffortStream(terminal)
     console = RunConsole(console=Console(file=stream, force_terminal=True, width=100))
     actions = {
@@ -54,24 +78,21 @@ def test_run_goes_on_in_silence_when_its_terminal_is_gone(closed_at: str) -> Non
         "end": console.on_end,
     }
     for name, act in actions.items():
-        if name == closed_at:
-            terminal.closed_by_now = True
+        terminal.is_gone = terminal.is_gone or name == closed_at
         act()
     console.on_step(step_record(2))
     console.say("Done", "nobody hears")
     console.close()
 
 
-def test_validations_within_an_epoch_have_lines_and_say_which_is_the_best_so_far() -> None:
-    terminal = io.StringIO()
-    console = RunConsole(console=Console(file=terminal, width=120))
+def test_validation_within_an_epoch_has_a_line_that_marks_the_best() -> None:
     taken = [step_record(1), ValidationRecord(1, 2.5, 12.0)]
     start = dataclasses.replace(run_start(), steps_per_epoch=4, progress=Progress(taken))
-    console.on_start(start, None)
+    console, output = run_console(start)
     # A loss after the last step of an epoch or run appears in the epoch's line instead.
     for step, loss in ((0, 1.0), (2, 3.0), (3, 2.0), (4, 1.5), (6, 1.5), (10, 1.0)):
         console.on_validation(step, loss)
-    lines = [" ".join(line.split()) for line in terminal.getvalue().splitlines()]
+    lines = [" ".join(line.split()) for line in output.getvalue().splitlines()]
     assert lines == [
         "Validation before training: 1.0000 (perplexity 2.718)",
         "Validation step 2 (epoch 0.50): 3.0000 (perplexity 20.09)",
@@ -80,10 +101,8 @@ def test_validations_within_an_epoch_have_lines_and_say_which_is_the_best_so_far
     ]
 
 
-def test_bar_of_a_resumed_run_begins_where_the_run_stood() -> None:
-    terminal = io.StringIO()
-    console = RunConsole(console=Console(file=terminal, force_terminal=True, width=120))
-    console.on_start(run_start(taken=7), None)
+def test_bar_of_a_resumed_run_starts_at_its_step() -> None:
+    console, _ = run_console(run_start(taken=7), terminal=True)
     assert isinstance(console._bar, TerminalLine)
     assert console._bar.progress.tasks[0].completed == pytest.approx(0.7)
     console.on_end()
@@ -100,51 +119,47 @@ def test_bar_of_a_resumed_run_begins_where_the_run_stood() -> None:
         ("half \ud83d", "half \\ud83d"),
     ],
 )
-def test_what_a_terminal_would_act_on_is_escaped(text: str, shown: str) -> None:
+def test_control_characters_of_a_message_are_escaped(text: str, shown: str) -> None:
     assert printable(text) == shown
     for message in (text, f"{text}: name of a file"):
-        terminal = io.StringIO()
-        RunConsole(console=Console(file=terminal, width=200)).warn(message)
-        assert printable(message) in terminal.getvalue()
+        console, output = run_console()
+        console.warn(message)
+        assert printable(message) in output.getvalue()
 
 
-def test_heat_stands_in_each_line_for_as_long_as_it_slows_the_machine() -> None:
-    terminal = io.StringIO()
-    console = RunConsole(log_every=1, console=Console(file=terminal, width=200))
-    console.on_start(run_start(), None)
+def test_thermal_state_is_in_each_line_while_it_lasts_and_on_the_bar() -> None:
+    console, output = run_console(log_every=1)
     for step, state in enumerate(["", "serious", ""], 1):
         console.on_thermal(state)
         console.on_step(step_record(step))
     console.on_note("Power", "plugged in: training continues")
-    *lines, note = terminal.getvalue().splitlines()
+    *lines, note = output.getvalue().splitlines()
     assert [line.endswith("  thermal: serious") for line in lines] == [False, True, False]
     assert note.split() == ["Power", "plugged", "in:", "training", "continues"]
 
-
-def test_heat_is_shown_on_the_bar() -> None:
-    terminal = io.StringIO()
-    console = RunConsole(console=Console(file=terminal, force_terminal=True, width=150))
-    console.on_start(run_start(), None)
+    console, output = run_console(terminal=True)
     console.on_thermal("fair")
     console.on_step(step_record(1))
     console.on_end()
-    assert "thermal: fair" in terminal.getvalue()
+    assert "thermal: fair" in output.getvalue()
 
 
 # Results and verdicts
 
-VERDICTS = {
-    "the adapter helped: it takes 30% off": ("32", "helped"),
-    "the adapter hurt: it adds 30% to": ("31", "hurt"),
-    "the adapter hardly helped: it takes 0.4% off": ("33", "hardly helped"),
-    "cannot tell whether the adapter helped: it": ("33", "cannot tell"),
-}
 
-
-@pytest.mark.parametrize("line", VERDICTS)
-def test_verdict_has_its_colour_on_a_terminal(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("line", "colour", "words"),
+    [
+        ("the adapter helped: it takes 30% off", "32", "helped"),
+        ("the adapter hurt: it adds 30% to", "31", "hurt"),
+        ("the adapter hardly helped: it takes 0.4% off", "33", "hardly helped"),
+        ("cannot tell whether the adapter helped: it", "33", "cannot tell"),
+    ],
+)
+def test_verdict_has_its_colour_on_a_terminal(
+    line: str, colour: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    colour, words = VERDICTS[line]
     for wide in (True, False):  # on one line, and wrapped
         stream = io.StringIO()
         console = Console(
@@ -156,18 +171,81 @@ def test_verdict_has_its_colour_on_a_terminal(line: str, monkeypatch: pytest.Mon
         assert stream.getvalue().count(f"\x1b[{colour}m") == 1
 
 
-def test_results_wrap_at_words_on_a_terminal_of_80_columns(
+def test_results_wrap_at_words_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = ["Plan        " + "micro-batches of 384 tokens; " * 8, "a.jsonl:12", ""]
     print_stages(lines)
     assert capsys.readouterr().out == "\n".join([*lines, ""])
 
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setenv("COLUMNS", "80")
+    for name, value in {"FORCE_COLOR": "1", "TERM": "dumb", "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
     print_stages(lines)
     out = capsys.readouterr().out.splitlines()
     assert max(map(len, out)) <= 80
     assert len(out) > len(lines)
     assert "".join(out).split() == " ".join(lines).split()
+
+
+# In a notebook
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """The states that a notebook receives; its clock advances by a second at each reading."""
+    states: list[dict[str, str]] = []
+
+    def display(content: dict[str, str], **options: Any) -> SimpleNamespace:
+        assert options == {"raw": True, "display_id": True}
+        states.append(content)
+        return SimpleNamespace(update=lambda content, raw: states.append(content))
+
+    monkeypatch.setattr("IPython.display.display", display)
+    seconds = iter(range(100))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    return states
+
+
+def test_notebook_line_shows_progress_and_the_time_left(shown: list[dict[str, str]]) -> None:
+    line = NotebookLine()
+    line.update("step 1/10", 0.1)
+    line.update("step 2/10", 0.2)
+    line.update("validating <3>")
+    line.close()
+    texts = ["", "step 1/10", "step 2/10  8.0s left", "validating <3>", ""]
+    assert [state["text/plain"] for state in shown] == texts
+    assert '<progress max="1" value="0.2000">' in shown[2]["text/html"]
+    assert "&lt;3&gt;" in shown[3]["text/html"]
+    assert shown[-1]["text/html"] == ""
+
+
+def test_notebook_line_skips_quick_updates(
+    shown: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 7.0))
+    line = NotebookLine()
+    for step in range(1, 4):
+        line.update(f"step {step}/3", step / 3)
+    assert [state["text/plain"] for state in shown] == ["", "step 1/3"]
+
+
+def test_only_a_kernel_is_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    for shell, expected in (
+        (None, False),
+        (SimpleNamespace(), False),  # IPython without a kernel
+        (SimpleNamespace(kernel=object()), True),
+    ):
+        ipython = SimpleNamespace(get_ipython=lambda shell=shell: shell)
+        monkeypatch.setitem(sys.modules, "IPython", ipython)
+        assert in_notebook() is expected
+    monkeypatch.delitem(sys.modules, "IPython")
+    assert not in_notebook()
+
+
+def test_console_outside_a_notebook_does_not_load_ipython() -> None:
+    code = (
+        "import sys; from mlxtune.views.console import RunConsole\n"
+        "console = RunConsole(); console.show('a'); console.close()\n"
+        "assert not {'IPython', 'ipywidgets'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,7 @@ MEMORY = MemoryPlan(
     padding_share=0.03,
     run_share=0.8,
 )
+RECOMPUTED = replace(MEMORY, execution=Execution(None, 256, recompute=True))
 RUN = RunPlan(
     *("qwen3, 28 layers", "float32", "AMD EPYC (cpu)", 512, MEMORY),
     **{"rows": 80, "steps_per_epoch": 20, "steps": 60, "tokens": 9000, "supervised": 2000},
@@ -46,6 +48,7 @@ RUN = RunPlan(
     trainable_parameters=4096,
     expert_matrices=12,
 )
+SPEED = Speed(37.5, "2026-03-04")
 
 
 def text(plan: RunPlan) -> str:
@@ -58,29 +61,24 @@ def test_micro_batches_and_peak_take_a_line_each() -> None:
     )
     alone = replace(MEMORY, execution=Execution(None, 1))
     assert micro_batches_line(alone).startswith("micro-batches of one example, 2.1 a step")
-    again = replace(MEMORY, execution=Execution(None, 256, recompute=True))
-    assert "recomputed" in micro_batches_line(again)
+    assert "recomputed" in micro_batches_line(RECOMPUTED)
     assert peak_line(MEMORY) == "estimated peak memory 1.7 GB (1.21 GB to 2.43 GB) of 24 GB"
     measured = replace(MEMORY, shapes=shapes(measured=Measured()))
     assert peak_line(measured) == "predicted peak memory 1.7 GB of 24 GB"
 
 
-def test_larger_limit_is_named_with_what_it_gains() -> None:
-    recomputed = replace(MEMORY, execution=Execution(None, 256, recompute=True))
+def test_larger_limit_is_named_with_its_gain() -> None:
     # A peak of 1.9 GB with the margin of 15% needs 2.185 GB, so the limit is rounded up to 3.
     peak = replace(MEMORY.peak, weights=1_400_000_000)
     wide = replace(MEMORY, execution=Execution(None, 8192), peak=peak)
-    assert larger_limit_line(recomputed, wide, 64) == (
-        "the device has 64 GB: --memory-limit 3 would run micro-batches of up to 8,192 tokens "
-        "without recomputing activations, which takes 25 to 33% of a step"
+    longer = "run micro-batches of up to 8,192 tokens"
+    kept = "without recomputing activations, which takes 25 to 33% of a step"
+    assert larger_limit_line(RECOMPUTED, wide, 64) == (
+        f"the device has 64 GB: --memory-limit 3 would {longer} {kept}"
     )
-    assert larger_limit_line(MEMORY, wide, 64).endswith(
-        "would run micro-batches of up to 8,192 tokens"
-    )
-    assert larger_limit_line(recomputed, MEMORY, 64).endswith(
-        "would run without recomputing activations, which takes 25 to 33% of a step"
-    )
-    assert "--memory-limit 1 would" in larger_limit_line(recomputed, MEMORY, 1)
+    assert larger_limit_line(MEMORY, wide, 64).endswith(f"would {longer}")
+    assert larger_limit_line(RECOMPUTED, MEMORY, 64).endswith(f"would run {kept}")
+    assert "--memory-limit 1 would" in larger_limit_line(RECOMPUTED, MEMORY, 1)
     assert larger_limit_line(MEMORY, replace(MEMORY, limit=64_000_000_000), 64) == ""
     assert larger_limit_line(wide, MEMORY, 64) == ""
 
@@ -91,13 +89,10 @@ def test_larger_limit_is_named_with_what_it_gains() -> None:
         (None, ""),
         (64 * 10**9, "64 GB free now, enough for this run"),
         (10 * 10**9, "10 GB free now, enough for this run"),
-        (
-            10**9,
-            "only 1 GB free now: close other programs, or plan for less memory",
-        ),
+        (10**9, "only 1 GB free now: close other programs, or plan for less memory"),
     ],
 )
-def test_plan_is_compared_with_the_memory_that_is_free(free: int | None, line: str) -> None:
+def test_plan_is_compared_with_the_free_memory(free: int | None, line: str) -> None:
     assert free_line(MEMORY, free) == line
     assert line in text(replace(RUN, free_memory=free))
 
@@ -113,21 +108,12 @@ def test_cut_of_supervised_tokens_names_a_limit_and_its_memory() -> None:
     assert cut_line(CutLoss(0.123, 2048), 512, None).endswith("does not fit into --memory-limit")
 
 
-def test_few_steps_are_said_to_be_too_few_with_the_epochs_that_are_enough() -> None:
+def test_too_few_steps_are_warned_of_with_enough_epochs_steps_or_rows() -> None:
     line = "29 steps are too few to learn from: --epochs 4 gives 116 steps"
-    assert few_steps_line(29, 29, None) == line
-    assert few_steps_line(29, 29, 30) == line
+    assert few_steps_line(29, 29, None) == few_steps_line(29, 29, 30) == line
     assert few_steps_line(29, 40, 29).endswith("learn from: use --max-steps 100 or more")
     assert few_steps_line(30, 30, None) == ""
     assert line in text(replace(RUN, few_steps=line))
-
-
-def test_rate_far_above_the_usual_is_warned_of() -> None:
-    assert large_rate_line(5e-3) == ""
-    assert large_rate_line(5.0).startswith("--lr 5 is far above the usual 0.0001: ")
-
-
-def test_few_steps_by_auto_name_the_rows_that_are_enough() -> None:
     auto = TrainConfig("model", ("data",), epochs=3)
     assert few_steps_line(2, 1, None, auto) == (
         "2 steps, as there is too little data to learn from: 100 steps in 3 "
@@ -136,56 +122,46 @@ def test_few_steps_by_auto_name_the_rows_that_are_enough() -> None:
     assert few_steps_line(2, 1, 2, auto).startswith("2 steps are too few to learn from: use")
 
 
-def test_lines_give_memory_parts_steps_and_shares() -> None:
-    lines = text(RUN)
-    for part in ("weights        1.2 GB", "optimizer       20 MB", "head            80 MB"):
-        assert part in lines
-    assert "80 training rows: 9,000 tokens, 2,000 of them supervised" in lines
-    assert "the model reads 80% as many tokens, padding included" in lines
-    assert "60 steps, 20 in an epoch" in lines
+def test_rate_far_above_the_usual_is_warned_of() -> None:
+    assert large_rate_line(5e-3) == ""
+    assert large_rate_line(5.0).startswith("--lr 5 is far above the usual 0.0001: ")
 
 
-def test_time_is_given_once_a_speed_is_known() -> None:
-    assert "Time: unknown until a first run" in text(RUN)
-    timed = replace(RUN, speed=Speed(37.5, "2026-03-04"))
-    assert timed.seconds == 720.0
-    assert "about 12m 00s at 38 tokens/s measured on 2026-03-04" in text(timed)
+WORKERS = Scaling(4, 10.0, 0.3, 12_500_000)
+SHARE = "the busiest computes up to 30% of a step"
+EXCHANGE = "adding 12.5 MB of gradients takes 15.6 ms at 10 Gbit/s"
 
 
-def test_workers_say_what_they_gain_and_what_it_takes() -> None:
-    # 4 workers exchange 12.5 MB in 15.6 ms at 10 Gbit/s, in 6 messages.
-    scaling = Scaling(4, 10.0, 0.3, 12_500_000)
-    unknown = text(replace(RUN, scaling=scaling))
-    share = "the busiest computes up to 30% of a step"
-    exchange = "adding 12.5 MB of gradients takes 15.6 ms at 10 Gbit/s"
-    assert f"Workers: 4: {share}; {exchange}" in unknown
-    timed = replace(RUN, speed=Speed(37.5, "2026-03-04"), scaling=replace(scaling, step_s=12.0))
-    gain = 12 / (0.3 * 12 + 0.0156)
-    assert f"4, at most 3.3 times as fast as one alone: {share} of 12 s; {exchange}" in text(timed)
-    assert timed.seconds == pytest.approx(720 / gain)
-    assert timed.as_dict()["workers"]["speedup"] == pytest.approx(gain)
-    slower = replace(RUN, scaling=replace(scaling, step_s=0.02))
-    assert "4, slower than one alone: only steps of over 22.3 ms get faster" in text(slower)
+KEPT = "tokens with activations kept"
 
 
 @pytest.mark.parametrize(
-    ("longest", "line"),
+    ("changes", "line"),
     [
-        (LongestFit(0, 0, 4096), "not even one token fits: raise --memory-limit, or use"),
-        (LongestFit(0, 96, 4096), "no example with activations kept; 96 with --grad-checkpoint on"),
-        (LongestFit(1500, 2900, 4096), "1,500 tokens with activations kept; 2,900 with --grad"),
-        (LongestFit(1500, 4096, 4096), "4,096 with --grad-checkpoint on, the model's maximum: use"),
+        ({}, "weights        1.2 GB"),
+        ({}, "optimizer       20 MB"),
+        ({}, "head            80 MB"),
+        ({}, "80 training rows: 9,000 tokens, 2,000 of them supervised"),
+        ({}, "the model reads 80% as many tokens, padding included"),
+        ({}, "60 steps, 20 in an epoch"),
+        ({}, "Time: unknown until a first run"),
+        ({"speed": SPEED}, "about 12m 00s at 38 tokens/s measured on 2026-03-04"),
+        ({"scaling": WORKERS}, f"Workers: 4: {SHARE}; {EXCHANGE}"),
+        ({"scaling": replace(WORKERS, step_s=12.0)}, "4, at most 3.3 times as fast as one alone: "),
+        ({"scaling": replace(WORKERS, step_s=12.0)}, f"alone: {SHARE} of 12 s; {EXCHANGE}"),
         (
-            LongestFit(4096, 4096, 4096),
-            "4,096 tokens with activations kept, the model's maximum: use",
+            {"scaling": replace(WORKERS, step_s=0.02)},
+            "slower than one alone: only steps of over 22",
         ),
+        ({"longest": LongestFit(0, 0, 4096)}, "not even one token fits: raise --memory-limit"),
+        ({"longest": LongestFit(0, 96, 4096)}, "no example with activations kept; 96 with --grad"),
+        ({"longest": LongestFit(1500, 2900, 4096)}, f"1,500 {KEPT}; 2,900 with --grad-checkpoint"),
+        ({"longest": LongestFit(1500, 4096, 4096)}, "on, the model's maximum: use"),
+        ({"longest": LongestFit(4096, 4096, 4096)}, f"4,096 {KEPT}, the model's maximum: use"),
     ],
 )
-def test_longest_example_is_told_with_what_it_takes(longest: LongestFit, line: str) -> None:
-    found = text(replace(RUN, longest=longest))
-    assert line in found
-    assert RUN.as_dict()["longest"] is None
-    assert replace(RUN, longest=longest).as_dict()["longest"]["context"] == 4096
+def test_part_of_a_plan_has_its_line(changes: dict[str, Any], line: str) -> None:
+    assert line in text(replace(RUN, **changes))
 
 
 def test_without_data_only_memory_is_planned() -> None:
@@ -203,3 +179,12 @@ def test_json_has_the_same_numbers() -> None:
     assert found["data"]["steps"] == 60
     assert found["data"]["padding_share"] == 0.03
     assert found["seconds"] is None
+    assert found["longest"] is None
+    fits = replace(RUN, longest=LongestFit(0, 96, 4096)).as_dict()["longest"]
+    assert fits == {"kept": 0, "recomputed": 96, "context": 4096}
+    # 4 workers exchange 12.5 MB in 15.6 ms at 10 Gbit/s, in 6 messages.
+    gain = 12 / (0.3 * 12 + 0.0156)
+    assert replace(RUN, speed=SPEED).seconds == 720.0
+    timed = replace(RUN, speed=SPEED, scaling=replace(WORKERS, step_s=12.0))
+    assert timed.seconds == pytest.approx(720 / gain)
+    assert timed.as_dict()["workers"]["speedup"] == pytest.approx(gain)

@@ -27,14 +27,14 @@ def shown(runs: Sequence[RunView], width: int | None = None) -> list[str]:
     return file.getvalue().splitlines()
 
 
-def test_sparkline_goes_from_the_lowest_to_the_highest() -> None:
+def test_sparkline_has_eight_heights() -> None:
     assert sparkline([8, 7, 6, 5, 4, 3, 2, 1, 0]) == "██▇▆▅▄▃▂▁"
     assert sparkline([2, 2]) == "▁▁"
     assert sparkline([1000, 10, 1]) == "█▃▁", "far apart, by their logarithms"
     assert sparkline([]) == ""
 
 
-def test_list_has_all_columns_where_there_is_room(runs: list[RunView]) -> None:
+def test_pipe_has_all_columns_and_lists(runs: list[RunView]) -> None:
     lines = shown(runs)
     assert lines[0].split() == [
         *("run", "started", "model", "data", "steps", "train", "val", "loss", "curve", "tok/s")
@@ -51,7 +51,7 @@ def test_list_has_all_columns_where_there_is_room(runs: list[RunView]) -> None:
     assert "damaged" not in rest
 
 
-def test_objective_has_a_column_if_a_run_has_another(runs: list[RunView]) -> None:
+def test_objective_has_a_column_if_runs_differ_in_it(runs: list[RunView]) -> None:
     mixed = [replace(runs[0], objective="dpo"), *runs[1:]]
     for width in (80, 120):
         header, first, second, *_ = shown(mixed, width)
@@ -62,7 +62,9 @@ def test_objective_has_a_column_if_a_run_has_another(runs: list[RunView]) -> Non
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 120])
-def test_table_fits_the_terminal_and_keeps_what_matters(runs: list[RunView], width: int) -> None:
+def test_table_fits_the_terminal_and_keeps_its_main_columns(
+    runs: list[RunView], width: int
+) -> None:
     lines = shown(runs, width)
     table = lines[: 1 + len(runs)]
     assert max(map(cell_len, table)) <= width
@@ -72,14 +74,14 @@ def test_table_fits_the_terminal_and_keeps_what_matters(runs: list[RunView], wid
     assert ("model" in table[0]) is (width >= 120)
 
 
-def test_long_name_takes_several_lines_and_is_whole(runs: list[RunView]) -> None:
+def test_long_name_is_folded_and_complete(runs: list[RunView]) -> None:
     name = "a/very/long/path/to/the/folder/of/this/run"
     long = replace(runs[0], name=name)
     _, first, second, *_ = shown([long], 50)
     assert first.split()[0] + second.split()[0] == name
 
 
-def test_what_a_terminal_would_act_on_is_escaped(runs: list[RunView]) -> None:
+def test_control_characters_of_a_run_are_escaped(runs: list[RunView]) -> None:
     bad = "\x1b[31mred\n"
     run = replace(
         runs[0], name=bad, model=bad, data=(bad,), adapter=bad, problems=(bad,), folder=bad

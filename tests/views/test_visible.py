@@ -28,12 +28,12 @@ from mlxtune.views.visible import escape, middle_of, stretches
         ("全角\u3000空白", "全角\u3000空白"),
     ],
 )
-def test_unseen_characters_become_escapes_and_others_stay(text: str, shown: str) -> None:
+def test_invisible_characters_are_escaped(text: str, shown: str) -> None:
     assert escape(text) == shown
 
 
 @given(st.text(st.characters(codec=None, exclude_categories=())))
-def test_no_control_format_or_surrogate_character_is_ever_left(text: str) -> None:
+def test_no_control_format_or_surrogate_character_remains(text: str) -> None:
     shown = escape(text) + "".join(
         words
         for _, parts in stretches([Piece(text, 1, False, False)])
@@ -76,11 +76,11 @@ def marked(*pieces: Piece) -> str:
         (["one ", "\n", " two"], "one·\n·two"),
     ],
 )
-def test_spaces_are_marked_where_one_would_overlook_them(texts: list[str], shown: str) -> None:
+def test_spaces_that_are_easy_to_overlook_are_marked(texts: list[str], shown: str) -> None:
     assert marked(*(Piece(text, 1, False, False) for text in texts)) == shown
 
 
-def test_space_beside_a_control_token_or_where_supervision_begins_is_marked() -> None:
+def test_space_next_to_a_control_token_or_a_supervised_span_is_marked() -> None:
     assert (
         marked(
             Piece("[INST]", 1, True, False),
@@ -94,7 +94,7 @@ def test_space_beside_a_control_token_or_where_supervision_begins_is_marked() ->
     )
 
 
-def test_middle_of_a_long_row_is_folded_and_little_is_not() -> None:
+def test_only_a_long_middle_is_folded() -> None:
     pieces = [Piece("x", 1, False, False)] * 100
 
     assert middle_of(pieces, head=20, tail=10) == (20, 90)

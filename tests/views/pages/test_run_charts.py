@@ -14,7 +14,7 @@ from mlxtune.core.run.summary import RunView
 from mlxtune.views.pages.run_charts import loss_chart, smooth, span_for
 
 
-def test_average_is_the_exponential_one_corrected_for_its_start() -> None:
+def test_moving_average_is_exponential_and_corrected_for_bias() -> None:
     values = [4.0, 2.0, 3.0, 1.0, 5.0, 2.0, 2.5, 9.0, 1.0, 1.0, 4.0, 0.5]
     span = span_for(len(values))
     assert span == 3
@@ -30,7 +30,7 @@ def test_average_is_the_exponential_one_corrected_for_its_start() -> None:
     assert smooth([]) == []
 
 
-def test_value_that_is_missing_stays_missing_and_does_not_count() -> None:
+def test_moving_average_skips_missing_values() -> None:
     found = smooth([1.0, math.nan, 1.0, math.inf, 1.0, *[1.0] * 7])
     assert [found[i] for i in (0, 2, 4)] == pytest.approx([1.0, 1.0, 1.0])
     assert math.isnan(found[1])
