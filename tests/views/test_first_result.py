@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mlxtune.session import model as prepare_model
+from mlxtune.session import model as session_model
 from mlxtune.views.console import RunConsole
 from mlxtune.views.first_result import COMPILING, SECONDS, FirstResult, start_timer
-from tests.command import Cli, Outcome
+from tests.command import Cli
 from tests.core.training.records import step_record
 from tests.paths import DATA
 from tests.slow import slow
@@ -58,7 +58,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_only_the_first_result_that_takes_long_is_late(clock: Clock) -> None:
+def test_only_the_first_late_result_is_announced(clock: Clock) -> None:
     late: list[float] = []
     first = FirstResult(lambda: late.append(clock.now), clock.start)
     clock.pass_by(100)
@@ -73,7 +73,7 @@ def test_only_the_first_result_that_takes_long_is_late(clock: Clock) -> None:
     assert clock.waiting == 0
 
 
-def test_after_a_result_nothing_is_late(clock: Clock) -> None:
+def test_nothing_is_late_after_a_result(clock: Clock) -> None:
     late: list[bool] = []
     first = FirstResult(lambda: late.append(True), clock.start)
     first.wait()
@@ -97,7 +97,7 @@ def test_after_a_result_nothing_is_late(clock: Clock) -> None:
     ],
     ids=["step", "evaluated", "progress", "answer", "close", "end"],
 )
-def test_line_is_printed_unless_something_has_come(
+def test_compiling_is_announced_unless_a_result_arrived(
     clock: Clock, act: Callable[[RunConsole], None]
 ) -> None:
     for comes in (False, True):
@@ -112,42 +112,20 @@ def test_line_is_printed_unless_something_has_come(
         assert (COMPILING in text.getvalue()) is not comes
 
 
-def test_quiet_console_waits_for_nothing(clock: Clock) -> None:
+def test_quiet_console_starts_no_timer(clock: Clock) -> None:
     RunConsole(quiet=True, start_timer=clock.start).await_result()
     assert clock.started == 0
 
 
-def test_line_comes_while_the_main_thread_waits() -> None:
+def test_timer_acts_while_the_main_thread_waits() -> None:
     came = threading.Event()
     timer = start_timer(0, came.set)
     assert came.wait(PATIENCE)
     timer.cancel()
 
 
-@pytest.fixture
-def commands(
-    cli: Cli, chat: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Callable[[], Outcome]]:
-    """Commands that compute, by name, on small models."""
-
-    def chat_once() -> Outcome:
-        monkeypatch.setattr(sys, "stdin", StringIO("Hello\n"))
-        return cli("chat", *DEMO, *few)
-
-    data = ("--model-path", model, "--data", chat)
-    few = ("--max-new-tokens", 3)
-    return {
-        "train": lambda: cli("train", *data, "--max-steps", 1, "--val-split", 0),
-        "dry run": lambda: cli("train", *data, "--dry-run"),
-        "eval": lambda: cli("eval", *data),
-        "generate": lambda: cli("generate", *DEMO, *few, "--prompt", "Hello"),
-        "chat": chat_once,
-        "bench": lambda: cli("bench", *data, "--steps", 1, "--repeats", 1),
-    }
-
-
 @pytest.mark.parametrize(
-    ("command", "waits"),
+    ("name", "waits"),
     # Between loading a model and the first message, chat waits for no result.
     [
         ("train", 1),
@@ -158,20 +136,37 @@ def commands(
         slow("bench", 1),
     ],
 )
-def test_commands_wait_for_their_first_result_on_a_gpu_only(
-    commands: dict[str, Callable[[], Outcome]],
+def test_commands_wait_for_their_first_result_only_on_a_gpu(
+    cli: Cli,
+    chat: Path,
+    model: Path,
     clock: Clock,
-    command: str,
+    name: str,
     waits: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    data, few = ("--model-path", model, "--data", chat), ("--max-new-tokens", 3)
+    arguments = {
+        "train": ("train", *data, "--max-steps", 1, "--val-split", 0),
+        "dry run": ("train", *data, "--dry-run"),
+        "eval": ("eval", *data),
+        "generate": ("generate", *DEMO, *few, "--prompt", "Hello"),
+        "chat": ("chat", *DEMO, *few),
+        "bench": ("bench", *data, "--steps", 1, "--repeats", 1),
+    }
+
+    def run() -> str:
+        monkeypatch.setattr(sys, "stdin", StringIO("Hello\n"))
+        outcome = cli(*arguments[name])
+        assert outcome.code == 0, outcome.err
+        return outcome.err
+
     defaults: Any = RunConsole.__init__.__kwdefaults__
     monkeypatch.setitem(defaults, "start_timer", clock.start)
-    outcome = commands[command]()
-    assert (outcome.code, clock.started) == (0, 0), outcome.err
-    monkeypatch.setattr(prepare_model, "device", SimpleNamespace(on_cpu=lambda: False))
-    outcome = commands[command]()
-    assert outcome.code == 0, outcome.err
+    run()
+    assert clock.started == 0
+    monkeypatch.setattr(session_model, "device", SimpleNamespace(on_cpu=lambda: False))
+    run()
     assert (clock.started, clock.waiting) == (waits, 0)
 
     wait = FirstResult.wait
@@ -181,4 +176,4 @@ def test_commands_wait_for_their_first_result_on_a_gpu_only(
         clock.pass_by(SECONDS)
 
     monkeypatch.setattr(FirstResult, "wait", wait_long)
-    assert commands[command]().err.count(COMPILING) == 1
+    assert run().count(COMPILING) == 1

@@ -1,11 +1,11 @@
-"""An inspection on a terminal shows equal numbers for any width, colour and encoding."""
+"""An inspection on a terminal of any width, colour and encoding, and in a pipe."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import re
 import unicodedata
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,34 +46,29 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_rows_and_tokens_are_sums_and_stand_in_lines_of_their_own() -> None:
-    lines = [line.strip() for line in printed().splitlines()]
+def section(text: str, heading: str, count: int) -> list[str]:
+    """Return the lines below a heading."""
+    lines = [line.strip() for line in text.splitlines()]
+    return lines[lines.index(heading) + 1 :][:count]
 
-    assert lines[lines.index("Where every row went") :][:6] == [
-        "Where every row went",
+
+def test_ledger_is_shown_as_sums() -> None:
+    heading = "Where every row went"
+    assert section(printed(), heading, 5) == [
         "data/chat.jsonl",
         "1,010 rows read = 800 train + 200 validation + 10 skipped",
         "10 skipped = 7 no assistant turn + 3 not valid JSON",
         "50,000 tokens = 20,000 supervised + 29,000 context + 1,000 truncated",
         "51 rows truncated",
     ]
+    wrong = LEDGER | {"rows_read": 1, "tokens": 1}
+    _, rows, _, tokens = section(printed(replace(INSPECTION, files=(wrong,))), heading, 4)
+    assert rows == "1 row read != 800 train + 200 validation + 10 skipped"
+    assert tokens.startswith("1 token != 20,000 supervised + ")
 
 
-def test_single_row_and_token_are_no_plural() -> None:
-    one = LEDGER | {"rows_read": 1, "tokens": 1}
-    single = printed(dataclasses.replace(INSPECTION, files=(one,)))
-    assert "1 row read !=" in single
-    assert "1 token !=" in single
-
-
-def test_sum_that_does_not_add_up_is_not_called_equal() -> None:
-    wrong = dataclasses.replace(INSPECTION, files=(LEDGER | {"rows_train": 799},))
-
-    assert "1,010 rows read != 799 train + 200 validation + 10 skipped" in printed(wrong)
-
-
-def test_lengths_limits_and_cost_are_there_and_the_limit_in_use_is_marked() -> None:
-    text = words(printed())
+def test_lengths_limits_and_cost_are_shown_and_the_current_limit_is_marked() -> None:
+    text = " ".join(printed().split())
 
     assert "median p95 longest mean sum all 75 129 2,153 80 50,000" in text
     assert "supervised 39 76 986 42 20,400" in text
@@ -82,11 +77,8 @@ def test_lengths_limits_and_cost_are_there_and_the_limit_in_use_is_marked() -> N
     assert "a validation reads 15,626 tokens" in text
 
 
-def test_errors_stand_before_warnings_with_their_places() -> None:
-    lines = [line.strip() for line in printed().splitlines()]
-
-    assert lines[lines.index("Findings") :][:9] == [
-        "Findings",
+def test_findings_show_errors_first_with_their_places() -> None:
+    assert section(printed(), "Findings", 8) == [
         "error: looks wrong (1 row)",
         "Mend the template.",
         "data/chat.jsonl:12  odd <b>",
@@ -96,20 +88,20 @@ def test_errors_stand_before_warnings_with_their_places() -> None:
         ":999",
         "and 49 more rows",
     ]
-    assert "Findings  none" in printed(dataclasses.replace(INSPECTION, findings=()))
+    assert "Findings  none" in printed(EMPTY)
 
 
 def rows_shown(text: str) -> list[str]:
     return re.findall(r"^── data/chat\.jsonl:(\d+)", text, re.MULTILINE)
 
 
-def test_rows_of_findings_and_the_first_are_shown_unless_others_are_asked_for() -> None:
+def test_rows_of_findings_and_the_first_row_are_shown_by_default() -> None:
     assert rows_shown(printed()) == ["1", "12", "33"]
     assert rows_shown(printed(examples=[INSPECTION.shown[5], INSPECTION.shown[1]])) == ["20", "5"]
     assert "Rows as the model sees them" not in printed(examples=[])
 
 
-def test_without_colour_what_is_supervised_stands_in_brackets() -> None:
+def test_supervised_text_is_bracketed_without_colour() -> None:
     for options in ({}, {"force_terminal": True, "color_system": "standard", "no_color": True}):
         text = COLOUR.sub("", printed(examples=[INSPECTION.shown[2]], **options))
         assert text.endswith(
@@ -125,7 +117,7 @@ def test_without_colour_what_is_supervised_stands_in_brackets() -> None:
     ("chosen", "supervised"),
     [(2, "Hello!<|im_end|>So long.<|im_end|>"), (3, "·Ünïcödé·<|im_end|>")],
 )
-def test_in_colour_exactly_the_supervised_text_is_bold_green(chosen: int, supervised: str) -> None:
+def test_supervised_text_is_bold_green_in_colour(chosen: int, supervised: str) -> None:
     output = on_terminal(width=200, examples=[INSPECTION.shown[chosen]])
     text = Text.from_ansi(output.partition(f"{INSPECTION.shown[chosen].supervised} supervised")[2])
     green = "".join(
@@ -141,7 +133,7 @@ def test_in_colour_exactly_the_supervised_text_is_bold_green(chosen: int, superv
     assert "⟦" not in output
 
 
-def test_cut_and_overlooked_spaces_are_shown() -> None:
+def test_truncation_and_spaces_are_shown() -> None:
     text = printed(examples=[INSPECTION.shown[6], INSPECTION.shown[3]])
 
     assert "... 1,234 more tokens are beyond --max-seq-len 512\n" in text
@@ -150,7 +142,7 @@ def test_cut_and_overlooked_spaces_are_shown() -> None:
     assert "⟦·Ünïcödé·<|im_end|>⟧↵" in text
 
 
-def test_long_example_shows_its_ends_and_counts_its_middle() -> None:
+def test_middle_of_a_long_example_is_left_out() -> None:
     text = printed(examples=[INSPECTION.shown[5]])
 
     assert "word0 word1" in text
@@ -166,7 +158,7 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
         assert max(map(cell_len, lines)) <= width
 
 
-def test_lines_of_a_pipe_are_not_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipe_does_not_wrap(capsys: pytest.CaptureFixture[str]) -> None:
     shown = example(1, ("user", "word " * 100), ("assistant", "yes"))
     show_inspection(INSPECTION, result_console(), examples=[shown])
 
@@ -175,7 +167,7 @@ def test_lines_of_a_pipe_are_not_wrapped(capsys: pytest.CaptureFixture[str]) -> 
 
 # The second text has no lone surrogate, so that a terminal can encode it.
 @pytest.mark.parametrize("hostile", [HOSTILE, HOSTILE.replace("\ud800", "")])
-def test_hostile_text_anywhere_reaches_no_terminal_raw(hostile: str) -> None:
+def test_hostile_text_is_escaped(hostile: str) -> None:
     for text in (on_terminal(with_text(hostile)), printed(with_text(hostile))):
         plain = COLOUR.sub("", text).replace("\n", "")
         assert not {unicodedata.category(c) for c in plain} & {"Cc", "Cf", "Cs", "Zl"}
@@ -185,14 +177,14 @@ def test_hostile_text_anywhere_reaches_no_terminal_raw(hostile: str) -> None:
     assert r"\x1b[31m\x1b]0;owned\x07\x9b2J\x00" in printed(with_text(hostile))
 
 
-def test_text_that_looks_like_markup_or_an_emoji_code_is_left_alone() -> None:
+def test_markup_and_emoji_codes_stay_text() -> None:
     text = printed(with_text("[bold red]x[/] :smile: [link=https://x.example]y[/link]"))
 
     assert text.count("[bold red]x[/] :smile: [link=https://x.example]y[/link]") >= 10
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_terminal_that_knows_few_characters_gets_escapes(encoding: str) -> None:
+def test_characters_outside_the_encoding_are_escaped(encoding: str) -> None:
     for options in ({}, {"force_terminal": True, "color_system": "standard"}):
         file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
         console = Console(file=file, width=80, _environ={}, **options)  # type: ignore[arg-type]
@@ -205,11 +197,7 @@ def test_terminal_that_knows_few_characters_gets_escapes(encoding: str) -> None:
         assert ("Grüße" if encoding == "latin-1" else r"Gr\xfc\xdfe") in text
 
 
-def test_inspection_of_nothing_is_shown() -> None:
-    assert "Findings  none" in printed(EMPTY)
-
-
-def test_example_without_a_last_newline_ends_its_line_once() -> None:
+def test_example_without_a_newline_ends_its_line() -> None:
     shown = example(1, pieces=(Piece("Hi", 1, False, True),))
 
     assert printed(examples=[shown]).endswith("\n⟦Hi⟧\n")
@@ -218,7 +206,7 @@ def test_example_without_a_last_newline_ends_its_line_once() -> None:
 # Pairs
 
 
-def test_pair_is_side_by_side_under_its_prompt_with_what_differs_in_colour() -> None:
+def test_pair_is_in_two_columns_with_differences_in_colour() -> None:
     text = on_terminal(examples=PAIRED)
     plain = COLOUR.sub("", text).splitlines()
 
@@ -231,7 +219,7 @@ def test_pair_is_side_by_side_under_its_prompt_with_what_differs_in_colour() -> 
     assert "── data/chat.jsonl:3  train, desirable, 13 tokens, 3 supervised" in plain
 
 
-def test_pair_in_a_pipe_is_one_side_under_the_other_with_what_differs_quoted() -> None:
+def test_pair_in_a_pipe_is_in_sequence_with_differences_quoted() -> None:
     for text in (printed(examples=PAIRED), printed(examples=PAIRED, width=50)):
         lines = text.splitlines()
         at = lines.index("chosen: 3 supervised, 1 differ")
@@ -243,6 +231,6 @@ def test_pair_in_a_pipe_is_one_side_under_the_other_with_what_differs_quoted() -
         ]
 
 
-def test_pair_counts_as_one_of_the_rows_that_a_terminal_shows() -> None:
+def test_pair_counts_as_one_of_three_shown_rows() -> None:
     pairs = [each for row in range(1, 6) for each in pair(row, ["yes"], ["no"])]
-    assert rows_shown(printed(dataclasses.replace(INSPECTION, shown=tuple(pairs)))) == list("123")
+    assert rows_shown(printed(replace(INSPECTION, shown=tuple(pairs)))) == list("123")
