@@ -61,7 +61,7 @@ def answered(asker: Asker, run: Path) -> Question:
     return asked
 
 
-def test_both_answers_grow_and_the_process_stays_for_the_next(asker: Asker, run: Path) -> None:
+def test_answers_stream_and_the_process_is_kept(asker: Asker, run: Path) -> None:
     grown: list[str] = []
     asker.on_change = lambda: grown.append(getattr(asker.question_of(run), "base", ""))
     asker.ask(run, "2 + 2?")
@@ -85,14 +85,14 @@ def test_one_question_at_a_time(asker: Asker, run: Path) -> None:
     assert answered(asker, run).base == "base"
 
 
-def test_answer_ends_with_its_time(asker: Asker, run: Path) -> None:
+def test_answer_times_out(asker: Asker, run: Path) -> None:
     asker._seconds = 0.5
     asker.ask(run, "wait")
     assert "not complete within" in answered(asker, run).problem
 
 
 @pytest.mark.parametrize("question", ["fail", "nonsense"])
-def test_process_that_ends_is_a_problem_and_the_next_one_answers(
+def test_crashed_process_is_a_problem_and_is_restarted(
     asker: Asker, run: Path, question: str
 ) -> None:
     asker.ask(run, question)
@@ -101,7 +101,7 @@ def test_process_that_ends_is_a_problem_and_the_next_one_answers(
     assert answered(asker, run).base == "base"
 
 
-def test_process_is_let_go_after_some_time(asker: Asker, run: Path) -> None:
+def test_idle_process_ends(asker: Asker, run: Path) -> None:
     asker._kept_seconds = 0.1
     asker.ask(run, "2 + 2?")
     answered(asker, run)
@@ -109,13 +109,13 @@ def test_process_is_let_go_after_some_time(asker: Asker, run: Path) -> None:
 
 
 @pytest.mark.parametrize("question", ["", " ", None, 7, "x" * 20_000])
-def test_question_is_a_text_of_some_length(asker: Asker, run: Path, question: object) -> None:
+def test_question_must_be_text_within_limits(asker: Asker, run: Path, question: object) -> None:
     with pytest.raises(ConfigError):
         asker.ask(run, question)
     assert asker.question_of(run) is None
 
 
-def test_run_of_a_stranger_and_one_in_progress_cannot_be_asked(tmp_path: Path) -> None:
+def test_untrusted_or_unfinished_run_cannot_be_asked(tmp_path: Path) -> None:
     strange = write_run(tmp_path / "strange")
     with pytest.raises(OutputError, match="not made by you"):
         Asker().ask(strange, "2 + 2?")
@@ -124,7 +124,7 @@ def test_run_of_a_stranger_and_one_in_progress_cannot_be_asked(tmp_path: Path) -
     assert "once the run has ended" in problem_of(read_run(unfinished))
 
 
-def test_run_says_no_option_of_its_process_but_the_adapter(run: Path) -> None:
+def test_run_sets_no_option_of_its_process_but_the_adapter(run: Path) -> None:
     about = json.loads((run / "run.json").read_text())
     about["config"] |= {"trust_remote_code": True, "memory_limit": "1"}
     (run / "run.json").write_text(json.dumps(about))

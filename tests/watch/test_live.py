@@ -54,7 +54,7 @@ def test_first_event_has_all_parts_of_a_run(tmp_path: Path) -> None:
     lock.release()
 
 
-def test_later_events_have_what_has_changed(tmp_path: Path) -> None:
+def test_later_events_have_only_changed_parts(tmp_path: Path) -> None:
     run = write_run(tmp_path / "out", finished=False)
     events = following(Live(run, Asker()))
     parts_of(events)
@@ -65,13 +65,13 @@ def test_later_events_have_what_has_changed(tmp_path: Path) -> None:
     assert changed.keys() == {"head", "charts", "chart_data"}
 
 
-def test_quiet_run_sends_a_sign_of_life(tmp_path: Path) -> None:
+def test_unchanged_run_sends_empty_events(tmp_path: Path) -> None:
     events = following(Live(write_run(tmp_path), Asker()))
     parts_of(events)
     assert next(events) is None
 
 
-def test_page_that_comes_back_is_sent_nothing_twice_by_another_server(tmp_path: Path) -> None:
+def test_reconnected_page_receives_only_changed_parts(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     first = next(following(Live(run, Asker())))
     assert first is not None
@@ -101,7 +101,7 @@ def test_several_runs_stand_side_by_side_and_each_has_its_view(tmp_path: Path) -
     lock.release()
 
 
-def test_new_run_appears_and_earlier_ones_in_its_folder_do_not(tmp_path: Path) -> None:
+def test_new_run_appears_and_archived_runs_do_not(tmp_path: Path) -> None:
     a = write_run(tmp_path / "a")
     write_run(tmp_path / "x").rename(a / "previous-1")
     (tmp_path / "x" / "adapters.safetensors").unlink()
@@ -112,7 +112,7 @@ def test_new_run_appears_and_earlier_ones_in_its_folder_do_not(tmp_path: Path) -
     assert parts_of(events)["title"] == "2 runs"
 
 
-def test_most_runs_are_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_newest_runs_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_RUNS", 2)
     for name in "abc":
         write_run(tmp_path / name)
@@ -128,7 +128,7 @@ def test_folder_without_a_run_is_an_error(tmp_path: Path) -> None:
         Live(tmp_path / "none", Asker())
 
 
-def test_stop_asks_the_run_and_the_page_says_so(tmp_path: Path) -> None:
+def test_stop_is_requested_and_shown(tmp_path: Path) -> None:
     run = write_run(tmp_path, finished=False)
     lock = lock_run(run)
     live = Live(run, Asker())
@@ -143,7 +143,7 @@ def test_stop_asks_the_run_and_the_page_says_so(tmp_path: Path) -> None:
     assert "unfinished" in parts_of(events)["head"]
 
 
-def test_stop_needs_a_run_of_the_page_that_is_in_progress(tmp_path: Path) -> None:
+def test_stop_needs_a_shown_run_in_progress(tmp_path: Path) -> None:
     run = write_run(tmp_path, finished=False)
     live = Live(run, Asker())
     for name in ("../..", str(run), None, ["a"]):
@@ -190,7 +190,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "ledger.json", "evaluation.json"])
-def test_forged_file_is_named_and_the_page_goes_on(tmp_path: Path, name: str) -> None:
+def test_too_large_file_is_a_problem_on_the_page(tmp_path: Path, name: str) -> None:
     run = write_run(tmp_path)
     with (run / name).open("wb") as file:
         file.truncate(2**40)  # a sparse file
@@ -198,7 +198,7 @@ def test_forged_file_is_named_and_the_page_goes_on(tmp_path: Path, name: str) ->
     assert f"{name} is too large" in parts["head"]
 
 
-def test_run_that_cannot_be_drawn_leaves_the_server_up(
+def test_error_in_a_page_does_not_end_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -209,13 +209,13 @@ def test_run_that_cannot_be_drawn_leaves_the_server_up(
     assert parts["problem"] == "The run cannot be shown: <b>broken</b>"
 
 
-def test_link_in_place_of_a_lock_is_no_run_in_progress(tmp_path: Path) -> None:
+def test_symlink_as_lock_is_no_run_in_progress(tmp_path: Path) -> None:
     run = write_run(tmp_path, finished=False)
     (run / LOCK).symlink_to("/etc/passwd")
     assert "data-stop" not in parts_of(following(Live(run, Asker())))["head"]
 
 
-def test_answers_after_the_last_validation_give_way_to_the_pairs_at_the_end(
+def test_evaluation_replaces_the_answers_after_the_last_validation(
     tmp_path: Path,
 ) -> None:
     run = write_run(tmp_path, finished=False)

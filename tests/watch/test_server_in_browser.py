@@ -115,7 +115,7 @@ def test_two_tabs_follow_a_run_through_a_restart_to_its_stop(tmp_path: Path) -> 
             assert [each for each in tab.said if "ERR_CONNECTION_REFUSED" not in each] == []
 
 
-def test_page_tries_again_after_an_answer_that_is_none(tmp_path: Path) -> None:
+def test_page_reconnects_after_an_error(tmp_path: Path) -> None:
     run = write_run(tmp_path / "out")
     with browsing(tmp_path) as browser, serving(run) as server:
         tab = browser.new_tab()
@@ -130,7 +130,7 @@ def test_page_tries_again_after_an_answer_that_is_none(tmp_path: Path) -> None:
         tab.wait_for(f"!({GONE})")
 
 
-def test_model_is_asked_and_hostile_text_stays_text(tmp_path: Path) -> None:
+def test_model_answers_and_hostile_text_stays_text(tmp_path: Path) -> None:
     run = write_run(tmp_path / "out", evaluation=hostile(EVALUATION) | {"verdict": "helped"})
     about = json.loads((run / "run.json").read_text())
     (run / "run.json").write_text(json.dumps(hostile(about)))
