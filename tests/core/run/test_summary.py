@@ -32,7 +32,7 @@ def summary(folder: Path, **changes: Any) -> RunView:
     return RunView.of(read_run(write_run(folder / "out", **changes)))
 
 
-def test_numbers_are_those_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_are_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = summary(Path())
 
@@ -67,13 +67,11 @@ def test_numbers_are_those_of_the_records(tmp_path: Path, monkeypatch: pytest.Mo
         ),
     ],
 )
-def test_headline_says_what_came_of_it(
-    tmp_path: Path, changes: dict[str, Any], headline: str
-) -> None:
+def test_headline_shows_the_result(tmp_path: Path, changes: dict[str, Any], headline: str) -> None:
     assert summary(tmp_path, **changes).headline == headline
 
 
-def test_headline_of_a_run_that_made_nothing_better_says_so(tmp_path: Path) -> None:
+def test_headline_notes_a_run_that_did_not_improve(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "out")
     records = metrics(2, 40)
     for record in records:
@@ -86,7 +84,7 @@ def test_headline_of_a_run_that_made_nothing_better_says_so(tmp_path: Path) -> N
     assert "4.00 before, 5.00 at best" in headline
 
 
-def test_unfinished_run_says_how_to_go_on_and_one_under_way_that_it_is(
+def test_unfinished_run_names_the_command_that_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -104,37 +102,31 @@ def test_unfinished_run_says_how_to_go_on_and_one_under_way_that_it_is(
     assert "is at step 60" in going.headline
 
 
-def test_peak_is_the_highest_of_the_steps_and_of_the_result(tmp_path: Path) -> None:
+def test_peak_memory_is_the_highest_of_steps_and_result(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "out")
     lines = [step_line(1, 9, memory=0), step_line(2, 9, memory=90 * 10**6)]
     (folder / "metrics.jsonl").write_bytes(as_lines(lines))
     assert RunView.of(read_run(folder)).peak_memory == 90 * 10**6
 
 
-def test_training_loss_before_an_epoch_ends_is_that_over_all_supervised_tokens(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("metrics", "mean"),
+    # Over supervised tokens, but over rows for preferences.
+    [({}, (4 * 30 + 1 * 10) / 40), ({"rewards/accuracies": 0.5}, (4 * 2 + 1 * 6) / 8)],
+)
+def test_training_loss_before_an_epoch_ends_is_weighted(
+    tmp_path: Path, metrics: dict[str, float], mean: float
 ) -> None:
     folder = write_run(tmp_path / "out", finished=False)
     lines = [
-        step_line(1, 9, loss=4.0, supervised_tokens=30),
-        step_line(2, 9, loss=1.0, supervised_tokens=10),
+        step_line(1, 9, loss=4.0, supervised_tokens=30, rows=2, metrics=metrics),
+        step_line(2, 9, loss=1.0, supervised_tokens=10, rows=6, metrics=metrics),
     ]
     (folder / "metrics.jsonl").write_bytes(as_lines(lines))
-    assert RunView.of(read_run(folder)).train_loss == pytest.approx((4 * 30 + 1 * 10) / 40)
+    assert RunView.of(read_run(folder)).train_loss == pytest.approx(mean)
 
 
-def test_training_loss_of_preferences_before_an_epoch_ends_is_over_all_rows(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "out", finished=False)
-    metrics = {"rewards/accuracies": 0.5}
-    lines = [
-        step_line(1, 9, loss=0.6, supervised_tokens=30, rows=2, metrics=metrics),
-        step_line(2, 9, loss=0.1, supervised_tokens=10, rows=6, metrics=metrics),
-    ]
-    (folder / "metrics.jsonl").write_bytes(as_lines(lines))
-    assert RunView.of(read_run(folder)).train_loss == pytest.approx((2 * 0.6 + 6 * 0.1) / 8)
-
-
-def test_what_came_of_the_plan_is_measured_over_all_steps(tmp_path: Path) -> None:
+def test_micro_batches_and_padding_are_measured_over_all_steps(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "out")
     lines = [
         step_line(1, 9, tokens=100, run_tokens=120, padding=30, micro_batches=1),
@@ -150,18 +142,11 @@ def test_what_came_of_the_plan_is_measured_over_all_steps(tmp_path: Path) -> Non
     }
 
 
-@pytest.mark.parametrize("started", ["\x1b[31m", "yesterday", 7])
-def test_time_that_is_none_is_left_out(tmp_path: Path, started: Any) -> None:
-    assert summary(tmp_path, about={"started_at": started}).started == ""
-
-
 # The curve
 
 
 @given(st.lists(st.floats(-1e9, 1e9), max_size=50), st.integers(1, 12))
-def test_means_of_stretches_are_few_and_between_the_extremes(
-    values: list[float], most: int
-) -> None:
+def test_bucket_means_are_few_and_between_the_extremes(values: list[float], most: int) -> None:
     found = bucket_means(values, most)
     assert len(found) == min(most, len(values))
     if values:
@@ -169,11 +154,11 @@ def test_means_of_stretches_are_few_and_between_the_extremes(
         assert all(min(values) - margin <= mean <= max(values) + margin for mean in found)
 
 
-def test_mean_of_a_stretch_is_that_of_its_values() -> None:
+def test_bucket_mean_is_the_mean_of_its_values() -> None:
     assert bucket_means([1, 3, 5, 7], 2) == [2, 6]
 
 
-def test_curve_is_of_validation_or_else_of_training(tmp_path: Path) -> None:
+def test_curve_shows_validation_or_else_training_losses(tmp_path: Path) -> None:
     assert listed(tmp_path / "a", epochs=3).curve == (4.0, 2.0, 1.0, pytest.approx(2 / 3))
     assert len(listed(tmp_path / "b", epochs=1).curve) == 12, "two losses are no curve"
     assert len(listed(tmp_path / "c", validation=False).curve) == 12
@@ -206,7 +191,7 @@ def test_runs_are_sorted_by_any_column(runs: list[RunView], sort: str, names: li
 # Options
 
 
-def test_options_that_are_not_the_default_come_first(tmp_path: Path) -> None:
+def test_options_off_their_default_come_first(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "out", options={"lr": 5e-3, "targets": ("all",)}))
     options = option_texts(run)
     differ = {name: both for name, (*both, differs) in options.items() if differs}
@@ -221,13 +206,11 @@ def test_options_that_are_not_the_default_come_first(tmp_path: Path) -> None:
     assert list(options)[: len(differ)] == list(differ)
     assert options["--rank"] == ("8", "8", False)
 
-
-def test_option_of_another_version_is_shown(tmp_path: Path) -> None:
-    run = Run(tmp_path, about={"config": {"new_option": 7}})
-    assert option_texts(run) == {"--new-option": ("7", "–", True)}
+    newer = Run(tmp_path, about={"config": {"new_option": 7}})
+    assert option_texts(newer) == {"--new-option": ("7", "–", True)}
 
 
-def test_options_that_differ_between_runs_leave_out_where_things_are(tmp_path: Path) -> None:
+def test_differing_options_exclude_paths(tmp_path: Path) -> None:
     first = read_run(write_run(tmp_path / "a", options={"output": "a/adapters.safetensors"}))
     other = {"output": "b/adapters.safetensors", "rank": 4, "lr": 2e-4}
     second = read_run(write_run(tmp_path / "b", options=other))
@@ -236,6 +219,12 @@ def test_options_that_differ_between_runs_leave_out_where_things_are(tmp_path: P
         "--lr": ["0.0001", "0.0002"],
     }
     assert differing_options([first, first]) == {}
+
+    moved = read_run(write_run(tmp_path / "c", options={"model_path": "/elsewhere/tiny"}))
+    unmoved = read_run(write_run(tmp_path / "d"))
+    assert differing_options([unmoved, moved]) == {}, "one model by two paths"
+    moved.metadata = {"base_hash": "sha256:other"}
+    assert "--model-path" in differing_options([unmoved, moved])
 
 
 @pytest.mark.parametrize(
@@ -251,20 +240,24 @@ def test_options_that_differ_between_runs_leave_out_where_things_are(tmp_path: P
         (["q_proj", "v_proj"], "q_proj, v_proj"),
     ],
 )
-def test_value_of_an_option_is_as_one_would_type_it(value: Any, text: str) -> None:
+def test_option_value_is_as_typed(value: Any, text: str) -> None:
     assert option_text(value) == text
 
 
 @pytest.mark.parametrize(
-    "started", ["0001-01-01T00:00:00+14:00", "0001-01-01", "9999-12-31T23:59:59-12:00"]
+    "started",
+    [
+        *("\x1b[31m", "yesterday", 7),
+        *("0001-01-01T00:00:00+14:00", "0001-01-01", "9999-12-31T23:59:59-12:00"),
+    ],
 )
-def test_time_that_no_clock_has_is_absent(tmp_path: Path, started: str) -> None:
+def test_invalid_start_time_is_absent(tmp_path: Path, started: Any) -> None:
     found = summary(tmp_path, about={"started_at": started})
     assert found.started == ""
     assert sorted([found, found], key=SORTS["when"]) == [found, found]
 
 
-def test_speed_in_no_time_is_absent(tmp_path: Path) -> None:
+def test_speed_over_a_tiny_time_is_absent(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "out", validation=False)
     (folder / "metrics.jsonl").write_bytes(as_lines([step_line(1, 1, seconds=5e-324)]))
     found = RunView.of(read_run(folder))
