@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlxtune.session.unfinished import noted, remove_unfinished
 
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters import fuse as fusing
