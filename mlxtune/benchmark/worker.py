@@ -26,7 +26,7 @@ from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.errors import MlxTuneError
 
 if TYPE_CHECKING:
-    from mlxtune.backend.step.runner import PendingStep
+    from mlxtune.core.training.pipeline import PendingStep
 
 OURS = "mlxtune"
 

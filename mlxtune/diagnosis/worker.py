@@ -160,7 +160,7 @@ def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
         execution = pipeline.forward.execution
         plain_head = shapes.plain_head and pipeline.forward.plain_head
         shapes = replace(shapes, plain_head=plain_head)
-        shapes = replace(shapes, measured=measure(pipeline, shapes, [execution.recompute]))
+        shapes = replace(shapes, measured=measure(pipeline.engine, shapes, [execution.recompute]))
         loads = [load_of(group, examples) for group in execution.plan(examples)]
         predicted = max(predict(shapes, execution, load).total for load in loads)
         memory.forget_peak()

@@ -144,7 +144,8 @@ def confirm(
     shapes = replace(plan.shapes, plain_head=plain)
     known = _agreed(recorded or plan.shapes.measured, workers)
     if known is None and execution.split_head:
-        known = _agreed(measure(pipeline, shapes, _CHECKPOINTING[config.grad_checkpoint]), workers)
+        modes = _CHECKPOINTING[config.grad_checkpoint]
+        known = _agreed(measure(pipeline.engine, shapes, modes), workers)
         if known is not None:
             key = memory_key(shapes, execution, config.dropout, base.dtype)
             save_measured(config.cache_path, key, known)

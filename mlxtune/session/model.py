@@ -118,7 +118,7 @@ def build_pipeline(
             console.say(name, f"by MLX's operations, not our kernels: {problem}")
     recorded = None if resume is None else recorded_memory(config.checkpoint_path)
     confirmed = confirm(config, base, pipeline, work, plan, recorded, workers)
-    pipeline.losses.limit_memory(confirmed.peak.total)
+    pipeline.engine.losses.limit_memory(confirmed.peak.total)
     return pipeline, confirmed
 
 

@@ -1,12 +1,12 @@
 """The graphs of mlxtune's steps, for counting."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
-from mlxtune.backend.forward.forward import StepInputs
+from mlxtune.backend.forward.forward import Head, StepInputs
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
 from tests.long.counts import Gradient, Traced, compiled_as_on_gpu
@@ -23,9 +23,9 @@ class PipelineGraphs:
         """Return all arrays that a step evaluates on a GPU, without updating the model."""
         pipeline = self._pipeline
         with compiled_as_on_gpu():
-            builder = pipeline.builder
-            step = builder.build(examples, builder.steps + 1, pipeline.learning_rate)
-            return step.graph.arrays
+            step = pipeline.engine.step(examples, None, pipeline.learning_rate)
+            pipeline.engine.accumulate(step)
+            return step.take().graph.arrays
 
     def gradients(self, examples: Sequence[Example]) -> Iterator[Gradient]:
         """Yield the gradient of each micro-batch, including the work of custom gradients."""
@@ -55,11 +55,11 @@ class PipelineGraphs:
         forward = self._pipeline.forward
         found: list[Any] = []
 
-        def around(head: Callable[[mx.array], mx.array], rows: mx.array) -> mx.array:
+        def around(head: Head, rows: mx.array) -> list[mx.array]:
             alone = mx.zeros(rows.shape, rows.dtype)
             mx.eval(alone)
-            found.append(mx.value_and_grad(lambda rows: head(rows).sum())(alone))
-            return rows.sum()
+            found.append(mx.value_and_grad(lambda rows: head(rows)[0].sum())(alone))
+            return [rows.sum()]
 
         with forward.watched(around):
             for inputs in self._inputs(examples):
@@ -68,5 +68,5 @@ class PipelineGraphs:
         yield from found
 
     def _inputs(self, examples: Sequence[Example]) -> Iterator[StepInputs]:
-        for _, batch in self._pipeline.batches.of(examples):
-            yield self._pipeline.builder.inputs(batch, 1)
+        for _, batch in self._pipeline.engine.batches.of(examples):
+            yield self._pipeline.engine.inputs(batch, 1)

@@ -65,7 +65,7 @@ def costs(job: Job) -> dict[str, Any]:
 
 def needed_products(side: OurSide, examples: Sequence[Example]) -> Products:
     """Return the products that one of mlxtune's steps needs."""
-    batches = side.pipeline.batches.of(examples)
+    batches = side.pipeline.engine.batches.of(examples)
     return step_products(
         side.pipeline.model,
         [stretch for _, batch in batches for stretch in batch.stretches],

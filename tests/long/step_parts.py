@@ -49,7 +49,7 @@ class StepParts:
         self.seconds: Counter[str] = Counter()
 
     def add(self, examples: Sequence[Example]) -> None:
-        for _, batch in self._pipeline.batches.of(list(examples)):
+        for _, batch in self._pipeline.engine.batches.of(list(examples)):
             assert isinstance(batch, Pack), "the examples are padded"
             layers = self._model.layers
             for part, seconds in self._layer(batch).items():

@@ -1,6 +1,6 @@
 """The loss of a micro-batch, by the fastest computation that is exact for the model."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -17,7 +17,7 @@ from mlxtune.backend.forward.loss import (
     cross_entropies,
     head_losses,
     split_cross_entropies,
-    trained_head_losses,
+    trained_head,
 )
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.forward.shared_inputs import share_inputs
@@ -38,8 +38,8 @@ from mlxtune.errors import ModelError
 # gradients by the factor in float32.
 _RAISED_FLOAT16 = 256.0
 
-# Computes the losses (P,) of hidden states (P, H) at the supervised positions.
-Head = Callable[[mx.array], mx.array]
+# Maps hidden states (P, H) at the supervised positions to their losses (P,), which come first.
+Head = Callable[[mx.array], Sequence[mx.array]]
 # Maps the losses (P,) of a micro-batch to its share of the step's loss, and to values without a
 # gradient that the step adds up.
 Reduce = Callable[[mx.array], tuple[mx.array, ...]]
@@ -126,7 +126,7 @@ class Forward:
                 raise ModelError("--parallel tensor does not work with this architecture's head")
             self._entropies = partial(split_cross_entropies, split.vocabulary)
             self._vocabulary = {"vocabulary": split.vocabulary}
-        self._around_head: Callable[[Head, mx.array], mx.array] | None = None
+        self._around_head: Callable[[Head, mx.array], Sequence[mx.array]] | None = None
         # The trained parameters, which a step replaces with the arrays of its graph.
         self.trained = TrainedParameters(model)
         self.gradients = mx.value_and_grad(self.scaled_loss)
@@ -138,6 +138,11 @@ class Forward:
         self.execution = replace(self.execution, recompute=value)
         passes = self.execution.operations.layer_passes(value)
         self.layerwise = None if passes is None else Layerwise(self.model, self._dropout, passes)
+
+    def run_as(self, execution: Execution) -> None:
+        """Use an execution's loss chunks and recomputation from now on."""
+        self.execution = replace(self.execution, loss_chunk=execution.loss_chunk)
+        self.recompute(execution.recompute)
 
     def restore_model(self) -> None:
         """Undo all changes to the model."""
@@ -216,7 +221,7 @@ class Forward:
             else:
                 hidden = inputs.chosen.of(self._hidden(inputs, caches))
                 head, around = self._head(inputs.targets), self._around_head
-                losses = head(hidden) if around is None else around(head, hidden)
+                losses = (head(hidden) if around is None else around(head, hidden))[0]
         self.mixers.stop_noting()
         loss, *values = reduce(losses)
         return loss * scale, *map(mx.stop_gradient, values)
@@ -247,7 +252,7 @@ class Forward:
         return nullcontext() if self.layerwise is None else self.layerwise.running()
 
     @contextmanager
-    def watched(self, around: Callable[[Head, mx.array], mx.array]) -> Iterator[None]:
+    def watched(self, around: Callable[[Head, mx.array], Sequence[mx.array]]) -> Iterator[None]:
         """Inside the block, call `around(head, hidden)` in place of a split model's head."""
         self._around_head = around
         try:
@@ -267,16 +272,10 @@ class Forward:
 
     def _head(self, targets: mx.array) -> Head:
         if self._linear_head is not None:
-            weight = self._split.weight
-            losses = partial(self._linear_head.trained_head_losses, **self._vocabulary)
-            return partial(losses, weight, targets=targets)
-        return partial(
-            trained_head_losses,
-            self._split.logits,
-            targets=targets,
-            chunk=self.execution.loss_chunk,
-            losses=self._entropies,
-        )
+            losses = partial(self._linear_head.trained_head_losses, self._split.weight)
+            return lambda hidden: [losses(hidden, targets, **self._vocabulary)]
+        chunk = self.execution.loss_chunk
+        return trained_head(self._split.logits, targets, chunk, self._entropies)
 
     def _caches(self, inputs: StepInputs) -> list[Any] | None:
         """Set the dropout keys; return the layers' caches for a packed line, else None."""

@@ -95,19 +95,18 @@ def head_losses(
     return mx.concatenate(chunks)
 
 
-def trained_head_losses(
+def trained_head(
     logits: Callable[[mx.array], mx.array],
-    hidden: mx.array,
     targets: mx.array,
     chunk: int,
     losses: Losses,
-) -> mx.array:
-    """Return the cross-entropy of each hidden state, in nats, float32 (P,).
+) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
+    """Return a function from hidden states (P, H) to their cross-entropy, in nats, float32 (P,).
 
-    `hidden` is (P, H), `targets` int32 (P,); `logits` maps (p, H) to (p, V), `losses` maps logits
-    and targets (p,) to (p,). So that the logits of at most `chunk` positions are in memory at a
-    time, the forward pass also computes the gradients of the hidden states, on each of which only
-    one loss depends.
+    The function also returns an array for its backward pass.
+    `targets` are int32 (P,); `logits` maps (p, H) to (p, V), `losses` maps logits and targets (p,)
+    to (p,). So that the logits of at most `chunk` positions are in memory at a time, the forward
+    pass also computes the gradients of the hidden states, on each of which only one loss depends.
     """
 
     def chunk_losses(rows: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
@@ -135,4 +134,4 @@ def trained_head_losses(
     def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
         return cotangents[0].astype(outputs[1].dtype)[:, None] * outputs[1]
 
-    return differentiable(forward, scaled)(hidden)[0]
+    return differentiable(forward, scaled)

@@ -20,8 +20,8 @@ from mlxtune.backend.device import memory
 from mlxtune.backend.forward.forward import StepInputs
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.forward.layer_calls import first_trained
+from mlxtune.backend.step.engine import Engine
 from mlxtune.backend.step.micro_batches import MicroBatches
-from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch
 from mlxtune.core.steps.memory_terms import Entries, Factors, Measured, ModelShapes, load_of
@@ -46,48 +46,46 @@ _FACTOR, _BYTES, _NOISE = 1 / 16, 1 << 18, 0.25
 Floats = npt.NDArray[np.float64]
 
 
-def measure(
-    pipeline: InstructPipeline, shapes: ModelShapes, modes: Sequence[bool]
-) -> Measured | None:
+def measure(engine: Engine, shapes: ModelShapes, modes: Sequence[bool]) -> Measured | None:
     """Measure passes in each of the `modes`: True recomputes activations, False keeps them.
 
     Returns None if the architecture cannot run some of its layers alone, if memory is too small for
     them, or if the device queues graphs: all buffers of such short passes are in flight, so their
-    peaks do not show how those of a whole step grow. The pipeline's own mode is restored, and the
+    peaks do not show how those of a whole step grow. The engine's own mode is restored, and the
     passes leave no trace in the process's peaks.
     """
     if shapes.graphs is not None:
         return None
-    began, found = pipeline.forward.execution.recompute, Measured()
+    began, found = engine.forward.execution.recompute, Measured()
     try:
         with memory.peaks_kept():
             for recompute in modes:
-                pipeline.forward.recompute(recompute)
-                found = _measured(pipeline, replace(shapes, measured=None), found)
+                engine.forward.recompute(recompute)
+                found = _measured(engine, replace(shapes, measured=None), found)
     # Any error may occur: layers may need unusual arguments, or not fit in memory.
     except Exception:  # noqa: BLE001
         return None
     finally:
-        pipeline.forward.recompute(began)
+        engine.forward.recompute(began)
         memory.release()
     return found
 
 
-def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) -> Measured:
-    """Measure the pipeline's mode; return `found` with the mode's factors added."""
-    execution = pipeline.forward.execution
+def _measured(engine: Engine, shapes: ModelShapes, found: Measured) -> Measured:
+    """Measure the engine's mode; return `found` with the mode's factors added."""
+    execution = engine.forward.execution
     operations = execution.operations
     lengths = _LAZY if operations.lazy else _EAGER
     few = _LAZY_LAYERS if operations.lazy else _EAGER_LAYERS
-    few *= _covering(list(pipeline.model.layers)[-shapes.layers :])
+    few *= _covering(list(engine.forward.model.layers)[-shapes.layers :])
     few = min(few, _MOST_LAYERS, shapes.layers)
     many = min(few if execution.recompute else 2 * few, shapes.layers)
-    groups = [_group(pipeline, each) for each in lengths]
+    groups = [_group(engine, each) for each in lengths]
     size, loads = shapes.itemsize, [load_of(group, step) for group, _, step in groups]
-    given = [pipeline.builder.inputs(batch, 1) for _, batch, _ in groups]
+    given = [engine.inputs(batch, 1) for _, batch, _ in groups]
     kept = [operations.memory.kept(shapes.with_layers(1), execution, load) for load in loads]
     working = [operations.memory.in_layer(shapes, execution, load) for load in loads]
-    peaks = _peaks(pipeline, many, given)
+    peaks = _peaks(engine, many, given)
     if execution.recompute:
         known = [many * Factors().of(each, size) for each in kept]
         return replace(found, again=_fitted(working, peaks - known, size))
@@ -98,7 +96,7 @@ def _measured(pipeline: InstructPipeline, shapes: ModelShapes, found: Measured) 
         ]
         of_all = _fitted(whole, peaks, size)
         return replace(found, kept=replace(of_all, fixed=None), working=of_all)
-    differences = (peaks - _peaks(pipeline, few, given)) / (many - few)
+    differences = (peaks - _peaks(engine, few, given)) / (many - few)
     of_kept = replace(_fitted(kept, differences, size, _PRIOR_OF_DIFFERENCE), fixed=None)
     left = peaks - [many * of_kept.of(each, size) for each in kept]
     return replace(found, kept=of_kept, working=_fitted(working, left, size))
@@ -114,9 +112,9 @@ def _covering(layers: Sequence[nn.Module]) -> int:
     return next((n for n in counts if set(kinds[-n:]) == set(kinds)), 1)
 
 
-def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[StepInputs]) -> Floats:
+def _peaks(engine: Engine, count: int, given: Sequence[StepInputs]) -> Floats:
     """Return the peak in bytes of each micro-batch's pass through the last `count` layers."""
-    model, forward = pipeline.model, pipeline.forward
+    forward, model = engine.forward, engine.forward.model
     layers = list(model.layers)
     active = layers[max(len(layers) - count, first_trained(layers)) :]
     names = {id(module): name for name, module in model.named_modules()}
@@ -140,7 +138,7 @@ def _peaks(pipeline: InstructPipeline, count: int, given: Sequence[StepInputs]) 
 
             mx.eval(zero, inputs.tokens, inputs.targets)
             try:
-                with forward.watched(lambda _, hidden: hidden.astype(mx.float32).square().sum()):
+                with forward.watched(lambda _, hidden: [hidden.astype(mx.float32).square().sum()]):
                     peaks.append(memory.peak_of(compute))
             finally:
                 shift.clear()
@@ -172,9 +170,7 @@ def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, 
         undo()
 
 
-def _group(
-    pipeline: InstructPipeline, tokens: int
-) -> tuple[Group, MicroBatch | Pack, list[Example]]:
+def _group(engine: Engine, tokens: int) -> tuple[Group, MicroBatch | Pack, list[Example]]:
     """Return two examples of about `tokens` tokens in total, with their group and micro-batch.
 
     The examples share a prefix of a quarter of the tokens, and only their last tokens are
@@ -186,7 +182,7 @@ def _group(
     start = np.arange(prefix, dtype=np.int32) % 10
     ends = [(np.arange(own + 1, dtype=np.int32) + shift) % 10 for shift in (3, 7)]
     step = [Example(row, np.concatenate([start, end]), mask) for row, end in enumerate(ends)]
-    ((group, batch),) = MicroBatches(pipeline.forward, 2 * tokens).of(step)
+    ((group, batch),) = MicroBatches(engine.forward, 2 * tokens).of(step)
     return group, batch, step
 
 

@@ -16,7 +16,7 @@ from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.step.micro_batches import MicroBatches
-from mlxtune.backend.step.runner import StepRunner
+from mlxtune.backend.step.runner import GraphRunner
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import MicroBatch, rows_of
@@ -55,7 +55,7 @@ class ExampleLosses:
         self,
         forward: Forward,
         training: MicroBatches,
-        runner: StepRunner,
+        runner: GraphRunner,
         parameters: int,
         workers: Workers = ALONE,
         held: int = 0,
@@ -242,7 +242,7 @@ class Evaluator:
         self.forward = Forward(model, DropoutKeys(), execution, trains=False)
         remedy = "lower --max-seq-len, or use a quantised base"
         batches = MicroBatches(self.forward, execution.micro_batch_tokens)
-        runner = StepRunner(self.forward, batches, parameters, remedy=remedy, warn=warn)
+        runner = GraphRunner(self.forward, parameters, remedy=remedy, warn=warn)
         self._losses = ExampleLosses(self.forward, batches, runner, parameters, workers)
 
     def losses(

@@ -1,5 +1,6 @@
 """Measures the phases of a step."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -38,7 +39,7 @@ class Phases:
         """
         states: list[mx.array] = []
 
-        def around(head: Head, hidden: mx.array) -> mx.array:
+        def around(head: Head, hidden: mx.array) -> Sequence[mx.array]:
             # Layers that are not lazy have finished here.
             states.append(hidden)
             self.end("forward")

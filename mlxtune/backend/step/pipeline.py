@@ -3,8 +3,6 @@
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,13 @@ import numpy.typing as npt
 from mlxtune.backend.adapters import checkpoint_tensors, initialise
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.device import memory
-from mlxtune.backend.device.retry import retried, tries
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora.apply import LoRASummary, apply_lora
-from mlxtune.backend.lora.optimizer import LoRAOptimizer
-from mlxtune.backend.lora.vectors import LoRAVectors
-from mlxtune.backend.objectives.preference_step import training_examples
-from mlxtune.backend.step.builder import StepBuilder, count_tokens
-from mlxtune.backend.step.evaluator import ExampleLosses
-from mlxtune.backend.step.micro_batches import MicroBatches
+from mlxtune.backend.step.engine import Engine
+from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
 from mlxtune.backend.step.phases import Phases
-from mlxtune.backend.step.runner import PendingStep, StepGradients, StepRunner
+from mlxtune.backend.step.step_loss import count_tokens, training_examples
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
@@ -38,9 +31,6 @@ from mlxtune.core.run.checkpoint import ADAPTER, OPTIMIZER
 from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
-
-# The remedy that an error names if memory is too small for one example.
-_LESS_MEMORY = "lower --max-seq-len or --num-layers, set --grad-checkpoint on, or use --quantize 4"
 
 
 class InstructPipeline:
@@ -80,53 +70,28 @@ class InstructPipeline:
         # The default learning rate of a step.
         self.learning_rate = config.learning_rate
         self.lora: LoRASummary = apply_lora(model, config)
-        parameters = self.lora.total_parameters
-        execution = execution or best_execution(parameters, model=model)
+        execution = execution or best_execution(self.lora.total_parameters, model=model)
         self.forward = Forward(model, self.lora.dropout_keys, execution)
-        self.batches = MicroBatches(
-            self.forward,
-            execution.micro_batch_tokens,
-            keyed=config.dropout > 0,
-            run_alike=workers.split_model,
-            whole_rows=not objective.is_sft,
-        )
-        self.runner = StepRunner(
-            self.forward, self.batches, parameters, remedy=_LESS_MEMORY, warn=warn
-        )
-        # AdamW's two moments, in float32.
-        moments = 2 * 4 * self.lora.trainable_parameters
-        self.losses = ExampleLosses(
-            self.forward, self.batches, self.runner, parameters, workers, held=moments
-        )
         self._workers = workers
         self._base = base_model, base_record
         self._provenance = provenance
         self.initial_hash = (
             initialise.initialise(model, self.lora, initial) if fresh else initial_hash
         )
-        self.vectors = LoRAVectors(model, apart=config.lr_ratio != 1)
-        self._optimizer = LoRAOptimizer(self.vectors, model.trainable_parameters(), config)
-        if fresh:
-            self._optimizer.adopt(model)
-        self.phases = Phases(self.forward)
-        self.builder = StepBuilder(
-            self.forward,
-            self.runner,
-            self.phases,
-            self.vectors,
-            self._optimizer,
-            config=config,
-            lora=self.lora,
-            workers=workers,
-            objective=objective,
-            losses=self.losses,
+        self.engine = Engine(
+            self.forward, self.lora, config, objective=objective, workers=workers, warn=warn
         )
+        if fresh:
+            self.engine.optimizer.adopt(model)
+
+    @property
+    def phases(self) -> Phases:
+        """The phases of a step, for a profiler."""
+        return self.engine.phases
 
     def run_as(self, execution: Execution) -> None:
         """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
-        self.forward.execution = replace(self.forward.execution, loss_chunk=execution.loss_chunk)
-        self.forward.recompute(execution.recompute)
-        self.batches.limit(execution.micro_batch_tokens)
+        self.engine.run_as(execution)
 
     def train_step(self, example: Example) -> InstructStepResult:
         """Take one optimizer step on one example, at the config's learning rate."""
@@ -156,45 +121,37 @@ class InstructPipeline:
         *,
         step: int | None = None,
         learning_rate: float | None = None,
-    ) -> PendingStep:
+    ) -> OptimizerStep:
         """Start the step that `train_batch` takes, and return it while it runs.
 
         If possible, builds the step's graph while the device still computes the previous step.
         """
-        before, share, built = self.runner.pending, self.builder.share(examples), None
-        if step is None:
-            step = self.builder.steps + (1 if before is None else 2)
+        engine = self.engine
         rate = self.learning_rate if learning_rate is None else learning_rate
-        build = partial(self.builder.build, examples, step, rate)
-        if before is not None:
-            # Only a step of one micro-batch is built ahead: several micro-batches keep the device
-            # busy.
-            ahead = self.forward.execution.operations.lazy and not self.phases.timer
-            ahead = ahead and self.builder.can_build_ahead()
-            if ahead and before.step and self.batches.is_one(share):
-                built = build(before.step.update)
-            if not before.finish():
-                built = None
+        started = engine.step(examples, step, rate)
+        if engine.can_build_ahead(started):
+            engine.accumulate(started, after=engine.launched)
+        if not engine.settle():
+            started.discard()
         memory.start_peak()
-        for attempt in tries(partial(self.runner.adapt, self.batches, share)):
+        for attempt in engine.tries(started):
             with attempt:
-                started = built or build()
-        return self.runner.launch(
-            started, build, partial(self.builder.commit, examples, step, rate), share
-        )
+                if started.built is None:
+                    engine.accumulate(started)
+        engine.launch(started)
+        return started
 
     def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
         """Return the loss and gradients of a step without an update; `step` seeds the dropout."""
-        self.runner.settle()
-
-        def compute() -> StepGradients:
-            found = self.builder.build(examples, step)
-            self.runner.finish(found.graph)
-            found.loss, found.gradients = float(found.loss), self.vectors.split(found.gradients)
-            return found
-
-        share = self.builder.share(examples)
-        return retried(compute, partial(self.runner.adapt, self.batches, share))
+        engine = self.engine
+        engine.settle()
+        alone = engine.step(examples, step, None)
+        for attempt in engine.tries(alone):
+            with attempt:
+                computed = engine.compute(alone)
+        computed.loss = float(computed.loss)
+        computed.gradients = engine.vectors.split(computed.gradients)
+        return computed
 
     def evaluate(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
@@ -214,10 +171,7 @@ class InstructPipeline:
         """
         counted = training_examples(examples)
         tokens, total = count_tokens(counted), sum(map(len, counted))
-        if self.objective.is_sft:
-            loss, metrics = -float(logps.sum()) / tokens, dict[str, float]()
-        else:
-            loss, metrics = self.objective.evaluate(examples, logps)
+        loss, metrics = self.objective.evaluate(examples, logps)
         return InstructBatchResult(
             loss, tokens, perplexity(loss), total_tokens=total, metrics=metrics
         )
@@ -226,9 +180,9 @@ class InstructPipeline:
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
     ) -> npt.NDArray[np.float64]:
         """Return each example's summed log-probability over its supervised tokens, float64 (E,)."""
-        self.runner.settle()
+        self.engine.settle()
         self.model.eval()
-        return -self.losses.of(examples, on_progress)
+        return -self.engine.losses.of(examples, on_progress)
 
     def reference(self) -> Mapping[str, Any]:
         """Return the JSON values on which the initial model's log-probabilities depend."""
@@ -255,9 +209,7 @@ class InstructPipeline:
         example, or if workers share the model, halve nothing and return None.
         """
         mx.clear_cache()
-        if halve_for is None or not self.batches.halve(self.builder.share(halve_for)):
-            return None
-        return self.batches.max_tokens
+        return None if halve_for is None else self.engine.halve(halve_for)
 
     def write(self, weights: Path) -> None:
         """Write the adapter file, and adapter_config.json next to it. Raises OutputError."""
@@ -270,12 +222,13 @@ class InstructPipeline:
         The function writes the state from the time when `snapshot` was called, with the adapter in
         mlx-lm's format. The function raises OutputError.
         """
-        self.runner.settle()
-        self._workers.check_same(self.model.trainable_parameters(), self.builder.steps)
-        settings = {"step": self.builder.steps, "micro_batch_tokens": self.batches.max_tokens}
+        engine = self.engine
+        engine.settle()
+        self._workers.check_same(self.model.trainable_parameters(), engine.steps)
+        settings = {"step": engine.steps, "micro_batch_tokens": engine.batches.max_tokens}
         adapter = checkpoint_tensors.adapter_writer(self.model, self.lora, *self._base)
         parameters = checkpoint_tensors.parameters_writer(self.model, self.lora)
-        optimizer = checkpoint_tensors.optimizer_writer(self._optimizer.state_for_file(), settings)
+        optimizer = checkpoint_tensors.optimizer_writer(engine.optimizer.state_for_file(), settings)
 
         def write(folder: Path) -> None:
             adapter(folder / ADAPTER)
@@ -289,11 +242,11 @@ class InstructPipeline:
 
         Raises ModelError if the adapter does not fit.
         """
-        self.runner.settle()
+        self.engine.settle()
         if self._workers.index == 0:
             checkpoint_tensors.read_parameters(folder, self.model, self.lora)
         self.model.update(self._workers.from_first(self.model.trainable_parameters()))
-        self._optimizer.adopt(self.model)
+        self.engine.optimizer.adopt(self.model)
 
     def restore(self, folder: Path) -> None:
         """Resume from a snapshot as if the run had not stopped.
@@ -301,17 +254,13 @@ class InstructPipeline:
         Raises ModelError if the snapshot does not fit.
         """
         path = folder / OPTIMIZER
-        state, settings = checkpoint_tensors.read_optimizer(path, self._optimizer.state)
+        state, settings = checkpoint_tensors.read_optimizer(path, self.engine.optimizer.state)
         tokens, steps = settings.get("micro_batch_tokens", 0), settings.get("step", -1)
         if tokens < 1 or steps < 0:
             raise ModelError(f"{path}: has no step or micro-batch size")
-        self.runner.settle()
+        self.engine.settle()
         checkpoint_tensors.read_parameters(folder, self.model, self.lora)
-        self._optimizer.adopt(self.model)
-        self._optimizer.take_from_file(state)
-        # A halved limit stays halved, and a limit that is lower now, for less memory, stays lower.
-        self.batches.limit(min(tokens, self.batches.max_tokens))
-        self.builder.steps = steps
+        self.engine.restore(state, steps, tokens)
 
     def describe(self) -> Mapping[str, Any]:
         """Return a checkpoint's entries about the adapter, the workers and the provenance."""

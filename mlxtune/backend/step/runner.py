@@ -1,4 +1,4 @@
-"""Runs steps: in stages, and again after a fault of the GPU.
+"""Runs graphs on the device: in stages, and again after a fault of the GPU.
 
 macOS ends commands that keep the GPU from drawing the display for a few seconds (mlx#3267), so on a
 Mac, no stage takes much longer than a second.
@@ -7,26 +7,22 @@ Mac, no stage takes much longer than a second.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 
 from mlxtune.backend.device import memory
 from mlxtune.backend.device.device import has_metal, on_cpu
-from mlxtune.backend.device.retry import Attempt, retried, tries
+from mlxtune.backend.device.retry import Attempt, tries
 from mlxtune.backend.forward.forward import Forward
-from mlxtune.backend.lora.optimizer import Update
-from mlxtune.backend.objectives.preference_step import PreferenceStep
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.core.data.encode import Example
 from mlxtune.core.machine.gpu_faults import Fault, fault_error
-from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.text import byte_size
-from mlxtune.errors import NonFiniteLossError, one_line
+from mlxtune.errors import one_line
 
 # The maximum duration of a stage in seconds; the number of operations per second that is assumed
 # until a stage is timed, and that the slowest Macs reach; and the number of operations per
@@ -64,94 +60,28 @@ class Graph:
         return [*found, [self.arrays]]
 
 
-@dataclass
-class StepGradients:
-    """The loss and gradients of a step, the graph that computes them, and the resulting update.
-
-    `loss` is in nats per supervised token; `tokens` counts the supervised tokens. `gradients` are
-    float32: vectors or, from `loss_and_gradients`, a tree of parameters. `run_tokens` counts the
-    tokens, `padding` included, that run in all `micro_batches`. `graph` computes the last
-    micro-batch and the `update`, if any. With several workers, loss and gradients are sums over all
-    workers, as is `counts`, float32 (5,): the numbers of micro-batches, run tokens, padding, and
-    requests to stop and to save. For preferences, `preference` defines the loss, and `logps`,
-    float32 (E,), are the log-probabilities of the examples.
-    """
-
-    loss: Any
-    gradients: Any
-    tokens: int
-    graph: Graph
-    micro_batches: int = 0
-    run_tokens: int = 0
-    padding: int = 0
-    counts: Any = None
-    update: Update | None = None
-    preference: PreferenceStep | None = None
-    logps: Any = None
-
-    def add(self, loss: mx.array, gradients: list[mx.array]) -> None:
-        """Add the loss and gradients of a micro-batch."""
-        self.loss = self.loss + loss
-        first = self.gradients is None
-        self.gradients = gradients if first else tree_map(mx.add, self.gradients, gradients)
-
-
-class PendingStep:
-    """A started optimizer step; `ended` is the `time.perf_counter` at its end, 0 until then."""
-
-    def __init__(self, step: StepGradients, finish: Callable[["PendingStep"], Any]) -> None:
-        # None once the step is finished, or has failed and must be built again.
-        self.step: StepGradients | None = step
-        self.ended = 0.0
-        self._finish = finish
-        self._outcome: InstructBatchResult | NonFiniteLossError | None = None
-
-    def finish(self) -> bool:
-        """Wait for the step; return whether the first try succeeded.
-
-        Raises MemoryLimitError or GpuError if all tries fail; the model is then unchanged.
-        """
-        if self._outcome is not None:
-            return True
-        self._outcome, tries = self._finish(self)
-        self.ended = time.perf_counter()
-        return bool(tries == 1)
-
-    def result(self) -> InstructBatchResult:
-        """Wait for the step and return its result.
-
-        Raises NonFiniteLossError, with the model unchanged, if a number of the step is not finite.
-        """
-        self.finish()
-        if isinstance(self._outcome, NonFiniteLossError):
-            raise self._outcome
-        assert self._outcome is not None
-        return self._outcome
-
-
-class StepRunner:
-    """Runs steps and evaluations, in stages if they take long, and again after a fault of the GPU.
+class GraphRunner:
+    """Runs the graphs of steps and evaluations, in stages if they take long.
 
     A stage ends at the output of a layer's mixer or at the gradients of a layer. Stages change no
     arithmetic, so their number may depend on measured times. `parameters` counts the parameters of
     the model.
 
-    After a fault, the micro-batches' `max_tokens` is halved if memory ran out, or if the GPU
-    stopped a command that took too long and stages cannot be shorter. `warn` is called each time;
-    `remedy` is an error's advice if not even one example fits. If workers share the model, nothing
-    is retried, because the other workers wait for this one within the pass.
+    After a fault of the GPU, a pass is tried again, with micro-batches of half the size if memory
+    ran out, or if the GPU stopped a command that took too long and stages cannot be shorter. `warn`
+    is called each time; `remedy` is an error's advice if not even one example fits. If workers
+    share the model, nothing is retried, because the other workers wait for this one within the
+    pass.
     """
 
     def __init__(
         self,
         forward: Forward,
-        batches: MicroBatches,
         parameters: int,
         *,
         remedy: str,
         warn: Callable[[str], None],
     ) -> None:
-        self.batches = batches
         self._remedy = remedy
         self._warn = warn
         self._warned_of_limit = False
@@ -165,54 +95,11 @@ class StepRunner:
         # The kinds of passes, with or without a gradient, that have run once: the first pass of a
         # kind also compiles kernels, so it is not timed.
         self._compiled: set[bool] = set()
-        # The last started step, until it is finished.
-        self.pending: PendingStep | None = None
         self._running: Graph | None = None
         self._left: list[Sequence[Any]] = []
         self._started = 0.0
         # The memory peak of a pass excludes loading.
         memory.start_peak()
-
-    # Steps
-
-    def launch(
-        self,
-        step: StepGradients,
-        build: Callable[[], StepGradients],
-        commit: Callable[[StepGradients], InstructBatchResult | NonFiniteLossError],
-        examples: Sequence[Example],
-    ) -> PendingStep:
-        """Make the device compute a step, without waiting for it.
-
-        After a fault, `adapt` is called with this worker's `examples`, and `build` builds the step
-        again. `commit` applies the computed update to the pipeline, and returns the step's result,
-        or the error that `PendingStep.result` raises.
-        """
-
-        def finish(pending: PendingStep) -> tuple[Any, int]:
-            tries = 0
-
-            def compute() -> StepGradients:
-                nonlocal tries
-                tries += 1
-                found, pending.step = pending.step or build(), None
-                self.finish(found.graph)
-                return found
-
-            computed = retried(compute, partial(self.adapt, self.batches, examples))
-            self.pending = None
-            return commit(computed), tries
-
-        # `finish` handles errors, and tries again.
-        with suppress(RuntimeError, MemoryError):
-            self.start(step.graph)
-        self.pending = PendingStep(step, finish)
-        return self.pending
-
-    def settle(self) -> None:
-        """Wait for the launched step, if there is one."""
-        if self.pending is not None:
-            self.pending.finish()
 
     # Stages
 
@@ -290,9 +177,9 @@ class StepRunner:
 
         Raises MemoryLimitError or GpuError if all tries fail.
         """
-        return tries(partial(self.adapt, batches, examples))
+        return tries(partial(self._adapt, batches, examples))
 
-    def adapt(
+    def _adapt(
         self, batches: MicroBatches, examples: Sequence[Example], fault: Fault, text: str
     ) -> None:
         """Change settings so that a pass over `examples` in `batches` may succeed after a fault.

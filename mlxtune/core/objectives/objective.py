@@ -96,6 +96,16 @@ class Objective:
         return self.name == "sft"
 
     @property
+    def keeps_rows_whole(self) -> bool:
+        """Whether the loss of a row needs all its examples together."""
+        return not self.is_sft
+
+    @property
+    def needs_first_pass(self) -> bool:
+        """Whether every step needs log-probabilities before its gradients."""
+        return self.needs_kl or self.is_across_rows
+
+    @property
     def has_pairs(self) -> bool:
         return self.name in PAIRED
 
@@ -176,6 +186,8 @@ class Objective:
         self, examples: Sequence[Example], logps: _Floats
     ) -> tuple[float, dict[str, float]]:
         """Return the loss and metrics of rows from their examples' log-probabilities (E,)."""
+        if self.is_sft:
+            return -float(logps.sum()) / sum(map(predicted_tokens, examples)), {}
         mismatched = np.array([example.role == MISMATCHED for example in examples])
         rows = [example for example in examples if example.role != MISMATCHED]
         layout, kl = self.lay_out(rows), 0.0

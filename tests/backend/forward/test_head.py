@@ -15,7 +15,7 @@ from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward import head
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.head import SplitModel
-from mlxtune.backend.forward.loss import trained_head_losses
+from mlxtune.backend.forward.loss import trained_head
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.models.layers import DEQUANTIZED, QuantizedRows
@@ -201,7 +201,7 @@ def test_loss_by_chunks_is_the_loss(chunk: int) -> None:
             assert len(rows) <= chunk
             return mx.tanh(rows @ weight.T)
 
-        return trained_head_losses(logits, hidden, targets, chunk, mx.fast.cross_entropy).sum()
+        return trained_head(logits, targets, chunk, mx.fast.cross_entropy)(hidden)[0].sum()
 
     assert_same_function(in_chunks, whole, random(7, 8))
 
@@ -210,10 +210,8 @@ def test_loss_scales_with_what_it_is_part_of() -> None:
     weight, targets, hidden = random(50, 8), mx.array([3, 0]), random(2, 8)
 
     def loss(hidden: mx.array, factor: float) -> mx.array:
-        losses = trained_head_losses(
-            lambda x: x @ weight.T, hidden, targets, 1, mx.fast.cross_entropy
-        )
-        return losses.sum() * factor
+        head = trained_head(lambda x: x @ weight.T, targets, 1, mx.fast.cross_entropy)
+        return head(hidden)[0].sum() * factor
 
     one, half = (mx.grad(lambda x, f=f: loss(x, f))(hidden) for f in (1.0, 0.5))
     assert np.abs(np.array(one)).max() > 0.1

@@ -162,7 +162,7 @@ def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[
     elsewhere = mx.get_active_memory()
     read_weights(base)
     pipeline = InstructPipeline(base.model, config, execution=how)
-    (group,) = [group for group, _ in pipeline.batches.of(step)]
+    (group,) = [group for group, _ in pipeline.engine.batches.of(step)]
     found, load = measure(pipeline, shapes, [how.recompute]), load_of(group, step)
     release()
     resident = mx.get_active_memory() - elsewhere

@@ -21,7 +21,6 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import WorkerError
 from mlxtune.session.dataset import Reader, load_dataset
-from tests.backend.objectives.preferences import objective_of, rows_of
 from tests.backend.step import on_split_workers
 from tests.backend.step.executions import (
     WAYS,
@@ -32,6 +31,7 @@ from tests.backend.step.executions import (
     gradients_of,
     model_folder,
 )
+from tests.backend.step.preferences import objective_of, rows_of
 from tests.paths import SHARED
 
 # Execution, bits of quantisation, and options.

@@ -53,7 +53,7 @@ def make(make_pipeline: MakePipeline) -> Callable[..., tuple[InstructPipeline, l
 
     def make(tokens: int) -> tuple[InstructPipeline, list[str]]:
         pipeline, warnings = make_pipeline("qwen3", micro_batch_tokens=tokens), []
-        pipeline.runner._warn = warnings.append
+        pipeline.engine.runner._warn = warnings.append
         return pipeline, warnings
 
     return make
@@ -85,10 +85,11 @@ def test_failed_allocation_halves_and_the_step_is_that_of_half(
         fail(patch, ALLOCATION)
         results = [halved.train_batch(EXAMPLES) for _ in range(2)]
 
-    assert halved.batches.max_tokens <= 40
+    tokens = halved.engine.batches.max_tokens
+    assert tokens <= 40
     assert len(warnings) == 1
-    assert f"memory ran out: micro-batches of up to {halved.batches.max_tokens} " in warnings[0]
-    small, _ = make(halved.batches.max_tokens)
+    assert f"memory ran out: micro-batches of up to {tokens} " in warnings[0]
+    small, _ = make(tokens)
     assert [small.train_batch(EXAMPLES) for _ in range(2)] == results
     expected = adapters(small)
     for name, value in adapters(halved).items():
@@ -103,7 +104,7 @@ def test_bound_is_halved_from_what_ran_and_not_from_what_was_allowed(
     fail(monkeypatch, ALLOCATION, times=2)
     for _ in range(2):
         pipeline.train_batch(EXAMPLES)
-    assert pipeline.batches.max_tokens <= tokens / 4
+    assert pipeline.engine.batches.max_tokens <= tokens / 4
 
 
 def test_evaluation_that_runs_out_of_memory_changes_no_limit_of_training(
@@ -115,7 +116,7 @@ def test_evaluation_that_runs_out_of_memory_changes_no_limit_of_training(
     for _ in range(2):
         assert pipeline.evaluate(EXAMPLES).avg_loss == pytest.approx(expected, rel=1e-5)
     assert len(warnings) == 2
-    assert pipeline.batches.max_tokens == LARGE
+    assert pipeline.engine.batches.max_tokens == LARGE
     pipeline.snapshot()(tmp_path)
     with safetensors.safe_open(tmp_path / OPTIMIZER, "numpy") as file:
         assert file.metadata()["micro_batch_tokens"] == str(LARGE)
@@ -148,11 +149,11 @@ def test_halving_that_is_asked_for_gives_the_steps_of_half(make: Any) -> None:
     halved, warnings = make(80)
     started = halved.start_batch(EXAMPLES)
     tokens = halved.relieve_memory(EXAMPLES)
-    assert tokens == halved.batches.max_tokens <= 40
+    assert tokens == halved.engine.batches.max_tokens <= 40
     # The step that was already started keeps its micro-batches.
     whole, _ = make(80)
     assert started.result() == whole.train_batch(EXAMPLES)
-    whole.batches.limit(tokens)
+    whole.engine.batches.limit(tokens)
     assert halved.train_batch(EXAMPLES) == whole.train_batch(EXAMPLES)
     expected = adapters(whole)
     for name, value in adapters(halved).items():
@@ -163,9 +164,9 @@ def test_halving_that_is_asked_for_gives_the_steps_of_half(make: Any) -> None:
 def test_single_examples_are_not_halved(make: Any) -> None:
     pipeline, _ = make(80)
     assert pipeline.relieve_memory(EXAMPLES[:1]) is None
-    assert pipeline.batches.max_tokens == 80
+    assert pipeline.engine.batches.max_tokens == 80
     while (tokens := pipeline.relieve_memory(EXAMPLES)) is not None:
-        assert pipeline.batches.max_tokens == tokens
+        assert pipeline.engine.batches.max_tokens == tokens
     assert pipeline.relieve_memory() is None
     assert pipeline.train_batch(EXAMPLES).micro_batches == len(EXAMPLES)
 
@@ -195,7 +196,7 @@ def test_step_is_tried_once_more_after_a_fault_that_may_pass(
     fail(monkeypatch, text)
     result = pipeline.train_batch(EXAMPLES)
 
-    assert pipeline.batches.max_tokens == 80
+    assert pipeline.engine.batches.max_tokens == 80
     assert len(warnings) == 1
     assert "trying again" in warnings[0]
     expected, parameters = taken_alone(make, 80)
@@ -236,12 +237,12 @@ def test_evaluations_are_shortened_before_micro_batches_are(
 ) -> None:
     pipeline, warnings = make(80)
     answers = iter([True, False])
-    pipeline.runner.shorten = lambda: next(answers)
+    pipeline.engine.runner.shorten = lambda: next(answers)
     fail(monkeypatch, text, text)
     pipeline.train_batch(EXAMPLES)
     assert [each.split(": ")[1][:7] for each in warnings] == ["shorter", "micro-b"]
     assert "AGX_RELAX_CDM_CTXSTORE_TIMEOUT=1" in warnings[0]
-    assert pipeline.batches.max_tokens <= 40
+    assert pipeline.engine.batches.max_tokens <= 40
 
 
 def test_command_that_takes_too_long_with_one_example_is_an_error(
@@ -259,7 +260,7 @@ def test_step_at_the_resource_limit_is_repeated_and_makes_no_new_shapes(
     pipeline, _ = make(80)
     fail(monkeypatch, RESOURCES)
     pipeline.train_batch(EXAMPLES)
-    assert pipeline.batches.max_tokens == 80
+    assert pipeline.engine.batches.max_tokens == 80
 
 
 def test_fault_at_the_wait_for_an_earlier_micro_batch_is_one_of_the_step(
@@ -293,7 +294,7 @@ def test_use_over_the_limit_is_warned_of_once_and_changes_nothing(make: Any) -> 
     mx.set_memory_limit(mx.get_active_memory() + 1000)
     assert [pipeline.train_batch(EXAMPLES) for _ in range(3)] == expected
     pipeline.evaluate(EXAMPLES)
-    assert pipeline.batches.max_tokens == LARGE
+    assert pipeline.engine.batches.max_tokens == LARGE
     assert len(warnings) == 1
     assert "more than the limit" in warnings[0]
     assert "lower --memory-limit" in warnings[0]
@@ -314,9 +315,9 @@ def test_step_counts_its_micro_batches_and_their_padding(
 ) -> None:
     pipeline, _ = make(LARGE)
     for tokens in (LARGE, 40):
-        pipeline.batches.limit(tokens)
-        batches = [batch for _, batch in pipeline.batches.of(EXAMPLES)]
-        groups = [group for group, _ in pipeline.batches.of(EXAMPLES)]
+        pipeline.engine.batches.limit(tokens)
+        batches = [batch for _, batch in pipeline.engine.batches.of(EXAMPLES)]
+        groups = [group for group, _ in pipeline.engine.batches.of(EXAMPLES)]
         found = pipeline.train_batch(EXAMPLES)
         assert found.micro_batches == len(batches)
         assert found.run_tokens == sum(group.tokens for group in groups)
@@ -334,7 +335,7 @@ def test_step_says_its_own_peak_and_not_that_of_one_before(
     large = mx.zeros((100_000_000,), mx.uint8)
     mx.eval(large)
     del large
-    pipeline.batches.limit(1)
+    pipeline.engine.batches.limit(1)
     alone = pipeline.train_batch(EXAMPLES).memory - before
     assert 0 < alone < wide < 50_000_000
     assert memory.peak_bytes() - before >= 50_000_000, "that of the run is kept"
@@ -350,7 +351,7 @@ def test_step_is_planned_once_and_again_once_its_bound_changes(
         return plan(self, examples, **options)
 
     monkeypatch.setattr(Execution, "plan", counted)
-    examples, batches = EXAMPLES, pipeline.batches
+    examples, batches = EXAMPLES, pipeline.engine.batches
     first = batches.plan(examples)
     assert batches.plan(list(examples)) == first
     assert len(planned) == 1

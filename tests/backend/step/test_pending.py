@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
-from mlxtune.backend.step.builder import StepBuilder
+from mlxtune.backend.step.engine import Engine
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import MemoryLimitError, NonFiniteLossError
@@ -52,12 +52,10 @@ def test_steps_started_ahead_are_those_in_turn(execution: Any, tokens: int) -> N
 def test_step_is_built_before_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = fresh(model_folder("qwen3"), IN_LINE, 10_000)
     events: list[str] = []
-    build, finish = StepBuilder.build, type(pipeline.runner).finish
+    build, finish = Engine.build, type(pipeline.engine.runner).finish
+    monkeypatch.setattr(Engine, "build", lambda *given: (events.append("build"), build(*given))[1])
     monkeypatch.setattr(
-        StepBuilder, "build", lambda *given: (events.append("build"), build(*given))[1]
-    )
-    monkeypatch.setattr(
-        type(pipeline.runner),
+        type(pipeline.engine.runner),
         "finish",
         lambda *given: (events.append("finish"), finish(*given))[1],
     )
@@ -72,7 +70,8 @@ def test_time_of_a_step_ends_before_the_next_one_is_computed(
     pipeline = fresh(model_folder("qwen3"), Execution(operations), 10_000)
     started: list[float] = []
     # The CPU's kernels compute a step while it is built, MLX once it is started.
-    place, name = (StepBuilder, "build") if operations is CPU else (type(pipeline.runner), "start")
+    runner = type(pipeline.engine.runner)
+    place, name = (Engine, "build") if operations is CPU else (runner, "start")
     whole = getattr(place, name)
     monkeypatch.setattr(
         place, name, lambda *given: (started.append(time.perf_counter()), whole(*given))[1]

@@ -13,8 +13,8 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxtune.backend.models.loading import load_base
+from mlxtune.backend.step.optimizer_step import StepGradients
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.step.runner import StepGradients
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.errors import NonFiniteLossError
@@ -379,9 +379,9 @@ def test_infinite_gradient_norm_of_a_finite_loss_is_an_error_and_changes_nothing
 ) -> None:
     pipeline = make_pipeline("qwen3")
     before = dict(tree_flatten(pipeline.model.trainable_parameters()))
-    vectors = pipeline.vectors.join(tree_unflatten(list(before.items())))
+    vectors = pipeline.engine.vectors.join(tree_unflatten(list(before.items())))
     gradients = [mx.full(vector.shape, 1e30) for vector in vectors]
-    monkeypatch.setattr(pipeline.vectors, "join_gradients", lambda _: gradients)
+    monkeypatch.setattr(pipeline.engine.vectors, "join_gradients", lambda _: gradients)
 
     with pytest.raises(NonFiniteLossError, match="gradient norm is inf"):
         pipeline.train_batch(random_examples(2), step=1, learning_rate=0.5)
@@ -395,13 +395,13 @@ def test_infinite_loss_of_finite_gradients_is_an_error_and_changes_nothing(
 ) -> None:
     pipeline = make_pipeline("qwen3")
     before = dict(tree_flatten(pipeline.model.trainable_parameters()))
-    finish = pipeline.builder._finish
+    add_workers = pipeline.engine._sum_over_workers
 
     def with_infinite_loss(total: StepGradients, vectors: list[mx.array]) -> None:
-        finish(total, vectors)
+        add_workers(total, vectors)
         total.loss = mx.array(float("inf"))
 
-    monkeypatch.setattr(pipeline.builder, "_finish", with_infinite_loss)
+    monkeypatch.setattr(pipeline.engine, "_sum_over_workers", with_infinite_loss)
 
     with pytest.raises(NonFiniteLossError, match="loss is inf"):
         pipeline.train_batch(random_examples(2), step=1, learning_rate=0.5)

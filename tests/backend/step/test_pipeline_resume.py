@@ -131,15 +131,15 @@ def test_micro_batches_that_were_halved_stay_halved_and_a_smaller_plan_stays_sma
 ) -> None:
     made = pipeline(folder, WAYS["plain"])
     take(made, range(1, 2))
-    made.batches.limit(30)
+    made.engine.batches.limit(30)
     made.snapshot()(tmp_path)
 
     again = pipeline(folder, WAYS["plain"])
     again.restore(tmp_path)
-    assert again.batches.max_tokens == 30
-    again.batches.limit(20)
+    assert again.engine.batches.max_tokens == 30
+    again.engine.batches.limit(20)
     again.restore(tmp_path)
-    assert again.batches.max_tokens == 20
+    assert again.engine.batches.max_tokens == 20
 
 
 @pytest.mark.parametrize("missing", ["step", "micro_batch_tokens"])

@@ -15,7 +15,6 @@ from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, MISMATCHED, REJECT
 from mlxtune.core.data.encode import Example
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.errors import ModelError
-from tests.backend.objectives.preferences import objective_of, rows_of
 from tests.backend.step.executions import (
     WAYS,
     assert_same,
@@ -26,6 +25,7 @@ from tests.backend.step.executions import (
     model_folder,
     pipeline,
 )
+from tests.backend.step.preferences import objective_of, rows_of
 from tests.slow import long, slow
 
 # One objective for each kind of loss: of single rows, across rows, with a divergence, with the NLL

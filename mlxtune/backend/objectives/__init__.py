@@ -1,1 +1,0 @@
-"""The loss of a preference step on a device, whole or split into micro-batches."""

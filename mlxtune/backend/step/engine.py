@@ -1,0 +1,343 @@
+"""The engine: takes optimizer steps, each built, launched and committed."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx.utils import tree_map
+
+from mlxtune.backend.device import memory
+from mlxtune.backend.device.retry import Attempt
+from mlxtune.backend.forward.forward import Forward, StepInputs
+from mlxtune.backend.lora.apply import LoRASummary
+from mlxtune.backend.lora.layers import step_keys
+from mlxtune.backend.lora.optimizer import LoRAOptimizer
+from mlxtune.backend.lora.vectors import LoRAVectors
+from mlxtune.backend.step.evaluator import ExampleLosses
+from mlxtune.backend.step.micro_batches import MicroBatches
+from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
+from mlxtune.backend.step.phases import Phases
+from mlxtune.backend.step.runner import GraphRunner
+from mlxtune.backend.step.step_loss import StepLoss, cuts_rows, loss_of_step, training_examples
+from mlxtune.backend.workers.group import Workers
+from mlxtune.config import InstructConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.evaluation.evaluation import perplexity
+from mlxtune.core.objectives.objective import Objective
+from mlxtune.core.run.metrics import InstructBatchResult
+from mlxtune.core.steps.batch import MicroBatch, rows_of
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.pack import Pack
+from mlxtune.core.steps.padded_groups import Group
+from mlxtune.errors import NonFiniteLossError
+
+# The remedy that an error names if memory is too small for one example.
+_LESS_MEMORY = "lower --max-seq-len or --num-layers, set --grad-checkpoint on, or use --quantize 4"
+
+
+class Engine:
+    """Takes the optimizer steps of one model, which go through three states:
+
+        built      the graph of loss, gradients and update exists; nothing is computed
+        launched   the device computes the graph, while the host may build the next step
+        committed  model and optimizer have the update
+
+    A fault of the GPU returns a launched step to its start: it is built and launched again. If a
+    step has several micro-batches, the device computes one while the next is built. With several
+    `workers`, each worker builds its share of a step, and the graph sums the shares.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        lora: LoRASummary,
+        config: InstructConfig,
+        *,
+        objective: Objective,
+        workers: Workers,
+        warn: Callable[[str], None],
+    ) -> None:
+        self.forward = forward
+        self.objective = objective
+        self._lora = lora
+        self._config = config
+        self._workers = workers
+        self.batches = MicroBatches(
+            forward,
+            forward.execution.micro_batch_tokens,
+            keyed=config.dropout > 0,
+            run_alike=workers.split_model,
+            whole_rows=objective.keeps_rows_whole,
+        )
+        parameters = lora.total_parameters
+        self.runner = GraphRunner(forward, parameters, remedy=_LESS_MEMORY, warn=warn)
+        # AdamW's two moments, in float32.
+        moments = 2 * 4 * lora.trainable_parameters
+        self.losses = ExampleLosses(
+            forward, self.batches, self.runner, parameters, workers, held=moments
+        )
+        self.phases = Phases(forward)
+        self.vectors = LoRAVectors(forward.model, apart=config.lr_ratio != 1)
+        self.optimizer = LoRAOptimizer(self.vectors, forward.model.trainable_parameters(), config)
+        # The launched step, if any, and the number of the last committed step.
+        self.launched: OptimizerStep | None = None
+        self.steps = 0
+
+    def run_as(self, execution: Execution) -> None:
+        """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
+        self.forward.run_as(execution)
+        self.batches.limit(execution.micro_batch_tokens)
+
+    def restore(self, state: dict[str, Any], steps: int, max_tokens: int) -> None:
+        """Continue after `steps` steps, with the optimizer's `state` in a file's layout.
+
+        A halved limit of the micro-batches stays halved, and a limit that is lower now, for less
+        memory, stays lower.
+        """
+        self.optimizer.adopt(self.forward.model)
+        self.optimizer.take_from_file(state)
+        self.steps = steps
+        self.batches.limit(min(max_tokens, self.batches.max_tokens))
+
+    def halve(self, examples: Sequence[Example]) -> int | None:
+        """Halve the limit of micro-batches in tokens, for a step's examples, and return it.
+
+        Returns None if it cannot be halved.
+        """
+        return self.batches.max_tokens if self.batches.halve(self._share(examples)) else None
+
+    # The states of a step
+
+    def step(
+        self, examples: Sequence[Example], number: int | None, rate: float | None
+    ) -> OptimizerStep:
+        """Return a step that is not built; by default, its number follows the launched step's."""
+        if number is None:
+            number = self.steps + (1 if self.launched is None else 2)
+        return OptimizerStep(self, examples, number, rate)
+
+    def can_build_ahead(self, step: OptimizerStep) -> bool:
+        """Return whether a step can be built while the device computes the launched step.
+
+        The step must have only one micro-batch, because several keep the device busy, and its loss
+        must need neither log-probabilities first nor other workers' agreement.
+        """
+        if self.launched is None or self.launched.built is None or self.phases.timer:
+            return False
+        objective = self.objective
+        agrees = objective.keeps_rows_whole and self._workers.size > 1
+        if not self.forward.execution.operations.lazy or objective.needs_first_pass or agrees:
+            return False
+        return self.batches.is_one(self._share(step.examples))
+
+    def tries(self, step: OptimizerStep) -> Iterator[Attempt]:
+        """Yield a context for each try of work on a step; see `GraphRunner.tries`."""
+        return self.runner.tries(self.batches, self._share(step.examples))
+
+    def accumulate(self, step: OptimizerStep, after: OptimizerStep | None = None) -> None:
+        """Build a step: the gradients of its micro-batches, then the update.
+
+        Each micro-batch but the last is launched when the next is built. If `after` is given, the
+        step starts from its update, which may still be running.
+        """
+        forward = self.forward
+        before = None if after is None or after.built is None else after.built.update
+        own = forward.trained.values()
+        vectors = self.optimizer.vectors(own, before)
+        if not forward.model.training:
+            forward.model.train()
+        parameters = self.vectors.matrices_of_step(vectors)
+        loss = self._loss(step)
+        total = StepGradients(loss, self._own_places(loss.examples))
+        try:
+            for group, batch in self.batches.of(total.own_examples):
+                if total.micro_batches:
+                    # The device computes a micro-batch while the next one is built.
+                    self.runner.start(total.graph)
+                self.build(total, parameters, group, batch, step.number)
+        finally:
+            # Tracing has replaced the model's parameters with arrays of the trace.
+            forward.trained.assign(own)
+        self._sum_over_workers(total, vectors)
+        if step.rate is not None:
+            update = self.optimizer.update(vectors, total.gradients, total.loss, step.rate, before)
+            # The whole step is evaluated together, with one wait for the device.
+            computed = total.loss, total.counts, total.values, update
+            total.graph = replace(total.graph, arrays=computed)
+            total.update = update
+        step.built = total
+
+    def build(
+        self,
+        total: StepGradients,
+        parameters: Mapping[str, mx.array],
+        group: Group,
+        batch: MicroBatch | Pack,
+        number: int,
+    ) -> None:
+        """Build the graph of a micro-batch's gradients, and add them to the step's `total`."""
+        inputs = self.inputs(batch, number)
+        scale = mx.array(self.forward.loss_scale / total.whole.divisor)
+        reduce = total.whole.reduce([total.places[i] for i in group.examples], batch)
+        self.phases.end("data", inputs.arrays)
+        self.runner.note_outputs(group.tokens)
+        compute = self.phases.gradients if self.phases.timer else self.forward.gradients
+        # NumPy need not warn: `commit` reports a loss that is not finite.
+        with np.errstate(all="ignore"):
+            values, gradients = compute(parameters, inputs, scale, reduce)
+        total.add(group, values, self.vectors.join_gradients(gradients))
+        total.graph = self.runner.graph(
+            group.tokens, gradients, total.loss, total.gradients, total.values
+        )
+        memory.relieve_pressure()
+
+    def launch(self, step: OptimizerStep) -> None:
+        """Make the device compute a built step, without waiting for it."""
+        assert step.built is not None
+        # `commit` handles errors, and tries again.
+        with suppress(RuntimeError, MemoryError):
+            self.runner.start(step.built.graph)
+        self.launched = step
+
+    def settle(self) -> bool:
+        """Commit the launched step, if any; return False if it had to be built again."""
+        return self.launched is None or self.commit(self.launched)
+
+    def commit(self, step: OptimizerStep) -> bool:
+        """Wait for a launched step and apply it; return False if it had to be built again.
+
+        Raises MemoryLimitError or GpuError if all tries fail; the model is then unchanged.
+        """
+        if step.outcome is not None:
+            return True
+        tries = 0
+        for attempt in self.tries(step):
+            tries += 1
+            with attempt:
+                computed = self.compute(step)
+        self.launched = None
+        step.outcome = self._apply(step, computed)
+        step.ended = time.perf_counter()
+        return tries == 1
+
+    def compute(self, step: OptimizerStep) -> StepGradients:
+        """Wait for a step's graph, which is built if it is not yet, or no longer."""
+        if step.built is None:
+            self.accumulate(step)
+        computed = step.take()
+        self.runner.finish(computed.graph)
+        return computed
+
+    def _apply(
+        self, step: OptimizerStep, computed: StepGradients
+    ) -> InstructBatchResult | NonFiniteLossError:
+        """Apply an update to the model and the optimizer; return the step's result or its error."""
+        update, whole, dtype = computed.update, computed.whole, self.forward.dtype
+        assert update is not None
+        if step.number == 1 and not self._config.dropout:
+            whole.check_first(computed.values, in_16_bits=dtype is not None and dtype.size == 2)
+        metrics = whole.metrics(computed.values)
+        self.runner.warn_of_limit()
+        self.forward.trained.assign(update.parameters)
+        self.optimizer.commit(update)
+        memory.relieve_pressure()
+        self.phases.end("optimizer")
+        loss, grad_norm = float(computed.loss), float(update.norm)
+        counts = [computed.micro_batches, computed.run_tokens, computed.padding]
+        if computed.counts is not None:
+            *counts, stop, save = map(round, computed.counts.tolist())
+            self._workers.agree((stop, save))
+        if not update.finite:
+            return step.not_finite(loss, grad_norm)
+        self.steps = step.number
+        return InstructBatchResult(
+            avg_loss=loss,
+            total_response_tokens=whole.tokens,
+            perplexity=perplexity(loss),
+            grad_norm=grad_norm,
+            total_tokens=sum(map(len, whole.examples)),
+            memory=memory.last_peak_bytes(),
+            micro_batches=counts[0],
+            run_tokens=counts[1],
+            padding=counts[2],
+            metrics=metrics,
+        )
+
+    # The parts of a step
+
+    def inputs(self, batch: MicroBatch | Pack, number: int) -> StepInputs:
+        """Return the model's inputs for a micro-batch, with the dropout keys of step `number`."""
+        return self.forward.inputs(batch, self._keys(number, batch))
+
+    def _keys(self, number: int, batch: MicroBatch | Pack) -> mx.array | None:
+        keyed = self._config.dropout and self.forward.model.training
+        return step_keys(self._config.seed, number, batch.rows) if keyed else None
+
+    def _loss(self, step: OptimizerStep) -> StepLoss:
+        """Return a step's loss, after the forward passes that must come first."""
+        logps_of = partial(self._logps, number=step.number)
+        cut = self.objective.keeps_rows_whole and self._cuts_rows(step.examples)
+        return loss_of_step(self.objective, step.examples, logps_of, cut=cut)
+
+    def _logps(self, examples: Sequence[Example], number: int) -> npt.NDArray[np.float64]:
+        """Return examples' log-probabilities (E,) over all workers, with a step's dropout."""
+        return -self.losses.of(examples, keys=partial(self._keys, number))
+
+    def _cuts_rows(self, examples: Sequence[Example]) -> bool:
+        """Return whether any worker cuts a row into several micro-batches."""
+        own = self._share(examples)
+        groups = [group.examples for group in self.batches.plan(own)]
+        found = np.zeros(self._workers.size)
+        found[self._workers.index] = cuts_rows(own, groups)
+        return bool(self._workers.merge(found).any())
+
+    # Workers
+
+    def _share(self, examples: Sequence[Example]) -> list[Example]:
+        """Return the examples of a step whose gradients this worker computes."""
+        examples = training_examples(examples)
+        return [examples[i] for i in self._own_places(examples)]
+
+    def _own_places(self, examples: Sequence[Example]) -> list[int]:
+        """Return the indices of this worker's examples; rows may have to stay whole."""
+        if self._workers.size == 1:
+            return list(range(len(examples)))
+        costs = self.forward.facts.costs(examples)
+        if not self.objective.keeps_rows_whole:
+            return self._workers.share(costs)
+        rows = rows_of(examples)
+        mine = self._workers.share([sum(costs[i] for i in row) for row in rows])
+        return sorted(i for row in mine for i in rows[row])
+
+    def _sum_over_workers(self, total: StepGradients, vectors: list[mx.array]) -> None:
+        """Undo float16's loss scale, and add the other workers' shares."""
+        loss_scale = self.forward.loss_scale
+        if total.gradients is None:  # if workers outnumber the examples
+            total.gradients = tree_map(mx.zeros_like, vectors)
+        if loss_scale != 1:
+            total.loss, total.gradients = tree_map(
+                lambda each: each / loss_scale, (total.loss, total.gradients)
+            )
+        if self._workers.size > 1:
+            total.loss, total.gradients, total.counts = self._summed(total)
+            total.values = [self._workers.sum_own(each) for each in total.values]
+            arrays = total.loss, total.gradients, total.counts, total.values
+            total.graph = replace(total.graph, arrays=arrays)
+        if (known := total.whole.known) is not None:
+            total.loss = mx.array(known)
+
+    def _summed(self, total: StepGradients) -> list[Any]:
+        """Return the loss, the gradients and the counts of all workers."""
+        counts = [total.micro_batches, total.run_tokens, total.padding]
+        if not self._workers.split_model:
+            return self._workers.sum_step(total.loss, total.gradients, counts, ())
+        # Sums by name, because the gradients that all workers compute (`alike`) count only once.
+        named = self.vectors.split(total.gradients)
+        loss, named, counts = self._workers.sum_step(total.loss, named, counts, self._lora.alike)
+        return [loss, self.vectors.join(named), counts]

@@ -1,0 +1,116 @@
+"""An optimizer step, and the loss and gradients that its graph computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from mlxtune.backend.lora.optimizer import Update
+from mlxtune.backend.step.runner import Graph
+from mlxtune.backend.step.step_loss import StepLoss
+from mlxtune.core.data.encode import Example
+from mlxtune.core.run.metrics import InstructBatchResult
+from mlxtune.core.steps.padded_groups import Group
+from mlxtune.errors import NonFiniteLossError
+
+
+class StepGradients:
+    """The loss and gradients of a step, summed over its micro-batches, and the resulting update.
+
+    `loss` is in nats per supervised token, or that of preferences, as defined by `whole`. The
+    gradients are float32: vectors or, from `loss_and_gradients`, a tree of parameters. `places` are
+    the indices of this worker's examples in `whole.examples`. `run_tokens` counts the tokens,
+    `padding` included, that run in all `micro_batches`. `graph` computes the last micro-batch and
+    the `update`, if any. With several workers, loss, gradients and the loss's `values` are sums
+    over all workers, as is `counts`, float32 (5,): the numbers of micro-batches, run tokens,
+    padding, and requests to stop and to save.
+    """
+
+    def __init__(self, whole: StepLoss, places: Sequence[int]) -> None:
+        self.whole = whole
+        self.places = places
+        self.own_examples = [whole.examples[i] for i in places]
+        self.loss: Any = mx.array(0.0)
+        self.values = whole.zeros()
+        self.gradients: Any = None
+        self.graph = Graph(0, 1, [], {}, self.loss)
+        self.micro_batches = self.run_tokens = self.padding = 0
+        self.counts: Any = None
+        self.update: Update | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The number of supervised tokens of the step."""
+        return self.whole.tokens
+
+    def add(self, group: Group, values: Sequence[mx.array], gradients: list[mx.array]) -> None:
+        """Add a micro-batch's loss, with the values that come with it, and its gradients."""
+        loss, *rest = values
+        self.loss = self.loss + loss
+        self.values = [whole + part for whole, part in zip(self.values, rest, strict=True)]
+        first = self.gradients is None
+        self.gradients = gradients if first else tree_map(mx.add, self.gradients, gradients)
+        self.micro_batches += 1
+        self.run_tokens += group.tokens
+        self.padding += group.padding(self.own_examples)
+
+
+class _Engine(Protocol):
+    def commit(self, step: OptimizerStep) -> bool: ...
+
+
+@dataclass(eq=False)
+class OptimizerStep:
+    """Step `number` on `examples`, at a learning rate; without a `rate`, it only has gradients.
+
+    `built` is its graph until it is computed, or fails. Once the step is committed, `outcome` is
+    its result or error, and `ended` the `time.perf_counter` at its end.
+    """
+
+    engine: _Engine
+    examples: Sequence[Example]
+    number: int
+    rate: float | None = None
+    built: StepGradients | None = None
+    outcome: InstructBatchResult | NonFiniteLossError | None = None
+    ended: float = 0.0
+
+    def discard(self) -> None:
+        """Forget the graph, because the step that it starts from has been built again."""
+        self.built = None
+
+    def take(self) -> StepGradients:
+        """Return the graph and forget it, so that a failed graph's arrays are freed."""
+        built, self.built = self.built, None
+        assert built is not None
+        return built
+
+    def result(self) -> InstructBatchResult:
+        """Wait for the step and return its result.
+
+        Raises NonFiniteLossError, with the model unchanged, if a number of the step is not finite.
+        """
+        self.engine.commit(self)
+        if isinstance(self.outcome, NonFiniteLossError):
+            raise self.outcome
+        assert self.outcome is not None
+        return self.outcome
+
+    def not_finite(self, loss: float, grad_norm: float) -> NonFiniteLossError:
+        """Return the reason why the step was not applied, and a remedy."""
+        at = f"at learning rate {self.rate:g}"
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return NonFiniteLossError(
+                f"step {self.number}: the adapter would not be finite after a step {at}; "
+                "the step was not applied: lower --lr"
+            )
+        what = f"gradient norm is {grad_norm}" if math.isfinite(loss) else f"loss is {loss}"
+        return NonFiniteLossError(
+            f"step {self.number}: the {what} {at}; the step was not applied: "
+            "lower --lr, or use --dtype float32"
+        )

@@ -1,0 +1,240 @@
+"""The loss of a step, which is split into micro-batches.
+
+Supervised fine-tuning sums cross-entropies. For preferences, if no row is split and a row's loss
+depends on no other row, one pass computes loss and gradient. Otherwise a first pass computes the
+log-probabilities of all examples, and a second pass the gradient of `sum(w * logp)`, where `w` is
+the derivative of the loss with respect to `logp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.backend.forward.forward import Reduce, summed
+from mlxtune.core.data.conversation import MISMATCHED
+from mlxtune.core.data.encode import Example
+from mlxtune.core.objectives.objective import Layout, Objective, Totals
+from mlxtune.core.steps.batch import MicroBatch, predicted_tokens
+from mlxtune.core.steps.pack import Pack
+from mlxtune.errors import ModelError
+
+# Tolerances for rounding: absolute for the first loss, and relative for a log-probability in 32 and
+# 16 bits.
+_FIRST_LOSS, _ROUNDING, _ROUNDING_16_BITS = 1e-6, 1e-6, 1e-2
+_Floats = npt.NDArray[np.float64]
+Batch = MicroBatch | Pack
+
+
+class StepLoss(Protocol):
+    """The loss of a step on the `examples` that get a gradient, with `tokens` supervised tokens.
+
+    The losses of its micro-batches add up to `divisor` times the step's loss. Their functions
+    `reduce` also return values, which add up from `zeros`, and from which the metrics are computed.
+    """
+
+    @property
+    def examples(self) -> Sequence[Example]: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def divisor(self) -> int: ...
+
+    @property
+    def known(self) -> float | None:
+        """The step's loss, if forward passes have already shown it; otherwise None."""
+
+    def zeros(self) -> list[mx.array]:
+        """Return the values of no micro-batch."""
+
+    def reduce(self, members: Sequence[int], batch: Batch) -> Reduce:
+        """Return the loss of a micro-batch as a function; `members` are its examples' indices."""
+
+    def metrics(self, values: Sequence[mx.array]) -> dict[str, float]:
+        """Return the step's metrics from the values of all micro-batches."""
+
+    def check_first(self, values: Sequence[mx.array], *, in_16_bits: bool) -> None:
+        """Raise ModelError if the values of the first step do not match the reference."""
+
+
+@dataclass(frozen=True)
+class CrossEntropyLoss:
+    """The mean cross-entropy of a step's supervised tokens; see `StepLoss`."""
+
+    examples: Sequence[Example]
+    tokens: int
+    known: None = None
+
+    @property
+    def divisor(self) -> int:
+        return self.tokens
+
+    def zeros(self) -> list[mx.array]:
+        return []
+
+    def reduce(self, members: Sequence[int], batch: Batch) -> Reduce:
+        return summed
+
+    def metrics(self, values: Sequence[mx.array]) -> dict[str, float]:
+        return {}
+
+    def check_first(self, values: Sequence[mx.array], *, in_16_bits: bool) -> None:
+        """Do nothing, because there is no reference."""
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """The loss of a step's preferences; see `StepLoss`.
+
+    `weights` (E,), if not None, are the derivatives of the loss with respect to `logps` (E,), the
+    log-probabilities of the examples. The only value of a micro-batch are the log-probabilities
+    (E,) of its examples, with zeros for the others.
+    """
+
+    examples: Sequence[Example]
+    tokens: int
+    objective: Objective
+    layout: Layout
+    totals: Totals
+    weights: _Floats | None = None
+    logps: _Floats | None = None
+    divisor: int = 1
+
+    @property
+    def known(self) -> float | None:
+        """The step's loss, if the log-probabilities are already known; otherwise None."""
+        return None if self.logps is None else self._of(self.logps)
+
+    def zeros(self) -> list[mx.array]:
+        return [mx.zeros(len(self.examples))]
+
+    def reduce(self, members: Sequence[int], batch: Batch) -> Reduce:
+        """Return the function from a micro-batch's losses to its share of the step's loss.
+
+        With `weights`, it is the share of `sum(w * logp)`.
+        """
+        own = self._own_weights(members) if self.weights is not None else self._own_loss(members)
+        owners = mx.array(np.repeat(np.arange(len(members)), batch.counts))
+        places = mx.array(list(members))
+
+        def loss(losses: mx.array) -> tuple[mx.array, ...]:
+            logps = mx.zeros(len(members)).at[owners].add(-losses.astype(mx.float32))
+            return own(logps), self.zeros()[0].at[places].add(logps)
+
+        return loss
+
+    def metrics(self, values: Sequence[mx.array]) -> dict[str, float]:
+        logps = np.array(values[0], dtype=np.float64)
+        return self.objective.metrics(logps, self.layout, self.totals.kl)
+
+    def check_first(self, values: Sequence[mx.array], *, in_16_bits: bool) -> None:
+        """Raise ModelError if the first step's loss does not match the reference.
+
+        At the first step, policy and reference are the same model, so DPO's loss is ln 2. Rounding
+        may differ, because the reference may have run in different micro-batches.
+        """
+        expected = self.objective.expected_first_loss(self.layout)
+        if expected is None:
+            return
+        logps = np.array(values[0], dtype=np.float64)
+        found = self._of(logps)
+        rounding = _ROUNDING_16_BITS if in_16_bits else _ROUNDING
+        size = float(np.abs(logps).sum()) / self.layout.rows
+        allowed = _FIRST_LOSS + self.objective.options.strength * rounding * size
+        if not abs(found - expected) <= allowed:
+            raise ModelError(
+                f"the first loss is {found:.7f}, but should be {expected:.7f}: "
+                "the reference's log-probabilities are not those of this model and data: start "
+                "over with --overwrite and --no-cache"
+            )
+
+    def _of(self, logps: _Floats) -> float:
+        """Return the step's loss from the log-probabilities of its examples (E,)."""
+        return float(self.objective.loss(self.layout.sums(logps), self.layout, self.totals))
+
+    def _own_weights(self, members: Sequence[int]) -> Callable[[mx.array], mx.array]:
+        assert self.weights is not None
+        weights = mx.array(self.weights[list(members)].astype(np.float32))
+        return lambda logps: logps @ weights
+
+    def _own_loss(self, members: Sequence[int]) -> Callable[[mx.array], mx.array]:
+        layout = self.objective.lay_out([self.examples[i] for i in members])
+        slots = mx.array(layout.slots)
+
+        def loss(logps: mx.array) -> mx.array:
+            sums = mx.zeros(layout.counts.size).at[slots].add(logps).reshape(layout.counts.shape)
+            found: mx.array = self.objective.loss(sums, layout, self.totals, mx)
+            return found
+
+        return loss
+
+
+def loss_of_step(
+    objective: Objective,
+    examples: Sequence[Example],
+    logps_of: Callable[[Sequence[Example]], _Floats],
+    *,
+    cut: bool,
+) -> StepLoss:
+    """Return the loss of a step, after the forward passes that must come first.
+
+    `cut` says whether any row's examples are in several micro-batches; `logps_of` computes
+    log-probabilities (E,). Both cover all workers. Raises ValueError if no token is supervised.
+    """
+    training = training_examples(examples)
+    tokens = count_tokens(training)
+    if objective.is_sft:
+        return CrossEntropyLoss(training, tokens)
+    layout, kl = objective.lay_out(training), 0.0
+    if others := [example for example in examples if example.role == MISMATCHED]:
+        between = objective.lay_out(others)
+        kl = objective.kl(between, between.sums(logps_of(others)))
+    totals = objective.totals(layout, kl)
+    if not (objective.is_across_rows or cut):
+        return PreferenceLoss(training, tokens, objective, layout, totals)
+    logps = logps_of(training)
+    weights = _weights(objective, layout, totals, logps)
+    return PreferenceLoss(training, tokens, objective, layout, totals, weights, logps)
+
+
+def training_examples(examples: Sequence[Example]) -> list[Example]:
+    """Return the examples of a step that get a gradient."""
+    return [example for example in examples if example.role != MISMATCHED]
+
+
+def count_tokens(examples: Sequence[Example]) -> int:
+    """Return the number of predicted supervised tokens. Raises ValueError if it is 0."""
+    if tokens := sum(map(predicted_tokens, examples)):
+        return tokens
+    raise ValueError(
+        "no example has a supervised token after its first token: nothing is predicted"
+    )
+
+
+def cuts_rows(examples: Sequence[Example], groups: Iterable[Sequence[int]]) -> bool:
+    """Return whether the examples of any row are in several groups of indices."""
+    seen: set[int] = set()
+    for group in groups:
+        keys = {examples[i].key for i in group}
+        if seen & keys:
+            return True
+        seen |= keys
+    return False
+
+
+def _weights(objective: Objective, layout: Layout, totals: Totals, logps: _Floats) -> _Floats:
+    """Return the derivatives of the loss with respect to the log-probabilities, float64 (E,)."""
+
+    def loss(sums: mx.array) -> Any:
+        return objective.loss(sums, layout, totals, mx)
+
+    sums = mx.array(layout.sums(logps).astype(np.float32))
+    found = np.array(mx.grad(loss)(sums), dtype=np.float64)
+    return found.reshape(-1)[layout.slots]
