@@ -12,8 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxtune.backend.forward import linear_head
 from mlxtune.backend.forward.gates import swiglu
+from mlxtune.backend.forward.loss import VocabularyBlocks
 from mlxtune.backend.lora.layers import LoRALinear
 from mlxtune.backend.models.mixers.attention import scaled_dot_product_attention
 from mlxtune.backend.models.packed import Layout, LineCache, laid_out
@@ -116,7 +116,7 @@ class StepParts:
         hidden = mx.random.normal((count, weight.shape[1]))
         targets = mx.zeros(count, mx.int32)
         product = seconds_of(lambda x: x @ weight.astype(mx.float32).T, hidden)
-        losses = partial(linear_head.trained_head_losses, weight, targets=targets)
+        losses = partial(VocabularyBlocks.trained_head_losses, weight, targets=targets)
         whole = seconds_of(lambda x: losses(x).sum(), hidden)
         self.seconds["head"] += product
         self.seconds["head, softmax"] += max(whole - product, 0)

@@ -19,7 +19,7 @@ from mlxtune.backend.forward.loss import (
     split_cross_entropies,
     trained_head,
 )
-from mlxtune.backend.forward.operations import MLX
+from mlxtune.backend.forward.operations import MLX, operations_of
 from mlxtune.backend.forward.shared_inputs import share_inputs
 from mlxtune.backend.forward.side_by_side import Mixers
 from mlxtune.backend.lora.layers import DropoutKeys
@@ -28,7 +28,7 @@ from mlxtune.backend.lora.parameters import TrainedParameters
 from mlxtune.backend.models.chosen_rows import ChosenRows
 from mlxtune.backend.models.packed import Layout, laid_out
 from mlxtune.core.steps.batch import MicroBatch
-from mlxtune.core.steps.execution import Execution, Operations
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
 
@@ -81,9 +81,9 @@ def summed(losses: mx.array) -> tuple[mx.array, ...]:
 class Forward:
     """Computes the losses of one model, to which LoRA is already applied.
 
-    `execution` is the given execution, without options that the model does not support. Without
-    `trains`, no gradients are computed, and the model needs no LoRA. An adapter that will be
-    switched off and on must be on the model at construction.
+    `execution` is the given execution, without options that the model does not support, and
+    `operations` are its operations. Without `trains`, no gradients are computed, and the model
+    needs no LoRA. An adapter that will be switched off and on must be on the model at construction.
     """
 
     def __init__(
@@ -91,35 +91,36 @@ class Forward:
     ) -> None:
         self.model = model
         self._dropout = dropout
-        self._undo_operations = execution.operations.prepare(model)
-        joins = trains and execution.operations.joins
+        operations = operations_of(execution)
+        self._undo_operations = operations.prepare(model)
+        joins = trains and operations.joins
         self._undo_sharing = share_inputs(model) if joins else lambda: None
         self._split = split = SplitModel(model)
-        serves = execution.operations.serves(split.dtype)
-        operations: Operations = execution.operations if serves else MLX
+        self.operations = operations if operations.serves(split.dtype) else MLX
         splits = execution.split_head and split.splits
         self.mixers = Mixers(
             model,
-            by_segments=operations.by_segments,
-            kernels=operations.attention_kernels(split.dtype),
+            by_segments=self.operations.by_segments,
+            kernels=self.operations.attention_kernels(split.dtype),
         )
         self._should_pack = execution.packs
         self.execution = replace(
             execution,
-            operations=operations,
+            operations=self.operations,
             split_head=splits,
             packs=self._should_pack and splits and split.packs(self.mixers),
         )
         self.layerwise: Layerwise | None = None
         if trains:
             self.recompute(execution.recompute)
-        self._linear_head = None if split.weight is None else operations.linear_head(split.dtype)
+        weight = split.weight
+        self._linear_head = None if weight is None else self.operations.linear_head(split.dtype)
         self._vocabulary: dict[str, Any] = {}
         # In 16 bits, MLX's function, which is fused on Metal and CUDA, allocates no float32 logits.
         dtype = split.logits_dtype
         in_16_bits = dtype is not None and dtype != mx.float32
         self._entropies: Losses = (
-            mx.fast.cross_entropy if in_16_bits else operations.cross_entropies
+            mx.fast.cross_entropy if in_16_bits else self.operations.cross_entropies
         )
         if split.vocabulary is not None:
             if not splits:
@@ -136,7 +137,7 @@ class Forward:
         if self.layerwise is not None:
             self.layerwise.restore()
         self.execution = replace(self.execution, recompute=value)
-        passes = self.execution.operations.layer_passes(value)
+        passes = self.operations.layer_passes(value)
         self.layerwise = None if passes is None else Layerwise(self.model, self._dropout, passes)
 
     def run_as(self, execution: Execution) -> None:
@@ -239,8 +240,7 @@ class Forward:
             if inputs.chosen is None:
                 return self._whole_losses(inputs)
             hidden, targets = inputs.chosen.of(self._hidden(inputs, caches)), inputs.targets
-            if self._linear_head is not None:
-                weight = self._split.weight
+            if self._linear_head is not None and (weight := self._split.weight) is not None:
                 losses = self._linear_head.head_losses(weight, hidden, targets, **self._vocabulary)
             else:
                 chunk = self.execution.loss_chunk
@@ -271,8 +271,8 @@ class Forward:
         return hidden.reshape(-1, hidden.shape[-1])
 
     def _head(self, targets: mx.array) -> Head:
-        if self._linear_head is not None:
-            losses = partial(self._linear_head.trained_head_losses, self._split.weight)
+        if self._linear_head is not None and (weight := self._split.weight) is not None:
+            losses = partial(self._linear_head.trained_head_losses, weight)
             return lambda hidden: [losses(hidden, targets, **self._vocabulary)]
         chunk = self.execution.loss_chunk
         return trained_head(self._split.logits, targets, chunk, self._entropies)

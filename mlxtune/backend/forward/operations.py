@@ -1,21 +1,19 @@
-"""MLX's own operations, and the choice of operations for the device in use."""
+"""The operations that compute a step: what a device must offer, MLX's own, and the choice."""
 
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxtune.backend.device.device import on_cpu, rounding
-from mlxtune.backend.forward import linear_head
 from mlxtune.backend.forward.gates import replace_gates
 from mlxtune.backend.forward.kernels.attention_trial import KernelsFor, kernels_for
-from mlxtune.backend.forward.loss import softmax_cross_entropies
-from mlxtune.backend.forward.recompute import Recompute
+from mlxtune.backend.forward.loss import LinearHead, VocabularyBlocks, softmax_cross_entropies
+from mlxtune.backend.forward.recompute import LayerPasses, Recompute
 from mlxtune.backend.models.mixers.replacements import MIXERS
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import GraphMemory
@@ -23,6 +21,46 @@ from mlxtune.core.steps.memory_terms import MemoryUse
 
 # The fixed cost of a micro-batch, in units of one token's time.
 _CPU_COST, _GPU_COST = 80, 512
+
+
+class Operations(Protocol):
+    """The operations that compute a step on a device.
+
+    `by_segments` says whether causal attention keeps the examples of a packed sequence separate,
+    `lazy` whether building a graph computes nothing, and `joins` whether projections of the same
+    input run together in training.
+    """
+
+    by_segments: bool
+    lazy: bool
+    joins: bool
+    memory: MemoryUse
+
+    def load(self) -> None:
+        """Load libraries and kernels ahead of their first use."""
+
+    def serves(self, dtype: mx.Dtype | None) -> bool:
+        """Return whether the operations support hidden states of this dtype (None: unknown)."""
+
+    def linear_head(self, dtype: mx.Dtype | None) -> LinearHead | None:
+        """Return the blockwise loss of a single-product head; None if this dtype has none."""
+
+    def prepare(self, model: nn.Module) -> Callable[[], None]:
+        """Make a model compute with these operations; return a function that restores the model."""
+
+    def attention_kernels(self, dtype: mx.Dtype | None) -> KernelsFor | None:
+        """Return a function from a layer's heads to kernels around attention; None for none."""
+
+    def cross_entropies(self, logits: mx.array, targets: mx.array) -> mx.array:
+        """Return the losses, float32 (P,), in nats, for logits (P, V) and targets int32 (P,)."""
+
+    def layer_passes(self, recompute: bool) -> LayerPasses | None:
+        """Return an object that runs layers in less memory; None if MLX runs them as usual."""
+
+
+def operations_of(execution: Execution) -> Operations:
+    """Return an execution's operations, of which core knows only the memory use."""
+    return cast(Operations, execution.operations)
 
 
 class MlxOperations:
@@ -44,9 +82,9 @@ class MlxOperations:
         """Return True: MLX computes in any dtype."""
         return True
 
-    def linear_head(self, dtype: mx.Dtype | None) -> ModuleType | None:
-        """Return the module `linear_head` for float32, else None: MLX fuses the loss in 16 bits."""
-        return linear_head if dtype == mx.float32 else None
+    def linear_head(self, dtype: mx.Dtype | None) -> LinearHead | None:
+        """Return the loss in blocks for float32, else None: MLX fuses the loss in 16 bits."""
+        return VocabularyBlocks() if dtype == mx.float32 else None
 
     def prepare(self, model: nn.Module) -> Callable[[], None]:
         """Replace a model's mixers, experts and gates; return a function that restores them."""
@@ -107,11 +145,11 @@ def load_ahead(folder: Path) -> None:
     """
     size = sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
     # Most weights are stored in 16 bits.
-    execution = best_execution(size // 2)
+    operations = operations_of(best_execution(size // 2))
 
     def load() -> None:
         # Errors surface at first real use.
         with suppress(Exception):
-            execution.operations.load()
+            operations.load()
 
     threading.Thread(target=load, daemon=True).start()

@@ -74,7 +74,7 @@ def measure(engine: Engine, shapes: ModelShapes, modes: Sequence[bool]) -> Measu
 def _measured(engine: Engine, shapes: ModelShapes, found: Measured) -> Measured:
     """Measure the engine's mode; return `found` with the mode's factors added."""
     execution = engine.forward.execution
-    operations = execution.operations
+    operations = engine.forward.operations
     lengths = _LAZY if operations.lazy else _EAGER
     few = _LAZY_LAYERS if operations.lazy else _EAGER_LAYERS
     few *= _covering(list(engine.forward.model.layers)[-shapes.layers :])

@@ -132,7 +132,7 @@ class Engine:
             return False
         objective = self.objective
         agrees = objective.keeps_rows_whole and self._workers.size > 1
-        if not self.forward.execution.operations.lazy or objective.needs_first_pass or agrees:
+        if not self.forward.operations.lazy or objective.needs_first_pass or agrees:
             return False
         return self.batches.is_one(self._share(step.examples))
 

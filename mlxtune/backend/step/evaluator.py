@@ -67,7 +67,7 @@ class ExampleLosses:
         self._most = most_tokens(parameters)
         # The limit below which batches fit, once memory has run out in an evaluation.
         self._lowered = sys.maxsize
-        self._memory = BatchMemory(forward, held)
+        self._memory = EvaluationMemory(forward, held)
 
     def limit_memory(self, most: int) -> None:
         """Limit batches' memory peak to `most` bytes, unless training's micro-batches need more."""
@@ -170,10 +170,13 @@ def _sums(batch: MicroBatch | Pack, each: npt.NDArray[np.float64]) -> npt.NDArra
     return sums
 
 
-class BatchMemory:
+class EvaluationMemory:
     """The estimated memory of an evaluation's batches, besides the model and `held` bytes.
 
-    The estimate depends only on sizes, so that the batches are always the same.
+    `core.steps.memory_plan` predicts training: the values that layers keep, and backward passes,
+    for the layers with LoRA. An evaluation keeps nothing, runs all layers, perhaps of a model
+    without LoRA, and reads its sizes from the loaded model. The estimate depends only on sizes, so
+    that the batches are always the same.
     """
 
     def __init__(self, forward: Forward, held: int) -> None:
@@ -185,7 +188,7 @@ class BatchMemory:
         self._held = weights + held
         self._free = mx.get_memory_limit() / (1 + MARGIN) - self._held
         self._splits_head = execution.split_head
-        lazy = execution.operations.lazy and not on_cpu()
+        lazy = forward.operations.lazy and not on_cpu()
         self._graphs = memory.graph_limits() if lazy else None
 
     def limit(self, most: int) -> None:

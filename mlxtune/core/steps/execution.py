@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.memory_terms import BatchLoad, MemoryUse
@@ -13,53 +13,10 @@ from mlxtune.core.steps.padded_groups import Group, plan_step
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 
-class LinearHead(Protocol):
-    """The cross-entropy, computed in blocks, of an output head that is one matrix product.
+class StepOperations(Protocol):
+    """The operations that compute a step; core reads only how they use memory."""
 
-    `weight` is (V, H), `hidden` float32 (P, H) and `targets` int32 (P,); the losses are float32
-    (P,). Workers that split `weight` by rows also pass their parts as `vocabulary`.
-    """
-
-    def trained_head_losses(self, weight: Any, hidden: Any, targets: Any) -> Any:
-        """Return the losses; their gradient reaches `hidden`."""
-
-    def head_losses(self, weight: Any, hidden: Any, targets: Any) -> Any:
-        """Return the losses, without a gradient."""
-
-
-class Operations(Protocol):
-    """The operations that compute a step on a device; arrays and modules are the backend's.
-
-    `by_segments` says whether causal attention keeps the examples of a packed line separate, `lazy`
-    whether building a graph computes nothing, and `joins` whether projections of the same input run
-    together in training.
-    """
-
-    by_segments: bool
-    lazy: bool
-    joins: bool
     memory: MemoryUse
-
-    def load(self) -> None:
-        """Load libraries and kernels ahead of their first use."""
-
-    def serves(self, dtype: Any) -> bool:
-        """Return whether the operations support hidden states of this dtype (None: unknown)."""
-
-    def linear_head(self, dtype: Any) -> LinearHead | None:
-        """Return the blockwise loss of a single-product head; None if this dtype has none."""
-
-    def prepare(self, model: Any) -> Callable[[], None]:
-        """Make a model compute with these operations; return a function that restores the model."""
-
-    def attention_kernels(self, dtype: Any) -> Any:
-        """Return a function from a layer's heads to kernels around attention; None for none."""
-
-    def cross_entropies(self, logits: Any, targets: Any) -> Any:
-        """Return the losses, float32 (P,), in nats, for logits (P, V) and targets int32 (P,)."""
-
-    def layer_passes(self, recompute: bool) -> Any:
-        """Return an object that runs layers in less memory; None if MLX runs them as usual."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +31,7 @@ class Execution:
     `rounding` is applied to packed lines.
     """
 
-    operations: Operations
+    operations: StepOperations
     micro_batch_tokens: int = 2048
     split_head: bool = True
     packs: bool = True
