@@ -163,7 +163,7 @@ def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[
     read_weights(base)
     pipeline = InstructPipeline(base.model, config, execution=how)
     (group,) = [group for group, _ in pipeline.engine.batches.of(step)]
-    found, load = measure(pipeline, shapes, [how.recompute]), load_of(group, step)
+    found, load = measure(pipeline.engine, shapes, [how.recompute]), load_of(group, step)
     release()
     resident = mx.get_active_memory() - elsewhere
     # The lowest of three peaks, because a busy device lags and keeps more memory.

@@ -66,7 +66,7 @@ def take(made: InstructPipeline, steps: range) -> list[tuple[float, float | None
 def state(made: InstructPipeline) -> dict[str, bytes]:
     """Return the bytes of every trainable tensor and every moment, by name."""
     tensors = checkpoint_tensors.trained_tensors(made.model) | dict(
-        tree_flatten(made._optimizer.state)
+        tree_flatten(made.engine.optimizer.state)
     )
     return {name: bytes(memoryview(value)) for name, value in tensors.items()}
 
