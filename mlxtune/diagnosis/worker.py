@@ -33,7 +33,7 @@ from mlxtune.core.files.files import append_line, copy_file, make_folder, write_
 from mlxtune.core.files.ours import entries
 from mlxtune.core.files.sizes import read_value
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_estimate import predict
+from mlxtune.core.steps.memory_plan import predict
 from mlxtune.core.steps.memory_terms import load_of
 from mlxtune.core.steps.rounding import NOT_ROUNDED
 from mlxtune.diagnosis import checks

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 
 from mlxtune.backend.workers.environment import launched_several
-from mlxtune.core.steps.deal import deal
+from mlxtune.core.steps.scaling import deal
 from mlxtune.errors import WorkerError
 
 # The size in bytes of the call number in front of gathered data, and of a text's length.

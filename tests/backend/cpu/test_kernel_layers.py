@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mlxtune.backend.cpu import CPU
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_estimate import predict
+from mlxtune.core.steps.memory_plan import predict
 from mlxtune.core.steps.memory_terms import BatchLoad
 from tests.core.steps.shapes import shapes
 

@@ -18,8 +18,8 @@ from mlxtune.backend.models.loading import load_base, open_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig, TrainConfig
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_estimate import predict
 from mlxtune.core.steps.memory_in_flight import GraphLimits
+from mlxtune.core.steps.memory_plan import predict
 from mlxtune.core.steps.memory_terms import BatchLoad, ModelShapes, load_of
 from mlxtune.session.dataset import Reader, load_dataset
 from mlxtune.session.memory import first_epoch
@@ -95,7 +95,6 @@ def test_no_passes_are_measured_where_all_their_buffers_are_in_flight(tmp_path: 
     engine, limits = pipeline.engine, GraphLimits(100, 1 << 30)
     assert measure(engine, replace(shapes, graphs=None), [False]) is not None
     assert measure(engine, replace(shapes, graphs=limits), [False]) is None
-    )
 
 
 @pytest.mark.usefixtures("h200")

@@ -30,8 +30,7 @@ from mlxtune.config.base_options import BaseOptions
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import GraphMemory
-from mlxtune.core.steps.memory_estimate import predict
-from mlxtune.core.steps.memory_plan import ESTIMATE, least, remedies
+from mlxtune.core.steps.memory_plan import ESTIMATE, least, predict, remedies
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
 from mlxtune.core.text import byte_size
 from mlxtune.errors import ModelError

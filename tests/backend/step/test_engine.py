@@ -1,4 +1,4 @@
-"""Steps that start during the previous step equal steps that start after it."""
+"""The states of a step; steps that start ahead equal steps that start after the one before."""
 
 import time
 from typing import Any
@@ -11,6 +11,7 @@ from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.step.engine import Engine
 from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.step.runner import GraphRunner
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import MemoryLimitError, NonFiniteLossError
 from tests.backend.step.executions import IN_LINE, SPLIT, fixed_step, fresh, model_folder
@@ -39,6 +40,56 @@ def in_turn(pipeline: InstructPipeline) -> list[float]:
         pipeline.train_batch(examples, step=step, learning_rate=1e-2).avg_loss
         for step, examples in enumerate(STEPS, 1)
     ]
+
+
+def test_step_is_built_then_launched_then_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = fresh(model_folder("qwen3"), IN_LINE, 10_000)
+    engine, before, calls = pipeline.engine, adapter(pipeline), []
+    for name in ("eval", "async_eval"):
+        real = getattr(mx, name)
+        monkeypatch.setattr(mx, name, lambda *given, real=real: (calls.append(0), real(*given))[1])
+    step = engine.step(STEPS[0], None, 1e-2)
+    assert step.number == 1
+    assert step.built is None
+
+    engine.accumulate(step)
+    assert step.built is not None
+    assert calls == [], "nothing is computed"
+    assert adapter(pipeline) == before
+
+    engine.launch(step)
+    assert engine.launched is step
+    assert engine.step(STEPS[1], None, 1e-2).number == 2
+    assert calls
+    assert (engine.steps, step.ended) == (0, 0)
+
+    result = step.result()
+    assert step.result() is result, "a committed step is not taken again"
+    assert engine.launched is step.built is None
+    assert engine.steps == 1
+    assert step.ended > 0
+    assert adapter(pipeline) != before
+
+
+def test_micro_batch_is_launched_when_the_next_one_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipeline = fresh(model_folder("qwen3"), IN_LINE, 30)
+    events: list[str] = []
+    for owner, name in ((Engine, "build"), (GraphRunner, "start")):
+        real = getattr(owner, name)
+
+        def noted(*given: Any, name: str = name, real: Any = real) -> Any:
+            events.append(f"{name} begins")
+            real(*given)
+            events.append(f"{name} ends")
+
+        monkeypatch.setattr(owner, name, noted)
+    count = pipeline.train_batch(fixed_step()).micro_batches
+    assert count > 1
+    # No micro-batch is launched within the building of another.
+    each = ["build begins", "build ends", "start begins", "start ends"]
+    assert events == each * count
 
 
 @pytest.mark.parametrize("tokens", [10_000, 60])

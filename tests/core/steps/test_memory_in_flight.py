@@ -9,8 +9,8 @@ import pytest
 
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import head_in_flight, in_flight
-from mlxtune.core.steps.memory_estimate import predict
 from mlxtune.core.steps.memory_in_flight import GraphLimits, QueuedWork
+from mlxtune.core.steps.memory_plan import predict
 from mlxtune.core.steps.memory_terms import BatchLoad
 from tests.core.steps.shapes import GRAPH_OPERATIONS, shapes
 from tests.paths import DOCS

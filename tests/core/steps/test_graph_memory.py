@@ -9,7 +9,7 @@ import numpy as np
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_estimate import predict
+from mlxtune.core.steps.memory_plan import predict
 from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured, load_of
 from mlxtune.core.steps.padded_groups import Group
 from tests.core.steps.shapes import GRAPH_OPERATIONS, shapes
