@@ -263,10 +263,6 @@ def test_silent_connection_times_out(server: PageServer, monkeypatch: pytest.Mon
         assert silent.recv(1) == b""
 
 
-<<<<<<< HEAD
-def test_connections_beyond_the_limit_are_closed_until_one_is_free(
-    server: PageServer,
-=======
 def opened_stream(server: PageServer) -> socket.socket:
     """Return a connection that holds a slot, as its first bytes have come."""
     connection = socket.create_connection(("127.0.0.1", port(server)), timeout=SECONDS)
@@ -275,9 +271,8 @@ def opened_stream(server: PageServer) -> socket.socket:
     return connection
 
 
-def test_more_connections_than_slots_are_closed_and_free_ones_serve_again(
-    server: PageServer, site: FakeSite
->>>>>>> c6e3078e (Wait for events in tests, not for times)
+def test_connections_beyond_the_limit_are_closed_until_one_is_free(
+    server: PageServer,
 ) -> None:
     held = [opened_stream(server) for _ in range(module._CONNECTIONS)]
     with socket.create_connection(("127.0.0.1", port(server)), timeout=SECONDS) as refused:
