@@ -272,7 +272,7 @@ def opened_stream(server: PageServer) -> socket.socket:
 
 
 def test_connections_beyond_the_limit_are_closed_until_one_is_free(
-    server: PageServer,
+    server: PageServer, site: FakeSite
 ) -> None:
     held = [opened_stream(server) for _ in range(module._CONNECTIONS)]
     with socket.create_connection(("127.0.0.1", port(server)), timeout=SECONDS) as refused:
