@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from mlxtune.commands.verify import verify
     from mlxtune.core.data.encode import Example
     from mlxtune.core.data.inspection import Inspection
-    from mlxtune.core.evaluation.evaluation import Evaluation
+    from mlxtune.core.evaluation.outcome import Evaluation
     from mlxtune.core.run.metrics import InstructTrainResult
     from mlxtune.core.training.trainer import InstructTrainer
     from mlxtune.diagnosis.doctor import doctor
@@ -132,7 +132,7 @@ _COMMANDS = (
     *("plan", "push", "report", "runs", "train", "verify"),
 )
 _LAZY = {
-    "Evaluation": "mlxtune.core.evaluation.evaluation",
+    "Evaluation": "mlxtune.core.evaluation.outcome",
     "Example": "mlxtune.core.data.encode",
     "ExportResult": "mlxtune.session.proof",
     "Inspection": "mlxtune.core.data.inspection",

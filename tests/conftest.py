@@ -73,7 +73,7 @@ def heed_interrupts() -> None:
 def quick_disk() -> Iterator[None]:
     """Make flushes return immediately: each of hundreds of runs would flush some fifty times.
 
-    The processes that tests start do flush, and tests/core/files/test_files.py checks that files
+    The processes that tests start do flush, and tests/core/files/test_writing.py checks that files
     are flushed before they are renamed.
     """
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -224,10 +224,10 @@ def run_to_copy(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def own_run(run_to_copy: Path, output: Path) -> Path:
     """The checkpoints of a finished run of two steps that is marked as this user's own."""
-    from mlxtune.core.run import own_runs
+    from mlxtune.core.files import remembered
 
     run = Path(shutil.copytree(run_to_copy, output.parent)) / "checkpoints"
-    own_runs.mark(run)
+    remembered.mark(run)
     return run
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config import TrainConfig
-from mlxtune.core.files.files import file_hash, write_json
+from mlxtune.core.files.reading import file_hash
+from mlxtune.core.files.writing import write_json
 
 LEDGER = {
     "path": "data/chat.jsonl",

@@ -32,8 +32,8 @@ OF_PATHS = {
 }
 
 EXCEPTIONS = {
-    ("config/files.py", "path.open"): "the layer below core, which reads 64 KB of --config",
-    ("hub/adapters.py", "resources.files(...).joinpath(...).read_text"): "package data, which may "
+    ("config/config_file.py", "path.open"): "the layer below core, which reads 64 KB of --config",
+    ("hub/upload.py", "resources.files(...).joinpath(...).read_text"): "package data, which may "
     "be in an archive",
     ("core/data/template.py", "resources.files(...).joinpath(...).read_text"): "the same",
     ("cli/process.py", "os.open"): "gives the null device the numbers of closed streams",

@@ -32,7 +32,7 @@ EXCEPTIONS = {
     "commands/chat.py",
     "commands/plan.py",
     "commands/retention.py",
-    "config/data.py",
+    "config/data_config.py",
     "config/fields.py",
     "config/mlx_lm_file.py",
     "core/data/problems.py",

@@ -27,8 +27,7 @@ PEERS = "from the other workers, which run the same command"
 ALLOWED: dict[str, dict[str, str]] = {
     # Bounded readers
     "config/limits.py": {"json.loads": "the bounded reader: values are counted before"},
-    "config/files.py": dict.fromkeys(("yaml.load", "tomllib.loads"), "64 KB at most"),
-    "core/files/files.py": {"hashlib.file_digest": "by pieces, after the blocks were checked"},
+    "config/config_file.py": dict.fromkeys(("yaml.load", "tomllib.loads"), "64 KB at most"),
     "core/run/progress.py": {"json.loads": "a line below 4 KB, others by parse_json"},
     "core/files/lock.py": {"json.loads": "a note of which at most some KB are read"},
     "backend/adapters/files.py": {
@@ -36,8 +35,11 @@ ALLOWED: dict[str, dict[str, str]] = {
         "json.loads": "the header of what this process has just made",
     },
     "backend/models/model_folder.py": {"load_config": "after check_files has read the same files"},
-    "hub/responses.py": {"read": "through a stream with a limit, put in place just before"},
-    "core/files/reading.py": {"read_text": SYSTEM},
+    "hub/client.py": {"read": "through a stream with a limit, put in place just before"},
+    "core/files/reading.py": {
+        "hashlib.file_digest": "by pieces, after the blocks were checked",
+        "read_text": SYSTEM,
+    },
     "core/files/tensor_files.py": {"safe_open": "the header's size was checked just before"},
     "core/files/hashing.py": {"json.loads": "a header that read_header has checked just before"},
     # Other processes
@@ -52,12 +54,11 @@ ALLOWED: dict[str, dict[str, str]] = {
     "core/machine/facts.py": {"json.loads": OWN_CHILD},
     "diagnosis/workbench.py": dict.fromkeys(("json.loads", "read_text", "read_bytes"), OWN_CHILD),
     "backend/workers/launch.py": {"json.loads": PEERS},
-    "backend/workers/watch.py": {"json.loads": PEERS, "read_text": SYSTEM},
-    "backend/workers/worker_run.py": {"json.loads": PEERS},
+    "backend/workers/heartbeat.py": {"json.loads": PEERS, "read_text": SYSTEM},
     "views/run_text.py": {"json.loads": "a row of the demonstration's own data"},
     "session/memory.py": {"json.loads": PEERS},
     "commands/push.py": {"read_text": "the card that this command has just written"},
-    "hub/adapters.py": {"read_text": PACKAGED},
+    "hub/upload.py": {"read_text": PACKAGED},
     "core/data/template.py": {"read_text": PACKAGED},
     "backend/text/tokenizer.py": {"read": "what this process wrote to stderr meanwhile"},
     # The machine
@@ -87,8 +88,9 @@ def reads_in(source: str) -> Iterator[tuple[int, str]]:
             # core/files/reading.py's functions read up to a gigabyte without a limit.
             if name in ("read_text", "read_bytes") and len(node.args) == 1 and not node.keywords:
                 yield node.lineno, name
-            # The functions of the module `sizes` take limits.
-            bounded = name.startswith("sizes.") or (last == "read" and (node.args or node.keywords))
+            # The functions of the module `reading` take limits.
+            limited = last == "read" and (node.args or node.keywords)
+            bounded = name.startswith("reading.") or limited
             if isinstance(node.func, ast.Attribute) and last in METHODS and not bounded:
                 yield node.lineno, last
 
@@ -101,7 +103,7 @@ def test_every_read_is_bounded_or_has_a_reason() -> None:
         for line, call in reads_in(path.read_text(encoding="utf-8")):
             found.setdefault(name, set()).add(call)
             if call not in ALLOWED.get(name, {}):
-                problems.append(f"{name}:{line}: {call}: use core/files/sizes.py")
+                problems.append(f"{name}:{line}: {call}: use core/files/reading.py")
     assert problems == []
     left = {
         f"{name}: {call}"
@@ -122,7 +124,7 @@ open("a").read(10)
 map(json.loads, [])
 mx.load("a")
 safe_open("a")
-sizes.read_text(path, limits)
+reading.read_text(path, limits)
 read_text(path, limits)
 read_bytes(path)
 """

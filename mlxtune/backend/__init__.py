@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mlxtune.core.machine.blas import load_blas
-from mlxtune.core.machine.checks import INSTALL_LIBRARY
 from mlxtune.core.machine.kernel_cache import keep_kernels
+from mlxtune.core.machine.machine_checks import INSTALL_LIBRARY
 from mlxtune.errors import ConfigError, ModelError
 
 # mlx_lm.utils calls setrlimit(RLIMIT_NOFILE, (2048, 4096)), which fails without permission.

@@ -22,10 +22,10 @@ from mlxtune.benchmark.result import Agreement, Benchmark, BenchmarkRun, Side, S
 from mlxtune.benchmark.worker import OURS, Job
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.files import files, processes
+from mlxtune.core.files import processes, writing
 from mlxtune.core.files.scratch import scratch_file, scratch_folder
+from mlxtune.core.formatting import byte_size, count, short_duration
 from mlxtune.core.machine.facts import versions
-from mlxtune.core.text import byte_size, count, short_duration
 from mlxtune.errors import MlxTuneError
 from mlxtune.session.dataset import (
     Dataset,
@@ -58,8 +58,8 @@ def bench(config: BenchConfig) -> Benchmark:
     with closing(RunConsole(quiet=config.quiet)) as console, prepared(config, console) as job:
         result = measured(config, job, console)
     if config.json_path is not None:
-        files.make_folder(config.json_path.parent)
-        files.write_json(config.json_path, result.as_dict())
+        writing.make_folder(config.json_path.parent)
+        writing.write_json(config.json_path, result.as_dict())
     return result
 
 
@@ -74,7 +74,7 @@ def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
     config = with_hub_data(config, console)
     if config.json_path is not None:
         read = [*data_files(config).all, *folder.iterdir()]
-        files.check_outputs([config.json_path], read, "--json")
+        writing.check_outputs([config.json_path], read, "--json")
     dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
     report_findings(dataset, console)
     rows = first_steps(config, dataset)
@@ -190,7 +190,7 @@ def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> 
     exit status. Raises RuntimeError if mlxtune's own process exits without a report.
     """
     path = job.adapter.with_name("job.pickle")
-    files.write_file(path, [pickle.dumps(replace(job, started=time.time()))])
+    writing.write_file(path, [pickle.dumps(replace(job, started=time.time()))])
     steps: list[TimedStep] = []
     with scratch_file() as errors:
         # stdin stays open without input: the worker ends when this process closes the pipe.

@@ -22,7 +22,7 @@ from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import quantize_lazily, read_one_by_one
 from mlxtune.config import InstructConfig, TrainConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.files.files import make_folder
+from mlxtune.core.files.writing import make_folder
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.steps.batch import run_length
 

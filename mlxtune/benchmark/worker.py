@@ -20,8 +20,8 @@ from mlxtune.benchmark.peers import MlxLm
 from mlxtune.benchmark.result import TimedStep
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
+from mlxtune.core.files.reading import read_bytes
 from mlxtune.core.files.scratch import scratch_folder
-from mlxtune.core.files.sizes import read_bytes
 from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.errors import MlxTuneError
 

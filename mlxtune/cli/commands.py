@@ -11,7 +11,7 @@ import click
 from mlxtune import config as configs
 from mlxtune.cli.options import Command, ConfigCommand, given, merged
 from mlxtune.config import DemoConfig, TrainConfig, as_path
-from mlxtune.core.files.sizes import read_text
+from mlxtune.core.files.reading import read_text
 from mlxtune.errors import ConfigError
 from mlxtune.session.resolved import resolve
 

@@ -20,7 +20,6 @@ from mlxtune.config.fields import (
     options_of,
 )
 from mlxtune.config.known_names import ELSEWHERE, KNOWN, as_entry, as_flag, suggestion
-from mlxtune.config.mlx_lm_file import is_mlx_lm_file, translate
 from mlxtune.errors import ConfigError, shorten
 
 Config = TypeVar("Config", bound=Checked)
@@ -222,7 +221,7 @@ def load_config_file(
     Raises ConfigError when the file cannot be read.
     """
     # This import loads yaml, which few commands need.
-    from mlxtune.config.files import read_config_file
+    from mlxtune.config.config_file import is_mlx_lm_file, read_config_file, translate
 
     own, every = options_of(config), every_option()
     entries, problems = read_config_file(path), []

@@ -16,7 +16,7 @@ from mlxtune.config import ChatConfig, as_path
 from mlxtune.core.data.conversation import to_json
 from mlxtune.core.data.encode import Encoder
 from mlxtune.core.data.prompt import Prompt, prompt_of
-from mlxtune.core.files.files import append_line
+from mlxtune.core.files.writing import append_line
 from mlxtune.errors import DataError, MemoryLimitError, OutputError
 from mlxtune.session.base import adapter_of
 from mlxtune.session.dataset import Reader

@@ -8,8 +8,8 @@ from pathlib import Path
 from mlxtune.backend.forward import operations
 from mlxtune.config import EvalConfig, ObjectiveConfig
 from mlxtune.core.data.sources.datafiles import held_out_file
-from mlxtune.core.evaluation.evaluation import Evaluation
-from mlxtune.core.evaluation.losses import JudgedRows
+from mlxtune.core.evaluation.outcome import Evaluation
+from mlxtune.core.evaluation.verdict import JudgedRows
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.trained_rows import NO_ROWS, rows_behind
 from mlxtune.session.base import adapter_of

@@ -16,9 +16,9 @@ from mlxtune.backend.models.loading import open_base
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import is_quantized
 from mlxtune.config import ExportConfig
-from mlxtune.core.files.files import make_folder
 from mlxtune.core.files.ours import discard, move
 from mlxtune.core.files.scratch import scratch_folder
+from mlxtune.core.files.writing import make_folder
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.session.keywords import takes_options
 from mlxtune.session.proof import (

@@ -10,9 +10,9 @@ from mlxtune.backend.adapters.formats.peft import PICKLED, WEIGHTS, base_of, rea
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models.loading import open_base
 from mlxtune.config import ImportConfig, as_path
-from mlxtune.config.base_options import BaseOptions
-from mlxtune.core.files.files import write_json
+from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.files.output_folder import hashes, new_folder
+from mlxtune.core.files.writing import write_json
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
 from mlxtune.session.base import find_named

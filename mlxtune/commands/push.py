@@ -6,16 +6,16 @@ from pathlib import Path
 
 from mlxtune.backend.adapters.formats import mlx_lm, peft
 from mlxtune.config import ExportConfig, as_path
-from mlxtune.core.files.files import file_hash, make_folder, write_file
+from mlxtune.core.files.reading import file_hash, read_text
 from mlxtune.core.files.scratch import scratch_folder
-from mlxtune.core.files.sizes import read_text
+from mlxtune.core.files.writing import make_folder, write_file
+from mlxtune.core.formatting import byte_size
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.stored_run import Run, read_run, run_folder_at
 from mlxtune.core.run.summary import RunView
-from mlxtune.core.text import byte_size
 from mlxtune.errors import ConfigError, ModelError, OutputError, resume_command, shorten
-from mlxtune.hub.adapters import check_may_write, model_card, quoted_samples, upload
-from mlxtune.hub.names import REPOSITORY
+from mlxtune.hub.dataset_name import REPOSITORY
+from mlxtune.hub.upload import check_may_write, model_card, quoted_samples, upload
 from mlxtune.session.interrupt import end_in_order
 from mlxtune.session.proof import Source, find_source
 from mlxtune.views.console import RunConsole

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config import as_path
-from mlxtune.core.files.files import check_outputs, make_folder, write_file
+from mlxtune.core.files.writing import check_outputs, make_folder, write_file
 from mlxtune.core.run.progress import record_values
 from mlxtune.core.run.run_folder import REPORT
 from mlxtune.core.run.stored_run import Run, read_run, run_folder_at

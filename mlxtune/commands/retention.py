@@ -15,10 +15,10 @@ from mlxtune.backend.models.loading import BaseModel, prepare, read_weights
 from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.config import FuseConfig
 from mlxtune.core.data.corpus import CorpusRows
-from mlxtune.core.evaluation.losses import sums_of
-from mlxtune.core.run.own_runs import is_own
+from mlxtune.core.evaluation.row_losses import sums_of
+from mlxtune.core.files.remembered import is_own
+from mlxtune.core.formatting import count
 from mlxtune.core.run.run_folder import find_resume_point
-from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
 from mlxtune.session.dataset import Reader, load_dataset
 from mlxtune.session.proof import Source, load_base, prompts_for

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlxtune.config import as_path
+from mlxtune.core.formatting import join_few
 from mlxtune.core.run.run_folder import remove_run
 from mlxtune.core.run.stored_run import find_runs, read_run, run_folder_at
 from mlxtune.core.run.summary import SORTS, RunView
-from mlxtune.core.text import join_few
 from mlxtune.errors import ConfigError, OutputError
 from mlxtune.views.output import ask, print_json, print_line
 from mlxtune.views.terminal import result_console, show_runs

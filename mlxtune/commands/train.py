@@ -19,19 +19,19 @@ from mlxtune.backend.device import memory
 from mlxtune.backend.forward import operations
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.workers.worker_run import WorkerRun, join_run
+from mlxtune.backend.workers.launch import WorkerRun, join_run
 from mlxtune.config import DemoConfig, TrainConfig, as_path, user_cache
 from mlxtune.core.data.ledger import Ledger
-from mlxtune.core.evaluation.evaluation import Evaluation
-from mlxtune.core.evaluation.losses import JudgedRows
-from mlxtune.core.files.files import (
+from mlxtune.core.evaluation.outcome import Evaluation
+from mlxtune.core.evaluation.verdict import JudgedRows
+from mlxtune.core.files.hashing import base_fingerprint, hash_in_background
+from mlxtune.core.files.writing import (
     check_outputs,
     check_writable,
     make_folder,
     same_place,
     write_json,
 )
-from mlxtune.core.files.hashing import base_fingerprint, hash_in_background
 from mlxtune.core.machine.conditions import ConditionsWatch, Sensors, kept_awake
 from mlxtune.core.run import run_folder
 from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG
@@ -76,7 +76,7 @@ from mlxtune.session.model import build_pipeline, open_model
 from mlxtune.session.quantized_compute import settle_products
 from mlxtune.session.resuming import check_resumed, find_run
 from mlxtune.session.run_metadata import RunParts, about_result, about_run, provenance_of
-from mlxtune.tracking.observer import TrackingObserver, check_trackers
+from mlxtune.tracking import TrackingObserver, check_trackers
 from mlxtune.views import plan_text, run_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.pages.run_page import ResultCard, write_page

@@ -11,9 +11,10 @@ from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.commands.train import train
 from mlxtune.config import TrainConfig, as_path, user_cache
-from mlxtune.core.files.files import copy_file, file_hash, make_folder, read_json, read_own
 from mlxtune.core.files.hashing import model_hash
+from mlxtune.core.files.reading import file_hash, read_json, read_own
 from mlxtune.core.files.scratch import scratch_folder
+from mlxtune.core.files.writing import copy_file, make_folder
 from mlxtune.core.run.checkpoint import ADAPTER, METADATA, METRICS, Checkpoint
 from mlxtune.core.run.progress import Progress, same_except_measurements
 from mlxtune.core.run.run_folder import REFERENCE, ResumePoint

@@ -3,21 +3,19 @@
 Each option is defined once, as a field of the config closest to its subject.
 """
 
-from mlxtune.config.data import DataConfig, InspectConfig, user_cache
+from mlxtune.config.data_config import DataConfig, InspectConfig, user_cache
 from mlxtune.config.fields import as_path, document
-from mlxtune.config.objective import ObjectiveConfig
-from mlxtune.config.training import (
+from mlxtune.config.objective_config import ObjectiveConfig
+from mlxtune.config.train_config import (
     OPTIONS,
-    BenchConfig,
     InstructConfig,
     InstructTrainingConfig,
-    PlanConfig,
     TrainConfig,
 )
-from mlxtune.config.use import (
+from mlxtune.config.trial_config import BenchConfig, DemoConfig, PlanConfig, demo_file
+from mlxtune.config.use_config import (
     AnswerConfig,
     ChatConfig,
-    DemoConfig,
     EvalConfig,
     ExportConfig,
     FuseConfig,
@@ -25,7 +23,6 @@ from mlxtune.config.use import (
     ImportConfig,
     OutgoingConfig,
     UseConfig,
-    demo_file,
 )
 
 __all__ = [

@@ -57,6 +57,10 @@ class Section(Enum):
         return dataclasses.field(default=default, metadata={"option": option})
 
 
+RESULT, LENGTH, INPUT, EXECUTION, PLACES, COMMAND = Affects
+FILES, DATA, INSPECT, BENCH, PLAN, GENERATION, EXPORT, LORA, TRAINING, RUN = Section
+
+
 @dataclasses.dataclass(frozen=True)
 class Option:
     """The meaning of an option, and the restrictions on its values beyond the type."""

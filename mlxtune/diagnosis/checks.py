@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.text import byte_size
+from mlxtune.core.formatting import byte_size
 
 SCHEMA_VERSION = 1
 # The largest accepted differences from the plain path in float32: of the loss, as a share of the

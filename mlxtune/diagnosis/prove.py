@@ -18,10 +18,10 @@ from typing import Any
 
 from rich.console import Console
 
-from mlxtune.core.files import files
+from mlxtune.core.files import writing
 from mlxtune.core.files.processes import ChildTimeoutError
 from mlxtune.core.files.scratch import scratch_folder
-from mlxtune.core.text import count
+from mlxtune.core.formatting import count
 from mlxtune.diagnosis import checks
 from mlxtune.diagnosis.checks import MachineProof, ProofCheck
 from mlxtune.diagnosis.doctor import read_machine
@@ -106,7 +106,7 @@ def show(*, as_json: bool, share: Path | None = None) -> bool:
     the result to, without names and paths. Raises OutputError if `share` cannot be written.
     """
     if share is not None:
-        files.check_outputs([share], [], "--share")
+        writing.check_outputs([share], [], "--share")
     with closing(RunConsole()) as console:
 
         def say(check: ProofCheck) -> None:
@@ -118,7 +118,7 @@ def show(*, as_json: bool, share: Path | None = None) -> bool:
             print_json(proof.as_dict())
         show_proof(proof, result_console(stderr=as_json))
         if share is not None:
-            files.write_json(share, shareable(proof, _names()))
+            writing.write_json(share, shareable(proof, _names()))
             console.say("Share", f"{share} has no names or paths: attach it to an issue")
     return proof.passed
 

@@ -8,11 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.use import DATA, demo_file
-from mlxtune.core.files.files import file_hash, read_json, write_file
+from mlxtune.config.trial_config import DATA, demo_file
 from mlxtune.core.files.processes import ChildError, Children, ChildTimeoutError, describe_end
+from mlxtune.core.files.reading import file_hash, read_bytes, read_json, read_text
 from mlxtune.core.files.scratch import lasting_folder
-from mlxtune.core.files.sizes import read_bytes, read_text
+from mlxtune.core.files.writing import write_file
 from mlxtune.diagnosis.checks import ProofCheck
 
 QWEN, GEMMA = "demo-qwen3", "demo-gemma3"

@@ -26,12 +26,12 @@ from mlxtune.backend.memory.shapes import model_shapes
 from mlxtune.backend.models import loading
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import DataConfig, InstructConfig, TrainConfig
-from mlxtune.config.base_options import BaseOptions
+from mlxtune.config.data_config import BaseOptions
 from mlxtune.config.limits import CONFIG
 from mlxtune.core.data.encode import Example
-from mlxtune.core.files.files import append_line, copy_file, make_folder, write_json
 from mlxtune.core.files.ours import entries
-from mlxtune.core.files.sizes import read_value
+from mlxtune.core.files.reading import read_value
+from mlxtune.core.files.writing import append_line, copy_file, make_folder, write_json
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import predict
 from mlxtune.core.steps.memory_terms import load_of

@@ -9,8 +9,8 @@ from typing import TypeVar
 from mlxtune.backend.models import loading
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.data.inspection import cut_loss
+from mlxtune.core.formatting import count, short_number
 from mlxtune.core.steps import order
-from mlxtune.core.text import count, short_number
 from mlxtune.core.training.auto import Facts, choose, command_line
 from mlxtune.session.dataset import Reader, load_dataset
 from mlxtune.session.memory import longest_example

@@ -7,7 +7,7 @@ from pathlib import Path
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.models.model_folder import find_folder, is_local, read_config
 from mlxtune.config import ImportConfig, OutgoingConfig, UseConfig
-from mlxtune.core.run.own_runs import is_own
+from mlxtune.core.files.remembered import is_own
 from mlxtune.errors import ModelError
 
 

@@ -18,7 +18,7 @@ from mlxtune.backend.text.chat_template import (
 )
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import OPTIONS, DataConfig, EvalConfig, InspectConfig, as_path
-from mlxtune.config.data import is_jinja, parse_fields, weighted
+from mlxtune.config.data_config import is_jinja, parse_fields, weighted
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation
@@ -32,12 +32,12 @@ from mlxtune.core.data.places import shown
 from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, RowTally, SkippedRows
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
 from mlxtune.core.data.template import END_OF_TURN, TEMPLATES, built_in_jinja
-from mlxtune.core.files.files import file_hash
+from mlxtune.core.files.reading import file_hash
+from mlxtune.core.formatting import count
 from mlxtune.core.steps.order import RunRows
-from mlxtune.core.text import count
 from mlxtune.errors import DataError, ModelError
+from mlxtune.hub.dataset_name import dataset_name
 from mlxtune.hub.datasets import HubData, fetch
-from mlxtune.hub.names import dataset_name
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole
 

@@ -23,7 +23,7 @@ from mlxtune.config.limits import RECORD, parse_json
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.prompt import last_turn
 from mlxtune.core.data.text_stream import text_of
-from mlxtune.core.evaluation.evaluation import (
+from mlxtune.core.evaluation.outcome import (
     Evaluation,
     ExactMatch,
     Generated,
@@ -31,13 +31,13 @@ from mlxtune.core.evaluation.evaluation import (
     Sample,
     StepSamples,
 )
-from mlxtune.core.evaluation.losses import JudgedRows, evaluation_of, sums_of
-from mlxtune.core.evaluation.preferences import answer_sums, evaluate_preferences
+from mlxtune.core.evaluation.row_losses import answer_sums, sums_of
+from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_preferences, evaluation_of
 from mlxtune.core.evaluation.verdicts import file_lines, verdict_lines
-from mlxtune.core.files.files import write_json
+from mlxtune.core.files.writing import write_json
+from mlxtune.core.formatting import count
 from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.run_folder import EVALUATION, SAMPLES
-from mlxtune.core.text import count
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.errors import MlxTuneError, shorten
 from mlxtune.session.dataset import Reader

@@ -14,14 +14,15 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlxtune.config.data import ROW_NAMES
+from mlxtune.config.data_config import ROW_NAMES
 from mlxtune.config.fields import Checked, options_of
 from mlxtune.core.data.cache import least_used
 from mlxtune.core.data.places import rows_folder
 from mlxtune.core.data.sources.datafiles import VALIDATION
 from mlxtune.core.files import ours
-from mlxtune.core.files.files import file_hash, make_folder, mark_used, write_file
-from mlxtune.core.text import byte_size
+from mlxtune.core.files.reading import file_hash
+from mlxtune.core.files.writing import make_folder, mark_used, write_file
+from mlxtune.core.formatting import byte_size
 from mlxtune.errors import ConfigError, DataError
 from mlxtune.session.resolved import Resolved, resolve
 

@@ -20,7 +20,7 @@ from mlxtune.config import TrainConfig, user_cache
 from mlxtune.core.data.cache import key_of
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.inspection import cut_loss
-from mlxtune.core.files.files import read_json
+from mlxtune.core.files.reading import read_json
 from mlxtune.core.machine import reservation
 from mlxtune.core.machine.facts import versions
 from mlxtune.core.run.metrics import StepRecord

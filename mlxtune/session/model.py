@@ -25,8 +25,7 @@ from mlxtune.backend.text.generate import Answer, Generator, Sampling, Stream, s
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
 from mlxtune.config import AnswerConfig, EvalConfig, ObjectiveConfig, TrainConfig, UseConfig
-from mlxtune.config.base_options import BaseOptions
-from mlxtune.config.data import TEMPLATES
+from mlxtune.config.data_config import TEMPLATES, BaseOptions
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.run_folder import ResumePoint

@@ -29,19 +29,19 @@ from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel, open_base
 from mlxtune.backend.models.quantize import format_name
 from mlxtune.config import DataConfig, OutgoingConfig, UseConfig, user_cache
-from mlxtune.config.base_options import BaseOptions
+from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.data.prompt import prompt_of
-from mlxtune.core.files.files import (
-    as_output_error,
-    is_temporary,
-    make_folder,
-    read_json,
-    write_file,
-    write_json,
-)
 from mlxtune.core.files.lock import Lock, LockHeldError, holder_of
 from mlxtune.core.files.ours import discard, is_folder, remove_file
 from mlxtune.core.files.output_folder import hashes, new_folder
+from mlxtune.core.files.reading import read_json
+from mlxtune.core.files.writing import (
+    as_output_error,
+    is_temporary,
+    make_folder,
+    write_file,
+    write_json,
+)
 from mlxtune.core.machine.facts import versions
 from mlxtune.errors import ModelError
 from mlxtune.session.base import find_base

@@ -13,18 +13,19 @@ from mlxtune.backend.models.model_folder import is_local
 from mlxtune.backend.workers.environment import launched_several
 from mlxtune.backend.workers.launch import from_worker_0
 from mlxtune.config import OPTIONS, TrainConfig, as_path
-from mlxtune.config.data import weighted
+from mlxtune.config.data_config import weighted
 from mlxtune.config.fields import Affects, Option, check_names, field_types, flag
-from mlxtune.config.training import adapter_file
-from mlxtune.core.files.files import file_hash, same_place
+from mlxtune.config.train_config import adapter_file
+from mlxtune.core.files.reading import file_hash
+from mlxtune.core.files.remembered import is_own
+from mlxtune.core.files.writing import same_place
+from mlxtune.core.formatting import count
 from mlxtune.core.run.checkpoint import Checkpoint
-from mlxtune.core.run.own_runs import is_own
 from mlxtune.core.run.run_folder import ResumePoint, find_resume_point
 from mlxtune.core.run.stored_run import mapping, run_folder_at
-from mlxtune.core.text import count
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, OutputError, shorten
-from mlxtune.hub.names import dataset_name
+from mlxtune.hub.dataset_name import dataset_name
 from mlxtune.session.resolved import Resolved
 from mlxtune.views.console import RunConsole
 

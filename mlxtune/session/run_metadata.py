@@ -17,7 +17,7 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.inspection import Distribution
-from mlxtune.core.files.files import file_hash, read_json
+from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.machine.facts import versions
 from mlxtune.core.run.metrics import InstructTrainResult
 from mlxtune.core.run.run_folder import ABOUT, ResumePoint

@@ -21,9 +21,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRe
 from rich.table import Column, Table
 from rich.text import Text
 
+from mlxtune.core.formatting import count, duration
 from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.run.profile import StepProfile
-from mlxtune.core.text import count, duration
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.errors import printable
 from mlxtune.views import run_text

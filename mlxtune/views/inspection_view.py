@@ -22,8 +22,8 @@ from mlxtune.core.data.inspection import (
     ShownPair,
     together,
 )
+from mlxtune.core.formatting import count
 from mlxtune.core.run.summary import Verdict
-from mlxtune.core.text import count
 from mlxtune.views import visible
 from mlxtune.views.output import render_lines
 from mlxtune.views.pages.page import PageType, percent

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlxtune.core.text import count
+from mlxtune.core.formatting import count
 from mlxtune.errors import ConfigError, printable
 
 if TYPE_CHECKING:

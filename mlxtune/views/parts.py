@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from mlxtune.core.formatting import byte_size, count, duration, loss_text
 from mlxtune.core.run.summary import Outcome, RunView, Verdict
-from mlxtune.core.text import byte_size, count, duration, loss_text
 
 # The sign of each outcome, and its CSS class on pages.
 SIGNS: dict[Outcome, str] = {"good": "✓", "uncertain": "!", "bad": "✕"}

@@ -4,12 +4,12 @@ import math
 from collections.abc import Iterator
 
 from mlxtune.config import TrainConfig
-from mlxtune.config.objective import DEFAULT_RATE
+from mlxtune.config.objective_config import DEFAULT_RATE
 from mlxtune.core.data.inspection import CutLoss
+from mlxtune.core.formatting import byte_size, count, duration, short_duration
 from mlxtune.core.run.run_plan import LongestFit, RunPlan
 from mlxtune.core.steps.memory_plan import ESTIMATE, MARGIN, MemoryPlan
 from mlxtune.core.steps.scaling import Scaling
-from mlxtune.core.text import byte_size, count, duration, short_duration
 
 
 def micro_batches_line(plan: MemoryPlan) -> str:

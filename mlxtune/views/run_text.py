@@ -12,13 +12,13 @@ from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.places import where
-from mlxtune.core.evaluation.evaluation import PERPLEXITY_CAP, Evaluation, Sample, perplexity
+from mlxtune.core.evaluation.outcome import PERPLEXITY_CAP, Evaluation, Sample, perplexity
 from mlxtune.core.evaluation.verdicts import file_lines, verdict_lines
+from mlxtune.core.formatting import byte_size, count, duration, loss_text, short_duration
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord
 from mlxtune.core.run.profile import OTHER, PHASES, Phase, StepProfile
 from mlxtune.core.run.summary import NOT_BETTER, RunView
-from mlxtune.core.text import byte_size, count, duration, loss_text, short_duration
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.views.output import render_lines
 from mlxtune.views.visible import escape, without_template_tokens

@@ -8,8 +8,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from mlxtune.core.formatting import loss_text, minute_of
 from mlxtune.core.run.summary import RunView
-from mlxtune.core.text import loss_text, minute_of
 from mlxtune.errors import printable
 from mlxtune.views.pages.axis import spans_much
 from mlxtune.views.visible import escape

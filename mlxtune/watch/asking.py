@@ -14,7 +14,7 @@ from typing import Any
 
 from mlxtune.config.limits import RECORD, parse_json
 from mlxtune.core.files.processes import PIPE, Process, end, own_environment, start
-from mlxtune.core.run.own_runs import is_own
+from mlxtune.core.files.remembered import is_own
 from mlxtune.core.run.stored_run import Run, read_run
 from mlxtune.core.run.summary import RunView
 from mlxtune.errors import ConfigError, MlxTuneError, OutputError

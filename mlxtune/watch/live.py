@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.core.files.lock import holder_of
+from mlxtune.core.formatting import count, duration
 from mlxtune.core.run.checkpoint import METRICS
 from mlxtune.core.run.run_folder import (
     ABOUT,
@@ -29,7 +30,6 @@ from mlxtune.core.run.run_folder import (
 )
 from mlxtune.core.run.stored_run import Run, find_runs, number, read_run, run_folder_at
 from mlxtune.core.run.summary import RunView, validated_alike
-from mlxtune.core.text import count, duration
 from mlxtune.errors import OutputError, one_line
 from mlxtune.views.pages.charts import Chart, draw_all
 from mlxtune.views.pages.page import PageType

@@ -28,8 +28,9 @@ from urllib.parse import parse_qs
 
 from mlxtune.config import as_path, user_cache
 from mlxtune.config.limits import Limits, parse_json
-from mlxtune.core.files.files import make_folder, read_json, write_json
 from mlxtune.core.files.processes import PIPE, Process, end, own_environment, start
+from mlxtune.core.files.reading import read_json
+from mlxtune.core.files.writing import make_folder, write_json
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.errors import MlxTuneError, OutputError
 from mlxtune.views.output import print_line

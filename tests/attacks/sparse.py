@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.files.files import file_hash
+from mlxtune.core.files.reading import file_hash
 
 SIZES = {"F32": 4, "F16": 2, "I32": 4, "C64": 8, "U64": 8}
 

@@ -12,9 +12,9 @@ from huggingface_hub import constants
 
 from mlxtune.backend.models.model_folder import find_folder
 from mlxtune.errors import DataError, MlxTuneError, ModelError
-from mlxtune.hub import responses
+from mlxtune.hub import client
+from mlxtune.hub.dataset_name import dataset_name
 from mlxtune.hub.datasets import fetch
-from mlxtune.hub.names import dataset_name
 from tests.attacks.test_files import snapshot
 from tests.hub_server import Dataset, Handler, Hub, Model, commit_of
 from tests.waiting import SECONDS, wait_until
@@ -137,7 +137,7 @@ def test_file_of_a_model_leads_nowhere(hub: Hub, tmp_path: Path, name: str) -> N
 def test_hub_that_never_answers_does_not_hang_a_model(
     hub: Hub, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(responses, "SILENCE", 0.2)
+    monkeypatch.setattr(client, "SILENCE", 0.2)
     monkeypatch.setattr("huggingface_hub.file_download._ETAG_RETRY_TIMEOUT", 0.2)
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
 
@@ -153,7 +153,7 @@ def test_hub_that_never_answers_does_not_hang_a_model(
 
 
 def test_hub_that_trickles_does_not_hang_a_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "SILENCE", 0.15)
+    monkeypatch.setattr(client, "SILENCE", 0.15)
     closed: list[bool] = []
 
     def fault(handler: Handler, method: str, path: str) -> bool:
@@ -201,7 +201,7 @@ def test_hub_that_asks_to_wait_is_not_waited_for(
     hub.faults.append(fault)
     assert model().is_dir()
     assert slept
-    assert max(slept) <= responses.MOST_WAIT + 1
+    assert max(slept) <= client.MOST_WAIT + 1
 
 
 def test_checks_outlive_the_session(hub: Hub) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.files.files import check_outputs, same_place
 from mlxtune.core.files.output_folder import new_folder
+from mlxtune.core.files.writing import check_outputs, same_place
 from mlxtune.errors import OutputError
 from tests.command import Cli, files_in
 

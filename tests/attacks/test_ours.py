@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.files.files import file_hash
 from mlxtune.core.files.lock import Lock
+from mlxtune.core.files.reading import file_hash
 from tests.attacks.attack import contents
 from tests.command import Cli
 from tests.slow import slow

@@ -396,11 +396,11 @@ def test_file_of_the_hub_may_be_larger_than_an_answer(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlxtune.config.limits import Limits
-    from mlxtune.hub import responses
+    from mlxtune.hub import client
+    from mlxtune.hub.dataset_name import dataset_name
     from mlxtune.hub.datasets import fetch
-    from mlxtune.hub.names import dataset_name
 
-    monkeypatch.setattr(responses, "HUB_ANSWER", Limits(1000))
+    monkeypatch.setattr(client, "HUB_ANSWER", Limits(1000))
     row = b'{"text": "hello"}\n'
     hub.datasets["org/rows"] = Dataset({"main": {"train.jsonl": row * 500}})
     name = dataset_name("org/rows")

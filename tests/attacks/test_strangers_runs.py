@@ -13,7 +13,7 @@ import pytest
 from mlxtune.backend.models import model_folder
 from mlxtune.config import user_cache
 from mlxtune.core.files import remembered
-from mlxtune.core.run import checkpoint, own_runs
+from mlxtune.core.run import checkpoint
 from tests.command import Cli
 from tests.hub_server import Hub
 
@@ -56,43 +56,43 @@ def copied(run: Path) -> Path:
 
 
 def without_mark(run: Path) -> Path:
-    (run / own_runs.MARK).unlink()
+    (run / remembered.MARK).unlink()
     return run
 
 
 def with_old_mark(run: Path) -> Path:
-    (run / own_runs.MARK).write_text("")
+    (run / remembered.MARK).write_text("")
     return run
 
 
 def with_other_mark(run: Path) -> Path:
-    (run / own_runs.MARK).write_text("0" * 32 + "\n")
+    (run / remembered.MARK).write_text("0" * 32 + "\n")
     return run
 
 
 def with_long_mark(run: Path) -> Path:
-    (run / own_runs.MARK).write_text((run / own_runs.MARK).read_text() * 2)
+    (run / remembered.MARK).write_text((run / remembered.MARK).read_text() * 2)
     return run
 
 
 def with_several_marks(run: Path) -> Path:
-    (run / own_runs.MARK).write_text((user_cache() / "runs").read_text())
+    (run / remembered.MARK).write_text((user_cache() / "runs").read_text())
     return run
 
 
 def with_linked_mark(run: Path) -> Path:
-    (run / own_runs.MARK).rename(run.parent / "mark")
-    (run / own_runs.MARK).symlink_to(run.parent / "mark")
+    (run / remembered.MARK).rename(run.parent / "mark")
+    (run / remembered.MARK).symlink_to(run.parent / "mark")
     return run
 
 
 def with_folder_as_mark(run: Path) -> Path:
-    (without_mark(run) / own_runs.MARK).mkdir()
+    (without_mark(run) / remembered.MARK).mkdir()
     return run
 
 
 def with_binary_mark(run: Path) -> Path:
-    (run / own_runs.MARK).write_bytes(b"\xff" * 33)
+    (run / remembered.MARK).write_bytes(b"\xff" * 33)
     return run
 
 
@@ -107,8 +107,8 @@ STRANGERS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("stranger", STRANGERS)
 def test_run_without_this_users_mark_is_a_strangers(run: Path, stranger: str) -> None:
-    assert own_runs.is_own(run)
-    assert not own_runs.is_own(STRANGERS[stranger](run))
+    assert remembered.is_own(run)
+    assert not remembered.is_own(STRANGERS[stranger](run))
 
 
 @pytest.mark.parametrize("options", [{"model_path": HUB}, {"track": ["wandb"]}], ids=str)
@@ -198,23 +198,23 @@ def test_own_run_resumes_with_its_own_model_and_trackers(
 
 
 def test_own_run_that_was_moved_stays_own(run: Path) -> None:
-    assert own_runs.is_own(run)
+    assert remembered.is_own(run)
     moved = run.parent.rename(run.parent.with_name("moved")) / run.name
-    assert own_runs.is_own(moved)
-    assert not own_runs.is_own(copied(moved))
+    assert remembered.is_own(moved)
+    assert not remembered.is_own(copied(moved))
 
 
 def test_own_run_that_was_replaced_stays_own(train: Cli, run: Path) -> None:
     assert train("--max-steps", 1, "--overwrite").code == 0
-    assert own_runs.is_own(run)
-    assert own_runs.is_own(run / "previous-1")
+    assert remembered.is_own(run)
+    assert remembered.is_own(run / "previous-1")
 
 
 def test_strangers_run_that_was_replaced_stays_a_strangers(train: Cli, run: Path) -> None:
     with_other_mark(run)
     assert train("--max-steps", 1, "--overwrite").code == 0
-    assert own_runs.is_own(run)
-    assert not own_runs.is_own(run / "previous-1")
+    assert remembered.is_own(run)
+    assert not remembered.is_own(run / "previous-1")
 
 
 def test_strangers_run_with_a_model_folder_resumes_unasked(
@@ -237,9 +237,9 @@ def test_cache_that_is_damaged_makes_no_run_fail(train: Cli, run: Path, damage: 
     elif damage == "unwritable":
         cache.symlink_to("/dev/full")
     try:
-        assert not own_runs.is_own(run)
+        assert not remembered.is_own(run)
         assert train("--max-steps", 1, "--overwrite").code == 0
-        assert own_runs.is_own(run) == (damage in ("missing", "binary"))
+        assert remembered.is_own(run) == (damage in ("missing", "binary"))
         if damage == "folder":
             assert cache.is_dir(), "what is not ours is left"
     finally:
@@ -255,8 +255,8 @@ def test_list_of_own_runs_stays_bounded(tmp_path: Path, monkeypatch: pytest.Monk
     runs = [tmp_path / f"run{number}" for number in range(11)]
     for run in runs:
         run.mkdir()
-        own_runs.mark(run)
-    assert [own_runs.is_own(run) for run in runs] == [False] * 6 + [True] * 5
+        remembered.mark(run)
+    assert [remembered.is_own(run) for run in runs] == [False] * 6 + [True] * 5
 
 
 @pytest.mark.parametrize(

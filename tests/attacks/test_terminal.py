@@ -149,7 +149,7 @@ def test_only_the_output_module_prints() -> None:
         for node in ast.walk(tree)
         if writes(node)
     }
-    flushes = {"backend/text/tokenizer.py", "backend/workers/watch.py"}
+    flushes = {"backend/text/tokenizer.py", "backend/workers/heartbeat.py"}
     assert found - flushes == PRINTS.keys()
 
 

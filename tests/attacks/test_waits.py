@@ -148,7 +148,6 @@ def test_only_the_hubs_folder_and_the_model_folder_ask_a_hub() -> None:
         if any(name in text for name in asks):
             found.add(str(path.relative_to(ROOT / "mlxtune")))
     assert found == {
-        "hub/responses.py",
         "hub/client.py",
         "hub/datasets.py",
         "backend/models/model_folder.py",

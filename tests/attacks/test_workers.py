@@ -50,7 +50,7 @@ def attacked(folder: Path, worker: int, place: str, act: str, command: list[obje
     module, owner, name = PLACES[place]
     patch = WRAP.format(module=module, owner=owner, name=name, act=act)
     script = Path(str(patched(folder, worker, patch)[0]))
-    shorter = "import mlxtune.backend.workers.watch as watch\nwatch._MEETING_SECONDS = 3.0\n"
+    shorter = "from mlxtune.backend.workers import heartbeat\nheartbeat._MEETING_SECONDS = 3.0\n"
     script.write_text(shorter + script.read_text())
     return lines(run(2, [script, *command[2:]], folder / "log", timeout=SECONDS))
 

@@ -11,7 +11,7 @@ import pytest
 from mlxtune import DemoConfig
 from mlxtune.cli import COMMANDS
 from mlxtune.config import TrainConfig
-from mlxtune.core.evaluation.evaluation import Sample
+from mlxtune.core.evaluation.outcome import Sample
 from mlxtune.views.run_text import next_lines
 from tests.command import Cli
 from tests.models import write_chat

@@ -13,7 +13,7 @@ from mlxtune import TrainConfig, resume
 from mlxtune.backend.models import layers, loading
 from mlxtune.backend.models.layers import TimedProducts
 from mlxtune.config import BenchConfig
-from mlxtune.core.files.files import file_hash
+from mlxtune.core.files.reading import file_hash
 from mlxtune.errors import ConfigError, ModelError
 from tests.cli.test_resume import stop_after
 from tests.command import Cli

@@ -24,7 +24,7 @@ from mlxtune import (
     train,
     verify,
 )
-from mlxtune.core.files import sizes, tensor_files
+from mlxtune.core.files import reading, tensor_files
 from tests.models import sums, write_chat, write_model
 from tests.slow import slow
 
@@ -55,7 +55,7 @@ def _training(home: Path, output: Path, **options: Any) -> TrainConfig:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     """The number of reads of each file's header or content, by folder and name."""
     counted: Reads = Counter()
-    open_regular, read_bytes = tensor_files.open_regular, sizes.read_bytes
+    open_regular, read_bytes = tensor_files.open_regular, reading.read_bytes
 
     def open_counted(path: Path) -> Any:
         counted[path.parent, path.name] += 1
@@ -67,7 +67,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
     # `read_header` opens headers, and `read_json` reads JSON, only through these two functions.
     monkeypatch.setattr(tensor_files, "open_regular", open_counted)
-    monkeypatch.setattr(sizes, "read_bytes", read_counted)
+    monkeypatch.setattr(reading, "read_bytes", read_counted)
     return counted
 
 

@@ -17,7 +17,7 @@ from mlx_lm.utils import load
 
 from mlxtune import EvalConfig, FuseConfig, TrainConfig, evaluate, fuse, train
 from mlxtune.backend.device.device import on_cpu
-from mlxtune.core.run.own_runs import MARK
+from mlxtune.core.files.remembered import MARK
 from tests.command import Cli
 from tests.models import sums, write_chat, write_model
 from tests.paths import SHARED

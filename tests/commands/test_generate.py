@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mlxtune import GenerateConfig, TrainConfig, generate, train
-from mlxtune.core.files.files import append_line
+from mlxtune.core.files.writing import append_line
 from mlxtune.errors import OutputError
 from tests.command import Cli, Outcome
 from tests.models import write_model
@@ -333,7 +333,7 @@ def test_line_is_appended_whole_or_not_at_all(
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mlxtune.core.files.files._sync", full)
+    monkeypatch.setattr("mlxtune.core.files.writing._sync", full)
     with pytest.raises(OutputError, match="No space left"):
         append_line(path, "three")
     assert path.read_text() == "one\ntwo\n"

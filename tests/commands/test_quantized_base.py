@@ -21,7 +21,7 @@ from mlxtune import ExportConfig, FuseConfig, TrainConfig, export, fuse, train
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.models.loading import load_base
-from mlxtune.config.base_options import BaseOptions
+from mlxtune.config.data_config import BaseOptions
 from mlxtune.errors import ModelError
 from tests.command import Cli
 from tests.models import sums, write_adapter_config, write_chat, write_model

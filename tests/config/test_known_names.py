@@ -11,9 +11,9 @@ import pytest
 
 import mlxtune.cli.commands  # noqa: F401, defines every config
 from mlxtune.config import OPTIONS, EvalConfig, TrainConfig
+from mlxtune.config.config_file import is_mlx_lm_file, translate
 from mlxtune.config.fields import every_option, flags_of, options_of
 from mlxtune.config.known_names import KNOWN, as_flag, suggestion
-from mlxtune.config.mlx_lm_file import is_mlx_lm_file, translate
 from mlxtune.errors import ConfigError
 
 

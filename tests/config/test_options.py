@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import ConfigCommand
 from mlxtune.config import OPTIONS, InstructConfig, InstructTrainingConfig, TrainConfig
-from mlxtune.config.data import weighted
+from mlxtune.config.data_config import weighted
 from mlxtune.config.fields import Affects, Section, flag, given_options, options_of
 from mlxtune.errors import ConfigError
 from tests.configs import config, problems

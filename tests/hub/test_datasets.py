@@ -8,8 +8,8 @@ import pytest
 from huggingface_hub import constants
 
 from mlxtune.errors import DataError
+from mlxtune.hub.dataset_name import dataset_name
 from mlxtune.hub.datasets import HubData, fetch
-from mlxtune.hub.names import dataset_name
 from tests.hub_server import CONVERTED, Dataset, Handler, Hub, commit_of
 
 ROWS = b'{"prompt": "a", "completion": "b"}\n' * 2000

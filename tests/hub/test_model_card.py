@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 
 from mlxtune.core.run.stored_run import Run, read_run
 from mlxtune.core.run.summary import RunView
-from mlxtune.hub.adapters import command_of, model_card, quoted_samples
+from mlxtune.hub.upload import command_of, model_card, quoted_samples
 from tests.runs import EVALUATION, LEDGER, write_run
 
 COMMIT = "0123456789" * 4

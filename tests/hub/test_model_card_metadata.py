@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from mlxtune.core.run.stored_run import Run, read_run
 from mlxtune.core.run.summary import RunView
-from mlxtune.hub.adapters import model_card
+from mlxtune.hub.upload import model_card
 from tests.hub.test_model_card import HUB
 from tests.runs import EVALUATION, LEDGER, write_run
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.files.files import write_json
+from mlxtune.core.files.writing import write_json
 
 
 class Skip(Exception):

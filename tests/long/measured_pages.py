@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.text import count
+from mlxtune.core.formatting import count
 from tests.long import bench_table, device_proofs
 from tests.long.measured import FOLDER, SIDES, Card, CardCase, read_cards
 from tests.paths import DOCS, ROOT

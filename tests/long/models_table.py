@@ -43,7 +43,7 @@ from mlxtune.backend.cpu.arrays import THREADS
 from mlxtune.backend.models.loading import BaseModel, load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
-from mlxtune.core.files.files import write_file
+from mlxtune.core.files.writing import write_file
 from mlxtune.core.machine.facts import versions
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import ModelError

@@ -34,7 +34,7 @@ from mlxtune.benchmark.peers import MlxLm
 from mlxtune.benchmark.worker import Job, OurSide, open_side
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.files.files import make_folder, write_json
+from mlxtune.core.files.writing import make_folder, write_json
 from mlxtune.core.steps.batch import predicted_tokens
 from mlxtune.views.console import RunConsole
 from mlxtune.views.terminal import result_console

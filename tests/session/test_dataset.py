@@ -13,7 +13,7 @@ import pytest
 from mlxtune import ConfigError, ModelError, TrainConfig, train
 from mlxtune.commands.inspect import inspect as run_inspect
 from mlxtune.config import DataConfig, InspectConfig
-from mlxtune.config import data as config_data
+from mlxtune.config import data_config as config_data
 from mlxtune.core.data.inspection import Inspection
 from mlxtune.core.data.problems import NO_END_OF_TURN
 from mlxtune.core.data.prompt import prompt_of

@@ -182,7 +182,7 @@ def test_code_that_decides_what_is_encoded_is_in_the_key() -> None:
     used = {name for name in used if name.startswith(("core/", "backend/")) and name.count("/") > 1}
     hashed = set(mlxtune.session.dataset._code_hashes())
     used -= {"backend/models/model_folder", "backend/models/model_config"}
-    used -= {f"core/files/{name}" for name in ("files", "ours", "reading", "scratch", "sizes")}
+    used -= {f"core/files/{name}" for name in ("ours", "reading", "scratch", "writing")}
     # processes.py only passes lines on.
     used -= {"core/files/processes"}
     assert used <= hashed

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import mlxtune
-from mlxtune.backend.workers import worker_run
+from mlxtune.backend.workers import launch
 from mlxtune.backend.workers.group import Workers
-from mlxtune.backend.workers.worker_run import join_run
+from mlxtune.backend.workers.launch import join_run
 from mlxtune.cli import COMMANDS
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.session.keywords import takes_options
@@ -106,8 +106,8 @@ def test_worker_builds_one_config(
     def watched(*_: Any) -> Iterator[list[str]]:
         yield ["here", "here"]
 
-    monkeypatch.setattr(worker_run, "join", lambda *_, **__: workers)
-    monkeypatch.setattr(worker_run, "watched", watched)
+    monkeypatch.setattr(launch, "join", lambda *_, **__: workers)
+    monkeypatch.setattr(launch, "watched", watched)
     given = config(output=str(tmp_path), memory_limit=3, parallel=parallel, track="trackio")
     with join_run(given, lambda *_: RunConsole(quiet=True)) as run:
         assert built == [given, run.config]

@@ -10,7 +10,7 @@ import pytest
 
 from mlxtune import train
 from mlxtune.config import TrainConfig
-from mlxtune.core.run.own_runs import mark
+from mlxtune.core.files.remembered import mark
 from mlxtune.core.run.stored_run import read_run
 from mlxtune.errors import ConfigError, OutputError
 from mlxtune.watch import asking as module

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.run.own_runs import mark
+from mlxtune.core.files.remembered import mark
 from mlxtune.core.run.run_folder import STOP, lock_run
 from mlxtune.watch import live as module
 from mlxtune.watch.asking import Asker, Question

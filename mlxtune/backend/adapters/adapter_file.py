@@ -25,11 +25,11 @@ from mlxtune.backend.adapters.files import (
 )
 from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
 from mlxtune.config.limits import parse_json
-from mlxtune.config.ranks import alpha_of
-from mlxtune.core.files.files import file_hash, read_json
+from mlxtune.config.lora_config import alpha_of
+from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.tensor_files import TensorHeader, TensorInfo
+from mlxtune.core.formatting import join_few
 from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG, METADATA
-from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, one_line
 
 # The floating-point dtypes, as a safetensors header names them.

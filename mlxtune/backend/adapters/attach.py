@@ -24,7 +24,7 @@ from mlxtune.backend.models.quantize import (
     quantization_of,
 )
 from mlxtune.config import InstructConfig
-from mlxtune.config.base_options import BaseOptions
+from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.files.hashing import base_fingerprint, is_same_base
 from mlxtune.errors import ConfigError, ModelError, one_line
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.text import count
+from mlxtune.core.formatting import count
 from mlxtune.errors import OutputError
 
 CERTIFICATE = "certificate.json"

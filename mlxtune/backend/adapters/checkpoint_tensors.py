@@ -15,7 +15,7 @@ from mlxtune.backend.adapters.formats.adapter import Adapter, Matrix, Update
 from mlxtune.backend.adapters.formats.mlx_lm import tensors_of, write_mlx_lm
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
 from mlxtune.backend.lora.layers import LoRALinear, PrincipalFactors
-from mlxtune.config.ranks import target_ranks
+from mlxtune.config.lora_config import target_ranks
 from mlxtune.core.run.checkpoint import ADAPTER, PARAMETERS
 from mlxtune.errors import ModelError, one_line
 

@@ -15,11 +15,12 @@ import safetensors.numpy
 
 from mlxtune.config.fields import as_path
 from mlxtune.config.limits import ADAPTER_CONFIG as CONFIG_LIMITS
-from mlxtune.core.files.files import file_hash, read_json, write_file
+from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.tensor_files import TensorHeader, TensorInfo, read_header
+from mlxtune.core.files.writing import write_file
+from mlxtune.core.formatting import join_few
 from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG, BEST, find_checkpoints
 from mlxtune.core.run.run_folder import is_unfinished
-from mlxtune.core.text import join_few
 from mlxtune.errors import ModelError, OutputError, one_line, resume_command
 
 # The metadata key of an adapter file whose value is the adapter's config.

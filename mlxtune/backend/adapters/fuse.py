@@ -33,10 +33,10 @@ from mlxtune.backend.models.layers import dequantized_weight
 from mlxtune.backend.models.loading import load_lazily
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import quantize_lazily, quantized_config
-from mlxtune.config.base_options import AS_STORED, BaseOptions
+from mlxtune.config.data_config import AS_STORED, BaseOptions
 from mlxtune.config.limits import TooLarge, limits_of
-from mlxtune.core.files.files import as_output_error, copy_file, make_folder, write_file
-from mlxtune.core.files.sizes import check_file
+from mlxtune.core.files.reading import check_file
+from mlxtune.core.files.writing import as_output_error, copy_file, make_folder, write_file
 from mlxtune.errors import ModelError, OutputError, one_line
 
 # The maximum size of a weight file, whose weights are in memory while it is written. mlx-lm's

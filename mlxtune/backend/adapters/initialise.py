@@ -17,8 +17,8 @@ from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm, tensors_of
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
 from mlxtune.backend.lora.layers import DoRALinear, LoRALinear, PrincipalFactors, hash_of
 from mlxtune.backend.models.layers import dequantized_weight
-from mlxtune.config.ranks import pissa_iterations
-from mlxtune.core.files.files import file_hash
+from mlxtune.config.lora_config import pissa_iterations
+from mlxtune.core.files.reading import file_hash
 from mlxtune.errors import ModelError
 
 # The relative difference that rounding may cause between an adapter's scale and the scale

@@ -16,10 +16,10 @@ import mlx.core as mx
 from mlxtune.backend.device.device import finish, has_metal, on_cpu
 from mlxtune.config import user_cache
 from mlxtune.core.files.reading import read_kernel_file
+from mlxtune.core.formatting import byte_size
 from mlxtune.core.machine.facts import available_memory
 from mlxtune.core.machine.reservation import reservations
 from mlxtune.core.steps.memory_in_flight import GraphLimits
-from mlxtune.core.text import byte_size
 
 GB = 10**9
 # Shares of the limit: the size of MLX's cache of freed buffers, and the memory use above which

@@ -27,8 +27,8 @@ from mlxtune.backend.lora.targets import (
 )
 from mlxtune.backend.workers.split import Split, parts_of
 from mlxtune.config import InstructConfig
-from mlxtune.config.ranks import scale_of, target_ranks
-from mlxtune.core.text import count, join_few
+from mlxtune.config.lora_config import scale_of, target_ranks
+from mlxtune.core.formatting import count, join_few
 
 # Warn if experts account for more than this share of an adapter's parameters.
 _MOSTLY = 0.5

@@ -10,7 +10,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlxtune.backend.models.layers import dimensions
 from mlxtune.backend.workers.split import Split
 from mlxtune.config import InstructConfig
-from mlxtune.config.ranks import pattern_of, target_ranks
+from mlxtune.config.lora_config import pattern_of, target_ranks
 from mlxtune.errors import ModelError
 
 # Layers that stack the matrices of all experts.

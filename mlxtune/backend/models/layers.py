@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxtune.backend.device.device import on_cpu
 from mlxtune.backend.models.autograd import differentiable
-from mlxtune.core.text import short_duration
+from mlxtune.core.formatting import short_duration
 
 # The values of --quantized-compute except auto.
 QUANTIZED, DEQUANTIZED = "quantized", "dequantized"

@@ -42,9 +42,9 @@ from mlxtune.backend.models.quantize import (
     quantize_lazily,
     read_one_by_one,
 )
-from mlxtune.config.base_options import AS_STORED, BaseOptions
+from mlxtune.config.data_config import AS_STORED, BaseOptions
 from mlxtune.core.files.hashing import base_fingerprint
-from mlxtune.core.text import count, short_number
+from mlxtune.core.formatting import count, short_number
 from mlxtune.errors import ModelError, one_line
 
 # The ways to compute a product with quantised weights.

@@ -16,12 +16,11 @@ from mlx_lm import utils as mlx_lm_utils
 from mlxtune.backend.models.model_config import FORMATS, LAYERS, config_problems, counts
 from mlxtune.backend.models.quantize import is_quantized
 from mlxtune.config.limits import INDEX, TOKENIZER, VOCABULARY, TooLarge, limits_of
-from mlxtune.core.files import sizes
+from mlxtune.core.files import reading
 from mlxtune.core.files.scratch import linked_folder
 from mlxtune.core.files.tensor_files import TensorInfo, read_header
 from mlxtune.errors import ModelError, one_line
-from mlxtune.hub.client import reason
-from mlxtune.hub.responses import check_answers
+from mlxtune.hub.client import check_answers, reason
 
 # The files that tokenizers and templates need.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
@@ -199,11 +198,11 @@ def _check_size(path: Path) -> None:
     limits = limits_of(path.name)
     try:
         if path.suffix != ".json" or limits is TOKENIZER:
-            sizes.check_file(path, limits)
+            reading.check_file(path, limits)
         elif limits in (INDEX, VOCABULARY):
-            sizes.check_values(path, limits)
+            reading.check_values(path, limits)
         else:
-            sizes.read_value(path, limits)
+            reading.read_value(path, limits)
     except TooLarge as error:
         raise ModelError(
             f"{path}: is far larger than such a file should be: {one_line(error)}: "
@@ -308,7 +307,7 @@ def vocab_size(folder: Path) -> int:
 def json_object(path: Path) -> dict[str, Any]:
     """Return a file's JSON object, or {} if there is none: errors surface at first real use."""
     try:
-        value = sizes.read_value(path, limits_of(path.name))
+        value = reading.read_value(path, limits_of(path.name))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

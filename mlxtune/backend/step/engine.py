@@ -28,7 +28,7 @@ from mlxtune.backend.step.step_loss import StepLoss, cuts_rows, loss_of_step, tr
 from mlxtune.backend.workers.group import Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.evaluation.evaluation import perplexity
+from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.steps.batch import MicroBatch, rows_of

@@ -24,8 +24,8 @@ from mlxtune.backend.step.step_loss import count_tokens, training_examples
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.evaluation.evaluation import perplexity
-from mlxtune.core.files.files import make_folder
+from mlxtune.core.evaluation.outcome import perplexity
+from mlxtune.core.files.writing import make_folder
 from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.checkpoint import ADAPTER, OPTIMIZER
 from mlxtune.core.run.metrics import InstructBatchResult, InstructStepResult

@@ -20,8 +20,8 @@ from mlxtune.backend.device.retry import Attempt, tries
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.core.data.encode import Example
+from mlxtune.core.formatting import byte_size
 from mlxtune.core.machine.gpu_faults import Fault, fault_error
-from mlxtune.core.text import byte_size
 from mlxtune.errors import one_line
 
 # The maximum duration of a stage in seconds; the number of operations per second that is assumed

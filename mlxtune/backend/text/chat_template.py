@@ -15,7 +15,7 @@ from mlxtune.backend.text.template_process import Harmful, TemplateProcess
 from mlxtune.config.limits import TEMPLATE, TOKENIZER_CONFIG
 from mlxtune.core.data.model_template import PendingText, RenderCall
 from mlxtune.core.data.problems import BadRow
-from mlxtune.core.files.sizes import read_text, read_value
+from mlxtune.core.files.reading import read_text, read_value
 from mlxtune.errors import ModelError, one_line
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"

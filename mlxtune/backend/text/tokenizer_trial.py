@@ -8,8 +8,9 @@ from pathlib import Path
 
 from mlxtune.backend.models.model_folder import json_object
 from mlxtune.backend.text import tokenizer_child
-from mlxtune.core.files.files import file_hash, make_folder, open_to_write
 from mlxtune.core.files.processes import LimitedProcess, TooMuchMemory
+from mlxtune.core.files.reading import file_hash
+from mlxtune.core.files.writing import make_folder, open_to_write
 from mlxtune.core.names import is_file_name
 from mlxtune.errors import ModelError, one_line
 

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.files.sizes import read_text
-from mlxtune.core.machine.checks import OK, PROBLEM, Check
-from mlxtune.core.text import byte_size, count, short_duration
+from mlxtune.core.files.reading import read_text
+from mlxtune.core.formatting import byte_size, count, short_duration
+from mlxtune.core.machine.machine_checks import OK, PROBLEM, Check
 from mlxtune.errors import ConfigError, shorten
 
 # For the network check: the size of an adapter's gradients in bytes, and the duration of a step in

@@ -1,4 +1,7 @@
-"""Joins the workers of a launch, and checks them for `mlxtune doctor`."""
+"""Joins the workers of a launch for a run, for a resume, and for `mlxtune doctor`.
+
+In a run, one worker prints and writes, and all check that they agree.
+"""
 
 import faulthandler
 import hashlib
@@ -7,33 +10,62 @@ import json
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any, Generic, Protocol, TextIO, TypeVar, cast
 
+from mlxtune.backend.device import memory
 from mlxtune.backend.models.model_folder import find_folder
 from mlxtune.backend.workers.environment import (
     Link,
     WorkerReport,
+    difference,
     judge_workers,
     launched_several,
     launched_worker,
 )
 from mlxtune.backend.workers.group import Workers
-from mlxtune.backend.workers.watch import watched
-from mlxtune.config import user_cache
-from mlxtune.core.files.files import as_output_error, file_hash
+from mlxtune.backend.workers.heartbeat import watched
+from mlxtune.config import OPTIONS, TrainConfig, user_cache
+from mlxtune.config.fields import Affects
 from mlxtune.core.files.hashing import model_hash
-from mlxtune.core.files.scratch import lasting_folder, nowhere
-from mlxtune.core.machine.checks import PROBLEM, Check
+from mlxtune.core.files.reading import file_hash
+from mlxtune.core.files.scratch import lasting_folder, nowhere, scratch_folder
+from mlxtune.core.files.writing import as_output_error, open_to_append
+from mlxtune.core.formatting import count
 from mlxtune.core.machine.facts import machine_id, versions
-from mlxtune.core.run.checkpoint import BEST
+from mlxtune.core.machine.machine_checks import PROBLEM, Check
+from mlxtune.core.run.checkpoint import ADAPTER, BEST
+from mlxtune.core.run.progress import Progress
 from mlxtune.core.run.run_folder import ResumePoint, find_resume_point
-from mlxtune.errors import MlxTuneError, WorkerError, one_line
+from mlxtune.core.training.observer import RunStart, TrainingObserver
+from mlxtune.errors import (
+    ConfigError,
+    MlxTuneError,
+    TrainingInterrupted,
+    WorkerError,
+    one_line,
+    resume_command,
+)
 
 # The maximum number of seconds to wait until all workers have started.
 _JOIN_SECONDS = 120
 # The size in bytes of a sum that measures the network, and the number of such sums.
 _MEASURED, _TIMES = 16_000_000, 5
+# Values that must be the same on all workers of a run, and the error if they differ.
+_COMMON = {
+    "versions": "has different versions ({}): use the same versions everywhere",
+    "options": "was given different options ({}): start all workers with one command",
+    "base_hash": "reads weights from --model-path that differ from worker 0's: copy the folder",
+    "data_hash": "reads examples from --data that differ from worker 0's: copy the files",
+    "validation_hash": "reads examples from --val-data that differ from worker 0's: copy the file",
+    "dtype": "computes in a different --dtype ({}): set --dtype",
+    "quantized_compute": "multiplies quantised weights differently ({}): set --quantized-compute",
+    "step": "starts at a different step ({}): start all workers with one command",
+}
 
 
 def join(say: Callable[[str], None] = lambda text: None, *, tensor: bool = False) -> Workers:
@@ -86,6 +118,170 @@ def from_worker_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, R
             found = find_resume_point(copy)
             assert found is not None
     return run, found
+
+
+class _Log:
+    """A log file that is written once its folder exists; write errors are ignored."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: list[str] = []
+
+    def write(self, text: str) -> int:
+        self._waiting.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        if self._waiting and self._path.parent.is_dir():
+            with suppress(OSError), open_to_append(self._path) as file:
+                file.write("".join(self._waiting).encode())
+                self._waiting.clear()
+
+    def isatty(self) -> bool:
+        return False
+
+
+class Says(Protocol):
+    """A console or a log, which receives the lines of a run."""
+
+    def say(self, label: str, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+
+ConsoleT = TypeVar("ConsoleT", bound=Says)
+
+
+class LastStep(TrainingObserver):
+    """Observes the number of a run's last step, 0 at first, and whether there is a checkpoint."""
+
+    def __init__(self) -> None:
+        self._progress, self._saved = Progress(), False
+
+    def on_start(self, run: RunStart, previous: Path | None) -> None:
+        """Follow the progress of the run."""
+        self._progress, self._saved = run.progress, run.progress.step > 0
+
+    def on_checkpoint(self, folder: Path) -> None:
+        """Record that there is a checkpoint."""
+        self._saved = True
+
+    def describe_loss(self, run: Path, lost: int | None) -> str:
+        """Return the end of the message about a lost worker: the last step, and how to continue."""
+        log = f", see {run / f'worker-{lost}.log'}" if lost else ""
+        again = f"resume with {resume_command(run)}"
+        again = again if self._saved else "nothing was saved: run the same command again"
+        return f" after step {self._progress.step}{log}; {again}"
+
+
+@dataclass(frozen=True)
+class WorkerRun(Generic[ConsoleT]):
+    """One worker of a run: its options and console, and an observer of the last step."""
+
+    workers: Workers
+    config: TrainConfig
+    console: ConsoleT
+    first_on_machine: bool = True
+    last_step: TrainingObserver = field(default_factory=LastStep)
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Let the first worker of each machine run the block before the others."""
+        if self.workers.size > 1 and not self.first_on_machine:
+            self.workers.wait()
+        yield
+        if self.workers.size > 1 and self.first_on_machine:
+            self.workers.wait()
+
+    def check_same(self, options: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+        """Raise WorkerError (worker 0) or exit (others) if options, versions or data differ."""
+        if self.workers.size == 1:
+            return
+        kinds = (Affects.RESULT, Affects.LENGTH)
+        own = {name: value for name, value in options.items() if OPTIONS[name].affects in kinds}
+        facts = {**described, "options": own}
+        texts = self.workers.texts(json.dumps({name: facts.get(name) for name in _COMMON}))
+        first, *others = map(json.loads, texts)
+        for worker, other in enumerate(others, 1):
+            for name, problem in _COMMON.items():
+                if other[name] != first[name]:
+                    found = (each[name] for each in (other, first))
+                    entries = (each if isinstance(each, dict) else {name: each} for each in found)
+                    how = problem.format(difference(*entries))
+                    if self.workers.index:
+                        # Worker 0 raises the error.
+                        self.console.warn(f"worker {worker} {how}")
+                        raise SystemExit(1)
+                    raise WorkerError(f"worker {worker} {how}")
+
+
+@contextmanager
+def join_run(
+    config: TrainConfig, console_of: Callable[[TrainConfig, TextIO | None], ConsoleT]
+) -> Iterator[WorkerRun[ConsoleT]]:
+    """Join the other workers of the launch, if there are any, and yield this worker of the run.
+
+    `console_of(config, file)` makes a console, which writes to the log `file` if it is not None.
+
+    Worker 0 writes the run's folder and prints. The others write to temporary folders, and log to
+    worker-N.log in the run's folder.
+
+    Raises WorkerError if another worker is lost.
+    """
+    console = console_of(config, None)
+    tensor = config.parallel == "tensor"
+    # Worker 0 says for all that the others are awaited.
+    says = () if launched_worker() > 0 else (partial(console.say, "Workers"),)
+    workers = join(*says, tensor=tensor)
+    if workers.size == 1:
+        if tensor:
+            raise ConfigError(
+                [
+                    "--parallel tensor needs several workers: "
+                    "start them with mlx.launch -n 2 -- mlxtune train …"
+                ]
+            )
+        yield WorkerRun(workers, config, console)
+        return
+    last_step, run = LastStep(), config.checkpoint_path
+    with ExitStack() as held:
+        watch = watched(
+            workers, f"--parallel {config.parallel}", partial(last_step.describe_loss, run)
+        )
+        machines = held.enter_context(watch)
+        here = machines[workers.index]
+        own: dict[str, Any] = {"memory_limit": config.memory_limit / machines.count(here)}
+        if tensor:
+            # Workers share micro-batches, so they need one limit. Sampling needs the whole model,
+            # which no worker has.
+            own = {"memory_limit": _lowest(own["memory_limit"], workers), "samples": 0}
+        if workers.index:
+            log = _Log(run / f"worker-{workers.index}.log")
+            held.callback(log.flush)
+            console = console_of(config, cast(TextIO, log))
+            with as_output_error(Path(tempfile.gettempdir()), "TMPDIR"):
+                scratch = held.enter_context(scratch_folder("worker"))
+            places = {"output": str(scratch / ADAPTER), "checkpoint_dir": str(scratch)}
+            own |= {**places, "overwrite": False, "track": (), "samples": 0}
+        config = replace(config, **own)
+        console.say("Workers", f"{workers.size} on {count(len(set(machines)), 'machine')}")
+        try:
+            yield WorkerRun(
+                workers, config, console, machines.index(here) == workers.index, last_step
+            )
+        except TrainingInterrupted as interrupt:
+            # When a worker ends, mlx.launch ends the others, even if they have not saved yet.
+            workers.wait()
+            if workers.index:
+                # Worker 0 reports where the run was saved.
+                raise SystemExit(128 + interrupt.signal) from None
+            raise
+
+
+def _lowest(memory_limit: float, workers: Workers) -> float:
+    """Return the lowest memory limit that a worker can have, in GB."""
+    limit = memory.find_limits(memory_limit).memory / memory.GB
+    return float(min(map(json.loads, workers.texts(json.dumps(limit)))))
 
 
 def check_workers(

@@ -22,7 +22,7 @@ from mlx.utils import tree_unflatten
 
 from mlxtune.backend.models.layers import dimensions
 from mlxtune.backend.models.loading import BaseModel
-from mlxtune.core.text import count
+from mlxtune.core.formatting import count
 from mlxtune.errors import ModelError, one_line
 
 # Architectures for which tests found the split model's gradients equal to one worker's. mlx-lm

@@ -21,10 +21,10 @@ from mlxtune.core.data.corpus import COLUMNS, ExampleArrays, write_arrays
 from mlxtune.core.data.encode import EncodedRows
 from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.problems import RowTally, SkippedRows
-from mlxtune.core.files.files import as_output_error, file_hash, make_folder, mark_used, new_file
 from mlxtune.core.files.ours import move, remove_folder
+from mlxtune.core.files.reading import file_hash, read_value
 from mlxtune.core.files.scratch import PREFIX, scratch_folder
-from mlxtune.core.files.sizes import read_value
+from mlxtune.core.files.writing import as_output_error, make_folder, mark_used, new_file
 
 ACCOUNT, CHECKSUMS = "account.json", "mlxtune-checksums.json"
 # The maximum size of all entries together; the least recently used entries are removed first.

@@ -25,8 +25,8 @@ import numpy.typing as npt
 from mlxtune.core.data.conversation import ANSWER, MISMATCHED, WHOLE
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.places import where
-from mlxtune.core.files.files import new_file
 from mlxtune.core.files.reading import open_regular
+from mlxtune.core.files.writing import new_file
 
 RowExamples = tuple[Example, ...]
 

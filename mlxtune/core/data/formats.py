@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mlxtune.config.data import MESSAGE_NAMES, ROW_NAMES
-from mlxtune.config.objective import LABELLED, PAIRED
+from mlxtune.config.data_config import MESSAGE_NAMES, ROW_NAMES
+from mlxtune.config.objective_config import LABELLED, PAIRED
 from mlxtune.core.data.conversation import (
     Conversation,
     Document,

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlxtune.config.limits import has_more_values
 from mlxtune.core.data.places import shown, where
-from mlxtune.core.text import count
+from mlxtune.core.formatting import count
 from mlxtune.errors import shorten
 
 BAD_ARGUMENTS = "arguments of a tool call that are not JSON"

@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.evaluation.evaluation import Difference
+from mlxtune.core.evaluation.outcome import Difference
 
 RESAMPLES, CONFIDENCE = 10_000, 0.95
 _TAIL = (1 - CONFIDENCE) / 2

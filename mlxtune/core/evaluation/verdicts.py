@@ -1,6 +1,6 @@
 """The result of an evaluation, in sentences."""
 
-from mlxtune.core.evaluation.evaluation import (
+from mlxtune.core.evaluation.outcome import (
     CANNOT_TELL,
     FEWEST_ROWS,
     Difference,
@@ -9,7 +9,7 @@ from mlxtune.core.evaluation.evaluation import (
     Matches,
     PreferenceDifference,
 )
-from mlxtune.core.text import count
+from mlxtune.core.formatting import count
 
 # With fewer answers, a share says little.
 _FEWEST_ANSWERS = 10

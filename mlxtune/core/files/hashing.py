@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
-from mlxtune.core.files.files import file_hash, make_folder, read_json, write_json
-from mlxtune.core.files.reading import open_regular
+from mlxtune.core.files.reading import file_hash, open_regular, read_json
 from mlxtune.core.files.tensor_files import read_header
+from mlxtune.core.files.writing import make_folder, write_json
 from mlxtune.errors import ModelError, OutputError
 
 # The cache of file hashes by path, with the size, times and inode that each file had.

@@ -6,18 +6,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.files.files import (
-    as_output_error,
-    beside,
-    check_writable,
-    file_hash,
-    read_json,
-    same_place,
-    sync,
-)
 from mlxtune.core.files.ours import contents, discard, is_empty, is_folder, is_ours, move
+from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.remembered import is_remembered, remember
-from mlxtune.core.text import join_few
+from mlxtune.core.files.writing import as_output_error, beside, check_writable, same_place, sync
+from mlxtune.core.formatting import join_few
 from mlxtune.errors import OutputError
 
 # Each file's inode, size and modification time when it was found to be ours.

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO
 
 from mlxtune.core.files import limited_child
-from mlxtune.core.files.files import make_folder, open_to_write
-from mlxtune.core.files.sizes import read_bytes
+from mlxtune.core.files.reading import read_bytes
+from mlxtune.core.files.writing import make_folder, open_to_write
 from mlxtune.errors import MlxTuneError
 
 Process = subprocess.Popen[bytes]

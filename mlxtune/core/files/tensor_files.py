@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxtune.config.limits import HEADER, TENSOR_NAME, check_bytes, check_count
-from mlxtune.core.files.reading import open_regular
-from mlxtune.core.files.sizes import check_open
+from mlxtune.core.files.reading import check_open, open_regular
 from mlxtune.errors import one_line
 
 # MLX stores dimensions as 32-bit integers.

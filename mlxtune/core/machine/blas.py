@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxtune.core.files.sizes import read_text
+from mlxtune.core.files.reading import read_text
 
 # The environment variable that names the library to load.
 _CHOICE = "MLXTUNE_BLAS"

@@ -1,6 +1,6 @@
 """The facts of a machine, read with the system's own tools. This module does not import mlx.
 
-checks.py interprets the facts.
+machine_checks.py interprets the facts.
 """
 
 import importlib.metadata

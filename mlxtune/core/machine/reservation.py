@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mlxtune.core.files.lock import Lock, LockHeldError, holder_of
 from mlxtune.core.files.ours import ensure_folder, remove_file
-from mlxtune.core.text import byte_size
+from mlxtune.core.formatting import byte_size
 from mlxtune.errors import MemoryLimitError
 
 _SUFFIX = ".run"

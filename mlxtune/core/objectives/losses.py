@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlxtune.config.objective import ObjectiveConfig
+from mlxtune.config.objective_config import ObjectiveConfig
 
 
 @dataclass(frozen=True)

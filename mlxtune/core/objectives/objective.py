@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.config.objective import LABELLED, PAIRED, ObjectiveConfig
+from mlxtune.config.objective_config import LABELLED, PAIRED, ObjectiveConfig
 from mlxtune.core.data.conversation import (
     CHOSEN,
     DESIRABLE,

@@ -16,8 +16,9 @@ from mlxtune.config.limits import REFERENCES
 from mlxtune.core.data.conversation import MISMATCHED
 from mlxtune.core.data.corpus import CorpusRows, RowExamples
 from mlxtune.core.data.encode import Example
-from mlxtune.core.files.files import make_folder, read_json, write_file
+from mlxtune.core.files.reading import read_json
 from mlxtune.core.files.typed_json import from_json
+from mlxtune.core.files.writing import make_folder, write_file
 from mlxtune.core.objectives.objective import Objective, with_references
 from mlxtune.errors import OutputError
 

@@ -15,18 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.limits import MANIFEST as MANIFEST_LIMITS
-from mlxtune.core.files.files import (
-    beside,
-    file_hash,
-    is_temporary,
-    read_json,
-    read_own,
-    write_file,
-    write_json,
-)
 from mlxtune.core.files.ours import discard, is_folder, move, others_in, remove_file, remove_folder
 from mlxtune.core.files.output_folder import put_back, replaced_folder
-from mlxtune.core.files.sizes import check_stored
+from mlxtune.core.files.reading import check_stored, file_hash, read_json, read_own
+from mlxtune.core.files.writing import beside, is_temporary, write_file, write_json
 from mlxtune.core.names import is_file_name
 
 # The file names that mlx-lm expects in an adapter folder.

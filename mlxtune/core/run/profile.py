@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mlxtune.core.files.files import append_line
+from mlxtune.core.files.writing import append_line
 from mlxtune.errors import OutputError
 
 PROFILE = "profile.jsonl"

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.limits import OTHER_RECORDS, RECORD, TooLarge, parse_json
-from mlxtune.core.evaluation.evaluation import perplexity
-from mlxtune.core.files.files import as_output_error, make_folder, open_to_append, write_file
+from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.typed_json import from_json
+from mlxtune.core.files.writing import as_output_error, make_folder, open_to_append, write_file
 from mlxtune.core.run.checkpoint import METRICS
 from mlxtune.core.run.metrics import (
     InstructEpochMetrics,

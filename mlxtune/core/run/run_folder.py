@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxtune.core.files.files import as_output_error, make_folder, write_file
 from mlxtune.core.files.lock import Lock, LockHeldError, NoLocks, holder_of
 from mlxtune.core.files.ours import (
     discard,
@@ -22,6 +21,9 @@ from mlxtune.core.files.ours import (
     move,
     remove_file,
 )
+from mlxtune.core.files.remembered import MARK, is_own, mark
+from mlxtune.core.files.writing import as_output_error, make_folder, write_file
+from mlxtune.core.formatting import join_few
 from mlxtune.core.run.checkpoint import (
     ADAPTER,
     BEST,
@@ -33,10 +35,8 @@ from mlxtune.core.run.checkpoint import (
     is_named_checkpoint,
     recover,
 )
-from mlxtune.core.run.own_runs import MARK, is_own, mark
 from mlxtune.core.run.profile import PROFILE
 from mlxtune.core.run.progress import Progress
-from mlxtune.core.text import join_few
 from mlxtune.errors import OutputError
 
 ABOUT = "run.json"

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxtune.core.files.files import make_folder, read_json, write_json
+from mlxtune.core.files.reading import read_json
 from mlxtune.core.files.typed_json import from_json
+from mlxtune.core.files.writing import make_folder, write_json
 from mlxtune.core.run.metrics import StepRecord
 from mlxtune.core.steps.memory_terms import Measured
 from mlxtune.errors import OutputError

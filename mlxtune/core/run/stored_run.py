@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from mlxtune.config.limits import OWN_JSON, TooLarge, parse_json
 from mlxtune.core.data.ledger import Ledger
-from mlxtune.core.evaluation.evaluation import Evaluation, StepSamples, parse_evaluation
-from mlxtune.core.files.files import read_json, read_own
+from mlxtune.core.evaluation.outcome import Evaluation, StepSamples, parse_evaluation
 from mlxtune.core.files.lock import holder_of
+from mlxtune.core.files.reading import read_json, read_own
 from mlxtune.core.files.typed_json import from_json
 from mlxtune.core.run.checkpoint import MANIFEST, METADATA, METRICS, checkpoint_folders
 from mlxtune.core.run.metrics import SkippedStep, StepRecord

@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import Affects, flag
-from mlxtune.config.objective import default_rate
-from mlxtune.core.evaluation.evaluation import CANNOT_TELL, HELPED, HURT, Evaluation
+from mlxtune.config.objective_config import default_rate
+from mlxtune.core.evaluation.outcome import CANNOT_TELL, HELPED, HURT, Evaluation
 from mlxtune.core.evaluation.verdicts import verdict_lines
+from mlxtune.core.formatting import count, duration, loss_text, sentence
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
 from mlxtune.core.run.metrics import TrainingMetrics
 from mlxtune.core.run.run_folder import previous_number
 from mlxtune.core.run.stored_run import Run, mapping, number, text, whole
-from mlxtune.core.text import count, duration, loss_text, sentence
 from mlxtune.errors import resume_command
 
 _CURVE_POINTS = 12

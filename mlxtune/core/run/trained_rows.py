@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.data.corpus import CorpusRows
-from mlxtune.core.files.files import file_hash, read_json, read_own
+from mlxtune.core.files.reading import file_hash, read_json, read_own
 from mlxtune.core.run.checkpoint import MANIFEST
 from mlxtune.core.run.run_folder import RESULT, TRAINED_ROWS
 from mlxtune.core.run.stored_run import run_folder_at, text

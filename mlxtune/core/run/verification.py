@@ -9,8 +9,9 @@ from typing import Any
 
 from mlxtune.config import OPTIONS
 from mlxtune.config.fields import Affects, flag
-from mlxtune.core.evaluation.evaluation import VERDICTS
-from mlxtune.core.files.files import file_hash, read_json, read_own
+from mlxtune.core.evaluation.outcome import VERDICTS
+from mlxtune.core.files.reading import file_hash, read_json, read_own
+from mlxtune.core.formatting import count
 from mlxtune.core.objectives.preference_rows import check_references
 from mlxtune.core.run.checkpoint import (
     BEST,
@@ -31,7 +32,6 @@ from mlxtune.core.run.run_folder import (
 )
 from mlxtune.core.run.stored_run import mapping, read_ledgers
 from mlxtune.core.run.trained_rows import check_trained_rows
-from mlxtune.core.text import count
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from mlxtune.core.data.encode import Example
+from mlxtune.core.formatting import byte_size
 from mlxtune.core.steps.batch import run_length
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import head_in_flight, in_flight
@@ -17,7 +18,6 @@ from mlxtune.core.steps.memory_terms import (
     Prediction,
     load_of,
 )
-from mlxtune.core.text import byte_size
 
 # The largest expected error of a prediction, as a share: plans leave this share of the predicted
 # peak free if they can.

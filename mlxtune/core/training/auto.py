@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import flag
-from mlxtune.config.objective import DEFAULT_RATE
+from mlxtune.config.objective_config import DEFAULT_RATE
 
 # One or two epochs hardly overfit; on small data sets, further epochs do.
 _MOST_EPOCHS, _FEWEST_STEPS = 3, 100

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mlxtune.core.data.encode import Example
+from mlxtune.core.formatting import duration
 from mlxtune.core.machine.conditions import Conditions, Pressure, seconds_asleep
-from mlxtune.core.text import duration
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.core.training.pipeline import Pipeline
 

@@ -14,8 +14,8 @@ import numpy as np
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
-from mlxtune.core.evaluation.evaluation import perplexity
-from mlxtune.core.files.files import make_folder, write_file, write_json
+from mlxtune.core.evaluation.outcome import perplexity
+from mlxtune.core.files.writing import make_folder, write_file, write_json
 from mlxtune.core.objectives import preference_rows
 from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.objectives.preference_rows import PreferenceRows

@@ -14,9 +14,9 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from mlxtune.core.files.files import as_output_error
 from mlxtune.core.files.reading import open_regular
-from mlxtune.core.text import byte_size, count, duration, loss_text, signed_loss
+from mlxtune.core.files.writing import as_output_error
+from mlxtune.core.formatting import byte_size, count, duration, loss_text, signed_loss
 from mlxtune.errors import OutputError
 from mlxtune.views import visible
 from mlxtune.views.parts import SIGNS, STYLES, ledger_sums

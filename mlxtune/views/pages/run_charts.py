@@ -8,9 +8,9 @@ from pathlib import PurePath
 
 import numpy as np
 
+from mlxtune.core.formatting import byte_size, count, loss_text
 from mlxtune.core.run.stored_run import Run, number
 from mlxtune.core.run.summary import RunView
-from mlxtune.core.text import byte_size, count, loss_text
 from mlxtune.views.pages.charts import Chart, Series
 
 # The numbers of colours and of dash patterns for runs: more runs repeat the colours with dashes.

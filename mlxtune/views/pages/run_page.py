@@ -8,8 +8,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mlxtune.core.evaluation.evaluation import Evaluation
-from mlxtune.core.files.files import write_file
+from mlxtune.core.evaluation.outcome import Evaluation
+from mlxtune.core.files.writing import write_file
+from mlxtune.core.formatting import count, join_few, loss_text, minute_of, signed_loss
 from mlxtune.core.run.run_folder import REPORT
 from mlxtune.core.run.stored_run import Run, mapping, number, read_run, text
 from mlxtune.core.run.summary import (
@@ -22,7 +23,6 @@ from mlxtune.core.run.summary import (
     planned_shares,
     validated_alike,
 )
-from mlxtune.core.text import count, join_few, loss_text, minute_of, signed_loss
 from mlxtune.views.pages.charts import Chart, draw, draw_all
 from mlxtune.views.pages.page import PageType, asset, render
 from mlxtune.views.pages.run_charts import charts_of, comparison_charts, loss_chart, style_of

@@ -20,7 +20,7 @@ from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.models.layers import DEQUANTIZED, QuantizedRows
 from mlxtune.backend.models.loading import load_base
-from mlxtune.config.base_options import BaseOptions
+from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.steps.execution import Execution
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
 from tests.backend.step.executions import (

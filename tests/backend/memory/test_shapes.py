@@ -26,13 +26,13 @@ from mlxtune.backend.models.loading import BaseModel, load_base, open_base, read
 from mlxtune.backend.models.quantize import FORMATS
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
-from mlxtune.config.base_options import BaseOptions
+from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.data.encode import Example
+from mlxtune.core.formatting import byte_size
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import GraphMemory
 from mlxtune.core.steps.memory_plan import ESTIMATE, least, predict, remedies
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
-from mlxtune.core.text import byte_size
 from mlxtune.errors import ModelError
 from tests.experts import EXPERTS
 from tests.long.architectures import ARCHITECTURES

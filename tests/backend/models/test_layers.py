@@ -30,7 +30,7 @@ from mlxtune.backend.models.loading import load_base, open_base, slow_products, 
 from mlxtune.backend.models.quantize import FORMATS
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
-from mlxtune.config.base_options import BaseOptions
+from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from tests.backend.conftest import fill_lora_b

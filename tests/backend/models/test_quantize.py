@@ -17,7 +17,7 @@ from mlxtune.backend.models import loading, nf4, quantize
 from mlxtune.backend.models.loading import base_record, load_base, open_base, read_weights
 from mlxtune.backend.models.nf4 import NF4Linear
 from mlxtune.backend.models.quantize import FORMATS
-from mlxtune.config.base_options import BaseOptions
+from mlxtune.config.data_config import BaseOptions
 from mlxtune.errors import ModelError
 from tests.models import write_model
 from tests.slow import long, slow

@@ -21,7 +21,7 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
 from mlxtune.config import InstructConfig
-from mlxtune.config.base_options import BaseOptions
+from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.data.encode import Example
 from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.steps.execution import Execution

@@ -13,7 +13,7 @@ from mlxtune.backend.workers.environment import (
     launched_several,
     launched_worker,
 )
-from mlxtune.core.machine.checks import OK, PROBLEM, Check
+from mlxtune.core.machine.machine_checks import OK, PROBLEM, Check
 from mlxtune.errors import ConfigError
 
 # Adding one number takes 1 ms; adding 16 MB takes 0.1 s more.

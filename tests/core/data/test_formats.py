@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.config import OPTIONS
-from mlxtune.config.data import FIELD_NAMES, parse_fields
+from mlxtune.config.data_config import FIELD_NAMES, parse_fields
 from mlxtune.core.data.conversation import Conversation, Document, Message
 from mlxtune.core.data.formats import (
     FORMATS,

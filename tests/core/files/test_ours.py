@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.files import ours
-from mlxtune.core.files.files import (
+from mlxtune.core.files.lock import Lock
+from mlxtune.core.files.ours import NotOurs, open_ours, remove_file, remove_folder, replace_file
+from mlxtune.core.files.writing import (
     append_line,
     check_outputs,
     is_temporary,
@@ -19,8 +21,6 @@ from mlxtune.core.files.files import (
     open_to_write,
     write_file,
 )
-from mlxtune.core.files.lock import Lock
-from mlxtune.core.files.ours import NotOurs, open_ours, remove_file, remove_folder, replace_file
 from mlxtune.errors import OutputError
 from tests.attacks.attack import contents
 

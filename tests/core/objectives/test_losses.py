@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mlxtune.config import ObjectiveConfig
-from mlxtune.config.training import OPTIONS
+from mlxtune.config.train_config import OPTIONS
 from mlxtune.core.data.conversation import (
     CHOSEN,
     DESIRABLE,

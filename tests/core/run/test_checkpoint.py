@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import mlxtune
-from mlxtune.core.files.files import write_file, write_json
+from mlxtune.core.files.writing import write_file, write_json
 from mlxtune.core.run.checkpoint import find_checkpoints, prune, recover, write_checkpoint
 from mlxtune.errors import OutputError
 from tests.faults import FaultyDisk
@@ -144,11 +144,11 @@ def test_checkpoint_whose_save_fails_otherwise_leaves_the_old_one_and_says_what_
 KILLED = """
 import os, sys
 from pathlib import Path
-from mlxtune.core.files import files
+from mlxtune.core.files import writing
 from mlxtune.core.run import checkpoint
 
 def write(target, text):
-    save = lambda folder: files.write_file(folder / "adapters.safetensors", [text.encode()])
+    save = lambda folder: writing.write_file(folder / "adapters.safetensors", [text.encode()])
     checkpoint.write_checkpoint(target, save, {"content": text})
 
 def die_at(last):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.evaluation.evaluation import perplexity
+from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.run.metrics import TrainingMetrics
 from tests.core.training.records import step_record
 

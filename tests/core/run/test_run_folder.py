@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.files.files import write_file
+from mlxtune.core.files.writing import write_file
 from mlxtune.core.run.checkpoint import ADAPTER, write_checkpoint
 from mlxtune.core.run.run_folder import (
     MARK,

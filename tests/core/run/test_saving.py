@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.files.files import write_file
+from mlxtune.core.files.writing import write_file
 from mlxtune.core.run.checkpoint import write_checkpoint
 from mlxtune.core.run.saving import CheckpointContent, CheckpointSaver
 from mlxtune.errors import OutputError

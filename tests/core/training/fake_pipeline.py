@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.encode import Example
-from mlxtune.core.evaluation.evaluation import perplexity
-from mlxtune.core.files.files import write_file, write_json
+from mlxtune.core.evaluation.outcome import perplexity
+from mlxtune.core.files.remembered import MARK
+from mlxtune.core.files.writing import write_file, write_json
 from mlxtune.core.run.metrics import InstructBatchResult, InstructTrainResult
-from mlxtune.core.run.own_runs import MARK
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxtune.core.evaluation.evaluation import perplexity
+from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord
 
 

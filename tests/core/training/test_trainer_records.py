@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from mlxtune.core.files.remembered import MARK
 from mlxtune.core.run.metrics import InstructBatchResult, InstructEpochMetrics, StepRecord
-from mlxtune.core.run.own_runs import MARK
 from mlxtune.core.training.observer import RunStart, TrainingObserver
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mlxtune.backend.adapters import files
 from mlxtune.backend.models.layers import dequantized_weight
-from mlxtune.core.text import join_few
+from mlxtune.core.formatting import join_few
 from mlxtune.errors import ModelError
 
 Matrix = npt.NDArray[np.float32]

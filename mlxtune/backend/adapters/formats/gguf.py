@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from mlxtune.backend.adapters.formats.adapter import Adapter, Update, path_in_layer, updates_in
 from mlxtune.backend.models.loading import BaseModel
-from mlxtune.core.files.files import as_output_error
-from mlxtune.core.text import join_few
+from mlxtune.core.files.writing import as_output_error
+from mlxtune.core.formatting import join_few
 from mlxtune.errors import ModelError
 
 WEIGHTS = "adapter.gguf"

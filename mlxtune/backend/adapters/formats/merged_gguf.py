@@ -13,11 +13,12 @@ import numpy as np
 from mlxtune.backend.adapters.formats.adapter import Adapter
 from mlxtune.backend.adapters.formats.gguf import check_supported, gguf_names, orders
 from mlxtune.backend.models.loading import open_base
-from mlxtune.config.base_options import BaseOptions
-from mlxtune.core.files.files import file_hash, write_file
+from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.files.ours import is_ours
 from mlxtune.core.files.processes import output_of
-from mlxtune.core.text import count
+from mlxtune.core.files.reading import file_hash
+from mlxtune.core.files.writing import write_file
+from mlxtune.core.formatting import count
 from mlxtune.errors import OutputError, one_line
 
 MERGED = "model.gguf"

@@ -20,8 +20,8 @@ from mlxtune.backend.adapters.formats.adapter import (
     check_shapes_fit,
     path_in_layer,
 )
-from mlxtune.core.files.files import as_output_error, write_file, write_json
 from mlxtune.core.files.reading import open_regular
+from mlxtune.core.files.writing import as_output_error, write_file, write_json
 from mlxtune.core.run.checkpoint import ADAPTER_CONFIG
 from mlxtune.errors import ModelError, one_line
 

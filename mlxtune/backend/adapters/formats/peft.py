@@ -25,8 +25,8 @@ from mlxtune.backend.adapters.files import (
 from mlxtune.backend.adapters.formats import peft_experts
 from mlxtune.backend.adapters.formats.adapter import Adapter, Matrix, Update, path_in_layer
 from mlxtune.backend.models.model_folder import NOT_TEXT, json_object, weight_names
-from mlxtune.core.files.files import write_json
-from mlxtune.core.text import join_few
+from mlxtune.core.files.writing import write_json
+from mlxtune.core.formatting import join_few
 from mlxtune.errors import ModelError, one_line
 
 WEIGHTS = "adapter_model.safetensors"

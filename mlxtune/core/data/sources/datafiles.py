@@ -19,8 +19,7 @@ from mlxtune.core.data.sources.expansion import check_gzip
 from mlxtune.core.data.sources.parquet import parquet_rows
 from mlxtune.core.data.sources.tables import NAMES as TABLES
 from mlxtune.core.data.sources.tables import check_no_spreadsheet, is_table, table_rows
-from mlxtune.core.files.reading import open_regular, open_zipped
-from mlxtune.core.files.sizes import check_stored
+from mlxtune.core.files.reading import check_stored, open_regular, open_zipped
 from mlxtune.errors import DataError, one_line
 
 # The endings of file names in a data folder: mlx-lm's .jsonl and other formats' suffixes.

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mlxtune.core.files.reading import open_zipped
-from mlxtune.core.text import byte_size
+from mlxtune.core.formatting import byte_size
 from mlxtune.errors import DataError
 
 # The number of unpacked bytes that any file may have, and the additional number for each packed

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.text import (
+from mlxtune.core.formatting import (
     byte_size,
     count,
     duration,

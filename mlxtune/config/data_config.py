@@ -6,13 +6,24 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
-from mlxtune.config.fields import Affects, Checked, Section, as_path
-from mlxtune.config.objective import RowObjectiveConfig
+from mlxtune.config.fields import (
+    COMMAND,
+    DATA,
+    EXECUTION,
+    FILES,
+    INPUT,
+    INSPECT,
+    PLACES,
+    RESULT,
+    RUN,
+    TRAINING,
+    Checked,
+    as_path,
+)
+from mlxtune.config.objective_config import RowObjectiveConfig
 from mlxtune.errors import ConfigError, shorten
-
-RESULT, LENGTH, INPUT, EXECUTION, PLACES, COMMAND = Affects
-FILES, DATA, INSPECT, BENCH, PLAN, GENERATION, EXPORT, LORA, TRAINING, RUN = Section
 
 _MOST_WEIGHT = 1000
 ROW_NAMES = (
@@ -29,6 +40,30 @@ _MEANT = {
 }
 TEMPLATES = ("auto", "chatml", "qwen3", "gemma")
 FORMATS = ("4", "8", "mxfp4", "nvfp4", "mxfp8", "nf4")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseOptions:
+    """How to open a base model: whether to trust its code, and how to store and multiply weights.
+
+    `quantize`, a format of --quantize, quantises the weights of a full-precision model one by one
+    as they are read; `double_quant` is for nf4. `quantized_compute` is a form of
+    --quantized-compute.
+    """
+
+    trust_remote_code: bool = False
+    quantize: str | None = None
+    double_quant: bool = False
+    quantized_compute: str = "auto"
+
+    @property
+    def as_stored(self) -> Self:
+        """The same options for a base that is not quantised while loading."""
+        return dataclasses.replace(self, quantize=None, double_quant=False)
+
+
+# The options of a model whose weights stay in their format, and whose code is not run.
+AS_STORED = BaseOptions()
 
 
 @dataclasses.dataclass(frozen=True)

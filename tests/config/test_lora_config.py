@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtune.config.ranks import (
+from mlxtune.config.lora_config import (
     alpha_of,
     init_problem,
     pattern_of,

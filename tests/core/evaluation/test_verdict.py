@@ -13,7 +13,8 @@ import pytest
 
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
-from mlxtune.core.evaluation.evaluation import (
+from mlxtune.core.evaluation.interval import paired_difference
+from mlxtune.core.evaluation.outcome import (
     Difference,
     Evaluation,
     ExactMatch,
@@ -23,8 +24,8 @@ from mlxtune.core.evaluation.evaluation import (
     Sample,
     parse_evaluation,
 )
-from mlxtune.core.evaluation.interval import paired_difference
-from mlxtune.core.evaluation.losses import JudgedRows, Sums, evaluation_of, sums_of, verdict_of
+from mlxtune.core.evaluation.row_losses import Sums, sums_of
+from mlxtune.core.evaluation.verdict import JudgedRows, evaluation_of, verdict_of
 from mlxtune.core.evaluation.verdicts import file_lines, verdict_lines
 from mlxtune.errors import NonFiniteLossError
 from mlxtune.views.run_text import evaluation_lines

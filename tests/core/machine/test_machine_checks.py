@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from mlxtune.core.machine.checks import Check, Diagnosis, check_lines, diagnose
 from mlxtune.core.machine.facts import Device, Folder, Machine, Memory, Package, Power
+from mlxtune.core.machine.machine_checks import Check, Diagnosis, check_lines, diagnose
 
 GB = 10**9
 

@@ -2,9 +2,7 @@
 
 import dataclasses
 
-from mlxtune.config.fields import Affects, Checked, Section
-
-RESULT, TRAINING = Affects.RESULT, Section.TRAINING
+from mlxtune.config.fields import RESULT, TRAINING, Checked
 
 # The objectives whose rows are pairs of answers, and the objectives whose rows have a label.
 PAIRED, LABELLED = ("dpo", "orpo", "cpo", "simpo"), ("kto",)

@@ -14,14 +14,10 @@ from mlxtune.config import ObjectiveConfig
 from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, REJECTED
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
-from mlxtune.core.evaluation.evaluation import Evaluation, parse_evaluation
 from mlxtune.core.evaluation.interval import paired_share_interval, rank_interval
-from mlxtune.core.evaluation.losses import JudgedRows, Sums
-from mlxtune.core.evaluation.preferences import (
-    AnswerSums,
-    _ranks,
-    evaluate_preferences,
-)
+from mlxtune.core.evaluation.outcome import Evaluation, parse_evaluation
+from mlxtune.core.evaluation.row_losses import AnswerSums, Sums
+from mlxtune.core.evaluation.verdict import JudgedRows, _ranks, evaluate_preferences
 from mlxtune.core.evaluation.verdicts import file_lines, verdict_lines
 from mlxtune.core.objectives.objective import Objective
 

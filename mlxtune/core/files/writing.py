@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -13,8 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from mlxtune.config.limits import OWN_JSON, RECORDS, Limits, TooLarge, parse_json
-from mlxtune.core.files import ours, sizes
+from mlxtune.core.files import ours
 from mlxtune.core.files.ours import NotOurs
 from mlxtune.core.files.reading import open_regular
 from mlxtune.errors import OutputError
@@ -118,36 +116,6 @@ def append_line(target: Path, line: str) -> None:
         except OSError:
             os.ftruncate(file.fileno(), end)
             raise
-
-
-def read_own(path: Path, limits: Limits = RECORDS) -> bytes:
-    """Return the content of a file that we wrote.
-
-    Raises ValueError if the file is too large or not regular (a link, a pipe). Raises OSError.
-    """
-    return sizes.read_bytes(path, limits, links=False)
-
-
-def read_json(path: Path, limits: Limits = OWN_JSON) -> dict[str, Any]:
-    """Return the object in a JSON file that we wrote. Raises ValueError or OSError."""
-    value = parse_json(read_own(path, limits), limits, path.name, constants=False)
-    if not isinstance(value, dict):
-        raise ValueError(f"{path.name} is not a JSON object")
-    return value
-
-
-def file_hash(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hex.
-
-    Raises OSError if the file cannot be read, or consists almost entirely of holes, which may take
-    days to read.
-    """
-    with open_regular(path) as file:
-        try:
-            sizes.check_open(path.name, file)
-        except TooLarge as error:
-            raise OSError(errno.EINVAL, str(error)) from error
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -1,50 +1,34 @@
-"""Options of a run, of its pipeline and its trainer, of `plan`, and of `bench`."""
+"""Options of a run, of its pipeline and of its trainer."""
 
 import dataclasses
 import os
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mlxtune.config.base_options import BaseOptions
-from mlxtune.config.data import (
-    BENCH,
-    COMMAND,
+from mlxtune.config.data_config import BaseOptions, DataConfig, ModelConfig
+from mlxtune.config.fields import (
     EXECUTION,
     FILES,
-    INPUT,
     LENGTH,
     LORA,
     PLACES,
-    PLAN,
     RESULT,
     RUN,
     TRAINING,
-    DataConfig,
-    ModelConfig,
+    Checked,
+    as_path,
+    options_of,
+    same,
 )
-from mlxtune.config.fields import Checked, as_path, options_of, same
-from mlxtune.config.objective import DEFAULT_RATE, PREFERENCE_RATE, ObjectiveConfig
-from mlxtune.config.ranks import init_problem, target_ranks
-from mlxtune.errors import ConfigError, shorten
+from mlxtune.config.lora_config import LoraConfig, LoraShapeConfig
+from mlxtune.config.objective_config import DEFAULT_RATE, PREFERENCE_RATE, ObjectiveConfig
+from mlxtune.errors import shorten
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _StepConfig(ModelConfig, ObjectiveConfig, DataConfig):
+class StepConfig(LoraShapeConfig, ModelConfig, ObjectiveConfig, DataConfig):
     """The options that `train` and `bench` share."""
 
-    rank: int = LORA.option(8, "Rank of the LoRA matrices.", RESULT, at_least=1, at_most=10**6)
-    alpha: float = LORA.option(
-        16.0, "LoRA alpha; the update is scaled by alpha / rank.", RESULT, above=0, at_most=1e6
-    )
-    targets: tuple[str, ...] = LORA.option(
-        ("q_proj", "v_proj"),
-        "Projections that get LoRA, by name (q_proj) or path (self_attn.q_proj), or 'all'.",
-        RESULT,
-        metavar="NAME,NAME",
-    )
-    num_layers: int | None = LORA.option(
-        None, "Apply LoRA to the last N layers only; default: all.", RESULT, at_least=1
-    )
     lr: float | None = TRAINING.option(
         None,
         f"Peak learning rate of AdamW; default: {DEFAULT_RATE:g}, or "
@@ -106,63 +90,6 @@ class _StepConfig(ModelConfig, ObjectiveConfig, DataConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _LoraConfig(Checked):
-    """The options that InstructConfig and TrainConfig share."""
-
-    dropout: float = LORA.option(
-        0.0, "Dropout on the input of the LoRA matrices.", RESULT, at_least=0, below=1
-    )
-    target_rank: tuple[str, ...] = LORA.option(
-        (),
-        "Rank of one target instead of --rank, such as q_proj=16; may be repeated.",
-        RESULT,
-        several=True,
-        metavar="NAME=N",
-    )
-    rslora: bool = LORA.option(
-        False, "Scale the update by alpha / √rank (rsLoRA): for high ranks.", RESULT
-    )
-    dora: bool = LORA.option(False, "Also train the magnitude of each weight row (DoRA).", RESULT)
-    init: str = LORA.option(
-        "lora",
-        "Initial LoRA values: lora is random, pissa takes the weights' largest singular vectors, "
-        "pissa_niter_N approximates these in N iterations, which is faster.",
-        RESULT,
-        metavar="lora|pissa|pissa_niter_N",
-    )
-    init_adapter: str | None = LORA.option(
-        None,
-        "Continue training an adapter (file or folder), with its rank, alpha and targets.",
-        INPUT,
-        path=True,
-    )
-    lr_ratio: float = TRAINING.option(
-        1.0, "Learning rate of B, as a multiple of A's (LoRA+).", RESULT, above=0, at_most=1e6
-    )
-    weight_decay: float = TRAINING.option(0.01, "AdamW weight decay.", RESULT, at_least=0)
-
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
-        try:
-            target_ranks(self.target_rank)
-        except ConfigError as error:
-            problems += error.problems
-        if problem := init_problem(self.init):
-            return [*problems, problem]
-        if self.init != "lora" and self.dora:
-            problems.append(
-                f"--init {self.init} changes the weights whose row norms --dora trains: "
-                "leave one of them out"
-            )
-        if self.init != "lora" and self.init_adapter is not None:
-            problems.append(
-                f"--init {self.init} starts from the weights, --init-adapter from an adapter: "
-                "leave one of them out"
-            )
-        return problems
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _LoopConfig(Checked):
     """The options that InstructTrainingConfig and TrainConfig share."""
 
@@ -214,7 +141,7 @@ class _LoopConfig(Checked):
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig(_LoopConfig, _LoraConfig, _StepConfig):
+class TrainConfig(_LoopConfig, LoraConfig, StepConfig):
     """Options of one run, for `mlxtune train` and `mlxtune.commands.train`.
 
     Strings, as from flags and config files, are converted to the field's type.
@@ -403,7 +330,7 @@ class InstructTrainingConfig(_LoopConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class InstructConfig(_LoraConfig):
+class InstructConfig(LoraConfig):
     """Options of the pipeline: LoRA, optimizer, clipping.
 
     `learning_rate` is the default of `train_step` and `train_batch`, and the peak for a trainer
@@ -427,83 +354,3 @@ class InstructConfig(_LoraConfig):
 
     def __post_init__(self, *_: object) -> None:
         super().__post_init__()
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanConfig(TrainConfig):
-    """Options of `mlxtune plan`: the options of a run, with optional data."""
-
-    data: tuple[str, ...] = same(
-        TrainConfig,
-        "data",
-        (),
-        "Data to plan for; without it, one example of --max-seq-len tokens.",
-        required=False,
-    )
-    longest: bool = PLAN.option(
-        False, "Print the length of the longest example that fits in --memory-limit.", COMMAND
-    )
-    workers: int = PLAN.option(
-        1, "Machines to plan for, each with one worker of mlx.launch.", COMMAND, at_least=1
-    )
-    link: float = PLAN.option(
-        10.0, "Bandwidth between the machines, in Gbit/s.", COMMAND, above=0, metavar="GBPS"
-    )
-    json: bool = RUN.option(False, "Print JSON for programs; docs/plan.md describes it.", COMMAND)
-
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
-        if self.workers > 1 and not self.data and self.parallel == "data":
-            problems.append("--workers needs --data: the workers share the examples of each step")
-        if self.workers == 1 and self.parallel == "tensor":
-            problems.append("--parallel tensor needs --workers: give their number")
-        return problems
-
-
-@dataclasses.dataclass(frozen=True)
-class BenchConfig(_StepConfig):
-    """Options of a benchmark of training steps in mlxtune and, with `against`, in a peer."""
-
-    _: dataclasses.KW_ONLY
-    # Rows held out for validation would not be timed.
-    val_split: float = same(DataConfig, "val_split", 0.0)
-    against: str | None = BENCH.option(
-        None, "Also measure another trainer on the same steps.", COMMAND, choices=("mlx-lm",)
-    )
-    execution: str = BENCH.option(
-        "auto",
-        "How mlxtune computes: auto as train does, gpu as on Metal and CUDA, cpu as on Linux, "
-        "plain as the reference.",
-        COMMAND,
-        choices=("auto", "gpu", "cpu", "plain"),
-    )
-    steps: int = BENCH.option(
-        8, "Optimizer steps to time, from the start of an epoch.", COMMAND, at_least=1
-    )
-    repeats: int = BENCH.option(
-        2, "Number of times to measure each side, each time in a new process.", COMMAND, at_least=1
-    )
-    json: str | None = RUN.option(
-        None, "Write the report as JSON to a file, or - for stdout; see docs/bench.md.", COMMAND
-    )
-
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
-        if self.objective != "sft" and self.against is not None:
-            problems += [f"--against {self.against} has no {self.objective}: leave it out"]
-        if self.quantize == "nf4" and self.against is not None:
-            problems += [f"--against {self.against} has no nf4: use another --quantize"]
-        return problems
-
-    @property
-    def json_path(self) -> Path | None:
-        return None if self.json in (None, "-") else as_path(str(self.json))
-
-    def training(self, dtype: str) -> TrainConfig:
-        """Return the options of the timed run.
-
-        Clipping is off, as it is by default in other trainers. The plan estimates the memory, and
-        uses no cached measurement.
-        """
-        own: dict[str, Any] = {"schedule": "constant", "max_grad_norm": 0.0, "no_cache": True}
-        return self.part(TrainConfig, dtype=dtype, **own)

@@ -1,30 +1,16 @@
-"""Options of commands that run a model, or convert an adapter, and of the demo."""
+"""Options of commands that run a model, or convert an adapter."""
 
 import dataclasses
 import re
 from pathlib import Path
 from typing import Any
 
-from mlxtune.config.data import (
-    COMMAND,
-    EXPORT,
-    FILES,
-    FORMATS,
-    GENERATION,
-    RUN,
-    DataConfig,
-    ModelConfig,
-    RowsConfig,
-)
-from mlxtune.config.fields import Checked, as_path, same
-from mlxtune.config.objective import ObjectiveConfig
-from mlxtune.config.training import TrainConfig
+from mlxtune.config.data_config import FORMATS, DataConfig, ModelConfig, RowsConfig
+from mlxtune.config.fields import COMMAND, EXPORT, FILES, GENERATION, RUN, Checked, as_path, same
+from mlxtune.config.objective_config import ObjectiveConfig
+from mlxtune.config.train_config import TrainConfig
 from mlxtune.errors import shorten
 
-_PACKAGE = Path(__file__).resolve().parents[1]
-# Demo files: inside the package in a wheel, in data/ in a clone or an editable install.
-_CARRIED, _CLONED = _PACKAGE / "demo", _PACKAGE.parent / "data"
-MODEL, DATA = "demo-qwen3", "bookings.jsonl"
 _WEIGHTS = (".safetensors", ".gguf")
 # The file with the weights in the folder of an export, by format.
 _MAIN_FILES = {
@@ -324,28 +310,3 @@ class ExportConfig(ImportConfig):
 
 
 OutgoingConfig = FuseConfig | ExportConfig
-
-
-def demo_file(name: str) -> Path:
-    """Return the path of a demo model's folder or of the demo's data file, by its name."""
-    return (_CARRIED if _CARRIED.is_dir() else _CLONED) / name
-
-
-@dataclasses.dataclass(frozen=True)
-class DemoConfig(Checked):
-    """Options of the demo: a small model learns to answer a guest's message with JSON.
-
-    `train(DemoConfig().training())` runs it from Python.
-
-    Raises ConfigError, which lists every problem.
-    """
-
-    output: str = same(TrainConfig, "output", "mlxtune-demo/adapters.safetensors")
-    max_steps: int | None = same(TrainConfig, "max_steps")
-    overwrite: bool = same(TrainConfig, "overwrite")
-    quiet: bool = same(TrainConfig, "quiet")
-
-    def training(self) -> TrainConfig:
-        """Return the options of the demo's run."""
-        model, data = str(demo_file(MODEL)), str(demo_file(DATA))
-        return self.part(TrainConfig, model_path=model, data=(data,), targets=("all",), lr=5e-3)

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from mlxtune.config.limits import OWN_JSON
-from mlxtune.core.files.files import (
+from mlxtune.core.files.reading import file_hash, read_json
+from mlxtune.core.files.writing import (
     check_writable,
-    file_hash,
     make_folder,
-    read_json,
     same_place,
     write_file,
     write_json,

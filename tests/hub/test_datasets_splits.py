@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxtune.errors import DataError
-from mlxtune.hub.names import dataset_name
-from mlxtune.hub.splits import choose, converted_splits, own_splits
+from mlxtune.hub.dataset_name import dataset_name
+from mlxtune.hub.datasets import choose, converted_splits, own_splits
 
 GSM8K = {
     "main": {"train": ["main/train/0000.parquet"], "test": ["main/test/0000.parquet"]},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.hub.names import DatasetName, dataset_name
+from mlxtune.hub.dataset_name import DatasetName, dataset_name
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,16 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from mlxtune.config import OPTIONS, TrainConfig
 from mlxtune.config.fields import Affects, flag
-from mlxtune.config.objective import ObjectiveConfig
-from mlxtune.core.evaluation.evaluation import Evaluation, Sample
+from mlxtune.config.objective_config import ObjectiveConfig
+from mlxtune.core.evaluation.outcome import Evaluation, Sample
 from mlxtune.core.evaluation.verdicts import verdict_lines
+from mlxtune.core.formatting import sentence
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.stored_run import Run, mapping, text
 from mlxtune.core.run.summary import RunView, data_name, data_names, hub_data
-from mlxtune.core.text import sentence
 from mlxtune.errors import OutputError, one_line
 from mlxtune.hub.client import asking
-from mlxtune.hub.names import REPOSITORY
+from mlxtune.hub.dataset_name import REPOSITORY
 
 _MISSING = "repository"
 _TIMEOUT = 20.0

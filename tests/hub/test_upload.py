@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.errors import OutputError
-from mlxtune.hub.adapters import check_may_write, upload
+from mlxtune.hub.upload import check_may_write, upload
 from tests.hub_server import Handler, Hub, Model
 
 FILES = {
@@ -185,7 +185,7 @@ def test_interrupted_upload_leaves_the_hub_as_it_was(hub: Hub, folder: Path) -> 
 def test_hub_that_falls_silent_is_given_up(
     hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxtune.hub.responses.SILENCE", 0.2)
+    monkeypatch.setattr("mlxtune.hub.client.SILENCE", 0.2)
     hub.faults.append(failing("commit/main", Handler.fall_silent))
     assert "the connection to" in refusal(folder)
     assert hub.models == {}

@@ -16,8 +16,7 @@ from mlxtune.core.run.run_folder import TRACKING, find_resume_point
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import TrainingInterrupted
-from mlxtune.tracking.observer import TrackingObserver
-from mlxtune.tracking.trackers import TRACKERS, TrackedRun, Value
+from mlxtune.tracking import TRACKERS, TrackedRun, TrackingObserver, Value
 from tests.core.training.fake_pipeline import CORPUS, FakePipeline, options
 from tests.models import sums, write_chat
 

@@ -1,0 +1,94 @@
+"""The losses of rows, and of their answers, under a model."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, REJECTED, UNDESIRABLE
+from mlxtune.core.data.corpus import CorpusRows
+from mlxtune.core.data.encode import Example
+from mlxtune.core.evaluation.interval import Floats
+from mlxtune.core.evaluation.outcome import Loss, perplexity
+from mlxtune.core.steps.batch import predicted_tokens
+
+# Returns the summed loss of each example, float64 (B,), and reports progress.
+ComputeLosses = Callable[[Sequence[Example], Callable[[int], None]], Floats]
+
+
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """Rows' summed losses under a model, `losses` float64 (R,), and their `tokens` int64 (R,)."""
+
+    losses: Floats
+    tokens: npt.NDArray[np.int64]
+
+    def only(self, rows: npt.NDArray[np.int64]) -> "Sums":
+        """Return the losses of the rows at these indices."""
+        return Sums(self.losses[rows], self.tokens[rows])
+
+    @property
+    def loss(self) -> Loss:
+        mean = float(self.losses.sum() / self.tokens.sum())
+        return Loss(mean, perplexity(mean))
+
+
+def sums_of(
+    rows: CorpusRows, losses: ComputeLosses, on_progress: Callable[[int, int], None]
+) -> Sums:
+    """Compute the losses of rows; `on_progress` gets the numbers of finished and of all examples.
+
+    The first token of an example is never predicted, so it does not count.
+    """
+    chosen = [example for row in rows for example in row]
+    places = [place for place, row in enumerate(rows) for _ in row]
+    totals, tokens = np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
+    np.add.at(totals, places, losses(chosen, lambda done: on_progress(done, len(chosen))))
+    np.add.at(tokens, places, list(map(predicted_tokens, chosen)))
+    return Sums(totals, tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerSums:
+    """Losses of rows' answers under a model: of good answers and, in pairs, of bad answers.
+
+    The only answer of a row with a label is in `good`; `labels` (R,) is 0 for rows whose only
+    answer is bad, and 1 for all other rows.
+    """
+
+    good: Sums
+    bad: Sums
+    labels: Floats
+
+    def only(self, rows: npt.NDArray[np.int64]) -> "AnswerSums":
+        """Return the losses of the rows at these indices."""
+        return AnswerSums(self.good.only(rows), self.bad.only(rows), self.labels[rows])
+
+    @property
+    def margins(self) -> Floats:
+        """The mean log-probability of good answers minus that of bad answers, (R,), per token."""
+        good, bad = self.good.losses / self.good.tokens, self.bad.losses
+        return bad / np.maximum(self.bad.tokens, 1) - good
+
+
+def answer_sums(
+    rows: CorpusRows, losses: ComputeLosses, on_progress: Callable[[int, int], None]
+) -> AnswerSums:
+    """Compute answers' losses; `on_progress` gets the numbers of finished and of all examples."""
+    examples = [
+        (place, example)
+        for place, row in enumerate(rows)
+        for example in row
+        if example.role in (CHOSEN, REJECTED, DESIRABLE, UNDESIRABLE)
+    ]
+    chosen = [example for _, example in examples]
+    found = losses(chosen, lambda done: on_progress(done, len(chosen)))
+    totals, tokens = np.zeros((2, len(rows))), np.zeros((2, len(rows)), dtype=np.int64)
+    labels = np.ones(len(rows))
+    for (place, example), loss in zip(examples, found, strict=True):
+        side = int(example.role == REJECTED)
+        totals[side, place] += loss
+        tokens[side, place] += predicted_tokens(example)
+        labels[place] = example.role != UNDESIRABLE
+    return AnswerSums(Sums(totals[0], tokens[0]), Sums(totals[1], tokens[1]), labels)

@@ -1,0 +1,314 @@
+"""Judges from losses on held-out rows whether an adapter helped, or learned preferences.
+
+A model's loss is the mean over all supervised tokens of the rows. A model prefers the answer whose
+tokens have the higher mean log-probability; a sum would favour short answers. An answer with a
+label has no counterpart, so each good answer is compared with all bad answers, and should gain
+more.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.core.data.corpus import CorpusRows
+from mlxtune.core.evaluation.interval import (
+    CONFIDENCE,
+    Floats,
+    paired_difference,
+    paired_share_interval,
+    rank_interval,
+)
+from mlxtune.core.evaluation.outcome import (
+    CANNOT_TELL,
+    FEWEST_ROWS,
+    HELPED,
+    HURT,
+    Difference,
+    Evaluation,
+    FileVerdict,
+    Misjudged,
+    PreferenceDifference,
+    RowLosses,
+)
+from mlxtune.core.evaluation.row_losses import AnswerSums, Sums
+from mlxtune.core.objectives.objective import Objective
+from mlxtune.errors import NonFiniteLossError
+
+# A change below this share of the loss hardly matters, however certain it is.
+_HARDLY = 0.01
+# The number of rows to report of each kind: most improved, most worsened, and misjudged.
+_TOP_ROWS = 5
+
+_Losses = TypeVar("_Losses", Sums, AnswerSums)
+
+
+@dataclass(frozen=True)
+class JudgedRows:
+    """Rows to evaluate: rows that were not trained on or, if there are none, all rows.
+
+    `candidates` is the number of adapters from which training chose the best on these rows.
+    """
+
+    rows: CorpusRows
+    left_out: int
+    only_trained: bool
+    candidates: int = 1
+
+    @classmethod
+    def of(cls, rows: CorpusRows, trained: npt.NDArray[np.uint64]) -> "JudgedRows":
+        """Leave out of `rows` those with identities in `trained`, unless no rows would remain."""
+        others = rows.without(trained)
+        if not others:
+            return cls(rows, 0, only_trained=bool(rows))
+        return cls(others, len(rows) - len(others), only_trained=False)
+
+
+def evaluation_of(
+    judged: JudgedRows, base: Sums, adapted: Sums | None, seed: int, start: Sums | None = None
+) -> Evaluation:
+    """Compare the losses of rows under the base model, the adapter, and its starting point, if any.
+
+    With several files, each file gets a verdict. Raises NonFiniteLossError if a row's loss is not
+    finite.
+    """
+    return _with_verdicts_by_file(judged, partial(_compare_losses, seed), base, adapted, start)
+
+
+def evaluate_preferences(
+    judged: JudgedRows,
+    objective: Objective,
+    base: AnswerSums,
+    adapted: AnswerSums | None,
+    seed: int,
+    start: AnswerSums | None = None,
+) -> Evaluation:
+    """Compare the preferences of models; losses are over the good answers.
+
+    `start` has the answers' losses under the adapter from which training started. With several
+    files, each file gets a verdict.
+    """
+    compare = partial(_compare_preferences, seed, objective)
+    return _with_verdicts_by_file(judged, compare, base, adapted, start)
+
+
+def _with_verdicts_by_file(
+    judged: JudgedRows,
+    compare: Callable[[JudgedRows, _Losses, _Losses | None, _Losses | None], Evaluation],
+    base: _Losses,
+    adapted: _Losses | None,
+    start: _Losses | None,
+) -> Evaluation:
+    """Compare the losses of all rows and, if there are several files, of each file's rows.
+
+    There is no verdict on a file if all rows were trained on.
+    """
+    evaluation, rows = compare(judged, base, adapted, start), judged.rows
+    present = np.unique(rows.files).tolist()
+    if adapted is None or judged.only_trained or len(present) < 2:
+        return evaluation
+    verdicts = []
+    for file in present:
+        places = np.flatnonzero(rows.files == file)
+        first = None if start is None else start.only(places)
+        part = replace(judged, rows=rows.only(places))
+        own = compare(part, base.only(places), adapted.only(places), first)
+        path = rows.corpus.paths[file] if rows.corpus.paths else f"file {file + 1}"
+        verdicts.append(_file_verdict(path, len(places), own))
+    return replace(evaluation, files=tuple(verdicts))
+
+
+def _file_verdict(path: str, rows: int, evaluation: Evaluation) -> FileVerdict:
+    assert evaluation.adapted is not None
+    assert evaluation.verdict is not None
+    preference = evaluation.preference
+    return FileVerdict(
+        path,
+        rows,
+        evaluation.base.loss,
+        evaluation.adapted.loss,
+        evaluation.verdict,
+        evaluation.hardly,
+        preference.before if preference else None,
+        preference.after if preference else None,
+    )
+
+
+def _compare_losses(
+    seed: int, judged: JudgedRows, base: Sums, adapted: Sums | None, start: Sums | None
+) -> Evaluation:
+    rows = judged.rows
+    for name, sums in (("base", base), ("first adapted", start), ("adapted", adapted)):
+        if sums is not None and not np.isfinite(sums.losses).all():
+            where = rows.where(int(np.argmin(np.isfinite(sums.losses))))
+            raise NonFiniteLossError(
+                f"{where}: the row's loss under the {name} model is not finite: "
+                "check the model, or use --dtype float32"
+            )
+    evaluation = Evaluation(
+        len(rows),
+        int(base.tokens.sum()),
+        base.loss,
+        left_out=judged.left_out,
+        only_trained=judged.only_trained,
+        candidates=judged.candidates,
+    )
+    if adapted is None:
+        return evaluation
+    from_base = paired_difference(base.losses, adapted.losses, base.tokens, seed)
+    difference = from_base
+    if start is not None:
+        difference = paired_difference(start.losses, adapted.losses, base.tokens, seed)
+
+    def most_changed(sign: int) -> tuple[RowLosses, ...]:
+        change = sign * (adapted.losses - base.losses)
+        order = np.argsort(change, kind="stable")[:_TOP_ROWS].tolist()
+        return tuple(
+            RowLosses(
+                *rows.place(i),
+                int(base.tokens[i]),
+                float(base.losses[i] / base.tokens[i]),
+                float(adapted.losses[i] / base.tokens[i]),
+            )
+            for i in order
+            if change[i] < 0
+        )
+
+    verdict = CANNOT_TELL if judged.only_trained else verdict_of(difference, len(rows))
+    return replace(
+        evaluation,
+        adapted=adapted.loss,
+        difference=difference,
+        verdict=verdict,
+        hardly=is_hardly(verdict, difference.share),
+        start=None if start is None else start.loss,
+        base_difference=None if start is None else from_base,
+        gained=most_changed(1),
+        lost=most_changed(-1),
+    )
+
+
+def verdict_of(difference: Difference, rows: int) -> str:
+    if rows < FEWEST_ROWS or difference.low <= 0 <= difference.high:
+        return CANNOT_TELL
+    return HELPED if difference.high < 0 else HURT
+
+
+def is_hardly(verdict: str, share: float) -> bool:
+    """Return whether a verdict rests on a negligible relative difference."""
+    return verdict != CANNOT_TELL and abs(share) < _HARDLY
+
+
+def _compare_preferences(
+    seed: int,
+    objective: Objective,
+    judged: JudgedRows,
+    base: AnswerSums,
+    adapted: AnswerSums | None,
+    start: AnswerSums | None,
+) -> Evaluation:
+    # The losses are over the answers to learn, unless all answers are bad.
+    learned = np.flatnonzero(base.labels) if base.labels.any() else np.arange(len(base.labels))
+    rows = judged.rows.only(learned)
+    good = [None if each is None else each.good.only(learned) for each in (base, adapted, start)]
+    assert good[0] is not None
+    evaluation = _compare_losses(seed, replace(judged, rows=rows), good[0], good[1], good[2])
+    evaluation = replace(evaluation, rows=len(judged.rows))
+    before = base if start is None else start
+    if adapted is None:
+        preferred = float((before.margins > 0).mean()) if objective.has_pairs else None
+        return replace(evaluation, preferred=preferred)
+    if objective.has_pairs:
+        found = _compare_pairs(judged.rows, before, adapted)
+        size = found.after - found.before
+    else:
+        found = _compare_labelled(judged.rows, before, adapted)
+        # A tiny gain may be larger in every pair, so its size counts, relative to the loss.
+        loss = before.good.only(learned).loss.loss
+        size = found.margin_after / loss if loss else 0.0
+    found = replace(found, objective=objective.description)
+    verdict = HELPED if found.low > 0 else HURT if found.high < 0 else CANNOT_TELL
+    if judged.only_trained or (found.fewest or 0) < FEWEST_ROWS:
+        verdict = CANNOT_TELL
+    hardly = is_hardly(verdict, size)
+    return replace(evaluation, verdict=verdict, hardly=hardly, preference=found)
+
+
+def _compare_pairs(
+    rows: CorpusRows, before: AnswerSums, adapted: AnswerSums
+) -> PreferenceDifference:
+    won, wins = (each.margins > 0 for each in (before, adapted))
+    bounds = paired_share_interval(won, wins)
+    shares = float(won.mean()), float(wins.mean())
+    return _difference(rows, shares, bounds, before.margins, adapted.margins, len(rows))
+
+
+def _compare_labelled(
+    rows: CorpusRows, before: AnswerSums, adapted: AnswerSums
+) -> PreferenceDifference:
+    good = adapted.labels == 1
+    gains = adapted.margins - before.margins
+    share = float(_ranks(gains, good).mean())
+    count = int(good.sum())
+    low, high = rank_interval(share, count, len(good) - count)
+    # Each answer's gain is compared with the mean gain of the answers with the other label.
+    margins = np.zeros(len(good)), _against_others(gains, good)
+    fewest = min(count, len(good) - count)
+    found = _difference(rows, (0.5, share), (low - 0.5, high - 0.5), *margins, fewest)
+    return replace(found, pairs=False)
+
+
+def _difference(
+    rows: CorpusRows,
+    shares: tuple[float, float],
+    bounds: tuple[float, float],
+    before: Floats,
+    after: Floats,
+    fewest: int,
+) -> PreferenceDifference:
+    """Build the result from two shares, their difference's bounds, and the margins (R,)."""
+    return PreferenceDifference(
+        objective="",
+        pairs=True,
+        before=shares[0],
+        after=shares[1],
+        fewest=fewest,
+        low=bounds[0],
+        high=bounds[1],
+        confidence=CONFIDENCE,
+        margin_before=float(before.mean()),
+        margin_after=float(after.mean()),
+        misjudged=tuple(
+            Misjudged(*rows.place(i), float(before[i]), float(after[i]))
+            for i in np.argsort(after, kind="stable")[:_TOP_ROWS].tolist()
+            if after[i] < 0
+        ),
+    )
+
+
+def _ranks(gains: Floats, good: npt.NDArray[np.bool_]) -> Floats:
+    """Return, for each answer (R,), the share of its pairs in which the good answer gained more."""
+    if good.all() or not good.any():
+        return np.full(len(gains), 0.5)
+
+    def share(own: float, others: Floats, sign: int) -> float:
+        return float(np.mean(sign * (own - others) > 0) + np.mean(others == own) / 2)
+
+    return np.array(
+        [
+            share(gain, gains[~good], 1) if is_good else share(gain, gains[good], -1)
+            for gain, is_good in zip(gains, good, strict=True)
+        ]
+    )
+
+
+def _against_others(gains: Floats, good: npt.NDArray[np.bool_]) -> Floats:
+    if good.all() or not good.any():
+        return np.zeros(len(gains))
+    others = np.where(good, gains[~good].mean(), gains[good].mean())
+    signs = np.where(good, 1.0, -1.0)
+    found: Floats = signs * (gains - others)
+    return found
