@@ -25,7 +25,7 @@ _UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 @dataclass(frozen=True)
-class Sample:
+class SequenceLogits:
     """A prompt and the trained model's greedy answer, which is the last `generated` of `tokens`.
 
     `logits`, float32 (T, V), are the trained model's predictions of the last T tokens.
@@ -44,7 +44,7 @@ class Reference:
     explains, `effect` the largest that the adapter causes.
     """
 
-    sequences: list[Sample]
+    sequences: list[SequenceLogits]
     dtype: str
     tolerance: float = 0.0
     effect: float = 0.0
@@ -83,7 +83,7 @@ def reference_of(
         answer = [token for token, _ in steps]
         tokens = [*prompt, *answer]
         logits = _logits(adapted.model, tokens, len(answer))
-        sequences.append(Sample(tokens, len(answer), logits))
+        sequences.append(SequenceLogits(tokens, len(answer), logits))
     reference = Reference(sequences, coarsest(rounding, adapted.base.dtype))
     adapted.use_adapter(False)
     effect = compare(adapted.model, reference).largest_difference

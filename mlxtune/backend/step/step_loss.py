@@ -19,7 +19,7 @@ import numpy.typing as npt
 from mlxtune.backend.forward.forward import Reduce, summed
 from mlxtune.core.data.conversation import MISMATCHED
 from mlxtune.core.data.encode import Example
-from mlxtune.core.objectives.objective import Layout, Objective, Totals
+from mlxtune.core.objectives.objective import AnswerLayout, Objective, Totals
 from mlxtune.core.steps.batch import MicroBatch, predicted_tokens
 from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
@@ -101,7 +101,7 @@ class PreferenceLoss:
     examples: Sequence[Example]
     tokens: int
     objective: Objective
-    layout: Layout
+    layout: AnswerLayout
     totals: Totals
     weights: _Floats | None = None
     logps: _Floats | None = None
@@ -229,7 +229,7 @@ def cuts_rows(examples: Sequence[Example], groups: Iterable[Sequence[int]]) -> b
     return False
 
 
-def _weights(objective: Objective, layout: Layout, totals: Totals, logps: _Floats) -> _Floats:
+def _weights(objective: Objective, layout: AnswerLayout, totals: Totals, logps: _Floats) -> _Floats:
     """Return the derivatives of the loss with respect to the log-probabilities, float64 (E,)."""
 
     def loss(sums: mx.array) -> Any:

@@ -43,7 +43,7 @@ _COLUMNS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class AnswerLayout:
     """The layout of rows' answers in arrays (columns, R), and the place of each example in them.
 
     `slots` is int64 (E,): the index of each example's answer in such an array, flattened; an answer
@@ -141,7 +141,7 @@ class Objective:
     def _nll_column(self) -> int:
         return _PLACES[WHOLE if self.options.orpo_nll == "prompt" else CHOSEN]
 
-    def lay_out(self, examples: Sequence[Example]) -> Layout:
+    def lay_out(self, examples: Sequence[Example]) -> AnswerLayout:
         """Return the layout of the examples' rows, in the order of their first examples."""
         rows: dict[int, int] = {}
         index = [rows.setdefault(example.key, len(rows)) for example in examples]
@@ -154,12 +154,12 @@ class Objective:
         for example, row in zip(examples, index, strict=True):
             desirable[row] = example.role == DESIRABLE
         shape = _COLUMNS, len(rows)
-        return Layout(slots, references.reshape(shape), counts.reshape(shape), desirable)
+        return AnswerLayout(slots, references.reshape(shape), counts.reshape(shape), desirable)
 
-    def totals(self, layout: Layout, kl: float = 0.0) -> Totals:
+    def totals(self, layout: AnswerLayout, kl: float = 0.0) -> Totals:
         return Totals(layout.rows, float(layout.counts[self._nll_column].sum()), kl)
 
-    def kl(self, layout: Layout, sums: Any) -> float:
+    def kl(self, layout: AnswerLayout, sums: Any) -> float:
         """Return the divergence, at least 0: the mean log-ratio of the mismatched answers.
 
         `sums` is (columns, R). The gradient does not flow through the result.
@@ -170,7 +170,7 @@ class Objective:
             return 0.0
         return max(float((sums[column] - layout.references[column])[there].mean()), 0.0)
 
-    def loss(self, sums: Any, layout: Layout, totals: Totals, xp: Any = np) -> Any:
+    def loss(self, sums: Any, layout: AnswerLayout, totals: Totals, xp: Any = np) -> Any:
         """Return the part of a step's loss that these rows contribute, a scalar.
 
         `sums` (columns, R) has the log-probabilities of the rows' answers, as an array of the
@@ -198,7 +198,7 @@ class Objective:
         loss = self.loss(layout.sums(own), layout, self.totals(layout, kl))
         return float(loss), self.metrics(own, layout, kl)
 
-    def metrics(self, logps: _Floats, layout: Layout, kl: float = 0.0) -> dict[str, float]:
+    def metrics(self, logps: _Floats, layout: AnswerLayout, kl: float = 0.0) -> dict[str, float]:
         """Return TRL's metrics of rows from their examples' log-probabilities (E,)."""
         sums = layout.sums(logps)
         sides = self._sides(sums, layout, self.totals(layout, kl), np)
@@ -238,7 +238,7 @@ class Objective:
             found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
         return {name: float(value) for name, value in found.items()}
 
-    def expected_first_loss(self, layout: Layout) -> float | None:
+    def expected_first_loss(self, layout: AnswerLayout) -> float | None:
         """Return the loss before the first update, when the model equals its reference.
 
         Returns None without a reference.
@@ -247,7 +247,7 @@ class Objective:
             return None
         return float(self.loss(layout.references, layout, self.totals(layout)))
 
-    def _sides(self, sums: Any, layout: Layout, totals: Totals, xp: Any) -> Sides:
+    def _sides(self, sums: Any, layout: AnswerLayout, totals: Totals, xp: Any) -> Sides:
         # Zeros replace a missing second answer or reference; no loss reads them.
         counts = np.maximum(layout.counts, 1)
         references, labels = layout.references, layout.desirable

@@ -35,7 +35,7 @@ from mlxtune.core.run.trained_rows import check_trained_rows
 
 
 @dataclass(frozen=True)
-class Check:
+class RunCheck:
     """A check: its subject, whether it passed, and the result in words."""
 
     name: str
@@ -50,14 +50,14 @@ class Verification:
     run: str
     step: int = 0
     finished: bool = False
-    checks: list[Check] = field(default_factory=list)
+    checks: list[RunCheck] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
         return all(check.ok for check in self.checks)
 
     def add(self, name: str, problem: str | None, detail: str) -> None:
-        self.checks.append(Check(name, problem is None, detail if problem is None else problem))
+        self.checks.append(RunCheck(name, problem is None, detail if problem is None else problem))
 
     def attempt(self, name: str, check: Callable[[], str]) -> None:
         """Add a check that returns its result in words, or raises OSError or ValueError."""
