@@ -63,7 +63,7 @@ class MlxLm:
         load_adapters(model, str(adapter))
         model.train()
         self._optimizer = optim.AdamW(
-            self._lora.learning_rate,
+            self._lora.lr,
             betas=[0.9, 0.999],
             eps=1e-8,
             weight_decay=self._lora.weight_decay,

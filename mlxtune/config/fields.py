@@ -4,6 +4,7 @@ Flags, config files and the Python API go through the same conversion.
 """
 
 import dataclasses
+import functools
 import inspect
 import math
 import operator
@@ -11,7 +12,7 @@ import os
 import re
 import reprlib
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from pathlib import Path
 from types import UnionType
@@ -249,7 +250,7 @@ def as_path(text: str) -> Path:
 def same(
     config: type, name: str, default: Any = dataclasses.MISSING, help: str = "", **changes: Any
 ) -> Any:
-    """Reuse an option of another config as a field; the field's name, default and help may differ.
+    """Reuse an option of another config as a field, with another default or help, if given.
 
     `changes` replace other fields of Option.
     """
@@ -257,7 +258,7 @@ def same(
     option = field.metadata["option"]
     option = dataclasses.replace(option, help=help or option.help, **changes)
     default = field.default if default is dataclasses.MISSING else default
-    return dataclasses.field(default=default, metadata={"name": name, "option": option})
+    return dataclasses.field(default=default, metadata={"option": option})
 
 
 def document(config: type) -> None:
@@ -301,13 +302,16 @@ _Part = TypeVar("_Part")
 class Checked:
     """A dataclass that converts and checks its fields, and reports every problem in one error."""
 
-    # Names of former options, which the constructor still accepts for programs that pass them.
+    # Names that the constructor still accepts for programs that pass them: of options that no
+    # longer exist, and of options by their new names.
     ignored: typing.ClassVar[tuple[str, ...]] = ()
+    former: typing.ClassVar[Mapping[str, str]] = {}
     # The names of the options passed to the constructor, which only `given_options` reads.
     _passed: frozenset[str]
 
     def __new__(cls, *values: Any, **options: Any) -> Self:
         """Report unknown options before Python does. Raises ConfigError."""
+        options = {cls.former.get(name, name): value for name, value in options.items()}
         check_names(cls, {k: value for k, value in options.items() if k not in cls.ignored})
         made = super().__new__(cls)
         positional = [each.name for each in dataclasses.fields(cls) if not each.kw_only]  # type: ignore[arg-type]
@@ -344,15 +348,36 @@ class Checked:
     def part(self, kind: type[_Part], **changes: Any) -> _Part:
         """Return a `kind` with the options that it shares with this config, and with `changes`.
 
-        The fields of `kind` may have other names. For a value of None, `kind` keeps its default.
+        For a value of None, `kind` keeps its default.
         """
-        own = {_name(each): getattr(self, each.name) for each in dataclasses.fields(self)}  # type: ignore[arg-type]
-        shared = {
-            each.name: own[_name(each)]
-            for each in dataclasses.fields(kind)  # type: ignore[arg-type]
-            if own.get(_name(each)) is not None
-        }
+        own = vars(self)
+        names = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
+        shared = {name: own[name] for name in names if own.get(name) is not None}
         return kind(**shared | changes)
+
+
+_Config = TypeVar("_Config", bound="Checked")
+
+
+def former_names(**names: str) -> Callable[[type[_Config]], type[_Config]]:
+    """Let programs pass and read options of a config by former names, given with their new ones."""
+
+    def accept(config: type[_Config]) -> type[_Config]:
+        init = config.__init__
+
+        @functools.wraps(init)
+        def translating(self: _Config, *values: Any, **options: Any) -> None:
+            # After the other options: `dataclasses.replace` adds each field by its new name.
+            former = {names[name]: options.pop(name) for name in names if name in options}
+            init(self, *values, **options | former)
+
+        config.__init__ = translating  # type: ignore[assignment]
+        for name, new in names.items():
+            setattr(config, name, property(operator.attrgetter(new)))
+        config.former = names
+        return config
+
+    return accept
 
 
 def given_options(config: Checked) -> frozenset[str]:
@@ -367,15 +392,10 @@ def given_options(config: Checked) -> frozenset[str]:
     return frozenset(name for name in every if getattr(config, name) != config.default_of(name))
 
 
-def _name(field: dataclasses.Field[Any]) -> str:
-    """Return the name of a field's option, by default the field's own."""
-    return str(field.metadata.get("name", field.name))
-
-
 def every_option(config: type = Checked) -> set[str]:
     """Return the names of a config's options, and of the options of all its subclasses."""
-    own = {_name(each) for each in dataclasses.fields(config)} if config is not Checked else set()
-    return own.union(*map(every_option, config.__subclasses__()))
+    own = options_of(config) if config is not Checked else ()
+    return set(own).union(*map(every_option, config.__subclasses__()))
 
 
 def _one_of(choices: tuple[str, ...]) -> str:

@@ -17,6 +17,7 @@ from mlxtune.config.fields import (
     TRAINING,
     Checked,
     as_path,
+    former_names,
     options_of,
     same,
 )
@@ -299,12 +300,13 @@ def adapter_file(output: str) -> Path:
 OPTIONS = options_of(TrainConfig)
 
 
+@former_names(early_stopping_patience="patience", learning_rate="lr")
 @dataclasses.dataclass(frozen=True)
 class InstructTrainingConfig(_LoopConfig):
     """Options of the trainer: epochs, split, validation, checkpoints, learning rate and schedule.
 
-    `learning_rate` is the peak that the schedule scales; None takes the pipeline's rate.
-    `log_interval` is accepted and ignored.
+    `lr` is the peak that the schedule scales; None takes the pipeline's rate. `log_interval` is
+    accepted and ignored.
 
     Raises ConfigError, which lists every problem.
     """
@@ -313,11 +315,11 @@ class InstructTrainingConfig(_LoopConfig):
 
     epochs: int = same(TrainConfig, "epochs")
     val_split: float = same(TrainConfig, "val_split")
-    early_stopping_patience: int = same(TrainConfig, "patience")
+    patience: int = same(TrainConfig, "patience")
     checkpoint_dir: str = same(TrainConfig, "checkpoint_dir", "checkpoints")
     seed: int = same(TrainConfig, "seed")
     log_interval: dataclasses.InitVar[object] = None
-    learning_rate: float | None = same(TrainConfig, "lr", None)
+    lr: float | None = same(TrainConfig, "lr", None)
     batch_size: int = same(TrainConfig, "batch_size")
     val_rows: int = same(TrainConfig, "val_rows")
     order: str = same(TrainConfig, "order")
@@ -329,25 +331,31 @@ class InstructTrainingConfig(_LoopConfig):
         return [] if self.val_split > 0 else ["--val-split must be above 0, not 0"]
 
 
+@former_names(
+    lora_rank="rank",
+    lora_alpha="alpha",
+    learning_rate="lr",
+    gradient_clip_norm="max_grad_norm",
+)
 @dataclasses.dataclass(frozen=True)
 class InstructConfig(LoraConfig):
     """Options of the pipeline: LoRA, optimizer, clipping.
 
-    `learning_rate` is the default of `train_step` and `train_batch`, and the peak for a trainer
-    whose config has none; a trainer passes the rate of its schedule to each step. `epochs` and
-    `max_seq_len` are accepted and ignored.
+    `lr` is the default of `train_step` and `train_batch`, and the peak for a trainer whose config
+    has none; a trainer passes the rate of its schedule to each step. `epochs` and `max_seq_len` are
+    accepted and ignored.
 
     Raises ConfigError, which lists every problem.
     """
 
     ignored: ClassVar = ("epochs", "max_seq_len")
 
-    lora_rank: int = same(TrainConfig, "rank")
-    lora_alpha: float = same(TrainConfig, "alpha")
-    learning_rate: float = same(TrainConfig, "lr", DEFAULT_RATE)
+    rank: int = same(TrainConfig, "rank")
+    alpha: float = same(TrainConfig, "alpha")
+    lr: float = same(TrainConfig, "lr", DEFAULT_RATE)
     epochs: dataclasses.InitVar[object] = None
     max_seq_len: dataclasses.InitVar[object] = None
-    gradient_clip_norm: float = same(TrainConfig, "max_grad_norm")
+    max_grad_norm: float = same(TrainConfig, "max_grad_norm")
     seed: int = same(TrainConfig, "seed")
     targets: tuple[str, ...] = same(TrainConfig, "targets")
     num_layers: int | None = same(TrainConfig, "num_layers")

@@ -111,7 +111,7 @@ def _model_step(
     model = module.Model(module.ModelArgs.from_dict(config))
     _fill(model.parameters(), model, dtype)
     execution = replace(best_execution(0, kind=kind), micro_batch_tokens=10**6)
-    lora = InstructConfig(targets=("q_proj", "v_proj"), lora_rank=4, lora_alpha=32.0)
+    lora = InstructConfig(targets=("q_proj", "v_proj"), rank=4, alpha=32.0)
     rng, examples = np.random.default_rng(0), []
     for row, length in enumerate(lengths, 1):
         # All tokens except the first are supervised.

@@ -212,7 +212,7 @@ JOBS: Mapping[str, Callable[..., Iterable[ProofCheck]]] = {
 
 
 def _lora(dropout: float = 0.0) -> InstructConfig:
-    return InstructConfig(targets=("all",), lora_rank=8, lora_alpha=32.0, dropout=dropout)
+    return InstructConfig(targets=("all",), rank=8, alpha=32.0, dropout=dropout)
 
 
 def _computed(

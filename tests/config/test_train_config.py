@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mlxtune.config import InstructConfig, InstructTrainingConfig
+from mlxtune.config.fields import given_options
 from mlxtune.errors import ConfigError
 from tests.configs import config, problems
 
@@ -106,12 +107,12 @@ def test_defaults_of_the_trainer_and_the_pipeline_are_those_that_are_promised() 
             "epochs": 1,
             "val_split": 0.2,
             "save_every": 1,
-            "early_stopping_patience": 5,
+            "patience": 5,
             "checkpoint_dir": "checkpoints",
             "seed": 42,
             "warmup_fraction": 0.1,
             "lr_min": 1e-6,
-            "learning_rate": None,
+            "lr": None,
         }
         == trainer
     )
@@ -120,10 +121,10 @@ def test_defaults_of_the_trainer_and_the_pipeline_are_those_that_are_promised() 
     assert (
         pipeline
         | {
-            "lora_rank": 8,
-            "lora_alpha": 16.0,
-            "learning_rate": 1e-4,
-            "gradient_clip_norm": 1.0,
+            "rank": 8,
+            "alpha": 16.0,
+            "lr": 1e-4,
+            "max_grad_norm": 1.0,
         }
         == pipeline
     )
@@ -139,6 +140,20 @@ def test_former_options_are_accepted_and_ignored() -> None:
     assert (changed.lora_rank, changed.seed) == (4, 1)
     with pytest.raises(ConfigError, match="no option 'max_seq_lens'"):
         InstructConfig(max_seq_lens=2048)  # type: ignore[call-arg]
+
+
+def test_former_names_of_options_are_accepted() -> None:
+    """Programs may pass and read the options by the names that only these two configs had."""
+    former = {"lora_rank": 4, "lora_alpha": 2.0, "learning_rate": 1e-3, "gradient_clip_norm": 0.5}
+    found = InstructConfig(**former)
+    assert found == InstructConfig(rank=4, alpha=2.0, lr=1e-3, max_grad_norm=0.5)
+    assert {name: getattr(found, name) for name in former} == former
+    assert dataclasses.replace(found, lora_rank=6).rank == 6
+    assert given_options(found) == {"rank", "alpha", "lr", "max_grad_norm"}
+    trainer = InstructTrainingConfig(early_stopping_patience=7, learning_rate=1e-3)
+    assert (trainer.patience, trainer.lr) == (7, 1e-3)
+    with pytest.raises(ConfigError, match="--rank must be at least 1, not 0"):
+        InstructConfig(lora_rank=0)
 
 
 # Laws
@@ -250,7 +265,7 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
         "epochs": 7,
         "val_split": 0.3,
         "save_every": 2,
-        "early_stopping_patience": 3,
+        "patience": 3,
         "checkpoint_dir": "runs",
         "seed": 11,
         "warmup_fraction": 0.4,
@@ -265,13 +280,13 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
         "save_minutes": 2.5,
         "keep": 4,
         "on_nonfinite": "stop",
-        "learning_rate": 3e-4,
+        "lr": 3e-4,
     }
     assert dataclasses.asdict(found.lora()) == {
-        "lora_rank": 2,
-        "lora_alpha": 6.0,
-        "learning_rate": 3e-4,
-        "gradient_clip_norm": 0.25,
+        "rank": 2,
+        "alpha": 6.0,
+        "lr": 3e-4,
+        "max_grad_norm": 0.25,
         "targets": ("k_proj",),
         "num_layers": 4,
         "dropout": 0.1,

@@ -83,7 +83,7 @@ def _config_of(adapter: AdapterFile, names: list[str]) -> InstructConfig:
     places = [place for name in names if (place := split_layer(name))]
     targets = tuple(sorted({path for _, path in places} or names))
     try:
-        return InstructConfig(lora_rank=rank, lora_alpha=alpha, targets=targets, **options)
+        return InstructConfig(rank=rank, alpha=alpha, targets=targets, **options)
     except ConfigError as error:
         raise ModelError(f"{adapter.config_path}: {one_line(error)}") from error
 

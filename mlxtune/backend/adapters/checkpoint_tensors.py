@@ -68,8 +68,8 @@ def adapter_writer(
     """
     options = lora.config
     own = {
-        "rank": options.lora_rank,
-        "alpha": options.lora_alpha,
+        "rank": options.rank,
+        "alpha": options.alpha,
         "rslora": options.rslora,
         "init": options.init,
         "target_ranks": target_ranks(options.target_rank),

@@ -84,7 +84,7 @@ def _other_targets(adapter: AdapterFile, model: nn.Module) -> Iterator[str]:
 
 
 def _disagreements(info: AdapterInfo, lora: LoRASummary) -> list[str]:
-    problems, alpha = [], lora.config.lora_alpha
+    problems, alpha = [], lora.config.alpha
     if info.kind != lora.kind:
         dora = "on" if lora.config.dora else "off"
         problems.append(f"its type is {info.kind}, but --dora is {dora}")

@@ -103,7 +103,7 @@ class LoRASummary:
         share = self.trainable_parameters / (self.total_parameters * self.parts)
         ranks = target_ranks(config.target_rank)
         exceptions = ", ".join(f"{name} {rank}" for name, rank in ranks.items())
-        scale = scale_of(config.lora_alpha, config.lora_rank, rslora=config.rslora)
+        scale = scale_of(config.alpha, config.rank, rslora=config.rslora)
         formula = " = alpha / √rank" if config.rslora else ""
         experts = self.expert_matrices
         extras = [
@@ -114,8 +114,8 @@ class LoRASummary:
             f"B learns {config.lr_ratio:g} times as fast as A" if config.lr_ratio != 1 else "",
         ]
         return (
-            f"rank {config.lora_rank}{f' ({exceptions})' if ranks else ''}, "
-            f"alpha {config.lora_alpha:g} (scale {scale:g}{formula}) on "
+            f"rank {config.rank}{f' ({exceptions})' if ranks else ''}, "
+            f"alpha {config.alpha:g} (scale {scale:g}{formula}) on "
             f"{', '.join(config.targets)}: {self.modules} modules in {self.layers} layers"
             f"{f' (with {experts:,} matrices of experts)' if experts else ''}, "
             f"{self.trainable_parameters:,} trainable parameters ({share:.3%})"
@@ -163,7 +163,7 @@ def apply_lora(model: nn.Module, config: InstructConfig) -> LoRASummary:
     dropout_keys, adapted = DropoutKeys(), []
     for path, module in choose_targets(model, config).items():
         rank = rank_of(path, config)
-        scale = scale_of(config.lora_alpha, rank, rslora=config.rslora)
+        scale = scale_of(config.alpha, rank, rslora=config.rslora)
         adapted.append((path, lora_layer(module, path, rank, scale, config, dropout_keys)))
     model.freeze()
     model.update_modules(tree_unflatten(adapted))

@@ -45,9 +45,9 @@ class LoRAOptimizer:
     def __init__(self, vectors: LoRAVectors, parameters: Any, config: InstructConfig) -> None:
         self._layout = vectors
         self._ratios = 1.0, config.lr_ratio
-        self._max_norm = config.gradient_clip_norm or math.inf
+        self._max_norm = config.max_grad_norm or math.inf
         self._adamw = optim.AdamW(
-            config.learning_rate,
+            config.lr,
             betas=[0.9, 0.999],
             eps=1e-8,
             weight_decay=config.weight_decay,

@@ -86,7 +86,7 @@ def rank_of(name: str, config: InstructConfig) -> int:
     """Return the rank that the options give the module with this path in the model."""
     ranks = target_ranks(config.target_rank)
     pattern = pattern_of(name, ranks)
-    return config.lora_rank if pattern is None else ranks[pattern]
+    return config.rank if pattern is None else ranks[pattern]
 
 
 def check_trainable(name: str, module: nn.Module, config: InstructConfig) -> None:

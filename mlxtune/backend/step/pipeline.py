@@ -68,7 +68,7 @@ class InstructPipeline:
         self.model = model
         self.config = config
         # The default learning rate of a step.
-        self.learning_rate = config.learning_rate
+        self.learning_rate = config.lr
         self.lora: LoRASummary = apply_lora(model, config)
         execution = execution or best_execution(self.lora.total_parameters, model=model)
         self.forward = Forward(model, self.lora.dropout_keys, execution)
@@ -265,8 +265,8 @@ class InstructPipeline:
     def describe(self) -> Mapping[str, Any]:
         """Return a checkpoint's entries about the adapter, the workers and the provenance."""
         return {
-            "lora_rank": self.config.lora_rank,
-            "lora_alpha": self.config.lora_alpha,
+            "lora_rank": self.config.rank,
+            "lora_alpha": self.config.alpha,
             "targets": list(self.config.targets),
             "workers": self._workers.describe(),
             **({"init_adapter_hash": self.initial_hash} if self.initial_hash else {}),

@@ -88,7 +88,7 @@ class InstructTrainer:
         self.steps_per_epoch, self.total_steps = count_steps(
             config, len(order.rows_of_epoch(self.train_rows, config.seed, 1))
         )
-        own = config.learning_rate
+        own = config.lr
         self.learning_rate = pipeline.learning_rate if own is None else own
         self._schedule = make_schedule(
             config.schedule,
@@ -306,7 +306,7 @@ class InstructTrainer:
 
     def _is_out_of_patience(self) -> bool:
         waited = self.progress.validations_since_best
-        return waited >= self.config.early_stopping_patience
+        return waited >= self.config.patience
 
     def _finish(self) -> None:
         """Wait for the step that was started, if there is one, and record it."""
