@@ -15,8 +15,6 @@ from typing import Any
 
 # The maximum CPU time, in seconds, for loading a tokenizer, and again for trying it.
 _SECONDS = 10.0
-# The maximum number of added tokens, as in config/limits.py: each takes time on every load.
-_CONTROL_TOKENS = 50_000
 # The maximum number of characters into which a tokenizer's normalizers may turn one character.
 _MAX_GROWTH = 256
 _TRIED = [
@@ -36,14 +34,17 @@ def prepare() -> Any:
     return tokenizers, sentencepiece
 
 
-def serve(libraries: Any, path: str) -> None:
-    """Load and try the tokenizer in a file; print the problem as JSON, or null."""
+def serve(libraries: Any, path: str, most_tokens: str) -> None:
+    """Load and try the tokenizer in a file; print the problem as JSON, or null.
+
+    `most_tokens` is the maximum number of added tokens, each of which takes time on every load.
+    """
     tokenizers, sentencepiece = libraries
     signal.setitimer(signal.ITIMER_PROF, _SECONDS)
     problem = None
     try:
         if path.endswith(".json"):
-            problem = _problem(json.loads(Path(path).read_bytes()))
+            problem = _problem(json.loads(Path(path).read_bytes()), int(most_tokens))
             if problem is None:
                 tokenizer = tokenizers.Tokenizer.from_file(path)
                 # FastTokenizer also disables both, even if the file enables them.
@@ -65,9 +66,9 @@ def serve(libraries: Any, path: str) -> None:
     print(json.dumps(problem), flush=True)
 
 
-def _problem(content: Any) -> str | None:
-    if (added := len(content.get("added_tokens") or ())) > _CONTROL_TOKENS:
-        return f"adds {added:,} tokens to its vocabulary, more than {_CONTROL_TOKENS:,}"
+def _problem(content: Any, most_tokens: int) -> str | None:
+    if (added := len(content.get("added_tokens") or ())) > most_tokens:
+        return f"adds {added:,} tokens to its vocabulary, more than {most_tokens:,}"
     growth = math.prod(_growth(content.get("normalizer")))
     if growth > _MAX_GROWTH:
         return f"its normalizer turns a character into up to {growth:.3g} characters"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mlxtune.backend.models.model_folder import json_object
 from mlxtune.backend.text import tokenizer_child
+from mlxtune.config.limits import CONTROL_TOKENS
 from mlxtune.core.files.processes import LimitedProcess, TooMuchMemory
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.writing import make_folder, open_to_write
@@ -59,15 +60,16 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _key(path: Path) -> str:
-    """Return a hash of all that a trial depends on: the file, library versions and the script."""
+    """Return a hash of a trial's inputs: the file, the script, its limit and library versions."""
     versions = map(importlib.metadata.version, ("tokenizers", "sentencepiece"))
-    parts = (file_hash(path), file_hash(Path(tokenizer_child.__file__)), *versions)
+    script = file_hash(Path(tokenizer_child.__file__))
+    parts = (file_hash(path), script, str(CONTROL_TOKENS), *versions)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 def _problem(path: Path) -> str | None:
-    script = Path(tokenizer_child.__file__)
-    with closing(LimitedProcess(script, _MEMORY, str(path.absolute()))) as process:
+    arguments = str(path.absolute()), str(CONTROL_TOKENS)
+    with closing(LimitedProcess(Path(tokenizer_child.__file__), _MEMORY, *arguments)) as process:
         try:
             line = process.read_line(_LONGEST)
             ended = "" if line.endswith(b"\n") else process.why_ended()
