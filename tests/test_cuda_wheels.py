@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.machine.cuda_headers import PACKAGES, missing_headers
+from mlxtune.core.machine.cuda import PACKAGES, missing_headers
 from mlxtune.core.machine.gpu_faults import Fault, fault_error, fault_of
 from tests.backend.forward.kernels.nvrtc import UTILS, Nvrtc, program
 from tests.backend.forward.kernels.test_cuda_sources import recorded

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mlxtune.core.machine.blas import load_blas
-from mlxtune.core.machine.kernel_cache import keep_kernels
+from mlxtune.core.machine.cuda import keep_kernels
 from mlxtune.core.machine.machine_checks import INSTALL_LIBRARY
 from mlxtune.errors import ConfigError, ModelError
 

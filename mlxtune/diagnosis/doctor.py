@@ -16,9 +16,8 @@ from mlxtune.config import TrainConfig, user_cache
 from mlxtune.core.machine import facts
 from mlxtune.core.machine.blas import load_blas
 from mlxtune.core.machine.conditions import Sensors
-from mlxtune.core.machine.cuda_headers import missing_headers
+from mlxtune.core.machine.cuda import kernel_cache, missing_headers
 from mlxtune.core.machine.facts import MLX_LIBRARIES, Package, probe_device
-from mlxtune.core.machine.kernel_cache import kernel_cache
 from mlxtune.core.machine.machine_checks import Diagnosis, check_lines, diagnose
 from mlxtune.core.machine.reservation import reservations
 from mlxtune.views.output import print_json, print_line

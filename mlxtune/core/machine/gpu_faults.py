@@ -10,7 +10,7 @@ backend/cuda/jit_module.cpp, and in the log of NVIDIA's compiler, which that fil
 import re
 from enum import Enum
 
-from mlxtune.core.machine.cuda_headers import header_in, header_remedy
+from mlxtune.core.machine.cuda import header_in, header_remedy
 from mlxtune.errors import GpuError, MemoryLimitError, MlxTuneError, one_line
 
 # macOS ends commands that keep the GPU from drawing. Apple's driver reads the variable below when

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlxtune.core.machine.cuda_headers import CRT
+from mlxtune.core.machine.cuda import CRT
 from mlxtune.core.machine.facts import Device, Machine
 
 GB = 10**9

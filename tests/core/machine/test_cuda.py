@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.machine.cuda_headers import header_in, header_remedy, missing_headers
+from mlxtune.core.machine.cuda import header_in, header_remedy, missing_headers
 
 # The log of NVIDIA's compiler for a 4-bit product on an H200.
 LOG = (

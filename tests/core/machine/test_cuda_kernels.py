@@ -13,8 +13,8 @@ import pytest
 
 from mlxtune.config import user_cache
 from mlxtune.core.files.ours import NotOurs, private_folder
-from mlxtune.core.machine import facts, kernel_cache
-from mlxtune.core.machine.kernel_cache import VARIABLE, KernelCache
+from mlxtune.core.machine import cuda, facts
+from mlxtune.core.machine.cuda import VARIABLE, KernelCache
 from mlxtune.diagnosis.doctor import read_machine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NVIDIA GPUs are Linux's")
@@ -97,16 +97,16 @@ def test_folder_that_others_may_write_to_is_not_used(
 def nvidia(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with an NVIDIA GPU; the folder of its driver's facts on each GPU."""
     monkeypatch.setattr(facts, "has_nvidia", lambda: True)
-    monkeypatch.setattr(kernel_cache, "has_nvidia", lambda: True)
-    monkeypatch.setattr(kernel_cache, "user_cache", lambda: tmp_path / "cache")
-    monkeypatch.setattr(kernel_cache, "_GPUS", tmp_path / "gpus")
+    monkeypatch.setattr(cuda, "has_nvidia", lambda: True)
+    monkeypatch.setattr(cuda, "user_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(cuda, "_GPUS", tmp_path / "gpus")
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path / "gpus"
 
 
 def folder() -> KernelCache:
-    found = kernel_cache.kernel_cache.__wrapped__()
+    found = cuda.kernel_cache.__wrapped__()
     assert found is not None
     return found
 
@@ -142,8 +142,8 @@ def test_folder_of_another_user_or_a_link_is_not_used(
     assert "belongs to another user" in spoilt.problem
     assert Path(spoilt.path).parent == tmp_path
     monkeypatch.undo()
-    monkeypatch.setattr(kernel_cache, "has_nvidia", lambda: True)
-    monkeypatch.setattr(kernel_cache, "user_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr(cuda, "has_nvidia", lambda: True)
+    monkeypatch.setattr(cuda, "user_cache", lambda: tmp_path / "cache")
     kept.rename(tmp_path / "moved")
     kept.symlink_to(tmp_path / "moved")
     assert folder().problem == f"{kept}: it is not a folder"
@@ -165,7 +165,7 @@ def test_user_without_a_home_has_a_folder_for_this_process(
     def fails(*_: str) -> Path:
         raise RuntimeError("could not determine the home directory")
 
-    monkeypatch.setattr(kernel_cache, "user_cache", user_cache)
+    monkeypatch.setattr(cuda, "user_cache", user_cache)
     monkeypatch.setattr(platformdirs, "user_cache_path", fails)
     found = folder()
     assert Path(found.path).is_dir()
