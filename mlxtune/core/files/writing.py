@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -48,6 +48,28 @@ def as_output_error(target: Path, option: str = "path") -> Iterator[None]:
             f"{target}: cannot be written: {error.strerror or error}: "
             f"{_REMEDIES.get(error.errno or 0, '')}choose another {option}"
         ) from error
+
+
+class BestEffort:
+    """Attempts to write while training continues; `report` gets the first failure in a row.
+
+    `outlook` is the end of the report: what follows from the failure.
+    """
+
+    def __init__(self, report: Callable[[str], None], outlook: str) -> None:
+        self._report, self._outlook = report, outlook
+        self.failing = False
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        try:
+            yield
+        except OutputError as error:
+            if not self.failing:
+                self._report(f"{error}; training continues, and {self._outlook}")
+            self.failing = True
+        else:
+            self.failing = False
 
 
 def beside(target: Path) -> Path:

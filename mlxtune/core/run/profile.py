@@ -14,8 +14,7 @@ from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
-from mlxtune.core.files.writing import append_line
-from mlxtune.errors import OutputError
+from mlxtune.core.files.writing import BestEffort, append_line
 
 PROFILE = "profile.jsonl"
 PHASES = ("data", "forward", "loss", "backward", "optimizer")
@@ -99,8 +98,8 @@ class ProfilerBackend(Protocol):
 class StepProfiler:
     """Profiles every `interval`-th step.
 
-    Each record is passed to `on_record` and appended to a file in the run's folder; if a write
-    fails, `on_problem` is called once. Steps that a resumed run repeats are appended a second time.
+    Each record is passed to `on_record` and appended to a file in the run's folder; `on_problem`
+    gets the first failed write in a row. Steps that a resumed run repeats are appended again.
     """
 
     interval: int
@@ -113,7 +112,7 @@ class StepProfiler:
 
     def __post_init__(self) -> None:
         self._last: StepProfile | None = None
-        self._failing = False
+        self._best_effort = BestEffort(self.on_problem, "its profile will be incomplete")
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -135,9 +134,5 @@ class StepProfiler:
             return
         profile, self._last = self._last, None
         self.on_record(profile)
-        try:
+        with self._best_effort.attempt():
             append_line(self.folder / PROFILE, json.dumps(asdict(profile), allow_nan=False))
-        except OutputError as error:
-            if not self._failing:
-                self.on_problem(f"{error}; training continues, and its profile will be incomplete")
-            self._failing = True

@@ -17,7 +17,13 @@ from typing import Any
 from mlxtune.config.limits import OTHER_RECORDS, RECORD, TooLarge, parse_json
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.typed_json import from_json
-from mlxtune.core.files.writing import as_output_error, make_folder, open_to_append, write_file
+from mlxtune.core.files.writing import (
+    BestEffort,
+    as_output_error,
+    make_folder,
+    open_to_append,
+    write_file,
+)
 from mlxtune.core.run.checkpoint import METRICS
 from mlxtune.core.run.metrics import (
     InstructEpochMetrics,
@@ -28,7 +34,6 @@ from mlxtune.core.run.metrics import (
     TrainingMetrics,
     ValidationRecord,
 )
-from mlxtune.errors import OutputError
 
 Record = StepRecord | SkippedStep | ValidationRecord | InstructEpochMetrics
 _KINDS: dict[str, type] = {
@@ -280,7 +285,7 @@ class MetricsFile:
 
     def __post_init__(self) -> None:
         self._path = self.folder / METRICS
-        self._failing = False
+        self._best_effort = BestEffort(self.on_problem, "the next write will try again")
         # The numbers of records and of bytes in the file; `_size` is None if the file must be
         # replaced.
         self._written = 0
@@ -288,15 +293,8 @@ class MetricsFile:
 
     def write(self, progress: Progress) -> None:
         """Append the records that are not in the file yet."""
-        try:
-            with as_output_error(self._path):
-                self._write(progress)
-        except OutputError as error:
-            if not self._failing:
-                self.on_problem(f"{error}; training continues, and the next write will try again")
-            self._failing = True
-        else:
-            self._failing = False
+        with self._best_effort.attempt(), as_output_error(self._path):
+            self._write(progress)
 
     def _write(self, progress: Progress) -> None:
         count, size, self._size = len(progress), self._size, None

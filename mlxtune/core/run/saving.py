@@ -6,8 +6,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
+from mlxtune.core.files.writing import BestEffort
 from mlxtune.core.run import checkpoint
-from mlxtune.errors import OutputError
 
 # After a failed save, the next attempt is at the next regular save or after this many seconds.
 _RETRY_SECONDS = 60.0
@@ -51,7 +51,7 @@ class CheckpointSaver:
     def __post_init__(self) -> None:
         self.latest: Path | None = None
         self._kept: list[Path] = []
-        self._failing = False
+        self._best_effort = BestEffort(self.on_problem, "the next save will try again")
         self._saved_at, self._saved_step = self.clock(), 0
         # The content of `best/`, until it can be written.
         self._pending_best: CheckpointContent | None = None
@@ -64,7 +64,7 @@ class CheckpointSaver:
     def is_due(self, step: int) -> bool:
         """Return whether to write a checkpoint after this step."""
         elapsed = self.clock() - self._saved_at
-        if self._failing and elapsed >= _RETRY_SECONDS:
+        if self._best_effort.failing and elapsed >= _RETRY_SECONDS:
             return True
         return self.is_due_by_steps(step) or 0 < self.every_minutes * 60 <= elapsed
 
@@ -77,7 +77,8 @@ class CheckpointSaver:
 
         Progress is lost only if the run ends before the disk works again.
         """
-        self._try(lambda: self.save(name, content))
+        with self._best_effort.attempt():
+            self.save(name, content)
 
     def save(self, name: str, content: CheckpointContent) -> Path:
         """Write a checkpoint, and prune older ones. Raises OutputError."""
@@ -92,7 +93,8 @@ class CheckpointSaver:
     def save_best(self, content: CheckpointContent) -> None:
         """Write `best/`, or leave it to the next save if it cannot be written now."""
         self._pending_best = content
-        self._try(self._save_pending_best)
+        with self._best_effort.attempt():
+            self._save_pending_best()
 
     def finish(self) -> None:
         """Write `best/` if it is still pending, and remove old checkpoints. Raises OutputError."""
@@ -108,14 +110,6 @@ class CheckpointSaver:
     def _write(self, name: str, content: CheckpointContent) -> Path:
         target = self.folder / name
         checkpoint.write_checkpoint(target, content.snapshot, content.metadata, content.metrics())
-        self.latest, self._failing = target, False
+        self.latest = target
         self.on_saved(target)
         return target
-
-    def _try(self, write: Callable[[], object]) -> None:
-        try:
-            write()
-        except OutputError as error:
-            if not self._failing:
-                self.on_problem(f"{error}; training continues, and the next save will try again")
-            self._failing = True

@@ -14,6 +14,7 @@ import pytest
 from mlxtune.config.limits import OWN_JSON
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.writing import (
+    BestEffort,
     check_writable,
     make_folder,
     same_place,
@@ -224,3 +225,17 @@ def test_own_file_is_not_read_through_a_link(tmp_path: Path) -> None:
 
 def test_path_with_a_null_character_is_no_place(tmp_path: Path) -> None:
     assert not same_place(tmp_path / "a\0b", tmp_path)
+
+
+def test_first_failure_in_a_row_is_reported() -> None:
+    reports: list[str] = []
+    best_effort = BestEffort(reports.append, "the next write will try again")
+    for fails in (True, True, False, True):
+        with best_effort.attempt():
+            if fails:
+                raise OutputError("a: cannot be written")
+        assert best_effort.failing == fails
+    report = "a: cannot be written; training continues, and the next write will try again"
+    assert reports == [report, report]
+    with pytest.raises(KeyboardInterrupt), best_effort.attempt():
+        raise KeyboardInterrupt
