@@ -138,26 +138,24 @@ class Option:
         return spelling.get(value.lower(), value) if isinstance(value, str) else value
 
     def _check(self, value: Any) -> None:
-        for text in value if isinstance(value, tuple) else (value,):
-            # File names in another encoding give lone surrogates. MLX and tokenizers take only
-            # UTF-8.
-            if isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
-                rename = ": rename it" if self.path else ""
-                raise ValueError(f"must be text in UTF-8, {_not(text)}{rename}")
         empty = value == () and (self.required or not self.several)
         if empty or (isinstance(value, str) and not value.strip()):
             empty_text = "is empty: give a value, or leave it out"
             raise ValueError(self.missing if self.required else empty_text)
-        if self.choices:
-            for each in value if self.several else (value,):
-                if each not in self.choices:
-                    ours = dict(self.meant).get(each.lower())
-                    hint = f": use {ours}" if ours else ""
-                    raise ValueError(f"must be {_one_of(self.choices)}, {_not(each)}{hint}")
-        if self.path:
-            for each in value if self.several else (value,):
-                if "\0" in each:
-                    raise ValueError(f"must be a path without null characters, {_not(each)}")
+        for item in value if isinstance(value, tuple) else (value,):
+            self._check_item(item)
+
+    def _check_item(self, value: Any) -> None:
+        # File names in another encoding give lone surrogates. MLX and tokenizers take only UTF-8.
+        if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+            rename = ": rename it" if self.path else ""
+            raise ValueError(f"must be text in UTF-8, {_not(value)}{rename}")
+        if self.choices and value not in self.choices:
+            ours = dict(self.meant).get(value.lower())
+            hint = f": use {ours}" if ours else ""
+            raise ValueError(f"must be {_one_of(self.choices)}, {_not(value)}{hint}")
+        if self.path and "\0" in value:
+            raise ValueError(f"must be a path without null characters, {_not(value)}")
         limits = (
             (self.at_least, "at least", operator.ge),
             (self.at_most, "at most", operator.le),
