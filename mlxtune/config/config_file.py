@@ -195,8 +195,9 @@ def _same(option: str, why: str = "") -> _Converter:
     return lambda value, _: ({option: value}, why)
 
 
-def _nothing(why: str) -> _Converter:
-    return lambda *_: ({}, why)
+def _nothing(why: str, otherwise: str | None = None) -> _Converter:
+    """Return no option, and a remark: `otherwise` if the entry is false."""
+    return lambda value, _: ({}, why if value or otherwise is None else otherwise)
 
 
 def _number(value: Any) -> float:
@@ -314,21 +315,13 @@ def _mask_prompt(value: Any, _: Entries) -> tuple[Options, str]:
     return {}, "in mlxtune, only answers carry loss, in every turn"
 
 
-def _train(value: Any, _: Entries) -> tuple[Options, str]:
-    return {}, "what this command does" if value else "this command trains anyway"
-
-
-def _test(value: Any, _: Entries) -> tuple[Options, str]:
-    return {}, "mlxtune eval does that after the run" if value else "nothing to do"
-
-
 def _hf_dataset(*_: Any) -> tuple[Options, str]:
     raise _Impossible("give --data owner/name:split, and --field for the columns")
 
 
 _ENTRIES: Mapping[str, _Converter] = {
     "model": _same("model_path"),
-    "train": _train,
+    "train": _nothing("what this command does", "this command trains anyway"),
     "fine_tune_type": _fine_tune_type,
     "training_mode": _training_mode,
     "optimizer": _optimizer,
@@ -348,7 +341,7 @@ _ENTRIES: Mapping[str, _Converter] = {
     "save_every": _in_steps("save_steps"),
     "resume_adapter_file": _same("init_adapter"),
     "adapter_path": _same("output", "a folder"),
-    "test": _test,
+    "test": _nothing("mlxtune eval does that after the run", "nothing to do"),
     "test_batches": _nothing("mlxtune eval covers all of a test file"),
     "max_seq_length": _same("max_seq_len"),
     "grad_checkpoint": _grad_checkpoint,

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from mlxtune.config.fields import RESULT, TRAINING, Checked
+from mlxtune.config.fields import RESULT, TRAINING, Checked, flag
 
 # The objectives whose rows are pairs of answers, and the objectives whose rows have a label.
 PAIRED, LABELLED = ("dpo", "orpo", "cpo", "simpo"), ("kto",)
@@ -122,9 +122,8 @@ class ObjectiveConfig(RowObjectiveConfig):
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name, objectives in _BELONGS.items():
             if getattr(self, name) != defaults[name] and self.objective not in objectives:
-                option = f"--{name.replace('_', '-')}"
                 problems.append(
-                    f"{option} goes with --objective {' or '.join(objectives)}: leave it out"
+                    f"{flag(name)} goes with --objective {' or '.join(objectives)}: leave it out"
                 )
         if self.beta is not None and self.objective == "sft":
             problems.append("--beta goes with a preference objective: leave it out")
