@@ -82,12 +82,7 @@ class StepConfig(LoraShapeConfig, ModelConfig, ObjectiveConfig, DataConfig):
 
     def loading(self) -> BaseOptions:
         """Return the options that concern the base model."""
-        return BaseOptions(
-            trust_remote_code=self.trust_remote_code,
-            quantize=self.quantize,
-            double_quant=self.double_quant,
-            quantized_compute=self.quantized_compute,
-        )
+        return self.part(BaseOptions)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
