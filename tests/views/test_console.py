@@ -186,6 +186,14 @@ def test_results_wrap_at_words_on_a_terminal(
     assert len(out) > len(lines)
     assert "".join(out).split() == " ".join(lines).split()
 
+    stream = io.StringIO()
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Console(file=stream, force_terminal=True, color_system=None, width=60)
+    RunConsole(console=terminal).say("Plan", lines[0][12:])
+    wrapped = stream.getvalue().splitlines()
+    assert len(wrapped) > 3
+    assert {line[:12].strip() for line in wrapped[1:]} == {""}, "indented"
+
 
 # In a notebook
 

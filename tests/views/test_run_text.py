@@ -192,12 +192,15 @@ def test_rise_or_jump_of_the_training_loss_names_the_learning_rate() -> None:
     def steps(*losses: float) -> list[StepRecord]:
         return [record(i, loss=loss) for i, loss in enumerate(losses, start=1)]
 
-    rising = steps(*[2.0] * 5, *[9.0] * 3, *[3.0] * 5)
+    low, high = [1.9, 2.1, 2.0, 1.9, 2.1], [2.9, 3.1, 3.0, 2.9, 3.1]
+    rising = steps(*low, *[9.0] * 3, *high)
     assert run_text.risen_loss_line(rising, CONFIG) == (
         "the training loss rose from 2.00 in the first 5 steps to 3.00 in the last 5: "
         "lower --lr 0.05"
     )
     assert run_text.risen_loss_line(rising[:9], CONFIG) is None
+    noisy = steps(*[3.0, 1.0, 2.0, 1.0, 3.0], *[3.1, 1.1, 2.1, 1.1, 3.1])
+    assert run_text.risen_loss_line(noisy, CONFIG) is None
     jumping = steps(4.5, 2.9, 12.2, 8.9, 8.3, 6.9, 6.1, *[3.0] * 5)
     assert run_text.risen_loss_line(jumping, CONFIG) == (
         "the training loss jumped from 4.50 to 8.48 in steps 3 to 7: lower --lr 0.05"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ from mlxtune.watch.asking import Asker, Question
 from mlxtune.watch.live import Live
 from mlxtune.watch.server import PageServer, start_server
 from tests.browser import Tab, browsing, needs_browser
-from tests.runs import EVALUATION, as_lines, step_line, write_run
-from tests.views.pages.markup import hostile
+from tests.runs import as_lines, step_line, write_run
+from tests.views.pages.markup import hostile_run
 from tests.waiting import wait_until
 
 # This expression is true if the page says that the server is gone.
@@ -130,9 +129,7 @@ def test_page_reconnects_after_an_error(tmp_path: Path) -> None:
 
 
 def test_model_answers_and_hostile_text_stays_text(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "out", evaluation=hostile(EVALUATION) | {"verdict": "helped"})
-    about = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps(hostile(about)))
+    run = hostile_run(tmp_path)
     mark(run)
     with browsing(tmp_path) as browser, serving(run) as server:
         tab = browser.new_tab()

@@ -19,7 +19,7 @@ from mlxtune.views.pages.run_page import render_runs
 from tests.runs import EVALUATION, LEDGER, as_lines, metrics, step_line, write_run
 
 
-def test_whole_run_is_read_without_a_problem(tmp_path: Path) -> None:
+def test_complete_run_has_no_problem(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "out", evaluation=EVALUATION))
 
     assert run.problems == []
@@ -44,7 +44,7 @@ def test_whole_run_is_read_without_a_problem(tmp_path: Path) -> None:
         (("out", "mine"), "out/mine"),
     ],
 )
-def test_run_is_named_as_a_person_would(
+def test_run_is_named_by_its_adapters_folder(
     tmp_path: Path, parts: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -64,14 +64,14 @@ def test_run_is_found_by_its_folder_its_adapter_or_a_checkpoint(tmp_path: Path) 
             run_folder_at(missing)
 
 
-def test_unfinished_run_is_read_as_far_as_it_came(tmp_path: Path) -> None:
+def test_unfinished_run_is_read_up_to_its_last_step(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "out", finished=False))
     assert run.problems == []
     assert len(run.column("step")) == 60
     assert run.result == {}
 
 
-def test_empty_folder_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
+def test_run_without_steps_is_read(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     run = read_run(tmp_path)
     assert run.problems == []
@@ -81,7 +81,7 @@ def test_empty_folder_of_a_run_that_has_just_begun(tmp_path: Path) -> None:
 # Search
 
 
-def test_runs_are_found_some_levels_deep_and_checkpoints_are_none(tmp_path: Path) -> None:
+def test_search_finds_nested_and_archived_runs_but_no_checkpoints(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name) for name in ("b", "a/deep/er", "a/x")]
     write_run(runs[0] / "previous-1").rename(runs[0] / "previous-1" / "run")
     before = runs[0] / "previous-1"
@@ -91,7 +91,7 @@ def test_runs_are_found_some_levels_deep_and_checkpoints_are_none(tmp_path: Path
     assert found == [runs[1], runs[2], runs[0], before]
 
 
-def test_search_passes_over_what_is_hidden_linked_too_deep_or_of_other_programs(
+def test_search_skips_hidden_linked_deep_and_foreign_folders(
     tmp_path: Path,
 ) -> None:
     run = write_run(tmp_path / "seen")
@@ -105,7 +105,7 @@ def test_search_passes_over_what_is_hidden_linked_too_deep_or_of_other_programs(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads all folders")
-def test_folder_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
+def test_search_skips_unreadable_folders(tmp_path: Path) -> None:
     run = write_run(tmp_path / "seen")
     closed = tmp_path / "closed"
     closed.mkdir(mode=0)
@@ -141,7 +141,7 @@ def test_folder_that_cannot_be_read_is_passed_over(tmp_path: Path) -> None:
         ("metrics.jsonl", as_lines([step_line(1, 9)] * 2), "line 2 is not the next record"),
     ],
 )
-def test_damage_is_a_problem_that_names_the_file_and_the_rest_is_shown(
+def test_damaged_file_is_a_problem_on_the_page(
     tmp_path: Path, file: str, content: bytes, problem: str
 ) -> None:
     folder = write_run(tmp_path / "out", evaluation=EVALUATION)
@@ -155,7 +155,7 @@ def test_damage_is_a_problem_that_names_the_file_and_the_rest_is_shown(
     assert problem in page
 
 
-def test_missing_metrics_are_said_and_the_rest_is_shown(tmp_path: Path) -> None:
+def test_missing_metrics_are_a_problem(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "out")
     (folder / "metrics.jsonl").unlink()
     run = read_run(folder)
@@ -163,21 +163,17 @@ def test_missing_metrics_are_said_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert "Nothing was measured." in render_runs([run])
 
 
-def test_bad_line_among_good_ones_costs_that_line_alone(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "out")
-    lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")
+def test_damaged_or_unordered_line_is_skipped_alone(tmp_path: Path) -> None:
+    metrics = write_run(tmp_path / "out") / "metrics.jsonl"
+    lines = metrics.read_bytes().split(b"\n")
     lines[10] = lines[10][:20]
-    (folder / "metrics.jsonl").write_bytes(b"\n".join(lines))
-    run = read_run(folder)
+    metrics.write_bytes(b"\n".join(lines))
+    run = read_run(metrics.parent)
     assert len(run.column("step")) == 79
     assert "line 11 is not the next record" in run.problems[0]
 
-
-def test_step_out_of_order_costs_its_line_alone(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "out")
-    records = [step_line(step, 9) for step in (1, 3, 2, 4)]
-    (folder / "metrics.jsonl").write_bytes(as_lines(records))
-    run = read_run(folder)
+    metrics.write_bytes(as_lines([step_line(step, 9) for step in (1, 3, 2, 4)]))
+    run = read_run(metrics.parent)
     assert list(run.column("step")) == [1, 3, 4]
     assert "line 3 is not the next record" in run.problems[0]
     assert "steps are missing" in run.problems[1]
@@ -218,7 +214,7 @@ NAMES = ("run.json", "result.json", "evaluation.json", "ledger.json", "epoch-1/m
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(NAMES), value=JSON, kind=st.sampled_from(sorted(RECORDS)))
-def test_nothing_that_a_file_may_hold_breaks_the_page(
+def test_no_content_of_a_file_breaks_the_page(
     tmp_path: Path, name: str, value: object, kind: str
 ) -> None:
     folder = tmp_path / "out" / "checkpoints"
@@ -240,14 +236,14 @@ def test_nothing_that_a_file_may_hold_breaks_the_page(
             path.write_bytes(content)
 
 
-def test_number_is_finite_and_not_a_truth() -> None:
+def test_number_is_finite_and_no_boolean() -> None:
     values = {"a": 1, "b": True, "c": math.inf, "d": "1", "e": 10**400, "f": {"g": 2.5}}
     assert [number(values, name) for name in "abcde"] == [1.0, None, None, None, None]
     assert number(values, "f", "g") == 2.5
     assert number(values, "a", "g") is None
 
 
-def test_adapter_beside_another_run_s_leads_to_its_own_run(tmp_path: Path) -> None:
+def test_adapter_is_traced_to_the_run_that_wrote_it(tmp_path: Path) -> None:
     """Two files in one folder share `checkpoints/`, and the later run archived the earlier run."""
     for name in ("a", "b"):
         (tmp_path / f"{name}.safetensors").write_bytes(b"adapter")

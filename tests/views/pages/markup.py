@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
+
+from tests.runs import EVALUATION, as_lines, step_line, write_run
 
 VOID = {"meta", "link", "input"}
 INLINE = {"i", "b", "u", "code", "a", "span", "mark", "div", "script", "style"}
@@ -19,6 +23,23 @@ def hostile(value: Any) -> Any:
     if isinstance(value, list):
         return [hostile(each) for each in value]
     return {key: hostile(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def hostile_run(folder: Path) -> Path:
+    """Write a run whose every text is hostile."""
+    run = write_run(folder / "<script>owned()<" / "x", evaluation=EVALUATION)
+    evaluation = hostile(EVALUATION) | {"verdict": "helped"}
+    (run / "evaluation.json").write_text(json.dumps(evaluation))
+    about = json.loads((run / "run.json").read_text())
+    options = {HOSTILE: HOSTILE, **about["config"]}
+    about |= {"versions": {HOSTILE: HOSTILE}, "config": hostile(options), "device": HOSTILE}
+    (run / "run.json").write_text(json.dumps(about))
+    ledgers = json.loads((run / "ledger.json").read_text())
+    ledgers[0] |= {"path": HOSTILE, "rows_skipped": {HOSTILE: 2}}
+    (run / "ledger.json").write_text(json.dumps(ledgers))
+    skipped = {"kind": "skipped", "step": 1, "reason": HOSTILE, "rows": [HOSTILE]}
+    (run / "metrics.jsonl").write_bytes(as_lines([skipped, step_line(2, 9)]))
+    return run
 
 
 class Page(HTMLParser):

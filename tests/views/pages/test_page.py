@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,29 +16,12 @@ from mlxtune.views.inspection_view import render_page
 from mlxtune.views.pages.run_page import render_runs
 from tests.inspections import HOSTILE as HOSTILE_DATA
 from tests.inspections import with_text
-from tests.runs import EVALUATION, as_lines, step_line, write_run
-from tests.views.pages.markup import HOSTILE, Page, hostile
+from tests.runs import write_run
+from tests.views.pages.markup import Page, hostile_run
 
 UNSEEN = set("\x00\x1b\x07\x9b\r\u202e\u2066\u200b\ufeff\ud800\x08\x7f\u2028")
 # The attributes that load a file, or run a script or a style.
 ACTING = {"src", "srcset", "action", "formaction", "poster", "data", "background", "style"}
-
-
-def hostile_run(folder: Path) -> Path:
-    """Write a run whose every text is hostile."""
-    run = write_run(folder / "<script>owned()<" / "x", evaluation=EVALUATION)
-    evaluation = hostile(EVALUATION) | {"verdict": "helped"}
-    (run / "evaluation.json").write_text(json.dumps(evaluation))
-    about = json.loads((run / "run.json").read_text())
-    options = {HOSTILE: HOSTILE, **about["config"]}
-    about |= {"versions": {HOSTILE: HOSTILE}, "config": hostile(options), "device": HOSTILE}
-    (run / "run.json").write_text(json.dumps(about))
-    ledgers = json.loads((run / "ledger.json").read_text())
-    ledgers[0] |= {"path": HOSTILE, "rows_skipped": {HOSTILE: 2}}
-    (run / "ledger.json").write_text(json.dumps(ledgers))
-    skipped = {"kind": "skipped", "step": 1, "reason": HOSTILE, "rows": [HOSTILE]}
-    (run / "metrics.jsonl").write_bytes(as_lines([skipped, step_line(2, 9)]))
-    return run
 
 
 # Pages of hostile data, by kind.
@@ -107,10 +89,10 @@ def luminance(colour: str) -> float:
     [
         (("ink", "muted"), ("ground", "card", "learned-ground"), 4.5),
         (("learned", "warning", "error"), ("card",), 4.5),
-        *[((name,), (f"{name}-ground",), 4.5) for name in ("learned", "control")],
-        *[((name,), (f"{name}-ground",), 4.5) for name in ("error", "warning")],
-        *[(("control",), ("learned-ground",), 4.5), (("on-found",), ("found",), 4.5)],
-        *[(("card",), ("ink",), 4.5), (("strong-line",), ("card", "ground"), 3)],
+        (("learned", "control"), ("learned-ground",), 4.5),
+        *[((name,), (f"{name}-ground",), 4.5) for name in ("control", "error", "warning")],
+        (("on-found",), ("found",), 4.5),
+        (("strong-line",), ("card", "ground"), 3),
         (("learned-line", "val", *(f"c{i}" for i in range(8))), ("card",), 3),
     ],
 )

@@ -13,7 +13,7 @@ from mlxtune.core.run.stored_run import read_run
 from mlxtune.views.pages.run_page import render_runs
 from tests.browser import Browser, browsing, drive, needs_browser
 from tests.runs import EVALUATION, as_lines, step_line, write_run
-from tests.views.pages.markup import HOSTILE, hostile
+from tests.views.pages.markup import HOSTILE, hostile_run
 
 pytestmark = needs_browser
 
@@ -98,9 +98,7 @@ def write_pages(folder: Path) -> None:
     many = write_run(runs / "many", epochs=1, per_epoch=10)
     lines = [step_line(step, 30_000) for step in range(1, 20_001)]
     (many / "metrics.jsonl").write_bytes(as_lines(lines))
-    bad = write_run(runs / "bad", evaluation=hostile(EVALUATION) | {"verdict": "helped"})
-    about = json.loads((bad / "run.json").read_text())
-    (bad / "run.json").write_text(json.dumps(hostile(about)))
+    bad = hostile_run(runs)
     ledger = json.loads((bad / "ledger.json").read_text())
     ledger[0]["path"] = HOSTILE + "x" * 300
     (bad / "ledger.json").write_text(json.dumps(ledger))
