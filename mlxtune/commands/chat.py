@@ -18,17 +18,13 @@ from mlxtune.core.data.encode import Encoder
 from mlxtune.core.data.prompt import Prompt, prompt_of
 from mlxtune.core.files.files import append_line
 from mlxtune.errors import DataError, MemoryLimitError, OutputError
-from mlxtune.session.base import adapter_of
-from mlxtune.session.dataset import Reader
 from mlxtune.session.interrupt import stop_on_interrupt
-from mlxtune.session.model import (
+from mlxtune.session.trained_model import (
     Answerers,
     LoadedModel,
-    as_trained,
+    UseSession,
     await_result,
     check_prompt_length,
-    find_model,
-    load_model,
     trained_on_text,
 )
 from mlxtune.views.console import RunConsole
@@ -56,20 +52,16 @@ def chat(config: ChatConfig) -> None:
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
-    thinking = config.thinking
-    adapter = adapter_of(config)
-    config = as_trained(config, adapter)
-    folder = find_model(config, adapter)
     with closing(RunConsole(quiet=config.quiet)) as console:
-        reader = Reader(config.reading(turns="last"), folder)
-        reader.require_template()
-        reader.warn_of_thinking(thinking, console)
-        if trained_on_text(adapter):
+        session = UseSession(config, console)
+        session.reader.require_template()
+        session.reader.warn_of_thinking(config.thinking, console)
+        if trained_on_text(session.adapter):
             console.warn("the adapter was trained on plain text: mlxtune generate completes text")
-        encoder = reader.encoder  # report template problems before the model loads for minutes
-        loaded = load_model(config, adapter, folder, console)
-        answerers = Answerers(config, loaded, reader)
-        conversation = _Conversation(config, loaded, answerers, encoder, console)
+        encoder = session.reader.encoder  # report problems before the model loads for minutes
+        loaded = session.load()
+        answerers = Answerers(session, loaded)
+        conversation = _Conversation(session.config, loaded, answerers, encoder, console)
         who = conversation.who
         console.say("Chat", f"{who}; /help lists the commands, Ctrl-D quits")
     for line in _lines():

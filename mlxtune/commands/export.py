@@ -20,7 +20,7 @@ from mlxtune.core.files.files import make_folder
 from mlxtune.core.files.ours import discard, move
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.run.checkpoint import ADAPTER
-from mlxtune.session.keywords import takes_options
+from mlxtune.session.arguments import takes_options
 from mlxtune.session.proof import (
     ExportResult,
     Source,

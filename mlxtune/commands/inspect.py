@@ -2,23 +2,17 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
 
-from mlxtune.backend.models import model_folder
+from mlxtune.backend.models.model_folder import find_folder
 from mlxtune.config import InspectConfig, as_path
 from mlxtune.core.data import findings, inspection
 from mlxtune.core.data.conversation import ROLE_NAMES
 from mlxtune.core.data.places import where
 from mlxtune.core.files.files import check_outputs, make_folder, write_file
 from mlxtune.errors import DataError
-from mlxtune.session.dataset import (
-    Dataset,
-    Reader,
-    data_files,
-    load_dataset,
-    with_hub_data,
-)
-from mlxtune.session.keywords import takes_options
+from mlxtune.session.arguments import takes_options
+from mlxtune.session.dataset import Dataset, Reader
+from mlxtune.session.session import Session
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.inspect_console import show_inspection
@@ -39,18 +33,16 @@ def inspect(config: InspectConfig) -> inspection.Inspection:
 
     Raises DataError, ModelError or OutputError.
     """
-    folder = model_folder.find_folder(config.model_path, weights=False)
-    config = with_hub_data(config, RunConsole(quiet=config.quiet))
+    folder = find_folder(config.model_path, weights=False)
+    session = Session(config, RunConsole(quiet=config.quiet), folder)
     html = None if config.html is None else as_path(config.html)
     dump = None if config.dump is None else as_path(config.dump)
     written = [path for path in (html, dump) if path is not None]
-    check_outputs(written, [*data_files(config).all, *folder.iterdir()], "--html or --dump")
+    check_outputs(written, session.inputs, "--html or --dump")
     if html is not None:
         PAGE.check_replaceable(html, "--html")
-    with closing(RunConsole(quiet=config.quiet)) as console:
-        reader = Reader(config, folder, console.on_encoding)
-        dataset = load_dataset(config, reader)
-    found = build(config, reader, dataset)
+    dataset = session.dataset
+    found = build(session.config, session.reader, dataset)
     for path in written:
         make_folder(path.parent)
     if html is not None:

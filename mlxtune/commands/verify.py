@@ -27,9 +27,9 @@ from mlxtune.errors import (
     OutputError,
     TrainingInterrupted,
 )
+from mlxtune.session.arguments import Resolved
 from mlxtune.session.interrupt import end_in_order
-from mlxtune.session.quantized_compute import recorded_products
-from mlxtune.session.resolved import Resolved
+from mlxtune.session.planning import recorded_products
 from mlxtune.session.resuming import check_asked_again, check_initial, run_config
 from mlxtune.views.output import print_json, print_line
 

@@ -39,10 +39,9 @@ from mlxtune.core.files.ours import discard, is_folder, remove_file
 from mlxtune.core.files.output_folder import hashes, new_folder
 from mlxtune.core.machine.facts import versions
 from mlxtune.errors import ModelError
-from mlxtune.session.base import find_base
 from mlxtune.session.dataset import Reader
 from mlxtune.session.interrupt import end_in_order
-from mlxtune.session.model import as_trained, trained_on_text
+from mlxtune.session.trained_model import as_trained, find_base, trained_on_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json, print_line
 

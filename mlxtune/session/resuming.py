@@ -25,7 +25,7 @@ from mlxtune.core.text import count
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, OutputError, shorten
 from mlxtune.hub.names import dataset_name
-from mlxtune.session.resolved import Resolved
+from mlxtune.session.arguments import Resolved
 from mlxtune.views.console import RunConsole
 
 # Options that another user's run must not set: they choose downloads and trackers.

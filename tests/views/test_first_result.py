@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mlxtune.session import model as prepare_model
+from mlxtune.session import trained_model
 from mlxtune.views.console import RunConsole
 from mlxtune.views.first_result import COMPILING, SECONDS, FirstResult, start_timer
 from tests.command import Cli, Outcome
@@ -169,7 +169,7 @@ def test_commands_wait_for_their_first_result_on_a_gpu_only(
     monkeypatch.setitem(defaults, "start_timer", clock.start)
     outcome = commands[command]()
     assert (outcome.code, clock.started) == (0, 0), outcome.err
-    monkeypatch.setattr(prepare_model, "device", SimpleNamespace(on_cpu=lambda: False))
+    monkeypatch.setattr(trained_model, "device", SimpleNamespace(on_cpu=lambda: False))
     outcome = commands[command]()
     assert outcome.code == 0, outcome.err
     assert (clock.started, clock.waiting) == (waits, 0)

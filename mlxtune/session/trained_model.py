@@ -1,10 +1,13 @@
-"""Loads the model of a command: with new LoRA weights to train, or with an adapter to run."""
+"""Finds, loads and runs the base model and the adapter that a command's options name."""
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import (
@@ -15,26 +18,29 @@ from mlxtune.backend.adapters.attach import (
     load_adapted,
 )
 from mlxtune.backend.device import device, memory
-from mlxtune.backend.forward.kernels.attention_trial import attention_kernels_problem
-from mlxtune.backend.forward.kernels.gate_kernels import gate_kernels_problem
-from mlxtune.backend.models import loading, model_folder
+from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
+from mlxtune.backend.models.model_folder import find_folder, is_local, read_config
 from mlxtune.backend.models.quantize import format_name
-from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, Stream, seed
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
-from mlxtune.config import AnswerConfig, EvalConfig, ObjectiveConfig, TrainConfig, UseConfig
+from mlxtune.config import (
+    AnswerConfig,
+    EvalConfig,
+    ImportConfig,
+    ObjectiveConfig,
+    OutgoingConfig,
+    TrainConfig,
+    UseConfig,
+)
 from mlxtune.config.base_options import BaseOptions
 from mlxtune.config.data import TEMPLATES
 from mlxtune.core.data.prompt import Prompt
-from mlxtune.core.objectives.objective import Objective
-from mlxtune.core.run.run_folder import ResumePoint
-from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
+from mlxtune.core.run.own_runs import is_own
 from mlxtune.errors import ConfigError, DataError, ModelError, one_line
-from mlxtune.session.base import find_base
 from mlxtune.session.dataset import Reader, template_text
-from mlxtune.session.memory import confirm, recorded_memory
+from mlxtune.session.session import model_folder
 from mlxtune.views.console import RunConsole
 
 # The metadata key that marks an adapter as trained on plain text alone.
@@ -44,6 +50,7 @@ _PROMPT = ("template", "thinking", "merge_system")
 _OBJECTIVE = {field.name: field.default for field in dataclasses.fields(ObjectiveConfig)}
 
 U = TypeVar("U", bound=UseConfig)
+A = TypeVar("A", bound=AnswerConfig)
 
 
 def await_result(console: RunConsole) -> None:
@@ -52,71 +59,60 @@ def await_result(console: RunConsole) -> None:
         console.await_result()
 
 
-# Training
+# Finding a model
 
 
-def open_model(
-    config: TrainConfig, folder: Path, console: RunConsole, workers: Workers = ALONE
-) -> BaseModel:
-    """Set the memory limits and open the model to train, or this worker's part of it.
+def find_base(config: OutgoingConfig | UseConfig, adapter: AdapterFile) -> Path:
+    """Return the base model's folder, from --model-path or else by the model's name in the adapter.
 
-    Does not read the weights yet.
+    The name may be a path relative to the folder in which the adapter's run was started.
+
+    Raises ModelError.
     """
-    console.say("Memory", memory.set_limits(config.memory_limit).describe())
-    base = loading.open_base(folder, config.dtype, config.loading())
-    if workers.split_model:
-        base = split_base(base, workers.group)
-    if slow := loading.slow_products(base):
-        console.warn(slow)
-    return base
+    return find_named(config, adapter, adapter.info.model, adapter.origin.working_directory)
 
 
-def build_pipeline(
-    config: TrainConfig,
-    base: BaseModel,
-    work: DataSample,
-    plan: MemoryPlan,
-    console: RunConsole,
-    provenance: Callable[[], Mapping[str, Any]] = dict,
-    resume: ResumePoint | None = None,
-    workers: Workers = ALONE,
-    *,
-    plain_text: bool = False,
-) -> tuple[InstructPipeline, MemoryPlan]:
-    """Apply LoRA, set up the optimizer, and choose the plan again for the loaded model.
+def find_named(
+    config: ImportConfig | OutgoingConfig | UseConfig,
+    adapter: AdapterFile,
+    named: str,
+    relative_to: str,
+) -> Path:
+    """Return the base model's folder, from --model-path or else by the name `named`.
 
-    `provenance` returns the facts about the model that checkpoints record. The new plan uses the
-    memory that the resumed run recorded, or else cached or new measurements. Adapters record
-    `plain_text`, which says whether all the data is plain text.
+    The name may be a path relative to `relative_to`. A model is downloaded by this name only if
+    this user made the adapter's run. The model's config is checked.
+
+    Raises ModelError.
     """
-    resumed = {} if resume is None else resume.checkpoint.metadata
-    pipeline = InstructPipeline(
-        base.model,
-        config.lora(),
-        execution=plan.execution,
-        base_model=config.model_path,
-        fresh=resume is None,
-        initial_hash=resumed.get("init_adapter_hash"),
-        provenance=provenance,
-        base_record=loading.base_record(base) | _trained_as(config, plain_text),
-        warn=console.warn,
-        workers=workers,
-        objective=Objective(config.part(ObjectiveConfig)),
-    )
-    console.say("LoRA", pipeline.lora.describe())
-    await_result(console)
-    for warning in pipeline.lora.warnings():
-        console.warn(warning)
-    if problem := pipeline.forward.packing_problem:
-        console.say("Packing", f"off, so examples are padded: {problem}")
-    problems = {"SwiGLU": gate_kernels_problem(), "Attention": attention_kernels_problem()}
-    for name, problem in problems.items():
-        if problem:
-            console.say(name, f"by MLX's operations, not our kernels: {problem}")
-    recorded = None if resume is None else recorded_memory(config.checkpoint_path)
-    confirmed = confirm(config, base, pipeline, work, plan, recorded, workers)
-    pipeline.losses.limit_memory(confirmed.peak.total)
-    return pipeline, confirmed
+    path = config.model_path or named
+    if not path:
+        raise ModelError(f"{adapter.path}: names no base model: give --model-path")
+    with suppress(OSError, ValueError):  # not a folder name, or a folder we may not read
+        if not config.model_path and relative_to and (Path(relative_to) / path).is_dir():
+            path = str(Path(relative_to) / path)
+    if not (config.model_path or is_local(path) or _is_own(adapter)):
+        raise ModelError(
+            f"{adapter.path}: its base model is not here, and you did not make the adapter on this "
+            f"machine: to download the model, give --model-path {shlex.quote(path)}"
+        )
+    try:
+        folder = find_folder(path)
+    except ModelError as error:
+        if config.model_path:
+            raise
+        why = str(error).removeprefix(f"{path}: ").removesuffix(": check --model-path")
+        why = "is not there" if why == "no such folder" else f"cannot be used: {why}"
+        raise ModelError(
+            f"{adapter.path}: its base model {path} {why}: give --model-path"
+        ) from error
+    read_config(folder, trust_remote_code=config.trust_remote_code)
+    return folder
+
+
+def _is_own(adapter: AdapterFile) -> bool:
+    """Return whether this user made the adapter's run."""
+    return (run := adapter.origin.run) is not None and is_own(run)
 
 
 # Running a model with its adapter
@@ -134,15 +130,28 @@ class LoadedModel:
             self.adapted.use_adapter(on)
 
 
-def find_model(config: UseConfig, adapter: AdapterFile | None) -> Path:
-    """Check model and adapter as far as possible without weights; return the model's folder.
+class UseSession(Generic[U]):
+    """The base model and the adapter that the options of a command name, checked without weights.
 
-    Raises ModelError.
+    In this order: the adapter, the base model, the options of training that the adapter records,
+    and how the base was quantised. `config` has these options, unless the user chose others; see
+    `as_trained`. Raises ModelError.
     """
-    folder = model_folder.find_folder(str(config.model_path))
-    model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
-    _base_options(config, adapter, folder)
-    return folder
+
+    def __init__(self, config: U, console: RunConsole, given: Collection[str] = ()) -> None:
+        self.console = console
+        self.adapter = None if config.adapter is None else AdapterFile.find(config.adapter)
+        self.config = as_trained(config, self.adapter, given)
+        self.folder = model_folder(self.config)
+        _base_options(self.config, self.adapter, self.folder)
+
+    @cached_property
+    def reader(self) -> Reader:
+        """The reader of prompts."""
+        return Reader(self.config.reading(turns="last"), self.folder)
+
+    def load(self) -> LoadedModel:
+        return load_model(self.config, self.adapter, self.folder, self.console)
 
 
 def as_trained(config: U, adapter: AdapterFile | None, given: Collection[str] = ()) -> U:
@@ -175,7 +184,7 @@ def _recorded(adapter: AdapterFile, record: str, names: Collection[str]) -> dict
     return {name: known[name] for name in names if name in known}
 
 
-def _trained_as(config: TrainConfig, plain_text: bool) -> dict[str, Any]:
+def trained_as(config: TrainConfig, plain_text: bool) -> dict[str, Any]:
     """Return the options of training that the adapter records for later commands."""
     own = ((name, getattr(config, name)) for name in _OBJECTIVE)
     objective = {name: value for name, value in own if value != _OBJECTIVE[name]}
@@ -259,10 +268,10 @@ def check_prompt_length(prompt: Prompt, base: BaseModel, where: str) -> None:
         )
 
 
-def start_generator(config: AnswerConfig, loaded: LoadedModel, reader: Reader) -> Generator:
-    if config.seed is not None:
-        seed(config.seed)
-    return Generator(loaded.base.model, reader.tokenizer, loaded.base.vocab_size)
+def start_generator(session: UseSession[A], loaded: LoadedModel) -> Generator:
+    if session.config.seed is not None:
+        seed(session.config.seed)
+    return Generator(loaded.base.model, session.reader.tokenizer, loaded.base.vocab_size)
 
 
 class Answerers:
@@ -272,9 +281,9 @@ class Answerers:
     adapter.
     """
 
-    def __init__(self, config: AnswerConfig, loaded: LoadedModel, reader: Reader) -> None:
-        self._loaded, self._sampling = loaded, config.part(Sampling)
-        self._generators = {on: start_generator(config, loaded, reader) for on in (False, True)}
+    def __init__(self, session: UseSession[A], loaded: LoadedModel) -> None:
+        self._loaded, self._sampling = loaded, session.config.part(Sampling)
+        self._generators = {on: start_generator(session, loaded) for on in (False, True)}
 
     def answer(
         self, prompts: Mapping[bool, Prompt], should_stop: Callable[[], bool] = lambda: False

@@ -1,0 +1,89 @@
+"""How often a command opens each of its inputs, and decides its plan: once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mlxtune
+from mlxtune.backend.models import loading
+from mlxtune.core.steps import memory_plan
+from mlxtune.session import dataset
+from tests.hub_server import Dataset, Hub
+from tests.models import sums, write_chat
+
+Calls = Counter[str]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """The number of calls by name, from now on."""
+    counted: Calls = Counter()
+
+    def count(module: Any, name: str) -> None:
+        called: Callable[..., Any] = getattr(module, name)
+
+        def counting(*arguments: Any, **options: Any) -> Any:
+            counted[name] += 1
+            return called(*arguments, **options)
+
+        monkeypatch.setattr(module, name, counting)
+
+    for module, name in (
+        (dataset, "fetch"),
+        (dataset, "encode_file"),
+        (loading, "open_base"),
+        (memory_plan, "choose"),
+    ):
+        count(module, name)
+    return counted
+
+
+@pytest.fixture
+def rows(hub: Hub, tmp_path: Path) -> str:
+    """The name of a data set of the hub, with one file."""
+    content = write_chat(tmp_path / "rows.jsonl", sums(20)).read_bytes()
+    hub.datasets["org/sums"] = Dataset({"main": {"train.jsonl": content}})
+    return "org/sums"
+
+
+def start(model: Path, data: str, output: Path, **options: Any) -> None:
+    """Start a run, and stop before its first step."""
+    common: dict[str, Any] = {"model_path": model, "data": data, "quiet": True, "output": output}
+    mlxtune.train(**common, **options, dry_run=True)
+
+
+OPENED = {"fetch": 1, "encode_file": 1, "open_base": 1}
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_start_of_a_run_opens_each_input_once(
+    model: Path, rows: str, tmp_path: Path, calls: Calls, auto: bool
+) -> None:
+    start(model, rows, tmp_path, auto=auto, no_cache=True)
+    assert {name: calls[name] for name in OPENED} == OPENED
+
+
+def test_start_of_a_run_chooses_its_plan_once_for_the_model_and_once_as_measured(
+    model: Path, chat: Path, tmp_path: Path, calls: Calls
+) -> None:
+    """A larger limit and longer examples are further questions, which this run does not raise."""
+    start(model, str(chat), tmp_path, memory_limit=10**6)
+    assert calls["choose"] <= 2
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_plan_opens_each_input_once(model: Path, rows: str, calls: Calls, auto: bool) -> None:
+    mlxtune.plan(model_path=model, data=rows, auto=auto, quiet=True, no_cache=True)
+    assert {name: calls[name] for name in OPENED} == OPENED
+
+
+def test_inspection_and_evaluation_fetch_data_once(model: Path, rows: str, calls: Calls) -> None:
+    mlxtune.inspect(model_path=model, data=rows, quiet=True)
+    assert calls["fetch"] == 1
+    mlxtune.evaluate(model_path=model, data=(f"{rows}:train",), quiet=True)
+    assert calls["fetch"] == 2
