@@ -26,9 +26,9 @@ from mlxtune.errors import MlxTuneError
 from mlxtune.session.arguments import takes_options
 from mlxtune.session.dataset import Dataset
 from mlxtune.session.planning import choose_plan, first_epoch, planned_work
+from mlxtune.session.prepared_run import prepare_base
 from mlxtune.session.session import Session
 from mlxtune.session.trained_model import await_result
-from mlxtune.session.training import prepare_base
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json
 from mlxtune.views.tables import result_console

@@ -83,7 +83,7 @@ class OurSide:
     def __init__(self, folder: Path, config: TrainConfig, execution: str) -> None:
         from mlxtune.backend.forward import operations
         from mlxtune.backend.models import loading
-        from mlxtune.session.training import prepare_base
+        from mlxtune.session.prepared_run import prepare_base
         from mlxtune.views.console import RunConsole
 
         operations.load_ahead(folder)
@@ -96,7 +96,7 @@ class OurSide:
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Build the pipeline and load the adapter that both sides start from."""
         from mlxtune.session.planning import plan_run, planned_work
-        from mlxtune.session.training import build_pipeline
+        from mlxtune.session.prepared_run import build_pipeline
 
         config, base = self._config, self.base
         work = planned_work(config, steps)

@@ -56,9 +56,9 @@ from mlxtune.session.auto import settle_auto
 from mlxtune.session.interrupt import stop_on_interrupt
 from mlxtune.session.judge import ValidationAnswers, judge
 from mlxtune.session.planning import save_run_speed
+from mlxtune.session.prepared_run import RunParts, about_result, about_run, prepare
 from mlxtune.session.resuming import check_resumed, find_run
 from mlxtune.session.session import RunSession
-from mlxtune.session.training import RunParts, about_result, about_run, prepare
 from mlxtune.tracking.observer import TrackingObserver, check_trackers
 from mlxtune.views import plan_text, run_text
 from mlxtune.views.console import RunConsole
