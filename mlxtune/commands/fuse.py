@@ -191,9 +191,9 @@ def _validation_rows(source: Source) -> CorpusRows | None:
     if run is None or not is_own(run):
         return None
     try:
-        if (found := find_resume_point(run)) is None:
+        if (point := find_resume_point(run)) is None:
             return None
-        data = run_config(run, found.checkpoint, {})
+        data = run_config(run, point.checkpoint, {})
         rows = load_dataset(data, Reader(data, source.folder)).rows.validation
     except MlxTuneError:
         return None

@@ -42,32 +42,32 @@ def inspect(config: InspectConfig) -> inspection.Inspection:
     if html is not None:
         PAGE.check_replaceable(html, "--html")
     dataset = session.dataset
-    found = build(session.config, session.reader, dataset)
+    result = build(session.config, session.reader, dataset)
     for path in written:
         make_folder(path.parent)
     if html is not None:
-        write_file(html, [render_page(found).encode()])
+        write_file(html, [render_page(result).encode()])
     if dump is not None:
         write_file(dump, dump_lines(dataset))
-    return found
+    return result
 
 
 def show(config: InspectConfig) -> None:
     """Print the inspection. Raises DataError for data that `train` refuses."""
-    found = inspect(config)
+    result = inspect(config)
     if config.json:
-        print_json(found.as_dict())
+        print_json(result.as_dict())
     elif config.quiet:
         console = RunConsole(quiet=True)
-        for finding in found.findings:
+        for finding in result.findings:
             console.warn(run_text.finding_line(finding))
     else:
-        every = found.shown if config.row is not None else None
-        show_inspection(found, result_console(), examples=every)
+        every = result.shown if config.row is not None else None
+        show_inspection(result, result_console(), examples=every)
         if config.html is not None:
             print_line(f"page: {as_path(config.html)}")
-    if found.errors:
-        kinds = ", ".join(finding.kind for finding in found.errors)
+    if result.errors:
+        kinds = ", ".join(finding.kind for finding in result.errors)
         raise DataError(f"train refuses this data: {kinds}")
 
 
@@ -76,8 +76,8 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection
     first = sum(corpus.num_rows for corpus in corpora[:-1])
     validates = [first + index for index in dataset.rows.validation.indices]
     examples = inspection.InspectedExamples(corpora, validates)
-    found = [*dataset.findings, *findings.skip_findings(dataset.files)]
-    every_finding = tuple(findings.by_loss(found))
+    skipped = findings.skip_findings(dataset.files)
+    every_finding = tuple(findings.by_loss([*dataset.findings, *skipped]))
     if config.row is None:
         chosen = examples.choose(every_finding, ON_PAGE if config.html else ELSEWHERE)
     elif not (chosen := examples.of_row(config.row)):

@@ -223,8 +223,8 @@ def resume(
     Raises the errors of `train`. Raises ConfigError if a changed option would change the result,
     and OutputError if there is no run to resume.
     """
-    options, found = find_run(str(folder), with_rows(changes))
-    return train(options, resume=found, on_step=on_step, on_validation=on_validation)
+    options, point = find_run(str(folder), with_rows(changes))
+    return train(options, resume=point, on_step=on_step, on_validation=on_validation)
 
 
 @takes_options(DemoConfig)

@@ -133,11 +133,11 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(changed[name], io.IOBase):
                 raise DataError(f"{name}: is an open file: give its path")
             try:
-                found = iter(changed[name])
+                values = iter(changed[name])
             except TypeError as error:
                 raise DataError(f"{name}: has no rows: {error}") from error
-            first = list(islice(found, 1))
-            every = chain(first, found)
+            first = list(islice(values, 1))
+            every = chain(first, values)
             if isinstance(next(iter(first), {}), str | os.PathLike):
                 changed[name] = list(every)
             else:

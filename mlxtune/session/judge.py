@@ -87,7 +87,7 @@ def _sums(
     Returns Sums, or AnswerSums under a preference objective, for each of `models`: False is the
     base model, True the adapter.
     """
-    base, found = loaded.base, []
+    base, totals = loaded.base, []
     with closing(
         Evaluator(base.model, base.parameters, console.warn, workers=workers)
     ) as evaluator:
@@ -95,9 +95,9 @@ def _sums(
             loaded.use_adapter(with_adapter)
             show = _show(console, "evaluating", with_adapter)
             sums = sums_of if objective.is_sft else answer_sums
-            found.append(sums(rows, evaluator.losses, show))
+            totals.append(sums(rows, evaluator.losses, show))
     console.close()
-    return found
+    return totals
 
 
 def answer_rows(
@@ -148,10 +148,10 @@ def answer_rows(
         with_adapter = sum(same(each.adapted or "", each.expected) for each in answered)
         return without, None if adapted is None else with_adapter
 
-    found = Generated(len(samples), ExactMatch(*matches(operator.eq)), samples)
+    generated = Generated(len(samples), ExactMatch(*matches(operator.eq)), samples)
     if match == "exact":
-        return found
-    return replace(found, matches=Matches(match, *matches(matcher(match, console.warn))))
+        return generated
+    return replace(generated, matches=Matches(match, *matches(matcher(match, console.warn))))
 
 
 class ValidationAnswers(TrainingObserver):
@@ -285,7 +285,7 @@ def matcher(
         if slow == _MOST_SLOW:
             return None
         try:
-            found = pattern.search(text, timeout=_SEARCH_SECONDS)
+            hit = pattern.search(text, timeout=_SEARCH_SECONDS)
         except TimeoutError:
             if not slow:
                 warn(f"--match {shorten(by)}: takes too long on some answers, which count as wrong")
@@ -293,10 +293,10 @@ def matcher(
             if slow == _MOST_SLOW:
                 warn(f"--match {shorten(by)}: the remaining answers are not searched")
             return None
-        value: str | None = None if found is None else found[min(pattern.groups, 1)]
+        value: str | None = None if hit is None else hit[min(pattern.groups, 1)]
         return value
 
-    return lambda answer, expected: (found := find(answer)) is not None and found == find(expected)
+    return lambda answer, expected: (hit := find(answer)) is not None and hit == find(expected)
 
 
 def _same_json(answer: str, expected: str) -> bool:

@@ -77,9 +77,7 @@ def prepare(session: RunSession, held: ExitStack | None) -> RunParts:
     config, console, workers = session.config, session.console, session.workers
     operations.load_ahead(session.folder)
     # The data comes first, to report its problems before minutes of loading.
-    with session.worker_run.in_turn():
-        dataset = session.dataset
-    session.load()
+    dataset = session.load()
     if config.val_steps and not dataset.rows.validation:
         raise ConfigError(
             ["--val-steps: there are no validation rows: leave it out, or set --val-split above 0"]

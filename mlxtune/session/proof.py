@@ -277,8 +277,8 @@ def convert(source: Source, program: str, folder: Path, stored: str, remedy: str
     console, trust = source.console, source.config.trust_remote_code
     console.say("Converting", f"with {program}")
     merged_gguf.convert(program, folder, stored, remedy)
-    found = merged_gguf.check_merged(folder, source.adapter, trust_remote_code=trust)
-    console.say("GGUF", found)
+    checked = merged_gguf.check_merged(folder, source.adapter, trust_remote_code=trust)
+    console.say("GGUF", checked)
 
 
 @contextmanager

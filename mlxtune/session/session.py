@@ -125,6 +125,11 @@ class RunSession(TrainingSession[TrainConfig]):
         super().__init__(worker_run.config, worker_run.console, given)
         self.worker_run, self.workers, self.resume = worker_run, worker_run.workers, resume
 
+    def read(self, config: DataConfig) -> Dataset:
+        """Read the data once the first worker of this machine has cached it."""
+        with self.worker_run.in_turn():
+            return super().read(config)
+
     @cached_property
     def initial(self) -> AdapterFile | None:
         """The adapter that training starts from, if any. Raises ModelError."""

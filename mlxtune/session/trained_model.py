@@ -188,8 +188,10 @@ def trained_as(config: TrainConfig, plain_text: bool) -> dict[str, Any]:
     """Return the options of training that the adapter records for later commands."""
     own = ((name, getattr(config, name)) for name in _OBJECTIVE)
     objective = {name: value for name, value in own if value != _OBJECTIVE[name]}
-    found = {"objective": objective, _PLAIN_TEXT: plain_text}
-    return {"prompt": _prompt_options(config)} | {key: each for key, each in found.items() if each}
+    records = {"objective": objective, _PLAIN_TEXT: plain_text}
+    return {"prompt": _prompt_options(config)} | {
+        key: each for key, each in records.items() if each
+    }
 
 
 def _prompt_options(config: UseConfig | TrainConfig) -> dict[str, Any]:
