@@ -18,15 +18,8 @@ from mlxtune.core.data.encode import Encoder
 from mlxtune.core.data.prompt import Prompt, prompt_of
 from mlxtune.core.files.files import append_line
 from mlxtune.errors import DataError, MemoryLimitError, OutputError
+from mlxtune.session import trained_model
 from mlxtune.session.interrupt import stop_on_interrupt
-from mlxtune.session.trained_model import (
-    Answerers,
-    LoadedModel,
-    UseSession,
-    await_result,
-    check_prompt_length,
-    trained_on_text,
-)
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import AnswerConsole, print_line
 
@@ -53,14 +46,14 @@ def chat(config: ChatConfig) -> None:
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
     with closing(RunConsole(quiet=config.quiet)) as console:
-        session = UseSession(config, console)
+        session = trained_model.UseSession(config, console)
         session.reader.require_template()
         session.reader.warn_of_thinking(config.thinking, console)
-        if trained_on_text(session.adapter):
+        if trained_model.trained_on_text(session.adapter):
             console.warn("the adapter was trained on plain text: mlxtune generate completes text")
         encoder = session.reader.encoder  # report problems before the model loads for minutes
         loaded = session.load()
-        answerers = Answerers(session, loaded)
+        answerers = trained_model.Answerers(session, loaded)
         conversation = _Conversation(session.config, loaded, answerers, encoder, console)
         who = conversation.who
         console.say("Chat", f"{who}; /help lists the commands, Ctrl-D quits")
@@ -79,8 +72,8 @@ class _Conversation:
     """A conversation; `messages` has key False for the base model, and True for the adapter."""
 
     config: ChatConfig
-    loaded: LoadedModel
-    answerers: Answerers
+    loaded: trained_model.LoadedModel
+    answerers: trained_model.Answerers
     encoder: Encoder
     console: RunConsole
     messages: dict[bool, list[dict[str, Any]]] = field(default_factory=dict)
@@ -131,7 +124,7 @@ class _Conversation:
     def _prompt(self, messages: list[dict[str, Any]]) -> Prompt:
         """Return the prompt for the next answer. Raises DataError."""
         prompt = prompt_of(self.encoder, {"messages": [*self._system(), *messages]}, "message")
-        check_prompt_length(prompt, self.loaded.base, "message")
+        trained_model.check_prompt_length(prompt, self.loaded.base, "message")
         return prompt
 
     def _answers(
@@ -139,7 +132,7 @@ class _Conversation:
     ) -> dict[bool, Answer]:
         """Print the answers as they arrive, and return them."""
         answers: dict[bool, Answer] = {}
-        await_result(self.console)
+        trained_model.await_result(self.console)
         with (
             closing(self.console),
             closing(AnswerConsole([_NAMES[on] for on in prompts])) as console,

@@ -25,20 +25,9 @@ from mlxtune.core.run.own_runs import is_own
 from mlxtune.core.run.run_folder import find_resume_point
 from mlxtune.core.text import count
 from mlxtune.errors import MlxTuneError
+from mlxtune.session import proof
 from mlxtune.session.arguments import takes_options
 from mlxtune.session.dataset import Reader, load_dataset
-from mlxtune.session.proof import (
-    ExportResult,
-    Source,
-    certify,
-    convert,
-    find_source,
-    load_base,
-    output_folder,
-    print_result,
-    prompts_for,
-    write_fused,
-)
 from mlxtune.session.resuming import run_config
 
 # The largest number of rows to measure on: more rows take longer and hardly change the result.
@@ -60,25 +49,25 @@ class _Measure:
 
 
 @takes_options(FuseConfig)
-def fuse(config: FuseConfig) -> ExportResult:
+def fuse(config: FuseConfig) -> proof.ExportResult:
     """Write a model with an adapter merged into the weights; compare it with the trained model.
 
     Raises a subclass of MlxTuneError, without writing the output folder.
     """
-    source = find_source(config)
+    source = proof.find_source(config)
     fusing.check_copied(source.folder)
-    with output_folder(source) as folder:
+    with proof.output_folder(source) as folder:
         dequantize = _dequantizes(config, source)
         storage, retention = (AS_BASE, None) if dequantize else _choose_storage(config, source)
-        certificate, stored = write_fused(
+        certificate, stored = proof.write_fused(
             source, folder, dequantize=dequantize, storage=storage, retention=retention
         )
         if config.gguf:
             _write_gguf(source, folder, stored)
-        return certify(source, folder, certificate)
+        return proof.certify(source, folder, certificate)
 
 
-def _dequantizes(config: FuseConfig, source: Source) -> bool:
+def _dequantizes(config: FuseConfig, source: proof.Source) -> bool:
     """Return whether to dequantise the weights, as the options or the format require.
 
     Raises ModelError if --gguf is set but this model cannot be written as GGUF.
@@ -97,19 +86,19 @@ def _dequantizes(config: FuseConfig, source: Source) -> bool:
     return config.gguf
 
 
-def _write_gguf(source: Source, folder: Path, stored: str) -> None:
+def _write_gguf(source: proof.Source, folder: Path, stored: str) -> None:
     program = merged_gguf.converter()
     if program is None:
         source.console.warn(merged_gguf.advice(source.config.output_path, stored))
     else:
-        convert(source, program, folder, stored, "leave out --gguf to write the folder alone")
+        proof.convert(source, program, folder, stored, "leave out --gguf to write the folder alone")
 
 
 def show(config: FuseConfig) -> None:
-    print_result(fuse(config), config)
+    proof.print_result(fuse(config), config)
 
 
-def _choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention | None]:
+def _choose_storage(config: FuseConfig, source: proof.Source) -> tuple[str, Retention | None]:
     """Return how to store the trained projections, and how much of the adapter's gain is lost.
 
     Measures the loss on the run's validation rows, if this user made the run, the data still exists
@@ -123,7 +112,7 @@ def _choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention 
     if len(storages) == 1:
         return AS_BASE, None
     source.console.say("Measuring", "how much of the adapter's gain is lost by quantising again")
-    adapted = load_adapted(load_base(source), source.file)
+    adapted = load_adapted(proof.load_base(source), source.file)
     measure = _measure_of(source, adapted)
     del adapted
     memory.release()
@@ -157,7 +146,7 @@ def _choose_storage(config: FuseConfig, source: Source) -> tuple[str, Retention 
     return retention.chosen.storage, retention
 
 
-def _measure_of(source: Source, adapted: Adapted) -> _Measure:
+def _measure_of(source: proof.Source, adapted: Adapted) -> _Measure:
     if (rows := _validation_rows(source)) is not None:
 
         def loss(base: BaseModel) -> float:
@@ -170,7 +159,7 @@ def _measure_of(source: Source, adapted: Adapted) -> _Measure:
         adapted.use_adapter(True)
         if without > trained:
             return _Measure(f"Loss on {count(len(rows), 'validation row')}", without, trained, loss)
-    prompts = prompts_for(source)
+    prompts = proof.prompts_for(source)
     reference = compare_logits.reference_of(adapted, prompts, "float32", everywhere=False)
     adapted.use_adapter(False)
     without = compare_logits.compare(adapted.model, reference).mean_kl
@@ -181,7 +170,7 @@ def _measure_of(source: Source, adapted: Adapted) -> _Measure:
     return _Measure(f"KL on {count(len(prompts), 'prompt')}", without, 0.0, divergence)
 
 
-def _validation_rows(source: Source) -> CorpusRows | None:
+def _validation_rows(source: proof.Source) -> CorpusRows | None:
     """Return rows that the adapter's run held out, or None.
 
     Ignores another user's run, which could choose the files to read.

@@ -10,13 +10,8 @@ from mlxtune.config import GenerateConfig, as_path
 from mlxtune.core.data.prompt import MAX_BYTES, check_size, parse_content, prompt_of, text_prompt
 from mlxtune.core.files.reading import read_start
 from mlxtune.errors import DataError
+from mlxtune.session import trained_model
 from mlxtune.session.arguments import takes_options
-from mlxtune.session.trained_model import (
-    UseSession,
-    check_prompt_length,
-    start_generator,
-    trained_on_text,
-)
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_answer, print_json, print_line
 
@@ -35,7 +30,7 @@ def generate(
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
     with closing(RunConsole(quiet=config.quiet)) as console:
-        session = UseSession(config, console)
+        session = trained_model.UseSession(config, console)
         reader = session.reader
         content, where = _content(config)
         completes = ""
@@ -48,8 +43,8 @@ def generate(
             reader.warn_of_thinking(config.thinking, console)
             prompt = prompt_of(reader.encoder, content, where)
         loaded = session.load()
-        check_prompt_length(prompt, loaded.base, where)
-        generator = start_generator(session, loaded)
+        trained_model.check_prompt_length(prompt, loaded.base, where)
+        generator = trained_model.start_generator(session, loaded)
         how = completes or f"{reader.describe()} template"
         console.say("Prompt", f"{len(prompt.ids):,} tokens, {how}")
 
@@ -60,14 +55,14 @@ def generate(
         return generator.answer(prompt, config.part(Sampling), on_piece)
 
 
-def _completes_text(session: UseSession[GenerateConfig], *, named: bool) -> str:
+def _completes_text(session: trained_model.UseSession[GenerateConfig], *, named: bool) -> str:
     """Return why the prompt is completed as plain text; empty if the prompt is answered.
 
     `named` says whether the options name a template.
     """
     if not session.reader.has_template:
         return "completed as plain text: the model has no chat template"
-    trained = not named and trained_on_text(session.adapter)
+    trained = not named and trained_model.trained_on_text(session.adapter)
     return "completed as plain text, as the adapter was trained" if trained else ""
 
 

@@ -15,18 +15,10 @@ from mlxtune.core.run.speed import read_speed
 from mlxtune.core.steps import order
 from mlxtune.core.steps.scaling import Scaling, dearest_items, dearest_share
 from mlxtune.core.training.schedule import count_steps
+from mlxtune.session import planning
 from mlxtune.session.arguments import takes_options
 from mlxtune.session.auto import settle_auto
 from mlxtune.session.dataset import Dataset
-from mlxtune.session.planning import (
-    choose_plan,
-    cut_loss_line,
-    first_steps,
-    larger_limit,
-    longest_example,
-    planned_work,
-    speed_key,
-)
 from mlxtune.session.session import TrainingSession
 from mlxtune.views.console import RunConsole, print_stages
 from mlxtune.views.output import print_json
@@ -46,7 +38,7 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
         settle_auto(session)
     dataset = session.load() if config.data else None
     config, base = session.config, session.base
-    steps = first_steps(config, dataset)
+    steps = planning.first_steps(config, dataset)
     costs = [ModelFacts(base.model).costs(examples) for examples in steps]
     if config.parallel == "tensor":
         base = split_base(base, PlannedGroup(config.workers))
@@ -55,13 +47,13 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
             [examples[i] for i in dearest_items(each, config.workers)]
             for examples, each in zip(steps, costs, strict=True)
         ]
-    longest = longest_example(config, base, config.lora()) if config.longest else None
+    longest = planning.longest_example(config, base, config.lora()) if config.longest else None
     if longest and dataset is None:
         config = replace(config, max_seq_len=max(longest.recomputed, 2))
-    work = planned_work(config, steps, dataset)
-    if dataset is not None and (line := cut_loss_line(config, base, work, dataset)):
+    work = planning.planned_work(config, steps, dataset)
+    if dataset is not None and (line := planning.cut_loss_line(config, base, work, dataset)):
         console.warn(line)
-    chosen = choose_plan(config, base, work)
+    chosen = planning.choose_plan(config, base, work)
     adapter = apply_lora(base.model, config.lora())
     for warning in adapter.warnings():
         console.warn(warning)
@@ -74,10 +66,10 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
         device=device.device_name(),
         max_seq_len=config.max_seq_len,
         memory=chosen,
-        larger_limit=larger_limit(config, chosen, work),
+        larger_limit=planning.larger_limit(config, chosen, work),
         longest=longest,
         free_memory=memory.free_now(),
-        speed=read_speed(config.cache_path, speed_key(chosen, base.dtype)),
+        speed=read_speed(config.cache_path, planning.speed_key(chosen, base.dtype)),
     )
     if dataset is None:
         return planned

@@ -22,31 +22,18 @@ from mlxtune.config import DemoConfig, TrainConfig, as_path
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.evaluation.evaluation import Evaluation
 from mlxtune.core.evaluation.losses import JudgedRows
-from mlxtune.core.files.files import (
-    check_outputs,
-    check_writable,
-    make_folder,
-    same_place,
-    write_json,
-)
+from mlxtune.core.files import files
 from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.core.files.sizes import read_text
 from mlxtune.core.machine.conditions import ConditionsWatch, Sensors, kept_awake
-from mlxtune.core.run import run_folder
+from mlxtune.core.run import run_folder, trained_rows
 from mlxtune.core.run.checkpoint import ADAPTER, ADAPTER_CONFIG
 from mlxtune.core.run.metrics import InstructTrainResult, StepRecord
 from mlxtune.core.run.profile import StepProfiler
 from mlxtune.core.run.progress import progress_of
 from mlxtune.core.run.run import Run
-from mlxtune.core.run.run_folder import ABOUT, LEDGER, RESULT, TRAINED_ROWS, ResumePoint
+from mlxtune.core.run.run_folder import ResumePoint
 from mlxtune.core.run.summary import RunView
-from mlxtune.core.run.trained_rows import (
-    NO_ROWS,
-    as_bytes,
-    identities_of,
-    read_trained_rows,
-    rows_behind,
-)
 from mlxtune.core.training.observer import Callbacks, Observers, TrainingObserver
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
@@ -159,11 +146,12 @@ def train(
                 return _result(session)
             if not is_locked:  # another run may have created the folder in the meantime
                 lock_folder(config, resume, held)
-            trained = np.union1d(identities_of(trainer.train_rows), _trained_before(session))
+            own = trained_rows.identities_of(trainer.train_rows)
+            trained = np.union1d(own, _trained_before(session))
             records = {
-                LEDGER: [ledger.as_dict() for ledger in session.dataset.ledgers],
-                ABOUT: about_run(session, parts, trainer),
-                TRAINED_ROWS: as_bytes(trained),
+                run_folder.LEDGER: [ledger.as_dict() for ledger in session.dataset.ledgers],
+                run_folder.ABOUT: about_run(session, parts, trainer),
+                run_folder.TRAINED_ROWS: trained_rows.as_bytes(trained),
             }
             result = trainer.train(records, resume=resume)
         finish(session, parts, trainer, result)
@@ -253,9 +241,10 @@ def _trained_before(session: RunSession) -> npt.NDArray[np.uint64]:
     if session.resume is not None:
         # With another --output, the record is in the folder of the run that goes on.
         run = session.resume.checkpoint.folder.parent
-        return read_trained_rows(run, session.console.warn)
-    initial = session.initial
-    return NO_ROWS if initial is None else rows_behind(initial.path, session.console.warn)
+        return trained_rows.read_trained_rows(run, session.console.warn)
+    if session.initial is None:
+        return trained_rows.NO_ROWS
+    return trained_rows.rows_behind(session.initial.path, session.console.warn)
 
 
 def check_paths(session: RunSession) -> None:
@@ -266,16 +255,16 @@ def check_paths(session: RunSession) -> None:
     config, output = session.config, session.config.output_path
     if output.name == ADAPTER_CONFIG:
         raise OutputError(f"{output}: is written beside the adapter: choose another --output")
-    if same_place(output.parent, session.folder):
+    if files.same_place(output.parent, session.folder):
         raise OutputError(f"{output.parent}: is the model's own folder: choose another --output")
     if (named := as_path(config.output)).suffix in _OTHER_FILES and not named.is_dir():
         raise OutputError(
             f"{named}: an adapter is a .safetensors file: name one, or a folder, as --output"
         )
-    check_outputs([output, output.with_name(ADAPTER_CONFIG)], session.inputs, "--output")
+    files.check_outputs([output, output.with_name(ADAPTER_CONFIG)], session.inputs, "--output")
     check_replaceable(output)
     run_folder.check_outside(output, config.checkpoint_path)
-    check_writable(config.checkpoint_path, "--checkpoint-dir")
+    files.check_writable(config.checkpoint_path, "--checkpoint-dir")
     if session.resume is None and not config.overwrite:
         check_known(output, run_folder.adapters_in(config.checkpoint_path))
 
@@ -291,7 +280,7 @@ def check_start(session: RunSession) -> None:
         return
     check_base(start, session.folder, other_base=config.other_base)
     inside = start.path.resolve().is_relative_to(config.checkpoint_path.resolve())
-    if inside or same_place(start.path, config.output_path):
+    if inside or files.same_place(start.path, config.output_path):
         raise ConfigError(
             [
                 f"--init-adapter: this run would replace {start.path}, with which its verdict "
@@ -431,7 +420,7 @@ def write_adapter(
     if result.best_step is None:
         pipeline.write(output)
     elif resume is None or result.best_step > resume.progress.step:
-        make_folder(output.parent)
+        files.make_folder(output.parent)
         copy_mlx_lm(AdapterFile(trainer.best_folder / ADAPTER), output)
     else:
         # The checkpoint may be a stranger's, name the model's old folder, or be on worker 0 alone.
@@ -449,7 +438,7 @@ def finish(
     config, console = session.config, session.console
     write_adapter(parts.pipeline, trainer, result, config.output_path, session.resume)
     content = about_result(config, trainer, result)
-    write_json(config.checkpoint_path / RESULT, content)
+    files.write_json(config.checkpoint_path / run_folder.RESULT, content)
     save_run_speed(config.cache_path, parts.plan, parts.base.dtype, result.steps)
     about = {"plan": {"memory": {"peak": parts.plan.peak.total}}}
     run = Run(config.checkpoint_path, about, result=content, progress=progress_of(result))

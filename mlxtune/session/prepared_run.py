@@ -38,16 +38,7 @@ from mlxtune.core.run.run_folder import ABOUT, ResumePoint
 from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError
-from mlxtune.session.planning import (
-    confirm,
-    cut_loss_line,
-    first_steps,
-    larger_limit,
-    plan_run,
-    planned_work,
-    recorded_memory,
-    reserve_memory,
-)
+from mlxtune.session import planning
 from mlxtune.session.session import RunSession
 from mlxtune.session.trained_model import await_result, trained_as
 from mlxtune.views.console import RunConsole
@@ -89,12 +80,14 @@ def prepare(session: RunSession, held: ExitStack | None) -> RunParts:
         other := base_mismatch(session.initial, base, trust_remote_code=config.trust_remote_code)
     ):
         console.warn(f"--init-adapter {other}")
-    work = planned_work(config, first_steps(config, dataset), dataset)
-    if line := cut_loss_line(config, base, work, dataset):
+    work = planning.planned_work(config, planning.first_steps(config, dataset), dataset)
+    if line := planning.cut_loss_line(config, base, work, dataset):
         console.warn(line)
-    base, plan, products = plan_run(config, base, work, resume=session.resume, workers=workers)
+    base, plan, products = planning.plan_run(
+        config, base, work, resume=session.resume, workers=workers
+    )
     if held is not None:
-        reserve_memory(config, plan, held, console)
+        planning.reserve_memory(config, plan, held, console)
 
     model_hash = hash_in_background(session.folder, None if config.no_cache else user_cache())
     loading.read_weights(base)
@@ -104,7 +97,7 @@ def prepare(session: RunSession, held: ExitStack | None) -> RunParts:
         *(session.resume, workers),
         plain_text=dataset.plain_text,
     )
-    return RunParts(base, pipeline, plan, products, larger_limit(config, plan, work))
+    return RunParts(base, pipeline, plan, products, planning.larger_limit(config, plan, work))
 
 
 def prepare_base(
@@ -161,8 +154,8 @@ def build_pipeline(
     for name, problem in problems.items():
         if problem:
             console.say(name, f"by MLX's operations, not our kernels: {problem}")
-    recorded = None if resume is None else recorded_memory(config.checkpoint_path)
-    confirmed = confirm(config, base, pipeline, work, plan, recorded, workers)
+    recorded = None if resume is None else planning.recorded_memory(config.checkpoint_path)
+    confirmed = planning.confirm(config, base, pipeline, work, plan, recorded, workers)
     pipeline.losses.limit_memory(confirmed.peak.total)
     return pipeline, confirmed
 

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.adapters import compare_logits
+from mlxtune.backend.adapters import attach, compare_logits
 from mlxtune.backend.adapters import fuse as fusing
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.adapters.attach import base_options, check_base, load_adapted
 from mlxtune.backend.adapters.certificate import CERTIFICATE, Certificate, WeightCheck, check
 from mlxtune.backend.adapters.formats import merged_gguf
 from mlxtune.backend.adapters.formats.adapter import Adapter
@@ -26,14 +25,7 @@ from mlxtune.backend.models.quantize import format_name
 from mlxtune.config import DataConfig, OutgoingConfig, UseConfig, user_cache
 from mlxtune.config.base_options import BaseOptions
 from mlxtune.core.data.prompt import prompt_of
-from mlxtune.core.files.files import (
-    as_output_error,
-    is_temporary,
-    make_folder,
-    read_json,
-    write_file,
-    write_json,
-)
+from mlxtune.core.files import files
 from mlxtune.core.files.lock import Lock, LockHeldError, holder_of
 from mlxtune.core.files.ours import discard, is_folder, remove_file
 from mlxtune.core.files.output_folder import hashes, new_folder
@@ -83,10 +75,10 @@ def find_source(config: OutgoingConfig) -> Source:
     """Return the adapter and base model that the options name. Raises ModelError."""
     file, trust = AdapterFile.find(config.adapter), config.trust_remote_code
     folder = find_base(config, file)
-    check_base(file, folder, other_base=config.other_base)
+    attach.check_base(file, folder, other_base=config.other_base)
     base = open_base(folder, "float32", BaseOptions(trust_remote_code=trust))
     adapter = read_mlx_lm(file, projections_of(base.model))
-    options = base_options(file, folder, trust_remote_code=trust)
+    options = attach.base_options(file, folder, trust_remote_code=trust)
     return Source(config, RunConsole(quiet=config.quiet), folder, file, adapter, options)
 
 
@@ -138,7 +130,7 @@ def prove_export(
     """
     source.console.say("Proving", "running the trained model, then what was written")
     prompts = prompts_for(source)
-    adapted = load_adapted(load_base(source), source.file)
+    adapted = attach.load_adapted(load_base(source), source.file)
     reference = compare_logits.reference_of(adapted, prompts, rounding, everywhere=everywhere)
     del adapted
     memory.release()
@@ -161,7 +153,7 @@ def prove_export(
 def certify(source: Source, folder: Path, certificate: Certificate) -> ExportResult:
     """Write a folder's certificate, with the hashes of the files; return the result."""
     certificate = replace(certificate, files=hashes(folder))
-    write_json(folder / CERTIFICATE, certificate.as_dict())
+    files.write_json(folder / CERTIFICATE, certificate.as_dict())
     return ExportResult(source.config.output_path, certificate)
 
 
@@ -252,8 +244,8 @@ def _write_template(source: Source, folder: Path) -> None:
         source.console.warn("no template merges system messages: generate with --merge-system")
     if (template := reader.written_template) is None:
         return
-    write_file(folder / "chat_template.jinja", [template.encode()])
-    with as_output_error(folder, "--output"):
+    files.write_file(folder / "chat_template.jinja", [template.encode()])
+    with files.as_output_error(folder, "--output"):
         for other in folder.glob("additional_chat_templates/*.jinja"):
             remove_file(other)
     source.console.say("Template", "that of training, which is not the base model's own")
@@ -267,8 +259,8 @@ def _write_end(source: Source, reader: Reader, folder: Path) -> None:
     if end is None or end in known:
         return
     path = folder / "generation_config.json"
-    values = read_json(path) if path.is_file() else {}
-    write_json(path, values | {"eos_token_id": [*sorted(known), end]})
+    values = files.read_json(path) if path.is_file() else {}
+    files.write_json(path, values | {"eos_token_id": [*sorted(known), end]})
     source.console.say("Template", f"answers end with token {end}, and so does generation")
 
 
@@ -293,7 +285,7 @@ def noted(folder: Path) -> Iterator[None]:
     # Best effort: without a note, a killed process's folder is not cleaned up later.
     with suppress(OSError, LockHeldError):
         notes = user_cache() / _NOTES
-        make_folder(notes)
+        files.make_folder(notes)
         lock = Lock(notes / f"{secrets.token_hex(8)}.json", note)
     try:
         yield
@@ -310,7 +302,7 @@ def remove_unfinished() -> list[Path]:
             if holder_of(path) is not None:
                 continue
             with suppress(OSError, ValueError, LookupError, TypeError):
-                note = read_json(path)
+                note = files.read_json(path)
                 folder = Path(note["folder"])
                 if _is_noted(folder, note["device"], note["inode"]):
                     discard(folder)
@@ -321,7 +313,7 @@ def remove_unfinished() -> list[Path]:
 
 
 def _is_noted(folder: Path, device: object, inode: object) -> bool:
-    if not (is_temporary(folder) and is_folder(folder)):
+    if not (files.is_temporary(folder) and is_folder(folder)):
         return False
     status = folder.stat()
     return (status.st_dev, status.st_ino, status.st_uid) == (device, inode, os.geteuid())

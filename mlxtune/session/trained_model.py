@@ -9,14 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from mlxtune.backend.adapters import attach
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.adapters.attach import (
-    Adapted,
-    base_difference,
-    base_mismatch,
-    base_options,
-    load_adapted,
-)
 from mlxtune.backend.device import device, memory
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
@@ -123,7 +117,7 @@ class LoadedModel:
     """A base model, perhaps with an adapter, which can be switched off and on."""
 
     base: BaseModel
-    adapted: Adapted | None
+    adapted: attach.Adapted | None
 
     def use_adapter(self, on: bool) -> None:
         if self.adapted is not None:
@@ -227,16 +221,16 @@ def load_model(
     await_result(console)
     if adapter is None:
         return LoadedModel(base, None)
-    adapted = load_adapted(base, adapter)
+    adapted = attach.load_adapted(base, adapter)
     console.say("Adapter", f"{adapter.path}: {adapted.lora.describe()}")
     if config.quantize is None and base.quantize is not None:
         name = format_name(base.quantize, base.double_quant)
         console.say("Base", f"quantised to {name}, as in training")
-    elif config.quantize is not None and base_mismatch(
+    elif config.quantize is not None and attach.base_mismatch(
         adapter, base, trust_remote_code=config.trust_remote_code
     ):
         console.warn("--quantize gives a base other than the one that the adapter was trained on")
-    if (problem := base_difference(adapter, base.folder)) is not None:
+    if (problem := attach.base_difference(adapter, base.folder)) is not None:
         console.warn(f"{problem}: answers and losses may differ from those in training")
     return LoadedModel(base, adapted)
 
@@ -245,7 +239,7 @@ def _base_options(config: UseConfig, adapter: AdapterFile | None, folder: Path) 
     """Return options that quantise the base as `config` says, or else as in training."""
     trust = config.trust_remote_code
     if config.quantize is None and adapter is not None:
-        return base_options(adapter, folder, trust_remote_code=trust)
+        return attach.base_options(adapter, folder, trust_remote_code=trust)
     if config.quantize in (None, "none"):
         return BaseOptions(trust_remote_code=trust)
     return BaseOptions(

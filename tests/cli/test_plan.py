@@ -182,7 +182,7 @@ def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
         return replace(plan, execution=execution, limit=limit)
 
     monkeypatch.setattr("mlxtune.session.planning.choose_plan", huge)
-    monkeypatch.setattr("mlxtune.session.prepared_run.confirm", run_as_planned)
+    monkeypatch.setattr("mlxtune.session.planning.confirm", run_as_planned)
     outcome = train("--memory-limit", 0.0005)
 
     assert outcome.code == 0, outcome.err
