@@ -1,7 +1,8 @@
-"""How often a command opens each of its inputs, and decides its plan: once."""
+"""A command opens each of its inputs once, and closes the model that it has trained."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 
 import mlxtune
 from mlxtune.backend.models import loading
+from mlxtune.commands import train as recipe
 from mlxtune.core.steps import memory_plan
-from mlxtune.session import dataset
+from mlxtune.session import dataset, judge
 from tests.hub_server import Dataset, Hub
 from tests.models import sums, write_chat
 
@@ -87,3 +89,26 @@ def test_inspection_and_evaluation_fetch_data_once(model: Path, rows: str, calls
     assert calls["fetch"] == 1
     mlxtune.evaluate(model_path=model, data=(f"{rows}:train",), quiet=True)
     assert calls["fetch"] == 2
+
+
+def test_trained_model_is_freed_before_the_adapter_is_judged(
+    model: Path, chat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, load_model = recipe.prepare, judge.load_model
+    trained: list[weakref.ref[Any]] = []
+    alive: list[Any] = []
+
+    def remember(*arguments: Any) -> Any:
+        parts = prepare(*arguments)
+        trained.append(weakref.ref(parts.base.model))
+        return parts
+
+    def look(*arguments: Any) -> Any:
+        alive.append(trained[0]())
+        return load_model(*arguments)
+
+    monkeypatch.setattr(recipe, "prepare", remember)
+    monkeypatch.setattr(judge, "load_model", look)
+    common: dict[str, Any] = {"model_path": model, "data": chat, "quiet": True, "samples": 0}
+    mlxtune.train(**common, output=tmp_path / "out", max_steps=1)
+    assert alive == [None]
