@@ -399,8 +399,7 @@ def print_plan(session: RunSession, parts: RunParts, trainer: InstructTrainer) -
         plan_text.micro_batches_line(plan),
         plan_text.peak_line(plan),
         plan_text.free_line(plan, memory.free_now()),
-        parts.products,
-        parts.larger_limit,
+        *parts.notes,
     )
     for line in filter(None, lines):
         console.say("", line)

@@ -48,15 +48,14 @@ from mlxtune.views.console import RunConsole
 class RunParts:
     """The parts of a run: its model, its pipeline and its plan.
 
-    `products` is a line on the choice of --quantized-compute auto, and `larger_limit` a line on
-    what a larger --memory-limit would gain; either may be empty.
+    `notes` are lines on the choice of --quantized-compute auto, and on what a larger --memory-limit
+    would gain; either may be empty.
     """
 
     base: BaseModel
     pipeline: InstructPipeline
     plan: MemoryPlan
-    products: str
-    larger_limit: str
+    notes: tuple[str, str]
 
 
 def prepare(session: RunSession, held: ExitStack | None) -> RunParts:
@@ -97,7 +96,8 @@ def prepare(session: RunSession, held: ExitStack | None) -> RunParts:
         *(session.resume, workers),
         plain_text=dataset.plain_text,
     )
-    return RunParts(base, pipeline, plan, products, planning.larger_limit(config, plan, work))
+    notes = (products, planning.larger_limit(config, plan, work))
+    return RunParts(base, pipeline, plan, notes)
 
 
 def prepare_base(
