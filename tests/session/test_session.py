@@ -12,9 +12,15 @@ import pytest
 
 import mlxtune
 from mlxtune.backend.models import loading
+from mlxtune.backend.workers.group import Workers
+from mlxtune.backend.workers.worker_run import WorkerRun
 from mlxtune.commands import train as recipe
+from mlxtune.config import TrainConfig
 from mlxtune.core.steps import memory_plan
 from mlxtune.session import dataset, judge
+from mlxtune.session.auto import settle_auto
+from mlxtune.session.session import RunSession
+from mlxtune.views.console import RunConsole
 from tests.hub_server import Dataset, Hub
 from tests.models import sums, write_chat
 
@@ -112,3 +118,27 @@ def test_trained_model_is_freed_before_the_adapter_is_judged(
     common: dict[str, Any] = {"model_path": model, "data": chat, "quiet": True, "samples": 0}
     mlxtune.train(**common, output=tmp_path / "out", max_steps=1)
     assert alive == [None]
+
+
+@pytest.mark.parametrize(
+    ("first", "events"), [(True, ["read", "wait", "wait"]), (False, ["wait", "read", "wait"])]
+)
+def test_first_worker_of_a_machine_reads_data_before_the_others(
+    model: Path, chat: Path, monkeypatch: pytest.MonkeyPatch, first: bool, events: list[str]
+) -> None:
+    """The second wait is for the run's own reading, which takes what --auto has read."""
+    workers, order, encode_file = Workers(), [], dataset.encode_file
+    workers.size = 2
+    monkeypatch.setattr(workers, "wait", lambda: order.append("wait"))
+
+    def read(*arguments: Any, **options: Any) -> Any:
+        order.append("read")
+        return encode_file(*arguments, **options)
+
+    monkeypatch.setattr(dataset, "encode_file", read)
+    options = TrainConfig(str(model), (str(chat),), auto=True)
+    worker_run = WorkerRun(workers, options, RunConsole(quiet=True), first_on_machine=first)
+    session = RunSession(worker_run, (), None)
+    settle_auto(session)
+    session.load()
+    assert order == events
