@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from mlxtune.backend.device import device
-from mlxtune.backend.models import model_folder
+from mlxtune.backend.models import loading
 from mlxtune.benchmark import peers
 from mlxtune.benchmark.result import Agreement, Benchmark, BenchmarkRun, Side, Spread, TimedStep
 from mlxtune.benchmark.worker import OURS, Job
@@ -24,20 +24,16 @@ from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files import processes, writing
 from mlxtune.core.files.scratch import scratch_file, scratch_folder
+from mlxtune.core.files.writing import check_outputs
 from mlxtune.core.formatting import byte_size, count, short_duration
 from mlxtune.core.machine.facts import versions
 from mlxtune.errors import MlxTuneError
-from mlxtune.session.dataset import (
-    Dataset,
-    Reader,
-    data_files,
-    load_dataset,
-    report_findings,
-    with_hub_data,
-)
-from mlxtune.session.keywords import takes_options
-from mlxtune.session.memory import choose_plan, first_epoch, planned_work
-from mlxtune.session.model import await_result, open_model
+from mlxtune.session.arguments import takes_options
+from mlxtune.session.dataset import Dataset
+from mlxtune.session.planning import choose_plan, first_epoch, planned_work
+from mlxtune.session.prepared_run import prepare_base
+from mlxtune.session.session import Session
+from mlxtune.session.trained_model import await_result
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json
 from mlxtune.views.terminal import plain_table, result_console, shown
@@ -70,25 +66,23 @@ def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
     A peer's job differs only in `side`. No weights are read. Raises a subclass of MlxTuneError,
     such as MemoryLimitError if not even one example fits.
     """
-    folder = model_folder.find_folder(config.model_path)
-    config = with_hub_data(config, console)
+    session = Session(config, console)
+    config = session.config
     if config.json_path is not None:
-        read = [*data_files(config).all, *folder.iterdir()]
-        writing.check_outputs([config.json_path], read, "--json")
-    dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
-    report_findings(dataset, console)
-    rows = first_steps(config, dataset)
+        check_outputs([config.json_path], session.inputs, "--json")
+    rows = first_steps(config, session.load())
     steps = [[example for row in step for example in row] for step in rows]
     count_rows = sum(map(len, rows))
     _report_work(config, steps, count_rows, console)
     with scratch_folder("bench") as scratch:
         training, adapter = config.training(config.dtype), scratch / "adapter"
-        base = open_model(training, folder, console)
+        base = loading.open_base(session.folder, training.dtype, training.loading())
+        base = prepare_base(training, base, console)
         console.say("Model", base.describe())
         choose_plan(training, base, planned_work(training, steps), config.execution)
         peers.write_start(base, training.lora(), adapter)
         training = config.training(base.dtype)
-        yield Job(OURS, folder, training, adapter, steps, count_rows, config.execution)
+        yield Job(OURS, session.folder, training, adapter, steps, count_rows, config.execution)
 
 
 def measured(

@@ -83,28 +83,25 @@ class OurSide:
     def __init__(self, folder: Path, config: TrainConfig, execution: str) -> None:
         from mlxtune.backend.forward import operations
         from mlxtune.backend.models import loading
-        from mlxtune.session.model import open_model
+        from mlxtune.session.prepared_run import prepare_base
         from mlxtune.views.console import RunConsole
 
         operations.load_ahead(folder)
         self._config, self._execution = config, execution
         self._console = RunConsole(quiet=True)
-        self.base = open_model(config, folder, self._console)
+        base = loading.open_base(folder, config.dtype, config.loading())
+        self.base = prepare_base(config, base, self._console)
         loading.read_weights(self.base)
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Build the pipeline and load the adapter that both sides start from."""
-        from mlxtune.session.memory import choose_plan, planned_work
-        from mlxtune.session.model import build_pipeline
-        from mlxtune.session.quantized_compute import settle_products
+        from mlxtune.session.planning import plan_run, planned_work
+        from mlxtune.session.prepared_run import build_pipeline
 
         config, base = self._config, self.base
         work = planned_work(config, steps)
-        plan = choose_plan(config, base, work, self._execution)
-        self.base, _ = settle_products(config, base, work, plan)
-        if self.base is not base:
-            base, plan = self.base, choose_plan(config, self.base, work, self._execution)
-        self.pipeline, _ = build_pipeline(config, base, work, plan, self._console)
+        self.base, plan, _ = plan_run(config, base, work, self._execution)
+        self.pipeline, _ = build_pipeline(config, self.base, work, plan, self._console)
         self.pipeline.load(adapter)
 
     def refer(self, steps: Sequence[Sequence[Example]]) -> list[Sequence[Example]]:

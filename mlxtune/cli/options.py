@@ -98,8 +98,8 @@ class Command(click.Command):
         folder = as_path(value).is_dir()
         names = ("--adapter", "--data") if folder else ("--prompt", "--data", "--adapter")
         own = {name for each in self.params for name in each.opts}
-        found = next((name for name in names if name in own), "")
-        return f", such as {as_flag(_plain(found), value)}" if found else ""
+        option = next((name for name in names if name in own), "")
+        return f", such as {as_flag(_plain(option), value)}" if option else ""
 
     def _unknown(self, args: list[str]) -> Iterator[str]:
         """Yield a suggestion for each unknown option, if any of them has an equivalent in mlxtune.

@@ -18,19 +18,8 @@ from mlxtune.core.data.encode import Encoder
 from mlxtune.core.data.prompt import Prompt, prompt_of
 from mlxtune.core.files.writing import append_line
 from mlxtune.errors import DataError, MemoryLimitError, OutputError
-from mlxtune.session.base import adapter_of
-from mlxtune.session.dataset import Reader
+from mlxtune.session import trained_model
 from mlxtune.session.interrupt import stop_on_interrupt
-from mlxtune.session.model import (
-    Answerers,
-    LoadedModel,
-    as_trained,
-    await_result,
-    check_prompt_length,
-    find_model,
-    load_model,
-    trained_on_text,
-)
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import AnswerConsole, print_line
 
@@ -56,20 +45,16 @@ def chat(config: ChatConfig) -> None:
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
-    thinking = config.thinking
-    adapter = adapter_of(config)
-    config = as_trained(config, adapter)
-    folder = find_model(config, adapter)
     with closing(RunConsole(quiet=config.quiet)) as console:
-        reader = Reader(config.reading(turns="last"), folder)
-        reader.require_template()
-        reader.warn_of_thinking(thinking, console)
-        if trained_on_text(adapter):
+        session = trained_model.UseSession(config, console)
+        session.reader.require_template()
+        session.reader.warn_of_thinking(config.thinking, console)
+        if trained_model.trained_on_text(session.adapter):
             console.warn("the adapter was trained on plain text: mlxtune generate completes text")
-        encoder = reader.encoder  # report template problems before the model loads for minutes
-        loaded = load_model(config, adapter, folder, console)
-        answerers = Answerers(config, loaded, reader)
-        conversation = _Conversation(config, loaded, answerers, encoder, console)
+        encoder = session.reader.encoder  # report problems before the model loads for minutes
+        loaded = session.load()
+        answerers = trained_model.Answerers(session, loaded)
+        conversation = _Conversation(session.config, loaded, answerers, encoder, console)
         who = conversation.who
         console.say("Chat", f"{who}; /help lists the commands, Ctrl-D quits")
     for line in _lines():
@@ -87,8 +72,8 @@ class _Conversation:
     """A conversation; `messages` has key False for the base model, and True for the adapter."""
 
     config: ChatConfig
-    loaded: LoadedModel
-    answerers: Answerers
+    loaded: trained_model.LoadedModel
+    answerers: trained_model.Answerers
     encoder: Encoder
     console: RunConsole
     messages: dict[bool, list[dict[str, Any]]] = field(default_factory=dict)
@@ -139,7 +124,7 @@ class _Conversation:
     def _prompt(self, messages: list[dict[str, Any]]) -> Prompt:
         """Return the prompt for the next answer. Raises DataError."""
         prompt = prompt_of(self.encoder, {"messages": [*self._system(), *messages]}, "message")
-        check_prompt_length(prompt, self.loaded.base, "message")
+        trained_model.check_prompt_length(prompt, self.loaded.base, "message")
         return prompt
 
     def _answers(
@@ -147,7 +132,7 @@ class _Conversation:
     ) -> dict[bool, Answer]:
         """Print the answers as they arrive, and return them."""
         answers: dict[bool, Answer] = {}
-        await_result(self.console)
+        trained_model.await_result(self.console)
         with (
             closing(self.console),
             closing(AnswerConsole([_NAMES[on] for on in prompts])) as console,

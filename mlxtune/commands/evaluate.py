@@ -12,11 +12,10 @@ from mlxtune.core.evaluation.outcome import Evaluation
 from mlxtune.core.evaluation.verdict import JudgedRows
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.trained_rows import NO_ROWS, rows_behind
-from mlxtune.session.base import adapter_of
-from mlxtune.session.dataset import Reader, load_dataset, report_findings, with_hub_data
+from mlxtune.session.arguments import takes_options
 from mlxtune.session.judge import answer_rows, compare_losses
-from mlxtune.session.keywords import takes_options
-from mlxtune.session.model import as_trained, find_model, load_model
+from mlxtune.session.session import Session
+from mlxtune.session.trained_model import UseSession
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole, print_stages
 from mlxtune.views.output import print_json
@@ -32,33 +31,29 @@ def evaluate(config: EvalConfig, *, given: Collection[str]) -> Evaluation:
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
-    adapter = adapter_of(config)
-    config = as_trained(config, adapter, given)
-    folder = find_model(config, adapter)
-    config = with_hub_data(config, RunConsole(quiet=config.quiet))
-    objective = Objective(config.part(ObjectiveConfig))
-    reading = config.reading(data=_data_files(config))
-    operations.load_ahead(folder)
     with closing(RunConsole(quiet=config.quiet)) as console:
+        use = UseSession(config, console, given)
+        reading = use.config.reading(data=_data_files(config))
+        session = Session(reading, console, use.folder, held_out=True)
+        objective = Objective(use.config.part(ObjectiveConfig))
+        operations.load_ahead(use.folder)
         if not objective.is_sft:
             source = "" if "objective" in given else ", as in training"
             console.say("Objective", f"{objective.description}{source}")
-        reader = Reader(reading, folder, console.on_encoding)
-        dataset = load_dataset(reading, reader)
-        report_findings(dataset, console)
+        dataset = session.load()
         for ledger in dataset.ledgers:
             console.say("Data", run_text.evaluated_line(ledger))
         trained = NO_ROWS
-        if adapter is not None:
-            trained = rows_behind(adapter.path, console.warn)
+        if use.adapter is not None:
+            trained = rows_behind(use.adapter.path, console.warn)
         judged = JudgedRows.of(dataset.rows.train, trained)
         if judged.only_trained:
             console.warn("the adapter was trained on these rows: evaluate it on new ones")
-        loaded, generated = load_model(config, adapter, folder, console), None
+        loaded, generated = use.load(), None
         if config.generate:
             longest = config.max_new_tokens
             generated = answer_rows(
-                loaded, reader.tokenizer, judged.rows, longest, console, config.match
+                loaded, session.reader.tokenizer, judged.rows, longest, console, config.match
             )
         evaluation = compare_losses(loaded, judged, config.seed, console, objective=objective)
         return replace(evaluation, generated=generated)

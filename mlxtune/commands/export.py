@@ -20,42 +20,31 @@ from mlxtune.core.files.ours import discard, move
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.files.writing import make_folder
 from mlxtune.core.run.checkpoint import ADAPTER
-from mlxtune.session.keywords import takes_options
-from mlxtune.session.proof import (
-    ExportResult,
-    Source,
-    certify,
-    convert,
-    find_source,
-    load_base,
-    output_folder,
-    print_result,
-    prove_export,
-    write_fused,
-)
+from mlxtune.session import proof
+from mlxtune.session.arguments import takes_options
 
 
 @takes_options(ExportConfig)
-def export(config: ExportConfig) -> ExportResult:
+def export(config: ExportConfig) -> proof.ExportResult:
     """Write an adapter for another tool, load it, and compare the result with the trained model.
 
     Raises a subclass of MlxTuneError, without writing the output folder.
     """
-    source = find_source(config)
-    with output_folder(source) as folder:
+    source = proof.find_source(config)
+    with proof.output_folder(source) as folder:
         # Writing the adapter first fails early if the format does not support the adapter.
         if config.merge:
-            return certify(source, folder, _merge(config, source, folder))
+            return proof.certify(source, folder, _merge(config, source, folder))
         _write(config, source, folder)
         load = partial(_load, config, source, folder)
-        return certify(source, folder, prove_export(source, config.format, load))
+        return proof.certify(source, folder, proof.prove_export(source, config.format, load))
 
 
 def show(config: ExportConfig) -> None:
-    print_result(export(config), config)
+    proof.print_result(export(config), config)
 
 
-def _merge(config: ExportConfig, source: Source, folder: Path) -> Certificate:
+def _merge(config: ExportConfig, source: proof.Source, folder: Path) -> Certificate:
     """Merge base and adapter into a GGUF file or, without llama.cpp's converter, a model folder.
 
     The output folder also gets a Modelfile for Ollama. The proof covers the weights before
@@ -73,9 +62,9 @@ def _merge(config: ExportConfig, source: Source, folder: Path) -> Certificate:
     quantized = is_quantized(model) or source.base_options.quantize is not None
     merged = folder if converter is None else folder / "merged"
     make_folder(merged)
-    certificate, stored = write_fused(source, merged, dequantize=quantized)
+    certificate, stored = proof.write_fused(source, merged, dequantize=quantized)
     if converter is not None:
-        convert(source, converter, merged, stored, "use mlxtune fuse to write a model folder")
+        proof.convert(source, converter, merged, stored, "use mlxtune fuse to write a model folder")
         certificate = replace(certificate, format="gguf")
         written, target = merged / merged_gguf.MERGED, folder / merged_gguf.MERGED
         if config.quantize and quantizer is not None:
@@ -89,7 +78,7 @@ def _merge(config: ExportConfig, source: Source, folder: Path) -> Certificate:
     return certificate
 
 
-def _write(config: ExportConfig, source: Source, folder: Path) -> None:
+def _write(config: ExportConfig, source: proof.Source, folder: Path) -> None:
     if config.format == "mlx-lm":
         mlx_lm.copy_mlx_lm(source.file, folder / ADAPTER)
     elif config.format == "peft":
@@ -102,9 +91,9 @@ def _write(config: ExportConfig, source: Source, folder: Path) -> None:
         gguf.write_gguf(source.adapter, base, folder)
 
 
-def _load(config: ExportConfig, source: Source, folder: Path) -> Any:
+def _load(config: ExportConfig, source: proof.Source, folder: Path) -> Any:
     """Load the base model again, with the adapter that was exported to a folder."""
-    base = load_base(source)
+    base = proof.load_base(source)
     if config.format == "mlx-lm" and source.adapter.is_dora and base.quantize == "nf4":
         # mlx-lm's DoRA unpacks the base with MLX's functions, which do not support nf4.
         return load_adapted(base, AdapterFile(folder / ADAPTER)).model

@@ -5,23 +5,13 @@ from collections.abc import Callable, Collection
 from contextlib import closing
 from typing import Any
 
-from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.text.generate import Answer, Sampling
 from mlxtune.config import GenerateConfig, as_path
 from mlxtune.core.data.prompt import MAX_BYTES, check_size, parse_content, prompt_of, text_prompt
 from mlxtune.core.files.reading import read_start
 from mlxtune.errors import DataError
-from mlxtune.session.base import adapter_of
-from mlxtune.session.dataset import Reader
-from mlxtune.session.keywords import takes_options
-from mlxtune.session.model import (
-    as_trained,
-    check_prompt_length,
-    find_model,
-    load_model,
-    start_generator,
-    trained_on_text,
-)
+from mlxtune.session import trained_model
+from mlxtune.session.arguments import takes_options
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_answer, print_json, print_line
 
@@ -39,25 +29,22 @@ def generate(
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
-    named, thinking = "template" in given, config.thinking
-    adapter = adapter_of(config)
-    config = as_trained(config, adapter)
-    folder = find_model(config, adapter)
-    content, where = _content(config)
     with closing(RunConsole(quiet=config.quiet)) as console:
-        reader = Reader(config.reading(turns="last"), folder)
+        session = trained_model.UseSession(config, console)
+        reader = session.reader
+        content, where = _content(config)
         completes = ""
         if config.messages is None and config.system is None:
-            completes = _completes_text(reader, adapter, named=named)
+            completes = _completes_text(session, named="template" in given)
         if completes:
             prompt = text_prompt(reader.encoder, content["messages"][0]["content"], where)
         else:
             reader.require_template()
-            reader.warn_of_thinking(thinking, console)
+            reader.warn_of_thinking(config.thinking, console)
             prompt = prompt_of(reader.encoder, content, where)
-        loaded = load_model(config, adapter, folder, console)
-        check_prompt_length(prompt, loaded.base, where)
-        generator = start_generator(config, loaded, reader)
+        loaded = session.load()
+        trained_model.check_prompt_length(prompt, loaded.base, where)
+        generator = trained_model.start_generator(session, loaded)
         how = completes or f"{reader.describe()} template"
         console.say("Prompt", f"{len(prompt.ids):,} tokens, {how}")
 
@@ -68,14 +55,14 @@ def generate(
         return generator.answer(prompt, config.part(Sampling), on_piece)
 
 
-def _completes_text(reader: Reader, adapter: AdapterFile | None, *, named: bool) -> str:
+def _completes_text(session: trained_model.UseSession[GenerateConfig], *, named: bool) -> str:
     """Return why the prompt is completed as plain text; empty if the prompt is answered.
 
     `named` says whether the options name a template.
     """
-    if not reader.has_template:
+    if not session.reader.has_template:
         return "completed as plain text: the model has no chat template"
-    trained = not named and trained_on_text(adapter)
+    trained = not named and trained_model.trained_on_text(session.adapter)
     return "completed as plain text, as the adapter was trained" if trained else ""
 
 

@@ -15,8 +15,8 @@ from mlxtune.core.files.output_folder import hashes, new_folder
 from mlxtune.core.files.writing import write_json
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import ModelError
-from mlxtune.session.base import find_named
-from mlxtune.session.keywords import takes_options
+from mlxtune.session.arguments import takes_options
+from mlxtune.session.trained_model import find_named
 from mlxtune.views.output import print_line
 
 # Lists the SHA-256 of each written file; --overwrite replaces only the listed files.

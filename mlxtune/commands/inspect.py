@@ -2,23 +2,17 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import closing
 
-from mlxtune.backend.models import model_folder
+from mlxtune.backend.models.model_folder import find_folder
 from mlxtune.config import InspectConfig, as_path
 from mlxtune.core.data import findings, inspection
 from mlxtune.core.data.conversation import ROLE_NAMES
 from mlxtune.core.data.places import where
 from mlxtune.core.files.writing import check_outputs, make_folder, write_file
 from mlxtune.errors import DataError
-from mlxtune.session.dataset import (
-    Dataset,
-    Reader,
-    data_files,
-    load_dataset,
-    with_hub_data,
-)
-from mlxtune.session.keywords import takes_options
+from mlxtune.session.arguments import takes_options
+from mlxtune.session.dataset import Dataset, Reader
+from mlxtune.session.session import Session
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.inspection_view import PAGE, render_page, show_inspection
@@ -38,43 +32,41 @@ def inspect(config: InspectConfig) -> inspection.Inspection:
 
     Raises DataError, ModelError or OutputError.
     """
-    folder = model_folder.find_folder(config.model_path, weights=False)
-    config = with_hub_data(config, RunConsole(quiet=config.quiet))
+    folder = find_folder(config.model_path, weights=False)
+    session = Session(config, RunConsole(quiet=config.quiet), folder)
     html = None if config.html is None else as_path(config.html)
     dump = None if config.dump is None else as_path(config.dump)
     written = [path for path in (html, dump) if path is not None]
-    check_outputs(written, [*data_files(config).all, *folder.iterdir()], "--html or --dump")
+    check_outputs(written, session.inputs, "--html or --dump")
     if html is not None:
         PAGE.check_replaceable(html, "--html")
-    with closing(RunConsole(quiet=config.quiet)) as console:
-        reader = Reader(config, folder, console.on_encoding)
-        dataset = load_dataset(config, reader)
-    found = build(config, reader, dataset)
+    dataset = session.dataset
+    result = build(session.config, session.reader, dataset)
     for path in written:
         make_folder(path.parent)
     if html is not None:
-        write_file(html, [render_page(found).encode()])
+        write_file(html, [render_page(result).encode()])
     if dump is not None:
         write_file(dump, dump_lines(dataset))
-    return found
+    return result
 
 
 def show(config: InspectConfig) -> None:
     """Print the inspection. Raises DataError for data that `train` refuses."""
-    found = inspect(config)
+    result = inspect(config)
     if config.json:
-        print_json(found.as_dict())
+        print_json(result.as_dict())
     elif config.quiet:
         console = RunConsole(quiet=True)
-        for finding in found.findings:
+        for finding in result.findings:
             console.warn(run_text.finding_line(finding))
     else:
-        every = found.shown if config.row is not None else None
-        show_inspection(found, result_console(), examples=every)
+        every = result.shown if config.row is not None else None
+        show_inspection(result, result_console(), examples=every)
         if config.html is not None:
             print_line(f"page: {as_path(config.html)}")
-    if found.errors:
-        kinds = ", ".join(finding.kind for finding in found.errors)
+    if result.errors:
+        kinds = ", ".join(finding.kind for finding in result.errors)
         raise DataError(f"train refuses this data: {kinds}")
 
 
@@ -83,8 +75,8 @@ def build(config: InspectConfig, reader: Reader, dataset: Dataset) -> inspection
     first = sum(corpus.num_rows for corpus in corpora[:-1])
     validates = [first + index for index in dataset.rows.validation.indices]
     examples = inspection.InspectedExamples(corpora, validates)
-    found = [*dataset.findings, *findings.skip_findings(dataset.files)]
-    every_finding = tuple(findings.by_loss(found))
+    skipped = findings.skip_findings(dataset.files)
+    every_finding = tuple(findings.by_loss([*dataset.findings, *skipped]))
     if config.row is None:
         chosen = examples.choose(every_finding, ON_PAGE if config.html else ELSEWHERE)
     elif not (chosen := examples.of_row(config.row)):

@@ -1,7 +1,6 @@
 """`mlxtune plan`: predicts the memory, steps and time of a run."""
 
 from collections.abc import Collection, Sequence
-from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +8,6 @@ import numpy as np
 from mlxtune.backend.device import device, memory
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.lora.model_facts import ModelFacts
-from mlxtune.backend.models import loading, model_folder
 from mlxtune.backend.workers.split import PlannedGroup, split_base
 from mlxtune.config import PlanConfig
 from mlxtune.core.run.run_plan import RunPlan
@@ -17,24 +15,11 @@ from mlxtune.core.run.speed import read_speed
 from mlxtune.core.steps import order
 from mlxtune.core.steps.scaling import Scaling, dearest_items, dearest_share
 from mlxtune.core.training.schedule import count_steps
-from mlxtune.session.auto import with_auto
-from mlxtune.session.dataset import (
-    Dataset,
-    Reader,
-    load_dataset,
-    report_findings,
-    with_hub_data,
-)
-from mlxtune.session.keywords import takes_options
-from mlxtune.session.memory import (
-    choose_plan,
-    cut_loss_line,
-    first_steps,
-    larger_limit,
-    longest_example,
-    planned_work,
-    speed_key,
-)
+from mlxtune.session import planning
+from mlxtune.session.arguments import takes_options
+from mlxtune.session.auto import settle_auto
+from mlxtune.session.dataset import Dataset
+from mlxtune.session.session import TrainingSession
 from mlxtune.views.console import RunConsole, print_stages
 from mlxtune.views.output import print_json
 from mlxtune.views.plan_text import few_steps_line, plan_lines
@@ -47,17 +32,13 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
     Raises a subclass of MlxTuneError for errors in options, files or the model, and
     MemoryLimitError if not even one example fits.
     """
-    folder = model_folder.find_folder(config.model_path)
     console = RunConsole(quiet=config.quiet)
-    config = with_hub_data(config, console)
-    dataset, chose_epochs = None, config.auto and "epochs" not in given
-    if config.data:
-        config, _ = with_auto(config, given, folder, console)
-        with closing(console):
-            dataset = load_dataset(config, Reader(config, folder, console.on_encoding))
-        report_findings(dataset, console)
-    base = loading.open_base(folder, config.dtype, config.loading())
-    steps = first_steps(config, dataset)
+    session = TrainingSession(config, console, given)
+    if config.data and config.auto:
+        settle_auto(session)
+    dataset = session.load() if config.data else None
+    config, base = session.config, session.base
+    steps = planning.first_steps(config, dataset)
     costs = [ModelFacts(base.model).costs(examples) for examples in steps]
     if config.parallel == "tensor":
         base = split_base(base, PlannedGroup(config.workers))
@@ -66,13 +47,13 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
             [examples[i] for i in dearest_items(each, config.workers)]
             for examples, each in zip(steps, costs, strict=True)
         ]
-    longest = longest_example(config, base) if config.longest else None
+    longest = planning.longest_example(config, base, config.lora()) if config.longest else None
     if longest and dataset is None:
         config = replace(config, max_seq_len=max(longest.recomputed, 2))
-    work = planned_work(config, steps, dataset)
-    if dataset is not None and (line := cut_loss_line(config, base, work, dataset)):
+    work = planning.planned_work(config, steps, dataset)
+    if dataset is not None and (line := planning.cut_loss_line(config, base, work, dataset)):
         console.warn(line)
-    chosen = choose_plan(config, base, work)
+    chosen = planning.choose_plan(config, base, work)
     adapter = apply_lora(base.model, config.lora())
     for warning in adapter.warnings():
         console.warn(warning)
@@ -85,14 +66,14 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
         device=device.device_name(),
         max_seq_len=config.max_seq_len,
         memory=chosen,
-        larger_limit=larger_limit(config, chosen, work),
+        larger_limit=planning.larger_limit(config, chosen, work),
         longest=longest,
         free_memory=memory.free_now(),
-        speed=read_speed(config.cache_path, speed_key(chosen, base.dtype)),
+        speed=read_speed(config.cache_path, planning.speed_key(chosen, base.dtype)),
     )
     if dataset is None:
         return planned
-    planned = _with_data(planned, config, dataset, chose_epochs)
+    planned = _with_data(planned, config, dataset, session.chose_epochs)
     return planned if config.workers == 1 else _on_workers(planned, config, costs)
 
 

@@ -34,10 +34,10 @@ def report(*runs: str | Path, html: str | Path | None = None) -> list[RunView]:
 
     Raises OutputError if there is no such run, or if the page cannot be written.
     """
-    found = _read_runs(runs)
+    all_runs = _read_runs(runs)
     if html is not None:
-        _write(found, as_path(str(html)))
-    return [RunView.of(run) for run in found]
+        _write(all_runs, as_path(str(html)))
+    return [RunView.of(run) for run in all_runs]
 
 
 def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
@@ -49,23 +49,23 @@ def show(runs: Sequence[str], *, html: str | None, as_json: bool) -> None:
     """
     if html is not None and not html.strip():
         raise ConfigError(["--html is empty: name the page to write"])
-    found = _read_runs(runs)
-    target = found[0].folder / REPORT if len(found) == 1 else Path(COMPARISON)
+    all_runs = _read_runs(runs)
+    target = all_runs[0].folder / REPORT if len(all_runs) == 1 else Path(COMPARISON)
     if html is not None:
         target = as_path(str(html))
     page = f"page: {target}"
     if html is not None or not as_json:
         try:
-            _write(found, target)
+            _write(all_runs, target)
         except OutputError as problem:
             cause = problem.__cause__
             if html is not None or not isinstance(cause, OSError) or cause.errno not in _READ_ONLY:
                 raise
             page = f"no page: {problem}"
     if as_json:
-        print_json(_as_dict(found))
+        print_json(_as_dict(all_runs))
         return
-    for line in (*_lines(found), page):
+    for line in (*_lines(all_runs), page):
         print_line(line)
 
 

@@ -19,14 +19,14 @@ def runs(*folders: str | Path, sort: str = "when") -> list[RunView]:
     `sort` is one of when, name, val, train, speed and steps. Raises OutputError if a folder is
     missing.
     """
-    found: dict[Path, RunView] = {}
+    views: dict[Path, RunView] = {}
     for name in folders or ("",):
         folder = as_path(str(name))
         if not folder.is_dir():
             raise OutputError(f"{folder}: no such folder: name one that holds runs")
         for run in find_runs(folder):
-            found.setdefault(run.resolve(), RunView.of(read_run(run)))
-    return sorted(found.values(), key=SORTS[sort])
+            views.setdefault(run.resolve(), RunView.of(read_run(run)))
+    return sorted(views.values(), key=SORTS[sort])
 
 
 def remove_runs(*folders: str | Path) -> None:
@@ -48,12 +48,12 @@ def show(folders: Sequence[str], *, sort: str, as_json: bool, remove: bool, yes:
         if yes or ask(f"Remove {join_few(removed)} with all checkpoints?"):
             remove_runs(*removed)
         return
-    found = runs(*folders, sort=sort)
+    views = runs(*folders, sort=sort)
     if as_json:
-        print_json([{**each.as_dict(), "curve": list(each.curve)} for each in found])
+        print_json([{**each.as_dict(), "curve": list(each.curve)} for each in views])
         return
-    if not found:
+    if not views:
         where = ", ".join(folders) or "this folder"
         print_line(f"no run below {where}: start one with mlxtune train", stderr=True)
         return
-    show_runs(found, result_console())
+    show_runs(views, result_console())

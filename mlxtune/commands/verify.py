@@ -28,9 +28,9 @@ from mlxtune.errors import (
     OutputError,
     TrainingInterrupted,
 )
+from mlxtune.session.arguments import Resolved
 from mlxtune.session.interrupt import end_in_order
-from mlxtune.session.quantized_compute import recorded_products
-from mlxtune.session.resolved import Resolved
+from mlxtune.session.planning import recorded_products
 from mlxtune.session.resuming import check_asked_again, check_initial, run_config
 from mlxtune.views.output import print_json, print_line
 
@@ -44,48 +44,48 @@ def verify(run: str | Path, *, replay: bool = False, model_path: str = "") -> Ve
     Raises OutputError if there is no such run. Problems in the run are returned, not raised.
     """
     folder = run_folder_at(as_path(str(run)))
-    found, good = verify_files(folder)
+    result, good = verify_files(folder)
     if not good:
-        return found
+        return result
     try:
         given = {"model_path": model_path} if model_path else {}
         # Only a replay reads the data.
         names = ["model_path", *(["data", "val_data"] if replay else [])]
         check_asked_again(folder, good[0], given, names)
         config = run_config(folder, good[0], given)
-        _verify_model(found, config, good)
+        _verify_model(result, config, good)
         if replay:
-            _replay(found, config, good)
+            _replay(result, config, good)
     except DataError as problem:
         # Drop advice on options such as --data, which `verify` does not have.
         text, advised, _ = str(problem).partition(": check --")
-        found.add("data", f"{text}: bring it back" if advised else text, "")
+        result.add("data", f"{text}: bring it back" if advised else text, "")
     except MlxTuneError as problem:
-        found.add("model", str(problem), "")
-    return found
+        result.add("model", str(problem), "")
+    return result
 
 
 def show(run: str, *, replay: bool, model_path: str, as_json: bool) -> bool:
     """Print each check as a line, or all as JSON. Return whether all passed."""
-    found = verify(run, replay=replay, model_path=model_path)
+    result = verify(run, replay=replay, model_path=model_path)
     if as_json:
-        print_json(found.as_dict())
-        return found.ok
-    width = max(len(check.name) for check in found.checks) + 2
-    for check in found.checks:
+        print_json(result.as_dict())
+        return result.ok
+    width = max(len(check.name) for check in result.checks) + 2
+    for check in result.checks:
         print_line(f"{'ok' if check.ok else 'BAD':<4}{check.name:<{width}}{check.detail}")
-    bad = sum(not check.ok for check in found.checks)
-    checks = f"{len(found.checks)} checks"
-    print_line(f"{found.run}: {checks}, {f'{bad} failed' if bad else 'all passed'}")
-    return found.ok
+    bad = sum(not check.ok for check in result.checks)
+    checks = f"{len(result.checks)} checks"
+    print_line(f"{result.run}: {checks}, {f'{bad} failed' if bad else 'all passed'}")
+    return result.ok
 
 
-def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
+def _verify_model(result: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
     """Check the base model's hash, and each adapter's names and shapes, without loading weights."""
     folder = model_folder.find_folder(config.model_path)
     expected, actual = good[0].metadata.get("base_hash"), model_hash(folder, user_cache())
     changed = f"{folder}: its weights are not those that the run started from"
-    found.add("base model", None if actual == expected else changed, str(folder))
+    result.add("base model", None if actual == expected else changed, str(folder))
     base = loading.open_base(folder, config.dtype, config.loading())
     summary = apply_lora(base.model, config.lora())
     for each in reversed(good):
@@ -93,12 +93,12 @@ def _verify_model(found: Verification, config: TrainConfig, good: list[Checkpoin
         try:
             count = checkpoint_tensors.check_adapter(each.folder / ADAPTER, base.model, summary)
         except ModelError as problem:
-            found.add(name, str(problem), "")
+            result.add(name, str(problem), "")
         else:
-            found.add(name, None, f"{count} tensors with the model's names and shapes")
+            result.add(name, None, f"{count} tensors with the model's names and shapes")
 
 
-def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
+def _replay(result: Verification, config: TrainConfig, good: list[Checkpoint]) -> None:
     """Train again from the first checkpoint to the newest, in a scratch folder."""
     newest, first = good[0], good[-1]
     resumed = None
@@ -134,7 +134,7 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
                 raise interrupt from None
             again = stopped.checkpoint
         else:
-            raise OutputError(f"{found.run}: training again did not reach step {newest.step}")
+            raise OutputError(f"{result.run}: training again did not reach step {newest.step}")
         same = file_hash(again / ADAPTER) == file_hash(newest.folder / ADAPTER)
         records = list(Progress.from_jsonl(read_own(again / METRICS)))
         data = read_json(again / METADATA).get("data_hash")
@@ -149,4 +149,4 @@ def _replay(found: Verification, config: TrainConfig, good: list[Checkpoint]) ->
             )
         elif not on_cpu():
             problem += ", perhaps by rounding: see docs/reliability.md on GPUs"
-    found.add("replay", problem, f"{start}: the same bytes")
+    result.add("replay", problem, f"{start}: the same bytes")

@@ -1,40 +1,43 @@
 """Options that --auto chooses from facts about the data, the model and the machine."""
 
+import dataclasses
+import math
+import shlex
 from collections.abc import Collection
-from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from mlxtune.backend.models import loading
-from mlxtune.config import DataConfig, TrainConfig
+from mlxtune.config import OPTIONS, DataConfig, TrainConfig
+from mlxtune.config.fields import flag
+from mlxtune.config.objective_config import DEFAULT_RATE
 from mlxtune.core.data.inspection import cut_loss
 from mlxtune.core.formatting import count, short_number
 from mlxtune.core.steps import order
-from mlxtune.core.training.auto import Facts, choose, command_line
-from mlxtune.session.dataset import Reader, load_dataset
-from mlxtune.session.memory import longest_example
-from mlxtune.views.console import RunConsole
+from mlxtune.session.planning import longest_example
+from mlxtune.session.session import T, TrainingSession
 
-C = TypeVar("C", bound=TrainConfig)
 # A number of tokens that no example exceeds.
 _UNCUT = 10**9
+# One or two epochs hardly overfit; on small data sets, further epochs do.
+_MOST_EPOCHS, _FEWEST_STEPS = 3, 100
+_VALIDATIONS = 10
+# Half of the validations: many runs improve again at the end, when the rate falls.
+_PATIENCE = 5
+_RANK, _ALPHA = 16, 32.0
+# The rate for a model of 4 billion parameters, the power by which it rises for smaller models, and
+# its bounds. The demo's model of 0.7 million parameters learns fastest at the upper bound.
+_RATE, _RATE_SIZE, _RATE_POWER = 2e-4, 4e9, 0.35
+_LOWEST_RATE, _HIGHEST_RATE = 5e-5, 5e-3
 
 
-def with_auto(
-    config: C, given: Collection[str], folder: Path, console: RunConsole
-) -> tuple[C, str]:
-    """Return the options with --auto's choices, and the equivalent command.
+def settle_auto(session: TrainingSession[T]) -> None:
+    """Replace a session's options by --auto's choices, and print the equivalent command.
 
-    `given` names the options that the user chose. Encodes and caches the data in order to choose
-    the other options. Without --auto, the command is empty.
+    Reads the data in order to choose the other options.
     """
-    if not config.auto:
-        return config, ""
-    with closing(console):
-        reader = Reader(config, folder, console.on_encoding)
-        dataset = load_dataset(config.part(DataConfig, max_seq_len=_UNCUT), reader)
-    base = loading.open_base(folder, config.dtype, config.loading())
+    config, console = session.config, session.console
+    dataset = session.read(config.part(DataConfig, max_seq_len=_UNCUT))
+    base = session.base
     own = TrainConfig.max_seq_len
     loss = cut_loss(dataset.files, own, config.cut)
     facts = Facts(
@@ -44,18 +47,83 @@ def with_auto(
         needed=own if loss is None else loss.enough,
         fitting=_UNCUT,
     )
-    chosen = choose(facts, config, given)
-    settled = replace(config, auto=False, **chosen)
+    chosen = choose(facts, config, session.given)
     # The longest example that fits depends on the chosen LoRA options.
-    facts = replace(facts, fitting=longest_example(settled, base).recomputed)
-    if (fitting := choose(facts, config, given)) != chosen:
-        settled = replace(config, auto=False, **fitting)
-    line = command_line(settled)
-    console.say("Auto", line, copyable=True)
+    names = {"lora_rank": "rank", "lora_alpha": "alpha", "targets": "targets"}
+    lora = {own: chosen[name] for own, name in names.items() if name in chosen}
+    longest = longest_example(config, base, replace(config.lora(), **lora))
+    chosen = choose(replace(facts, fitting=longest.recomputed), config, session.given)
+    session.config = replace(config, auto=False, **chosen)
+    session.command = command_line(session.config)
+    console.say("Auto", session.command, copyable=True)
     reasons = (
         f"for {count(facts.rows, 'training row')}, a model of "
         f"{short_number(facts.parameters)} parameters, and supervised tokens of which 99% lie "
         f"within the first {facts.needed:,} of an example"
     )
     console.say("", reasons)
-    return settled, line
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """The facts that the choice of options depends on.
+
+    `rows` counts the training rows, and `validates` says whether there are validation rows.
+    `parameters` counts the model's parameters. `needed` is the smallest round --max-seq-len that
+    keeps 99% of the supervised tokens, `fitting` the length of the longest example that fits into
+    memory and the model's context.
+    """
+
+    rows: int
+    validates: bool
+    parameters: int
+    needed: int
+    fitting: int
+
+
+def choose(facts: Facts, config: TrainConfig, given: Collection[str]) -> dict[str, Any]:
+    """Return values for the options that were not given.
+
+    All linear projections are targets, with a higher rank than the default, which is for two
+    targets. The rate falls with the size of the model. --max-seq-len keeps the answers. There are
+    enough epochs to learn, but not to overfit, and ten validations choose the best adapter.
+    """
+    per_epoch = math.ceil(facts.rows / config.batch_size)
+    epochs = min(max(math.ceil(_FEWEST_STEPS / per_epoch), 1), _MOST_EPOCHS)
+    steps = per_epoch * (config.epochs if "epochs" in given else epochs)
+    steps = min(steps, config.max_steps or steps)
+    chosen: dict[str, Any] = {
+        "targets": ("all",),
+        "rank": _RANK,
+        "alpha": _ALPHA if "rank" not in given else 2.0 * config.rank,
+        "lr": _rate(facts.parameters, config.default_rate / DEFAULT_RATE),
+        "max_seq_len": max(min(facts.needed, facts.fitting), 2),
+        "epochs": epochs,
+    }
+    if facts.validates:
+        chosen |= {"val_steps": math.ceil(steps / _VALIDATIONS), "patience": _PATIENCE}
+    return {name: value for name, value in chosen.items() if name not in given}
+
+
+def _rate(parameters: int, share: float) -> float:
+    """Return `share` of the peak rate for a model's size, to one significant digit."""
+    rate = _RATE * (_RATE_SIZE / max(parameters, 1)) ** _RATE_POWER
+    return float(f"{share * min(max(rate, _LOWEST_RATE), _HIGHEST_RATE):.0e}")
+
+
+def command_line(config: TrainConfig) -> str:
+    """Return the `train` command with these options."""
+    words = ["mlxtune", "train"]
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in OPTIONS or value == field.default or value is None:
+            continue
+        if value is True:
+            words.append(flag(field.name))
+        elif OPTIONS[field.name].several:
+            words += [word for each in value for word in (flag(field.name), each)]
+        else:
+            text = ",".join(value) if isinstance(value, tuple) else str(value)
+            # A whole number needs no decimals; a name may end in them.
+            words += [flag(field.name), text.removesuffix(".0" * isinstance(value, float))]
+    return shlex.join(words)

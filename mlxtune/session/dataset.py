@@ -3,7 +3,8 @@
 import datetime
 import importlib.metadata
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ from mlxtune.backend.text.chat_template import (
     start_process,
 )
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
-from mlxtune.config import OPTIONS, DataConfig, EvalConfig, InspectConfig, as_path
+from mlxtune.config import OPTIONS, DataConfig, InspectConfig, as_path
 from mlxtune.config.data_config import is_jinja, parse_fields, weighted
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
@@ -43,7 +44,7 @@ from mlxtune.views.console import RunConsole
 
 # Folders whose code decides the contents of an encoded file.
 _ENCODING_CODE = ("core/data", "backend/text")
-Config = TypeVar("Config", bound=DataConfig | EvalConfig)
+Config = TypeVar("Config", bound=DataConfig)
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class Reader:
         self._config = config
         self._folder = folder
         self._on_rows = on_rows
+        self._encoded: dict[Path, EncodedFile] = {}
 
     @cached_property
     def tokenizer(self) -> ModelTokenizer:
@@ -209,7 +211,13 @@ class Reader:
 
     def encode(self, path: Path) -> EncodedFile:
         """Encode a file unless it is cached. Raises DataError, ModelError or OutputError."""
+        if path not in self._encoded:
+            self._encoded[path] = self._encode(path)
+        file = self._encoded[path]
+        # Cutting the examples adds to the file's tallies, and --auto cuts them twice.
+        return replace(file, skipped=deepcopy(file.skipped), notes=deepcopy(file.notes))
 
+    def _encode(self, path: Path) -> EncodedFile:
         def encode(skipped: SkippedRows, notes: RowTally) -> Iterator[EncodedRows]:
             done = 0
             self._on_rows(path, done)
@@ -296,57 +304,69 @@ def _code_hashes() -> dict[str, str]:
     }
 
 
-def with_hub_data(config: Config, console: RunConsole) -> Config:
+def with_hub_data(
+    config: Config, console: RunConsole, *, held_out: bool = False
+) -> tuple[Config, dict[str, HubData]]:
     """Download the data sets that the options name, and add their commits to the names.
 
-    The commit lets a resumed run find the same files. Raises DataError.
+    The commit lets a resumed run find the same files. Also returns each data set by the name that
+    it now has. With `held_out`, a name without a split stands for data to evaluate on. Raises
+    DataError.
     """
-    held_out = isinstance(config, EvalConfig)
-    data = tuple(_pinned(each, config, console, held_out=held_out) for each in config.data)
+    sets: dict[str, HubData] = {}
+
+    def pinned(value: str) -> str:
+        plain, _ = weighted(value)
+        if (name := dataset_name(plain)) is None:
+            return value
+        data = fetch(name, held_out=held_out, quiet=config.quiet)
+        sets[str(data.name)] = data
+        files = count(sum(map(len, data.files.values())), "file")
+        console.say(
+            "Hub",
+            f"{' and '.join(data.titles.values())}: {files}, commit "
+            f"{str(data.name.revision)[:10]}, licence: {data.license or 'not stated'}",
+        )
+        return str(data.name) + value.removeprefix(plain)
+
+    data = tuple(map(pinned, config.data))
     changes: dict[str, Any] = {"data": data} if data != config.data else {}
-    if isinstance(config, DataConfig) and config.val_data is not None:
+    if config.val_data is not None:
         name = dataset_name(config.val_data)
         if name is not None and name.split is None:
             raise DataError(f"--val-data {name}: name one of its splits, as {name}:validation")
         if name is not None:
-            changes["val_data"] = _pinned(config.val_data, config, console)
-    return replace(config, **changes) if changes else config
+            changes["val_data"] = pinned(config.val_data)
+    return (replace(config, **changes) if changes else config), sets
 
 
-def _pinned(
-    value: str, config: DataConfig | EvalConfig, console: RunConsole, *, held_out: bool = False
-) -> str:
-    """Return a value of --data; if it names a data set of the hub, download it and add a commit."""
-    plain, _ = weighted(value)
-    if (name := dataset_name(plain)) is None:
-        return value
-    data = fetch(name, held_out=held_out, quiet=config.quiet)
-    files = count(sum(map(len, data.files.values())), "file")
-    console.say(
-        "Hub",
-        f"{' and '.join(data.titles.values())}: {files}, commit {str(data.name.revision)[:10]}, "
-        f"licence: {data.license or 'not stated'}",
-    )
-    return str(data.name) + value.removeprefix(plain)
+@dataclass(frozen=True)
+class DataSource:
+    """The training and validation files, their data sets of the hub, and each file's weight."""
+
+    files: DataFiles
+    hub: list[HubData]
+    weights: list[float]
+
+    @property
+    def titles(self) -> dict[Path, str]:
+        """A readable name for each file."""
+        named = {path: title for data in self.hub for path, title in data.title_of_files().items()}
+        return {path: named.get(path, shown(path)) for path in self.files.all}
 
 
-def data_files(config: DataConfig) -> DataFiles:
-    """Return the training and validation files.
+def find_data(config: DataConfig, sets: Mapping[str, HubData] | None = None) -> DataSource:
+    """Return the data that the options name; `sets` are the data sets that are downloaded.
 
     Raises DataError if there is no training file, or if a file cannot be read.
     """
-    return _find_data(config)[0]
-
-
-def _find_data(config: DataConfig) -> tuple[DataFiles, list[HubData], list[float]]:
-    """Return the data files, the hub's data sets, and a weight for each training file."""
-    found: list[HubData] = []
+    hub: list[HubData] = []
 
     def files_of(value: str) -> list[Path]:
         if (name := dataset_name(value)) is None:
             return [as_path(value)]
-        found.append(fetch(name, quiet=config.quiet))
-        return found[-1].train
+        hub.append((sets or {}).get(str(name)) or fetch(name, quiet=config.quiet))
+        return hub[-1].train
 
     train: list[Path] = []
     weights: dict[Path, float] = {}
@@ -355,26 +375,27 @@ def _find_data(config: DataConfig) -> tuple[DataFiles, list[HubData], list[float
         named = files_of(name)
         train += named
         weights |= dict.fromkeys(named, weight)
-    validation = [path for data in found for path in data.validation]
+    validation = [path for data in hub for path in data.validation]
     files = find_data_files(train, validation_files=validation)
     if config.val_data is not None:
         given = find_data_files(files_of(config.val_data), "--val-data").train
         files = DataFiles(files.train, given)
     # A file from a folder has the folder's weight.
     own = [weights[path if path in weights else path.parent] for path in files.train]
-    return files, found, own
+    return DataSource(files, hub, own)
 
 
-def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
+def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None = None) -> Dataset:
     """Read and encode the data, choose the validation rows, and look for problems in the data.
+
+    `source` is the data that the options name, if it is already found.
 
     Raises DataError if a file cannot be read or mixes formats, if too few rows are left or, with
     --strict, if a row is skipped. Raises ModelError if the tokenizer cannot be loaded or does not
     match the model.
     """
-    paths, hub, weights = _find_data(config)
-    titles = {path: title for data in hub for path, title in data.title_of_files().items()}
-    titles = {path: titles.get(path, shown(path)) for path in paths.all}
+    source = source or find_data(config)
+    paths, titles = source.files, source.titles
     files, cuts = [], []
     for path in paths.all:
         file = reader.encode(path)
@@ -384,7 +405,7 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
         cuts.append(cut)
     first = len(paths.train)
     names = list(map(shown, paths.all))
-    corpus = Corpus(cuts[:first], names[:first], weights)
+    corpus = Corpus(cuts[:first], names[:first], source.weights)
     given = paths.validation or not config.val_split
     validation = Corpus(cuts[first:], names[first:]) if given else None
     rows, split_findings = _choose_rows(config, corpus, validation, files)
@@ -402,7 +423,7 @@ def load_dataset(config: DataConfig, reader: Reader) -> Dataset:
         files=files,
         ledgers=_ledgers(files, rows, [titles[path] for path in paths.all]),
         findings=findings.by_loss(found),
-        hub=[data.about() for data in hub],
+        hub=[data.about() for data in source.hub],
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.backend.text.generate import Sampling, answers
 from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.backend.workers.group import ALONE, Workers
-from mlxtune.config import ObjectiveConfig, TrainConfig, UseConfig
+from mlxtune.config import ObjectiveConfig, UseConfig
 from mlxtune.config.limits import RECORD, parse_json
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.prompt import last_turn
@@ -40,8 +39,8 @@ from mlxtune.core.objectives.objective import SFT, Objective
 from mlxtune.core.run.run_folder import EVALUATION, SAMPLES
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.errors import MlxTuneError, shorten
-from mlxtune.session.dataset import Reader
-from mlxtune.session.model import LoadedModel, load_model
+from mlxtune.session.session import RunSession
+from mlxtune.session.trained_model import LoadedModel, load_model
 from mlxtune.views.console import RunConsole
 from mlxtune.views.run_text import less_likely_line
 
@@ -88,7 +87,7 @@ def _sums(
     Returns Sums, or AnswerSums under a preference objective, for each of `models`: False is the
     base model, True the adapter.
     """
-    base, found = loaded.base, []
+    base, totals = loaded.base, []
     with closing(
         Evaluator(base.model, base.parameters, console.warn, workers=workers)
     ) as evaluator:
@@ -96,9 +95,9 @@ def _sums(
             loaded.use_adapter(with_adapter)
             show = _show(console, "evaluating", with_adapter)
             sums = sums_of if objective.is_sft else answer_sums
-            found.append(sums(rows, evaluator.losses, show))
+            totals.append(sums(rows, evaluator.losses, show))
     console.close()
-    return found
+    return totals
 
 
 def answer_rows(
@@ -149,19 +148,18 @@ def answer_rows(
         with_adapter = sum(same(each.adapted or "", each.expected) for each in answered)
         return without, None if adapted is None else with_adapter
 
-    found = Generated(len(samples), ExactMatch(*matches(operator.eq)), samples)
+    generated = Generated(len(samples), ExactMatch(*matches(operator.eq)), samples)
     if match == "exact":
-        return found
-    return replace(found, matches=Matches(match, *matches(matcher(match, console.warn))))
+        return generated
+    return replace(generated, matches=Matches(match, *matches(matcher(match, console.warn))))
 
 
 class ValidationAnswers(TrainingObserver):
     """Answers some validation rows after each validation, for the live page."""
 
-    def __init__(self, config: TrainConfig, base: BaseModel, rows: CorpusRows) -> None:
-        self._config, self._rows = config, rows
+    def __init__(self, session: RunSession, base: BaseModel) -> None:
+        self._session, self._rows = session, session.dataset.rows.validation
         self._loaded = LoadedModel(base, None)
-        self._reader = Reader(config, base.folder)
         self._works = True
 
     def on_validation(self, step: int, loss: float) -> None:
@@ -174,7 +172,7 @@ class ValidationAnswers(TrainingObserver):
             self._works = False
 
     def _answer(self, step: int) -> None:
-        config, tokenizer = self._config, self._reader.tokenizer
+        config, tokenizer = self._session.config, self._session.reader.tokenizer
         if drawn := _draw(self._rows, config.samples, config.seed, tokenizer):
             quiet = RunConsole(quiet=True)
             generated = answer_rows(self._loaded, tokenizer, drawn, _LONGEST_LIVE, quiet)
@@ -182,28 +180,21 @@ class ValidationAnswers(TrainingObserver):
             write_json(config.checkpoint_path / SAMPLES, content)
 
 
-def judge(
-    config: TrainConfig,
-    folder: Path,
-    judged: JudgedRows,
-    console: RunConsole,
-    workers: Workers = ALONE,
-    initial: AdapterFile | None = None,
-) -> Evaluation | None:
+def judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     """Report whether a run's adapter, read back from its file, helps on the validation rows.
 
-    Compares this adapter with the adapter from which training started, which is `initial` if the
-    caller has opened it, or else with the base model.
+    Compares this adapter with the adapter from which training started, or else with the base model.
     The run has ended and its adapter is written, so problems are only warnings. The losses come
     first, because users wait for the verdict; the sample answers only serve the run's page.
     """
+    config, console, workers = session.config, session.console, session.workers
     adapter = AdapterFile(config.output_path)
     # The adapter's own config says how the base was quantised.
     use = config.part(UseConfig, adapter=str(adapter.path), quantize=None, double_quant=False)
     target = config.checkpoint_path / EVALUATION
     try:
-        start = _start(config, initial, folder, judged.rows, console, workers)
-        loaded = load_model(use, adapter, folder, RunConsole(quiet=True), workers)
+        start = _start(session, judged.rows)
+        loaded = load_model(use, adapter, session.folder, RunConsole(quiet=True), workers)
         objective = Objective(config.part(ObjectiveConfig))
         evaluation = compare_losses(loaded, judged, config.seed, console, workers, start, objective)
         write_json(target, evaluation.as_dict())
@@ -220,7 +211,7 @@ def judge(
     if not config.samples:
         return evaluation
     try:
-        tokenizer = Reader(config, folder).tokenizer
+        tokenizer = session.reader.tokenizer
         if drawn := _draw(judged.rows, config.samples, config.seed, tokenizer):
             memory.release()
             generated = answer_rows(loaded, tokenizer, drawn, _LONGEST_SAMPLE, console)
@@ -238,15 +229,9 @@ def judge(
     return evaluation
 
 
-def _start(
-    config: TrainConfig,
-    initial: AdapterFile | None,
-    folder: Path,
-    rows: CorpusRows,
-    console: RunConsole,
-    workers: Workers,
-) -> Any:
+def _start(session: RunSession, rows: CorpusRows) -> Any:
     """Return the losses under the adapter from which training started; None if there was none."""
+    config, initial = session.config, session.initial
     if config.init_adapter is None:
         return None
     # Training may have taken days, or replaced the adapter.
@@ -254,9 +239,10 @@ def _start(
         initial = AdapterFile.find(config.init_adapter)
     quantize = config.quantize or "none"
     use = config.part(UseConfig, adapter=config.init_adapter, quantize=quantize)
-    loaded = load_model(use, initial, folder, RunConsole(quiet=True), workers)
+    quiet, workers = RunConsole(quiet=True), session.workers
+    loaded = load_model(use, initial, session.folder, quiet, workers)
     objective = Objective(config.part(ObjectiveConfig))
-    (sums,) = _sums(loaded, rows, (True,), console, workers, objective)
+    (sums,) = _sums(loaded, rows, (True,), session.console, workers, objective)
     del loaded
     memory.release()
     return sums
@@ -299,7 +285,7 @@ def matcher(
         if slow == _MOST_SLOW:
             return None
         try:
-            found = pattern.search(text, timeout=_SEARCH_SECONDS)
+            hit = pattern.search(text, timeout=_SEARCH_SECONDS)
         except TimeoutError:
             if not slow:
                 warn(f"--match {shorten(by)}: takes too long on some answers, which count as wrong")
@@ -307,10 +293,10 @@ def matcher(
             if slow == _MOST_SLOW:
                 warn(f"--match {shorten(by)}: the remaining answers are not searched")
             return None
-        value: str | None = None if found is None else found[min(pattern.groups, 1)]
+        value: str | None = None if hit is None else hit[min(pattern.groups, 1)]
         return value
 
-    return lambda answer, expected: (found := find(answer)) is not None and found == find(expected)
+    return lambda answer, expected: (hit := find(answer)) is not None and hit == find(expected)
 
 
 def _same_json(answer: str, expected: str) -> bool:

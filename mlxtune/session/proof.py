@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.adapters import compare_logits
+from mlxtune.backend.adapters import attach, compare_logits
 from mlxtune.backend.adapters import fuse as fusing
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.adapters.attach import base_options, check_base, load_adapted
 from mlxtune.backend.adapters.certificate import (
     CERTIFICATE,
     Certificate,
@@ -44,10 +43,9 @@ from mlxtune.core.files.writing import (
 )
 from mlxtune.core.machine.facts import versions
 from mlxtune.errors import ModelError
-from mlxtune.session.base import find_base
 from mlxtune.session.dataset import Reader
 from mlxtune.session.interrupt import end_in_order
-from mlxtune.session.model import as_trained, trained_on_text
+from mlxtune.session.trained_model import as_trained, find_base, trained_on_text
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_json, print_line
 
@@ -90,10 +88,10 @@ def find_source(config: OutgoingConfig) -> Source:
     file = AdapterFile.find(config.adapter)
     plain = BaseOptions(trust_remote_code=config.trust_remote_code)
     folder = find_base(config, file)
-    check_base(file, folder, other_base=config.other_base)
+    attach.check_base(file, folder, other_base=config.other_base)
     base = open_base(folder, "float32", plain)
     adapter = read_mlx_lm(file, projections_of(base.model))
-    options = base_options(file, folder, plain)
+    options = attach.base_options(file, folder, plain)
     return Source(config, RunConsole(quiet=config.quiet), folder, file, adapter, options)
 
 
@@ -145,7 +143,7 @@ def prove_export(
     """
     source.console.say("Proving", "running the trained model, then what was written")
     prompts = prompts_for(source)
-    adapted = load_adapted(load_base(source), source.file)
+    adapted = attach.load_adapted(load_base(source), source.file)
     reference = compare_logits.reference_of(adapted, prompts, rounding, everywhere=everywhere)
     del adapted
     memory.release()

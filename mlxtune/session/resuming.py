@@ -26,7 +26,7 @@ from mlxtune.core.run.stored_run import mapping, run_folder_at
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, OutputError, shorten
 from mlxtune.hub.dataset_name import dataset_name
-from mlxtune.session.resolved import Resolved
+from mlxtune.session.arguments import Resolved
 from mlxtune.views.console import RunConsole
 
 # Options that another user's run must not set: they choose downloads and trackers.
@@ -70,8 +70,8 @@ def find_run(folder: str, given: Mapping[str, Any]) -> tuple[Resolved[TrainConfi
     """
     check_names(TrainConfig, given)
     find = partial(_find_point, folder, given)
-    run, found = from_worker_0(find) if launched_several() else find()
-    return Resolved.recorded(run_config(run, found.checkpoint, given)), found
+    run, point = from_worker_0(find) if launched_several() else find()
+    return Resolved.recorded(run_config(run, point.checkpoint, given)), point
 
 
 def _find_point(folder: str, given: Mapping[str, Any]) -> tuple[Path, ResumePoint]:
@@ -80,24 +80,24 @@ def _find_point(folder: str, given: Mapping[str, Any]) -> tuple[Path, ResumePoin
     else:
         places = {name: given[name] for name in ("output", "checkpoint_dir") if name in given}
         run = TrainConfig(model_path="any", data=("any",), **places).checkpoint_path
-    found = find_resume_point(run)
-    if found is None:
+    point = find_resume_point(run)
+    if point is None:
         raise OutputError(
             f"{run}: holds no checkpoint to resume from: name the folder of a run after --resume, "
             "or start the run again if it was stopped before its first checkpoint"
         )
-    check_asked_again(run, found.checkpoint, given)
-    return run, found
+    check_asked_again(run, point.checkpoint, given)
+    return run, point
 
 
 def check_asked_again(
-    run: Path, found: Checkpoint, given: Mapping[str, Any], names: Sequence[str] = _ASKED_AGAIN
+    run: Path, checkpoint: Checkpoint, given: Mapping[str, Any], names: Sequence[str] = _ASKED_AGAIN
 ) -> None:
     """Raise ConfigError if another user's run chooses downloads or trackers.
 
     Such options are used only if the caller gives them again.
     """
-    own = mapping(found.metadata, "config")
+    own = mapping(checkpoint.metadata, "config")
     asked = []
     for name in names:
         value = own.get(name)
@@ -106,7 +106,9 @@ def check_asked_again(
         values = value if isinstance(value, list) else [value]
         if name != "track":
             values = [
-                each for each in values if isinstance(each, str) and _is_remote(name, each, found)
+                each
+                for each in values
+                if isinstance(each, str) and _is_remote(name, each, checkpoint)
             ]
         # The text is quoted, so that it can be copied into a shell.
         asked += [f"{flag(name)} {shlex.quote(str(each)[:200])}" for each in values[:5]]
@@ -120,17 +122,17 @@ def check_asked_again(
         )
 
 
-def _is_remote(option: str, value: str, found: Checkpoint) -> bool:
-    there = _from(str(found.metadata.get("working_directory", "")), value, option)
+def _is_remote(option: str, value: str, checkpoint: Checkpoint) -> bool:
+    there = _from(str(checkpoint.metadata.get("working_directory", "")), value, option)
     return not is_local(there) if option == "model_path" else dataset_name(there) is not None
 
 
-def run_config(run: Path, found: Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
+def run_config(run: Path, checkpoint: Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
     """Return the options that a run had at a checkpoint, changed by `given`.
 
     Raises ConfigError.
     """
-    metadata, place = found.metadata, found.folder / "metadata.json"
+    metadata, place = checkpoint.metadata, checkpoint.folder / "metadata.json"
     fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
     own = metadata.get("config")
     if not isinstance(own, Mapping) or not own.keys() <= fields.keys():

@@ -19,15 +19,7 @@ from mlxtune.config.limits import RECORD, parse_json
 from mlxtune.core.data.prompt import prompt_of
 from mlxtune.core.files.limited_child import end_with
 from mlxtune.errors import MlxTuneError
-from mlxtune.session.base import adapter_of
-from mlxtune.session.dataset import Reader
-from mlxtune.session.model import (
-    Answerers,
-    as_trained,
-    check_prompt_length,
-    find_model,
-    load_model,
-)
+from mlxtune.session.trained_model import Answerers, UseSession, check_prompt_length
 from mlxtune.views.console import RunConsole
 
 _NAMES = {False: "base", True: "adapter"}
@@ -35,20 +27,16 @@ _NAMES = {False: "base", True: "adapter"}
 
 def answers(options: dict[str, Any], questions: Iterator[str]) -> Iterator[dict[str, Any]]:
     """Answer each question; yield lines for the page. Raises MlxTuneError if loading fails."""
-    config = AnswerConfig(**options)
-    adapter = adapter_of(config)
-    config = as_trained(config, adapter)
-    folder = find_model(config, adapter)
-    reader = Reader(config.reading(turns="last"), folder)
-    reader.require_template()
-    loaded = load_model(config, adapter, folder, RunConsole(quiet=True))
-    answerers = Answerers(config, loaded, reader)
+    session = UseSession(AnswerConfig(**options), RunConsole(quiet=True))
+    session.reader.require_template()
+    loaded = session.load()
+    answerers = Answerers(session, loaded)
     for question in questions:
         yield {"status": "answering"}
         try:
             text = parse_json(question.encode(), RECORD, "the question")
             content = {"messages": [{"role": "user", "content": text}]}
-            prompt = prompt_of(reader.encoder, content, "the question")
+            prompt = prompt_of(session.reader.encoder, content, "the question")
             check_prompt_length(prompt, loaded.base, "the question")
             for on, piece in answerers.answer({False: prompt, True: prompt}):
                 if not isinstance(piece, Answer):

@@ -26,7 +26,7 @@ from tests.waiting import SECONDS
 
 # During start-up: an interrupt while a module is imported.
 
-MODULES = ["mlxtune.config", "mlxtune.cli.commands"]
+MODULES = ["mlxtune.config", "mlxtune.cli.table"]
 INTERRUPTS = """
 import os, signal, sys
 

@@ -45,9 +45,9 @@ def test_name_is_refused_before_training(
 def test_name_is_refused_before_inspecting(
     inspect: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, name: str
 ) -> None:
-    from mlxtune.commands import inspect as recipe
+    from mlxtune.session import session
 
-    monkeypatch.setattr(recipe, "load_dataset", _not_reached)
+    monkeypatch.setattr(session, "load_dataset", _not_reached)
     error = inspect(option, f"{tmp_path}/{NAMES[name]}").error
     assert error.endswith("cannot be written: File name too long: choose another --html or --dump")
 

@@ -104,8 +104,7 @@ def test_warning_of_a_library_does_not_control_the_terminal(cli: Cli, tmp_path: 
 
 PRINTS = {
     "views/output.py": "the module itself",
-    "cli/__init__.py": "the last line, through printable",
-    "cli/process.py": "makes the streams",
+    "cli/__init__.py": "the last line, through printable; makes the streams",
     "core/files/limited_child.py": "a child's lines of JSON, for its parent",
     "core/data/sources/parquet_child.py": "a child's lines of JSON, for its parent",
     "backend/text/template_child.py": "a child's lines of JSON, for its parent",

@@ -20,7 +20,7 @@ def test_folder_that_another_run_makes_meanwhile_is_locked(
     prepare, other = recipe.prepare, output.parent / "checkpoints"
     locks = []
 
-    def overtaken(*arguments: Any) -> recipe.Setup:
+    def overtaken(*arguments: Any) -> Any:
         other.mkdir(parents=True)
         locks.append(Lock(other / run_folder.LOCK))
         return prepare(*arguments)

@@ -29,7 +29,7 @@ def acting(*arguments, **options):
 {owner}.{name} = acting"""
 PLACES = {
     "joined": ("import mlxtune.backend.workers.launch as launch", "launch.Workers", "launched"),
-    "encoding": ("import mlxtune.commands.train as train", "train", "load_dataset"),
+    "encoding": ("import mlxtune.session.session as session", "session", "load_dataset"),
     "loading": ("import mlxtune.backend.models.loading as loading", "loading", "read_weights"),
     "first step": (
         "from mlxtune.backend.step.pipeline import InstructPipeline as pipeline",

@@ -16,7 +16,7 @@ import pytest
 
 from mlxtune.cli import COMMANDS
 from mlxtune.core.steps.execution import Execution
-from mlxtune.session import memory
+from mlxtune.session import planning
 from tests.models import sums, write_chat, write_model
 from tests.paths import DOCS
 
@@ -32,7 +32,7 @@ def test_cross_entropy_is_few_frames_from_the_command(
     assert isinstance(train.callback, FunctionType)
     start = train.callback.__code__
     stacks: list[list[str]] = []
-    cross_entropy, best_execution = mx.fast.cross_entropy, memory.best_execution
+    cross_entropy, best_execution = mx.fast.cross_entropy, planning.best_execution
 
     def counted(logits: mx.array, targets: mx.array) -> mx.array:
         assert logits.dtype == mx.bfloat16
@@ -52,7 +52,7 @@ def test_cross_entropy_is_few_frames_from_the_command(
         return best_execution(parameters, dtype, "gpu")
 
     monkeypatch.setattr(mx.fast, "cross_entropy", counted)
-    monkeypatch.setattr(memory, "best_execution", on_gpu)
+    monkeypatch.setattr(planning, "best_execution", on_gpu)
     folder = write_model(tmp_path / "model", "qwen3")
     chat = write_chat(tmp_path / "chat.jsonl", sums(8))
     output = tmp_path / "out" / "adapters.safetensors"

@@ -170,19 +170,19 @@ def test_checkpointing_is_as_asked_and_teaches_the_same(train: Cli, output: Path
 def test_plan_that_is_too_large_survives_its_limit_and_teaches_the_same(
     train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlxtune.session.memory import choose_plan
+    from mlxtune.session.planning import choose_plan
 
     assert train().code == 0
     expected = adapter(output)
 
-    def huge(config: Any, base: Any, work: Any) -> Any:
+    def huge(config: Any, base: Any, work: Any, _: str) -> Any:
         plan = choose_plan(replace(config, memory_limit=1000), base, work)
         limit = int(config.memory_limit * 10**9)
         execution = replace(plan.execution, micro_batch_tokens=10**6)
         return replace(plan, execution=execution, limit=limit)
 
-    monkeypatch.setattr("mlxtune.commands.train.choose_plan", huge)
-    monkeypatch.setattr("mlxtune.session.model.confirm", run_as_planned)
+    monkeypatch.setattr("mlxtune.session.planning.choose_plan", huge)
+    monkeypatch.setattr("mlxtune.session.planning.confirm", run_as_planned)
     outcome = train("--memory-limit", 0.0005)
 
     assert outcome.code == 0, outcome.err

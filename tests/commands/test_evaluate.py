@@ -16,7 +16,7 @@ import safetensors.numpy
 from mlxtune import EvalConfig, TrainConfig, evaluate, resume, train, verify
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.errors import DataError
-from mlxtune.session.model import trained_on_text
+from mlxtune.session.trained_model import trained_on_text
 from tests.command import Cli, Outcome
 from tests.models import CHATML, sums, write_chat, write_model
 

@@ -203,7 +203,7 @@ def test_device_is_no_file_to_replace(
     inspect: Cli, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     # If the check fails, this test must not replace the device.
-    monkeypatch.setattr("mlxtune.commands.inspect.load_dataset", None)
+    monkeypatch.setattr("mlxtune.session.session.load_dataset", None)
     assert inspect("--dump", name).error == (
         f"{name}: is not a regular file: choose another --html or --dump"
     )

@@ -33,7 +33,7 @@ from mlxtune.core.run.run_folder import request_stop
 from mlxtune.core.run.trained_rows import read_trained_rows
 from mlxtune.core.steps.order import RunRows
 from mlxtune.core.training.observer import TrainingObserver
-from mlxtune.session.dataset import Dataset, Reader, load_dataset
+from mlxtune.session.dataset import Dataset, DataSource, Reader, load_dataset
 from tests.models import sums, write_chat
 
 ROWS, EPOCHS = 20, 3
@@ -386,15 +386,15 @@ def test_rows_that_the_data_set_holds_out_are_the_rows_that_validate(
     """Rows that no option would choose are held out, so that a second choice would differ."""
     chosen: list[Dataset] = []
 
-    def load(config: DataConfig, reader: Reader) -> Dataset:
-        dataset = load_dataset(config, reader)
+    def load(config: DataConfig, reader: Reader, source: DataSource) -> Dataset:
+        dataset = load_dataset(config, reader, source)
         held_out = [3, 4, 11]
         trained = [row for row in range(ROWS) if row not in held_out]
         rows = RunRows(dataset.corpus.select(trained), dataset.corpus.select(held_out))
         chosen.append(replace(dataset, rows=rows))
         return chosen[-1]
 
-    monkeypatch.setattr("mlxtune.commands.train.load_dataset", load)
+    monkeypatch.setattr("mlxtune.session.session.load_dataset", load)
     train(config(model, chat, tmp_path, epochs=1, val_split=0.5, seed=7))
 
     (dataset,), checkpoints = chosen, tmp_path / "checkpoints"

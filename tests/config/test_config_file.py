@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import mlxtune.cli.commands  # noqa: F401, defines every config
+import mlxtune.cli.table  # noqa: F401, defines every config
 from mlxtune.config import TrainConfig
 from mlxtune.config.config_file import is_mlx_lm_file, translate
 from mlxtune.config.fields import every_option

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-import mlxtune.cli.commands  # noqa: F401, defines every config
+import mlxtune.cli.table  # noqa: F401, defines every config
 from mlxtune.config import OPTIONS, EvalConfig, TrainConfig
 from mlxtune.config.config_file import translate
 from mlxtune.config.fields import every_option, flags_of, options_of

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.config import DataConfig, EvalConfig
+from mlxtune.config import DataConfig
 from mlxtune.errors import DataError
 from mlxtune.session.dataset import with_hub_data
 from mlxtune.views.console import RunConsole
@@ -40,11 +40,12 @@ def test_names_are_pinned_and_paths_are_left_alone(
     chat: Path, data: Dataset, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = DataConfig("m", (str(chat), "org/sums"), val_data="org/sums:test")
-    pinned = with_hub_data(config, RunConsole())
+    pinned, sets = with_hub_data(config, RunConsole())
     name = f"org/sums/default@{commit_of(SPLITS)}"
     assert pinned.data == (str(chat), name)
     assert pinned.val_data == f"{name}:test"
-    assert with_hub_data(pinned, RunConsole(quiet=True)) == pinned
+    assert sets.keys() == {pinned.data[1], pinned.val_data}
+    assert with_hub_data(pinned, RunConsole(quiet=True))[0] == pinned
     said = capsys.readouterr().err.split("\n")
     assert said[0] == (
         f"Hub         org/sums:train and org/sums:validation: 2 files, commit {name[17:27]}, "
@@ -55,7 +56,7 @@ def test_names_are_pinned_and_paths_are_left_alone(
 
 def test_paths_alone_are_the_same_options(hub: Hub, chat: Path) -> None:
     config = DataConfig("m", (str(chat),))
-    assert with_hub_data(config, RunConsole()) is config
+    assert with_hub_data(config, RunConsole()) == (config, {})
     assert hub.requests == []
 
 
@@ -68,7 +69,7 @@ def test_data_without_a_licence_is_reported_as_such(
 
 
 def test_evaluation_takes_the_test_split_like_a_folder(data: Dataset) -> None:
-    config = with_hub_data(EvalConfig("m", data=("org/sums",)), RunConsole(quiet=True))
+    config, _ = with_hub_data(DataConfig("m", ("org/sums",)), RunConsole(quiet=True), held_out=True)
     assert config.data[0].endswith(":test")
 
 

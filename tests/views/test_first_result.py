@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mlxtune.session import model as session_model
+from mlxtune.session import trained_model
 from mlxtune.views.console import RunConsole
 from mlxtune.views.first_result import COMPILING, SECONDS, FirstResult, start_timer
 from tests.command import Cli
@@ -165,7 +165,7 @@ def test_commands_wait_for_their_first_result_only_on_a_gpu(
     monkeypatch.setitem(defaults, "start_timer", clock.start)
     run()
     assert clock.started == 0
-    monkeypatch.setattr(session_model, "device", SimpleNamespace(on_cpu=lambda: False))
+    monkeypatch.setattr(trained_model, "device", SimpleNamespace(on_cpu=lambda: False))
     run()
     assert (clock.started, clock.waiting) == (waits, 0)
 

@@ -1,19 +1,18 @@
 """The table of commands: the options, function, help and example of each."""
 
 from collections.abc import Callable
-from inspect import unwrap
-from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mlxtune import config as configs
 from mlxtune.cli.options import Command, ConfigCommand, given, merged
 from mlxtune.config import DemoConfig, TrainConfig, as_path
-from mlxtune.core.files.reading import read_text
 from mlxtune.errors import ConfigError
-from mlxtune.session.resolved import resolve
+
+if TYPE_CHECKING:
+    from mlxtune.session.arguments import Resolved
 
 
 def _command(
@@ -25,7 +24,7 @@ def _command(
     config: type | None = None,
     argument: str | None = None,
 ) -> click.Command:
-    """Return a command that calls a function, and exits with status 1 if the result is False.
+    """Return a command that calls a function, whose result False means exit status 1.
 
     A function that loads mlx is given by name, because --help must not load mlx. A function given
     by name gets the config built from flags and a file, if the command has a config; a callable
@@ -33,17 +32,14 @@ def _command(
     argument.
     """
 
-    def run(**values: Any) -> None:
-        if callable(function):
-            passed = function(**values)
-        elif config is None:
-            passed = resolve_name(function)(**values)
-        else:
-            passed = resolve_name(function)(merged(config, values.pop("config"), values))
-        if passed is False:
-            raise click.exceptions.Exit(1)
+    def run(**values: Any) -> Any:
+        named = resolve_name(str(function))
+        if config is None:
+            return named(**values)
+        return named(merged(config, values.pop("config"), values))
 
-    every: dict[str, Any] = {"callback": run, "help": help, "epilog": f"Example: {example}"}
+    callback = function if callable(function) else run
+    every: dict[str, Any] = {"callback": callback, "help": help, "epilog": f"Example: {example}"}
     # main() reads --debug from the arguments.
     debug = click.Option(
         ["--debug"], is_flag=True, expose_value=False, help="Show the traceback of an error."
@@ -63,31 +59,14 @@ def _flag(names: str, help: str) -> click.Option:
     return _option(names, help, is_flag=True)
 
 
-def _demo(config: str | None, **flags: Any) -> None:
-    """Train on the demo's data, and print the answers to one question before and after training."""
-    from mlxtune.commands.train import demo
-    from mlxtune.views.console import RunConsole
-    from mlxtune.views.run_text import before_and_after, next_lines
-
-    options = merged(DemoConfig, config, flags)
-    run = options.training()
-    result = demo(options)
-    console = RunConsole(quiet=options.quiet)
-    generated = result.evaluation and result.evaluation.generated
-    for sample in generated.samples[:1] if generated else ():
-        row = read_text(Path(sample.path)).splitlines()[sample.row - 1]
-        for stage, line in before_and_after(row, sample):
-            console.say(stage, line)
-    for number, line in enumerate(next_lines(run)):
-        console.say("" if number else "Next", line, copyable=True)
-
-
 def _train(
     config: str | None, dry_run: bool, resume: str | None, open_page: bool, **flags: Any
 ) -> None:
     """Start a run, or resume one with its recorded options, changed by the given options."""
+    options: TrainConfig | Resolved[TrainConfig]
     if resume is None:
-        options, point = resolve(merged(TrainConfig, config, flags)), None
+        options, point = merged(TrainConfig, config, flags), None
+        run = options
     else:
         from mlxtune.session.resuming import find_run
 
@@ -95,6 +74,7 @@ def _train(
         if problems:
             raise ConfigError(problems)
         options, point = find_run(resume, changes)
+        run = options.config
 
     from mlxtune.commands.train import train
 
@@ -102,11 +82,8 @@ def _train(
     if open_page:
         from mlxtune.watch.server import PageOpener
 
-        observers = [PageOpener(options.config.checkpoint_path)]
-    run = unwrap(train)  # the options are resolved
-    about: dict[str, Any] = {"given": options.given, "initial": options.initial}
-    about |= {"dry_run": dry_run, "resume": point}
-    run(options.config, **about, observers=observers, live=open_page)
+        observers = [PageOpener(run.checkpoint_path)]
+    train(options, dry_run=dry_run, resume=point, observers=observers, live=open_page)
 
 
 def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) -> bool:
@@ -131,7 +108,7 @@ _MOVED_MODEL = _option(
 COMMANDS: tuple[click.Command, ...] = (
     _command(
         "demo",
-        _demo,
+        "mlxtune.commands.train:show_demo",
         "Watch a small model learn, in a minute.\n\n"
         "The model and its data come with mlxtune: a guest's message becomes a booking as JSON.",
         "mlxtune demo --output try/adapters.safetensors",
@@ -269,12 +246,11 @@ COMMANDS: tuple[click.Command, ...] = (
             default="when",
             show_default=True,
         ),
-        click.Option(
-            ["--remove"],
-            is_flag=True,
-            help="Remove the runs in these folders with their checkpoints; keep their adapters.",
+        _flag(
+            "--remove",
+            "Remove the runs in these folders with their checkpoints; keep their adapters.",
         ),
-        click.Option(["--yes"], is_flag=True, help="Remove without asking."),
+        _flag("--yes", "Remove without asking."),
         _JSON,
     ),
     _command(

@@ -1,4 +1,7 @@
-"""Lets public functions take options as keywords, and rows in place of a data file."""
+"""Resolves the options of a command once, for the command line and Python alike.
+
+Public functions take them as a config or as keywords, with rows in place of a data file.
+"""
 
 import hashlib
 import inspect
@@ -9,13 +12,14 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import wraps
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from mlxtune.config.data_config import ROW_NAMES
-from mlxtune.config.fields import Checked, options_of
+from mlxtune.config.fields import Checked, given_options, options_of
 from mlxtune.core.data.cache import least_used
 from mlxtune.core.data.places import rows_folder
 from mlxtune.core.data.sources.datafiles import VALIDATION
@@ -24,15 +28,54 @@ from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.writing import make_folder, mark_used, write_file
 from mlxtune.core.formatting import byte_size
 from mlxtune.errors import ConfigError, DataError
-from mlxtune.session.resolved import Resolved, resolve
+
+if TYPE_CHECKING:
+    from mlxtune.backend.adapters.adapter_file import AdapterFile
 
 Result = TypeVar("Result")
+C = TypeVar("C", bound=Checked)
 # The parameters that `takes_options` passes from the resolved options.
 _RESOLVED = ("given", "initial")
 # The largest numbers of rows and of bytes to read from an iterable of unknown length.
 _MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
 # The name of a file of rows: the keyword, and a hash of the content.
 _NAME = re.compile(r"(data|val_data)-[0-9a-f]{16}\.jsonl$")
+
+
+@dataclass(frozen=True)
+class Resolved(Generic[C]):
+    """The options of a command, and the names of the given ones, which take precedence.
+
+    An option is given by the caller, or by `initial`, the adapter that a run continues from.
+    """
+
+    config: C
+    given: frozenset[str]
+    initial: "AdapterFile | None" = None
+
+    @classmethod
+    def recorded(cls, config: C) -> Self:
+        """Return the options of an earlier run, which were resolved when that run started."""
+        return cls(config, frozenset(options_of(type(config))))
+
+
+def resolve(config: C) -> Resolved[C]:
+    """Return a config as its caller gave it, completed by the adapter in `init_adapter`, if any.
+
+    The adapter's rank, alpha, targets, layers and kind replace the defaults of these options.
+    Raises ModelError if training cannot continue from the adapter.
+    """
+    given = given_options(config)
+    path = getattr(config, "init_adapter", None)
+    if path is None:
+        return Resolved(config, given)
+    # These imports load mlx, which --help must not do.
+    from mlxtune.backend.adapters.adapter_file import AdapterFile
+    from mlxtune.backend.adapters.initialise import with_adapter
+
+    initial = AdapterFile.find(path, "--init-adapter")
+    options = with_adapter({name: getattr(config, name) for name in given}, initial)
+    return Resolved(type(config)(**options), frozenset(options), initial)
 
 
 def takes_options(
@@ -101,11 +144,11 @@ def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(changed[name], io.IOBase):
                 raise DataError(f"{name}: is an open file: give its path")
             try:
-                found = iter(changed[name])
+                values = iter(changed[name])
             except TypeError as error:
                 raise DataError(f"{name}: has no rows: {error}") from error
-            first = list(islice(found, 1))
-            every = chain(first, found)
+            first = list(islice(values, 1))
+            every = chain(first, values)
             if isinstance(next(iter(first), {}), str | os.PathLike):
                 changed[name] = list(every)
             else:

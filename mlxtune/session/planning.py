@@ -1,9 +1,12 @@
-"""Fits the steps of a run into memory: chooses a plan, confirms it and reserves its memory."""
+"""Fits the steps of a run into memory: chooses a plan, confirms it and reserves its memory.
+
+Also chooses how to multiply by quantised weights, which takes the largest micro-batch.
+"""
 
 import datetime
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,10 +16,11 @@ from mlxtune.backend.device import device, memory
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.memory.measure import measure
 from mlxtune.backend.memory.shapes import model_shapes
+from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.group import ALONE, Workers
-from mlxtune.config import TrainConfig, user_cache
+from mlxtune.config import InstructConfig, TrainConfig, user_cache
 from mlxtune.core.data.cache import key_of
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.inspection import cut_loss
@@ -24,7 +28,7 @@ from mlxtune.core.files.reading import read_json
 from mlxtune.core.machine import reservation
 from mlxtune.core.machine.facts import versions
 from mlxtune.core.run.metrics import StepRecord
-from mlxtune.core.run.run_folder import ABOUT
+from mlxtune.core.run.run_folder import ABOUT, ResumePoint
 from mlxtune.core.run.run_plan import LongestFit
 from mlxtune.core.run.speed import read_measured, save_measured, save_speed, speed_of
 from mlxtune.core.run.stored_run import mapping
@@ -89,26 +93,26 @@ def choose_plan(
     Estimates the memory unless an earlier run measured and cached it. Raises MemoryLimitError if
     not even one example fits.
     """
-    allowed, shapes = _possible(config, base, execution)
+    allowed, shapes = _possible(config, base, config.lora(), execution)
     return _choose(config, shapes, allowed, work, memory.find_limits(config.memory_limit).memory)
 
 
 def _possible(
-    config: TrainConfig, base: BaseModel, execution: str = "auto"
+    config: TrainConfig, base: BaseModel, lora: InstructConfig, execution: str = "auto"
 ) -> tuple[Execution, ModelShapes]:
     """Return the model's fastest execution, and the model's shapes with any measured memory."""
     # Our CPU kernels need whole layers, not the parts that --parallel tensor gives a worker.
     kind = "gpu" if base.parts > 1 else execution
     allowed = best_execution(base.parameters, base.dtype, kind, base.model)
-    shapes = model_shapes(base, config.lora(), allowed.operations.memory)
+    shapes = model_shapes(base, lora, allowed.operations.memory)
     key = memory_key(shapes, allowed, config.dropout, base.dtype)
     return allowed, replace(shapes, measured=read_measured(config.cache_path, key))
 
 
-def longest_example(config: TrainConfig, base: BaseModel) -> LongestFit:
+def longest_example(config: TrainConfig, base: BaseModel, lora: InstructConfig) -> LongestFit:
     context = base.text_config.get("max_position_embeddings")
     context = context if isinstance(context, int) and context > 0 else _LONGEST
-    allowed, shapes = _possible(config, base)
+    allowed, shapes = _possible(config, base, lora)
     limit = memory.find_limits(config.memory_limit).memory
     values = _CHECKPOINTING[config.grad_checkpoint]
     kept, recomputed = (
@@ -149,7 +153,10 @@ def confirm(
         if known is not None:
             key = memory_key(shapes, execution, config.dropout, base.dtype)
             save_measured(config.cache_path, key, known)
-    confirmed = _choose(config, replace(shapes, measured=known), execution, work, plan.limit)
+    shapes = replace(shapes, measured=known)
+    confirmed = plan
+    if (shapes, execution) != (plan.shapes, plan.execution):
+        confirmed = _choose(config, shapes, execution, work, plan.limit)
     pipeline.run_as(confirmed.execution)
     return confirmed
 
@@ -254,3 +261,63 @@ def reserve_memory(
         console.warn(f"{folder}: other runs will not see the memory that this one takes: {error}")
     else:
         held.callback(lock.release)
+
+
+def plan_run(
+    config: TrainConfig,
+    base: BaseModel,
+    work: DataSample,
+    execution: str = "auto",
+    resume: ResumePoint | None = None,
+    workers: Workers = ALONE,
+) -> tuple[BaseModel, MemoryPlan, str]:
+    """Choose the plan of a run, and how to multiply by quantised weights.
+
+    Returns the model with that choice, the plan, and the line of `settle_products`. Raises
+    MemoryLimitError if not even one example fits.
+    """
+    plan = choose_plan(config, base, work, execution)
+    settled, line = settle_products(config, base, work, plan, resume, workers)
+    if settled is not base:
+        plan = choose_plan(config, settled, work, execution)
+    return settled, plan, line
+
+
+def settle_products(
+    config: TrainConfig,
+    base: BaseModel,
+    work: DataSample,
+    plan: MemoryPlan,
+    resume: ResumePoint | None = None,
+    workers: Workers = ALONE,
+) -> tuple[BaseModel, str]:
+    """Apply the choice of --quantized-compute auto; return the model and a line on the choice.
+
+    On a GPU, both ways are timed with as many tokens as a micro-batch can have; a resumed run keeps
+    its choice, and worker 0 decides for all workers. The line is empty if nothing was timed.
+    """
+    if config.quantized_compute != "auto" or base.quantized_compute is None or workers.split_model:
+        return base, ""
+    recorded = recorded_products({} if resume is None else resume.checkpoint.metadata)
+    form, line = base.quantized_compute, ""
+    if recorded:
+        form = recorded
+    elif workers.index == 0 and (timed := loading.timed_products(base, _tokens(work, plan))):
+        form, line = timed.faster, timed.describe()
+    form, _, line = workers.texts(f"{form} {line}")[0].partition(" ")
+    return loading.with_products(base, form), line
+
+
+def recorded_products(metadata: Mapping[str, Any]) -> str:
+    """Return the --quantized-compute choice in a checkpoint's metadata, or an empty string."""
+    form = metadata.get("quantized_compute")
+    return form if form in loading.PRODUCTS else ""
+
+
+def _tokens(work: DataSample, plan: MemoryPlan) -> int:
+    """Return the largest number of tokens that a micro-batch of the run can have."""
+    steps = [[len(example) for example in step] for step in work.steps if step]
+    if not steps:
+        return max(plan.execution.micro_batch_tokens, *(load.tokens for load in work.alone))
+    longest = max(map(max, steps))
+    return min(max(plan.execution.micro_batch_tokens, longest), max(map(sum, steps)))

@@ -14,7 +14,7 @@ import safetensors.numpy
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.config import EvalConfig, UseConfig
 from mlxtune.errors import ConfigError, ModelError
-from mlxtune.session.model import as_trained
+from mlxtune.session.trained_model import as_trained
 from tests.paths import DATA
 
 

@@ -1,39 +1,39 @@
-"""Loads the model of a command: with new LoRA weights to train, or with an adapter to run."""
+"""Finds, loads and runs the base model and the adapter that a command's options name."""
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
+from mlxtune.backend.adapters import attach
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.adapters.attach import (
-    Adapted,
-    base_difference,
-    base_mismatch,
-    base_options,
-    load_adapted,
-)
 from mlxtune.backend.device import device, memory
-from mlxtune.backend.forward.kernels.attention_trial import attention_kernels_problem
-from mlxtune.backend.forward.kernels.gate_kernels import gate_kernels_problem
-from mlxtune.backend.models import loading, model_folder
+from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
+from mlxtune.backend.models.model_folder import find_folder, is_local, read_config
 from mlxtune.backend.models.quantize import format_name
-from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, Stream, seed
 from mlxtune.backend.workers.group import ALONE, Workers
 from mlxtune.backend.workers.split import split_base
-from mlxtune.config import AnswerConfig, EvalConfig, ObjectiveConfig, TrainConfig, UseConfig
+from mlxtune.config import (
+    AnswerConfig,
+    EvalConfig,
+    ImportConfig,
+    ObjectiveConfig,
+    OutgoingConfig,
+    TrainConfig,
+    UseConfig,
+)
 from mlxtune.config.data_config import TEMPLATES, BaseOptions
 from mlxtune.core.data.prompt import Prompt
-from mlxtune.core.objectives.objective import Objective
-from mlxtune.core.run.run_folder import ResumePoint
-from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
+from mlxtune.core.files.remembered import is_own
 from mlxtune.errors import ConfigError, DataError, ModelError, one_line
-from mlxtune.session.base import find_base
 from mlxtune.session.dataset import Reader, template_text
-from mlxtune.session.memory import confirm, recorded_memory
+from mlxtune.session.session import model_folder
 from mlxtune.views.console import RunConsole
 
 # The metadata key that marks an adapter as trained on plain text alone.
@@ -43,6 +43,7 @@ _PROMPT = ("template", "thinking", "merge_system")
 _OBJECTIVE = {field.name: field.default for field in dataclasses.fields(ObjectiveConfig)}
 
 U = TypeVar("U", bound=UseConfig)
+A = TypeVar("A", bound=AnswerConfig)
 
 
 def await_result(console: RunConsole) -> None:
@@ -51,74 +52,60 @@ def await_result(console: RunConsole) -> None:
         console.await_result()
 
 
-# Training
+# Finding a model
 
 
-def open_model(
-    config: TrainConfig, folder: Path, console: RunConsole, workers: Workers = ALONE
-) -> BaseModel:
-    """Set the memory limits and open the model to train, or this worker's part of it.
+def find_base(config: OutgoingConfig | UseConfig, adapter: AdapterFile) -> Path:
+    """Return the base model's folder, from --model-path or else by the model's name in the adapter.
 
-    Does not read the weights yet.
+    The name may be a path relative to the folder in which the adapter's run was started.
+
+    Raises ModelError.
     """
-    console.say("Memory", memory.set_limits(config.memory_limit).describe())
-    base = loading.open_base(folder, config.dtype, config.loading())
-    if workers.split_model:
-        base = split_base(base, workers.group)
-    if slow := loading.slow_products(base):
-        console.warn(slow)
-    return base
+    return find_named(config, adapter, adapter.info.model, adapter.origin.working_directory)
 
 
-def build_pipeline(
-    config: TrainConfig,
-    base: BaseModel,
-    work: DataSample,
-    plan: MemoryPlan,
-    console: RunConsole,
-    provenance: Callable[[], Mapping[str, Any]] = dict,
-    resume: ResumePoint | None = None,
-    workers: Workers = ALONE,
-    *,
-    plain_text: bool = False,
-    initial: AdapterFile | None = None,
-) -> tuple[InstructPipeline, MemoryPlan]:
-    """Apply LoRA, set up the optimizer, and choose the plan again for the loaded model.
+def find_named(
+    config: ImportConfig | OutgoingConfig | UseConfig,
+    adapter: AdapterFile,
+    named: str,
+    relative_to: str,
+) -> Path:
+    """Return the base model's folder, from --model-path or else by the name `named`.
 
-    `provenance` returns the facts about the model that checkpoints record. The new plan uses the
-    memory that the resumed run recorded, or else cached or new measurements. Adapters record
-    `plain_text`, which says whether all the data is plain text. `initial` is the adapter that
-    training starts from, if it is open.
+    The name may be a path relative to `relative_to`. A model is downloaded by this name only if
+    this user made the adapter's run. The model's config is checked.
+
+    Raises ModelError.
     """
-    resumed = {} if resume is None else resume.checkpoint.metadata
-    pipeline = InstructPipeline(
-        base.model,
-        config.lora(),
-        execution=plan.execution,
-        base_model=config.model_path,
-        fresh=resume is None,
-        initial=initial,
-        initial_hash=resumed.get("init_adapter_hash"),
-        provenance=provenance,
-        base_record=loading.base_record(base) | _trained_as(config, plain_text),
-        warn=console.warn,
-        workers=workers,
-        objective=Objective(config.part(ObjectiveConfig)),
-    )
-    console.say("LoRA", pipeline.lora.describe())
-    await_result(console)
-    for warning in pipeline.lora.warnings():
-        console.warn(warning)
-    if problem := pipeline.forward.packing_problem:
-        console.say("Packing", f"off, so examples are padded: {problem}")
-    problems = {"SwiGLU": gate_kernels_problem(), "Attention": attention_kernels_problem()}
-    for name, problem in problems.items():
-        if problem:
-            console.say(name, f"by MLX's operations, not our kernels: {problem}")
-    recorded = None if resume is None else recorded_memory(config.checkpoint_path)
-    confirmed = confirm(config, base, pipeline, work, plan, recorded, workers)
-    pipeline.engine.losses.limit_memory(confirmed.peak.total)
-    return pipeline, confirmed
+    path = config.model_path or named
+    if not path:
+        raise ModelError(f"{adapter.path}: names no base model: give --model-path")
+    with suppress(OSError, ValueError):  # not a folder name, or a folder we may not read
+        if not config.model_path and relative_to and (Path(relative_to) / path).is_dir():
+            path = str(Path(relative_to) / path)
+    if not (config.model_path or is_local(path) or _is_own(adapter)):
+        raise ModelError(
+            f"{adapter.path}: its base model is not here, and you did not make the adapter on this "
+            f"machine: to download the model, give --model-path {shlex.quote(path)}"
+        )
+    try:
+        folder = find_folder(path)
+    except ModelError as error:
+        if config.model_path:
+            raise
+        why = str(error).removeprefix(f"{path}: ").removesuffix(": check --model-path")
+        why = "is not there" if why == "no such folder" else f"cannot be used: {why}"
+        raise ModelError(
+            f"{adapter.path}: its base model {path} {why}: give --model-path"
+        ) from error
+    read_config(folder, trust_remote_code=config.trust_remote_code)
+    return folder
+
+
+def _is_own(adapter: AdapterFile) -> bool:
+    """Return whether this user made the adapter's run."""
+    return (run := adapter.origin.run) is not None and is_own(run)
 
 
 # Running a model with its adapter
@@ -129,22 +116,35 @@ class LoadedModel:
     """A base model, perhaps with an adapter, which can be switched off and on."""
 
     base: BaseModel
-    adapted: Adapted | None
+    adapted: attach.Adapted | None
 
     def use_adapter(self, on: bool) -> None:
         if self.adapted is not None:
             self.adapted.use_adapter(on)
 
 
-def find_model(config: UseConfig, adapter: AdapterFile | None) -> Path:
-    """Check model and adapter as far as possible without weights; return the model's folder.
+class UseSession(Generic[U]):
+    """The base model and the adapter that the options of a command name, checked without weights.
 
-    Raises ModelError.
+    In this order: the adapter, the base model, the options of training that the adapter records,
+    and how the base was quantised. `config` has these options, unless the user chose others; see
+    `as_trained`. Raises ModelError.
     """
-    folder = model_folder.find_folder(str(config.model_path))
-    model_folder.read_config(folder, trust_remote_code=config.trust_remote_code)
-    _base_options(config, adapter, folder)
-    return folder
+
+    def __init__(self, config: U, console: RunConsole, given: Collection[str] = ()) -> None:
+        self.console = console
+        self.adapter = None if config.adapter is None else AdapterFile.find(config.adapter)
+        self.config = as_trained(config, self.adapter, given)
+        self.folder = model_folder(self.config)
+        _base_options(self.config, self.adapter, self.folder)
+
+    @cached_property
+    def reader(self) -> Reader:
+        """The reader of prompts."""
+        return Reader(self.config.reading(turns="last"), self.folder)
+
+    def load(self) -> LoadedModel:
+        return load_model(self.config, self.adapter, self.folder, self.console)
 
 
 def as_trained(config: U, adapter: AdapterFile | None, given: Collection[str] = ()) -> U:
@@ -177,12 +177,14 @@ def _recorded(adapter: AdapterFile, record: str, names: Collection[str]) -> dict
     return {name: known[name] for name in names if name in known}
 
 
-def _trained_as(config: TrainConfig, plain_text: bool) -> dict[str, Any]:
+def trained_as(config: TrainConfig, plain_text: bool) -> dict[str, Any]:
     """Return the options of training that the adapter records for later commands."""
     own = ((name, getattr(config, name)) for name in _OBJECTIVE)
     objective = {name: value for name, value in own if value != _OBJECTIVE[name]}
-    found = {"objective": objective, _PLAIN_TEXT: plain_text}
-    return {"prompt": _prompt_options(config)} | {key: each for key, each in found.items() if each}
+    records = {"objective": objective, _PLAIN_TEXT: plain_text}
+    return {"prompt": _prompt_options(config)} | {
+        key: each for key, each in records.items() if each
+    }
 
 
 def _prompt_options(config: UseConfig | TrainConfig) -> dict[str, Any]:
@@ -218,14 +220,14 @@ def load_model(
     await_result(console)
     if adapter is None:
         return LoadedModel(base, None)
-    adapted = load_adapted(base, adapter)
+    adapted = attach.load_adapted(base, adapter)
     console.say("Adapter", f"{adapter.path}: {adapted.lora.describe()}")
     if config.quantize is None and base.quantize is not None:
         name = format_name(base.quantize, base.double_quant)
         console.say("Base", f"quantised to {name}, as in training")
-    elif config.quantize is not None and base_mismatch(adapter, base, _as_stored(config)):
+    elif config.quantize is not None and attach.base_mismatch(adapter, base, _as_stored(config)):
         console.warn("--quantize gives a base other than the one that the adapter was trained on")
-    if (problem := base_difference(adapter, base.folder)) is not None:
+    if (problem := attach.base_difference(adapter, base.folder)) is not None:
         console.warn(f"{problem}: answers and losses may differ from those in training")
     return LoadedModel(base, adapted)
 
@@ -233,7 +235,7 @@ def load_model(
 def _base_options(config: UseConfig, adapter: AdapterFile | None, folder: Path) -> BaseOptions:
     """Return options that quantise the base as `config` says, or else as in training."""
     if config.quantize is None and adapter is not None:
-        return base_options(adapter, folder, _as_stored(config))
+        return attach.base_options(adapter, folder, _as_stored(config))
     if config.quantize in (None, "none"):
         return _as_stored(config)
     return replace(_as_stored(config), quantize=config.quantize, double_quant=config.double_quant)
@@ -261,10 +263,10 @@ def check_prompt_length(prompt: Prompt, base: BaseModel, where: str) -> None:
         )
 
 
-def start_generator(config: AnswerConfig, loaded: LoadedModel, reader: Reader) -> Generator:
-    if config.seed is not None:
-        seed(config.seed)
-    return Generator(loaded.base.model, reader.tokenizer, loaded.base.vocab_size)
+def start_generator(session: UseSession[A], loaded: LoadedModel) -> Generator:
+    if session.config.seed is not None:
+        seed(session.config.seed)
+    return Generator(loaded.base.model, session.reader.tokenizer, loaded.base.vocab_size)
 
 
 class Answerers:
@@ -274,9 +276,9 @@ class Answerers:
     adapter.
     """
 
-    def __init__(self, config: AnswerConfig, loaded: LoadedModel, reader: Reader) -> None:
-        self._loaded, self._sampling = loaded, config.part(Sampling)
-        self._generators = {on: start_generator(config, loaded, reader) for on in (False, True)}
+    def __init__(self, session: UseSession[A], loaded: LoadedModel) -> None:
+        self._loaded, self._sampling = loaded, session.config.part(Sampling)
+        self._generators = {on: start_generator(session, loaded) for on in (False, True)}
 
     def answer(
         self, prompts: Mapping[bool, Prompt], should_stop: Callable[[], bool] = lambda: False

@@ -1,0 +1,268 @@
+"""A run of training: its model, pipeline and trainer, and the records that it writes about itself.
+
+The records serve reports and resuming.
+"""
+
+import datetime
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxtune.backend.adapters.adapter_file import AdapterFile
+from mlxtune.backend.adapters.attach import base_mismatch
+from mlxtune.backend.device import device, memory
+from mlxtune.backend.forward import operations
+from mlxtune.backend.forward.kernels.attention_trial import attention_kernels_problem
+from mlxtune.backend.forward.kernels.gate_kernels import gate_kernels_problem
+from mlxtune.backend.models import loading
+from mlxtune.backend.models.loading import BaseModel
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.workers.group import ALONE, Workers
+from mlxtune.backend.workers.split import split_base
+from mlxtune.config import ObjectiveConfig, TrainConfig, user_cache
+from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.inspection import Distribution
+from mlxtune.core.files.hashing import hash_in_background
+from mlxtune.core.files.reading import file_hash, read_json
+from mlxtune.core.machine.facts import versions
+from mlxtune.core.objectives.objective import Objective
+from mlxtune.core.run.metrics import InstructTrainResult
+from mlxtune.core.run.run_folder import ABOUT, ResumePoint
+from mlxtune.core.run.stored_run import text
+from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
+from mlxtune.core.training.trainer import InstructTrainer
+from mlxtune.errors import ConfigError
+from mlxtune.session import planning
+from mlxtune.session.session import RunSession
+from mlxtune.session.trained_model import await_result, trained_as
+from mlxtune.views.console import RunConsole
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """The parts of a run: its model, its pipeline and its plan.
+
+    `notes` are lines on the choice of --quantized-compute auto, and on what a larger --memory-limit
+    would gain; either may be empty.
+    """
+
+    base: BaseModel
+    pipeline: InstructPipeline
+    plan: MemoryPlan
+    notes: tuple[str, str]
+
+
+def prepare(session: RunSession, held: ExitStack | None) -> RunParts:
+    """Read the data, plan the memory, reserve it until `held` closes, and load the model.
+
+    Without `held`, reserve nothing. With `session.resume`, the trainer later loads the trained
+    LoRA.
+    """
+    config, console, workers = session.config, session.console, session.workers
+    operations.load_ahead(session.folder)
+    # The data comes first, to report its problems before minutes of loading.
+    dataset = session.load()
+    if config.val_steps and not dataset.rows.validation:
+        raise ConfigError(
+            ["--val-steps: there are no validation rows: leave it out, or set --val-split above 0"]
+        )
+
+    # Memory comes next: a run that does not fit ends before its weights are read.
+    base = prepare_base(config, session.base, console, workers)
+    if session.initial is not None and (
+        other := base_mismatch(session.initial, base, config.loading())
+    ):
+        console.warn(f"--init-adapter {other}")
+    work = planning.planned_work(config, planning.first_steps(config, dataset), dataset)
+    if line := planning.cut_loss_line(config, base, work, dataset):
+        console.warn(line)
+    base, plan, products = planning.plan_run(
+        config, base, work, resume=session.resume, workers=workers
+    )
+    if held is not None:
+        planning.reserve_memory(config, plan, held, console)
+
+    model_hash = hash_in_background(session.folder, None if config.no_cache else user_cache())
+    loading.read_weights(base)
+    console.say("Model", base.describe())
+    pipeline, plan = build_pipeline(
+        *(config, base, work, plan, console, partial(provenance_of, base, model_hash)),
+        *(session.resume, workers),
+        plain_text=dataset.plain_text,
+        initial=session.initial,
+    )
+    notes = (products, planning.larger_limit(config, plan, work))
+    return RunParts(base, pipeline, plan, notes)
+
+
+def prepare_base(
+    config: TrainConfig, base: BaseModel, console: RunConsole, workers: Workers = ALONE
+) -> BaseModel:
+    """Set the memory limits, and return the opened model, or this worker's part of it."""
+    console.say("Memory", memory.set_limits(config.memory_limit).describe())
+    if workers.split_model:
+        base = split_base(base, workers.group)
+    if slow := loading.slow_products(base):
+        console.warn(slow)
+    return base
+
+
+def build_pipeline(
+    config: TrainConfig,
+    base: BaseModel,
+    work: DataSample,
+    plan: MemoryPlan,
+    console: RunConsole,
+    provenance: Callable[[], Mapping[str, Any]] = dict,
+    resume: ResumePoint | None = None,
+    workers: Workers = ALONE,
+    *,
+    plain_text: bool = False,
+    initial: AdapterFile | None = None,
+) -> tuple[InstructPipeline, MemoryPlan]:
+    """Apply LoRA, set up the optimizer, and choose the plan again for the loaded model.
+
+    `provenance` returns the facts about the model that checkpoints record. The new plan uses the
+    memory that the resumed run recorded, or else cached or new measurements. Adapters record
+    `plain_text`, which says whether all the data is plain text. `initial` is the adapter that
+    training starts from, if it is open.
+    """
+    resumed = {} if resume is None else resume.checkpoint.metadata
+    pipeline = InstructPipeline(
+        base.model,
+        config.lora(),
+        execution=plan.execution,
+        base_model=config.model_path,
+        fresh=resume is None,
+        initial=initial,
+        initial_hash=resumed.get("init_adapter_hash"),
+        provenance=provenance,
+        base_record=loading.base_record(base) | trained_as(config, plain_text),
+        warn=console.warn,
+        workers=workers,
+        objective=Objective(config.part(ObjectiveConfig)),
+    )
+    console.say("LoRA", pipeline.lora.describe())
+    await_result(console)
+    for warning in pipeline.lora.warnings():
+        console.warn(warning)
+    if problem := pipeline.forward.packing_problem:
+        console.say("Packing", f"off, so examples are padded: {problem}")
+    problems = {"SwiGLU": gate_kernels_problem(), "Attention": attention_kernels_problem()}
+    for name, problem in problems.items():
+        if problem:
+            console.say(name, f"by MLX's operations, not our kernels: {problem}")
+    recorded = None if resume is None else planning.recorded_memory(config.checkpoint_path)
+    confirmed = planning.confirm(config, base, pipeline, work, plan, recorded, workers)
+    pipeline.engine.losses.limit_memory(confirmed.peak.total)
+    return pipeline, confirmed
+
+
+def about_run(session: RunSession, parts: RunParts, trainer: InstructTrainer) -> dict[str, Any]:
+    """Return the content of run.json: options, model, plan and data.
+
+    A resumed run keeps its original command of --auto and start time.
+    """
+    config, dataset, command = session.config, session.dataset, session.command
+    base, lora = parts.base, parts.pipeline.lora
+    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    if session.resume is not None:
+        with suppress(OSError, ValueError):
+            earlier = read_json(config.checkpoint_path / ABOUT)
+            started = text(earlier, "started_at") or started
+            command = text(earlier, "auto")
+    return {
+        "format": 1,
+        "started_at": started,
+        "device": device.device_name(),
+        "model": {
+            "path": config.model_path,
+            "type": base.model_type,
+            "description": base.describe(),
+            "dtype": base.dtype,
+            "parameters": base.parameters,
+        },
+        "lora": {
+            "description": lora.describe(),
+            "trainable_parameters": lora.trainable_parameters,
+        },
+        "template": dataset.template,
+        "plan": {
+            "steps": trainer.total_steps,
+            "steps_per_epoch": trainer.steps_per_epoch,
+            "rows_train": len(trainer.train_rows),
+            "rows_validation": len(trainer.val_rows),
+            **_plan(parts.plan),
+        },
+        "lengths": _lengths(dataset.rows.corpora),
+        "data_hash": trainer.data_hash(),
+        "validation_hash": trainer.validation_hash(),
+        "hub": dataset.hub,
+        "versions": versions(),
+        "config": asdict(config),
+        "auto": command,
+    }
+
+
+def _plan(plan: MemoryPlan) -> dict[str, Any]:
+    return {
+        "micro_batch_tokens": plan.execution.micro_batch_tokens,
+        "micro_batches_per_step": round(plan.micro_batches_per_step, 3),
+        "padding_share": round(plan.padding_share, 4),
+        "run_share": round(plan.run_share, 4),
+        "grad_checkpoint": plan.execution.recompute,
+        "loss_chunk": plan.execution.loss_chunk,
+        "memory": {"limit": plan.limit, "peak": plan.peak.total, **asdict(plan.peak)},
+        "measured": None if plan.shapes.measured is None else asdict(plan.shapes.measured),
+    }
+
+
+def _lengths(corpora: Sequence[Corpus]) -> dict[str, Any]:
+    lengths = {}
+    for name, attribute in (("tokens", "lengths"), ("supervised", "supervised")):
+        values = np.concatenate([getattr(corpus, attribute) for corpus in corpora])
+        lengths[name] = asdict(Distribution.of(values))
+    return {"examples": sum(map(len, corpora)), **lengths}
+
+
+def about_result(
+    config: TrainConfig, trainer: InstructTrainer, result: InstructTrainResult
+) -> dict[str, Any]:
+    """Return the content of result.json, once the adapter is written."""
+    last, best = result.epoch_metrics[-1], trainer.progress.best
+    files = {each.path: each.val_loss for each in (best.files if best else ())}
+    return {
+        "steps": trainer.progress.step,
+        "epochs": last.epoch,
+        "stopped_early": result.stopped_early,
+        "train_loss": last.train_loss,
+        "initial_val_loss": result.initial_val_loss,
+        "best_epoch": result.best_epoch,
+        "best_step": result.best_step,
+        "best_val_loss": result.best_val_loss,
+        **({"best_val_loss_of_files": files} if files else {}),
+        "total_time_ms": result.total_time_ms,
+        "peak_memory": memory.peak_bytes(),
+        # Relative to the run's folder, so that folder and adapter can be moved together.
+        "adapter": os.path.relpath(config.output_path, config.checkpoint_path),
+        "sha256": file_hash(config.output_path),
+    }
+
+
+def provenance_of(base: BaseModel, model_hash: Future[str]) -> dict[str, Any]:
+    """Return the facts, other than options and data, on which a result depends."""
+    return {
+        "model_type": base.model_type,
+        "dtype": base.dtype,
+        "quantized_compute": base.quantized_compute,
+        "base_hash": model_hash.result(),
+        "versions": versions(),
+        "working_directory": str(Path.cwd()),
+    }

@@ -1,0 +1,140 @@
+"""What a command's options name, each opened once: the folder, the data and the model.
+
+A session opens them in one order, in which it checks them too:
+
+    model folder -> data sets of the hub -> data files -> rows -> model, without weights
+
+The first two are opened with the session, the others where a command first asks for them.
+"""
+
+from collections.abc import Collection
+from contextlib import closing
+from functools import cached_property
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from mlxtune.backend.adapters.adapter_file import AdapterFile
+from mlxtune.backend.models import loading
+from mlxtune.backend.models.loading import BaseModel
+from mlxtune.backend.models.model_folder import find_folder, read_config
+from mlxtune.backend.workers.launch import WorkerRun
+from mlxtune.config import DataConfig, TrainConfig, UseConfig
+from mlxtune.core.run.run_folder import ResumePoint
+from mlxtune.session.dataset import (
+    Dataset,
+    DataSource,
+    Reader,
+    find_data,
+    load_dataset,
+    report_findings,
+    with_hub_data,
+)
+from mlxtune.views.console import RunConsole
+
+C = TypeVar("C", bound=DataConfig)
+T = TypeVar("T", bound=TrainConfig)
+
+
+def model_folder(config: DataConfig | UseConfig) -> Path:
+    """Return the folder of --model-path, whose config is checked. Raises ModelError."""
+    folder = find_folder(str(config.model_path))
+    read_config(folder, trust_remote_code=config.trust_remote_code)
+    return folder
+
+
+class Session(Generic[C]):
+    """The model's folder and the data that the options of a command name.
+
+    `config` has the options with the commits of the hub's data sets, which are those to evaluate on
+    with `held_out`. `folder` is the model's if a command has checked it. Raises ModelError or
+    DataError.
+    """
+
+    def __init__(
+        self,
+        config: C,
+        console: RunConsole,
+        folder: Path | None = None,
+        *,
+        held_out: bool = False,
+    ) -> None:
+        self.console = console
+        self.folder = folder or model_folder(config)
+        self.config, self._sets = with_hub_data(config, console, held_out=held_out)
+
+    @cached_property
+    def source(self) -> DataSource:
+        """The data files. Raises DataError."""
+        return find_data(self.config, self._sets)
+
+    @property
+    def inputs(self) -> list[Path]:
+        """The files that the command reads, which it must not replace."""
+        return [*self.source.files.all, *self.folder.iterdir()]
+
+    @cached_property
+    def reader(self) -> Reader:
+        return Reader(self.config, self.folder, self.console.on_encoding)
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        """The rows, as `load_dataset` reads them."""
+        return self.read(self.config)
+
+    def read(self, config: DataConfig) -> Dataset:
+        """Read the data with options that differ in nothing that encodes it."""
+        with closing(self.console):
+            return load_dataset(config, self.reader, self.source)
+
+    def load(self) -> Dataset:
+        """Return the rows, and warn of problems. Raises DataError if one rules out training."""
+        report_findings(self.dataset, self.console)
+        return self.dataset
+
+
+class TrainingSession(Session[T]):
+    """A session of `train` or `plan`, in which `given` names the options that the user chose.
+
+    --auto replaces `config` once, and sets `command` to the equivalent command.
+    """
+
+    def __init__(self, config: T, console: RunConsole, given: Collection[str]) -> None:
+        super().__init__(config, console)
+        self.given, self.command = given, ""
+
+    @property
+    def chose_epochs(self) -> bool:
+        """Whether --auto chose the number of epochs."""
+        return bool(self.command) and "epochs" not in self.given
+
+    @cached_property
+    def base(self) -> BaseModel:
+        """The model, of which no weights are read. Raises ModelError."""
+        return loading.open_base(self.folder, self.config.dtype, self.config.loading())
+
+
+class RunSession(TrainingSession[TrainConfig]):
+    """A session of one worker of `train`, which goes on from the checkpoint `resume`, if any."""
+
+    def __init__(
+        self,
+        worker_run: WorkerRun[RunConsole],
+        given: Collection[str],
+        resume: ResumePoint | None,
+        initial: AdapterFile | None,
+    ) -> None:
+        super().__init__(worker_run.config, worker_run.console, given)
+        self._initial = initial
+        self.worker_run, self.workers, self.resume = worker_run, worker_run.workers, resume
+
+    def read(self, config: DataConfig) -> Dataset:
+        """Read the data once the first worker of this machine has cached it."""
+        with self.worker_run.in_turn():
+            return super().read(config)
+
+    @cached_property
+    def initial(self) -> AdapterFile | None:
+        """The adapter that training starts from, if any. Raises ModelError."""
+        if self.config.init_adapter is None or self.resume is not None:
+            return None
+        return self._initial or AdapterFile.find(self.config.init_adapter, "--init-adapter")

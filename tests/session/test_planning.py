@@ -1,0 +1,226 @@
+"""The plan of a run: memory that is recorded, cached or measured, and the form of products."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from mlxtune.backend.models.timed_products import TimedProducts
+
+from mlxtune.backend.models import layers, loading
+from mlxtune.backend.models.loading import BaseModel, open_base, read_weights
+from mlxtune.backend.step.pipeline import InstructPipeline
+from mlxtune.backend.workers.group import Workers
+from mlxtune.config import TrainConfig
+from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
+from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured
+from mlxtune.errors import MemoryLimitError
+from mlxtune.session import planning
+from mlxtune.session.planning import (
+    choose_plan,
+    confirm,
+    planned_work,
+    recorded_memory,
+    settle_products,
+)
+from tests.backend.conftest import random_examples
+from tests.models import write_model
+
+# Kept layers take a thousand times the estimate, recomputed layers the estimate itself.
+HUGE = Measured(kept=Factors(1000.0, 1000.0), working=Factors(1000.0, 1000.0))
+Loaded = tuple[TrainConfig, BaseModel, InstructPipeline, DataSample, MemoryPlan]
+
+
+@pytest.fixture
+def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
+    # On CUDA, nothing would be measured.
+    monkeypatch.setattr("mlxtune.backend.memory.shapes.graph_limits", lambda: None)
+    options: dict[str, Any] = {"rank": 4, "memory_limit": 0.02, "cache_dir": tmp_path / "cache"}
+    config = TrainConfig(str(write_model(tmp_path / "model", "qwen3")), ("d",), **options)
+    base, work = opened(config), planned_work(config, [examples()])
+    plan = choose_plan(config, base, work)
+    read_weights(base)
+    pipeline = InstructPipeline(base.model, config.lora(), execution=plan.execution)
+    return config, base, pipeline, work, plan
+
+
+def opened(config: TrainConfig) -> BaseModel:
+    return open_base(Path(config.model_path), "float32")
+
+
+def examples() -> Any:
+    return random_examples(8)
+
+
+def fails(*arguments: Any) -> None:
+    raise AssertionError("measured again")
+
+
+def test_memory_is_measured_once_and_kept(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, base, pipeline, work, plan = loaded
+    assert plan.shapes.measured is None
+    first = confirm(config, base, pipeline, work, plan)
+    assert first.shapes.measured is not None
+    monkeypatch.setattr(planning, "measure", fails)
+    kept = choose_plan(config, opened(config), work)
+    assert kept.shapes.measured == first.shapes.measured
+    second = confirm(config, base, pipeline, work, kept)
+    assert (second.execution, second.peak) == (first.execution, first.peak)
+    with pytest.raises(AssertionError, match="measured again"):
+        confirm(replace(config, no_cache=True), base, pipeline, work, plan)
+
+
+def test_what_a_run_recorded_comes_before_what_is_kept(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, base, pipeline, work, plan = loaded
+    confirm(config, base, pipeline, work, plan)
+    monkeypatch.setattr(planning, "measure", fails)
+    kept = choose_plan(config, opened(config), work)
+    found = confirm(config, base, pipeline, work, kept, HUGE)
+    assert found.shapes.measured == HUGE
+
+
+def test_loaded_model_runs_as_the_measured_plan_says(loaded: Loaded) -> None:
+    config, base, pipeline, work, plan = loaded
+    assert not pipeline.forward.execution.recompute
+    found = confirm(config, base, pipeline, work, plan, HUGE)
+    assert found.execution.recompute
+    assert pipeline.forward.execution.recompute
+    assert pipeline.forward.execution.loss_chunk == found.execution.loss_chunk
+    assert pipeline.batches.max_tokens == found.execution.micro_batch_tokens
+    pipeline.train_batch(examples())
+
+
+def test_run_that_turns_out_not_to_fit_is_an_error(loaded: Loaded) -> None:
+    config, base, pipeline, work, plan = loaded
+    much = Measured(HUGE.kept, HUGE.working, again=Factors(1000.0, 1000.0))
+    with pytest.raises(MemoryLimitError, match="raise --memory-limit"):
+        confirm(config, base, pipeline, work, plan, much)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"plan": 3}', '{"plan": {"measured": {"kept": {"tokens": "x"}}}}']
+)
+def test_recorded_memory_is_read_from_the_run_and_nothing_else_is(
+    tmp_path: Path, content: str
+) -> None:
+    assert recorded_memory(tmp_path) is None
+    (tmp_path / "run.json").write_text(content)
+    assert recorded_memory(tmp_path) is None
+    (tmp_path / "run.json").write_text(json.dumps({"plan": {"measured": asdict(HUGE)}}))
+    assert recorded_memory(tmp_path) == HUGE
+
+
+# The form of quantised products that several workers share
+
+
+class Worker(Workers):
+    """One of two workers; `said` is the list of both workers' messages."""
+
+    said: list[str]
+
+    def __init__(self, index: int, said: list[str]) -> None:
+        super().__init__()
+        self.index, self.size, self.said = index, 2, said
+
+    def texts(self, own: str) -> list[str]:
+        self.said.append(own)
+        return self.said
+
+
+def plan_of(tokens: int) -> Any:
+    return SimpleNamespace(execution=Execution(None, tokens))
+
+
+def work_of(*lengths: list[int]) -> DataSample:
+    steps = [
+        [Example(0, np.zeros(n, np.int32), np.ones(n, np.uint8)) for n in step] for step in lengths
+    ]
+    return DataSample(steps=steps, alone=(BatchLoad.single(70, 70),))
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The token counts of timed products, on a fake GPU where the dequantised form is faster."""
+    tokens: list[int] = []
+
+    def time_products(model: Any, dtype: Any, count: int) -> TimedProducts:
+        tokens.append(count)
+        return TimedProducts("mlp.up_proj", count, 2.0, 1.0)
+
+    for module in (layers, loading):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
+    monkeypatch.setattr(loading, "time_products", time_products)
+    return tokens
+
+
+def quantized(tmp_path: Path) -> loading.BaseModel:
+    return loading.open_base(write_model(tmp_path / "model", "llama", quantize=4), "float32")
+
+
+CONFIG = TrainConfig(model_path="m", data=("d",))
+
+
+def test_worker_0_decides_for_all(tmp_path: Path, timed: list[int]) -> None:
+    said: list[str] = []
+    lines = set()
+    for index in range(2):
+        base = quantized(tmp_path)
+        found, line = settle_products(
+            CONFIG, base, work_of([8]), plan_of(1), workers=Worker(index, said)
+        )
+        assert found.quantized_compute == "dequantized"
+        lines.add(line)
+    assert len(timed) == len(lines) == 1
+
+
+def test_choice_of_the_options_is_not_timed(tmp_path: Path, timed: list[int]) -> None:
+    base = quantized(tmp_path)
+    given = replace(CONFIG, quantized_compute="quantized")
+    assert settle_products(given, base, work_of([8]), plan_of(1)) == (base, "")
+    assert timed == []
+
+
+@pytest.mark.parametrize("form", ["quantized", "dequantized"])
+def test_resumed_run_is_not_timed(tmp_path: Path, timed: list[int], form: str) -> None:
+    resume: Any = SimpleNamespace(checkpoint=SimpleNamespace(metadata={"quantized_compute": form}))
+    found, line = settle_products(CONFIG, quantized(tmp_path), work_of([8]), plan_of(1), resume)
+    assert (found.quantized_compute, line, timed) == (form, "", [])
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "steps", "tokens"),
+    [
+        (1, [[8, 20], [5]], 20),  # a micro-batch is one example
+        (24, [[8, 20], [5]], 24),
+        (1000, [[8, 20], [5]], 28),  # no step has more tokens
+        (1000, [], 1000),
+        (1, [], 70),  # without data, the longest possible example
+    ],
+)
+def test_tokens_are_those_of_a_large_micro_batch(
+    tmp_path: Path, timed: list[int], micro_batch: int, steps: list[list[int]], tokens: int
+) -> None:
+    settle_products(CONFIG, quantized(tmp_path), work_of(*steps), plan_of(micro_batch))
+    assert timed == [tokens]
+
+
+def test_cpu_keeps_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (layers, loading):
+        monkeypatch.setattr(module, "on_cpu", lambda: True)
+    base = quantized(tmp_path)
+    resume: Any = SimpleNamespace(
+        checkpoint=SimpleNamespace(metadata={"quantized_compute": "quantized"})
+    )
+    for each in (None, resume):
+        assert settle_products(CONFIG, base, work_of([8]), plan_of(1), each) == (base, "")
