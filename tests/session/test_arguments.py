@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlxtune.backend.workers.worker_run import join_run
 
 import mlxtune
 from mlxtune.backend.workers import worker_run
 from mlxtune.backend.workers.group import Workers
+from mlxtune.backend.workers.launch import join_run
 from mlxtune.cli import COMMANDS
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.data import cache, places

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlxtune.backend.models.timed_products import TimedProducts
 
 from mlxtune.backend.models import layers, loading
+from mlxtune.backend.models.layers import TimedProducts
 from mlxtune.backend.models.loading import BaseModel, open_base, read_weights
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.group import Workers

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlxtune.backend.workers.worker_run import WorkerRun
 
 import mlxtune
 from mlxtune.backend.models import loading
 from mlxtune.backend.workers.group import Workers
+from mlxtune.backend.workers.launch import WorkerRun
 from mlxtune.commands import train as recipe
 from mlxtune.config import TrainConfig
 from mlxtune.core.steps import memory_plan
