@@ -1,4 +1,4 @@
-"""Writes folders whole or not at all: next to their target, which they then replace."""
+"""Writes folders atomically: next to their target, which they then replace."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping

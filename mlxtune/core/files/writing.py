@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: under a temporary name, then flushed and renamed."""
+"""Writes files atomically: under a temporary name, then flushed and renamed."""
 
 import errno
 import fcntl
@@ -99,7 +99,7 @@ def open_to_write(path: Path) -> IO[bytes]:
 
 
 def write_file(target: Path, content: Iterable[bytes], *, private: bool = False) -> None:
-    """Write a file whole or not at all, from pieces of its content.
+    """Write a file atomically, from pieces of its content.
 
     Only the user may read a `private` file. Raises OutputError; the target then keeps its content.
     """

@@ -1,4 +1,4 @@
-"""Checkpoint folders: written completely or not at all, verified before use, and pruned.
+"""Checkpoint folders: written atomically, verified before use, and pruned.
 
 The manifest, with the size and SHA-256 of each file, is written last: a folder without a manifest
 is not a checkpoint.

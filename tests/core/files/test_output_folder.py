@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all."""
+"""A folder is written atomically."""
 
 from __future__ import annotations
 

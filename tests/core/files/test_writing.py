@@ -1,4 +1,4 @@
-"""Files are written whole or not at all, whichever step fails."""
+"""Files are written atomically, whichever step fails."""
 
 from __future__ import annotations
 
