@@ -78,12 +78,10 @@ def load_adapted(base: BaseModel, adapter: AdapterFile) -> Adapted:
 
 
 def _config_of(adapter: AdapterFile, names: list[str]) -> InstructConfig:
-    options = training_options(adapter.info)
-    rank, alpha = options.pop("rank"), options.pop("alpha")
     places = [place for name in names if (place := split_layer(name))]
     targets = tuple(sorted({path for _, path in places} or names))
     try:
-        return InstructConfig(rank=rank, alpha=alpha, targets=targets, **options)
+        return InstructConfig(targets=targets, **training_options(adapter.info))
     except ConfigError as error:
         raise ModelError(f"{adapter.config_path}: {one_line(error)}") from error
 
