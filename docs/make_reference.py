@@ -20,7 +20,8 @@ import click
 import mlxtune
 from mlxtune.cli import COMMANDS, EXIT_CODES
 from mlxtune.cli.options import ConfigCommand
-from mlxtune.config.fields import FIELDS, Checked, Option, Section, field_types, flag
+from mlxtune.config.fields import FIELDS, Checked, field_types, flag
+from mlxtune.config.option import Option, Section
 
 DOCS = Path(__file__).parent
 PACKAGE = DOCS.parent / "mlxtune"

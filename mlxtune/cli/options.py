@@ -9,17 +9,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from mlxtune.config import as_path
-from mlxtune.config.fields import (
-    Checked,
-    Option,
-    Section,
-    every_option,
-    field_types,
-    flag,
-    flags_of,
-    options_of,
-)
+from mlxtune.config.fields import Checked, every_option, field_types, flag, flags_of, options_of
 from mlxtune.config.known_names import ELSEWHERE, KNOWN, as_entry, as_flag, suggestion
+from mlxtune.config.option import Option, Section
 from mlxtune.errors import ConfigError, shorten
 
 Config = TypeVar("Config", bound=Checked)

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from mlxtune.config.fields import (
+from mlxtune.config.fields import Checked, as_path
+from mlxtune.config.objective_config import RowObjectiveConfig
+from mlxtune.config.option import (
     COMMAND,
     DATA,
     EXECUTION,
@@ -19,10 +21,7 @@ from mlxtune.config.fields import (
     RESULT,
     RUN,
     TRAINING,
-    Checked,
-    as_path,
 )
-from mlxtune.config.objective_config import RowObjectiveConfig
 from mlxtune.errors import ConfigError, shorten
 
 _MOST_WEIGHT = 1000

@@ -5,7 +5,8 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 
-from mlxtune.config.fields import INPUT, LORA, RESULT, TRAINING, Checked
+from mlxtune.config.fields import Checked
+from mlxtune.config.option import INPUT, LORA, RESULT, TRAINING
 from mlxtune.errors import ConfigError
 
 _NITER = re.compile(r"pissa_niter_([1-9][0-9]{0,2})")

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from mlxtune.config.fields import RESULT, TRAINING, Checked, flag
+from mlxtune.config.fields import Checked, flag
+from mlxtune.config.option import RESULT, TRAINING
 
 # The objectives whose rows are pairs of answers, and the objectives whose rows have a label.
 PAIRED, LABELLED = ("dpo", "orpo", "cpo", "simpo"), ("kto",)

@@ -6,23 +6,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mlxtune.config.data_config import BaseOptions, DataConfig, ModelConfig
-from mlxtune.config.fields import (
-    EXECUTION,
-    FILES,
-    LENGTH,
-    LORA,
-    PLACES,
-    RESULT,
-    RUN,
-    TRAINING,
-    Checked,
-    as_path,
-    former_names,
-    options_of,
-    same,
-)
+from mlxtune.config.fields import Checked, as_path, former_names, options_of, same
 from mlxtune.config.lora_config import LoraConfig, LoraShapeConfig
 from mlxtune.config.objective_config import DEFAULT_RATE, PREFERENCE_RATE, ObjectiveConfig
+from mlxtune.config.option import EXECUTION, FILES, LENGTH, LORA, PLACES, RESULT, RUN, TRAINING
 from mlxtune.errors import shorten
 
 

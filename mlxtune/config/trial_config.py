@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.data_config import DataConfig
-from mlxtune.config.fields import BENCH, COMMAND, PLAN, RUN, Checked, as_path, same
+from mlxtune.config.fields import Checked, as_path, same
+from mlxtune.config.option import BENCH, COMMAND, PLAN, RUN
 from mlxtune.config.train_config import StepConfig, TrainConfig
 
 _PACKAGE = Path(__file__).resolve().parents[1]

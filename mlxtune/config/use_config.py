@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.data_config import FORMATS, DataConfig, ModelConfig, RowsConfig
-from mlxtune.config.fields import COMMAND, EXPORT, FILES, GENERATION, RUN, Checked, as_path, same
+from mlxtune.config.fields import Checked, as_path, same
 from mlxtune.config.objective_config import ObjectiveConfig
+from mlxtune.config.option import COMMAND, EXPORT, FILES, GENERATION, RUN
 from mlxtune.config.train_config import TrainConfig
 from mlxtune.errors import shorten
 

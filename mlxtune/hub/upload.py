@@ -18,8 +18,9 @@ from huggingface_hub import CommitOperationAdd, EvalResult, ModelCard, ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from mlxtune.config import OPTIONS, TrainConfig
-from mlxtune.config.fields import Affects, flag
+from mlxtune.config.fields import flag
 from mlxtune.config.objective_config import ObjectiveConfig
+from mlxtune.config.option import Affects
 from mlxtune.core.evaluation.outcome import Evaluation, Sample
 from mlxtune.core.evaluation.verdicts import verdict_lines
 from mlxtune.core.formatting import sentence

@@ -14,7 +14,8 @@ from mlxtune.backend.workers.environment import launched_several
 from mlxtune.backend.workers.launch import from_worker_0
 from mlxtune.config import OPTIONS, TrainConfig, as_path
 from mlxtune.config.data_config import weighted
-from mlxtune.config.fields import Affects, Option, check_names, field_types, flag
+from mlxtune.config.fields import check_names, field_types, flag
+from mlxtune.config.option import Affects, Option
 from mlxtune.config.train_config import adapter_file
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.remembered import is_own

@@ -16,7 +16,8 @@ from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import ConfigCommand
 from mlxtune.config import OPTIONS, InstructConfig, InstructTrainingConfig, TrainConfig
 from mlxtune.config.data_config import weighted
-from mlxtune.config.fields import Affects, Section, flag, given_options, options_of
+from mlxtune.config.fields import flag, given_options, options_of
+from mlxtune.config.option import Affects, Section
 from mlxtune.errors import ConfigError
 from tests.configs import config, problems
 

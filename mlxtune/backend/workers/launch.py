@@ -30,7 +30,7 @@ from mlxtune.backend.workers.environment import (
 from mlxtune.backend.workers.group import Workers
 from mlxtune.backend.workers.heartbeat import watched
 from mlxtune.config import OPTIONS, TrainConfig, user_cache
-from mlxtune.config.fields import Affects
+from mlxtune.config.option import Affects
 from mlxtune.core.files.hashing import model_hash
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.files.scratch import lasting_folder, nowhere, scratch_folder

@@ -13,8 +13,9 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from mlxtune.config import OPTIONS, TrainConfig
-from mlxtune.config.fields import Affects, flag
+from mlxtune.config.fields import flag
 from mlxtune.config.objective_config import default_rate
+from mlxtune.config.option import Affects
 from mlxtune.core.evaluation.outcome import CANNOT_TELL, HELPED, HURT, Evaluation
 from mlxtune.core.evaluation.verdicts import verdict_lines
 from mlxtune.core.formatting import count, duration, loss_text, sentence

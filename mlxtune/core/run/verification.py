@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config import OPTIONS
-from mlxtune.config.fields import Affects, flag
+from mlxtune.config.fields import flag
+from mlxtune.config.option import Affects
 from mlxtune.core.evaluation.outcome import VERDICTS
 from mlxtune.core.files.reading import file_hash, read_json, read_own
 from mlxtune.core.formatting import count
