@@ -95,6 +95,19 @@ def twin_classes() -> dict[str, list[str]]:
     return {name: places for name, places in sorted(named.items()) if len(places) > 1}
 
 
+def without_tests() -> list[str]:
+    """Return the modules that no file of tests is named after, in the folder that mirrors theirs.
+
+    `test_pack.py` and `test_pack_laws.py` are named after `pack.py`.
+    """
+    tests = ROOT / "tests"
+    return [
+        short(path)
+        for path in modules()
+        if not any((tests / short(path)).parent.glob(f"test_{path.stem}*.py"))
+    ]
+
+
 @dataclass(frozen=True)
 class Function:
     """A function's place and its lines, without decorators."""
@@ -137,6 +150,7 @@ def table() -> dict[str, object]:
         "import lines": f"{import_lines():,} ({import_lines() / package:.1%})",
         "modules": len(modules()),
         "modules with one importer": len(single),
+        "modules without a test file of their name": len(without_tests()),
         "names of modules and packages that occur twice": len(twin_names()),
         "names of classes that occur twice": len(twin_classes()),
         "longest module": f"{short(largest)}, {length(largest)}",
@@ -166,6 +180,7 @@ def main() -> None:
     for name, lines in sorted(single_importers().items(), key=lambda each: each[1]):
         (user,) = users[PACKAGE / name]
         print(f"{lines:>6}  {name} <- {short(user)}")
+    print("\nmodules without a test file of their name", *without_tests(), sep="\n  ")
     for title, twins in (("names", twin_names()), ("classes", twin_classes())):
         print(f"\n{title} that occur twice")
         for name, places in twins.items():
