@@ -21,7 +21,6 @@ from mlxtune.core.data.conversation import (
 from mlxtune.core.data.encode import Example
 from mlxtune.core.objectives.losses import DPO_LOSSES, KTO_LOSSES, OTHER_LOSSES
 from mlxtune.core.objectives.objective import Objective
-from mlxtune.errors import ConfigError
 
 
 def example(row: int, role: int, tokens: int, reference: float = 0.0) -> Example:
@@ -200,22 +199,6 @@ def test_answer_of_several_turns_is_the_sum_of_its_examples() -> None:
 def test_first_loss_of_dpo_is_the_logarithm_of_two() -> None:
     which = objective("dpo")
     assert which.expected_first_loss(which.lay_out(PAIRS)) == pytest.approx(math.log(2))
-
-
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        ({"beta": 0.2}, "--beta goes with a preference objective"),
-        ({"dpo_loss": "ipo"}, "--dpo-loss goes with --objective dpo"),
-        ({"objective": "orpo", "gamma": 2.0}, "--gamma goes with --objective simpo"),
-        ({"objective": "dpo", "label_smoothing": 0.1}, "--label-smoothing goes with --dpo-loss"),
-        ({"objective": "dpo", "dpo_loss": "exo_pair"}, "exo_pair needs --label-smoothing"),
-        ({"objective": "ppo"}, "--objective must be one of sft, dpo"),
-    ],
-)
-def test_options_of_another_objective_are_refused(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        ObjectiveConfig(**options)
 
 
 def test_every_loss_can_be_chosen() -> None:
