@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -107,15 +107,13 @@ class _Source(Checked):
     )
     quiet: bool = RUN.option(False, "Print warnings and errors only.", PLACES)
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
         template, known = self.template, self.template in TEMPLATES or is_jinja(self.template)
         if not known and not template.endswith(".jinja"):
-            problems += [
+            yield (
                 f"--template must be one of {', '.join(TEMPLATES)} or FILE.jinja, "
                 f"not {shorten(template)}"
-            ]
-        return problems
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,11 +141,9 @@ class ModelConfig(_Source):
     )
     double_quant: bool = RUN.option(False, "Also quantise the scales of nf4, to 8 bits.", RESULT)
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
         if self.double_quant and self.quantize != "nf4":
-            problems += ["--double-quant goes with --quantize nf4: leave it out, or give both"]
-        return problems
+            yield "--double-quant goes with --quantize nf4: leave it out, or give both"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,15 +193,13 @@ class RowsConfig(RowObjectiveConfig):
             return None
         return user_cache() / "encoded" if self.cache_dir is None else as_path(self.cache_dir)
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
         try:
             parse_fields(self.field)
         except ValueError as problem:
-            problems += [f"--field {problem}"]
+            yield f"--field {problem}"
         if self.objective != "sft" and self.format != "auto":
-            problems += [f"--format {self.format} goes with --objective sft: leave it out"]
-        return problems
+            yield f"--format {self.format} goes with --objective sft: leave it out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,16 +238,11 @@ class DataConfig(RowsConfig, _Source):
         42, "Seed of the split, the order, the LoRA matrices and dropout.", RESULT, at_least=0
     )
 
-    def contradictions(self) -> list[str]:
-        weights = ((value, weighted(value)[1]) for value in self.data)
-        return [
-            *super().contradictions(),
-            *(
-                f"--data {value}: the weight must be a number above 0 and at most {_MOST_WEIGHT}"
-                for value, weight in weights
-                if not 0 < weight <= _MOST_WEIGHT
-            ),
-        ]
+    def contradictions(self) -> Iterator[str]:
+        for value in self.data:
+            if not 0 < weighted(value)[1] <= _MOST_WEIGHT:
+                bounds = f"above 0 and at most {_MOST_WEIGHT}"
+                yield f"--data {value}: the weight must be a number {bounds}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,12 +263,10 @@ class InspectConfig(DataConfig):
         False, "Print JSON for programs; docs/inspect.md describes it.", COMMAND
     )
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
         files = [as_path(path).resolve() for path in (self.html, self.dump) if path is not None]
         if len(files) > len(set(files)):
-            problems += ["--html and --dump name the same file: choose another for one of them"]
-        return problems
+            yield "--html and --dump name the same file: choose another for one of them"
 
 
 def is_jinja(template: str) -> bool:

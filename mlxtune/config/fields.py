@@ -6,7 +6,7 @@ import inspect
 import operator
 import os
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -115,12 +115,15 @@ class Checked:
                 problems.append(f"{flag(field.name)} {problem}")
             else:
                 object.__setattr__(self, field.name, value)
-        problems = problems or self.contradictions()
+        if not problems:
+            own = (vars(kind).get("contradictions") for kind in reversed(type(self).__mro__))
+            problems = [problem for check in own if check for problem in check(self)]
         if problems:
             raise ConfigError(problems)
 
-    def contradictions(self) -> list[str]:
-        return []
+    def contradictions(self) -> Iterator[str]:
+        """Yield the problems of valid values together; each class yields those of its options."""
+        yield from ()
 
     def default_of(self, name: str) -> Any:
         """Return the value of an option that is not given."""

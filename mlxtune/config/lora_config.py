@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from mlxtune.config.fields import Checked
 from mlxtune.config.option import INPUT, LORA, RESULT, TRAINING
@@ -67,25 +67,24 @@ class LoraConfig(Checked):
     )
     weight_decay: float = TRAINING.option(0.01, "AdamW weight decay.", RESULT, at_least=0)
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
         try:
             target_ranks(self.target_rank)
         except ConfigError as error:
-            problems += error.problems
+            yield from error.problems
         if problem := init_problem(self.init):
-            return [*problems, problem]
+            yield problem
+            return
         if self.init != "lora" and self.dora:
-            problems.append(
+            yield (
                 f"--init {self.init} changes the weights whose row norms --dora trains: "
                 "leave one of them out"
             )
         if self.init != "lora" and self.init_adapter is not None:
-            problems.append(
+            yield (
                 f"--init {self.init} starts from the weights, --init-adapter from an adapter: "
                 "leave one of them out"
             )
-        return problems
 
 
 def target_ranks(options: Iterable[str]) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Options of the objective: the function that a step minimises."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from mlxtune.config.fields import Checked, flag
 from mlxtune.config.option import RESULT, TRAINING
@@ -118,20 +119,16 @@ class ObjectiveConfig(RowObjectiveConfig):
         default = {"dpo": self.sft_weight, "orpo": 1.0, "cpo": 1.0}.get(self.objective, 0.0)
         return default if self.cpo_alpha is None else self.cpo_alpha
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name, objectives in _BELONGS.items():
             if getattr(self, name) != defaults[name] and self.objective not in objectives:
-                problems.append(
+                yield (
                     f"{flag(name)} goes with --objective {' or '.join(objectives)}: leave it out"
                 )
         if self.beta is not None and self.objective == "sft":
-            problems.append("--beta goes with a preference objective: leave it out")
+            yield "--beta goes with a preference objective: leave it out"
         if self.objective == "dpo" and self.label_smoothing and self.dpo_loss not in _SMOOTHED:
-            problems.append(
-                f"--label-smoothing goes with --dpo-loss {', '.join(_SMOOTHED)}: leave it out"
-            )
+            yield f"--label-smoothing goes with --dpo-loss {', '.join(_SMOOTHED)}: leave it out"
         if self.objective == "dpo" and self.dpo_loss == "exo_pair" and not self.label_smoothing:
-            problems.append("--dpo-loss exo_pair needs --label-smoothing above 0, such as 0.001")
-        return problems
+            yield "--dpo-loss exo_pair needs --label-smoothing above 0, such as 0.001"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,13 +60,11 @@ class StepConfig(LoraShapeConfig, ModelConfig, ObjectiveConfig, DataConfig):
         """Return the value of an option that is not given; a rate depends on the objective."""
         return self.default_rate if name == "lr" else super().default_of(name)
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
         if self.quantize == "nf4" and self.quantized_compute == "quantized":
-            problems += [
+            yield (
                 "--quantized-compute quantized: MLX has no products with nf4 weights: leave it out"
-            ]
-        return problems
+            )
 
     def loading(self) -> BaseOptions:
         """Return the options that concern the base model."""
@@ -212,35 +211,31 @@ class TrainConfig(_LoopConfig, LoraConfig, StepConfig):
         choices=("trackio", "tensorboard", "wandb"),
     )
 
-    def contradictions(self) -> list[str]:
-        problems = [*super().contradictions(), *self._tensor_problems()]
+    def contradictions(self) -> Iterator[str]:
+        yield from self._tensor_problems()
         if self.schedule == "warmup-cosine" and self.lr_min > self.rate:
-            problems += [
+            yield (
                 f"--lr-min {self.lr_min:g} is above --lr {self.rate:g}: "
                 "lower it or use another --schedule"
-            ]
-        return problems
+            )
 
-    def _tensor_problems(self) -> list[str]:
-        if self.parallel == "data":
-            return []
-        if self.parallel.startswith("tensor:"):
-            return [
-                f"--parallel {shorten(self.parallel)}: MLX cannot divide the workers of its ring "
-                "into groups: give tensor, for a part of the model on each worker"
-            ]
-        if self.parallel != "tensor":
-            return [f"--parallel must be data or tensor, not {shorten(self.parallel)}"]
+    def _tensor_problems(self) -> Iterator[str]:
         others = {
             "--dora": self.dora,
             f"--init {self.init}": self.init != "lora",
             "--quantize nf4": self.quantize == "nf4",
         }
-        return [
-            f"{name} does not work with --parallel tensor: leave one of them out"
-            for name, given in others.items()
-            if given
-        ]
+        if self.parallel.startswith("tensor:"):
+            yield (
+                f"--parallel {shorten(self.parallel)}: MLX cannot divide the workers of its ring "
+                "into groups: give tensor, for a part of the model on each worker"
+            )
+        elif self.parallel not in ("data", "tensor"):
+            yield f"--parallel must be data or tensor, not {shorten(self.parallel)}"
+        elif self.parallel == "tensor":
+            for name, given in others.items():
+                if given:
+                    yield f"{name} does not work with --parallel tensor: leave one of them out"
 
     @property
     def output_path(self) -> Path:
@@ -309,8 +304,9 @@ class InstructTrainingConfig(_LoopConfig):
     def __post_init__(self, *_: object) -> None:
         super().__post_init__()
 
-    def contradictions(self) -> list[str]:
-        return [] if self.val_split > 0 else ["--val-split must be above 0, not 0"]
+    def contradictions(self) -> Iterator[str]:
+        if not self.val_split:
+            yield "--val-split must be above 0, not 0"
 
 
 @former_names(

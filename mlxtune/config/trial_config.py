@@ -1,6 +1,7 @@
 """Options of plan, bench and the demo, which predict, time or show a run."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,11 @@ class PlanConfig(TrainConfig):
     )
     json: bool = RUN.option(False, "Print JSON for programs; docs/plan.md describes it.", COMMAND)
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
         if self.workers > 1 and not self.data and self.parallel == "data":
-            problems.append("--workers needs --data: the workers share the examples of each step")
+            yield "--workers needs --data: the workers share the examples of each step"
         if self.workers == 1 and self.parallel == "tensor":
-            problems.append("--parallel tensor needs --workers: give their number")
-        return problems
+            yield "--parallel tensor needs --workers: give their number"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +72,11 @@ class BenchConfig(StepConfig):
         None, "Write the report as JSON to a file, or - for stdout; see docs/bench.md.", COMMAND
     )
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
         if self.objective != "sft" and self.against is not None:
-            problems += [f"--against {self.against} has no {self.objective}: leave it out"]
+            yield f"--against {self.against} has no {self.objective}: leave it out"
         if self.quantize == "nf4" and self.against is not None:
-            problems += [f"--against {self.against} has no nf4: use another --quantize"]
-        return problems
+            yield f"--against {self.against} has no nf4: use another --quantize"
 
     @property
     def json_path(self) -> Path | None:

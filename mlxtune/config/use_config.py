@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,9 @@ class UseConfig(ModelConfig):
         256, "Maximum length of an answer in tokens.", COMMAND, at_least=1, at_most=10**9
     )
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
         if self.model_path is None and self.adapter is None:
-            problems += ["--model-path is required, or an --adapter, which names its base model"]
-        return problems
+            yield "--model-path is required, or an --adapter, which names its base model"
 
     def reading(self, **options: Any) -> DataConfig:
         """Return the options for reading data as `train` does, changed by `options`."""
@@ -95,10 +94,9 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
     seed: int = same(DataConfig, "seed", help="Seed of the bootstrap for the confidence interval.")
     json: bool = RUN.option(False, "Print JSON for programs.", COMMAND)
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
         if self.match != "exact" and not self.generate:
-            problems += ["--match counts answers: add --generate"]
+            yield "--match counts answers: add --generate"
         if self.match.startswith("regex="):
             # Import only for a pattern, because the import takes time.
             import regex
@@ -110,14 +108,11 @@ class EvalConfig(ObjectiveConfig, RowsConfig, UseConfig):
                 regex.compile(pattern)
                 # The time limit of a search does not cover all its steps, so limit the pattern too.
                 if not 0 < len(pattern) <= _LONGEST_PATTERN:
-                    problems += [f"--match regex= takes 1 to {_LONGEST_PATTERN:,} characters"]
+                    yield f"--match regex= takes 1 to {_LONGEST_PATTERN:,} characters"
             except (regex.error, ValueError, RecursionError, MemoryError) as error:
-                problems += [f"--match {shorten(self.match)}: is not a pattern: {error}"]
+                yield f"--match {shorten(self.match)}: is not a pattern: {error}"
         elif self.match not in ("exact", "json", "contains"):
-            problems += [
-                f"--match {shorten(self.match)}: must be exact, json, contains or regex=PATTERN"
-            ]
-        return problems
+            yield f"--match {shorten(self.match)}: must be exact, json, contains or regex=PATTERN"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,11 +159,9 @@ class ChatConfig(AnswerConfig):
         False, "Answer with the base model and with the adapter, side by side.", COMMAND
     )
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
         if self.both and self.adapter is None:
-            problems += ["--both compares the base model with an adapter: give --adapter"]
-        return problems
+            yield "--both compares the base model with an adapter: give --adapter"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,11 +186,9 @@ class GenerateConfig(AnswerConfig):
     )
     json: bool = RUN.option(False, "Print the answer and its figures as JSON.", COMMAND)
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
         if self.prompt is not None and self.messages is not None:
-            problems += ["--prompt and --messages are both given: leave out one"]
-        return problems
+            yield "--prompt and --messages are both given: leave out one"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,15 +216,13 @@ class ImportConfig(Checked):
     overwrite: bool = same(TrainConfig, "overwrite", help="Replace an earlier result.")
     quiet: bool = same(UseConfig, "quiet")
 
-    def contradictions(self) -> list[str]:
+    def contradictions(self) -> Iterator[str]:
         given, files = as_path(self.output), self._main_files()
-        if given.suffix not in _WEIGHTS or given.name in files:
-            return super().contradictions()
-        return [
-            *super().contradictions(),
-            f"--output {self.output}: the file written is {' or '.join(files)}: "
-            "name a folder, or this file in it",
-        ]
+        if given.suffix in _WEIGHTS and given.name not in files:
+            yield (
+                f"--output {self.output}: the file written is {' or '.join(files)}: "
+                "name a folder, or this file in it"
+            )
 
     def _main_files(self) -> tuple[str, ...]:
         return ("adapters.safetensors",)
@@ -295,16 +284,14 @@ class ExportConfig(ImportConfig):
     other_base: bool = same(TrainConfig, "other_base")
     json: bool = same(FuseConfig, "json")
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
         if self.merge and self.format != "gguf":
-            problems += ["--merge is for --format gguf: mlxtune fuse writes a model folder"]
+            yield "--merge is for --format gguf: mlxtune fuse writes a model folder"
         if self.quantize is not None and not self.merge:
-            problems += ["--quantize is for a merged model: add --merge"]
+            yield "--quantize is for a merged model: add --merge"
         if self.quantize is not None and not _GGUF_TYPE.fullmatch(self.quantize):
             name = shorten(self.quantize)
-            problems += [f"--quantize must be a type of llama.cpp, such as Q4_K_M, not {name}"]
-        return problems
+            yield f"--quantize must be a type of llama.cpp, such as Q4_K_M, not {name}"
 
     def _main_files(self) -> tuple[str, ...]:
         return ("model.gguf" if self.merge else _MAIN_FILES[self.format],)
