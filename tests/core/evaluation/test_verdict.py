@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from mlxtune.core.data.corpus import Corpus
-from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.interval import paired_difference
 from mlxtune.core.evaluation.outcome import (
     Difference,
-    Evaluation,
     ExactMatch,
     Generated,
     Loss,
-    Matches,
     Sample,
     parse_evaluation,
 )
-from mlxtune.core.evaluation.row_losses import Sums, sums_of
+from mlxtune.core.evaluation.row_losses import Sums
 from mlxtune.core.evaluation.verdict import JudgedRows, evaluation_of, verdict_of
 from mlxtune.core.evaluation.verdicts import file_lines, verdict_lines
 from mlxtune.errors import NonFiniteLossError
 from mlxtune.views.run_text import evaluation_lines
+from tests.core.evaluation.evaluations import evaluated, example
 
 Floats = npt.NDArray[np.float64]
 
@@ -68,42 +65,6 @@ def test_adapter_that_changes_nothing_cannot_tell() -> None:
 # Rows
 
 
-def example(row: int, length: int, supervised: int) -> Example:
-    mask = np.zeros(length, dtype=np.uint8)
-    mask[length - supervised :] = 1
-    return Example(row, np.full(length, row, dtype=np.int32), mask)
-
-
-def evaluated(
-    changes: list[float], trained: list[int] | None = None, start: float | None = None
-) -> Evaluation:
-    """Evaluate rows whose base loss is 8; the adapter adds `changes`, the first adapter `start`."""
-    corpus = Corpus.of([example(10 + i, 9, 4) for i in range(len(changes))])
-    corpus.paths = ["a.jsonl"]
-    judged = JudgedRows.of(corpus.select(), corpus.identities[trained or []])
-    tokens = np.full(len(judged.rows), 4)
-    base = Sums(np.full(len(judged.rows), 8.0), tokens)
-    adapted = Sums(base.losses + [changes[i] for i in judged.rows.indices], tokens)
-    first = None if start is None else Sums(base.losses + start, tokens)
-    return evaluation_of(judged, base, adapted, 0, first)
-
-
-def test_examples_of_a_row_are_summed_and_the_first_token_counts_nowhere() -> None:
-    corpus = Corpus.of([example(1, 6, 2), example(1, 3, 3), example(4, 4, 1)])
-    told: list[tuple[int, int]] = []
-
-    def losses(examples: Any, on_progress: Any) -> Floats:
-        on_progress(1)
-        on_progress(3)
-        return np.array([float(len(each)) for each in examples])
-
-    found = sums_of(corpus.select(), losses, lambda *done: told.append(done))
-    assert found.losses.tolist() == [9.0, 4.0]
-    assert found.tokens.tolist() == [2 + 2, 1]
-    assert found.loss.loss == pytest.approx(13 / 5)
-    assert told == [(1, 3), (3, 3)]
-
-
 def test_rows_that_gained_and_lost_most_are_named_by_what_they_brought() -> None:
     found = evaluated([-1.0, 3.0, 0.0, -4.0, 0.5, -0.1])
     assert [(each.path, each.row) for each in found.gained] == [
@@ -121,35 +82,6 @@ def test_loss_that_is_not_finite_names_its_row() -> None:
         NonFiniteLossError, match=r"^a\.jsonl:11: the row's loss under the adapted model"
     ):
         evaluated([0.0, float("nan")])
-
-
-@pytest.mark.parametrize("adapted", [True, False])
-def test_evaluation_survives_its_json(adapted: bool) -> None:
-    found = evaluated([-1.0, -1.2] * 20)
-    samples = [Sample("a.jsonl", 1, "2 + 2?", "4", "5", "4" if adapted else None)]
-    found = replace(found, generated=Generated(1, ExactMatch(0, int(adapted)), samples))
-    assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"rows": "40"},
-        {"rows": True},
-        {"base": None},
-        {"base": {"loss": 1.0}},
-        {"base": {"loss": "1", "perplexity": 2.0}},
-        {"gained": "chat"},
-        {"gained": [7]},
-        {"verdict": "odd"},
-        {"another": 1},
-    ],
-)
-def test_json_of_something_else_is_no_evaluation(changes: dict[str, Any]) -> None:
-    values = json.loads(json.dumps(evaluated([-1.0, -1.2] * 20).as_dict()))
-    parse_evaluation(values)
-    with pytest.raises(ValueError, match=r"^its |^it has |no such verdict"):
-        parse_evaluation(values | changes)
 
 
 # Messages
@@ -231,16 +163,6 @@ def test_verdict_compares_with_the_adapter_from_which_training_started() -> None
     first, second = verdict_lines(found)
     assert first.startswith("the adapter hurt: it adds 25% to the loss of the first adapter")
     assert second.startswith("compared with the base model, it takes 38% off the loss")
-
-
-def test_matches_stand_in_the_verdict_and_in_json_only_if_counted() -> None:
-    plain = Generated(8, ExactMatch(1, 6), [])
-    counted = replace(plain, matches=Matches("json", 2, 7))
-    values = Evaluation(8, 80, Loss(4.0, 54.6), generated=plain).as_dict()
-    assert "matches" not in values["generated"]
-    values = Evaluation(8, 80, Loss(4.0, 54.6), generated=counted).as_dict()
-    assert values["generated"]["matches"] == {"by": "json", "base": 2, "adapted": 7}
-    assert parse_evaluation(json.loads(json.dumps(values))).generated == counted
 
 
 def test_each_file_of_several_has_its_verdict() -> None:
