@@ -10,8 +10,7 @@ from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.lora.model_facts import ModelFacts
 from mlxtune.backend.workers.split import PlannedGroup, split_base
 from mlxtune.config import PlanConfig
-from mlxtune.core.run.run_plan import RunPlan
-from mlxtune.core.run.speed import read_speed
+from mlxtune.core.run.run_plan import RunPlan, read_speed
 from mlxtune.core.steps import order
 from mlxtune.core.steps.scaling import Scaling, dearest_items, dearest_share
 from mlxtune.core.training.schedule import count_steps

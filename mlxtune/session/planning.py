@@ -29,8 +29,7 @@ from mlxtune.core.machine import reservation
 from mlxtune.core.machine.facts import versions
 from mlxtune.core.run.metrics import StepRecord
 from mlxtune.core.run.run_folder import ABOUT, ResumePoint
-from mlxtune.core.run.run_plan import LongestFit
-from mlxtune.core.run.speed import read_measured, save_measured, save_speed, speed_of
+from mlxtune.core.run.run_plan import LongestFit, read_measured, save_measured, save_speed, speed_of
 from mlxtune.core.run.stored_run import mapping
 from mlxtune.core.steps import memory_plan, order
 from mlxtune.core.steps.execution import Execution

@@ -112,7 +112,7 @@ def test_without_data_one_example_is_planned_for(cli: Cli, model: Path) -> None:
 def test_time_is_known_after_a_run_of_the_same_model(
     plan: Cli, train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxtune.core.run.speed._MIN_SECONDS", 0.0)
+    monkeypatch.setattr("mlxtune.core.run.run_plan._MIN_SECONDS", 0.0)
     cache = ["--cache-dir", tmp_path / "cache"]
     assert "unknown" in plan().out
     assert train(*cache, "--max-steps", 2).code == 0

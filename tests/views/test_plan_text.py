@@ -10,8 +10,7 @@ import pytest
 
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.inspection import CutLoss
-from mlxtune.core.run.run_plan import LongestFit, RunPlan
-from mlxtune.core.run.speed import Speed
+from mlxtune.core.run.run_plan import LongestFit, RunPlan, Speed
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.steps.memory_terms import Measured, Prediction

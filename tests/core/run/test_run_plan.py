@@ -1,4 +1,4 @@
-"""Speeds that are kept between runs."""
+"""A run's speed, as measured and kept for later plans."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlxtune.core.run.metrics import StepRecord
-from mlxtune.core.run.speed import FILE, Speed, read_speed, save_speed, speed_of
+from mlxtune.core.run.run_plan import FILE, Speed, read_speed, save_speed, speed_of
 
 
 def steps(*seconds: float) -> list[StepRecord]:
