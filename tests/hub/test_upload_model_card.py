@@ -1,4 +1,4 @@
-"""The text of a model card has all facts that readers need, and no paths or private data."""
+"""A model card has all facts that readers need and no private data; the hub reads its metadata."""
 
 from __future__ import annotations
 
@@ -35,9 +35,15 @@ def run_with(
     return read_run(run)
 
 
+def model_card_of(run: Run, base: str = "org/base", *, peft: bool = True) -> Any:
+    """Return a run's card as the hub's own tools read it."""
+    return ModelCard(
+        model_card(run, RunView.of(run), repository="me/sums-lora", base=base, peft=peft)
+    )
+
+
 def card(run: Run, base: str = "org/base", *, peft: bool = True) -> str:
-    text = model_card(run, RunView.of(run), repository="me/sums-lora", base=base, peft=peft)
-    return ModelCard(text).text.lstrip()
+    return str(model_card_of(run, base, peft=peft).text.lstrip())
 
 
 def test_card_says_what_the_adapter_does_and_how_it_was_made(tmp_path: Path) -> None:
@@ -181,3 +187,32 @@ def test_names_from_files_are_code_and_not_markdown(tmp_path: Path) -> None:
     assert "<img" not in text
     table = [line for line in text.split("\n") if line.startswith("| `")]
     assert [line.count("|") for line in table] == [8]
+
+
+# Metadata
+
+
+def test_metadata_names_base_data_and_results(tmp_path: Path) -> None:
+    card = model_card_of(run_with(tmp_path, ledgers=("org/sums:train",), about={"hub": [HUB]}))
+    assert card.text.strip().startswith("# sums-lora\n")
+    assert card.data.base_model == "org/base"
+    assert card.data.base_model_relation == "adapter"
+    assert card.data.datasets == ["org/sums"]
+    assert card.data.library_name == "peft"
+    assert [each.metric_value for each in card.data.eval_results] == [4.0, 1.0]
+    assert {each.dataset_type for each in card.data.eval_results} == {"org/sums"}
+
+
+def test_metadata_names_no_base_model_that_is_not_on_the_hub(tmp_path: Path) -> None:
+    card = model_card_of(run_with(tmp_path), "tiny", peft=False)
+    assert card.data.base_model is None
+    assert card.data.library_name == "mlx"
+
+
+def test_metadata_of_forged_records_stays_metadata(tmp_path: Path) -> None:
+    forged = {**HUB, "repository": "org/x\n---\n# Owned"}
+    run = read_run(write_run(tmp_path, about={"hub": [forged, 7, None]}))
+    card = model_card_of(run)
+    assert card.data.datasets is None
+    assert card.data.eval_results is None
+    assert card.text.strip().startswith("# sums-lora\n")
