@@ -14,6 +14,7 @@ from tests.long.structure import (
     single_importers,
     twin_classes,
     twin_names,
+    without_tests,
 )
 
 MOST_MODULES = 16
@@ -24,6 +25,7 @@ ONE_FILE_EACH = ("commands/", "backend/adapters/formats/", "backend/models/mixer
 MOST_SINGLE_IMPORTERS = 58
 MOST_TWIN_NAMES = 26
 MOST_TWIN_CLASSES = 6
+MOST_WITHOUT_TESTS = 70
 
 
 def test_no_folder_has_too_many_modules() -> None:
@@ -59,6 +61,11 @@ def test_name_stands_for_one_module_or_package() -> None:
 def test_name_stands_for_one_class() -> None:
     twins = twin_classes()
     assert len(twins) <= MOST_TWIN_CLASSES, f"rename classes of {twins}"
+
+
+def test_most_modules_have_a_test_file_of_their_name() -> None:
+    names = without_tests()
+    assert len(names) <= MOST_WITHOUT_TESTS, f"name tests after some of {names}"
 
 
 def test_counts_see_what_they_count() -> None:

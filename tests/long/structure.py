@@ -55,6 +55,7 @@ def imported(path: Path) -> Iterator[Path]:
                 yield found
 
 
+@cache
 def importers() -> dict[Path, set[Path]]:
     """Return, for each module, the files of the package that import it."""
     users: dict[Path, set[Path]] = defaultdict(set)
