@@ -110,17 +110,21 @@ class Engine:
 
         Returns None if it cannot be halved.
         """
-        return self.batches.max_tokens if self.batches.halve(self._share(examples)) else None
+        own = self.step(examples).own
+        return self.batches.max_tokens if self.batches.halve(own) else None
 
     # The states of a step
 
     def step(
-        self, examples: Sequence[Example], number: int | None, rate: float | None
+        self, examples: Sequence[Example], number: int | None = None, rate: float | None = None
     ) -> OptimizerStep:
         """Return a step that is not built; by default, its number follows the launched step's."""
         if number is None:
             number = self.steps + (1 if self.launched is None else 2)
-        return OptimizerStep(self, examples, number, rate)
+        training = training_examples(examples)
+        places = self._own_places(training)
+        own = [training[i] for i in places]
+        return OptimizerStep(self, examples, number, rate, places, own)
 
     def can_build_ahead(self, step: OptimizerStep) -> bool:
         """Return whether a step can be built while the device computes the launched step.
@@ -134,11 +138,11 @@ class Engine:
         agrees = objective.keeps_rows_whole and self._workers.size > 1
         if not self.forward.operations.lazy or objective.needs_first_pass or agrees:
             return False
-        return self.batches.is_one(self._share(step.examples))
+        return self.batches.is_one(step.own)
 
     def tries(self, step: OptimizerStep) -> Iterator[Attempt]:
         """Yield a context for each try of work on a step; see `GraphRunner.tries`."""
-        return self.runner.tries(self.batches, self._share(step.examples))
+        return self.runner.tries(self.batches, step.own)
 
     def accumulate(self, step: OptimizerStep, after: OptimizerStep | None = None) -> None:
         """Build a step: the gradients of its micro-batches, then the update.
@@ -153,14 +157,13 @@ class Engine:
         if not forward.model.training:
             forward.model.train()
         parameters = self.vectors.matrices_of_step(vectors)
-        loss = self._loss(step)
-        total = StepGradients(loss, self._own_places(loss.examples))
+        total = StepGradients(self._loss(step))
         try:
-            for group, batch in self.batches.of(total.own_examples):
+            for group, batch in self.batches.of(step.own):
                 if total.micro_batches:
                     # The device computes a micro-batch while the next one is built.
                     self.runner.start(total.graph)
-                self.build(total, parameters, group, batch, step.number)
+                self.build(step, total, parameters, group, batch)
         finally:
             # Tracing has replaced the model's parameters with arrays of the trace.
             forward.trained.assign(own)
@@ -175,23 +178,24 @@ class Engine:
 
     def build(
         self,
+        step: OptimizerStep,
         total: StepGradients,
         parameters: Mapping[str, mx.array],
         group: Group,
         batch: MicroBatch | Pack,
-        number: int,
     ) -> None:
         """Build the graph of a micro-batch's gradients, and add them to the step's `total`."""
-        inputs = self.inputs(batch, number)
+        inputs = self.inputs(batch, step.number)
         scale = mx.array(self.forward.loss_scale / total.whole.divisor)
-        reduce = total.whole.reduce([total.places[i] for i in group.examples], batch)
+        reduce = total.whole.reduce([step.places[i] for i in group.examples], batch)
         self.phases.end("data", inputs.arrays)
         self.runner.note_outputs(group.tokens)
         compute = self.phases.gradients if self.phases.timer else self.forward.gradients
         # NumPy need not warn: `commit` reports a loss that is not finite.
         with np.errstate(all="ignore"):
             values, gradients = compute(parameters, inputs, scale, reduce)
-        total.add(group, values, self.vectors.join_gradients(gradients))
+        total.add(values, self.vectors.join_gradients(gradients))
+        total.count(group, step.own)
         total.graph = self.runner.graph(
             group.tokens, gradients, total.loss, total.gradients, total.values
         )
@@ -282,27 +286,21 @@ class Engine:
     def _loss(self, step: OptimizerStep) -> StepLoss:
         """Return a step's loss, after the forward passes that must come first."""
         logps_of = partial(self._logps, number=step.number)
-        cut = self.objective.keeps_rows_whole and self._cuts_rows(step.examples)
+        cut = self.objective.keeps_rows_whole and self._cuts_rows(step)
         return loss_of_step(self.objective, step.examples, logps_of, cut=cut)
 
     def _logps(self, examples: Sequence[Example], number: int) -> npt.NDArray[np.float64]:
         """Return examples' log-probabilities (E,) over all workers, with a step's dropout."""
         return -self.losses.of(examples, keys=partial(self._keys, number))
 
-    def _cuts_rows(self, examples: Sequence[Example]) -> bool:
+    def _cuts_rows(self, step: OptimizerStep) -> bool:
         """Return whether any worker cuts a row into several micro-batches."""
-        own = self._share(examples)
-        groups = [group.examples for group in self.batches.plan(own)]
+        groups = [group.examples for group in self.batches.plan(step.own)]
         found = np.zeros(self._workers.size)
-        found[self._workers.index] = cuts_rows(own, groups)
+        found[self._workers.index] = cuts_rows(step.own, groups)
         return bool(self._workers.merge(found).any())
 
     # Workers
-
-    def _share(self, examples: Sequence[Example]) -> list[Example]:
-        """Return the examples of a step whose gradients this worker computes."""
-        examples = training_examples(examples)
-        return [examples[i] for i in self._own_places(examples)]
 
     def _own_places(self, examples: Sequence[Example]) -> list[int]:
         """Return the indices of this worker's examples; rows may have to stay whole."""

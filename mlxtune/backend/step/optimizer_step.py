@@ -23,18 +23,15 @@ class StepGradients:
     """The loss and gradients of a step, summed over its micro-batches, and the resulting update.
 
     `loss` is in nats per supervised token, or that of preferences, as defined by `whole`. The
-    gradients are float32: vectors or, from `loss_and_gradients`, a tree of parameters. `places` are
-    the indices of this worker's examples in `whole.examples`. `run_tokens` counts the tokens,
-    `padding` included, that run in all `micro_batches`. `graph` computes the last micro-batch and
-    the `update`, if any. With several workers, loss, gradients and the loss's `values` are sums
-    over all workers, as is `counts`, float32 (5,): the numbers of micro-batches, run tokens,
-    padding, and requests to stop and to save.
+    gradients are float32: vectors or, from `loss_and_gradients`, a tree of parameters. `run_tokens`
+    counts the tokens, `padding` included, that run in all `micro_batches`. `graph` computes the
+    last micro-batch and the `update`, if any. With several workers, loss, gradients and the loss's
+    `values` are sums over all workers, as is `counts`, float32 (5,): the numbers of micro-batches,
+    run tokens, padding, and requests to stop and to save.
     """
 
-    def __init__(self, whole: StepLoss, places: Sequence[int]) -> None:
+    def __init__(self, whole: StepLoss) -> None:
         self.whole = whole
-        self.places = places
-        self.own_examples = [whole.examples[i] for i in places]
         self.loss: Any = mx.array(0.0)
         self.values = whole.zeros()
         self.gradients: Any = None
@@ -48,16 +45,19 @@ class StepGradients:
         """The number of supervised tokens of the step."""
         return self.whole.tokens
 
-    def add(self, group: Group, values: Sequence[mx.array], gradients: list[mx.array]) -> None:
+    def add(self, values: Sequence[mx.array], gradients: list[mx.array]) -> None:
         """Add a micro-batch's loss, with the values that come with it, and its gradients."""
         loss, *rest = values
         self.loss = self.loss + loss
         self.values = [whole + part for whole, part in zip(self.values, rest, strict=True)]
         first = self.gradients is None
         self.gradients = gradients if first else tree_map(mx.add, self.gradients, gradients)
+
+    def count(self, group: Group, examples: Sequence[Example]) -> None:
+        """Count a micro-batch of this worker's `examples`, and its tokens."""
         self.micro_batches += 1
         self.run_tokens += group.tokens
-        self.padding += group.padding(self.own_examples)
+        self.padding += group.padding(examples)
 
 
 class _Engine(Protocol):
@@ -68,14 +68,18 @@ class _Engine(Protocol):
 class OptimizerStep:
     """Step `number` on `examples`, at a learning rate; without a `rate`, it only has gradients.
 
-    `built` is its graph until it is computed, or fails. Once the step is committed, `outcome` is
-    its result or error, and `ended` the `time.perf_counter` at its end.
+    This worker computes the gradients of the examples `own`, whose indices among all examples that
+    get a gradient are `places`. `built` is the step's graph until it is computed, or fails. Once
+    the step is committed, `outcome` is its result or error, and `ended` the `time.perf_counter` at
+    its end.
     """
 
     engine: _Engine
     examples: Sequence[Example]
     number: int
-    rate: float | None = None
+    rate: float | None
+    places: Sequence[int]
+    own: Sequence[Example]
     built: StepGradients | None = None
     outcome: InstructBatchResult | NonFiniteLossError | None = None
     ended: float = 0.0

@@ -145,7 +145,7 @@ class InstructPipeline:
         """Return the loss and gradients of a step without an update; `step` seeds the dropout."""
         engine = self.engine
         engine.settle()
-        alone = engine.step(examples, step, None)
+        alone = engine.step(examples, step)
         for attempt in engine.tries(alone):
             with attempt:
                 computed = engine.compute(alone)
