@@ -66,7 +66,7 @@ SINKS = [
 EQUALITY = [
     "tests/backend/step/test_execution.py",
     "tests/backend/step/test_execution_models.py",
-    "tests/backend/forward/test_recompute.py",
+    "tests/backend/forward/test_layer_calls.py",
     "tests/backend/forward/test_side_by_side.py",
     "tests/backend/forward/test_loss.py",
     "tests/backend/forward/test_head.py",

@@ -12,8 +12,8 @@ import mlx.nn as nn
 from mlxtune.backend.device.device import on_cpu, rounding
 from mlxtune.backend.forward.gates import replace_gates
 from mlxtune.backend.forward.kernels.attention_trial import KernelsFor, kernels_for
+from mlxtune.backend.forward.layer_calls import LayerPasses, Recompute
 from mlxtune.backend.forward.loss import LinearHead, VocabularyBlocks, softmax_cross_entropies
-from mlxtune.backend.forward.recompute import LayerPasses, Recompute
 from mlxtune.backend.models.mixers.replacements import MIXERS
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import GraphMemory

@@ -19,9 +19,8 @@ from mlx.utils import tree_flatten
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.cpu.kernel_layers import BackwardReads, KernelLayers
 from mlxtune.backend.forward.intercept import Intercepted
-from mlxtune.backend.forward.layer_calls import Layerwise
+from mlxtune.backend.forward.layer_calls import LayerPasses, Layerwise, Recompute, run_again
 from mlxtune.backend.forward.operations import MLX
-from mlxtune.backend.forward.recompute import LayerPasses, Recompute, run_again
 from mlxtune.backend.lora.layers import DropoutKeys
 from mlxtune.backend.memory.shapes import model_shapes
 from mlxtune.backend.models.loading import load_base
