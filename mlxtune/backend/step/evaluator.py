@@ -47,8 +47,9 @@ class ExampleLosses:
     """Computes the losses of examples, in the largest batches that memory and time allow.
 
     The device computes a batch while the next is prepared, and never holds two batches. Batches are
-    no smaller than `training`, the micro-batches of training, which no evaluation changes. `held`
-    is the number of bytes in use besides the model; `parameters` counts the model's parameters.
+    no smaller than `training`, the micro-batches of training, unless memory runs out for those; the
+    limit of training itself never changes. `held` is the number of bytes in use besides the model;
+    `parameters` counts the model's parameters.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class ExampleLosses:
         self._runner = runner
         self._training = training
         self._most = most_tokens(parameters)
-        # The limit below which batches fit, once memory has run out in an evaluation.
+        # The largest batch, in tokens, once memory has run out in an evaluation.
         self._lowered = sys.maxsize
         self._memory = EvaluationMemory(forward, held)
 
