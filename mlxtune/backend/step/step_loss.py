@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -28,94 +28,69 @@ from mlxtune.errors import ModelError
 # 16 bits.
 _FIRST_LOSS, _ROUNDING, _ROUNDING_16_BITS = 1e-6, 1e-6, 1e-2
 _Floats = npt.NDArray[np.float64]
-Batch = MicroBatch | Pack
-
-
-class StepLoss(Protocol):
-    """The loss of a step on the `examples` that get a gradient, with `tokens` supervised tokens.
-
-    The losses of its micro-batches add up to `divisor` times the step's loss. Their functions
-    `reduce` also return values, which add up from `zeros`, and from which the metrics are computed.
-    """
-
-    @property
-    def examples(self) -> Sequence[Example]: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def divisor(self) -> int: ...
-
-    @property
-    def known(self) -> float | None:
-        """The step's loss, if forward passes have already shown it; otherwise None."""
-
-    def zeros(self) -> list[mx.array]:
-        """Return the values of no micro-batch."""
-
-    def reduce(self, members: Sequence[int], batch: Batch) -> Reduce:
-        """Return the loss of a micro-batch as a function; `members` are its examples' indices."""
-
-    def metrics(self, values: Sequence[mx.array]) -> dict[str, float]:
-        """Return the step's metrics from the values of all micro-batches."""
-
-    def check_first(self, values: Sequence[mx.array], *, in_16_bits: bool) -> None:
-        """Raise ModelError if the values of the first step do not match the reference."""
 
 
 @dataclass(frozen=True)
-class CrossEntropyLoss:
-    """The mean cross-entropy of a step's supervised tokens; see `StepLoss`."""
+class StepLoss:
+    """The loss of a step: the mean cross-entropy of `tokens` supervised tokens.
+
+    `examples` get a gradient. The functions `reduce` of all micro-batches add up to `divisor` times
+    the loss. They also return values, which add up from `zeros`, for metrics.
+    """
 
     examples: Sequence[Example]
     tokens: int
-    known: None = None
 
     @property
     def divisor(self) -> int:
         return self.tokens
 
+    @property
+    def known(self) -> float | None:
+        """The step's loss, if forward passes have already shown it; otherwise None."""
+        return None
+
     def zeros(self) -> list[mx.array]:
         return []
 
-    def reduce(self, members: Sequence[int], batch: Batch) -> Reduce:
+    def reduce(self, members: Sequence[int], batch: MicroBatch | Pack) -> Reduce:
+        """Return the loss of a micro-batch as a function; `members` are its examples' indices."""
         return summed
 
     def metrics(self, values: Sequence[mx.array]) -> dict[str, float]:
         return {}
 
     def check_first(self, values: Sequence[mx.array], *, in_16_bits: bool) -> None:
-        """Do nothing, because there is no reference."""
+        """Raise ModelError if the values of the first step do not match the reference, if any."""
 
 
 @dataclass(frozen=True)
-class PreferenceLoss:
-    """The loss of a step's preferences; see `StepLoss`.
+class PreferenceLoss(StepLoss):
+    """The loss of a step's preferences.
 
     `weights` (E,), if not None, are the derivatives of the loss with respect to `logps` (E,), the
-    log-probabilities of the examples. The only value of a micro-batch are the log-probabilities
-    (E,) of its examples, with zeros for the others.
+    log-probabilities of the examples. The only value of a micro-batch is an array (E,) of the
+    log-probabilities of its examples, and of zeros for the others.
     """
 
-    examples: Sequence[Example]
-    tokens: int
     objective: Objective
     layout: AnswerLayout
     totals: Totals
     weights: _Floats | None = None
     logps: _Floats | None = None
-    divisor: int = 1
+
+    @property
+    def divisor(self) -> int:
+        return 1
 
     @property
     def known(self) -> float | None:
-        """The step's loss, if the log-probabilities are already known; otherwise None."""
         return None if self.logps is None else self._of(self.logps)
 
     def zeros(self) -> list[mx.array]:
         return [mx.zeros(len(self.examples))]
 
-    def reduce(self, members: Sequence[int], batch: Batch) -> Reduce:
+    def reduce(self, members: Sequence[int], batch: MicroBatch | Pack) -> Reduce:
         """Return the function from a micro-batch's losses to its share of the step's loss.
 
         With `weights`, it is the share of `sum(w * logp)`.
@@ -191,7 +166,7 @@ def loss_of_step(
     training = training_examples(examples)
     tokens = count_tokens(training)
     if objective.is_sft:
-        return CrossEntropyLoss(training, tokens)
+        return StepLoss(training, tokens)
     layout, kl = objective.lay_out(training), 0.0
     if others := [example for example in examples if example.role == MISMATCHED]:
         between = objective.lay_out(others)
