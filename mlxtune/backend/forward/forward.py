@@ -47,15 +47,15 @@ Reduce = Callable[[mx.array], tuple[mx.array, ...]]
 
 @dataclass(frozen=True, eq=False)
 class StepInputs:
-    """A micro-batch as a model's inputs: B examples padded to T tokens, or a packed sequence (B 1).
+    """A micro-batch as a model's inputs: B examples padded to T tokens, or one packed sequence.
 
     P is the number of supervised positions, those that predict a supervised token.
 
         tokens     int32 (B, T)
-        targets    int32 (P,)      the supervised tokens; (B, T), all tokens, with `positions`
-        chosen     (B T, H) to (P, H), selects the hidden states of the supervised positions
-        positions  int64 (P,)      indices into the losses (B T,) if the head cannot run apart
-        keys       uint32 (B,)     dropout keys, or (1, T) for a packed sequence; None: no dropout
+        targets    int32 (P,)    the supervised tokens; with `positions`, all tokens (B, T)
+        chosen     selects the hidden states (P, H) of the supervised positions from (B * T, H)
+        positions  int64 (P,)    indices into the losses (B * T,), if the head cannot run apart
+        keys       uint32 (B,)   dropout keys; (1, T) for a packed sequence, None for no dropout
         layout     the segments of a packed sequence; None if examples are padded
     """
 
