@@ -11,11 +11,11 @@ import pytest
 
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.head import SplitModel
-from mlxtune.backend.forward.operations import MLX
+from mlxtune.backend.forward.operations import MLX, Operations
 from mlxtune.backend.forward.side_by_side import Mixers
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.models.packed import Layout, laid_out
-from mlxtune.core.steps.execution import Execution, Operations
+from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.pack import Segment
 from tests.backend.cpu.compared import assert_close
 from tests.backend.step.executions import (

@@ -9,10 +9,9 @@ import mlx.nn as nn
 import pytest
 
 from mlxtune.backend.cpu import CPU
-from mlxtune.backend.forward.operations import MLX, PLAIN
+from mlxtune.backend.forward.operations import MLX, PLAIN, Operations
 from mlxtune.backend.models.mixers import recurrences
 from mlxtune.backend.models.mixers.replacements import KINDS
-from mlxtune.core.steps.execution import Operations
 from tests.backend.cpu.compared import assert_close, random
 
 
