@@ -35,15 +35,14 @@ class Mixers:
 
     With `by_segments`, purely causal attention runs on the line itself, and the operations keep its
     segments separate. The `kernels` do the work around attention in the layers that they support.
-    `restore` undoes the changes to the model. `count` is the number of mixers;
-    between `note` and `stop_noting`, `outputs` collects their results in order.
+    `restore` undoes the changes to the model. `count` is the number of mixers.
     """
 
     def __init__(
         self, model: nn.Module, *, by_segments: bool, kernels: KernelsFor | None = None
     ) -> None:
         self.by_segments = by_segments
-        self.outputs: list[mx.array] = []
+        self._outputs: list[mx.array] = []
         self._notes = False
         modules = [mixer for layer in model.layers for mixer in _find(layer)]
         self.count = len(modules)
@@ -52,16 +51,21 @@ class Mixers:
 
     def note(self) -> None:
         """Collect the mixers' outputs in the next forward pass."""
-        self.outputs, self._notes = [], True
+        self._outputs, self._notes = [], True
 
     def stop_noting(self) -> None:
         """Stop collecting outputs, because recomputed layers run their mixers again."""
         self._notes = False
 
+    def take_outputs(self) -> list[mx.array]:
+        """Return the collected outputs, in order, and keep none."""
+        outputs, self._outputs, self._notes = self._outputs, [], False
+        return outputs
+
     def _call(self, mixer: nn.Module, *args: Any, **options: Any) -> Any:
         output = self._run(mixer, *args, **options)
         if self._notes:
-            self.outputs += [array for _, array in tree_flatten([output])]
+            self._outputs += [array for _, array in tree_flatten([output])]
         return output
 
     def _run(self, mixer: nn.Module, *args: Any, **options: Any) -> Any:

@@ -224,13 +224,22 @@ class Engine:
         for attempt in self.tries(step):
             tries += 1
             with attempt:
-                computed = self.compute(step)
+                computed = self._compute(step)
         self.launched = None
         step.outcome = self._apply(step, computed)
         step.ended = time.perf_counter()
         return tries == 1
 
-    def compute(self, step: OptimizerStep) -> StepGradients:
+    def gradients(self, step: OptimizerStep) -> StepGradients:
+        """Compute a step that has no rate; its loss becomes a float, and its gradients a tree."""
+        for attempt in self.tries(step):
+            with attempt:
+                computed = self._compute(step)
+        computed.loss = float(computed.loss)
+        computed.gradients = self.vectors.split(computed.gradients)
+        return computed
+
+    def _compute(self, step: OptimizerStep) -> StepGradients:
         """Wait for a step's graph, which is built if it is not yet, or no longer."""
         if step.built is None:
             self.accumulate(step)

@@ -143,15 +143,8 @@ class InstructPipeline:
 
     def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
         """Return the loss and gradients of a step without an update; `step` seeds the dropout."""
-        engine = self.engine
-        engine.settle()
-        alone = engine.step(examples, step)
-        for attempt in engine.tries(alone):
-            with attempt:
-                computed = engine.compute(alone)
-        computed.loss = float(computed.loss)
-        computed.gradients = engine.vectors.split(computed.gradients)
-        return computed
+        self.engine.settle()
+        return self.engine.gradients(self.engine.step(examples, step))
 
     def evaluate(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None

@@ -121,8 +121,7 @@ class GraphRunner:
 
     def graph(self, tokens: int, gradients: Any, *arrays: Any) -> Graph:
         """Return the graph of the micro-batch built since `note_outputs`."""
-        outputs, self._mixers.outputs = self._mixers.outputs, []
-        self._mixers.stop_noting()
+        outputs = self._mixers.take_outputs()
         return Graph(tokens, self.stages_for(tokens) if outputs else 1, outputs, gradients, arrays)
 
     def start(self, graph: Graph) -> None:
