@@ -113,7 +113,7 @@ def test_head_loss_of_one_position(head: Any) -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_logits_of_ten_thousand(head: Any, order: int) -> None:
+def test_large_logits_do_not_overflow(head: Any, order: int) -> None:
     """The first row's largest logit is in the first or the last block of the vocabulary."""
     weight, hidden = random(9000, 16), 2500 * random(4, 16)
     weight = weight[np.argsort(np.array(hidden @ weight.T)[0])[::-order].tolist()]
@@ -127,7 +127,7 @@ def test_logits_of_ten_thousand(head: Any, order: int) -> None:
     )
 
 
-def test_certain_prediction_costs_nothing(head: Any) -> None:
+def test_loss_of_a_certain_prediction_is_zero(head: Any) -> None:
     weight = mx.eye(8) * 1e4
     found = head.trained_head_losses(weight, mx.eye(8), mx.arange(8))
     assert found.max().item() == 0

@@ -94,13 +94,13 @@ def test_micro_batch_is_launched_when_the_next_one_is_built(
 
 @pytest.mark.parametrize("tokens", [10_000, 60])
 @pytest.mark.parametrize("execution", [IN_LINE, SPLIT], ids=["line", "padded"])
-def test_steps_started_ahead_are_those_in_turn(execution: Any, tokens: int) -> None:
+def test_steps_built_ahead_equal_sequential_steps(execution: Any, tokens: int) -> None:
     one, other = (fresh(model_folder("qwen3"), execution, tokens) for _ in range(2))
     assert ahead(one) == in_turn(other)
     assert adapter(one) == adapter(other)
 
 
-def test_step_is_built_before_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_step_is_built_while_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = fresh(model_folder("qwen3"), IN_LINE, 10_000)
     events: list[str] = []
     build, finish = Engine.build, type(pipeline.engine.runner).finish
@@ -133,7 +133,7 @@ def test_time_of_a_step_ends_before_the_next_one_is_computed(
     assert started[0] < first.ended <= started[1] < second.ended
 
 
-def test_step_that_is_not_finite_is_undone_and_the_next_one_holds() -> None:
+def test_non_finite_step_is_undone_and_the_next_one_stands() -> None:
     one, other = (fresh(model_folder("qwen3"), IN_LINE, 10_000) for _ in range(2))
     first = one.start_batch(STEPS[0], step=1, learning_rate=float("inf"))
     second = one.start_batch(STEPS[1], step=2, learning_rate=1e-2)
@@ -144,7 +144,7 @@ def test_step_that_is_not_finite_is_undone_and_the_next_one_holds() -> None:
     assert adapter(one) == adapter(other)
 
 
-def test_step_that_runs_out_of_memory_is_taken_again_and_the_next_one_built_anew(
+def test_out_of_memory_retries_a_step_and_rebuilds_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, other = (fresh(model_folder("qwen3"), IN_LINE, 10_000) for _ in range(2))
@@ -164,7 +164,7 @@ def test_step_that_runs_out_of_memory_is_taken_again_and_the_next_one_built_anew
     assert losses == pytest.approx(in_turn(other)[:2], rel=1e-5)
 
 
-def test_step_that_cannot_be_taken_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = fresh(model_folder("qwen3"), IN_LINE, 10_000)
     before = adapter(pipeline)
 

@@ -69,7 +69,7 @@ SIZED += [(way, tokens) for way in ("split head", "all") for tokens in (1, 10_00
 
 
 @pytest.mark.parametrize(("way", "tokens_at_once"), SIZED)
-def test_each_examples_loss_is_that_of_full_logits(way: str, tokens_at_once: int) -> None:
+def test_loss_of_each_example_equals_full_logits(way: str, tokens_at_once: int) -> None:
     base = load_base(model_folder("qwen3"), "float32")
     examples = fixed_step()
     wanted = expected(base.model, examples)
@@ -84,7 +84,9 @@ def test_each_examples_loss_is_that_of_full_logits(way: str, tokens_at_once: int
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3_text"])
 @pytest.mark.parametrize("way", [Execution(MLX), KERNELS], ids=["plain", "kernels"])
-def test_other_heads_and_windows_give_it_too(architecture: str, way: Execution) -> None:
+def test_loss_equals_full_logits_for_other_heads_and_windows(
+    architecture: str, way: Execution
+) -> None:
     base = load_base(model_folder(architecture), "float32")
     wanted = expected(base.model, fixed_step())
     evaluator = Evaluator(base.model, base.parameters, pytest.fail, execution=way)
@@ -238,7 +240,7 @@ def test_most_tokens_of_a_batch_take_a_second_of_a_gpu_and_ten_of_two_cores(
     assert found == {True: [16384, 833, 125], False: [16384, 8333, 1250]}
 
 
-def test_batch_for_which_memory_ran_out_is_not_tried_again_and_training_keeps_its_own(
+def test_evaluation_remembers_the_batch_size_that_ran_out_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 16384)

@@ -125,7 +125,7 @@ def test_micro_batches_of_any_size(how: Execution, tokens: int) -> None:
 
 @pytest.mark.parametrize("way", IN_LINE)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_line_runs_each_token_once(architecture: str, way: str) -> None:
+def test_packed_sequence_runs_shared_tokens_once(architecture: str, way: str) -> None:
     beginnings = {
         tuple(one.tokens[: i + 1].tolist()) for one in fixed_step() for i in range(len(one) - 1)
     }
@@ -135,7 +135,7 @@ def test_a_line_runs_each_token_once(architecture: str, way: str) -> None:
     assert result.padding == 0
 
 
-def test_dropout_shares_a_beginning_within_a_row_alone() -> None:
+def test_dropout_shares_prefixes_only_within_a_row() -> None:
     way = WAYS["in one line"]
     rows = [replace(example, row=i) for i, example in enumerate(fixed_step())]
     fast = pipeline("gemma3_text", way, tokens=10_000, dropout=0.3)
@@ -155,7 +155,7 @@ def test_evaluation_equals_the_plain_one(way: str) -> None:
     assert result.total_tokens == expected.total_tokens
 
 
-def test_asked_for_is_what_is_used() -> None:
+def test_requested_execution_is_used() -> None:
     for name, how in WAYS.items():
         found = pipeline("gemma3_text", how, tokens=10_000).forward.execution
         assert found == replace(how, micro_batch_tokens=10_000, fixed_cost=0), name

@@ -77,7 +77,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, *texts: str, times: int = 1) -> None:
     monkeypatch.setattr(SplitModel, "hidden", failing)
 
 
-def test_failed_allocation_halves_and_the_step_is_that_of_half(
+def test_out_of_memory_equals_a_run_with_the_halved_limit(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     halved, warnings = make(80)
@@ -96,7 +96,7 @@ def test_failed_allocation_halves_and_the_step_is_that_of_half(
         assert value.tobytes() == expected[name].tobytes()
 
 
-def test_bound_is_halved_from_what_ran_and_not_from_what_was_allowed(
+def test_out_of_memory_halves_the_largest_micro_batch_that_ran(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline, _ = make(LARGE)
@@ -107,7 +107,7 @@ def test_bound_is_halved_from_what_ran_and_not_from_what_was_allowed(
     assert pipeline.engine.batches.max_tokens <= tokens / 4
 
 
-def test_evaluation_that_runs_out_of_memory_changes_no_limit_of_training(
+def test_out_of_memory_in_an_evaluation_keeps_the_limit_of_training(
     make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pipeline, warnings = make(LARGE)
@@ -133,7 +133,7 @@ def test_limit_of_micro_batches_has_one_writer() -> None:
     assert len(writers) == 1, writers
 
 
-def test_allocation_that_fails_for_single_examples_is_an_error_that_changes_nothing(
+def test_out_of_memory_with_single_examples_is_an_error_that_changes_nothing(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline, _ = make(80)
@@ -145,7 +145,7 @@ def test_allocation_that_fails_for_single_examples_is_an_error_that_changes_noth
         assert np.array_equal(value, before[name])
 
 
-def test_halving_that_is_asked_for_gives_the_steps_of_half(make: Any) -> None:
+def test_requested_halving_equals_a_run_with_the_halved_limit(make: Any) -> None:
     halved, warnings = make(80)
     started = halved.start_batch(EXAMPLES)
     tokens = halved.relieve_memory(EXAMPLES)
@@ -189,7 +189,7 @@ def taken_alone(make: Any, tokens: int) -> Any:
 
 
 @pytest.mark.parametrize("text", [RESOURCES, VICTIM, IGNORED])
-def test_step_is_tried_once_more_after_a_fault_that_may_pass(
+def test_transient_fault_is_retried_once(
     make: Any, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     pipeline, warnings = make(80)
@@ -206,7 +206,7 @@ def test_step_is_tried_once_more_after_a_fault_that_may_pass(
 
 
 @pytest.mark.parametrize("text", [RESOURCES, VICTIM, IGNORED])
-def test_fault_that_comes_twice_in_a_row_ends_the_step_and_changes_nothing(
+def test_repeated_fault_is_an_error_that_changes_nothing(
     make: Any, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     pipeline, _ = make(80)
@@ -222,7 +222,7 @@ def test_fault_that_comes_twice_in_a_row_ends_the_step_and_changes_nothing(
     assert pipeline.train_batch(EXAMPLES) == taken_alone(make, 80)[0]
 
 
-def test_each_step_may_be_tried_once_more(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_step_may_be_retried(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline, warnings = make(80)
     for _ in range(3):
         with monkeypatch.context() as patch:
@@ -232,7 +232,7 @@ def test_each_step_may_be_tried_once_more(make: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("text", [TIMEOUT, INTERACTIVITY])
-def test_evaluations_are_shortened_before_micro_batches_are(
+def test_timeout_shortens_stages_before_halving_micro_batches(
     make: Any, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     pipeline, warnings = make(80)
@@ -245,16 +245,14 @@ def test_evaluations_are_shortened_before_micro_batches_are(
     assert pipeline.engine.batches.max_tokens <= 40
 
 
-def test_command_that_takes_too_long_with_one_example_is_an_error(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_timeout_with_one_example_is_an_error(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline, _ = make(80)
     fail(monkeypatch, TIMEOUT, times=100)
     with pytest.raises(GpuError, match=r"too long with one example .*display sleep.*AGX_"):
         pipeline.train_batch(EXAMPLES)
 
 
-def test_step_at_the_resource_limit_is_repeated_and_makes_no_new_shapes(
+def test_resource_limit_retries_without_new_shapes(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline, _ = make(80)
@@ -263,7 +261,7 @@ def test_step_at_the_resource_limit_is_repeated_and_makes_no_new_shapes(
     assert pipeline.engine.batches.max_tokens == 80
 
 
-def test_fault_at_the_wait_for_an_earlier_micro_batch_is_one_of_the_step(
+def test_fault_in_an_earlier_micro_batch_retries_the_step(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipeline, _ = make(40)
@@ -280,7 +278,7 @@ def test_fault_at_the_wait_for_an_earlier_micro_batch_is_one_of_the_step(
     assert result == taken_alone(make, 40)[0]
 
 
-def test_validation_recovers_too(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_is_retried_after_faults(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline, warnings = make(80)
     expected = pipeline.evaluate(EXAMPLES).avg_loss
     fail(monkeypatch, VICTIM, ALLOCATION)
@@ -288,7 +286,7 @@ def test_validation_recovers_too(make: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(warnings) == 2
 
 
-def test_use_over_the_limit_is_warned_of_once_and_changes_nothing(make: Any) -> None:
+def test_exceeding_the_memory_limit_warns_once_and_changes_nothing(make: Any) -> None:
     (pipeline, warnings), (other, _) = make(LARGE), make(LARGE)
     expected = [other.train_batch(EXAMPLES) for _ in range(3)]
     mx.set_memory_limit(mx.get_active_memory() + 1000)
@@ -300,7 +298,7 @@ def test_use_over_the_limit_is_warned_of_once_and_changes_nothing(make: Any) -> 
     assert "lower --memory-limit" in warnings[0]
 
 
-def test_use_within_the_limit_is_no_warning(make: Any) -> None:
+def test_no_warning_within_the_memory_limit(make: Any) -> None:
     pipeline, warnings = make(LARGE)
     pipeline.train_batch(EXAMPLES)
     pipeline.evaluate(EXAMPLES)
@@ -325,7 +323,7 @@ def test_step_counts_its_micro_batches_and_their_padding(
         assert found.run_tokens - found.padding == sum(len(each) - 1 for each in EXAMPLES)
 
 
-def test_step_says_its_own_peak_and_not_that_of_one_before(
+def test_step_reports_its_own_memory_peak(
     make: Callable[..., tuple[InstructPipeline, list[str]]],
 ) -> None:
     pipeline, _ = make(LARGE)
@@ -341,9 +339,7 @@ def test_step_says_its_own_peak_and_not_that_of_one_before(
     assert memory.peak_bytes() - before >= 50_000_000, "that of the run is kept"
 
 
-def test_step_is_planned_once_and_again_once_its_bound_changes(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_is_cached_until_the_limit_changes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (pipeline, _), planned, plan = make(LARGE), list[int](), Execution.plan
 
     def counted(self: Execution, examples: Any, **options: Any) -> Any:

@@ -243,7 +243,7 @@ def test_each_row_draws_its_own_dropout(make_pipeline: MakePipeline) -> None:
     assert loss(1, 1) == pytest.approx(loss(1), rel=1e-6)
 
 
-def test_validation_knows_no_dropout(make_pipeline: MakePipeline) -> None:
+def test_evaluation_has_no_dropout(make_pipeline: MakePipeline) -> None:
     examples = random_examples(3)
     pipeline = make_pipeline("qwen3", dropout=0.5)
     pipeline.loss_and_gradients(examples)
@@ -439,7 +439,7 @@ def test_losses_of_a_real_model_equal_the_golden_ones(shared: Path) -> None:
         assert result.avg_loss == pytest.approx(loss, rel=1e-4)
 
 
-def test_pipeline_is_what_the_trainer_asks_for(make_pipeline: MakePipeline) -> None:
+def test_pipeline_implements_the_protocol_of_the_trainer(make_pipeline: MakePipeline) -> None:
     from mlxtune.core.training.pipeline import Pipeline
 
     pipeline: Pipeline = make_pipeline("qwen3")

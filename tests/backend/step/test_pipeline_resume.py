@@ -126,9 +126,7 @@ def test_projections_that_run_together_resume_from_moments_in_the_order_of_the_m
     assert state(again) == state(whole)
 
 
-def test_micro_batches_that_were_halved_stay_halved_and_a_smaller_plan_stays_small(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_restore_keeps_the_smaller_limit_of_micro_batches(folder: Path, tmp_path: Path) -> None:
     made = pipeline(folder, WAYS["plain"])
     take(made, range(1, 2))
     made.engine.batches.limit(30)

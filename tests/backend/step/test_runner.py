@@ -133,7 +133,7 @@ def test_step_that_compiles_kernels_sets_no_rate(monkeypatch: pytest.MonkeyPatch
         assert stages.seconds_per_token == seconds
 
 
-def test_card_computes_in_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_uses_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxtune.backend.step.runner.on_cpu", lambda: False)
     monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: False)
     stages = fresh(model_folder("qwen3"), IN_LINE, 10_000).engine.runner

@@ -146,7 +146,7 @@ def test_only_the_first_steps_are_planned() -> None:
     assert list(map(len, planned([[example(9)] * 4000] * 2))) == [256]
 
 
-def test_what_would_help_is_said_with_numbers_that_help() -> None:
+def test_remedies_name_values_that_fit() -> None:
     given, execution = work(400), LEAN
     limit = 300_000
     message = why_not(shapes(), given, execution, limit, False)
@@ -169,7 +169,7 @@ def test_checkpointing_is_advised_where_it_was_off_and_would_do() -> None:
     assert "--grad-checkpoint" not in why_not(shapes(), given, execution, limit - 1, True)
 
 
-def test_quantised_base_is_advised_to_those_who_have_none() -> None:
+def test_quantising_is_advised_unless_the_base_is_quantised() -> None:
     given, execution = work(40), LEAN
     heavy = shapes(weights=10**9)
     assert "--quantize 4 (about 156 MB)" in why_not(heavy, given, execution, 2 * 10**8, True)

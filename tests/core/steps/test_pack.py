@@ -82,7 +82,7 @@ def taught(examples: Sequence[Example]) -> Iterator[tuple[int, ...]]:
 
 
 @given(steps(), st.booleans())
-def test_a_line_teaches_what_each_example_by_itself_would(
+def test_packed_targets_equal_those_of_single_examples(
     examples: list[Example], keyed: bool
 ) -> None:
     line = pack(examples, keyed=keyed)
@@ -174,7 +174,7 @@ def test_lines_are_about_as_few_as_there_can_be(runs: list[int]) -> None:
     assert len(planned) <= max(1, -(-2 * sum(runs) // 100))
 
 
-def test_the_picture_of_the_module() -> None:
+def test_diagram_in_the_docstring_is_true() -> None:
     a, b, c, d, e, x, y, p, q, r = range(10)
     first, second, third = (
         example([], each) for each in ([a, b, c, d, e], [a, b, x, y], [p, q, r])

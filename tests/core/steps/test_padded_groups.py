@@ -86,7 +86,7 @@ def test_plan_holds_each_example_once_and_keeps_its_bounds(
 
 @settings(deadline=None)
 @given(steps(12), st.integers(1, 300), COSTS)
-def test_planned_micro_batches_teach_what_each_example_by_itself_would(
+def test_padded_targets_equal_those_of_single_examples(
     examples: list[Example], max_tokens: int, fixed: int
 ) -> None:
     taught: Counter[tuple[int, ...]] = Counter()

@@ -61,6 +61,6 @@ def test_no_worker_takes_a_third_longer_than_it_must(costs: list[int], workers: 
     assert 3 * longest <= 4 * best
 
 
-def test_alone_a_worker_gets_all() -> None:
+def test_single_worker_gets_all_items() -> None:
     assert deal([3, 1, 2], 1) == [[0, 1, 2]]
     assert deal([], 2) == [[], []]
