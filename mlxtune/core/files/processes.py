@@ -36,8 +36,15 @@ class ChildTimeoutError(ChildError):
     """A process did not end in time."""
 
 
-class TooMuchMemory(Exception):
-    """A process exceeds its memory limit."""
+class ProcessEnded(Exception):
+    """A limited process ended before it answered, or its answer or memory is too large.
+
+    `reason` is `time`, `memory`, `length` or an exit status.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def start(
@@ -195,9 +202,9 @@ class LimitedProcess:
             self._process.stdin.flush()
 
     def read_line(self, longest: int) -> bytes:
-        """Return the next line with its line end, or its first `longest` bytes.
+        """Return the next line with its line end, of at most `longest` bytes.
 
-        The last line may have no line end. Raises TooMuchMemory.
+        Raises ProcessEnded if there is no such line.
         """
         assert self._process.stdout is not None
         output, searched = self._process.stdout.fileno(), 0
@@ -205,13 +212,15 @@ class LimitedProcess:
             searched = len(self._unread)
             while not select.select([output], [], [], _LOOK_EVERY)[0]:
                 if not limited_child.LIMITS_ITSELF and resident_memory(self.pid) > self._memory:
-                    raise TooMuchMemory
+                    raise ProcessEnded("memory")
             if not (piece := os.read(output, _PIECE)):
                 break
             self._unread += piece
         size = min(found + 1 or len(self._unread), longest)
         line = bytes(self._unread[:size])
         del self._unread[:size]
+        if not line.endswith(b"\n"):
+            raise ProcessEnded("length" if size == longest else self.why_ended())
         return line
 
     def why_ended(self) -> str:
