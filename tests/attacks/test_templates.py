@@ -53,7 +53,7 @@ ATTACKS = {
 def test_template_that_is_no_function_of_its_messages_is_refused(name: str) -> None:
     source, problem = ATTACKS[name]
     with pytest.raises(ModelError) as raised:
-        ChatTemplate({"default": source}, {})(MESSAGES)
+        ChatTemplate({"default": source}, {}).request(MESSAGES).text()
     said = str(raised.value)
     assert said.startswith(f"the model's chat template (default) {problem}")
     assert said.endswith("differ: fix it, or name a built-in --template")
@@ -65,16 +65,7 @@ def test_template_that_is_no_function_of_its_messages_is_refused(name: str) -> N
 def test_every_row_is_looked_at(source: str, rows: str) -> None:
     condition = {"all": "true", "one": "messages[0].content == '500'"}[rows]
     render = ChatTemplate({"default": f"{{% if {condition} %}}{source}{{% endif %}}"}, {})
-    calls = [
-        {
-            "messages": [{"role": "user", "content": str(i)}],
-            "tools": None,
-            "add_generation_prompt": False,
-            "enable_thinking": None,
-        }
-        for i in range(501)
-    ]
-    render.start(calls)
+    render.start(render.request([{"role": "user", "content": str(i)}]) for i in range(501))
     with pytest.raises(ModelError, match="differ: fix it"):
         render.start([])
 
@@ -94,9 +85,10 @@ def test_every_row_is_looked_at(source: str, rows: str) -> None:
 @pytest.mark.parametrize("content", ["Hi", "<function f at 0x7f25a00f1620>"])
 def test_template_that_says_the_same_all_day_is_rendered(source: str, content: str) -> None:
     messages = [{"role": "user", "content": content}]
-    render = ChatTemplate({"default": source}, {})
+    template = ChatTemplate({"default": source}, {})
+    one, other = template.request(messages), template.request(messages)
     try:
-        assert render(messages) == render(messages)
+        assert one.text() == other.text()
     except ValueError as refusal:
         assert type(refusal).__name__ == "BadRow"
 

@@ -1,20 +1,28 @@
-"""A model folder's chat template, rendered by transformers as inference tools render it."""
+"""A model folder's chat template, rendered as inference tools render it, with transformers.
+
+A chat template is an untrusted program. transformers' sandbox keeps it from accessing files and
+other code, but not from running forever or filling the memory, so it runs in a limited process.
+
+Parent and child exchange lines of JSON. The parent sends one header, then a line for each request;
+the child answers with one line of all replies.
+"""
 
 import atexit
 import json
 import re
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mlxtune.backend.text import template_child
 from mlxtune.backend.text.template_child import INVALID, REFUSED, TEXT, UNSTEADY, Reply
-from mlxtune.backend.text.template_process import Harmful, TemplateProcess
 from mlxtune.config.limits import TEMPLATE, TOKENIZER_CONFIG
-from mlxtune.core.data.model_template import PendingText, RenderCall
 from mlxtune.core.data.problems import BadRow
+from mlxtune.core.files.processes import LimitedProcess, ProcessEnded
 from mlxtune.core.files.reading import read_text, read_value
 from mlxtune.errors import ModelError, one_line
 
@@ -22,10 +30,19 @@ _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 # The maximum number of characters of JSON to start at once: beyond it, round trips cost little.
 _MAX_STARTED = 2**22
 _ADDRESS = re.compile(r"<[^\n]{1,80}? at 0x[0-9a-f]{6,16}>")
+# Longer conversations get more time and longer results: the time grows by `seconds` for every
+# `_CHARACTERS_AGAIN` characters, and a result may have `_GROWTH` characters for each character of
+# its request.
+_CHARACTERS_AGAIN, _GROWTH = 2**22, 16
+# How many characters a result may have for any request, and how many all results of an exchange may
+# have together.
+_ALWAYS, _MAX_RESULT = 2**20, 2**25
+
+_TOO_LARGE = "produces more text or values than any conversation needs"
 
 
 class ChatTemplate:
-    """Jinja templates and the special tokens that they may use; implements core's RenderChat.
+    """Jinja templates and the special tokens that they may use; implements core's ChatRenderer.
 
     `sources` are templates by name: `default`, and optionally `tool_use` for conversations with
     tools.
@@ -34,60 +51,17 @@ class ChatTemplate:
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self._sources = sources
         self._special_tokens = dict(special_tokens)
-        self._started: list[_Rendering] = []
+        self._started: list[TemplateRequest] = []
 
-    def __call__(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """Render messages, with the options of core's RenderChat.
-
-        Raises BadRow, with the template's reason, if the template rejects the messages. Raises
-        ModelError if the template is invalid or harmful, or if its output is not deterministic.
-        """
-        rendering = _Rendering(*self._request(messages, **options))
-        self._submit([rendering])
-        return rendering.text()
-
-    def start(self, calls: Iterable[RenderCall]) -> list[PendingText]:
-        """Start calls in the child process, without waiting; return a function for each text.
-
-        If the calls are long, only the first are started. Raises ModelError if the previous start
-        found that a template is harmful or that its output is not deterministic.
-        """
-        texts: list[PendingText] = []
-        started: list[_Rendering] = []
-        size = 0
-        for call in calls:
-            try:
-                rendering = _Rendering(*self._request(**call))
-            except BadRow:  # the call raises the same error
-                texts.append(partial(self, **call))
-                continue
-            size += len(rendering.request)
-            if size > _MAX_STARTED:
-                break
-            started.append(rendering)
-            texts.append(rendering.text)
-        for rendering in self._started:
-            rendering.reply()
-        self._started = started
-        for name in dict.fromkeys(each.name for each in started):
-            self._submit([each for each in started if each.name == name])
-        return texts
-
-    def _submit(self, renderings: Sequence["_Rendering"]) -> None:
-        """Start renderings with the same template."""
-        source = self._sources[renderings[0].name]
-        replies = _process().submit(source, [each.request for each in renderings])
-        for index, rendering in enumerate(renderings):
-            rendering.replies, rendering.index = replies, index
-
-    def _request(
+    def request(
         self,
         messages: Sequence[Mapping[str, Any]],
+        *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         enable_thinking: bool | None = None,
-    ) -> tuple[str, str]:
-        """Return the name of the template to use, and the arguments for it as JSON.
+    ) -> "TemplateRequest":
+        """Return a request to render messages.
 
         Raises BadRow if the messages or tools are nested too deeply.
         """
@@ -98,22 +72,51 @@ class ChatTemplate:
             arguments["enable_thinking"] = enable_thinking
         try:
             # transformers does the same to values that are not JSON.
-            return name, json.dumps(arguments, default=lambda value: f"<{type(value).__name__}>")
+            line = json.dumps(arguments, default=lambda value: f"<{type(value).__name__}>")
         except RecursionError as error:
             raise BadRow("the model's template refuses it", one_line(error)) from error
+        return TemplateRequest(name, self._sources[name], line)
+
+    def start(self, requests: Iterable["TemplateRequest"]) -> None:
+        """Start requests in the child process, without waiting; if they are long, only the first.
+
+        Raises ModelError if the previous start found that a template is harmful or that its output
+        is not deterministic.
+        """
+        started: list[TemplateRequest] = []
+        size = 0
+        for request in requests:
+            size += len(request.line)
+            if size > _MAX_STARTED:
+                break
+            started.append(request)
+        for earlier in self._started:
+            earlier.reply()
+        self._started = started
+        for name in dict.fromkeys(each.name for each in started):
+            start_together([each for each in started if each.name == name])
 
 
 @dataclass(eq=False)
-class _Rendering:
-    """A request to the template `name`, and its place among the replies once it has started."""
+class TemplateRequest:
+    """A request to render messages with the template `name`, and its reply.
+
+    `line` is JSON with the arguments of transformers' render_jinja_template.
+    """
 
     name: str
-    request: str
-    replies: Future[list[Reply]] = field(init=False, repr=False)
-    index: int = field(init=False)
+    source: str
+    line: str
+    # All replies of the exchange that this request is part of, and this request's place in them.
+    _replies: Future[list[Reply]] | None = field(default=None, repr=False)
+    _index: int = 0
 
     def text(self) -> str:
-        """Wait for the text. Raises ModelError, or BadRow if the template rejects the messages."""
+        """Start the request unless it has started, and wait for the text.
+
+        Raises BadRow, with the template's reason, if the template rejects the messages. Raises
+        ModelError if the template is invalid or harmful, or if its output is not deterministic.
+        """
         kind, text = self.reply()
         if kind == INVALID:
             raise ModelError(
@@ -126,8 +129,11 @@ class _Rendering:
 
     def reply(self) -> Reply:
         """Wait for the reply. Raises ModelError if the template is harmful or not deterministic."""
+        if self._replies is None:
+            start_together([self])
+        assert self._replies is not None
         try:
-            kind, text = self.replies.result()[self.index]
+            kind, text = self._replies.result()[self._index]
         except Harmful as error:
             raise ModelError(
                 f"the model's chat template ({self.name}) {error}: fix it, or name a built-in "
@@ -135,7 +141,7 @@ class _Rendering:
             ) from error
         problem = text if kind == UNSTEADY else ""
         # Most Python objects print with their address in memory, which differs in each run.
-        if kind == TEXT and " at 0x" in text and " at 0x" not in self.request:
+        if kind == TEXT and " at 0x" in text and " at 0x" not in self.line:
             found = _ADDRESS.search(text)
             problem = f"writes a Python object ({one_line(found.group())})" if found else ""
         if problem:
@@ -146,12 +152,11 @@ class _Rendering:
         return kind, text
 
 
-def read_template_file(path: Path) -> str:
-    """Return the text of a Jinja file. Raises ModelError if it cannot be read."""
-    try:
-        return read_text(path, TEMPLATE)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"--template {path}: cannot be read: {one_line(error)}") from error
+def start_together(requests: Sequence[TemplateRequest]) -> None:
+    """Start requests with the same template in one exchange with the child process."""
+    replies = _process().submit(requests[0].source, [each.line for each in requests])
+    for index, request in enumerate(requests):
+        request._replies, request._index = replies, index
 
 
 def start_process() -> None:
@@ -160,10 +165,113 @@ def start_process() -> None:
 
 
 @cache
-def _process() -> TemplateProcess:
+def _process() -> "TemplateProcess":
     process = TemplateProcess()
     atexit.register(process.close)
     return process
+
+
+class Harmful(Exception):
+    """A template exceeds the limits or ends its process; the message says how."""
+
+
+class TemplateProcess:
+    """The child process, which is started on first use, and again after it has ended.
+
+    A rendering may take `seconds` of CPU time, or more for a long request. The child may use
+    `memory` bytes.
+    """
+
+    def __init__(self, seconds: float = 10.0, memory: int = 2**30) -> None:
+        self._seconds, self._memory = seconds, memory
+        self._child: LimitedProcess | None = None
+        self._source: str | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, source: str, requests: Sequence[str]) -> Future[list[Reply]]:
+        """Start `render` in the background; return a future of its result or exception."""
+        future: Future[list[Reply]] = Future()
+
+        def work() -> None:
+            try:
+                future.set_result(self.render(source, requests))
+            except BaseException as error:  # noqa: BLE001  the future raises it
+                future.set_exception(error)
+
+        # Python's exit does not wait for a daemon thread.
+        threading.Thread(target=work, daemon=True).start()
+        return future
+
+    def render(self, source: str, requests: Sequence[str]) -> list[Reply]:
+        """Render a template for each request, which is JSON with render_jinja_template's arguments.
+
+        Raises Harmful if the template exceeds the limits or ends its process.
+        """
+        with self._lock:
+            try:
+                return self._exchange(source, requests)
+            except BaseException:  # also Ctrl-C, after which no caller reads the reply
+                self.close()
+                raise
+
+    def _exchange(self, source: str, requests: Sequence[str]) -> list[Reply]:
+        child = self._child = self._child or self._new()
+        seconds = self._seconds * (1 + max(map(len, requests)) / _CHARACTERS_AGAIN)
+        # The child keeps the last source.
+        changed = json.dumps(None if source == self._source else source)
+        self._source = source
+        header = f"[{seconds}, {len(requests)}, {changed}]"
+        lines = "\n".join([header, *requests, ""]).encode()
+        child.write(lines)
+        try:
+            reply = child.read_line(_MAX_RESULT + _GROWTH * len(lines))
+        except ProcessEnded as error:
+            raise Harmful(_why(error.reason, seconds)) from None
+        replies = [_whole(str(kind), str(text)) for kind, text in json.loads(reply)]
+        for request, (_, text) in zip(requests, replies, strict=True):
+            if len(text) > _ALWAYS + _GROWTH * len(request):
+                raise Harmful(_TOO_LARGE)
+        return replies
+
+    def close(self) -> None:
+        """End the child."""
+        if self._child is not None:
+            self._child.close()
+        self._child = self._source = None
+
+    def start(self) -> None:
+        """Start the child if there is none, without waiting for it."""
+        with self._lock:
+            self._child = self._child or self._new()
+
+    def _new(self) -> LimitedProcess:
+        return LimitedProcess(Path(template_child.__file__), self._memory)
+
+
+def _whole(kind: str, text: str) -> Reply:
+    """Return a reply; text that UTF-8, and so a tokenizer, cannot encode becomes a refusal."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"it writes half of a surrogate pair, U+{ord(text[error.start]):04X}"
+        return (REFUSED if kind == TEXT else kind), half
+    return kind, text
+
+
+def _why(ended: str, seconds: float) -> str:
+    if ended == "time":
+        return f"takes more than {seconds:.3g} s for a conversation"
+    if ended in ("memory", "length"):
+        return _TOO_LARGE
+    return f"ends the process that renders it ({ended})"
+
+
+def read_template_file(path: Path) -> str:
+    """Return the text of a Jinja file. Raises ModelError if it cannot be read."""
+    try:
+        return read_text(path, TEMPLATE)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"--template {path}: cannot be read: {one_line(error)}") from error
 
 
 def read_chat_template(folder: Path) -> dict[str, str]:

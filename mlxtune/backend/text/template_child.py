@@ -1,4 +1,4 @@
-"""Script that template_process.py runs to render chat templates; imports nothing from mlxtune.
+"""Script that chat_template.py runs to render chat templates; imports nothing from mlxtune.
 
 core/files/limited_child.py runs it under a memory limit.
 """

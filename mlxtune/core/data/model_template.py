@@ -13,14 +13,20 @@ writes an empty think block into the last turn only), each turn is a separate ex
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from mlxtune.core.data.conversation import THINKING_FIELDS, Conversation, Message, function_name
+from mlxtune.core.data.conversation import (
+    THINKING_FIELDS,
+    Conversation,
+    Message,
+    function_name,
+    supervised_turns,
+)
 from mlxtune.core.data.problems import (
     DROPPED_CONTENT,
     DROPPED_SYSTEM,
@@ -36,7 +42,6 @@ from mlxtune.core.data.template import (
     PendingRendering,
     Rendered,
     Rendering,
-    supervised_turns,
 )
 
 _END_THINK = "</think>"
@@ -48,65 +53,49 @@ _PROBE = "mlxtune asks whether this is shown"
 _MOST_RENDERED, _PER_MESSAGE = 2**27, 64
 
 
-# The arguments of a RenderChat.
-RenderCall = dict[str, Any]
-# Waits for the text of a RenderCall, or raises BadRow.
-PendingText = Callable[[], str]
+class TextRequest(Protocol):
+    """A request to render messages, and its reply."""
+
+    def text(self) -> str:
+        """Start the request unless it has started, and wait for the text.
+
+        Raises BadRow with the template's own reason if the template refuses the messages.
+        """
 
 
-class RenderChat(Protocol):
+Request = TypeVar("Request", bound=TextRequest)
+
+
+class ChatRenderer(Protocol[Request]):
     """The template itself, as transformers renders it."""
 
-    def __call__(
+    def request(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        enable_thinking: bool | None,
-    ) -> str:
-        """Render messages. Raises BadRow with the template's own reason if it refuses them."""
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        enable_thinking: bool | None = None,
+    ) -> Request:
+        """Return a request to render messages. Raises BadRow if they are nested too deeply."""
+
+    def start(self, requests: Iterable[Request]) -> None:
+        """Start requests without waiting: as many of the first as the renderer chooses."""
 
 
 @dataclass(frozen=True)
-class _TurnRequest:
-    """A turn's message as rendered, and its pending prompt and text."""
+class _Chat:
+    """A conversation in rendering.
 
-    message: Message
-    prompt: PendingText
-    text: PendingText
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A conversation in the layout that a template expects, and the requests of its turns so far.
-
-    `first` is the position of its first message as shown to the user, who also counts a merged
-    message. `requests` are by position.
+    `first` is the position of the first message that the template gets: 1 if a system message is
+    merged into the first user turn. `requests` are the requests for the prompt and the text of each
+    turn, by the turn's position; a turn that was rendered has none.
     """
 
     conversation: Conversation
     first: int
     notes: dict[str, str]
-    requests: dict[int, _TurnRequest] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """One assistant turn; `text` is the prompt and the answer, perhaps with a newline after them.
-
-    `unknown_end` is the text that ends the answer if no token does, with a remedy.
-    """
-
-    prompt: str
-    answer: str
-    text: str
-    unknown_end: str
-
-    @property
-    def rendered(self) -> Rendered:
-        shown = self.prompt + self.answer
-        return Rendered(shown, ((len(self.prompt), len(shown)),), add_bos=False)
+    requests: dict[int, tuple[TextRequest, TextRequest]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,17 +103,15 @@ class ModelTemplate:
     """Renders conversations with a model's own template.
 
     `end_tokens` are the control tokens that may end a turn. `source` is the template's text, which
-    shows how it supports thinking. `turns`, `thinking` and `merge_system` are options. If given,
-    `render_ahead` starts calls of `render`, as many of the first calls as it chooses.
+    shows how it supports thinking. `turns`, `thinking` and `merge_system` are options.
     """
 
-    render: RenderChat
+    renderer: ChatRenderer[Any]
     end_tokens: tuple[str, ...]
     source: str = ""
     turns: str = "all"
     thinking: str = "auto"
     merge_system: bool = False
-    render_ahead: Callable[[Iterator[RenderCall]], Sequence[PendingText]] = lambda calls: ()
 
     @cached_property
     def _ends(self) -> re.Pattern[str]:
@@ -135,7 +122,8 @@ class ModelTemplate:
     def _shows_system(self) -> bool:
         messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hi"}]
         try:
-            return _PROBE in self.render(**_call(messages, asks=True))
+            request = self.renderer.request(messages, add_generation_prompt=True)
+            return _PROBE in request.text()
         except BadRow:
             return False
 
@@ -149,7 +137,10 @@ class ModelTemplate:
         """The text that the generation prompt adds; Gemma 4 leaves it out after a tool's result."""
         question = [{"role": "user", "content": _PROBE}]
         try:
-            before, prompt = (self.render(**_call(question, asks=asks)) for asks in (False, True))
+            before, prompt = (
+                self.renderer.request(question, add_generation_prompt=asks).text()
+                for asks in (False, True)
+            )
         except BadRow:
             return ""
         return prompt[len(before) :] if prompt.startswith(before) else ""
@@ -166,96 +157,106 @@ class ModelTemplate:
 
         The functions raise the errors of rendering.
         """
-        started: list[_Prepared] = []
+        chats: list[_Chat] = []
         pending: list[PendingRendering] = []
         for conversation in conversations:
             try:
-                started.append(self._prepare(conversation))
+                chats.append(self._prepare(conversation))
             except BadRow:  # rendering the conversation raises the same error
                 pending.append(partial(self, conversation))
             else:
-                pending.append(partial(self._rendering, started[-1]))
-        turns: list[tuple[_Prepared, int, Message]] = []
-        texts = iter(self.render_ahead(self._calls(started, turns)))
-        for (prepared, position, message), prompt, text in zip(turns, texts, texts, strict=False):
-            prepared.requests[position] = _TurnRequest(message, prompt, text)
+                pending.append(partial(self._rendering, chats[-1]))
+        self.renderer.start(self._requests(chats))
         return pending
 
-    def _calls(
-        self, started: Iterable[_Prepared], turns: list[tuple[_Prepared, int, Message]]
-    ) -> Iterator[RenderCall]:
-        """Yield the calls for each turn's prompt and text, and add the turn to `turns`."""
-        for prepared in started:
+    def _requests(self, chats: Iterable[_Chat]) -> Iterator[TextRequest]:
+        """Yield the requests for each supervised turn's prompt and text."""
+        for chat in chats:
             with suppress(BadRow):  # rendering the conversation raises the same error
-                chosen = supervised_turns(prepared.conversation, self.turns)
-                for position in filter(None, chosen):
-                    message, *calls = self._calls_of_turn(prepared.conversation, position)
-                    turns.append((prepared, position, message))
-                    yield from calls
+                for position in supervised_turns(chat.conversation, self.turns):
+                    if position > chat.first:
+                        chat.requests[position] = self._requests_of_turn(chat, position)
+                        yield from chat.requests[position]
 
-    def _rendering(self, prepared: _Prepared) -> Rendering:
+    def _rendering(self, chat: _Chat) -> Rendering:
+        conversation = chat.conversation
         try:
-            turns = list(self._turns(prepared))
+            turns = list(self._turns(chat))
         except BadRow as problem:
-            if prepared.conversation.messages[0].role != "system" or self._shows_system:
+            is_system = conversation.messages[0].role == "system"
+            if not is_system or self.merge_system or self._shows_system:
                 raise
             raise BadRow(problem.kind, f"{problem.detail}: try --merge-system") from problem
-        texts = tuple(turn.rendered for turn in turns)
         whole = turns[-1].text
-        if all(whole.startswith(each.text) for each in texts):
-            spans = tuple(span for each in texts for span in each.spans)
-            texts = (Rendered(whole, spans, add_bos=False),)
-        return Rendering(texts, prepared.notes)
+        spans = tuple(span for turn in turns for span in turn.spans)
+        shown = [turn.text[: turn.spans[0][1]] for turn in turns]
+        if all(map(whole.startswith, shown)):
+            texts: tuple[Rendered, ...] = (Rendered(whole, spans, add_bos=False),)
+        else:
+            texts = tuple(
+                Rendered(text, (span,), add_bos=False)
+                for text, span in zip(shown, spans, strict=True)
+            )
+        return Rendering(conversation.row, texts, chat.notes)
 
-    def _prepare(self, conversation: Conversation) -> _Prepared:
-        """Put a conversation into the layout that the template expects."""
-        messages, notes = conversation.messages, dict[str, str]()
-        if messages[0].role == "system" and not self._shows_system:
-            if messages[0].content.strip():
-                notes[MERGED_SYSTEM if self.merge_system else DROPPED_SYSTEM] = ""
-            if self.merge_system:
-                messages = _merged(messages)
-        first = 1 + len(conversation.messages) - len(messages)
-        messages = tuple(map(self._with_thinking_once, messages))
-        return _Prepared(replace(conversation, messages=messages), first, notes)
+    def _prepare(self, conversation: Conversation) -> _Chat:
+        """Decide about a system message that the template leaves out."""
+        messages = conversation.messages
+        if messages[0].role != "system" or self._shows_system:
+            return _Chat(conversation, 0, {})
+        is_blank = not messages[0].content.strip()
+        if not self.merge_system:
+            return _Chat(conversation, 0, {} if is_blank else {DROPPED_SYSTEM: ""})
+        if not is_blank and all(message.role != "user" for message in messages):
+            raise BadRow("a system message with no user turn to merge it into")
+        return _Chat(conversation, 1, {} if is_blank else {MERGED_SYSTEM: ""})
 
-    def _with_thinking_once(self, message: Message) -> Message:
-        """Put the thinking into the field that the template reads, and only there."""
+    def _layout(self, chat: _Chat, end: int) -> list[Mapping[str, Any]]:
+        """Return the messages before a position as the template expects them."""
+        system, messages = chat.conversation.messages[0], chat.conversation.messages
+        layout = list(map(self._fields_of, messages[chat.first : end]))
+        users = (i for i, fields in enumerate(layout) if fields["role"] == "user")
+        if chat.first and system.content.strip() and (user := next(users, None)) is not None:
+            content = f"{system.content}\n\n{layout[user]['content']}"
+            layout[user] = _changed(layout[user], content=content)
+        return layout
+
+    def _fields_of(self, message: Message) -> Mapping[str, Any]:
+        """Return a message's fields; its thinking is only in the field that the template reads."""
         name, content = self._thinking_field, message.content
+        if name is None or not message.thinking:
+            return message.fields
         given = [field for field in THINKING_FIELDS if message.fields.get(field)]
         tagged = _END_THINK in content
         if (
-            name is None
-            or not message.thinking
-            or (given == [name] and not tagged)
+            (given == [name] and not tagged)
             or (tagged and not given and _END_THINK in self.source)
             # The two thoughts differ, so keep both.
             or (tagged and message.thinking not in content)
         ):
-            return message
+            return message.fields
         fields: dict[str, Any] = dict.fromkeys(given) | {name: message.thinking}
-        return _with_content(message, _without_tags(content), **fields)
+        return _changed(message.fields, content=_without_tags(content), **fields)
 
-    def _turns(self, prepared: _Prepared) -> Iterator[_Turn]:
-        conversation, notes = prepared.conversation, prepared.notes
+    def _turns(self, chat: _Chat) -> Iterator[Rendered]:
+        """Yield each supervised turn: its prompt, its answer, and the text after the answer."""
+        conversation, notes = chat.conversation, chat.notes
         messages = conversation.messages
         chosen = supervised_turns(conversation, self.turns)
         _check_cost(messages, chosen)
         for position in chosen:
-            message, where = messages[position], f"message {position + prepared.first}"
+            message, where = messages[position], f"message {position + 1}"
             try:
-                turn = self._turn(prepared, position, where)
+                turn = self._turn(chat, position, where)
             except BadRow:
                 has_prompt = any(each.role in ("user", "tool") for each in messages[:position])
                 if has_prompt or position == chosen[-1]:
                     raise
                 notes[NO_PROMPT] = ""
                 continue
-            if turn.unknown_end:
-                notes[NO_END_OF_TURN] = turn.unknown_end
-            content = _content_after_thinking(message)
+            content, answer = _content_after_thinking(message), turn.text[slice(*turn.spans[0])]
             # The content comes last and may quote the thinking, so look for thinking outside it.
-            parts = turn.answer.rpartition(content) if content else (turn.answer, "", "")
+            parts = answer.rpartition(content) if content else (answer, "", "")
             if message.tool_calls and content and not parts[1]:
                 notes[DROPPED_CONTENT] = where
             if message.thinking and not any(message.thinking in part for part in parts[::2]):
@@ -265,16 +266,13 @@ class ModelTemplate:
         if tool is not None and tool not in turn.prompt:
             notes[DROPPED_TOOLS] = ""
 
-    def _turn(self, prepared: _Prepared, position: int, where: str) -> _Turn:
-        if position == 0:
+    def _turn(self, chat: _Chat, position: int, where: str) -> Rendered:
+        if position == chat.first:
             # Inference never generates a turn without a message before it.
             raise BadRow("the conversation is an assistant turn without a prompt before it")
-        request = prepared.requests.pop(position, None)
-        if request is None:
-            message, *calls = self._calls_of_turn(prepared.conversation, position)
-            request = _TurnRequest(message, *(partial(self.render, **call) for call in calls))
-        message, header = request.message, self._header
-        prompt, text = request.prompt(), request.text()
+        requests = chat.requests.pop(position, None) or self._requests_of_turn(chat, position)
+        message, header = chat.conversation.messages[position], self._header
+        prompt, text = (request.text() for request in requests)
         if not text.startswith(prompt):
             text = _continue_thinking(prompt, text, message, header, where)
         rest = text[len(prompt) :]
@@ -295,7 +293,10 @@ class ModelTemplate:
                 if END_OF_TURN["qwen3"] in self.end_tokens:
                     remedy += ", such as --template qwen3"
                 raise BadRow("the model's template leaves out a tool call", f"{where}: {remedy}")
-        return _Turn(prompt, answer, prompt + rest, unknown_end)
+        if unknown_end:
+            chat.notes[NO_END_OF_TURN] = unknown_end
+        span = len(prompt), len(prompt) + end
+        return Rendered(prompt + rest, (span,), add_bos=False)
 
     def _end(self, rest: str, message: Message) -> tuple[int, str]:
         """Return where the answer at the start of `rest` ends, after its end-of-turn token.
@@ -334,19 +335,18 @@ class ModelTemplate:
             return len(head + found + tail), f"{tail.lstrip()}{remedy}"
         raise BadRow("no end-of-turn token", f"looked for {', '.join(known) or 'none'}{remedy}")
 
-    def _calls_of_turn(
-        self, conversation: Conversation, position: int
-    ) -> tuple[Message, RenderCall, RenderCall]:
-        """Return a turn's message as rendered, and the arguments to render its prompt and text."""
-        thinks = self._thinks(conversation)
-        message, tools = conversation.messages[position], conversation.tools
+    def _requests_of_turn(self, chat: _Chat, position: int) -> tuple[TextRequest, TextRequest]:
+        """Return the requests for the prompt and the text of a turn."""
+        conversation = chat.conversation
+        thinks, message = self._thinks(conversation), conversation.messages[position]
+        *before, turn = self._layout(chat, position + 1)
         if thinks is False and message.thinking:
-            present = [name for name in THINKING_FIELDS if name in message.fields]
-            content = _without_tags(message.content)
-            message = _with_content(message, content, **dict.fromkeys(present))
-        before = [each.fields for each in conversation.messages[:position]]
-        asked = _call(before, tools, thinks, asks=True)
-        return message, asked, _call([*before, message.fields], tools, thinks)
+            present = dict.fromkeys(name for name in THINKING_FIELDS if name in turn)
+            turn = _changed(turn, content=_without_tags(turn["content"]), **present)
+        request = partial(
+            self.renderer.request, tools=conversation.tools or None, enable_thinking=thinks
+        )
+        return request(before, add_generation_prompt=True), request([*before, turn])
 
     def _thinks(self, conversation: Conversation) -> bool | None:
         """Return `enable_thinking` for the template; None if the template does not read it."""
@@ -355,21 +355,6 @@ class ModelTemplate:
         if self.thinking != "auto":
             return self.thinking == "on"
         return any(message.thinking for message in conversation.messages)
-
-
-def _call(
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] = (),
-    thinks: bool | None = None,
-    *,
-    asks: bool = False,
-) -> RenderCall:
-    return {
-        "messages": messages,
-        "tools": tools or None,
-        "add_generation_prompt": asks,
-        "enable_thinking": thinks,
-    }
 
 
 def _check_cost(messages: Sequence[Message], turns: Sequence[int]) -> None:
@@ -385,27 +370,14 @@ def _check_cost(messages: Sequence[Message], turns: Sequence[int]) -> None:
 
 def _size(message: Message) -> int:
     try:
-        fields = len(str(message.fields))
+        return len(str(message.fields)) + _PER_MESSAGE
     except RecursionError as error:
         raise BadRow("JSON nested too deeply") from error
-    return max(fields, len(message.content) + len(message.thinking)) + _PER_MESSAGE
 
 
-def _merged(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    system, *others = messages
-    if not system.content.strip():
-        return tuple(others)
-    for i, message in enumerate(others):
-        if message.role == "user":
-            others[i] = _with_content(message, f"{system.content}\n\n{message.content}")
-            return tuple(others)
-    raise BadRow("a system message with no user turn to merge it into")
-
-
-def _with_content(message: Message, content: str, **fields: Any) -> Message:
-    fields = {**message.fields, "content": content, **fields}
-    present = {name: value for name, value in fields.items() if value is not None}
-    return replace(message, content=content, fields=present)
+def _changed(fields: Mapping[str, Any], **changes: Any) -> Mapping[str, Any]:
+    """Return a message's fields with changes; None removes a field."""
+    return {k: value for k, value in {**fields, **changes}.items() if value is not None}
 
 
 def _without_tags(content: str) -> str:

@@ -18,6 +18,7 @@ from mlxtune.core.data.conversation import (
     Conversation,
     Message,
     function_name,
+    supervised_turns,
     to_json,
 )
 from mlxtune.core.data.problems import DROPPED_THINKING, BadRow
@@ -52,9 +53,11 @@ class Rendered:
 class Rendering:
     """The texts of a row: one with every supervised turn in it, or one for each turn.
 
-    `notes` are the kinds of problems in the row, each with a detail that may be empty.
+    `row` is the row's number in its file. `notes` are the kinds of problems in the row, each with a
+    detail that may be empty.
     """
 
+    row: int
     texts: tuple[Rendered, ...]
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -67,16 +70,6 @@ class Rendering:
 Template = Callable[[Conversation], Rendering]
 # Waits for the rendering of a conversation, or raises BadRow.
 PendingRendering = Callable[[], Rendering]
-
-
-def supervised_turns(conversation: Conversation, turns: str) -> list[int]:
-    """Return the positions of the assistant turns that carry loss. Raises BadRow if none does."""
-    messages = conversation.messages
-    chosen = [i for i, message in enumerate(messages) if message.role == "assistant"]
-    chosen = [i for i in (chosen if turns == "all" else chosen[-1:]) if messages[i].trained]
-    if not chosen:
-        raise BadRow("the last assistant turn has weight 0")
-    return chosen
 
 
 def _join(parts: Iterable[tuple[str, bool]]) -> Rendered:
@@ -98,7 +91,7 @@ def render_qwen3(conversation: Conversation, turns: str = "all") -> Rendering:
     Source: the chat template of Qwen3's tokenizer_config.json.
     """
     chosen = supervised_turns(conversation, turns)
-    return Rendering((_join(_qwen3_parts(conversation, chosen)),))
+    return Rendering(conversation.row, (_join(_qwen3_parts(conversation, chosen)),))
 
 
 def _qwen3_parts(conversation: Conversation, chosen: list[int]) -> Iterator[tuple[str, bool]]:
@@ -173,7 +166,7 @@ def render_gemma(conversation: Conversation, turns: str = "all") -> Rendering:
         if message.thinking and not _holds_thinking(message):
             notes[DROPPED_THINKING] = f"message {position}"
     chosen = supervised_turns(conversation, turns)
-    return Rendering((_join(_gemma_parts(messages, chosen)),), notes)
+    return Rendering(conversation.row, (_join(_gemma_parts(messages, chosen)),), notes)
 
 
 def _gemma_parts(messages: Iterable[Message], chosen: list[int]) -> Iterator[tuple[str, bool]]:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from mlxtune.backend.text import chat_template
-from mlxtune.backend.text.chat_template import ChatTemplate, read_chat_template
+from mlxtune.backend.text.chat_template import ChatTemplate, TemplateRequest, read_chat_template
 from mlxtune.core.data import problems
-from mlxtune.core.data.model_template import PendingText
 from mlxtune.core.data.problems import BadRow
 from mlxtune.errors import ModelError
 from tests.backend.text.turns import (
@@ -27,6 +26,7 @@ from tests.backend.text.turns import (
 )
 from tests.slow import long
 
+ASKED = [{"role": "user", "content": "Hi"}]
 every_template = pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
 
 
@@ -61,7 +61,7 @@ def test_every_golden_render_is_equal_and_every_refusal_has_its_reason(
 ) -> None:
     tokenizer = folders["qwen3.jinja"].ours
     seen: Counter[str] = Counter()
-    renders: dict[str, tuple[ChatTemplate, Iterator[PendingText]]] = {}
+    renders: dict[str, tuple[ChatTemplate, Iterator[TemplateRequest]]] = {}
     names = ("messages", "tools", "add_generation_prompt", "enable_thinking")
     for each in goldens(shared):
         template = TEMPLATES[each["template_file"]]
@@ -70,25 +70,26 @@ def test_every_golden_render_is_equal_and_every_refusal_has_its_reason(
         if template.file not in renders:
             source = (shared / "templates" / template.file).read_text(encoding="utf-8")
             render = ChatTemplate({"default": source}, special_tokens(template))
-            pending = render.start(
-                {name: other.get(name) for name in names}
+            requests = [
+                render.request(**{name: other.get(name) for name in names})
                 for other in goldens(shared)
                 if other["template_file"] == template.file
-            )
-            renders[template.file] = render, iter(pending)
-        render, texts = renders[template.file]
-        call, text = {name: each.get(name) for name in names}, next(texts)
+            ]
+            render.start(requests)
+            renders[template.file] = render, iter(requests)
+        render, started = renders[template.file]
+        call, request = {name: each.get(name) for name in names}, next(started)
         if "error" in each:
             with pytest.raises(BadRow) as raised:
-                text()
+                request.text()
             assert raised.value.kind == "the model's template refuses it"
             assert each["error"].removeprefix("TemplateError: ") in str(raised.value), where
             seen["refused"] += 1
             continue
-        rendered = text()
+        rendered = request.text()
         assert rendered == each["rendered"], where
         if not seen["rendered"] % 10:
-            assert render(**call) == rendered, where
+            assert render.request(**call).text() == rendered, where
         seen["rendered"] += 1
         if "token_ids" in each:
             assert tokenizer.encode_batch([rendered])[0].ids == each["token_ids"], where
@@ -125,7 +126,7 @@ def test_conversation_that_a_template_refuses_is_skipped_with_the_templates_own_
 
 def test_template_that_is_none_is_an_error_of_the_model_and_not_of_each_row() -> None:
     with pytest.raises(ModelError, match=r"line 1: .*fix it, or name a built-in --template"):
-        ChatTemplate({"default": "{% for %}"}, {})([{"role": "user", "content": "Hi"}])
+        ChatTemplate({"default": "{% for %}"}, {}).request(ASKED).text()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_template_that_is_none_is_an_error_of_the_model_and_not_of_each_row() ->
 )
 def test_template_that_fails_in_any_way_refuses_the_row(source: str) -> None:
     with pytest.raises(BadRow, match="the model's template refuses it"):
-        ChatTemplate({"default": source}, {})([{"role": "user", "content": "Hi"}])
+        ChatTemplate({"default": source}, {}).request(ASKED).text()
 
 
 # The places of a template in a folder
@@ -204,13 +205,13 @@ def test_template_that_cannot_be_read_is_an_error_that_names_the_folder(
 
 
 def test_template_for_tools_is_used_for_conversations_with_tools() -> None:
-    render = ChatTemplate({"default": "plain", "tool_use": "{{ tools | length }} tools"}, {})
+    template = ChatTemplate({"default": "plain", "tool_use": "{{ tools | length }} tools"}, {})
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     message = {"role": "user", "content": "Hi"}
 
-    assert render([message]) == "plain"
-    assert render([message], tools=[]) == "plain"
-    assert render([message], tools=[tool]) == "1 tools"
+    assert template.request([message]).text() == "plain"
+    assert template.request([message], tools=[]).text() == "plain"
+    assert template.request([message], tools=[tool]).text() == "1 tools"
 
 
 # Turns

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from mlxtune.core.data.conversation import Conversation, parse_conversation, to_json
-from mlxtune.core.data.model_template import ModelTemplate, RenderChat
+from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import BadRow
 from mlxtune.core.data.template import Rendered, Rendering
 
 Messages = Sequence[Mapping[str, Any]]
+# A template as a function of messages and the options of core's ChatRenderer.
+Render = Callable[..., str]
 END = "<|im_end|>"
 END_TOKENS = (END, "<|endoftext|>")
 REFUSED = "the model's template refuses it"
@@ -117,7 +121,7 @@ def ends_twice(messages: Messages, *, add_generation_prompt: bool, **options: An
     return text if add_generation_prompt else text + "<|endoftext|>"
 
 
-RENDERERS: dict[str, tuple[RenderChat, str]] = {
+RENDERERS: dict[str, tuple[Render, str]] = {
     "chatml": (chatml, ""),
     "qwen3_like": (qwen3_like, QWEN3_SOURCE),
     "r1_like": (r1_like, R1_SOURCE),
@@ -130,6 +134,44 @@ RENDERERS: dict[str, tuple[RenderChat, str]] = {
 }
 
 
+@dataclass
+class Request:
+    """A call of a template; `started` calls have been made ahead of their use."""
+
+    render: Render
+    options: dict[str, Any]
+    started: bool = False
+
+    def text(self) -> str:
+        return self.render(**self.options)
+
+
+@dataclass
+class Renderer:
+    """Renders with a function, and starts the first `most` requests ahead; None starts all."""
+
+    render: Render
+    most: int | None = 0
+    requests: list[Request] = field(default_factory=list)
+
+    def request(
+        self,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        enable_thinking: bool | None = None,
+    ) -> Request:
+        options = {"add_generation_prompt": add_generation_prompt, "messages": messages}
+        options |= {"tools": tools, "enable_thinking": enable_thinking}
+        self.requests.append(Request(self.render, options))
+        return self.requests[-1]
+
+    def start(self, requests: Iterable[Request]) -> None:
+        for request in islice(requests, self.most):
+            request.started = True
+
+
 def converse(*messages: tuple[str, str] | dict[str, Any], **keys: Any) -> Conversation:
     fields = [m if isinstance(m, dict) else {"role": m[0], "content": m[1]} for m in messages]
     return parse_conversation(1, {"messages": fields, **keys})
@@ -140,11 +182,11 @@ def assistant(content: str, **fields: Any) -> dict[str, Any]:
 
 
 def render(
-    template: RenderChat, conversation: Conversation, source: str | None = None, **options: Any
+    template: Render, conversation: Conversation, source: str | None = None, **options: Any
 ) -> Rendering:
     if source is None:
         source = next((s for known, s in RENDERERS.values() if known is template), "")
-    return ModelTemplate(template, END_TOKENS, source, **options)(conversation)
+    return ModelTemplate(Renderer(template), END_TOKENS, source, **options)(conversation)
 
 
 def picture(rendered: Rendered) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import pytest
 
 from mlxtune.core.data import problems
 from mlxtune.core.data.conversation import Conversation
-from mlxtune.core.data.model_template import ModelTemplate, PendingText, RenderCall, RenderChat
+from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import BadRow
 from mlxtune.core.data.template import PendingRendering, Rendering
 from tests.core.data.renderers import (
@@ -22,6 +20,8 @@ from tests.core.data.renderers import (
     RENDERERS,
     TWO_TURNS,
     Messages,
+    Render,
+    Renderer,
     answers,
     assistant,
     chatml,
@@ -104,7 +104,7 @@ def test_each_turn_is_a_rendering_where_the_template_rewrites_earlier_ones() -> 
     ],
 )
 def test_turns_of_weight_0_and_all_but_the_last_if_asked_are_context(
-    template: RenderChat, turns: str, weights: tuple[int, ...], chosen: str
+    template: Render, turns: str, weights: tuple[int, ...], chosen: str
 ) -> None:
     messages = [
         message
@@ -213,7 +213,7 @@ def test_model_without_the_tokens_of_qwen_is_not_pointed_to_its_template() -> No
 
     conversation = converse(("user", "What?"), assistant("", tool_calls=[{"name": "weather"}]))
     with pytest.raises(BadRow, match=r"name a template that writes tool calls\)$"):
-        ModelTemplate(without_calls, ("</s>",), "")(conversation)
+        ModelTemplate(Renderer(without_calls), ("</s>",), "")(conversation)
 
 
 def test_turn_of_a_call_ends_behind_all_control_tokens_of_the_call() -> None:
@@ -266,7 +266,7 @@ def test_system_message_that_the_template_drops_is_noted() -> None:
 
 @pytest.mark.parametrize("template", [refuses_system, drops_system])
 def test_system_message_is_merged_into_the_first_user_turn_where_asked(
-    template: RenderChat,
+    template: Render,
 ) -> None:
     rendering = render(template, system_then(), merge_system=True)
 
@@ -315,39 +315,27 @@ def outcome(rendering: PendingRendering) -> Rendering | str:
 @pytest.mark.parametrize("name", sorted(RENDERERS))
 @pytest.mark.parametrize("thinking", ["auto", "on", "off"])
 @pytest.mark.parametrize("most", [0, 1, 4, None])
-def test_renderings_are_the_same_however_many_calls_start_ahead(
+def test_renderings_are_the_same_however_many_requests_start_ahead(
     name: str, thinking: str, most: int | None
 ) -> None:
     template, source = RENDERERS[name]
-    started: list[RenderCall] = []
-    later: list[RenderCall] = []
-
-    def recorded(messages: Messages, **options: Any) -> str:
-        later.append({"messages": messages, **options})
-        return template(messages, **options)
-
-    def ahead(calls: Iterator[RenderCall]) -> list[PendingText]:
-        started.extend(islice(calls, most))
-        return [partial(template, **call) for call in started]
-
     options: dict[str, Any] = {"thinking": thinking, "merge_system": True}
-    plain = ModelTemplate(recorded, (END, "[end]"), source, **options)
-    model = replace(plain, render_ahead=ahead)
-    # Facts about a template are determined once.
-    _ = (plain._shows_system, plain._header), (model._shows_system, model._header)
-    later.clear()
+    plain = ModelTemplate(Renderer(template), (END, "[end]"), source, **options)
     expected = [outcome(partial(plain, each)) for each in CONVERSATIONS]
-    calls = later.copy()
-    later.clear()
+    renderer = Renderer(template, most)
+    model = replace(plain, renderer=renderer)
+    # Facts about a template are determined once.
+    _ = model._shows_system, model._header
+    renderer.requests.clear()
 
     pending = model.start(CONVERSATIONS)
-    assert not later
+    started = [each.options for each in renderer.requests if each.started]
+    assert most is None or len(started) == most
     assert list(map(outcome, pending)) == expected
-    # A turn has two calls; a turn of which only one has started is rendered anew.
-    of_turns = started[: len(started) // 2 * 2]
-    assert not [call for call in later if call in of_turns]
-    if most is None:
-        assert [call for call in started if call in calls] == calls
+    # Each request is made once.
+    calls = [each.options for each in renderer.requests]
+    assert not [call for i, call in enumerate(calls) if call in calls[:i]]
+    assert most is not None or started == calls
 
 
 def test_conversation_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,23 +346,17 @@ def test_conversation_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return prepare(template, conversation)
 
     monkeypatch.setattr(ModelTemplate, "_prepare", counted)
-    for pending in ModelTemplate(chatml, (END,)).start(CONVERSATIONS):
+    for pending in ModelTemplate(Renderer(chatml), (END,)).start(CONVERSATIONS):
         outcome(pending)
     assert prepared == list(CONVERSATIONS)
 
 
-def test_conversation_whose_last_turn_is_not_trained_has_no_calls() -> None:
+def test_conversation_whose_last_turn_is_not_trained_has_no_requests() -> None:
     last = {"role": "assistant", "content": "d", "weight": 0}
     conversation = converse(("user", "a"), ("assistant", "b"), ("user", "c"), last)
-    started: list[RenderCall] = []
+    renderer = Renderer(chatml)
 
-    def ahead(calls: Iterator[RenderCall]) -> list[PendingText]:
-        started.extend(calls)
-        return []
-
-    (pending,) = ModelTemplate(chatml, (END,), turns="last", render_ahead=ahead).start(
-        [conversation]
-    )
-    assert not started
+    (pending,) = ModelTemplate(renderer, (END,), turns="last").start([conversation])
+    assert not renderer.requests
     with pytest.raises(BadRow, match="weight 0"):
         pending()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.model_template import ModelTemplate, RenderChat
+from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow
 from tests.core.data.renderers import (
     END,
@@ -17,6 +17,8 @@ from tests.core.data.renderers import (
     RENDERERS,
     TWO_TURNS,
     Messages,
+    Render,
+    Renderer,
     answers,
     assistant,
     bracketed,
@@ -49,7 +51,7 @@ from tests.core.data.renderers import (
 )
 @pytest.mark.parametrize("template", [chatml, ends_twice])
 def test_answer_ends_at_the_end_of_its_turn_whatever_its_content(
-    template: RenderChat, content: str
+    template: Render, content: str
 ) -> None:
     rendering = render(template, converse(("user", "4?"), ("assistant", content)))
 
@@ -73,14 +75,15 @@ def test_longest_end_token_is_taken_where_one_begins_another() -> None:
         return chatml(messages, **options).replace(END, "<end><end>2")
 
     end_tokens = ("<end>", "", "<end><end>2", "2")
-    rendering = ModelTemplate(template, end_tokens)(converse(("user", "?"), ("assistant", "a")))
+    conversation = converse(("user", "?"), ("assistant", "a"))
+    rendering = ModelTemplate(Renderer(template), end_tokens)(conversation)
 
     assert answers(rendering) == ["a<end><end>2"]
 
 
 def test_answer_that_the_thinking_repeats_is_supervised_with_its_thinking() -> None:
     message = assistant("4", reasoning_content="4, and 4 again")
-    template = ModelTemplate(qwen3_like, (END, "</think>"), QWEN3_SOURCE)
+    template = ModelTemplate(Renderer(qwen3_like), (END, "</think>"), QWEN3_SOURCE)
 
     rendering = template(converse(("user", "2 + 2"), message))
 
@@ -105,10 +108,10 @@ def test_answer_that_the_thinking_repeats_is_supervised_with_its_thinking() -> N
     ],
 )
 def test_row_whose_answer_cannot_be_found_is_a_bad_row(
-    template: RenderChat, end_tokens: tuple[str, ...], kind: str, detail: str
+    template: Render, end_tokens: tuple[str, ...], kind: str, detail: str
 ) -> None:
     with pytest.raises(BadRow) as raised:
-        ModelTemplate(template, end_tokens)(TWO_TURNS)
+        ModelTemplate(Renderer(template), end_tokens)(TWO_TURNS)
     assert raised.value.kind == kind
     assert detail in raised.value.detail
 
@@ -120,7 +123,7 @@ def test_row_whose_answer_cannot_be_found_is_a_bad_row(
 def test_end_of_turn_that_is_no_token_is_supervised_and_noted(
     end_tokens: tuple[str, ...], remedy: str
 ) -> None:
-    rendering = ModelTemplate(chatml, end_tokens)(TWO_TURNS)
+    rendering = ModelTemplate(Renderer(chatml), end_tokens)(TWO_TURNS)
 
     assert answers(rendering) == answers(render(chatml, TWO_TURNS))
     assert rendering.notes == {NO_END_OF_TURN: f"{END}{remedy}"}

@@ -9,6 +9,7 @@ from mlxtune.core.data.problems import BadRow
 from tests.core.data.renderers import (
     END,
     Messages,
+    Renderer,
     answers,
     assistant,
     chatml,
@@ -100,7 +101,7 @@ def test_reason_names_a_few_of_many_end_tokens() -> None:
             "[assistant] " * add_generation_prompt
         )
 
-    template = ModelTemplate(endless, tuple(f"<{i}>" for i in range(30)))
+    template = ModelTemplate(Renderer(endless), tuple(f"<{i}>" for i in range(30)))
     with pytest.raises(BadRow) as raised:
         template(converse(("user", "Hi"), ("assistant", "Hello!")))
     assert raised.value.detail.startswith("looked for <0>, <1>, <2>, <3>: let")

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from mlxtune.core.data import problems
-from mlxtune.core.data.model_template import RenderChat
 from mlxtune.core.data.problems import BadRow
 from mlxtune.core.data.template import Rendering
 from tests.core.data.renderers import (
@@ -15,6 +14,7 @@ from tests.core.data.renderers import (
     END,
     QWEN3_SOURCE,
     Messages,
+    Render,
     answers,
     assistant,
     channelled,
@@ -43,7 +43,7 @@ THOUGHTFUL = {
 DROPPED = {problems.DROPPED_THINKING: "message 2"}
 
 
-def thoughtful(message: dict[str, Any], template: RenderChat, **options: Any) -> Rendering:
+def thoughtful(message: dict[str, Any], template: Render, **options: Any) -> Rendering:
     return render(template, converse(QUESTION, message), **options)
 
 

@@ -20,9 +20,13 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from mlxtune.backend.text import chat_template
-from mlxtune.backend.text.chat_template import ChatTemplate
+from mlxtune.backend.text.chat_template import (
+    ChatTemplate,
+    Harmful,
+    TemplateProcess,
+    TemplateRequest,
+)
 from mlxtune.backend.text.template_child import INVALID, REFUSED, TEXT, Reply
-from mlxtune.backend.text.template_process import Harmful, TemplateProcess
 from mlxtune.core.data.problems import BadRow
 from mlxtune.core.files import limited_child
 from mlxtune.core.files.processes import resident_memory
@@ -315,7 +319,7 @@ def test_memory_is_watched_where_the_system_does_not_limit_it(
 
 PARENT = """
 import os, sys
-from mlxtune.backend.text.template_process import TemplateProcess
+from mlxtune.backend.text.chat_template import TemplateProcess
 process = TemplateProcess()
 process.render("a", ["{\\"conversations\\": [[]]}"])
 print(process._child.pid, flush=True)
@@ -415,8 +419,10 @@ def test_exit_waits_for_no_rendering() -> None:
 
 def test_template_that_is_ended_is_an_error_of_the_model_and_not_of_each_row() -> None:
     template = ChatTemplate({"default": "{{ 'a' * 10**10 }}", "tool_use": "{% for %}"}, {})
-    (text,) = template.start([_call(MESSAGES)])
-    for render in (text, lambda: template.start([]), lambda: template(MESSAGES)):
+    request = template.request(**_call(MESSAGES))
+    template.start([request])
+    again = template.request(MESSAGES)
+    for render in (request.text, lambda: template.start([]), again.text):
         with pytest.raises(ModelError) as raised:
             render()
         assert str(raised.value) == (
@@ -424,7 +430,7 @@ def test_template_that_is_ended_is_an_error_of_the_model_and_not_of_each_row() -
             "conversation needs: fix it, or name a built-in --template"
         )
     with pytest.raises(ModelError, match=r"template cannot be read: line 1: .*: fix it, or name a"):
-        template(MESSAGES, tools=TOOLS)
+        template.request(MESSAGES, tools=TOOLS).text()
 
 
 def _call(messages: Any, **more: Any) -> dict[str, Any]:
@@ -450,25 +456,33 @@ def test_started_calls_are_rendered_in_one_exchange(
     template = ChatTemplate(sources, {})
     calls = [_call([{"role": "user", "content": str(i)}] * (i + 1)) for i in range(5)]
     calls = [each for call in calls for each in (call, call | {"tools": TOOLS})]
-    texts = template.start(iter(calls))
+    requests = [template.request(**call) for call in calls]
+    template.start(iter(requests))
     assert asked == [(sources["default"], 5), (sources["tool_use"], 5)]
 
-    assert len(texts) == 10
-    for i, (without_tools, with_tools) in enumerate(zip(texts[::2], texts[1::2], strict=True)):
+    pairs = zip(requests[::2], requests[1::2], strict=True)
+    for i, (without_tools, with_tools) in enumerate(pairs):
         with pytest.raises(BadRow, match="'x' is undefined"):
-            without_tools()
-        assert with_tools() == str(i + 1)
+            without_tools.text()
+        assert with_tools.text() == str(i + 1)
     assert len(asked) == 2
-    assert template(**_call(MESSAGES, tools=TOOLS)) == "3"
+    assert template.request(**_call(MESSAGES, tools=TOOLS)).text() == "3"
     assert len(asked) == 3
 
 
 def test_long_conversations_are_not_started_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "_MAX_STARTED", 5000)
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
-    calls = [_call([{"role": "user", "content": str(i) * 1000}]) for i in range(9)]
-    texts = template.start(calls)
-    assert [text() for text in texts] == [str(i) * 1000 for i in range(4)]
+    made: list[TemplateRequest] = []
+
+    def requests() -> Iterator[TemplateRequest]:
+        for i in range(9):
+            made.append(template.request([{"role": "user", "content": str(i) * 1000}]))
+            yield made[-1]
+
+    template.start(requests())
+    assert [each._replies is not None for each in made] == [True] * 4 + [False]
+    assert [each.text() for each in made] == [str(i) * 1000 for i in range(5)]
 
 
 @pytest.mark.parametrize("depth", [900, 5000])
@@ -478,22 +492,20 @@ def test_value_that_is_nested_too_deeply_refuses_the_row(depth: int) -> None:
         value = [value]
     call = _call([{"role": "user", "content": value}])
     template = ChatTemplate({"default": "{{ messages }}"}, {})
-    (text,) = template.start([call])
-    for render in (text, lambda: template(**call)):
-        with pytest.raises(BadRow, match="recursion"):
-            render()
+    with pytest.raises(BadRow, match="recursion"):
+        template.request(**call).text()
 
 
 def test_value_that_is_not_json_becomes_the_placeholder_of_transformers() -> None:
     messages = [{"role": "user", "content": b"a", "at": object}]
     source = "{{ messages }}"
     (expected,), _ = render_jinja_template([messages], chat_template=source)
-    assert ChatTemplate({"default": source}, {})(messages) == expected
+    assert ChatTemplate({"default": source}, {}).request(messages).text() == expected
 
 
 def test_half_of_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(BadRow, match=r"half of a surrogate pair, U\+D800"):
-        ChatTemplate({"default": "{{ '\\ud800' }}"}, {})(MESSAGES)
+        ChatTemplate({"default": "{{ '\\ud800' }}"}, {}).request(MESSAGES).text()
 
 
 def test_whole_surrogate_pair_is_text(lasting: TemplateProcess) -> None:
