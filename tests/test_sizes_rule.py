@@ -43,9 +43,8 @@ ALLOWED: dict[str, dict[str, str]] = {
     "core/files/tensor_files.py": {"safe_open": "the header's size was checked just before"},
     "core/files/hashing.py": {"json.loads": "a header that read_header has checked just before"},
     # Other processes
-    "core/data/sources/parquet.py": {"json.loads": LINE},
-    "backend/text/template_process.py": {"json.loads": LINE},
-    "backend/text/tokenizer_trial.py": {"json.loads": LINE},
+    "core/data/sources/rows.py": {"json.loads": LINE},
+    "backend/text/chat_template.py": {"json.loads": LINE},
     "backend/text/template_child.py": {"json.loads": LIMITED_PROCESS},
     "backend/text/tokenizer_child.py": dict.fromkeys(("json.loads", "read_bytes"), LIMITED_PROCESS),
     "benchmark/bench.py": dict.fromkeys(("json.loads", "read"), OWN_CHILD),
@@ -60,7 +59,10 @@ ALLOWED: dict[str, dict[str, str]] = {
     "commands/push.py": {"read_text": "the card that this command has just written"},
     "hub/upload.py": {"read_text": PACKAGED},
     "core/data/template.py": {"read_text": PACKAGED},
-    "backend/text/tokenizer.py": {"read": "what this process wrote to stderr meanwhile"},
+    "backend/text/tokenizer.py": {
+        "json.loads": LINE,
+        "read": "what this process wrote to stderr meanwhile",
+    },
     # The machine
     "commands/train.py": {"read_text": PACKAGED},
     "core/machine/blas.py": {"read_text": PACKAGED},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.backend.text.tokenizer_trial import try_tokenizer
+from mlxtune.backend.text.tokenizer import try_tokenizer
 from mlxtune.errors import ModelError
 from tests.command import Cli
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mlxtune.backend.text import tokenizer_trial
-from mlxtune.backend.text.tokenizer_trial import try_tokenizer
+from mlxtune.backend.text import tokenizer
+from mlxtune.backend.text.tokenizer import try_tokenizer
 from mlxtune.core.data import encode
 from mlxtune.core.data.template import Rendered, Rendering
 from mlxtune.errors import ModelError
@@ -127,7 +127,7 @@ def test_tokenizer_is_tried_once_and_again_when_it_changed(
 ) -> None:
     folder = Path(shutil.copytree(model, tmp_path / "model"))
     tried: list[Path] = []
-    monkeypatch.setattr(tokenizer_trial, "_problem", lambda path: tried.append(path) or "")
+    monkeypatch.setattr(tokenizer, "_problem_of", lambda path: tried.append(path) or "")
     for _ in range(2):
         try_tokenizer(folder, tmp_path / "cache")
     assert len(tried) == 1
@@ -135,7 +135,7 @@ def test_tokenizer_is_tried_once_and_again_when_it_changed(
     path.write_text(path.read_text() + "\n")
     try_tokenizer(folder, tmp_path / "cache")
     assert len(tried) == 2
-    monkeypatch.setattr(tokenizer_trial, "_problem", lambda path: "is bad")
+    monkeypatch.setattr(tokenizer, "_problem_of", lambda path: "is bad")
     path.write_text(path.read_text() + "\n")
     for _ in range(2):
         with pytest.raises(ModelError, match="is bad: use the tokenizer of the original model"):
@@ -144,14 +144,14 @@ def test_tokenizer_is_tried_once_and_again_when_it_changed(
 
 def test_tokenizer_gets_few_characters_at_once_but_all_rows_in_their_order() -> None:
     rows = [
-        (number, Rendering((Rendered("a" * length, ()),)))
+        Rendering(number, (Rendered("a" * length, ()),))
         for number, length in enumerate([1, 3 * 2**20, 2**20, 2**20, 1, *[2] * 1500])
     ]
     chunks = list(encode._chunks(iter(rows), encode._total))
     assert [row for chunk in chunks for row in chunk] == rows
     for chunk in chunks:
         assert len(chunk) <= 512
-        assert len(chunk) == 1 or sum(len(r.texts[0].text) for _, r in chunk) <= 2**21
+        assert len(chunk) == 1 or sum(len(row.texts[0].text) for row in chunk) <= 2**21
     assert len(chunks) < 10
 
 

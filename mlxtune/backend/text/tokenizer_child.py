@@ -1,4 +1,4 @@
-"""Script that tokenizer_trial.py runs to try a tokenizer file; imports nothing from mlxtune.
+"""Script that tokenizer.py runs to try a tokenizer file; imports nothing from mlxtune.
 
 core/files/limited_child.py runs it under a memory limit. The script prints the problem as JSON, or
 null.
