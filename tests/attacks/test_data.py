@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.data.sources.datafiles import read_objects
+from mlxtune.core.data.sources.rows import read_objects
 from tests.attacks.limits import MEMORY, SECONDS, limited
 from tests.command import Cli, finish, start
 from tests.core.data.datafiles import GOOD

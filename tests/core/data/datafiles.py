@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.core.data.problems import BadRow
-from mlxtune.core.data.sources.datafiles import read_objects
+from mlxtune.core.data.sources.rows import read_objects
 
 ROW = {"text": "Hé"}
 GOOD = json.dumps(ROW).encode()

@@ -1,301 +1,153 @@
-"""Files of every kind to rows: line numbers, bad rows, and invalid files."""
+"""Files that hold no data, and folders in the layout of mlx-lm."""
 
 from __future__ import annotations
 
+import functools
 import gzip
-import json
-import tempfile
-import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mlxtune.core.data.problems import BadRow
-from mlxtune.core.data.sources.datafiles import read_objects
+from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
 from mlxtune.errors import DataError
-from tests.core.data.datafiles import GOOD, ROW, read
+from tests.core.data.test_rows import GOOD, read, write
 
-BOM = b"\xef\xbb\xbf"
-NESTED = b"[" * 100_000 + b"]" * 100_000
+# The bytes must not depend on the time, because names of tests contain them.
+packed = functools.partial(gzip.compress, mtime=0)
 
-
-def write(folder: Path, content: bytes, name: str = "data.jsonl") -> Path:
-    path = folder / name
-    path.write_bytes(content)
-    return path
-
-
-# JSON lines
-
-
-@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
-@pytest.mark.parametrize("newline", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
-@pytest.mark.parametrize("bom", [b"", BOM], ids=["no_BOM", "BOM"])
-@pytest.mark.parametrize("ending", [True, False], ids=["ended", "unended"])
-def test_rows_are_numbered_by_line_and_blank_lines_and_comments_are_no_rows(
-    tmp_path: Path, pack: Callable[[bytes], bytes], newline: bytes, bom: bytes, ending: bool
-) -> None:
-    lines = [b"# made by hand", GOOD, b"", b"  \t", b"  # indented", GOOD, b"oops", GOOD]
-    path = write(tmp_path, pack(bom + newline.join(lines) + newline * ending))
-
-    bad = "not valid JSON (Expecting value at column 1)"
-    assert read(path) == [(2, ROW), (6, ROW), (7, bad), (8, ROW)]
-
-
-def test_byte_order_mark_before_the_first_row_is_dropped(tmp_path: Path) -> None:
-    assert read(write(tmp_path, BOM + GOOD)) == [(1, ROW)]
-
-
-BAD_LINES: list[tuple[str, bytes, str, str]] = [
-    # name, line, the counted kind, the rest of the reason
-    ("half_an_object", b'{"messages": [', "not valid JSON", "column 15"),
-    ("two_objects", GOOD + GOOD, "not valid JSON", f"column {len(GOOD) + 1}"),
-    ("latin_1", b'{"messages": "caf\xe9"}', "not UTF-8", "byte 18: save the file in UTF-8"),
-    (
-        "utf_8_surrogate",
-        b'{"text": "\xed\xa0\x80"}',
-        "not UTF-8",
-        "byte 11: save the file in UTF-8",
-    ),
-    (
-        "number_of_5000_digits",
-        b"9" * 5000,
-        "a number of more than 4,300 digits",
-        "write it as text",
-    ),
-    ("nested_without_end", b"[" * 100_000, "JSON nested too deeply", ""),
-    ("nested_to_an_end", b'{"a": %s}' % NESTED, "JSON nested too deeply", ""),
-    ("list", b"[1]", "not a JSON object", "a list"),
-    ("text", b'"messages"', "not a JSON object", "text"),
-    ("null", b"null", "not a JSON object", "null"),
-    ("nan", b"NaN", "not a JSON object", "a number"),
-]
+# Files that hold no data
 
 
 @pytest.mark.parametrize(
-    ("line", "kind", "detail"),
-    [case[1:] for case in BAD_LINES],
-    ids=[case[0] for case in BAD_LINES],
-)
-def test_bad_line_is_a_row_with_its_reason(
-    tmp_path: Path, line: bytes, kind: str, detail: str
-) -> None:
-    rows = list(read_objects(write(tmp_path, b"\n".join([GOOD, b"", line, GOOD]))))
-
-    assert [row for row, _ in rows] == [1, 3, 4]
-    problem = rows[1][1]
-    assert isinstance(problem, BadRow)
-    assert problem.kind == kind
-    assert detail in str(problem)
-
-
-def test_line_of_20_megabytes_is_read_like_any_other(tmp_path: Path) -> None:
-    long = {"text": "lorem 🦙 " * 2_000_000}
-    content = json.dumps(long).encode() + b"\n" + GOOD
-    assert len(content) > 20_000_000
-
-    assert read(write(tmp_path, content)) == [(1, long), (2, ROW)]
-
-
-@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
-@pytest.mark.parametrize(
-    "content",
+    ("content", "reason"),
     [
-        json.dumps({"messages": [ROW]}, indent=2),
-        "\n\n" + json.dumps(ROW, indent=1) + "\n" + json.dumps(ROW, indent=1),
-        '{\n"text": "a"}',
+        (b"", "is empty"),
+        (packed(b""), "is empty"),
+        (b"\x1f\x8b", "is a damaged gzip file"),
+        (b"\x1f\x8b\x08\x00 no gzip", "is a damaged gzip file"),
+        (packed(packed(GOOD)), "is a binary file"),
+        (packed(b"PAR1"), "is a damaged parquet file"),
+        (GOOD.decode().encode("utf-16"), "is text in UTF-16: save it in UTF-8"),
+        (b"PK\x03\x04\x14\x00\x00", "is a spreadsheet or another archive: save it as CSV"),
     ],
-    ids=["pretty", "two", "brace"],
+    ids=["empty", "gzip_of_nothing", "magic", "gzip", "twice", "parquet", "utf_16", "zip"],
 )
-def test_object_over_several_lines_is_a_bad_row_that_says_what_is_expected(
-    tmp_path: Path, content: str, pack: Callable[[bytes], bytes]
-) -> None:
-    rows = read(write(tmp_path, pack(content.encode())))
-
-    assert rows[0][1] == (
-        "a JSON object over several lines "
-        "(write each on one line, or all as one JSON array, without an object around it)"
-    )
-    assert not any(isinstance(row, dict) for _, row in rows)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        (b'{"text": ', "Expecting value at column 9"),
-        (GOOD + b" junk", f"Extra data at column {len(GOOD) + 2}"),
-        (b'{"text": "a', "Unterminated string starting at column 10"),
-    ],
-)
-def test_first_line_that_is_not_valid_is_a_bad_row(tmp_path: Path, line: bytes, said: str) -> None:
-    rows = read(write(tmp_path, line + b"\n" + GOOD))
-
-    assert rows == [(1, f"not valid JSON ({said})"), (2, ROW)]
-
-
-# JSON arrays
-
-
-@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
-@pytest.mark.parametrize("before", [b"", BOM, b"\r\n \t", BOM + b"\n"])
-def test_rows_of_an_array_are_numbered_by_element(
-    tmp_path: Path, pack: Callable[[bytes], bytes], before: bytes
-) -> None:
-    elements = [ROW, {"a": None}, 3, [ROW], None, ROW]
-    path = write(tmp_path, pack(before + json.dumps(elements, indent=2).encode()))
-
-    assert read(path) == [
-        (1, ROW),
-        (2, {"a": None}),
-        (3, "not a JSON object (a number)"),
-        (4, "not a JSON object (a list)"),
-        (5, "not a JSON object (null)"),
-        (6, ROW),
-    ]
-
-
-def test_empty_array_has_no_rows(tmp_path: Path) -> None:
-    assert read(write(tmp_path, b"[]")) == []
-
-
-OBJECTS = ': write each line as an object, such as {"messages": […]}'
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (
-            b'[\n{"a": 1}\n{"a": 2}\n]',
-            ": not a valid JSON array (Expecting ',' delimiter at line 3",
-        ),
-        (b'[{"a": 1},\r\n', ": not a valid JSON array (Expecting value at line 2, column 1)"),
-        (b"[1]\n" + GOOD, ": not a valid JSON array (Extra data at line 2, column 1)" + OBJECTS),
-        (b'[\n\n{"a": "\xe9"}]', ": not UTF-8 (byte 11: save"),
-        (NESTED, ": JSON nested too deeply"),
-        (b"[" + b"9" * 5000 + b"]", ": a number of more than 4,300 digits (write it as text): "),
-        (b'[{"a": 1, "b": 2, "a": 1}]', ": a key twice in one object ('a': keep one): write one"),
-    ],
-    ids=["comma", "unended", "extra", "latin_1", "nested", "digits", "twice"],
-)
-def test_broken_array_is_an_error_that_names_its_line(
-    tmp_path: Path, content: bytes, said: str
+def test_file_that_is_no_data_is_an_error_that_names_it(
+    tmp_path: Path, content: bytes, reason: str
 ) -> None:
     path = write(tmp_path, content)
 
-    with pytest.raises(DataError) as raised:
-        read(path)
-
-    assert str(raised.value).startswith(f"{path}{said}")
-    assert str(raised.value).isprintable()
-
-
-# gzip
-
-
-@pytest.mark.parametrize(
-    ("then", "said"),
-    [
-        (b"", "end-of-stream"),
-        # The header of a deflate block (RFC 1951, 3.2.3) of the reserved type 11.
-        (b"\x07", "invalid block type"),
-    ],
-)
-def test_rows_before_damage_are_read_and_then_it_is_an_error(
-    tmp_path: Path, then: bytes, said: str
-) -> None:
-    """Rows before the damage can be read only if the file is not read as a whole."""
-    rows = [{"text": str(i)} for i in range(5000)]
-    packer = zlib.compressobj(wbits=31)
-    packed = packer.compress("\n".join(map(json.dumps, rows)).encode() + b"\n")
-    packed += packer.flush(zlib.Z_FULL_FLUSH) + then
-    found = read_objects(write(tmp_path, packed))
-
-    assert [next(found) for _ in range(4000)] == list(enumerate(rows[:4000], start=1))
-    with pytest.raises(DataError, match=rf"is a damaged gzip file \(.*{said}"):
-        list(found)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda packed: packed[:5],
-        lambda packed: packed[:-8],
-        lambda packed: packed[:-8] + b"\0" * 8,
-        lambda packed: packed[:20] + b"\xff" * 20 + packed[40:],
-        lambda packed: packed + b"rubbish",
-    ],
-    ids=["header", "unended", "checksum", "middle", "behind"],
-)
-@pytest.mark.parametrize("content", [GOOD * 2 + b"\n" + GOOD, b"[" + GOOD + b"]"])
-def test_damaged_gzip_is_an_error_that_names_the_file(
-    tmp_path: Path, damage: Callable[[bytes], bytes], content: bytes
-) -> None:
-    path = write(tmp_path, damage(gzip.compress(content)), "data.jsonl.gz")
-
-    with pytest.raises(DataError, match=r"is a damaged gzip file \(.+\): .+ again$") as raised:
+    with pytest.raises(DataError, match=reason) as raised:
         read(path)
     assert str(raised.value).startswith(f"{path}: ")
 
 
-def test_file_of_prose_is_refused_and_json_lines_named_as_text_are_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"is plain text: write JSON lines, such as {\"text\": "):
-        read(write(tmp_path, b"Once upon a time.", "story.txt"))
-    assert read(write(tmp_path, BOM + GOOD, "rows.txt")) == [(1, ROW)]
+@pytest.mark.parametrize("option", ["--data", "--val-data"])
+def test_missing_file_is_an_error_that_names_it_and_its_option(tmp_path: Path, option: str) -> None:
+    path = tmp_path / "none.jsonl"
+
+    with pytest.raises(DataError) as raised:
+        find_data_files([path], option)
+    assert str(raised.value) == f"{path}: no such file: check {option}"
 
 
-# Any bytes
-
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda children: st.lists(children) | st.dictionaries(st.text(), children),
-    max_leaves=5,
-)
-LINES = st.one_of(
-    st.just(GOOD),
-    JSON_VALUES.map(lambda value: json.dumps(value).encode()),
-    JSON_VALUES.map(lambda value: json.dumps(value, indent=1).encode()),
-    st.binary(),
-    st.sampled_from([b"", b"#", b" ", BOM, b"\r", b"\xff", b"\x0b\x0c", b'{"a": "\\ud800"}']),
-)
+def test_folder_is_no_file_to_read(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as raised:
+        read(tmp_path)
+    assert str(raised.value) == f"{tmp_path}: cannot be read: Is a directory"
 
 
-@settings(deadline=None)
-@given(
-    lines=st.lists(LINES, max_size=8),
-    newline=st.sampled_from([b"\n", b"\r\n"]),
-    bom=st.booleans(),
-    zipped=st.booleans(),
-)
-def test_each_row_is_an_object_or_a_reason_whatever_the_bytes(
-    lines: list[bytes], newline: bytes, bom: bool, zipped: bool
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
+def test_path_that_the_system_refuses_is_an_error_that_names_it(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+
+    for refuse in (read, lambda path: find_data_files([path])):
+        with pytest.raises(DataError) as raised:
+            refuse(path)
+        assert str(path) in str(raised.value)
+
+
+# Folders
+
+
+def test_file_stands_for_itself(tmp_path: Path) -> None:
+    paths = [write(tmp_path, GOOD, name) for name in ("b.jsonl", "a.json", "valid.jsonl")]
+
+    assert find_data_files(paths) == DataFiles(tuple(paths), ())
+    assert find_data_files([]) == DataFiles((), ())
+
+
+@pytest.mark.parametrize("train", ["train.jsonl", "train.json", "train.jsonl.gz", "train.parquet"])
+@pytest.mark.parametrize("valid", ["valid.jsonl", "valid.json", "validation.parquet", None])
+def test_folder_stands_for_the_files_of_mlx_lm_in_it(
+    tmp_path: Path, train: str, valid: str | None
 ) -> None:
-    content = BOM * bom + newline.join(lines)
-    stripped = [line.strip() for line in content.removeprefix(BOM).split(b"\n")]
-    expected = [i for i, line in enumerate(stripped, start=1) if line and not line.startswith(b"#")]
+    for name in (train, valid, "test.jsonl", "notes.txt"):
+        if name is not None:
+            write(tmp_path, GOOD, name)
+    other = write(tmp_path, GOOD, "other.jsonl")
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = write(Path(folder), gzip.compress(content) if zipped else content)
-        try:
-            rows = list(read_objects(path))
-        except DataError as error:
-            said = str(error)
-            assert said.startswith(str(path))
-            first = content.removeprefix(BOM).lstrip()[:1]
-            assert (
-                (not content and "is empty" in said)
-                or (b"\0" in content and "is a binary file" in said)
-                or (first == b"[" and ("array" in said or "not UTF-8" in said))
-                or (content.startswith(b"PAR1") and "parquet" in said)
-                or (content.startswith(b"\x1f\x8b") and "gzip" in said)
-            )
-            return
+    found = find_data_files([other, tmp_path])
 
-    for _, row in rows:
-        assert isinstance(row, dict | BadRow)
-    if content.removeprefix(BOM).lstrip().startswith(b"["):
-        assert len(rows) == len(json.loads(content.removeprefix(BOM)))
-    else:
-        assert [number for number, _ in rows] == expected
+    assert found.train == (other, tmp_path / train)
+    assert found.validation == (() if valid is None else (tmp_path / valid,))
+
+
+def test_folder_without_a_train_file_says_what_was_looked_for(tmp_path: Path) -> None:
+    write(tmp_path, GOOD, "valid.jsonl")
+
+    with pytest.raises(DataError) as raised:
+        find_data_files([tmp_path])
+    said = str(raised.value)
+    assert said.startswith(f"{tmp_path}: has no file to train on: ")
+    for name in ("train.jsonl", "train.json", "train.jsonl.gz", "train.parquet"):
+        assert name in said
+
+
+def test_two_train_files_in_a_folder_are_an_error_rather_than_a_choice(tmp_path: Path) -> None:
+    write(tmp_path, GOOD, "train.jsonl")
+    write(tmp_path, packed(GOOD), "train.jsonl.gz")
+
+    with pytest.raises(DataError, match=r"holds train\.jsonl and train\.jsonl\.gz: "):
+        find_data_files([tmp_path])
+
+    (tmp_path / "train.jsonl.gz").unlink()
+    for name in ("valid.jsonl", "validation.jsonl"):
+        write(tmp_path, GOOD, name)
+    with pytest.raises(DataError, match=r"holds validation\.jsonl and valid\.jsonl: "):
+        find_data_files([tmp_path])
+
+
+def test_folder_is_taken_for_data_only(tmp_path: Path) -> None:
+    write(tmp_path, GOOD, "train.jsonl")
+
+    with pytest.raises(DataError) as raised:
+        find_data_files([tmp_path], "--val-data")
+    assert str(raised.value) == f"{tmp_path}: is a folder: name a file in it"
+
+
+def test_file_given_twice_is_an_error_under_whatever_name(tmp_path: Path) -> None:
+    train = write(tmp_path, GOOD, "train.jsonl")
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(train)
+    dotted = tmp_path / "folder" / ".." / "train.jsonl"
+    (tmp_path / "folder").mkdir()
+
+    for paths in ([train, train], [train, link], [dotted, train], [tmp_path, train]):
+        with pytest.raises(DataError, match="is given twice") as raised:
+            find_data_files(paths)
+        assert str(paths[-1]) in str(raised.value)
+
+
+def test_file_to_train_and_to_validate_on_is_given_twice(tmp_path: Path) -> None:
+    (tmp_path / "valid.jsonl").symlink_to(write(tmp_path, GOOD, "train.jsonl"))
+
+    with pytest.raises(DataError, match="is given twice, as"):
+        find_data_files([tmp_path])
+
+
+def test_link_to_nothing_in_a_folder_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").symlink_to(tmp_path / "gone")
+
+    with pytest.raises(DataError, match=r"train\.jsonl: no such file"):
+        find_data_files([tmp_path])

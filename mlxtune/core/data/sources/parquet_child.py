@@ -1,4 +1,4 @@
-"""Reads parquet files in a child process for parquet.py, and imports nothing from mlxtune.
+"""Reads parquet files in a child process for rows.py, and imports nothing from mlxtune.
 
 core/files/limited_child.py calls `prepare` and then `serve`, which writes one JSON line per row:
 the object, or `[reason, detail]` if the row has none. The last line is a string: the reason why

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxtune.core.data.places import where
-from mlxtune.core.data.problems import BadRow
-from mlxtune.core.data.sources.datafiles import find_data_files, read_objects
+from mlxtune.core.data.problems import BadRow, where
+from mlxtune.core.data.sources.datafiles import find_data_files
+from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.errors import DataError
 
 
@@ -97,14 +97,14 @@ def test_file_that_is_no_table_is_refused_with_the_remedy(
 
 
 def test_line_longer_than_any_row_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("mlxtune.core.data.sources.datafiles._MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr("mlxtune.core.data.sources.rows._MAX_LINE_BYTES", 1000)
 
     with pytest.raises(DataError, match=r"data\.csv:2: is longer than 1,000 bytes"):
         rows_of(table(tmp_path, "text\n" + "a" * 2000 + "\n"))
 
 
 def test_value_without_end_is_one_bad_row(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("mlxtune.core.data.sources.datafiles._MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr("mlxtune.core.data.sources.rows._MAX_LINE_BYTES", 1000)
 
     found = rows_of(table(tmp_path, 'text\n"' + "a\n" * 2000))
 
