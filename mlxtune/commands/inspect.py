@@ -7,7 +7,7 @@ from mlxtune.backend.models.model_folder import find_folder
 from mlxtune.config import InspectConfig, as_path
 from mlxtune.core.data import findings, inspection
 from mlxtune.core.data.conversation import ROLE_NAMES
-from mlxtune.core.data.places import where
+from mlxtune.core.data.problems import where
 from mlxtune.core.files.writing import check_outputs, make_folder, write_file
 from mlxtune.errors import DataError
 from mlxtune.session.arguments import takes_options

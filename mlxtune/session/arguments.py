@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from mlxtune.config.data_config import ROW_NAMES
 from mlxtune.config.fields import Checked, given_options, options_of
 from mlxtune.core.data.cache import least_used
-from mlxtune.core.data.places import rows_folder
+from mlxtune.core.data.problems import rows_folder
 from mlxtune.core.data.sources.datafiles import VALIDATION
 from mlxtune.core.files import ours
 from mlxtune.core.files.reading import file_hash

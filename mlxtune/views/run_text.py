@@ -11,7 +11,7 @@ import numpy as np
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
-from mlxtune.core.data.places import where
+from mlxtune.core.data.problems import where
 from mlxtune.core.evaluation.outcome import PERPLEXITY_CAP, Evaluation, Sample, perplexity
 from mlxtune.core.evaluation.verdicts import file_lines, verdict_lines
 from mlxtune.core.formatting import byte_size, count, duration, loss_text, short_duration

@@ -19,9 +19,8 @@ from mlxtune.backend.workers.group import Workers
 from mlxtune.backend.workers.launch import join_run
 from mlxtune.cli import COMMANDS
 from mlxtune.config import DataConfig, TrainConfig
-from mlxtune.core.data import cache, places
-from mlxtune.core.data.places import where
-from mlxtune.core.data.problems import BadRow, SkippedRows
+from mlxtune.core.data import cache, problems
+from mlxtune.core.data.problems import BadRow, SkippedRows, where
 from mlxtune.errors import ConfigError, DataError
 from mlxtune.session import arguments
 from mlxtune.session.arguments import Resolved, resolve, takes_options, with_rows
@@ -113,7 +112,7 @@ def test_rows_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_are_named_by_their_keyword_and_pruned(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(places, "user_cache", lambda: tmp_path)
+    monkeypatch.setattr(problems, "user_cache", lambda: tmp_path)
     first = Path(with_rows({"data": ROWS})["data"])
     assert (where(first, 2), where(tmp_path / first.name, 2)) == (
         "data[2]",

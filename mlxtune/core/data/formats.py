@@ -1,4 +1,4 @@
-"""Formats: recognise the rows of data files by their keys, and convert them to conversations.
+"""Formats: recognise the rows of data files by their keys, and read them as conversations.
 
 format    keys                      a conversation of
 chat      messages                  the messages
@@ -8,7 +8,7 @@ alpaca    instruction, output       instruction and `input`; output
 text      text                      no conversation: a document
 chatgpt   mapping, current_node     a conversation of a ChatGPT export: the path to the current node
 
-Preference rows are in preferences.py.
+conversions.py has the conversions, and the keys of preference rows.
 """
 
 import re
@@ -22,29 +22,35 @@ from mlxtune.config.data_config import MESSAGE_NAMES, ROW_NAMES
 from mlxtune.config.objective_config import LABELLED, PAIRED
 from mlxtune.core.data.conversation import (
     Conversation,
-    Document,
-    as_context,
     field_option,
     letters,
     parse_conversation,
-    parse_tools,
     role_of,
-    unknown_role,
+)
+from mlxtune.core.data.conversions import (
+    JsonObject,
+    from_alpaca,
+    from_chatgpt,
+    from_pair,
+    from_preferred,
+    from_prompt,
+    from_sharegpt,
+    from_text,
+    labelled,
+    parsed_list,
 )
 from mlxtune.core.data.encode import Row
-from mlxtune.core.data.places import shown, where
-from mlxtune.core.data.preferences import label_of, read_labelled, read_pair, read_preferred
-from mlxtune.core.data.problems import BadRow, SkippedRows, json_type, parse_json
-from mlxtune.core.data.sources.datafiles import read_objects
+from mlxtune.core.data.problems import BadRow, SkippedRows, json_type, shown, where
+from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.errors import DataError, shorten
 
-JsonObject = Mapping[str, Any]
 # This many bad rows, if they exceed this share of all rows, mean a wrong file or format.
 _MANY, _MOST_BAD = 100_000, 0.99
 # Other tools' keys for a prompt, for an answer, and for texts that belong to a prompt.
 _ASKS = ("instruction", "question", "query", "prompt", "input")
 _ANSWERS = ("output", "response", "answer", "completion")
 _BESIDE = ("context", "passage", "document", "choices")
+_VERDICTS = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +128,14 @@ def recognise(content: JsonObject, formats: Mapping[str, Format] | None = None) 
     """Return the name of the format whose keys the row has, or None."""
     formats = FORMATS if formats is None else formats
     return next((name for name, each in formats.items() if each.fits(content)), None)
+
+
+def label_of(content: JsonObject) -> Any:
+    """Return a row's label; 1, 0 and the texts true, false, yes and no become booleans."""
+    label = content.get("label")
+    if isinstance(label, str | int | float):
+        return _VERDICTS.get(f"{label:g}" if label in (0, 1) else str(label).strip().lower(), label)
+    return label
 
 
 def preference_kind(content: JsonObject) -> Literal["pair", "labelled"] | None:
@@ -304,18 +318,7 @@ _LISTS = ("messages", "conversations", "prompt", "completion", "chosen", "reject
 
 def _with_lists(content: JsonObject) -> JsonObject:
     texts = [name for name in ("messages", "conversations") if isinstance(content.get(name), str)]
-    return (
-        {**content, **{name: _parsed_list(content, name) for name in texts}} if texts else content
-    )
-
-
-def _parsed_list(content: JsonObject, key: str) -> Any:
-    """Return a value, parsed if it is a list as JSON text, which tables and some files hold."""
-    value = content.get(key)
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        kind = f"'{key}' is text that is not JSON"
-        return parse_json(value.encode("utf-8", "surrogatepass"), kind)
-    return value
+    return {**content, **{name: parsed_list(content, name) for name in texts}} if texts else content
 
 
 def _rename(content: JsonObject, names: Mapping[str, str]) -> dict[str, Any]:
@@ -325,181 +328,27 @@ def _rename(content: JsonObject, names: Mapping[str, str]) -> dict[str, Any]:
     return renamed | {name: content[key] for name, key in names.items() if key in content}
 
 
-# Conversions
-
-
-def _from_prompt(row: int, content: JsonObject) -> Conversation:
-    """Convert two texts as mlx-lm's CompletionsDataset does, or two lists as TRL does."""
-    prompt = _turns(content, "prompt", "user")
-    completion = _turns(content, "completion", "assistant")
-    if not any(role_of(message) == "assistant" for message in completion):
-        raise BadRow("no assistant turn", "in 'completion'")
-    return parse_conversation(row, {**content, "messages": as_context(prompt) + completion})
-
-
-def _turns(content: JsonObject, key: str, role: str) -> list[Any]:
-    value = content[key]
-    if isinstance(value, str):
-        return [{"role": role, "content": value}]
-    if not isinstance(value, list):
-        raise BadRow(f"'{key}' is neither text nor a list of messages", json_type(value))
-    return value
-
-
-def _from_alpaca(row: int, content: JsonObject) -> Conversation:
-    r"""Convert as LLaMA-Factory does: `history`, then a user turn of `instruction\ninput`."""
-    instruction = [content["instruction"], content.get("input")]
-    history = _parsed_list(content, "history")
-    for name, text in zip(("instruction", "input"), instruction, strict=True):
-        if not isinstance(text, str | None):
-            raise BadRow(f"'{name}' is not text", json_type(text))
-    if not isinstance(history := history or [], list):
-        raise BadRow("'history' is not a list of pairs", json_type(history))
-    for position, pair in enumerate(history, start=1):
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise BadRow("'history' is not a list of pairs", f"entry {position}")
-    pairs = [*history, ("\n".join(filter(None, instruction)), content["output"])]
-    messages = [
-        {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
-    return parse_conversation(row, {**content, "messages": messages})
-
-
-_SHAREGPT_ROLES = {
-    name: role
-    for role, names in {
-        "user": "human user",
-        "assistant": "gpt chatgpt assistant model bot bing bard function_call",
-        "system": "system developer",
-        "tool": "tool observation",
-    }.items()
-    for name in names.split()
-}
-
-
-def _from_sharegpt(row: int, content: JsonObject) -> Conversation:
-    entries = content["conversations"]
-    if not isinstance(entries, list):
-        raise BadRow("'conversations' is not a list", json_type(entries))
-    messages = [
-        _from_entry(entry, f"message {position}") if isinstance(entry, dict) else entry
-        for position, entry in enumerate(entries, start=1)
-    ]
-    tools = [
-        # LLaMA-Factory's files contain bare functions, which LLaMA-Factory wraps for the models.
-        {"type": "function", "function": tool} if "name" in tool and "type" not in tool else tool
-        for tool in parse_tools(content.get("tools"))
-    ]
-    return parse_conversation(row, {**content, "tools": tools, "messages": messages})
-
-
-def _from_entry(entry: dict[str, Any], where: str) -> dict[str, Any]:
-    """Convert `{"from": …, "value": …}`; keep other keys, as they may hold `weight` or thinking."""
-    message = {key: value for key, value in entry.items() if key not in ("from", "value")}
-    name, value = entry.get("from"), entry.get("value")
-    name = entry.get("role") if name is None else name
-    value = entry.get("content") if value is None else value
-    if isinstance(name, str) and (name := name.lower()) not in _SHAREGPT_ROLES:
-        raise unknown_role(name, tuple(_SHAREGPT_ROLES), where)
-    if name == "function_call":
-        return message | {"role": "assistant", "content": "", "tool_calls": _calls(value, where)}
-    role = _SHAREGPT_ROLES[name] if isinstance(name, str) else name
-    return message | {"role": role, "content": value}
-
-
-def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Convert `{"name": …, "arguments": …}` or a list of them, as JSON text or as values."""
-    if isinstance(value, str):
-        value = parse_json(value, "a function_call is not JSON")
-    calls = value if isinstance(value, list) else [value]
-    for call in calls:
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise BadRow("a function_call has no name", where)
-    return [{"type": "function", "function": {"arguments": {}} | call} for call in calls]
-
-
-def _from_text(row: int, content: JsonObject) -> Document:
-    text = content["text"]
-    if not isinstance(text, str):
-        raise BadRow("'text' is not text", json_type(text))
-    if not text or text.isspace():
-        raise BadRow("empty text")
-    return Document(row, text)
-
-
-# Messages of a ChatGPT export that are no turns of the conversation.
-_ASIDE = ("thoughts", "reasoning_recap", "user_editable_context", "model_editable_context")
-
-
-def _from_chatgpt(row: int, content: JsonObject) -> Conversation:
-    """Convert a conversation of a ChatGPT export, without its other branches."""
-    nodes, key = content["mapping"], content["current_node"]
-    if not isinstance(nodes, dict):
-        raise BadRow("'mapping' is not an object", json_type(nodes))
-    messages = []
-    for _ in nodes:  # the parents of damaged nodes could form a circle
-        node = nodes.get(key) if isinstance(key, str) else None
-        if not isinstance(node, dict):
-            break
-        if isinstance(message := node.get("message"), dict):
-            messages += [message]
-        key = node.get("parent")
-    turns = list(filter(None, map(_from_node, reversed(messages))))
-    return parse_conversation(row, {**content, "messages": turns})
-
-
-def _from_node(message: JsonObject) -> JsonObject | None:
-    """Convert a message of a ChatGPT export; return None if it is hidden or no turn."""
-    author, said, about = (
-        value if isinstance(value := message.get(key), dict) else {}
-        for key in ("author", "content", "metadata")
-    )
-    hidden = about.get("is_visually_hidden_from_conversation")
-    parts = said.get("parts")
-    if hidden or parts == [""] or said.get("content_type") in _ASIDE:
-        return None
-    if author.get("role") == "tool" or message.get("recipient") not in (None, "all"):
-        raise BadRow("a ChatGPT conversation with tools", "its export does not declare them")
-    if isinstance(parts, list):
-        parts = [
-            part | {"type": part.get("content_type")} if isinstance(part, dict) else part
-            for part in parts
-        ]
-    return {"role": author.get("role"), "content": parts, "weight": message.get("weight")}
-
-
 # The order decides the format of a row with the keys of several formats.
 FORMATS: Mapping[str, Format] = {
     "chat": Format(("messages",), parse_conversation),
-    "sharegpt": Format(("conversations",), _from_sharegpt),
-    "prompt": Format(("prompt", "completion"), _from_prompt),
-    "alpaca": Format(("instruction", "output"), _from_alpaca),
-    "text": Format(("text",), _from_text),
-    "chatgpt": Format(("mapping", "current_node"), _from_chatgpt),
+    "sharegpt": Format(("conversations",), from_sharegpt),
+    "prompt": Format(("prompt", "completion"), from_prompt),
+    "alpaca": Format(("instruction", "output"), from_alpaca),
+    "text": Format(("text",), from_text),
+    "chatgpt": Format(("mapping", "current_node"), from_chatgpt),
 }
-
-
-def _read_pair(row: int, content: JsonObject) -> Row:
-    return read_pair(row, content, _to_message)
-
-
-def _to_message(entry: Any, where: str) -> Any:
-    is_entry = isinstance(entry, dict) and "role" not in entry and "from" in entry
-    return _from_entry(entry, where) if is_entry else entry
 
 
 def _labelled(convert: Callable[[int, JsonObject], Conversation]) -> Callable[..., Row]:
-    return lambda row, content: read_labelled(content, convert(row, content))
+    return lambda row, content: labelled(content, label_of(content), convert(row, content))
 
 
 PAIRS: Mapping[str, Format] = {
-    "chosen": Format(("chosen", "rejected"), _read_pair),
-    "preferred": Format(("input", "preferred_output", "non_preferred_output"), read_preferred),
+    "chosen": Format(("chosen", "rejected"), from_pair),
+    "preferred": Format(("input", "preferred_output", "non_preferred_output"), from_preferred),
 }
 LABELS: Mapping[str, Format] = {
     "labelled chat": Format(("messages", "label"), _labelled(parse_conversation)),
-    "labelled sharegpt": Format(("conversations", "label"), _labelled(_from_sharegpt)),
-    "labelled prompt": Format(("prompt", "completion", "label"), _labelled(_from_prompt)),
+    "labelled sharegpt": Format(("conversations", "label"), _labelled(from_sharegpt)),
+    "labelled prompt": Format(("prompt", "completion", "label"), _labelled(from_prompt)),
 }

@@ -1,15 +1,17 @@
-"""Problems in rows: the reasons to skip a row, and notes on rows that are kept anyway."""
+"""Problems in rows, with the place of each row: reasons to skip it, or notes on it."""
 
 import json
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxtune.config import user_cache
 from mlxtune.config.limits import has_more_values
-from mlxtune.core.data.places import shown, where
+from mlxtune.core.files.reading import open_regular, open_zipped
 from mlxtune.core.formatting import count
 from mlxtune.errors import shorten
 
@@ -67,6 +69,9 @@ ADVICE = {
     UNREAD_KEY: "the model does not see it: add the text to the prompt or the answer",
     UNDECLARED_TOOL: "the model learns to invent tools: add the tool to the row's tools",
 }
+UTF8_BOM = b"\xef\xbb\xbf"
+GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
+_HEAD_BYTES = 8192
 # The maximum number of JSON values in a row. Values take some 20 times the memory of their text.
 _MAX_VALUES = 4_000_000
 # The most warnings about rows that are skipped for one reason.
@@ -140,7 +145,7 @@ class SkippedRows(RowTally):
 
 def check_values(text: bytes) -> None:
     """Raise BadRow for JSON with too many values: they take far more memory than their text."""
-    if has_more_values(text, _MAX_VALUES):
+    if len(text) > _MAX_VALUES and has_more_values(text, _MAX_VALUES):
         raise BadRow(f"holds more than {_MAX_VALUES:,} values")
 
 
@@ -182,3 +187,44 @@ def json_type(value: Any) -> str:
     """Return the type of a JSON value in words, such as "a list"."""
     names = {dict: "an object", list: "a list", str: "text", bool: "a boolean"}
     return "null" if value is None else names.get(type(value), "a number")
+
+
+# Places: a line of a file, or an element of an array
+
+
+def rows_folder() -> Path:
+    """Return the folder whose files, such as `data-HASH.jsonl`, hold rows passed from Python."""
+    return user_cache() / "rows"
+
+
+def shown(path: str | Path) -> str:
+    """Return a file's path for messages; for rows passed from Python, their argument's name."""
+    file = Path(path)
+    return file.name.partition("-")[0] if file.parent == rows_folder() else str(path)
+
+
+def where(path: str | Path, row: int) -> str:
+    """Return `path:26` for a line, `path[26]` for an element; both count from 1."""
+    name = shown(path)
+    try:
+        head = b"[" if name != str(path) else read_head(Path(path))
+    except (OSError, ValueError, EOFError, zlib.error):
+        head = b""
+    return f"{name}[{row}]" if has_elements(head) else f"{name}:{row}"
+
+
+def has_elements(head: bytes) -> bool:
+    """Return whether a file with these first bytes is parquet or a JSON array."""
+    return head.startswith(PARQUET) or head.removeprefix(UTF8_BOM).lstrip().startswith(b"[")
+
+
+def is_zipped(path: Path) -> bool:
+    """Return whether a file is gzipped. Raises OSError."""
+    with open_regular(path) as file:
+        return file.read(len(GZIP)) == GZIP
+
+
+def read_head(path: Path) -> bytes:
+    """Return the first bytes of a file, unzipped. Raises the errors of opening and unzipping."""
+    with open_zipped(path) if is_zipped(path) else open_regular(path) as file:
+        return file.read(_HEAD_BYTES)

@@ -1,0 +1,295 @@
+"""Converts rows of each format to conversations, documents and pairs; see formats.py.
+
+Preference rows have two answers to compare, or one answer with a label:
+
+keys                                        a row of
+prompt, chosen, rejected                    texts, or lists of messages
+chosen, rejected                            two conversations, whose common messages are the prompt
+conversations, chosen, rejected             LLaMA-Factory's files
+input, preferred_output, …                  OpenAI's and Azure's fine-tuning APIs
+prompt, completion, label                   an answer, good if the label is true or 1
+messages, label; conversations, label       a labelled conversation that ends with the answer
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+from mlxtune.core.data.conversation import (
+    CHOSEN,
+    DESIRABLE,
+    REJECTED,
+    UNDESIRABLE,
+    Conversation,
+    Document,
+    Pair,
+    as_context,
+    parse_conversation,
+    parse_tools,
+    role_of,
+    unknown_role,
+)
+from mlxtune.core.data.problems import BadRow, json_type, parse_json
+from mlxtune.errors import shorten
+
+JsonObject = Mapping[str, Any]
+# Converts an entry of a conversation to a message; the text names the entry's place in errors.
+ToMessage = Callable[[Any, str], Any]
+
+
+def from_prompt(row: int, content: JsonObject) -> Conversation:
+    """Convert two texts as mlx-lm's CompletionsDataset does, or two lists as TRL does."""
+    prompt = _turns(content, "prompt", "user")
+    completion = _turns(content, "completion", "assistant")
+    if not any(role_of(message) == "assistant" for message in completion):
+        raise BadRow("no assistant turn", "in 'completion'")
+    return parse_conversation(row, {**content, "messages": as_context(prompt) + completion})
+
+
+def _turns(content: JsonObject, key: str, role: str) -> list[Any]:
+    value = content[key]
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise BadRow(f"'{key}' is neither text nor a list of messages", json_type(value))
+    return value
+
+
+def from_alpaca(row: int, content: JsonObject) -> Conversation:
+    r"""Convert as LLaMA-Factory does: `history`, then a user turn of `instruction\ninput`."""
+    instruction = [content["instruction"], content.get("input")]
+    history = parsed_list(content, "history")
+    for name, text in zip(("instruction", "input"), instruction, strict=True):
+        if not isinstance(text, str | None):
+            raise BadRow(f"'{name}' is not text", json_type(text))
+    if not isinstance(history := history or [], list):
+        raise BadRow("'history' is not a list of pairs", json_type(history))
+    for position, pair in enumerate(history, start=1):
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BadRow("'history' is not a list of pairs", f"entry {position}")
+    pairs = [*history, ("\n".join(filter(None, instruction)), content["output"])]
+    messages = [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    return parse_conversation(row, {**content, "messages": messages})
+
+
+_SHAREGPT_ROLES = {
+    name: role
+    for role, names in {
+        "user": "human user",
+        "assistant": "gpt chatgpt assistant model bot bing bard function_call",
+        "system": "system developer",
+        "tool": "tool observation",
+    }.items()
+    for name in names.split()
+}
+
+
+def from_sharegpt(row: int, content: JsonObject) -> Conversation:
+    entries = content["conversations"]
+    if not isinstance(entries, list):
+        raise BadRow("'conversations' is not a list", json_type(entries))
+    messages = [
+        _from_entry(entry, f"message {position}") if isinstance(entry, dict) else entry
+        for position, entry in enumerate(entries, start=1)
+    ]
+    tools = [
+        # LLaMA-Factory's files contain bare functions, which LLaMA-Factory wraps for the models.
+        {"type": "function", "function": tool} if "name" in tool and "type" not in tool else tool
+        for tool in parse_tools(content.get("tools"))
+    ]
+    return parse_conversation(row, {**content, "tools": tools, "messages": messages})
+
+
+def _from_entry(entry: dict[str, Any], where: str) -> dict[str, Any]:
+    """Convert `{"from": …, "value": …}`; keep other keys, as they may hold `weight` or thinking."""
+    message = {key: value for key, value in entry.items() if key not in ("from", "value")}
+    name, value = entry.get("from"), entry.get("value")
+    name = entry.get("role") if name is None else name
+    value = entry.get("content") if value is None else value
+    if isinstance(name, str) and (name := name.lower()) not in _SHAREGPT_ROLES:
+        raise unknown_role(name, tuple(_SHAREGPT_ROLES), where)
+    if name == "function_call":
+        return message | {"role": "assistant", "content": "", "tool_calls": _calls(value, where)}
+    role = _SHAREGPT_ROLES[name] if isinstance(name, str) else name
+    return message | {"role": role, "content": value}
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Convert `{"name": …, "arguments": …}` or a list of them, as JSON text or as values."""
+    if isinstance(value, str):
+        value = parse_json(value, "a function_call is not JSON")
+    calls = value if isinstance(value, list) else [value]
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise BadRow("a function_call has no name", where)
+    return [{"type": "function", "function": {"arguments": {}} | call} for call in calls]
+
+
+def from_text(row: int, content: JsonObject) -> Document:
+    text = content["text"]
+    if not isinstance(text, str):
+        raise BadRow("'text' is not text", json_type(text))
+    if not text or text.isspace():
+        raise BadRow("empty text")
+    return Document(row, text)
+
+
+# Messages of a ChatGPT export that are no turns of the conversation.
+_ASIDE = ("thoughts", "reasoning_recap", "user_editable_context", "model_editable_context")
+
+
+def from_chatgpt(row: int, content: JsonObject) -> Conversation:
+    """Convert a conversation of a ChatGPT export, without its other branches."""
+    nodes, key = content["mapping"], content["current_node"]
+    if not isinstance(nodes, dict):
+        raise BadRow("'mapping' is not an object", json_type(nodes))
+    messages = []
+    for _ in nodes:  # the parents of damaged nodes could form a circle
+        node = nodes.get(key) if isinstance(key, str) else None
+        if not isinstance(node, dict):
+            break
+        if isinstance(message := node.get("message"), dict):
+            messages += [message]
+        key = node.get("parent")
+    turns = list(filter(None, map(_from_node, reversed(messages))))
+    return parse_conversation(row, {**content, "messages": turns})
+
+
+def _from_node(message: JsonObject) -> JsonObject | None:
+    """Convert a message of a ChatGPT export; return None if it is hidden or no turn."""
+    author, said, about = (
+        value if isinstance(value := message.get(key), dict) else {}
+        for key in ("author", "content", "metadata")
+    )
+    hidden = about.get("is_visually_hidden_from_conversation")
+    parts = said.get("parts")
+    if hidden or parts == [""] or said.get("content_type") in _ASIDE:
+        return None
+    if author.get("role") == "tool" or message.get("recipient") not in (None, "all"):
+        raise BadRow("a ChatGPT conversation with tools", "its export does not declare them")
+    if isinstance(parts, list):
+        parts = [
+            part | {"type": part.get("content_type")} if isinstance(part, dict) else part
+            for part in parts
+        ]
+    return {"role": author.get("role"), "content": parts, "weight": message.get("weight")}
+
+
+def parsed_list(content: JsonObject, key: str) -> Any:
+    """Return a value, parsed if it is a list as JSON text, which tables and some files hold."""
+    value = content.get(key)
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        kind = f"'{key}' is text that is not JSON"
+        return parse_json(value.encode("utf-8", "surrogatepass"), kind)
+    return value
+
+
+# Preferences
+
+
+def from_pair(row: int, content: JsonObject) -> Pair:
+    """Convert a row with `chosen` and `rejected`. Raises BadRow."""
+    chosen, rejected = (_side(content[key], key, _to_message) for key in ("chosen", "rejected"))
+    prompt = _prompt(content)
+    if prompt is None:
+        prompt = _common(chosen, rejected)
+        if isinstance(content["chosen"], str):
+            raise BadRow("no prompt", "name its key with --field prompt=KEY")
+        if not prompt:
+            raise BadRow("sides whose prompts differ", "they have no first message in common")
+    if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    elif any(side and role_of(side[0]) in ("system", "user") for side in (chosen, rejected)):
+        raise BadRow("sides that do not begin with the prompt", "omit 'prompt', or add it to both")
+    return _pair(row, content, prompt, chosen, rejected)
+
+
+def from_preferred(row: int, content: JsonObject) -> Pair:
+    """Convert `input`, `preferred_output` and `non_preferred_output`. Raises BadRow."""
+    given = content["input"]
+    given = given if isinstance(given, dict) else {"messages": given}
+    messages = given.get("messages")
+    if not isinstance(messages, list):
+        raise BadRow("'input' has no list of messages", json_type(messages))
+    sides = (
+        _side(content[f"{kind}preferred_output"], f"{kind}preferred_output") for kind in _KINDS
+    )
+    return _pair(row, given, messages, *sides)
+
+
+_KINDS = ("", "non_")
+
+
+def labelled(content: JsonObject, label: Any, conversation: Conversation) -> Conversation:
+    """Return a conversation in the role that its label gives. Only the last answer carries loss."""
+    if not isinstance(label, bool):
+        written = shorten(str(content.get("label")))
+        raise BadRow("'label' is neither true nor false", f"{written}: write true, false, 1 or 0")
+    messages = list(conversation.messages)
+    answers = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    for i in answers[:-1]:
+        messages[i] = replace(messages[i], trained=False)
+    if not messages[answers[-1]].trained:
+        raise BadRow("the last assistant turn has weight 0")
+    role = DESIRABLE if label else UNDESIRABLE
+    return replace(conversation, messages=tuple(messages), role=role)
+
+
+def _pair(
+    row: int, content: JsonObject, prompt: list[Any], chosen: list[Any], rejected: list[Any]
+) -> Pair:
+    if not prompt:
+        raise BadRow("no prompt", "give the messages before 'chosen' and 'rejected'")
+    if chosen == rejected:
+        raise BadRow("chosen and rejected are the same")
+    context = as_context(prompt)
+
+    def side(name: str, messages: list[Any], role: int) -> Conversation:
+        try:
+            parsed = parse_conversation(row, {**content, "messages": context + messages})
+        except BadRow as problem:
+            raise BadRow(problem.kind, f"{name}: {problem.detail}".rstrip(": ")) from problem
+        return replace(parsed, role=role)
+
+    return Pair(side("chosen", chosen, CHOSEN), side("rejected", rejected, REJECTED))
+
+
+def _prompt(content: JsonObject) -> list[Any] | None:
+    for key in ("prompt", "conversations", "messages"):
+        if (value := content.get(key)) is not None:
+            return _messages(value, key, "user", _to_message)
+    return None
+
+
+def _side(value: Any, key: str, to_message: ToMessage = lambda entry, where: entry) -> list[Any]:
+    messages = _messages(value, key, "assistant", to_message)
+    if not messages:
+        raise BadRow("empty answer", key)
+    return messages
+
+
+def _messages(value: Any, key: str, role: str, to_message: ToMessage) -> list[Any]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    entries = [value] if isinstance(value, dict) else value
+    if not isinstance(entries, list):
+        raise BadRow(f"'{key}' is neither text nor messages", json_type(value))
+    return [to_message(entry, f"{key}, message {i}") for i, entry in enumerate(entries, start=1)]
+
+
+def _common(chosen: list[Any], rejected: list[Any]) -> list[Any]:
+    """Return the messages that both sides start with; each side keeps at least one more."""
+    both = zip(chosen, rejected, strict=False)
+    same = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
+    shortest = min(len(chosen), len(rejected))
+    return same[: shortest - 1] if len(same) == shortest else same
+
+
+def _to_message(entry: Any, where: str) -> Any:
+    is_entry = isinstance(entry, dict) and "role" not in entry and "from" in entry
+    return _from_entry(entry, where) if is_entry else entry
