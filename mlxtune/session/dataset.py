@@ -23,14 +23,14 @@ from mlxtune.config.data_config import is_jinja, parse_fields, weighted
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation
-from mlxtune.core.data.corpus import Corpus, CutExamples
+from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import EncodedRows, Encoder, Row
+from mlxtune.core.data.encoded_file import EncodedFile, ExampleArrays
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.formats import read_rows
-from mlxtune.core.data.ledger import EncodedFile, Ledger
+from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.model_template import ModelTemplate
-from mlxtune.core.data.places import shown
-from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, RowTally, SkippedRows
+from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, RowTally, SkippedRows, shown
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
 from mlxtune.core.data.template import END_OF_TURN, TEMPLATES, built_in_jinja
 from mlxtune.core.files.reading import file_hash
@@ -125,7 +125,6 @@ class Reader:
             turns=config.turns,
             thinking=config.thinking,
             merge_system=config.merge_system,
-            render_ahead=chat_template.start,
         )
         prompts = config.orpo_nll == "prompt"
         return Encoder(template, tokenizer, start=template.start, trains_prompts=prompts)
@@ -427,7 +426,7 @@ def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None =
     )
 
 
-def _check_usable(file: EncodedFile, cut: CutExamples, path: str, config: DataConfig) -> None:
+def _check_usable(file: EncodedFile, cut: ExampleArrays, path: str, config: DataConfig) -> None:
     kept, skipped = int(cut.rows_kept.sum()), file.skipped
     read = kept + skipped.total
     if skipped.total and config.strict:

@@ -52,7 +52,7 @@ def first_epoch(config: TrainConfig, dataset: Dataset) -> Iterator[list[Sequence
     """Yield the rows of each step of the first epoch, as the trainer takes them."""
     rows = dataset.rows.train
     for step in order.steps_of(rows, config.batch_size, config.order, config.seed, 1):
-        yield order.draw_rows(rows, step)
+        yield rows.draw(step)
 
 
 def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[Sequence[Example]]:

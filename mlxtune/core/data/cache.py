@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.limits import OWN_JSON
-from mlxtune.core.data.corpus import COLUMNS, ExampleArrays, write_arrays
 from mlxtune.core.data.encode import EncodedRows
-from mlxtune.core.data.ledger import EncodedFile
+from mlxtune.core.data.encoded_file import COLUMNS, EncodedFile, ExampleArrays, write_arrays
 from mlxtune.core.data.problems import RowTally, SkippedRows
 from mlxtune.core.files.ours import move, remove_folder
 from mlxtune.core.files.reading import file_hash, read_value

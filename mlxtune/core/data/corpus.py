@@ -1,22 +1,13 @@
-"""Examples in flat arrays, mapped from files: memory does not grow with the data set.
-
-tokens   a b c d e f g h i      the tokens of all examples in order, before truncation
-mask     0 0 1 1 0 1 0 0 1
-ends           4   6     9      where each example ends
-rows           1   1     2      the number of each example's row
-"""
+"""All examples of one or more data files, and selections of their rows."""
 
 from __future__ import annotations
 
 import hashlib
-import mmap
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import Any, overload
 
 import numpy as np
@@ -24,201 +15,14 @@ import numpy.typing as npt
 
 from mlxtune.core.data.conversation import ANSWER, MISMATCHED, WHOLE
 from mlxtune.core.data.encode import Example
-from mlxtune.core.data.places import where
-from mlxtune.core.files.reading import open_regular
-from mlxtune.core.files.writing import new_file
+from mlxtune.core.data.encoded_file import ExampleArrays, identity, starts_of_runs
+from mlxtune.core.data.problems import where
 
 RowExamples = tuple[Example, ...]
 
 # Roles of examples that repeat an answer of their row, or have another row's answer.
 _COPIES = (WHOLE, MISMATCHED)
-# The number of tokens in each block of a pass over a whole file.
-_AT_ONCE = 1 << 20
-# The columns of a file's examples, each stored in a separate little-endian file.
-COLUMNS = {
-    **{"tokens": "<i4", "mask": "<u1", "ends": "<i8", "rows": "<i8"},
-    **{"roles": "<u1", "identities": "<u8"},
-}
 _NO_COLUMNS = tuple(np.zeros(0, dtype=kind) for kind in ("i4", "i8", "i4", "i4", "i8", "u1", "u8"))
-
-
-@dataclass(frozen=True, eq=False)
-class ExampleArrays:
-    """The examples of one data file, before truncation.
-
-    `tokens` is int32 (N,), `mask` uint8 (N,), `ends` and `rows` int64 (E,): where each example
-    ends, and the 1-based number of its row. `roles` is uint8 (E,), the role of each example in its
-    row. `identities` is uint64 (R,), one for each row with examples; rows with equal tokens, masks
-    and roles have equal identities.
-    """
-
-    tokens: npt.NDArray[np.int32]
-    mask: npt.NDArray[np.uint8]
-    ends: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int64]
-    roles: npt.NDArray[np.uint8]
-    identities: npt.NDArray[np.uint64]
-
-    @classmethod
-    def of(cls, examples: Iterable[Example]) -> ExampleArrays:
-        """Copy examples; adjacent examples with the same row number form one row."""
-        rows = groupby(examples, key=lambda example: example.row)
-        return cls(**_as_columns([list(row) for _, row in rows]))
-
-    @classmethod
-    def mapped(cls, folder: Path) -> ExampleArrays:
-        return cls(**{name: _map(folder / name, kind) for name, kind in COLUMNS.items()})
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.first_of_row) - 1
-
-    @cached_property
-    def first_of_row(self) -> npt.NDArray[np.int64]:
-        """int64 (R + 1,): the first example of each row, then the number of examples."""
-        return _starts(self.rows)
-
-    @cached_property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """int32 (E,): the number of tokens of each example."""
-        return np.diff(self.ends, prepend=0).astype(np.int32)
-
-    def per_row(self, values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Return int64 (R,): values (E,) summed over the examples of each row."""
-        return np.add.reduceat(values, self.first_of_row[:-1], dtype=np.int64)
-
-    @cached_property
-    def supervised(self) -> npt.NDArray[np.int32]:
-        """int32 (E,): the number of supervised tokens of each example."""
-        return self._supervised_within(self.lengths, np.zeros_like(self.lengths))
-
-    @property
-    def plain_text(self) -> bool:
-        """Whether every example's second token carries loss, which is so only in plain text."""
-        starts = self.ends - self.lengths
-        return bool(self.mask[np.minimum(starts + 1, self.ends - 1)].all())
-
-    def cut(self, max_seq_len: int | None = None, *, at: str = "end") -> CutExamples:
-        """Cut every example to `max_seq_len` tokens, at its `end` or at its `start`."""
-        lengths = self.lengths if max_seq_len is None else np.minimum(self.lengths, max_seq_len)
-        skipped = np.zeros_like(self.lengths)
-        if max_seq_len is not None and at == "start":
-            for i in np.flatnonzero(self.lengths > max_seq_len).tolist():
-                end = int(self.ends[i])
-                mask = self.mask[end - int(self.lengths[i]) : end]
-                skipped[i] = _tokens_to_skip(mask, max_seq_len)
-            lengths = np.minimum(lengths, self.lengths - skipped)
-            self.release()
-        supervised = self._supervised_within(lengths, skipped)
-        # Preference rows are kept whole or dropped.
-        incomplete = (self.roles != ANSWER) & (lengths < self.lengths)
-        lost = np.repeat(self.per_row(incomplete) > 0, np.diff(self.first_of_row))
-        supervised = np.where(lost, 0, supervised)
-        kept = np.where(supervised > 0, lengths, 0)
-        return CutExamples(self, max_seq_len, kept, supervised, skipped)
-
-    def _supervised_within(
-        self, lengths: npt.NDArray[np.int32], skipped: npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.int32]:
-        """Return int32 (E,): how many of the `lengths` tokens after `skipped` are supervised."""
-        counts = np.zeros(len(lengths), dtype=np.int32)
-        # Sum block by block: numpy would convert the whole array first.
-        blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
-        for first, last in pairwise([*np.unique(blocks).tolist(), len(lengths)]):
-            start = int(self.ends[first - 1]) if first else 0
-            starts = self.ends[first:last] - self.lengths[first:last] - start
-            starts += skipped[first:last]
-            edges = np.stack([starts, starts + lengths[first:last]], axis=1).reshape(-1)
-            mask = self.mask[start : int(self.ends[last - 1])]
-            # reduceat rejects an index at the end of the array.
-            edges = edges[:-1] if edges[-1] == len(mask) else edges
-            counts[first:last] = np.add.reduceat(mask, edges, dtype=np.int32)[::2]
-        self.release()
-        return counts
-
-    def release(self) -> None:
-        """Free the pages of mapped files; the system reads them again when they are needed."""
-        for column in (self.tokens, self.mask):
-            mapped = getattr(column.base, "obj", None)
-            # In-memory arrays have no map, and some systems have no madvise.
-            if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-                mapped.madvise(mmap.MADV_DONTNEED)
-
-
-@dataclass(frozen=True, eq=False)
-class CutExamples:
-    """The examples of one data file, each cut to `max_seq_len`.
-
-    `lengths`, `supervised` and `skipped` are int32 (E,): the number of tokens of each example that
-    are kept, that are kept and supervised, and that are skipped at its start. An example with no
-    supervised token left keeps no token.
-    """
-
-    arrays: ExampleArrays
-    max_seq_len: int | None
-    lengths: npt.NDArray[np.int32]
-    supervised: npt.NDArray[np.int32]
-    skipped: npt.NDArray[np.int32]
-
-    @property
-    def cut(self) -> npt.NDArray[np.int32]:
-        """int32 (E,): the number of tokens that each example loses."""
-        return self.arrays.lengths - self.lengths
-
-    @property
-    def rows_kept(self) -> npt.NDArray[np.bool_]:
-        """Bool (R,): whether any example of each row is kept."""
-        return self.arrays.per_row(self.lengths) > 0
-
-    @property
-    def rows_cut(self) -> npt.NDArray[np.bool_]:
-        """Bool (R,): whether each row loses tokens."""
-        return self.arrays.per_row(self.cut) > 0
-
-
-def _tokens_to_skip(mask: npt.NDArray[np.uint8], max_seq_len: int) -> int:
-    """Return how many tokens to skip at the start of an example, to cut it to `max_seq_len`.
-
-    Answers are skipped whole. The last answer and the token before it are not skipped, even if the
-    end of the answer is then cut.
-
-    With mask 0 0 1 1 0 0 0 1 1 and `max_seq_len` 6, skip 4, as the first answer does not fit whole.
-    """
-    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
-    starts, ends = edges[::2], edges[1::2]
-    skip = len(mask) - max_seq_len
-    if not len(starts):
-        return skip
-    answer = int(np.searchsorted(starts, skip, side="right")) - 1
-    if answer >= 0 and skip < ends[answer]:
-        skip = int(ends[answer])
-    return min(skip, max(int(starts[-1]) - 1, 0))
-
-
-def _as_columns(rows: Sequence[Sequence[Example]], start: int = 0) -> dict[str, Any]:
-    """Return the columns of rows; `start` tokens of the file precede the rows."""
-    examples = [example for row in rows for example in row]
-    columns = {
-        "tokens": np.concatenate([example.tokens for example in examples]),
-        "mask": np.concatenate([example.assistant_mask for example in examples]),
-        "ends": start + np.cumsum([len(example) for example in examples]),
-        "rows": np.array([example.row for example in examples]),
-        "roles": np.array([example.role for example in examples]),
-        "identities": np.array([identity(row) for row in rows], dtype=np.uint64),
-    }
-    return {name: columns[name].astype(kind) for name, kind in COLUMNS.items()}
-
-
-def identity(row: Iterable[Example]) -> int:
-    """Return a 64-bit hash of the tokens, masks and roles of a row's examples."""
-    digest = hashlib.blake2b(digest_size=8)
-    for example in row:
-        digest.update(len(example).to_bytes(8, "little"))
-        digest.update(example.tokens.astype("<i4", copy=False).tobytes())
-        digest.update(example.assistant_mask.astype("<u1", copy=False).tobytes())
-        if example.role != ANSWER:
-            digest.update(bytes([example.role]))
-    return int.from_bytes(digest.digest(), "little")
 
 
 def _unmasked(example: Example) -> Example:
@@ -230,18 +34,6 @@ def _prompt(example: Example) -> Example:
     start = int(example.assistant_mask.argmax())
     mask = example.assistant_mask[:start]
     return replace(example, tokens=example.tokens[:start], assistant_mask=mask, role=ANSWER)
-
-
-def write_arrays(folder: Path, chunks: Iterable[Sequence[Sequence[Example]]]) -> None:
-    """Write examples into a folder, one file for each column; each chunk contains a few rows."""
-    end = 0
-    with ExitStack() as stack:
-        files = {name: stack.enter_context(new_file(folder / name)) for name in COLUMNS}
-        for rows in filter(None, chunks):
-            columns = _as_columns(rows, end)
-            end = int(columns["ends"][-1])
-            for name, file in files.items():
-                file.write(columns[name].tobytes())
 
 
 def rows_used(rows: int, weight: float) -> tuple[int, int]:
@@ -264,7 +56,7 @@ class Corpus(Sequence[Example]):
 
     def __init__(
         self,
-        files: Sequence[CutExamples],
+        files: Sequence[ExampleArrays],
         paths: Sequence[str] = (),
         weights: Sequence[float] = (),
     ) -> None:
@@ -276,7 +68,7 @@ class Corpus(Sequence[Example]):
         self._file, self._start, self.lengths, self.supervised, self.row_numbers, *columns = columns
         self.roles, identities = columns
         # Row numbers repeat from file to file.
-        self._first_of_row = _starts(self.row_numbers + (self._file.astype(np.int64) << 40))
+        self._first_of_row = starts_of_runs(self.row_numbers + (self._file.astype(np.int64) << 40))
         self.row_of_example = np.repeat(np.arange(self.num_rows), np.diff(self._first_of_row))
         self.identities: npt.NDArray[np.uint64] = identities[self._first_of_row[:-1]]
 
@@ -300,7 +92,7 @@ class Corpus(Sequence[Example]):
             return [self[i] for i in range(*index.indices(len(self)))]
         file, start = int(self._file[index]), int(self._start[index])
         end = start + int(self.lengths[index])
-        arrays = self.files[file].arrays
+        arrays = self.files[file]
         return Example(
             int(self.row_numbers[index]),
             arrays.tokens[start:end],
@@ -350,18 +142,18 @@ class Corpus(Sequence[Example]):
         Parts are numbered from 1. Only parts with the example's role count, including parts that
         truncation removed.
         """
-        arrays = self.files[int(self._file[index])].arrays
+        arrays = self.files[int(self._file[index])]
         own = int(np.searchsorted(arrays.ends, self._start[index], side="right"))
         row = int(np.searchsorted(arrays.first_of_row, own, side="right")) - 1
         first, end = arrays.first_of_row[row : row + 2].tolist()
         same = first + np.flatnonzero(arrays.roles[first:end] == arrays.roles[own])
-        return int(np.searchsorted(same, own)) + 1, len(same), int(arrays.lengths[own])
+        return int(np.searchsorted(same, own)) + 1, len(same), int(arrays.full_lengths[own])
 
     def largest_token(self) -> int:
         largest = 0
         for file in self.files:
-            largest = max(largest, int(file.arrays.tokens.max(initial=0)))
-            file.arrays.release()
+            largest = max(largest, int(file.tokens.max(initial=0)))
+            file.release()
         return largest
 
     def data_hash(self) -> str:
@@ -380,7 +172,7 @@ class Corpus(Sequence[Example]):
             for part in self._stretches(column):
                 digest.update(part.astype(kind, copy=False).data)
         for file in self.files:
-            file.arrays.release()
+            file.release()
         if any(weight != 1 for weight in self.weights):
             counts = np.bincount(self.file_of_row, minlength=len(self.weights))
             digest.update(np.repeat(self.weights, counts).astype("<f8").tobytes())
@@ -392,17 +184,17 @@ class Corpus(Sequence[Example]):
         apart = (self._start[1:] != ends[:-1]) | (self._file[1:] != self._file[:-1])
         edges = [0, *(np.flatnonzero(apart) + 1).tolist(), len(self)] if len(self) else []
         for first, last in pairwise(edges):
-            values = getattr(self.files[int(self._file[first])].arrays, column)
+            values = getattr(self.files[int(self._file[first])], column)
             yield values[int(self._start[first]) : int(ends[last - 1])]
 
 
-def _kept(number: int, file: CutExamples) -> tuple[npt.NDArray[Any], ...]:
+def _kept(number: int, file: ExampleArrays) -> tuple[npt.NDArray[Any], ...]:
     """Return the file, start, length, supervised count, row, role and identity of kept examples."""
-    arrays, kept = file.arrays, np.flatnonzero(file.supervised)
-    identities = np.repeat(arrays.identities, np.diff(arrays.first_of_row))[kept]
-    starts = arrays.ends[kept] - arrays.lengths[kept] + file.skipped[kept]
+    kept = np.flatnonzero(file.supervised)
+    identities = np.repeat(file.identities, np.diff(file.first_of_row))[kept]
+    starts = file.ends[kept] - file.full_lengths[kept] + file.skipped[kept]
     numbers = np.full(len(kept), number, dtype=np.int32)
-    values = file.lengths[kept], file.supervised[kept], arrays.rows[kept], arrays.roles[kept]
+    values = file.lengths[kept], file.supervised[kept], file.rows[kept], file.roles[kept]
     return numbers, starts, *values, identities
 
 
@@ -473,17 +265,17 @@ class CorpusRows:
     def __iter__(self) -> Iterator[RowExamples]:
         return map(self.corpus.row, self.indices)
 
+    def draw(self, places: Sequence[int]) -> list[Sequence[Example]]:
+        """Return the examples of each row of a step.
 
-def _starts(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the start of each run of equal keys, and the end of the last run."""
-    changes = np.flatnonzero(np.diff(keys)) + 1
-    first = [0] if len(keys) else []
-    return np.concatenate([first, changes, [len(keys)]]).astype(np.int64)
-
-
-def _map(path: Path, kind: str) -> npt.NDArray[Any]:
-    with open_regular(path) as file:
-        # An empty file cannot be mapped.
-        if not os.fstat(file.fileno()).st_size:
-            return np.zeros(0, dtype=kind)
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=kind)
+        A step may use a row several times, if the weight of the row's file is above 1. Each use has
+        its own `draw`, so that it counts as a separate row in a preference loss and has its own
+        dropout.
+        """
+        used: Counter[int] = Counter()
+        drawn: list[Sequence[Example]] = []
+        for place in places:
+            row, draw = self[place], used[place]
+            drawn.append([replace(each, draw=draw) for each in row] if draw else row)
+            used[place] += 1
+        return drawn

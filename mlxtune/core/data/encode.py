@@ -16,8 +16,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.contents import notes_on
-from mlxtune.core.data.conversation import ANSWER, Conversation, Document, Pair, to_json
+from mlxtune.core.data.conversation import ANSWER, Conversation, Document, Pair, notes_on, to_json
 from mlxtune.core.data.problems import (
     CONTROL_TOKEN,
     DOUBLE_BOS,
@@ -231,7 +230,7 @@ class Encoder:
         control: ControlTokens,
         skipped: SkippedRows,
         notes: RowTally,
-    ) -> Iterator[tuple[int, Rendering]]:
+    ) -> Iterator[Rendering]:
         for few in self._started(iter(rows)):
             for row, pending in few:
                 try:
@@ -252,7 +251,7 @@ class Encoder:
                     found |= self.notes
                 for kind, detail in found.items():
                     notes.count(row.row, kind, detail)
-                yield row.row, rendering
+                yield rendering
 
     def _started(self, rows: Iterator[Row]) -> Iterator[list[StartedRow]]:
         """Yield a few rows at a time, once the rendering of the next rows has started."""
@@ -281,7 +280,8 @@ class Encoder:
             return rendering if row.role == ANSWER else rendering.in_role(row.role)
         if self.tokenizer.eos_id is None:
             raise BadRow("the tokenizer has no end-of-text token to close the text")
-        return Rendering((Rendered(row.text, ((0, len(row.text)),), add_end=True),))
+        text = Rendered(row.text, ((0, len(row.text)),), add_end=True)
+        return Rendering(row.row, (text,))
 
     def _render_pair(self, pair: Pair, pending: Iterator[PendingRendering]) -> Rendering:
         chosen, rejected = (self._render_row(side, pending) for side in pair.sides)
@@ -291,7 +291,7 @@ class Encoder:
         if chosen.texts[0].prompt != rejected.texts[0].prompt:
             notes[TWO_PROMPTS] = ""
         whole = [text.whole() for text in chosen.texts] if self.trains_prompts else []
-        return Rendering((*chosen.texts, *rejected.texts, *whole), notes)
+        return Rendering(pair.row, (*chosen.texts, *rejected.texts, *whole), notes)
 
     def _check(
         self, rows: EncodedRows, skipped: SkippedRows, notes: RowTally
@@ -309,16 +309,16 @@ class Encoder:
             else:
                 skipped.add(row, BadRow("the tokenizer gives no token for the answer"))
 
-    def _tokenize(self, rendered: Sequence[tuple[int, Rendering]]) -> EncodedRows:
-        texts = [text.text for _, rendering in rendered for text in rendering.texts]
+    def _tokenize(self, rendered: Sequence[Rendering]) -> EncodedRows:
+        texts = [text.text for rendering in rendered for text in rendering.texts]
         encoded = self._encoded(texts)
         return [
             [
                 example
                 for text in rendering.texts
-                for example in self._examples(row, text, next(encoded))
+                for example in self._examples(rendering.row, text, next(encoded))
             ]
-            for row, rendering in rendered
+            for rendering in rendered
         ]
 
     def _encoded(self, texts: Iterable[str]) -> Iterator[Encoding]:
@@ -413,8 +413,8 @@ def _length(text: Rendered) -> int:
     return len(text.text)
 
 
-def _total(rendered: tuple[int, Rendering]) -> int:
-    return sum(map(_length, rendered[1].texts))
+def _total(rendering: Rendering) -> int:
+    return sum(map(_length, rendering.texts))
 
 
 def _chunks(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]:

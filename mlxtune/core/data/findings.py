@@ -13,9 +13,8 @@ from mlxtune.core.data.conversation import (
     ROLE_NAMES,
     UNDESIRABLE,
 )
-from mlxtune.core.data.corpus import Corpus, identity
-from mlxtune.core.data.ledger import EncodedFile
-from mlxtune.core.data.places import where
+from mlxtune.core.data.corpus import Corpus
+from mlxtune.core.data.encoded_file import EncodedFile, identity
 from mlxtune.core.data.problems import (
     ADVICE,
     DUPLICATE,
@@ -25,6 +24,7 @@ from mlxtune.core.data.problems import (
     OPPOSITE,
     TRUNCATED_ANSWER,
     RowTally,
+    where,
 )
 
 _PLACES = 5

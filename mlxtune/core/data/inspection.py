@@ -19,9 +19,9 @@ import numpy.typing as npt
 from mlxtune.core.data.conversation import ANSWER, CHOSEN, REJECTED, ROLE_NAMES
 from mlxtune.core.data.corpus import Corpus, rows_used
 from mlxtune.core.data.encode import Example, Tokenizer
+from mlxtune.core.data.encoded_file import EncodedFile
 from mlxtune.core.data.findings import Finding
-from mlxtune.core.data.ledger import EncodedFile
-from mlxtune.core.data.places import where
+from mlxtune.core.data.problems import where
 
 SCHEMA_VERSION = 1
 _SHORTEST_LIMIT = 128
@@ -192,8 +192,8 @@ class InspectedExamples:
         held_out = np.asarray(validates, dtype=np.int64)
         self._validates = np.isin(self._corpus.row_of_example, held_out)
         # Lengths before truncation, dropped examples included.
-        self.lengths = np.concatenate([each.arrays.lengths for each in files])
-        self.supervised = np.concatenate([each.arrays.supervised for each in files])
+        self.lengths = np.concatenate([each.full_lengths for each in files])
+        self.supervised = np.concatenate([each.cut().supervised for each in files])
 
     def __len__(self) -> int:
         return len(self._corpus)
@@ -371,6 +371,9 @@ def _limit(files: Sequence[EncodedFile], size: int, at: str) -> LengthLimit:
         max_seq_len=size,
         rows_cut=sum(int(each.rows_cut.sum()) for each in cuts),
         rows_lost=sum(int((~each.rows_kept).sum()) for each in cuts),
-        tokens_cut=sum(int(each.cut.sum()) for each in cuts),
-        supervised_cut=sum(int((each.arrays.supervised - each.supervised).sum()) for each in cuts),
+        tokens_cut=sum(int(each.tokens_cut.sum()) for each in cuts),
+        supervised_cut=sum(
+            int((file.arrays.supervised - each.supervised).sum())
+            for file, each in zip(files, cuts, strict=True)
+        ),
     )

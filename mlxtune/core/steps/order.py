@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.data.corpus import Corpus, CorpusRows, rows_used
-from mlxtune.core.data.encode import Example
 
 # Sorting by length may swap rows whose lengths differ by up to this share.
 _LENGTH_NOISE = 0.1
@@ -180,18 +178,3 @@ def steps_of(
     else:
         steps = shuffled_steps(len(used), batch_size, seed, epoch)
     return [used[step].tolist() for step in steps]
-
-
-def draw_rows(rows: CorpusRows, step: Sequence[int]) -> list[Sequence[Example]]:
-    """Return the examples of each row of a step.
-
-    A step may use a row several times, if the weight of the row's file is above 1. Each use has its
-    own `draw`, so that it counts as a row of its own in a preference loss and has its own dropout.
-    """
-    used: Counter[int] = Counter()
-    drawn: list[Sequence[Example]] = []
-    for i in step:
-        draw = used[i]
-        drawn.append([replace(example, draw=draw) for example in rows[i]] if draw else rows[i])
-        used[i] += 1
-    return drawn

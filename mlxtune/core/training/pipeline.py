@@ -34,7 +34,6 @@ class Step:
     epoch: int
     learning_rate: float
     rows: Sequence[int]
-    examples: Sequence[Example]
 
     def record(self, result: InstructBatchResult, seconds: float) -> StepRecord:
         return StepRecord(

@@ -13,7 +13,8 @@ from mlxtune.core.data.cache import encode_file
 from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import EncodedRows, Encoder, Example, OffsetEncoding, Row, Tokenizer
-from mlxtune.core.data.ledger import EncodedFile, Ledger
+from mlxtune.core.data.encoded_file import EncodedFile
+from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import RowTally, SkippedRows
 from mlxtune.core.data.template import TEMPLATES, Template
 

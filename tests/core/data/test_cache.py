@@ -10,13 +10,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mlxtune.core.data import cache as cache_module
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.encode import EncodedRows
-from mlxtune.core.data.ledger import EncodedFile
+from mlxtune.core.data.encoded_file import EncodedFile
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
 from mlxtune.errors import DataError, OutputError
 from tests.core.data.encoding import example
@@ -76,9 +75,9 @@ def test_file_is_encoded_once_and_then_read_back_whole(tmp_path: Path) -> None:
 
     assert encoding.times == 1
     assert content(first) == content(second) == EXPECTED
-    assert [column.dtype for column in vars(second.arrays).values()][:6] == [
-        np.dtype(kind) for kind in ("i4", "u1", "i8", "i8", "u1", "u8")
-    ]
+    kinds = {"tokens": "i4", "mask": "u1", "ends": "i8", "rows": "i8", "roles": "u1"}
+    kinds["identities"] = "u8"
+    assert {name: getattr(second.arrays, name).dtype for name in kinds} == kinds
     assert {file.name for file in (cache / "key").iterdir()} == FILES
     assert names_in(cache) == ["key"]
     # Later counts stay out of the entry.

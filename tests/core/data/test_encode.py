@@ -69,10 +69,10 @@ def test_bos_is_added_once_and_never_twice_nor_where_there_is_none() -> None:
     def with_bos(conversation: Conversation) -> Rendering:
         start = len("<bos>")
         spans = tuple((a + start, b + start) for a, b in rendered.spans)
-        return Rendering((Rendered("<bos>" + rendered.text, spans),))
+        return Rendering(conversation.row, (Rendered("<bos>" + rendered.text, spans),))
 
     def forbids_bos(conversation: Conversation) -> Rendering:
-        return Rendering((replace(rendered, add_bos=False),))
+        return Rendering(conversation.row, (replace(rendered, add_bos=False),))
 
     for template, bos, count in (
         (render_qwen3, None, 0),

@@ -20,8 +20,8 @@ from mlxtune.core.data.conversation import (
     Pair,
     parse_conversation,
 )
-from mlxtune.core.data.corpus import ExampleArrays
 from mlxtune.core.data.encode import Encoder, OffsetEncoding
+from mlxtune.core.data.encoded_file import ExampleArrays
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
 from mlxtune.core.data.prompt import text_prompt
 from mlxtune.core.data.template import Rendered, Rendering, Template, render_qwen3
@@ -155,7 +155,8 @@ def test_bos_twice_at_the_start_is_noted_for_each_row(
     def template(conversation: Conversation) -> Rendering:
         (rendered,) = render_qwen3(conversation).texts
         spans = tuple((a + len(start), b + len(start)) for a, b in rendered.spans)
-        return Rendering((Rendered(start + rendered.text, spans, add_bos),) * 2)
+        text = Rendered(start + rendered.text, spans, add_bos)
+        return Rendering(conversation.row, (text,) * 2)
 
     rows = [converse(("user", "Hi"), ("assistant", "Hello"), row=row) for row in (2, 7)]
     found = notes_of(words("<bos>"), template, *rows)
@@ -167,7 +168,7 @@ def test_bos_twice_at_the_start_is_noted_for_each_row(
 def test_notes_of_the_template_stand_with_their_row() -> None:
     def template(conversation: Conversation) -> Rendering:
         told = {problems.DROPPED_THINKING: "message 2"} if conversation.row % 2 else {}
-        return Rendering(render_qwen3(conversation).texts, told)
+        return replace(render_qwen3(conversation), notes=told)
 
     rows = [converse(("user", "Hi"), ("assistant", "<bos>"), row=row) for row in range(1, 20)]
     found = notes_of(words(), template, *rows)
@@ -220,7 +221,8 @@ def test_turns_stay_one_example_where_what_begins_a_text_is_tokenised_otherwise(
 
     def long_header(conversation: Conversation) -> Rendering:
         text = "<|im_start|>a b c\nd<|im_end|>\n"
-        return Rendering((Rendered(text, ((text.index("d"), len(text) - 1),)),))
+        span = text.index("d"), len(text) - 1
+        return Rendering(conversation.row, (Rendered(text, (span,)),))
 
     examples, _, _ = encode(tokenizer, conversation)
     assert len(examples) == 1
@@ -345,7 +347,7 @@ def test_turns_of_a_row_are_encoded_a_few_at_a_time(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(tokenizer, "encode_batch", counted)
     turn = Rendered("a b c d e f g h ", ((0, 16),), add_end=True)
-    template = lambda _: Rendering((turn,) * 20)  # noqa: E731
+    template = lambda each: Rendering(each.row, (turn,) * 20)  # noqa: E731
     examples, *_ = encode(tokenizer, converse(("user", "a")), template=template)
 
     assert len(examples) == 20

@@ -23,14 +23,14 @@ from mlxtune.core.data.cache import encode_file
 from mlxtune.core.data.conversation import Conversation, Message
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import EncodedRows, Encoder, Example
+from mlxtune.core.data.encoded_file import EncodedFile
 from mlxtune.core.data.formats import read_rows
-from mlxtune.core.data.ledger import EncodedFile
-from mlxtune.core.data.model_template import ModelTemplate, RenderChat
+from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
 from mlxtune.core.data.template import TEMPLATES, Rendering, Template
 from tests.core.data.encoding import NO_LIMIT, TOKENIZERS, SmallTokenizer
 from tests.core.data.own_characters import ENDS, owners, rows, texts
-from tests.core.data.renderers import REFUSED, RENDERERS, Messages
+from tests.core.data.renderers import REFUSED, RENDERERS, Messages, Render, Renderer
 from tests.slow import slow_except
 
 
@@ -217,7 +217,7 @@ def test_rows_in_a_built_in_template(
 
 
 def check_model_template(
-    render: RenderChat,
+    render: Render,
     source: str,
     lines: list[dict[str, Any]],
     chosen: str,
@@ -240,7 +240,7 @@ def check_model_template(
     check_file(
         lines,
         TOKENIZERS[chosen](None, None),
-        ModelTemplate(recorded, ENDS, source, turns=turns, **options),
+        ModelTemplate(Renderer(recorded), ENDS, source, turns=turns, **options),
         turns=turns,
         limit=limit,
         first_has_prompt=False,
@@ -261,7 +261,7 @@ def test_rows_in_a_models_template(name: str, **options: Any) -> None:
 
 
 @functools.cache
-def jinja(path: Path) -> tuple[RenderChat, str]:
+def jinja(path: Path) -> tuple[Render, str]:
     """Compile a template as transformers does."""
     sandbox = pytest.importorskip("jinja2.sandbox", reason="needs jinja2 to render the templates")
     from jinja2 import TemplateError

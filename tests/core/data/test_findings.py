@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from mlxtune.core.data import findings, problems
 from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, REJECTED, UNDESIRABLE
-from mlxtune.core.data.corpus import Corpus, ExampleArrays
+from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encoded_file import EncodedFile, ExampleArrays
 from mlxtune.core.data.findings import Finding, Place
-from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.problems import ADVICE, BadRow, RowTally, SkippedRows
 from mlxtune.core.steps import order
 

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, REJECTED, WHOLE
-from mlxtune.core.data.corpus import Corpus, ExampleArrays
+from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encoded_file import EncodedFile, ExampleArrays
 from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.inspection import (
     Cost,
@@ -31,7 +32,6 @@ from mlxtune.core.data.inspection import (
     pieces,
     together,
 )
-from mlxtune.core.data.ledger import EncodedFile
 from mlxtune.core.data.problems import RowTally, SkippedRows
 from tests.core.data.encoding import ByteTokenizer, converse, encode, words
 from tests.inspections import INSPECTION

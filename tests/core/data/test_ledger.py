@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from mlxtune.core.data import problems
 from mlxtune.core.data.conversation import CHOSEN, REJECTED, Conversation, Pair
-from mlxtune.core.data.corpus import ExampleArrays
 from mlxtune.core.data.encode import Example
-from mlxtune.core.data.ledger import EncodedFile, Ledger
+from mlxtune.core.data.encoded_file import EncodedFile, ExampleArrays
+from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import BadRow, RowTally, SkippedRows
 from mlxtune.core.data.template import Rendered, Rendering, render_qwen3
 from tests.core.data.encoding import converse, encode, encoded_file, words
@@ -184,7 +184,7 @@ def test_pairs_whose_sides_have_two_prompts_are_counted() -> None:
         text = Rendered(
             prompt + answer.content, ((len(prompt), len(prompt) + len(answer.content)),)
         )
-        return Rendering((replace(text, role=conversation.role),))
+        return Rendering(conversation.row, (replace(text, role=conversation.role),))
 
     def pair(row: int, rejected: str) -> Pair:
         return Pair(

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 import mlxtune
 from mlxtune.config import ObjectiveConfig
 from mlxtune.core.data.conversation import CHOSEN, REJECTED
-from mlxtune.core.data.corpus import Corpus, ExampleArrays
+from mlxtune.core.data.corpus import Corpus, CorpusRows, RowExamples
 from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encoded_file import ExampleArrays
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.steps.order import (
     RunRows,
-    draw_rows,
     hold_out_rows,
     rows_of_epoch,
     shuffled_steps,
@@ -373,12 +373,12 @@ def test_weights_are_part_of_what_the_data_is() -> None:
 
 
 def test_row_that_a_step_uses_twice_is_two_rows_of_a_preference_loss() -> None:
-    rows = corpus([2]).select()
-    pairs = [
-        [replace(example, role=role) for example in rows[i] for role in (CHOSEN, REJECTED)]
-        for i in range(2)
-    ]
-    drawn = draw_rows(pairs, [0, 1, 0])  # type: ignore[arg-type]
+    class Pairs(CorpusRows):
+        def __getitem__(self, place: int) -> RowExamples:
+            (example,) = super().__getitem__(place)
+            return replace(example, role=CHOSEN), replace(example, role=REJECTED)
+
+    drawn = Pairs(corpus([2]), range(2)).draw([0, 1, 0])
 
     dpo = Objective(ObjectiveConfig(objective="dpo", beta=1.0))
     logps = np.array([3.0, 0.0, 0.0, 0.0, 3.0, 0.0])

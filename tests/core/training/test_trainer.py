@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.config import InstructTrainingConfig
-from mlxtune.core.data.corpus import Corpus, ExampleArrays
+from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encoded_file import ExampleArrays
 from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.steps.order import RunRows
 from mlxtune.core.training.trainer import InstructTrainer

@@ -1,0 +1,336 @@
+"""The examples of one data file in flat arrays, mapped from files, and their account.
+
+tokens   a b c d e f g h i      the tokens of all examples in order, before truncation
+mask     0 0 1 1 0 1 0 0 1
+ends           4   6     9      where each example ends
+rows           1   1     2      the number of each example's row
+
+Mapped arrays keep memory from growing with the data set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.core.data.conversation import ANSWER
+from mlxtune.core.data.encode import Example
+from mlxtune.core.data.ledger import Ledger
+from mlxtune.core.data.problems import TRUNCATED_ANSWER, BadRow, RowTally, SkippedRows
+from mlxtune.core.files.files import new_file
+from mlxtune.core.files.reading import open_regular
+
+# The number of tokens in each block of a pass over a whole file.
+_AT_ONCE = 1 << 20
+# The columns of a file's examples, each stored in a separate little-endian file.
+COLUMNS = {
+    **{"tokens": "<i4", "mask": "<u1", "ends": "<i8", "rows": "<i8"},
+    **{"roles": "<u1", "identities": "<u8"},
+}
+
+
+class _Kept(NamedTuple):
+    """The tokens that truncation keeps, int32 (E,) each; see `ExampleArrays`."""
+
+    lengths: npt.NDArray[np.int32]
+    supervised: npt.NDArray[np.int32]
+    skipped: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class ExampleArrays:
+    """The examples of one data file, whole or each cut to `max_seq_len` tokens.
+
+    `tokens` is int32 (N,), `mask` uint8 (N,), `ends` and `rows` int64 (E,): where each example
+    ends, and the 1-based number of its row. `roles` is uint8 (E,), the role of each example in its
+    row. `identities` is uint64 (R,), one for each row with examples; rows with equal tokens, masks
+    and roles have equal identities. All of these are before truncation.
+
+    `lengths`, `supervised` and `skipped` are int32 (E,): the number of tokens of each example that
+    are kept, that are kept and supervised, and that are skipped at its start. A cut example with no
+    supervised token left keeps no token.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.uint8]
+    ends: npt.NDArray[np.int64]
+    rows: npt.NDArray[np.int64]
+    roles: npt.NDArray[np.uint8]
+    identities: npt.NDArray[np.uint64]
+    max_seq_len: int | None = None
+    _kept: _Kept | None = None
+
+    @classmethod
+    def of(cls, examples: Iterable[Example]) -> ExampleArrays:
+        """Copy examples; adjacent examples with the same row number form one row."""
+        rows = groupby(examples, key=lambda example: example.row)
+        return cls.of_rows([list(row) for _, row in rows])
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Sequence[Example]], start: int = 0) -> ExampleArrays:
+        """Copy the examples of rows; `start` tokens of the file precede the rows."""
+        examples = [example for row in rows for example in row]
+        columns = {
+            "tokens": np.concatenate([example.tokens for example in examples]),
+            "mask": np.concatenate([example.assistant_mask for example in examples]),
+            "ends": start + np.cumsum([len(example) for example in examples]),
+            "rows": np.array([example.row for example in examples]),
+            "roles": np.array([example.role for example in examples]),
+            "identities": np.array([identity(row) for row in rows], dtype=np.uint64),
+        }
+        values: dict[str, Any] = {
+            name: columns[name].astype(kind) for name, kind in COLUMNS.items()
+        }
+        return cls(**values)
+
+    @classmethod
+    def mapped(cls, folder: Path) -> ExampleArrays:
+        values: dict[str, Any] = {name: _map(folder / name, kind) for name, kind in COLUMNS.items()}
+        return cls(**values)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.first_of_row) - 1
+
+    @cached_property
+    def first_of_row(self) -> npt.NDArray[np.int64]:
+        """int64 (R + 1,): the first example of each row, then the number of examples."""
+        return starts_of_runs(self.rows)
+
+    @cached_property
+    def full_lengths(self) -> npt.NDArray[np.int32]:
+        """int32 (E,): the number of tokens of each example before truncation."""
+        return np.diff(self.ends, prepend=0).astype(np.int32)
+
+    def per_row(self, values: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Return int64 (R,): values (E,) summed over the examples of each row."""
+        return np.add.reduceat(values, self.first_of_row[:-1], dtype=np.int64)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int32]:
+        return self.full_lengths if self._kept is None else self._kept.lengths
+
+    @cached_property
+    def supervised(self) -> npt.NDArray[np.int32]:
+        if self._kept is not None:
+            return self._kept.supervised
+        return self._supervised_within(self.full_lengths, np.zeros_like(self.full_lengths))
+
+    @property
+    def skipped(self) -> npt.NDArray[np.int32]:
+        return np.zeros_like(self.full_lengths) if self._kept is None else self._kept.skipped
+
+    @property
+    def tokens_cut(self) -> npt.NDArray[np.int32]:
+        """int32 (E,): the number of tokens that each example loses."""
+        return self.full_lengths - self.lengths
+
+    @property
+    def rows_kept(self) -> npt.NDArray[np.bool_]:
+        """Bool (R,): whether any example of each row is kept."""
+        return self.per_row(self.lengths) > 0
+
+    @property
+    def rows_cut(self) -> npt.NDArray[np.bool_]:
+        """Bool (R,): whether each row loses tokens."""
+        return self.per_row(self.tokens_cut) > 0
+
+    @property
+    def plain_text(self) -> bool:
+        """Whether every example's second token carries loss, which is so only in plain text."""
+        starts = self.ends - self.full_lengths
+        return bool(self.mask[np.minimum(starts + 1, self.ends - 1)].all())
+
+    def cut(self, max_seq_len: int | None = None, *, at: str = "end") -> ExampleArrays:
+        """Cut every whole example to `max_seq_len` tokens, at its `end` or at its `start`."""
+        full = self.full_lengths
+        lengths = full if max_seq_len is None else np.minimum(full, max_seq_len)
+        skipped = np.zeros_like(full)
+        if max_seq_len is not None and at == "start":
+            for i in np.flatnonzero(full > max_seq_len).tolist():
+                end = int(self.ends[i])
+                skipped[i] = _tokens_to_skip(self.mask[end - int(full[i]) : end], max_seq_len)
+            lengths = np.minimum(lengths, full - skipped)
+            self.release()
+        supervised = self._supervised_within(lengths, skipped)
+        # Preference rows are kept whole or dropped.
+        incomplete = (self.roles != ANSWER) & (lengths < full)
+        lost = np.repeat(self.per_row(incomplete) > 0, np.diff(self.first_of_row))
+        supervised = np.where(lost, 0, supervised)
+        kept = np.where(supervised > 0, lengths, 0)
+        return replace(self, max_seq_len=max_seq_len, _kept=_Kept(kept, supervised, skipped))
+
+    def _supervised_within(
+        self, lengths: npt.NDArray[np.int32], skipped: npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.int32]:
+        """Return int32 (E,): how many of the `lengths` tokens after `skipped` are supervised."""
+        counts = np.zeros(len(lengths), dtype=np.int32)
+        # Sum block by block: numpy would convert the whole array first.
+        blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
+        for first, last in pairwise([*np.unique(blocks).tolist(), len(lengths)]):
+            start = int(self.ends[first - 1]) if first else 0
+            starts = self.ends[first:last] - self.full_lengths[first:last] - start
+            starts += skipped[first:last]
+            edges = np.stack([starts, starts + lengths[first:last]], axis=1).reshape(-1)
+            mask = self.mask[start : int(self.ends[last - 1])]
+            # reduceat rejects an index at the end of the array.
+            edges = edges[:-1] if edges[-1] == len(mask) else edges
+            counts[first:last] = np.add.reduceat(mask, edges, dtype=np.int32)[::2]
+        self.release()
+        return counts
+
+    def release(self) -> None:
+        """Free the pages of mapped files; the system reads them again when they are needed."""
+        for column in (self.tokens, self.mask):
+            mapped = getattr(column.base, "obj", None)
+            # In-memory arrays have no map, and some systems have no madvise.
+            if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def _tokens_to_skip(mask: npt.NDArray[np.uint8], max_seq_len: int) -> int:
+    """Return how many tokens to skip at the start of an example, to cut it to `max_seq_len`.
+
+    Answers are skipped whole. The last answer and the token before it are not skipped, even if the
+    end of the answer is then cut.
+
+    With mask 0 0 1 1 0 0 0 1 1 and `max_seq_len` 6, skip 4, as the first answer does not fit whole.
+    """
+    edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
+    starts, ends = edges[::2], edges[1::2]
+    skip = len(mask) - max_seq_len
+    if not len(starts):
+        return skip
+    answer = int(np.searchsorted(starts, skip, side="right")) - 1
+    if answer >= 0 and skip < ends[answer]:
+        skip = int(ends[answer])
+    return min(skip, max(int(starts[-1]) - 1, 0))
+
+
+def identity(row: Iterable[Example]) -> int:
+    """Return a 64-bit hash of the tokens, masks and roles of a row's examples."""
+    digest = hashlib.blake2b(digest_size=8)
+    for example in row:
+        digest.update(len(example).to_bytes(8, "little"))
+        digest.update(example.tokens.astype("<i4", copy=False).tobytes())
+        digest.update(example.assistant_mask.astype("<u1", copy=False).tobytes())
+        if example.role != ANSWER:
+            digest.update(bytes([example.role]))
+    return int.from_bytes(digest.digest(), "little")
+
+
+def write_arrays(folder: Path, chunks: Iterable[Sequence[Sequence[Example]]]) -> None:
+    """Write examples into a folder, one file for each column; each chunk contains a few rows."""
+    end = 0
+    with ExitStack() as stack:
+        files = {name: stack.enter_context(new_file(folder / name)) for name in COLUMNS}
+        for rows in filter(None, chunks):
+            arrays = ExampleArrays.of_rows(rows, end)
+            end = int(arrays.ends[-1])
+            for name, file in files.items():
+                file.write(getattr(arrays, name).tobytes())
+
+
+def starts_of_runs(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the start of each run of equal keys, and the end of the last run."""
+    changes = np.flatnonzero(np.diff(keys)) + 1
+    first = [0] if len(keys) else []
+    return np.concatenate([first, changes, [len(keys)]]).astype(np.int64)
+
+
+def _map(path: Path, kind: str) -> npt.NDArray[Any]:
+    with open_regular(path) as file:
+        # An empty file cannot be mapped.
+        if not os.fstat(file.fileno()).st_size:
+            return np.zeros(0, dtype=kind)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=kind)
+
+
+@dataclass
+class EncodedFile:
+    """One data file as examples before truncation, with the skipped rows and the notes.
+
+    `answer_tokens_cut` counts the supervised tokens that truncation cut from kept rows.
+    """
+
+    arrays: ExampleArrays
+    skipped: SkippedRows
+    notes: RowTally
+    answer_tokens_cut: int = 0
+
+    def cut(self, max_seq_len: int | None = None, *, at: str = "end") -> ExampleArrays:
+        """Cut every example to `max_seq_len` tokens, at its `end` or at its `start`.
+
+        Call this once: it adds notes for truncated answers, and skips rows with no supervised
+        token.
+        """
+        arrays, cut = self.arrays, self.arrays.cut(max_seq_len, at=at)
+        kept_rows = cut.rows_kept
+        lost = arrays.per_row(arrays.supervised - cut.supervised)
+        self.answer_tokens_cut, cut_answers = int(lost[kept_rows].sum()), lost > 0
+        for index in np.flatnonzero(~kept_rows):
+            self._skip(int(index), cut)
+        numbers = arrays.rows[arrays.first_of_row[:-1]]
+        for row in numbers[kept_rows & cut_answers]:
+            self.notes.count(int(row), TRUNCATED_ANSWER)
+        return cut
+
+    def ledger(
+        self,
+        cut: ExampleArrays,
+        *,
+        path: str | None = None,
+        rows_validation: int = 0,
+        weight: float = 1.0,
+    ) -> Ledger:
+        """Return the account of the file, once its examples are cut; its path is `path` if given.
+
+        All rows that are kept train, except `rows_validation` rows.
+        """
+        arrays, kept = self.arrays, int(cut.rows_kept.sum())
+        supervised = int(cut.supervised.sum())
+        return Ledger(
+            path=str(self.skipped.path) if path is None else path,
+            rows_read=kept + self.skipped.total,
+            rows_train=kept - rows_validation,
+            rows_validation=rows_validation,
+            rows_skipped=self.skipped.counts,
+            rows_truncated=int(cut.rows_cut.sum()),
+            examples=int((cut.supervised > 0).sum()),
+            tokens=int(arrays.lengths.sum()),
+            tokens_supervised=supervised,
+            tokens_context=int(cut.lengths.sum()) - supervised,
+            tokens_truncated=int(cut.tokens_cut.sum()),
+            notes=self.notes.counts,
+            weight=weight,
+        )
+
+    def _skip(self, index: int, cut: ExampleArrays) -> None:
+        example = self.arrays.first_of_row[index]
+        if self.arrays.roles[example] != ANSWER:
+            examples = slice(example, self.arrays.first_of_row[index + 1])
+            longest = int(self.arrays.lengths[examples].max())
+            problem = BadRow(
+                f"longer than --max-seq-len {cut.max_seq_len}",
+                f"an answer to compare is not cut: raise the limit to {longest}",
+            )
+            self.skipped.add(int(self.arrays.rows[example]), problem)
+            return
+        end = self.arrays.ends[example]
+        first = int(self.arrays.mask[end - self.arrays.lengths[example] : end].argmax()) + 1
+        problem = BadRow(
+            f"no supervised token within --max-seq-len {cut.max_seq_len}",
+            f"the answer starts at token {first}: raise the limit",
+        )
+        self.skipped.add(int(self.arrays.rows[example]), problem)
