@@ -68,6 +68,7 @@ NumberedRow = tuple[int, dict[str, Any] | BadRow]
 
 @contextmanager
 def reading(path: Path, option: str = "--data") -> Iterator[None]:
+    """Turn errors of reading a path that `option` names into DataError."""
     try:
         yield
     except FileNotFoundError as error:
@@ -125,11 +126,6 @@ def _head(path: Path) -> bytes:
 
 def _open(path: Path) -> IO[bytes]:
     return open_zipped(path) if is_zipped(path) else open_regular(path)
-
-
-def _table_rows(path: Path) -> Iterator[NumberedRow]:
-    with reading(path), _open(path) as file:
-        yield from _rows_of_table(path, file, _MAX_LINE_BYTES)
 
 
 def _line_rows(path: Path) -> Iterator[NumberedRow]:
@@ -200,34 +196,32 @@ def _check_no_spreadsheet(path: Path, head: bytes) -> None:
         raise DataError(f"{path}: is text in UTF-16: save it in UTF-8, from Excel as CSV UTF-8")
 
 
-def _rows_of_table(path: Path, file: IO[bytes], longest: int) -> Iterator[tuple[int, Any]]:
-    """Yield each row's number, and its object (empty cells are None) or a BadRow.
-
-    `longest` is the maximum length of a line, and of a value, in bytes. Raises DataError.
-    """
-    csv.field_size_limit(longest)
-    lines = _text_lines(path, file, longest)
-    start, names, delimiter = _table_header(path, lines)
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    while True:
-        number = start + reader.line_num + 1
-        try:
-            cells = next(reader, None)
-        except csv.Error as error:
-            yield number, BadRow("not valid CSV", one_line(error))
-            continue
-        if cells is None:
-            return
-        if any(cells):
-            yield number, _row_of_cells(names, cells)
+def _table_rows(path: Path) -> Iterator[NumberedRow]:
+    """Yield rows as `read_objects` does; empty cells are None."""
+    csv.field_size_limit(_MAX_LINE_BYTES)
+    with reading(path), _open(path) as file:
+        lines = _text_lines(path, file)
+        start, names, delimiter = _table_header(path, lines)
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        while True:
+            number = start + reader.line_num + 1
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                yield number, BadRow("not valid CSV", one_line(error))
+                continue
+            if cells is None:
+                return
+            if any(cells):
+                yield number, _row_of_cells(names, cells)
 
 
-def _text_lines(path: Path, file: IO[bytes], longest: int) -> Iterator[str]:
+def _text_lines(path: Path, file: IO[bytes]) -> Iterator[str]:
     number = 0
-    while line := file.readline(longest):
+    while line := file.readline(_MAX_LINE_BYTES):
         number += 1
-        if len(line) == longest and not line.endswith(b"\n"):
-            raise DataError(f"{path}:{number}: is longer than {longest:,} bytes: split it")
+        if len(line) == _MAX_LINE_BYTES and not line.endswith(b"\n"):
+            raise DataError(f"{path}:{number}: is longer than {_MAX_LINE_BYTES:,} bytes: split it")
         text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
         # Bytes in another encoding are reported with their row.
         yield text.decode("utf-8", "surrogateescape")
@@ -311,7 +305,7 @@ def _check_gzip(path: Path) -> None:
 # Parquet
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+def _parquet_rows(path: Path) -> Iterator[NumberedRow]:
     """Yield each row's number, from 1, and its object or the reason why it has none.
 
     Raises DataError for a damaged file, and for a file that unpacks to far more than its size.
