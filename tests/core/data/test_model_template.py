@@ -294,6 +294,14 @@ def test_system_message_without_a_user_turn_to_merge_it_into_is_a_bad_row() -> N
         render(refuses_system, conversation, merge_system=True)
 
 
+def test_merging_is_not_advised_where_it_did_not_help() -> None:
+    two = converse(("system", "a"), ("system", "b"), ("user", "Hi"), ("assistant", "Hello!"))
+
+    with pytest.raises(BadRow) as raised:
+        render(refuses_system, two, merge_system=True)
+    assert raised.value.detail == "System role not supported"
+
+
 # Renderings that start before they are needed
 
 CONVERSATIONS = (
