@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mlxtune
-from mlxtune.backend.workers import worker_run
+from mlxtune.backend.workers import launch
 from mlxtune.backend.workers.group import Workers
 from mlxtune.backend.workers.launch import join_run
 from mlxtune.cli import COMMANDS
@@ -305,8 +305,8 @@ def test_worker_builds_one_config(
     def watched(*_: Any) -> Iterator[list[str]]:
         yield ["here", "here"]
 
-    monkeypatch.setattr(worker_run, "join", lambda *_, **__: workers)
-    monkeypatch.setattr(worker_run, "watched", watched)
+    monkeypatch.setattr(launch, "join", lambda *_, **__: workers)
+    monkeypatch.setattr(launch, "watched", watched)
     given = config(output=str(tmp_path), memory_limit=3, parallel=parallel, track="trackio")
     with join_run(given, lambda *_: RunConsole(quiet=True)) as run:
         assert built == [given, run.config]

@@ -28,8 +28,8 @@ from mlxtune.core.data.conversation import ANSWER
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import TRUNCATED_ANSWER, BadRow, RowTally, SkippedRows
-from mlxtune.core.files.files import new_file
 from mlxtune.core.files.reading import open_regular
+from mlxtune.core.files.writing import new_file
 
 # The number of tokens in each block of a pass over a whole file.
 _AT_ONCE = 1 << 20

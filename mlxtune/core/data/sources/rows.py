@@ -31,7 +31,7 @@ from mlxtune.core.data.problems import (
 from mlxtune.core.data.sources import parquet_child
 from mlxtune.core.files.processes import LimitedProcess, ProcessEnded
 from mlxtune.core.files.reading import open_regular, open_zipped
-from mlxtune.core.text import byte_size
+from mlxtune.core.formatting import byte_size
 from mlxtune.errors import DataError, one_line, shorten
 
 _MAX_LINE_BYTES = 1 << 26
