@@ -38,7 +38,7 @@ EXCEPTIONS = {
     ("core/data/template.py", "resources.files(...).joinpath(...).read_text"): "the same",
     ("cli/__init__.py", "os.open"): "gives the null device the numbers of closed streams",
     ("cli/__init__.py", "open"): "an object for the stream that is open already",
-    ("benchmark/worker.py", "os.fdopen"): "a copy of stdout",
+    ("benchmark/bench_helper.py", "os.fdopen"): "a copy of stdout",
     ("cli/__init__.py", "io.FileIO"): "the same",
     ("backend/text/tokenizer_child.py", "Path(...).read_bytes"): "a script of a limited process, "
     "which imports nothing of mlxtune",

@@ -1,6 +1,6 @@
 """The commands of docs/first-boot.md exist, and their possible failures are simulated.
 
-Other tests simulate kernels that raise errors (tests/diagnosis/test_kernels.py) and end a run
+Other tests simulate kernels that raise errors (tests/diagnosis/test_kernel_proof.py) and end a run
 (tests/cli/test_gpu_faults.py), a proof on a busy machine, a failing proof, and Ctrl-C
 (tests/diagnosis/test_prove.py), memory that another run holds (tests/cli/test_memory_ledger.py), no
 fused attention for a gradient (tests/backend/models/mixers/test_attention.py), and a machine
@@ -19,7 +19,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.device import device
+from mlxtune.backend.device import default_device
 from mlxtune.cli import COMMANDS
 from tests.command import Cli, Outcome, finish, start
 from tests.diagnosis.test_prove import assert_documented
@@ -169,9 +169,9 @@ def test_a_run_is_planned_with_metal_and_without(
     cpu: bool, metal: bool, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Covers the CPU (as in a Mac's virtual machine), Metal, and a GPU without Metal."""
-    monkeypatch.setattr(device, "on_cpu", lambda: cpu)
+    monkeypatch.setattr(default_device, "on_cpu", lambda: cpu)
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
-    rounding = device.rounding()
+    rounding = default_device.rounding()
     assert (rounding.line, rounding.width) == ((1, 1) if cpu else (64, 32 if metal else 128))
     outcome = cli("plan", "--model-path", QWEN, "--data", ROWS, "--no-cache", "--json")
     assert outcome.code == 0

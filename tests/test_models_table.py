@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mlxtune.backend.models.loading import open_base
+from mlxtune.benchmark.bench_helper import OURS, Job, run_job
 from mlxtune.benchmark.peers import write_start
-from mlxtune.benchmark.worker import OURS, Job, run_job
 from mlxtune.config import TrainConfig
 from tests.backend.step.executions import fixed_step
 from tests.long import models_table

@@ -51,10 +51,10 @@ def test_device_answers_and_the_code_takes_a_gpus_ways(tmp_path: Path, device: s
     python = make_environment(tmp_path, hidden=False, device=device)
     code = (
         "import json, mlxtune.backend, mlx.core as mx\n"
-        "from mlxtune.backend.device import memory\n"
+        "from mlxtune.backend.device import allocator\n"
         "from mlxtune.backend.forward.operations import MLX, best_execution\n"
-        "print(json.dumps([mx.metal.is_available(), mx.device_info(), memory.on_cpu(),\n"
-        "    best_execution(10**9).operations is MLX, memory.find_limits(200).memory,\n"
+        "print(json.dumps([mx.metal.is_available(), mx.device_info(), allocator.on_cpu(),\n"
+        "    best_execution(10**9).operations is MLX, allocator.find_limits(200).memory,\n"
         "    float(mx.sum(mx.ones((2, 2)) @ mx.ones((2, 2))))]))"
     )
     blas = {"MLXTUNE_BLAS": os.environ.get("MLXTUNE_BLAS", "")}

@@ -30,7 +30,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "config/config_file.py": dict.fromkeys(("yaml.load", "tomllib.loads"), "64 KB at most"),
     "core/run/progress.py": {"json.loads": "a line below 4 KB, others by parse_json"},
     "core/files/lock.py": {"json.loads": "a note of which at most some KB are read"},
-    "backend/adapters/files.py": {
+    "backend/adapters/adapter_folder.py": {
         "mx.load": "after the header was checked",
         "json.loads": "the header of what this process has just made",
     },
@@ -48,7 +48,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     "backend/text/template_child.py": {"json.loads": LIMITED_PROCESS},
     "backend/text/tokenizer_child.py": dict.fromkeys(("json.loads", "read_bytes"), LIMITED_PROCESS),
     "benchmark/bench.py": dict.fromkeys(("json.loads", "read"), OWN_CHILD),
-    "benchmark/worker.py": dict.fromkeys(("pickle.loads", "read_bytes"), OWN_CHILD),
+    "benchmark/bench_helper.py": dict.fromkeys(("pickle.loads", "read_bytes"), OWN_CHILD),
     "core/files/processes.py": {"read_bytes": OWN_CHILD},
     "core/machine/facts.py": {"json.loads": OWN_CHILD},
     "diagnosis/workbench.py": dict.fromkeys(("json.loads", "read_text", "read_bytes"), OWN_CHILD),

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mlxtune.backend.device import device
+from mlxtune.backend.device import default_device
 from mlxtune.backend.models import loading
 from mlxtune.benchmark import peers
+from mlxtune.benchmark.bench_helper import OURS, Job
 from mlxtune.benchmark.result import Agreement, Benchmark, BenchmarkRun, Side, Spread, TimedStep
-from mlxtune.benchmark.worker import OURS, Job
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files import processes, writing
@@ -97,7 +97,7 @@ def measured(
     ours, theirs = _alternate(config.repeats, job, peer, console)
     return Benchmark(
         model=config.model_path,
-        device=device.device_name(),
+        device=default_device.device_name(),
         dtype=job.config.dtype,
         rows=job.rows,
         examples=sum(map(len, job.steps)),
@@ -210,7 +210,7 @@ def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> 
 
 def worker_command(job: Path) -> list[str]:
     """Return the command line of the worker that runs the job in a file."""
-    run = "from mlxtune.benchmark.worker import main; main()"
+    run = "from mlxtune.benchmark.bench_helper import main; main()"
     return [sys.executable, "-c", run, str(job)]
 
 

@@ -14,12 +14,12 @@ from mlx_lm.tuner.trainer import TrainingArgs, default_loss, iterate_batches
 from mlx_lm.tuner.utils import load_adapters
 
 from mlxtune.backend.adapters import checkpoint_tensors
-from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.lora.apply import apply_lora
-from mlxtune.backend.models.layers import cast_parameters
 from mlxtune.backend.models.loading import BaseModel, load_lazily
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import quantize_lazily, read_one_by_one
+from mlxtune.backend.models.stored_layers import cast_parameters
 from mlxtune.config import InstructConfig, TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.writing import make_folder

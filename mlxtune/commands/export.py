@@ -8,9 +8,9 @@ from typing import Any
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.adapters.certificate import Certificate
-from mlxtune.backend.adapters.formats import flat, gguf, merged_gguf, mlx_lm, peft
-from mlxtune.backend.adapters.formats.adapter import completed
-from mlxtune.backend.adapters.fuse import check_copied
+from mlxtune.backend.adapters.file_formats import flat, gguf, merged_gguf, mlx_lm, peft
+from mlxtune.backend.adapters.file_formats.adapter import completed
+from mlxtune.backend.adapters.fusing import check_copied
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models.loading import open_base
 from mlxtune.backend.models.model_folder import read_config

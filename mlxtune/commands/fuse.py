@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxtune.backend.adapters import compare_logits
-from mlxtune.backend.adapters import fuse as fusing
+from mlxtune.backend.adapters import compare_logits, fusing
 from mlxtune.backend.adapters.attach import Adapted, load_adapted
 from mlxtune.backend.adapters.certificate import MOST_LOST, Retention, try_in_order
-from mlxtune.backend.adapters.formats import merged_gguf
+from mlxtune.backend.adapters.file_formats import merged_gguf
 from mlxtune.backend.adapters.storage import AS_BASE
-from mlxtune.backend.device import memory
+from mlxtune.backend.device import allocator
 from mlxtune.backend.models.loading import BaseModel, prepare, read_weights
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import NF4, is_quantized
@@ -115,7 +114,7 @@ def _choose_storage(config: FuseConfig, source: proof.Source) -> tuple[str, Rete
     adapted = load_adapted(proof.load_base(source), source.file)
     measure = _measure_of(source, adapted)
     del adapted
-    memory.release()
+    allocator.release()
 
     def value_of(storage: str) -> float:
         fused = fusing.fused_model(
@@ -125,7 +124,7 @@ def _choose_storage(config: FuseConfig, source: proof.Source) -> tuple[str, Rete
         read_weights(model)
         value = measure.value_of(model)
         del fused, model
-        memory.release()
+        allocator.release()
         return value
 
     chosen = storages[:1] if config.force else storages

@@ -4,9 +4,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.adapters.formats.adapter import completed
-from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm, write_mlx_lm
-from mlxtune.backend.adapters.formats.peft import PICKLED, WEIGHTS, base_of, read_config, read_peft
+from mlxtune.backend.adapters.file_formats.adapter import completed
+from mlxtune.backend.adapters.file_formats.mlx_lm import read_mlx_lm, write_mlx_lm
+from mlxtune.backend.adapters.file_formats.peft import (
+    PICKLED,
+    WEIGHTS,
+    base_of,
+    read_config,
+    read_peft,
+)
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models.loading import open_base
 from mlxtune.config import ImportConfig, as_path

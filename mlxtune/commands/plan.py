@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mlxtune.backend.device import device, memory
+from mlxtune.backend.device import allocator, default_device
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.lora.model_facts import ModelFacts
 from mlxtune.backend.workers.split import PlannedGroup, split_base
@@ -62,12 +62,12 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
         trainable_parameters=adapter.trainable_parameters,
         expert_matrices=adapter.expert_matrices,
         dtype=base.dtype,
-        device=device.device_name(),
+        device=default_device.device_name(),
         max_seq_len=config.max_seq_len,
         memory=chosen,
         larger_limit=planning.larger_limit(config, chosen, work),
         longest=longest,
-        free_memory=memory.free_now(),
+        free_memory=allocator.free_now(),
         speed=read_speed(config.cache_path, planning.speed_key(chosen, base.dtype)),
     )
     if dataset is None:

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from mlxtune.backend.adapters.formats import mlx_lm, peft
+from mlxtune.backend.adapters.file_formats import mlx_lm, peft
 from mlxtune.config import ExportConfig, as_path
 from mlxtune.core.files.reading import file_hash, read_text
 from mlxtune.core.files.scratch import scratch_folder

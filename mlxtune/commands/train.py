@@ -12,10 +12,10 @@ import numpy.typing as npt
 from rich.console import Console
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile
+from mlxtune.backend.adapters.adapter_folder import check_beside, check_known, check_replaceable
 from mlxtune.backend.adapters.attach import check_base
-from mlxtune.backend.adapters.files import check_beside, check_known, check_replaceable
-from mlxtune.backend.adapters.formats.mlx_lm import copy_mlx_lm
-from mlxtune.backend.device import memory
+from mlxtune.backend.adapters.file_formats.mlx_lm import copy_mlx_lm
+from mlxtune.backend.device import allocator
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.launch import join_run
 from mlxtune.config import DemoConfig, TrainConfig, as_path
@@ -168,7 +168,7 @@ def train(
         judged = replace(judged, candidates=max(candidates, 1))
         # Free the model, because the adapter is judged on a newly loaded one.
         del parts, trainer, session.base
-        memory.release()
+        allocator.release()
         evaluation = _judged(session, judged)
         usage = run_text.usage_line(config, plain_text=session.dataset.plain_text)
         console.say("Try it", usage, copyable=True)
@@ -178,7 +178,7 @@ def train(
 def _result(session: RunSession) -> TrainResult:
     """Return the result of a run that has trained nothing yet."""
     config, ledgers = session.config, session.dataset.ledgers
-    peak_gb = memory.peak_gb()
+    peak_gb = allocator.peak_gb()
     return TrainResult(
         None, None, config.checkpoint_path, ledgers, peak_gb, model_path=config.model_path
     )
@@ -198,7 +198,7 @@ def _console(config: TrainConfig, log: TextIO | None) -> RunConsole:
     return RunConsole(
         quiet=config.quiet and log is None,
         log_every=config.log_every,
-        peak_gb=memory.peak_gb,
+        peak_gb=allocator.peak_gb,
         console=None if log is None else Console(file=log, highlight=False, width=100),
     )
 
@@ -405,7 +405,7 @@ def print_plan(session: RunSession, parts: RunParts, trainer: InstructTrainer) -
         plan_text.large_rate_line(config.rate),
         plan_text.micro_batches_line(plan),
         plan_text.peak_line(plan),
-        plan_text.free_line(plan, memory.free_now()),
+        plan_text.free_line(plan, allocator.free_now()),
         *parts.notes,
     )
     for line in filter(None, lines):

@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from mlxtune.backend.adapters import checkpoint_tensors
-from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.models import loading, model_folder
 from mlxtune.commands.train import train

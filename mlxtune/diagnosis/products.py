@@ -16,9 +16,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.backend.device.device import has_metal, on_cpu
+from mlxtune.backend.device.default_device import has_metal, on_cpu
 from mlxtune.diagnosis.checks import PRODUCTS, ProofCheck, check_product, failed_check
-from mlxtune.diagnosis.kernels import on_the_cpu
+from mlxtune.diagnosis.kernel_proof import on_the_cpu
 from mlxtune.errors import one_line
 
 Matrix = npt.NDArray[np.float32]
@@ -116,7 +116,7 @@ class Product:
                         worst[dtype] = check
         yield from worst.values()
 
-    def _draw(self, size: Size, transposed: bool) -> "Factors":
+    def _draw(self, size: Size, transposed: bool) -> "ProductFactors":
         """Draw factors that all dtypes, and TF32, hold exactly; the product of them is NumPy's."""
         rng = np.random.default_rng(0)
         shape = (size.columns, size.inner) if transposed else (size.inner, size.columns)
@@ -138,9 +138,9 @@ class Product:
         expected = [rows[owners == i] @ each for i, each in enumerate(matrices)]
         norms = np.linalg.norm(rows, axis=1, keepdims=True)
         norms = norms * np.linalg.norm(matrices, axis=1)[owners]
-        return Factors(x, w, scales, owners, transposed, np.concatenate(expected), norms)
+        return ProductFactors(x, w, scales, owners, transposed, np.concatenate(expected), norms)
 
-    def _compare(self, size: Size, factors: "Factors", dtype: str) -> ProofCheck:
+    def _compare(self, size: Size, factors: "ProductFactors", dtype: str) -> ProofCheck:
         name = f"{self.name}, {dtype}"
         try:
             found = self._compute(factors, getattr(mx, dtype))
@@ -152,7 +152,7 @@ class Product:
         ratio = float((np.abs(found - factors.expected) / bound).max())
         return check_product(name, ratio, *size)
 
-    def _compute(self, factors: "Factors", dtype: mx.Dtype) -> Matrix:
+    def _compute(self, factors: "ProductFactors", dtype: mx.Dtype) -> Matrix:
         """Return the product on this device, in float32."""
         x, transposed = factors.x.astype(dtype), factors.transposed
         if not self.bits:
@@ -171,7 +171,7 @@ class Product:
         return np.array(product.astype(mx.float32))
 
 
-class Factors(NamedTuple):
+class ProductFactors(NamedTuple):
     """The factors of a product; the product as NumPy computes it, and each result's largest sum."""
 
     x: mx.array

@@ -75,7 +75,7 @@ class Workbench:
         """
         folder = lasting_folder("job", self.scratch)
         records = folder / "records"
-        arguments = ["-m", "mlxtune.diagnosis.worker", str(records), job, *map(str, paths)]
+        arguments = ["-m", "mlxtune.diagnosis.proof_helper", str(records), job, *map(str, paths)]
         variables = ({} if job in _LARGE else _QUICK) | ({} if job in _AS_TRAINED else _EXACT)
         late, status = None, 0
         try:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.device import memory
+from mlxtune.backend.device import allocator
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.backend.text.generate import Sampling, answers
@@ -213,7 +213,7 @@ def judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     try:
         tokenizer = session.reader.tokenizer
         if drawn := _draw(judged.rows, config.samples, config.seed, tokenizer):
-            memory.release()
+            allocator.release()
             generated = answer_rows(loaded, tokenizer, drawn, _LONGEST_SAMPLE, console)
             evaluation = replace(evaluation, generated=generated)
             write_json(target, evaluation.as_dict())
@@ -244,7 +244,7 @@ def _start(session: RunSession, rows: CorpusRows) -> Any:
     objective = Objective(config.part(ObjectiveConfig))
     (sums,) = _sums(loaded, rows, (True,), session.console, workers, objective)
     del loaded
-    memory.release()
+    allocator.release()
     return sums
 
 

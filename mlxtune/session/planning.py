@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.device import device, memory
+from mlxtune.backend.device import allocator, default_device
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.memory.measure import measure
 from mlxtune.backend.memory.shapes import model_shapes
@@ -93,7 +93,7 @@ def choose_plan(
     not even one example fits.
     """
     allowed, shapes = _possible(config, base, config.lora(), execution)
-    return _choose(config, shapes, allowed, work, memory.find_limits(config.memory_limit).memory)
+    return _choose(config, shapes, allowed, work, allocator.find_limits(config.memory_limit).memory)
 
 
 def _possible(
@@ -112,7 +112,7 @@ def longest_example(config: TrainConfig, base: BaseModel, lora: InstructConfig) 
     context = base.text_config.get("max_position_embeddings")
     context = context if isinstance(context, int) and context > 0 else _LONGEST
     allowed, shapes = _possible(config, base, lora)
-    limit = memory.find_limits(config.memory_limit).memory
+    limit = allocator.find_limits(config.memory_limit).memory
     values = _CHECKPOINTING[config.grad_checkpoint]
     kept, recomputed = (
         memory_plan.longest(shapes, allowed, limit, context, [value]) if value in values else 0
@@ -176,7 +176,7 @@ def _choose(
     config: TrainConfig, shapes: ModelShapes, execution: Execution, work: DataSample, limit: int
 ) -> MemoryPlan:
     allowed = _CHECKPOINTING[config.grad_checkpoint]
-    tolerance = _CPU_TOLERANCE if device.on_cpu() else 0.0
+    tolerance = _CPU_TOLERANCE if default_device.on_cpu() else 0.0
     options: dict[str, Any] = {"checkpointing": allowed, "tolerance": tolerance}
     plan = memory_plan.choose(shapes, work, execution, limit=limit, **options)
     if plan is None:
@@ -186,11 +186,11 @@ def _choose(
 
 def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str:
     """Return a line on what a larger --memory-limit would gain; empty if it would gain nothing."""
-    recommended = memory.find_limits(config.memory_limit).recommended or 0
-    most = recommended // memory.GB
-    if most * memory.GB <= plan.limit:
+    recommended = allocator.find_limits(config.memory_limit).recommended or 0
+    most = recommended // allocator.GB
+    if most * allocator.GB <= plan.limit:
         return ""
-    larger = _choose(config, plan.shapes, plan.execution, work, most * memory.GB)
+    larger = _choose(config, plan.shapes, plan.execution, work, most * allocator.GB)
     return plan_text.larger_limit_line(plan, larger, most)
 
 
@@ -209,14 +209,14 @@ def cut_loss_line(config: TrainConfig, base: BaseModel, work: DataSample, datase
 
 def speed_key(plan: MemoryPlan, dtype: str) -> str:
     """Return the cache key of a measured speed, from model and LoRA shapes, dtype and device."""
-    return key_of([_sizes(plan.shapes), dtype, device.device_name()])
+    return key_of([_sizes(plan.shapes), dtype, default_device.device_name()])
 
 
 def memory_key(shapes: ModelShapes, execution: Execution, dropout: float, dtype: str) -> str:
     """Return the cache key of measured memory: all facts on which the memory depends."""
     operations = type(execution.operations).__name__
     return key_of(
-        [_sizes(shapes), dtype, device.device_name(), operations, dropout > 0, versions()]
+        [_sizes(shapes), dtype, default_device.device_name(), operations, dropout > 0, versions()]
     )
 
 
@@ -246,7 +246,7 @@ def reserve_memory(
     is given.
     """
     folder, owner = user_cache() / "memory", str(config.checkpoint_path.absolute())
-    size, capacity = plan.peak.total, memory.capacity()
+    size, capacity = plan.peak.total, allocator.capacity()
     try:
         if config.ignore_ledger:
             lock = reservation.reserve(folder, size, sys.maxsize, owner)

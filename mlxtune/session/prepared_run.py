@@ -17,7 +17,7 @@ import numpy as np
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import base_mismatch
-from mlxtune.backend.device import device, memory
+from mlxtune.backend.device import allocator, default_device
 from mlxtune.backend.forward import operations
 from mlxtune.backend.forward.kernels.attention_trial import attention_kernels_problem
 from mlxtune.backend.forward.kernels.gate_kernels import gate_kernels_problem
@@ -106,7 +106,7 @@ def prepare_base(
     config: TrainConfig, base: BaseModel, console: RunConsole, workers: Workers = ALONE
 ) -> BaseModel:
     """Set the memory limits, and return the opened model, or this worker's part of it."""
-    console.say("Memory", memory.set_limits(config.memory_limit).describe())
+    console.say("Memory", allocator.set_limits(config.memory_limit).describe())
     if workers.split_model:
         base = split_base(base, workers.group)
     if slow := loading.slow_products(base):
@@ -181,7 +181,7 @@ def about_run(session: RunSession, parts: RunParts, trainer: InstructTrainer) ->
     return {
         "format": 1,
         "started_at": started,
-        "device": device.device_name(),
+        "device": default_device.device_name(),
         "model": {
             "path": config.model_path,
             "type": base.model_type,
@@ -249,7 +249,7 @@ def about_result(
         "best_val_loss": result.best_val_loss,
         **({"best_val_loss_of_files": files} if files else {}),
         "total_time_ms": result.total_time_ms,
-        "peak_memory": memory.peak_bytes(),
+        "peak_memory": allocator.peak_bytes(),
         # Relative to the run's folder, so that folder and adapter can be moved together.
         "adapter": os.path.relpath(config.output_path, config.checkpoint_path),
         "sha256": file_hash(config.output_path),

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.adapters import attach, compare_logits
-from mlxtune.backend.adapters import fuse as fusing
+from mlxtune.backend.adapters import attach, compare_logits, fusing
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.certificate import (
     CERTIFICATE,
@@ -18,11 +17,11 @@ from mlxtune.backend.adapters.certificate import (
     WeightCheck,
     check,
 )
-from mlxtune.backend.adapters.formats import merged_gguf
-from mlxtune.backend.adapters.formats.adapter import Adapter
-from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
+from mlxtune.backend.adapters.file_formats import merged_gguf
+from mlxtune.backend.adapters.file_formats.adapter import Adapter
+from mlxtune.backend.adapters.file_formats.mlx_lm import read_mlx_lm
 from mlxtune.backend.adapters.storage import AS_BASE
-from mlxtune.backend.device import memory
+from mlxtune.backend.device import allocator
 from mlxtune.backend.lora.targets import projections_of
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel, open_base
@@ -146,9 +145,9 @@ def prove_export(
     adapted = attach.load_adapted(load_base(source), source.file)
     reference = compare_logits.reference_of(adapted, prompts, rounding, everywhere=everywhere)
     del adapted
-    memory.release()
+    allocator.release()
     comparison = compare_logits.compare(load(), reference)
-    memory.release()
+    allocator.release()
     certificate = Certificate(
         format=format,
         dtype=reference.dtype,
@@ -219,7 +218,7 @@ def write_fused(
     fusing.write_model(model, model_config, source.folder, folder)
     _write_template(source, folder)
     del model
-    memory.release()
+    allocator.release()
     certificate = prove_export(
         source,
         "fused",

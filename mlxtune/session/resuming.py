@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.adapters.files import find_adapter
+from mlxtune.backend.adapters.adapter_folder import find_adapter
 from mlxtune.backend.models.model_folder import is_local
 from mlxtune.backend.workers.environment import launched_several
 from mlxtune.backend.workers.launch import from_worker_0

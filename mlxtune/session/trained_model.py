@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from mlxtune.backend.adapters import attach
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.device import device, memory
+from mlxtune.backend.device import allocator, default_device
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.model_folder import find_folder, is_local, read_config
@@ -48,7 +48,7 @@ A = TypeVar("A", bound=AnswerConfig)
 
 def await_result(console: RunConsole) -> None:
     """Make the console say that kernels are being compiled if a GPU's first result takes long."""
-    if not device.on_cpu():
+    if not default_device.on_cpu():
         console.await_result()
 
 
@@ -211,7 +211,7 @@ def load_model(
 
     Reports each stage on the console, which then awaits a first result. Raises ModelError.
     """
-    console.say("Memory", memory.set_limits(config.memory_limit).describe())
+    console.say("Memory", allocator.set_limits(config.memory_limit).describe())
     base = loading.open_base(folder, config.dtype, _base_options(config, adapter, folder))
     if workers.split_model:
         base = split_base(base, workers.group)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlxtune import TrainConfig, train
-from mlxtune.backend.adapters import fuse as fusing
+from mlxtune.backend.adapters import fusing
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.commands import runs as runs_recipe
 from mlxtune.config import user_cache
@@ -181,7 +181,7 @@ def test_what_a_kill_left_of_fuse_is_removed_by_the_next(
     target = tmp_path / "fused"
     code = (
         "import os, signal, sys\n"
-        "from mlxtune.backend.adapters import fuse as fusing\n"
+        "from mlxtune.backend.adapters import fusing\n"
         "save = fusing._save\n"
         "fusing._save = lambda *a: [save(*a), os.kill(os.getpid(), signal.SIGKILL)]\n"
         "from mlxtune.cli import main\n"

@@ -109,7 +109,7 @@ PRINTS = {
     "core/data/sources/parquet_child.py": "a child's lines of JSON, for its parent",
     "backend/text/template_child.py": "a child's lines of JSON, for its parent",
     "backend/text/tokenizer_child.py": "a child's lines of JSON, for its parent",
-    "benchmark/worker.py": "a child's lines of JSON, for its parent",
+    "benchmark/bench_helper.py": "a child's lines of JSON, for its parent",
     "watch/answer_worker.py": "a child's lines of JSON, for its parent",
 }
 TEXTS = {

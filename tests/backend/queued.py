@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from mlxtune.backend.device import memory
+from mlxtune.backend.device import allocator
 from mlxtune.core.steps.memory_in_flight import QueuedWork
 
 
 def queued(operations: int, allocated: int) -> int:
     """Return the bytes in flight of operations that allocate `allocated` bytes; 0 without CUDA."""
-    limits = memory.graph_limits()
+    limits = allocator.graph_limits()
     # Tests' operations read too little to end a graph.
     return 0 if limits is None else limits.in_flight(QueuedWork(operations, allocated, read=0))

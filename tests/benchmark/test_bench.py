@@ -20,10 +20,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.benchmark import bench as bench_recipe
+from mlxtune.benchmark import bench_helper as bench_worker
 from mlxtune.benchmark import peers
-from mlxtune.benchmark import worker as bench_worker
 from mlxtune.benchmark.bench import bench as run_bench
 from mlxtune.benchmark.bench import first_steps
 from mlxtune.benchmark.result import BenchmarkRun, TimedStep
@@ -142,7 +142,7 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
 
     monkeypatch.setattr(mx, "set_cache_limit", set_cache_limit)
     gpu = SimpleNamespace(on_cpu=lambda: False, finish=finish)
-    monkeypatch.setattr(bench_worker, "device", gpu)
+    monkeypatch.setattr(bench_worker, "default_device", gpu)
     path = tmp_path / "gpu.json"
     work = ["--steps", 3, "--max-seq-len", 64, "--lr", 0.01, "--against", "mlx-lm"]
     write_chat(chat, sums(20))

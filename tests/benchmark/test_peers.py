@@ -14,7 +14,7 @@ from mlx_lm.tuner.trainer import default_loss, iterate_batches
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
-from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.models.loading import load_base, open_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.benchmark.peers import MlxLm, masked_loss, one_span, write_start

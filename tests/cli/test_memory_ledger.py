@@ -19,9 +19,9 @@ from tests.command import Cli
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The ledger's folder on a machine with 8 GB, nearly all reserved by another run."""
-    from mlxtune.backend.device import memory
+    from mlxtune.backend.device import allocator
 
-    monkeypatch.setattr(memory, "capacity", lambda: 8 * 10**9)
+    monkeypatch.setattr(allocator, "capacity", lambda: 8 * 10**9)
     folder = user_cache() / "memory"
     lock = reserve(folder, 8 * 10**9 - 1000, 10**18, "/somewhere/checkpoints")
     yield folder

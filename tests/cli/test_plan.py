@@ -204,9 +204,9 @@ def run_as_planned(step: Any, base: Any, pipeline: Any, work: Any, plan: Any, *_
 def test_gain_of_a_larger_limit_is_said_and_kept(
     plan: Cli, train: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, info: str
 ) -> None:
-    from mlxtune.backend.device import memory
+    from mlxtune.backend.device import allocator
 
-    monkeypatch.setattr(memory.mx, "device_info", lambda: {info: 8_000_000_000})
+    monkeypatch.setattr(allocator.mx, "device_info", lambda: {info: 8_000_000_000})
     # Each limit has room for one example at a time; the second allows for a GPU's rounding.
     lines: list[str] = []
     cache = ("--cache-dir", tmp_path / "cache")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mlxtune import TrainConfig, resume
-from mlxtune.backend.models import layers, loading
-from mlxtune.backend.models.layers import TimedProducts
+from mlxtune.backend.models import loading, stored_layers
+from mlxtune.backend.models.stored_layers import TimedProducts
 from mlxtune.config import BenchConfig
 from mlxtune.core.files.reading import file_hash
 from mlxtune.errors import ConfigError, ModelError
@@ -69,7 +69,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float, float],
     def set_seconds(quantized: float, dequantized: float) -> None:
         seconds.update(quantized=quantized, dequantized=dequantized)
 
-    for module in (layers, loading):
+    for module in (stored_layers, loading):
         monkeypatch.setattr(module, "on_cpu", lambda: False)
     monkeypatch.setattr(loading, "time_products", time_products)
     yield set_seconds
@@ -118,7 +118,7 @@ def test_resumed_run_keeps_the_form_whatever_is_faster_now(
 
 def test_cpu_resumes_no_run_of_the_other_form(train: Cli, output: Path) -> None:
     with pytest.MonkeyPatch.context() as begun:
-        begun.setattr(layers, "on_cpu", lambda: False)
+        begun.setattr(stored_layers, "on_cpu", lambda: False)
         stop_after(2, begun)
         assert train("--quantize", "4").code == 130
     with pytest.raises(ModelError, match="auto is dequantized on this machine"):

@@ -154,7 +154,7 @@ def test_dequantised_weights_are_plain_and_near_what_was_trained(
 def test_fused_weight_that_is_wrong_is_found_and_nothing_is_left(
     trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoilt: str
 ) -> None:
-    from mlxtune.backend.adapters import fuse as fusing
+    from mlxtune.backend.adapters import fusing
 
     name = "mlp.up_proj.weight" if spoilt == "fused" else "embed_tokens.weight"
     save = fusing._save
@@ -173,8 +173,8 @@ def test_fusing_holds_a_file_of_weights_at_a_time(
     trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights are released as they are written, in files of a bounded size."""
-    from mlxtune.backend.adapters import fuse as fusing
-    from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
+    from mlxtune.backend.adapters import fusing
+    from mlxtune.backend.adapters.file_formats.mlx_lm import read_mlx_lm
 
     model_folder = write_model(tmp_path / "large", "llama", num_hidden_layers=12)
     adapter = read_mlx_lm(
@@ -256,7 +256,7 @@ def test_flat_file_has_the_names_and_shapes_of_the_original(
 def test_export_that_is_off_is_found_and_nothing_is_left(
     trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
-    from mlxtune.backend.adapters.formats import flat, peft
+    from mlxtune.backend.adapters.file_formats import flat, peft
 
     room = peft if format == "peft" else flat
     write = room.write_tensors

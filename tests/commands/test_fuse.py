@@ -16,7 +16,7 @@ import pytest
 from mlx_lm.utils import load
 
 from mlxtune import EvalConfig, FuseConfig, TrainConfig, evaluate, fuse, train
-from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.core.files.remembered import MARK
 from tests.command import Cli
 from tests.models import sums, write_chat, write_model

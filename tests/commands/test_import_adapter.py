@@ -215,7 +215,7 @@ def test_scales_too_different_for_one_are_refused(cli: Cli, model: Path, tmp_pat
 def test_ranks_so_unequal_that_filling_them_up_takes_too_much_are_refused(
     cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlxtune.backend.adapters.formats import peft
+    from mlxtune.backend.adapters.file_formats import peft
 
     theirs = peft_folder(tmp_path / "theirs", rank_pattern={"k_proj": 40})
     tensors = safetensors.numpy.load_file(theirs / "adapter_model.safetensors")

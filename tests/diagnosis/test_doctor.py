@@ -31,7 +31,7 @@ def test_machine_that_runs_the_tests_can_train_and_is_told_so(cli: Cli) -> None:
 
 
 def test_json_holds_facts_that_agree_with_mlx(cli: Cli) -> None:
-    from mlxtune.backend.device.device import on_cpu  # isort: split
+    from mlxtune.backend.device.default_device import on_cpu  # isort: split
     import mlx.core as mx
 
     found = json.loads(cli("doctor", "--json").out)

@@ -9,8 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtune.diagnosis import kernels, products
-from mlxtune.diagnosis.kernels import kernel_checks
+from mlxtune.diagnosis import kernel_proof, products
+from mlxtune.diagnosis.kernel_proof import kernel_checks
 from mlxtune.diagnosis.products import Product, Size, Sizes, product_checks
 from tests.slow import slow
 
@@ -176,8 +176,8 @@ def test_attention_that_is_wrong_in_its_last_block_is_found(
     monkeypatch: pytest.MonkeyPatch, length: int, dtype: str
 ) -> None:
     name = f"32 heads, {length} tokens"
-    chosen = tuple(each for each in kernels.KERNELS if each.name == name)
-    monkeypatch.setattr(kernels, "KERNELS", chosen)
+    chosen = tuple(each for each in kernel_proof.KERNELS if each.name == name)
+    monkeypatch.setattr(kernel_proof, "KERNELS", chosen)
     assert [check.passed for check in kernel_checks(dtype)] == [True]
     right = mx.fast.scaled_dot_product_attention
 

@@ -15,8 +15,8 @@ gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install '
 
 from mlxtune import ExportConfig, ModelError, TrainConfig, export, train  # noqa: E402
 from mlxtune.backend.adapters.adapter_file import AdapterFile  # noqa: E402
-from mlxtune.backend.adapters.formats.adapter import Update  # noqa: E402
-from mlxtune.backend.adapters.formats.gguf import orders  # noqa: E402
+from mlxtune.backend.adapters.file_formats.adapter import WeightUpdate  # noqa: E402
+from mlxtune.backend.adapters.file_formats.gguf import orders  # noqa: E402
 from mlxtune.backend.models.loading import load_base  # noqa: E402
 from tests.interop.base_gguf import interleaved, write_base_gguf  # noqa: E402
 from tests.long.architectures import ARCHITECTURES  # noqa: E402
@@ -138,7 +138,7 @@ def test_heads_are_those_of_the_loaded_model(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", "llama")
     base = load_base(model, "float32")
     rows = np.arange(len(base.model.layers[0].self_attn.q_proj.weight))
-    update = Update(np.zeros((64, 2), np.float32), np.zeros((2, len(rows)), np.float32))
+    update = WeightUpdate(np.zeros((64, 2), np.float32), np.zeros((2, len(rows)), np.float32))
     other = replace(base, text_config={"num_attention_heads": 8})
     _, order = orders("model.layers.0.self_attn.q_proj", update, other)
     np.testing.assert_array_equal(order, interleaved(rows, HEADS["q_proj"]))

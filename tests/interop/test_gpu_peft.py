@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch, which runs transformers' models")
 pytest.importorskip("peft", reason="needs peft, the peer")
 
-from mlxtune.benchmark.worker import open_side
+from mlxtune.benchmark.bench_helper import open_side
 from tests.long.gpu_material import TINY, Machine
 from tests.long.gpu_peft import measure, padded
 from tests.long.gpu_timing import peft_case

@@ -232,10 +232,10 @@ def test_scales_that_differ_are_taken_up_by_b(llama: Path, tmp_path: Path) -> No
 def test_dora_is_pefts_in_mlx_lm_in_its_fused_weights_and_back(llama: Path, tmp_path: Path) -> None:
     import mlx.core as mx
 
-    from mlxtune.backend.adapters import fuse as fusing
-    from mlxtune.backend.adapters.formats import mlx_lm
-    from mlxtune.backend.adapters.formats import peft as ours
-    from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm
+    from mlxtune.backend.adapters import fusing
+    from mlxtune.backend.adapters.file_formats import mlx_lm
+    from mlxtune.backend.adapters.file_formats import peft as ours
+    from mlxtune.backend.adapters.file_formats.mlx_lm import read_mlx_lm
     from mlxtune.backend.models.loading import load_base
 
     made, expected = peft_made(

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.forward.layer_calls import first_trained
 from mlxtune.backend.lora.targets import experts_per_token, projections
 from mlxtune.backend.models.mixers.gated_delta import SIZE as CHUNK

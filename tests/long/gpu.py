@@ -41,7 +41,7 @@ from tests.paths import ROOT, SHARED
 
 import mlx.core as mx  # isort: skip
 
-from mlxtune.backend.device.device import device_name, on_cpu
+from mlxtune.backend.device.default_device import device_name, on_cpu
 from mlxtune.core.files.processes import ChildTimeoutError, output_of
 from mlxtune.core.machine.facts import versions
 from tests.long.gpu_material import CASES, FOUR_BITS, TINY, Case, Machine

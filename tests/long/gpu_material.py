@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
 from mlxtune.benchmark.bench import prepared
-from mlxtune.benchmark.worker import Job
+from mlxtune.benchmark.bench_helper import Job
 from mlxtune.config import BenchConfig
 from mlxtune.views.console import RunConsole
 from tests.long import bench_table

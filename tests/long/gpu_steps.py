@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
-from mlxtune.backend.device import device, memory
-from mlxtune.benchmark.worker import BenchSide, Job, OurSide, open_side
+from mlxtune.backend.device import allocator, default_device
+from mlxtune.benchmark.bench_helper import BenchSide, Job, OurSide, open_side
 from mlxtune.core.data.encode import Example
 from tests.long.floor import needed_flops
 from tests.long.step_costs import needed_products
@@ -46,24 +46,24 @@ class TimedCase:
 
 def measure(case: TimedCase, report: Callable[[str], None]) -> dict[str, Any]:
     """Return the seconds of each pass and the peak; `report` is called with each phase's name."""
-    memory.release()
+    allocator.release()
     report("reading the weights")
     side, steps = open_side(case.job), case.job.steps
-    device.finish()
+    default_device.finish()
     side.start(case.job.adapter, steps)
     report("the warm-up")
     started = time.perf_counter()
     side.warm_up(steps)
-    device.finish()
+    default_device.finish()
     found: dict[str, Any] = {"warm_up_s": time.perf_counter() - started, "seconds": []}
     report("the timed steps")
-    memory.forget_peak()
+    allocator.forget_peak()
     for _ in range(case.passes):
         started = time.perf_counter()
         losses = take(side, steps)
         found["seconds"].append(time.perf_counter() - started)
         found.setdefault("losses", losses)
-    found["peak_memory"] = memory.peak_bytes()
+    found["peak_memory"] = allocator.peak_bytes()
     # The times stay, whatever becomes of the rest.
     try:
         found |= _counted(side, case, report)
@@ -87,11 +87,11 @@ def _counted(side: BenchSide, case: TimedCase, report: Callable[[str], None]) ->
 
 def take(side: BenchSide, steps: Steps) -> list[float]:
     """Take all steps, mlxtune's on a GPU as `train` does; return their losses when all is done."""
-    if isinstance(side, OurSide) and not device.on_cpu():
+    if isinstance(side, OurSide) and not default_device.on_cpu():
         losses = [step.loss for step in side.overlapped(steps)]
     else:
         losses = [side.step(number, examples) for number, examples in enumerate(steps, 1)]
-    device.finish()
+    default_device.finish()
     return losses
 
 

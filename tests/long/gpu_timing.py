@@ -11,9 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.device.default_device import on_cpu
+from mlxtune.benchmark.bench_helper import Job
 from mlxtune.benchmark.result import agreement
-from mlxtune.benchmark.worker import Job
 from tests.long.gpu_material import Case, Machine
 from tests.long.gpu_parts import Parts, Skip
 from tests.long.gpu_processes import CaseProcesses, Record

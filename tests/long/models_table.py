@@ -37,7 +37,7 @@ import mlx.core as mx  # isort: skip
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.adapters.formats import gguf, mlx_lm, peft
+from mlxtune.backend.adapters.file_formats import gguf, mlx_lm, peft
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.cpu.arrays import THREADS
 from mlxtune.backend.models.loading import BaseModel, load_base

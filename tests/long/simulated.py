@@ -33,7 +33,7 @@ from tests.paths import ROOT
 HIDDEN = ("numba", "llvmlite", "mkl", "threadpoolctl")
 # The tests that depend on the device's answers.
 WHERE_IT_MATTERS = (
-    "tests/backend/device/test_memory.py",
+    "tests/backend/device/test_allocator.py",
     "tests/backend/step",
     "tests/backend/memory",
     "tests/cli/test_plan.py",

@@ -132,7 +132,7 @@ def simulate(device: str) -> None:
 
     # On the CPU, MLX would compile functions with a C++ compiler.
     os.environ["MLX_DISABLE_COMPILE"] = "1"
-    changes = {"mlx.core": change_mlx, "mlxtune.backend.device.device": change_device}
+    changes = {"mlx.core": change_mlx, "mlxtune.backend.device.default_device": change_device}
     sys.meta_path.insert(0, AfterImport(changes))
 
 

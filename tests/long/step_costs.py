@@ -30,8 +30,8 @@ from statistics import median
 from typing import Any
 
 from mlxtune.benchmark.bench import measured, prepared, show_benchmark
+from mlxtune.benchmark.bench_helper import Job, OurSide, open_side
 from mlxtune.benchmark.peers import MlxLm
-from mlxtune.benchmark.worker import Job, OurSide, open_side
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.writing import make_folder, write_json

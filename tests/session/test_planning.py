@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxtune.backend.models import layers, loading
-from mlxtune.backend.models.layers import TimedProducts
+from mlxtune.backend.models import loading, stored_layers
 from mlxtune.backend.models.loading import BaseModel, open_base, read_weights
+from mlxtune.backend.models.stored_layers import TimedProducts
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.group import Workers
 from mlxtune.config import TrainConfig
@@ -158,7 +158,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         tokens.append(count)
         return TimedProducts("mlp.up_proj", count, 2.0, 1.0)
 
-    for module in (layers, loading):
+    for module in (stored_layers, loading):
         monkeypatch.setattr(module, "on_cpu", lambda: False)
     monkeypatch.setattr(loading, "time_products", time_products)
     return tokens
@@ -216,7 +216,7 @@ def test_tokens_are_those_of_a_large_micro_batch(
 
 
 def test_cpu_keeps_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (layers, loading):
+    for module in (stored_layers, loading):
         monkeypatch.setattr(module, "on_cpu", lambda: True)
     base = quantized(tmp_path)
     resume: Any = SimpleNamespace(

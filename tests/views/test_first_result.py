@@ -165,7 +165,7 @@ def test_commands_wait_for_their_first_result_only_on_a_gpu(
     monkeypatch.setitem(defaults, "start_timer", clock.start)
     run()
     assert clock.started == 0
-    monkeypatch.setattr(trained_model, "device", SimpleNamespace(on_cpu=lambda: False))
+    monkeypatch.setattr(trained_model, "default_device", SimpleNamespace(on_cpu=lambda: False))
     run()
     assert (clock.started, clock.waiting) == (waits, 0)
 

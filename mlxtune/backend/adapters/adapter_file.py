@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import mlx.core as mx
 
-from mlxtune.backend.adapters.files import (
+from mlxtune.backend.adapters.adapter_folder import (
     LEAVES,
     OWN_CONFIG,
     find_adapter,

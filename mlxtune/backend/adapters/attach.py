@@ -8,10 +8,10 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile, training_options
+from mlxtune.backend.adapters.adapter_folder import check_shapes, other_base_error, split_layer
 from mlxtune.backend.adapters.checkpoint_tensors import trained_tensors
-from mlxtune.backend.adapters.files import check_shapes, other_base_error, split_layer
 from mlxtune.backend.lora.apply import LoRASummary, lora_layer, summarise
-from mlxtune.backend.lora.layers import DoRALinear, DropoutKeys
+from mlxtune.backend.lora.lora_layers import DoRALinear, DropoutKeys
 from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.model_folder import read_config

@@ -10,11 +10,11 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from mlxtune.backend.adapters.files import load_tensors, write_tensors
-from mlxtune.backend.adapters.formats.adapter import Adapter, Matrix, Update
-from mlxtune.backend.adapters.formats.mlx_lm import tensors_of, write_mlx_lm
+from mlxtune.backend.adapters.adapter_folder import load_tensors, write_tensors
+from mlxtune.backend.adapters.file_formats.adapter import Adapter, Matrix, WeightUpdate
+from mlxtune.backend.adapters.file_formats.mlx_lm import tensors_of, write_mlx_lm
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
-from mlxtune.backend.lora.layers import LoRALinear, PrincipalFactors
+from mlxtune.backend.lora.lora_layers import LoRALinear, PrincipalFactors
 from mlxtune.config.lora_config import target_ranks
 from mlxtune.core.run.checkpoint import ADAPTER, PARAMETERS
 from mlxtune.errors import ModelError, one_line
@@ -36,7 +36,7 @@ def _saved_parameters(model: nn.Module) -> dict[str, mx.array]:
     return tensors
 
 
-def _updates(model: nn.Module, lora: LoRASummary) -> dict[str, Update]:
+def _updates(model: nn.Module, lora: LoRASummary) -> dict[str, WeightUpdate]:
     """Return an adapter's updates by module, in the form that mlx-lm applies.
 
     An adapter file has one rank and one scale, and applies to the stored weights. So lower ranks
@@ -48,7 +48,7 @@ def _updates(model: nn.Module, lora: LoRASummary) -> dict[str, Update]:
         plain = (module.lora_a, module.lora_b)
         a, b = module.factors() if isinstance(module, LoRALinear) else plain
         m = np.array(module.m) if "m" in module else None
-        update = Update(np.array(a), np.array(b), m)
+        update = WeightUpdate(np.array(a), np.array(b), m)
         updates[name] = update.padded(lora.written_rank, module.scale / lora.scale)
     return updates
 

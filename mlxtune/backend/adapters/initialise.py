@@ -11,12 +11,12 @@ import numpy.typing as npt
 from mlx.utils import tree_unflatten
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile, AdapterInfo, training_options
+from mlxtune.backend.adapters.adapter_folder import check_shapes, split_layer
 from mlxtune.backend.adapters.checkpoint_tensors import adapter_tensors
-from mlxtune.backend.adapters.files import check_shapes, split_layer
-from mlxtune.backend.adapters.formats.mlx_lm import read_mlx_lm, tensors_of
+from mlxtune.backend.adapters.file_formats.mlx_lm import read_mlx_lm, tensors_of
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
-from mlxtune.backend.lora.layers import DoRALinear, LoRALinear, PrincipalFactors, hash_of
-from mlxtune.backend.models.layers import dequantized_weight
+from mlxtune.backend.lora.lora_layers import DoRALinear, LoRALinear, PrincipalFactors, hash_of
+from mlxtune.backend.models.stored_layers import dequantized_weight
 from mlxtune.config.lora_config import pissa_iterations
 from mlxtune.core.files.reading import file_hash
 from mlxtune.errors import ModelError

@@ -28,7 +28,7 @@ from mlxtune.backend.cpu.arrays import (
     view,
 )
 from mlxtune.backend.models.autograd import differentiable
-from mlxtune.backend.models.layers import QuantizedRows
+from mlxtune.backend.models.stored_layers import QuantizedRows
 
 # A frozen matrix (out, in), plain or quantised.
 Weight = mx.array | QuantizedRows

@@ -11,20 +11,20 @@ from mlx_lm.models import base as mlx_lm_base
 from mlxtune.backend.cpu import blas_products, kernel_functions
 from mlxtune.backend.cpu.arrays import computes
 from mlxtune.backend.cpu.kernel_layers import FrozenProduct, product
-from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
+from mlxtune.backend.lora.lora_layers import DoRALinear, LoRALinear
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable
-from mlxtune.backend.models.layers import (
+from mlxtune.backend.models.mixers.attention import scaled_dot_product_attention
+from mlxtune.backend.models.mixers.replacements import FUNCTIONS, KINDS
+from mlxtune.backend.models.nf4 import NF4Linear
+from mlxtune.backend.models.replaced import Replacements, subclasses
+from mlxtune.backend.models.stored_layers import (
     DequantizedEmbedding,
     DequantizedLinear,
     QuantizedRows,
     StoredEmbedding,
     StoredLinear,
 )
-from mlxtune.backend.models.mixers.attention import scaled_dot_product_attention
-from mlxtune.backend.models.mixers.replacements import FUNCTIONS, KINDS
-from mlxtune.backend.models.nf4 import NF4Linear
-from mlxtune.backend.models.replaced import Replacements, subclasses
 
 
 def _product(x: mx.array, module: nn.Module) -> mx.array:

@@ -19,7 +19,7 @@ from mlx.utils import tree_map
 from mlx_lm.models import gemma3_text, llama, qwen2, qwen3
 
 from mlxtune.backend.cpu.arrays import detached
-from mlxtune.backend.lora.layers import DoRALinear, LoRALinear
+from mlxtune.backend.lora.lora_layers import DoRALinear, LoRALinear
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.core.steps.graph_memory import GRADIENTS, LOGITS
 from mlxtune.core.steps.memory_terms import (

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxtune.backend import BLAS
-from mlxtune.backend.device import device, memory
+from mlxtune.backend.device import allocator, default_device
 from mlxtune.config import TrainConfig
 from mlxtune.core.machine.facts import Device
 
@@ -26,15 +26,15 @@ _PRODUCTS = 10
 
 def device_facts() -> Device:
     """Return the device, its memory, and the speed of a matrix product."""
-    info, on_cpu = mx.device_info(), device.on_cpu()
-    limits = memory.find_limits(TrainConfig.memory_limit)
+    info, on_cpu = mx.device_info(), default_device.on_cpu()
+    limits = allocator.find_limits(TrainConfig.memory_limit)
     size = _CPU_SIZE if on_cpu else _GPU_SIZE
     a = np.random.default_rng(0).random((size, size), dtype=np.float32)
     b = mx.array(a)
     return Device(
-        kind="CPU" if on_cpu else "Metal" if device.has_metal() else "CUDA",
+        kind="CPU" if on_cpu else "Metal" if default_device.has_metal() else "CUDA",
         name=str(info.get("device_name", "unknown")),
-        capacity=memory.capacity(),
+        capacity=allocator.capacity(),
         recommended=limits.recommended,
         limit=limits.memory,
         blas=BLAS,

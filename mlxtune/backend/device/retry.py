@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from mlxtune.backend.device import device, memory
+from mlxtune.backend.device import allocator, default_device
 from mlxtune.core.machine.gpu_faults import Fault, fault_error, fault_of
 
 Result = TypeVar("Result")
@@ -44,9 +44,9 @@ def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
         # Work that is queued behind a failed command fails too, and must not make the next try
         # fail.
         with suppress(RuntimeError):
-            device.finish()
+            default_device.finish()
         change(fault, text)
-        memory.release()
+        allocator.release()
 
 
 class Attempt:

@@ -22,11 +22,11 @@ from mlxtune.backend.forward.kernels.attention_kernels import (
     serves,
 )
 from mlxtune.backend.forward.kernels.attention_trial import KernelsFor
-from mlxtune.backend.lora.layers import LoRALinear
+from mlxtune.backend.lora.lora_layers import LoRALinear
 from mlxtune.backend.lora.targets import PROJECTIONS
-from mlxtune.backend.models.layers import dimensions
 from mlxtune.backend.models.mixers.attention import scaled_dot_product_attention
 from mlxtune.backend.models.packed import Layout, LineCache
+from mlxtune.backend.models.stored_layers import dimensions
 from mlxtune.core.steps.pack import Segment
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -22,7 +22,7 @@ from mlxtune.backend.forward.loss import (
 from mlxtune.backend.forward.operations import MLX, operations_of
 from mlxtune.backend.forward.shared_inputs import share_inputs
 from mlxtune.backend.forward.side_by_side import Mixers
-from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.lora.model_facts import ModelFacts
 from mlxtune.backend.lora.parameters import TrainedParameters
 from mlxtune.backend.models.chosen_rows import ChosenRows

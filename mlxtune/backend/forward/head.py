@@ -9,8 +9,12 @@ import mlx.nn as nn
 
 from mlxtune.backend.forward.packing_trial import LayerInputs, trial_texts
 from mlxtune.backend.forward.side_by_side import Mixers
-from mlxtune.backend.models.layers import DequantizedEmbedding, DequantizedLinear, QuantizedRows
 from mlxtune.backend.models.packed import LineCache, laid_out
+from mlxtune.backend.models.stored_layers import (
+    DequantizedEmbedding,
+    DequantizedLinear,
+    QuantizedRows,
+)
 from mlxtune.backend.workers.split import SplitRows, Vocabulary
 from mlxtune.errors import one_line
 

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from mlxtune.backend.forward.intercept import intercept
-from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.lora.parameters import TrainedParameters
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxtune.backend.models.autograd import differentiable
-from mlxtune.backend.models.layers import QuantizedRows
+from mlxtune.backend.models.stored_layers import QuantizedRows
 from mlxtune.backend.workers.split import Vocabulary
 from mlxtune.core.steps.graph_memory import vocabulary_block
 

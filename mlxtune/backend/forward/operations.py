@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxtune.backend.device.device import on_cpu, rounding
+from mlxtune.backend.device.default_device import on_cpu, rounding
 from mlxtune.backend.forward.gates import replace_gates
 from mlxtune.backend.forward.kernels.attention_trial import KernelsFor, kernels_for
 from mlxtune.backend.forward.layer_calls import LayerPasses, Recompute

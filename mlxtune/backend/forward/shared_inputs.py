@@ -9,9 +9,9 @@ import mlx.nn as nn
 
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.forward.layer_calls import first_trained
-from mlxtune.backend.lora.layers import LoRALinear, summed_products
+from mlxtune.backend.lora.lora_layers import LoRALinear, summed_products
 from mlxtune.backend.models.autograd import differentiable, exporting
-from mlxtune.backend.models.layers import frozen_gradient, is_plain
+from mlxtune.backend.models.stored_layers import frozen_gradient, is_plain
 from mlxtune.backend.workers.split import Split
 
 _TOKENS = 4

@@ -23,7 +23,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlxtune.backend.forward.attention_heads import KernelAttention, kernel_attention
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.forward.kernels.attention_trial import KernelsFor
-from mlxtune.backend.lora.layers import LoRALinear
+from mlxtune.backend.lora.lora_layers import LoRALinear
 from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable, exporting

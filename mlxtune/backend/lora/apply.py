@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.utils import get_total_parameters
 
-from mlxtune.backend.lora.layers import (
+from mlxtune.backend.lora.lora_layers import (
     DoRALinear,
     DropoutKeys,
     LoRAExperts,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import mlx.nn as nn
 
 from mlxtune.backend.lora.targets import experts_per_token, projections
-from mlxtune.backend.models.layers import dimensions
+from mlxtune.backend.models.stored_layers import dimensions
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.batch import predicted_tokens, run_length
 

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map, tree_unflatten
 
-from mlxtune.backend.device.device import compiles
+from mlxtune.backend.device.default_device import compiles
 from mlxtune.backend.lora.vectors import ROW, LoRAVectors
 from mlxtune.config import InstructConfig
 

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from mlxtune.backend.models.layers import dimensions
+from mlxtune.backend.models.stored_layers import dimensions
 from mlxtune.backend.workers.split import Split
 from mlxtune.config import InstructConfig
 from mlxtune.config.lora_config import pattern_of, target_ranks

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.lora.apply import adapted_modules
-from mlxtune.backend.lora.layers import LoRALinear
+from mlxtune.backend.lora.lora_layers import LoRALinear
 
 # Vectors are padded with zeros to whole rows of this many entries.
 ROW = 1024

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.device import memory
+from mlxtune.backend.device import allocator
 from mlxtune.backend.forward.forward import StepInputs
 from mlxtune.backend.forward.intercept import intercept
 from mlxtune.backend.forward.layer_calls import first_trained
@@ -58,7 +58,7 @@ def measure(engine: Engine, shapes: ModelShapes, modes: Sequence[bool]) -> Measu
         return None
     began, found = engine.forward.execution.recompute, Measured()
     try:
-        with memory.peaks_kept():
+        with allocator.peaks_kept():
             for recompute in modes:
                 engine.forward.recompute(recompute)
                 found = _measured(engine, replace(shapes, measured=None), found)
@@ -67,7 +67,7 @@ def measure(engine: Engine, shapes: ModelShapes, modes: Sequence[bool]) -> Measu
         return None
     finally:
         engine.forward.recompute(began)
-        memory.release()
+        allocator.release()
     return found
 
 
@@ -125,7 +125,7 @@ def _peaks(engine: Engine, count: int, given: Sequence[StepInputs]) -> Floats:
     ]
     parameters, zero, peaks = dict(own), mx.zeros((1,)), []
     model.train()
-    memory.release()
+    allocator.release()
     with _alone(model, active) as shift:
         for inputs in given:
 
@@ -139,7 +139,7 @@ def _peaks(engine: Engine, count: int, given: Sequence[StepInputs]) -> Floats:
             mx.eval(zero, inputs.tokens, inputs.targets)
             try:
                 with forward.watched(lambda _, hidden: [hidden.astype(mx.float32).square().sum()]):
-                    peaks.append(memory.peak_of(compute))
+                    peaks.append(allocator.peak_of(compute))
             finally:
                 shift.clear()
                 forward.trained.assign(parameters)

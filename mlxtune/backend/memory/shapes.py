@@ -10,14 +10,14 @@ from mlx_lm.models.jamba import JambaMambaMixer
 from mlx_lm.models.mamba import MambaBlock
 from mlx_lm.models.rwkv7 import Rwkv7TimeMixing
 
-from mlxtune.backend.device.device import on_cpu
-from mlxtune.backend.device.memory import graph_limits
+from mlxtune.backend.device.allocator import graph_limits
+from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.forward.head import find_heads
 from mlxtune.backend.lora import targets
 from mlxtune.backend.lora.model_facts import Matrix, ModelFacts
-from mlxtune.backend.models.layers import QUANTIZED
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.mixers.recurrences import BLOCK
+from mlxtune.backend.models.stored_layers import QUANTIZED
 from mlxtune.backend.workers.split import Split
 from mlxtune.config import InstructConfig
 from mlxtune.core.steps.graph_memory import GraphMemory

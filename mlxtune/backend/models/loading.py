@@ -12,19 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import get_total_parameters, load_model
 
-from mlxtune.backend.device.device import on_cpu
-from mlxtune.backend.models.layers import (
-    DEQUANTIZED,
-    QUANTIZED,
-    StoredEmbedding,
-    StoredExperts,
-    StoredLinear,
-    TimedProducts,
-    cast_parameters,
-    compute_quantized,
-    replace_modules,
-    time_products,
-)
+from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.models.model_config import misfit
 from mlxtune.backend.models.model_folder import (
     NOT_TEXT,
@@ -41,6 +29,18 @@ from mlxtune.backend.models.quantize import (
     is_quantized,
     quantize_lazily,
     read_one_by_one,
+)
+from mlxtune.backend.models.stored_layers import (
+    DEQUANTIZED,
+    QUANTIZED,
+    StoredEmbedding,
+    StoredExperts,
+    StoredLinear,
+    TimedProducts,
+    cast_parameters,
+    compute_quantized,
+    replace_modules,
+    time_products,
 )
 from mlxtune.config.data_config import AS_STORED, BaseOptions
 from mlxtune.core.files.hashing import base_fingerprint

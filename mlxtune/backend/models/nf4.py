@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.backend.models.layers import DequantizedLinear
+from mlxtune.backend.models.stored_layers import DequantizedLinear
 
 BLOCK = 64
 # The number of scales that share a nested scale in double quantisation.

@@ -9,9 +9,9 @@ from mlx.utils import tree_reduce, tree_unflatten
 from mlx_lm.convert import MODEL_CONVERSION_DTYPES
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from mlxtune.backend.device.device import on_cpu
-from mlxtune.backend.models.layers import cast_parameters
+from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.models.nf4 import BLOCK, NF4Linear, in_parts
+from mlxtune.backend.models.stored_layers import cast_parameters
 from mlxtune.errors import ModelError
 
 # The parameters of MLX's formats, by the name in --quantize; the values are mlx-lm's defaults.

@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_map
 
-from mlxtune.backend.device import memory
+from mlxtune.backend.device import allocator
 from mlxtune.backend.device.retry import Attempt
 from mlxtune.backend.forward.forward import Forward, StepInputs
 from mlxtune.backend.lora.apply import LoRASummary
-from mlxtune.backend.lora.layers import step_keys
+from mlxtune.backend.lora.lora_layers import step_keys
 from mlxtune.backend.lora.optimizer import LoRAOptimizer
 from mlxtune.backend.lora.vectors import LoRAVectors
 from mlxtune.backend.step.evaluator import ExampleLosses
@@ -199,7 +199,7 @@ class Engine:
         total.graph = self.runner.graph(
             group.tokens, gradients, total.loss, total.gradients, total.values
         )
-        memory.relieve_pressure()
+        allocator.relieve_pressure()
 
     def launch(self, step: OptimizerStep) -> None:
         """Make the device compute a built step, without waiting for it."""
@@ -259,7 +259,7 @@ class Engine:
         self.runner.warn_of_limit()
         self.forward.trained.assign(update.parameters)
         self.optimizer.commit(update)
-        memory.relieve_pressure()
+        allocator.relieve_pressure()
         self.phases.end("optimizer")
         loss, grad_norm = float(computed.loss), float(update.norm)
         counts = [computed.micro_batches, computed.run_tokens, computed.padding]
@@ -275,7 +275,7 @@ class Engine:
             perplexity=perplexity(loss),
             grad_norm=grad_norm,
             total_tokens=sum(map(len, whole.examples)),
-            memory=memory.last_peak_bytes(),
+            memory=allocator.last_peak_bytes(),
             micro_batches=counts[0],
             run_tokens=counts[1],
             padding=counts[2],

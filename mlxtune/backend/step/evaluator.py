@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.device import memory
-from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.device import allocator
+from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.operations import best_execution
-from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.runner import GraphRunner
 from mlxtune.backend.workers.group import ALONE, Workers
@@ -141,7 +141,7 @@ class ExampleLosses:
             nonlocal done
             losses[list(group.examples)] = _sums(batch, np.array(each, dtype=np.float64))
             done += len(group.examples)
-            memory.relieve_pressure()
+            allocator.relieve_pressure()
             on_progress(done)
 
         for group, batch in batches.of(examples):
@@ -190,7 +190,7 @@ class EvaluationMemory:
         self._free = mx.get_memory_limit() / (1 + MARGIN) - self._held
         self._splits_head = execution.split_head
         lazy = forward.operations.lazy and not on_cpu()
-        self._graphs = memory.graph_limits() if lazy else None
+        self._graphs = allocator.graph_limits() if lazy else None
 
     def limit(self, most: int) -> None:
         """Limit the total memory to `most` bytes, including the model and the held bytes."""

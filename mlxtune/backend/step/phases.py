@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxtune.backend.device import memory
+from mlxtune.backend.device import allocator
 from mlxtune.backend.forward.forward import Forward, Head
 from mlxtune.core.run.profile import PhaseTimer
 
@@ -23,7 +23,7 @@ class Phases:
 
     def memory(self) -> tuple[int, int]:
         """Return the number of bytes in use, and its peak since the previous call."""
-        return int(mx.get_active_memory()), memory.lap_peak()
+        return int(mx.get_active_memory()), allocator.lap_peak()
 
     def end(self, name: str, *arrays: Any) -> None:
         """End a phase after evaluating the arrays that it computes, so that their time counts."""

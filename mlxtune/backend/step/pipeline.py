@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mlxtune.backend.adapters import checkpoint_tensors, initialise
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.device import memory
+from mlxtune.backend.device import allocator
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora.apply import LoRASummary, apply_lora
@@ -133,7 +133,7 @@ class InstructPipeline:
             engine.accumulate(started, after=engine.launched)
         if not engine.settle():
             started.discard()
-        memory.start_peak()
+        allocator.start_peak()
         for attempt in engine.tries(started):
             with attempt:
                 if started.built is None:

@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.device import memory
-from mlxtune.backend.device.device import has_metal, on_cpu
+from mlxtune.backend.device import allocator
+from mlxtune.backend.device.default_device import has_metal, on_cpu
 from mlxtune.backend.device.retry import Attempt, tries
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.step.micro_batches import MicroBatches
@@ -99,7 +99,7 @@ class GraphRunner:
         self._left: list[Sequence[Any]] = []
         self._started = 0.0
         # The memory peak of a pass excludes loading.
-        memory.start_peak()
+        allocator.start_peak()
 
     # Stages
 
@@ -163,7 +163,7 @@ class GraphRunner:
 
         The peak includes buffers in flight, whose number depends on timing.
         """
-        used, limit = memory.last_peak_bytes(), mx.get_memory_limit()
+        used, limit = allocator.last_peak_bytes(), mx.get_memory_limit()
         if used > limit and not self._warned_of_limit:
             self._warned_of_limit = True
             self._warn(

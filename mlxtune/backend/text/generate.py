@@ -16,7 +16,7 @@ from mlx_lm.generate import batch_generate, generate_step
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 
-from mlxtune.backend.device import device
+from mlxtune.backend.device import default_device
 from mlxtune.backend.device.retry import retried
 from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.core.data.prompt import Prompt
@@ -62,7 +62,7 @@ class Sampling:
                     mx.enable_compile()
 
         # On the CPU, compiling starts a C++ compiler, which takes seconds and may be missing.
-        return uncompiled if device.on_cpu() else sampler
+        return uncompiled if default_device.on_cpu() else sampler
 
 
 @dataclass(frozen=True)

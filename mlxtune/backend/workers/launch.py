@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TextIO, TypeVar, cast
 
-from mlxtune.backend.device import memory
+from mlxtune.backend.device import allocator
 from mlxtune.backend.models.model_folder import find_folder
 from mlxtune.backend.workers.environment import (
     Link,
@@ -280,7 +280,7 @@ def join_run(
 
 def _lowest(memory_limit: float, workers: Workers) -> float:
     """Return the lowest memory limit that a worker can have, in GB."""
-    limit = memory.find_limits(memory_limit).memory / memory.GB
+    limit = allocator.find_limits(memory_limit).memory / allocator.GB
     return float(min(map(json.loads, workers.texts(json.dumps(limit)))))
 
 

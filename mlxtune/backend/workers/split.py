@@ -20,8 +20,8 @@ from mlx.nn.layers.distributed import (
 )
 from mlx.utils import tree_unflatten
 
-from mlxtune.backend.models.layers import dimensions
 from mlxtune.backend.models.loading import BaseModel
+from mlxtune.backend.models.stored_layers import dimensions
 from mlxtune.core.formatting import count
 from mlxtune.errors import ModelError, one_line
 

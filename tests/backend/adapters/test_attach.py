@@ -13,8 +13,8 @@ import pytest
 
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.adapter_file import AdapterFile
+from mlxtune.backend.adapters.adapter_folder import find_adapter
 from mlxtune.backend.adapters.attach import load_adapted
-from mlxtune.backend.adapters.files import find_adapter
 from mlxtune.backend.models.loading import load_base
 from mlxtune.core.run.checkpoint import write_checkpoint
 from mlxtune.errors import ModelError

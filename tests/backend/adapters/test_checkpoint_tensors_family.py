@@ -18,7 +18,7 @@ from mlx_lm.utils import load
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import load_adapted
-from mlxtune.backend.adapters.formats.adapter import Update
+from mlxtune.backend.adapters.file_formats.adapter import WeightUpdate
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.models.loading import load_base
@@ -157,10 +157,10 @@ def test_padding_and_folding_keep_the_product_and_are_undone(
     shapes = [(inputs, rank), (rank, outputs)]
     if experts:
         shapes = [(experts, rank, inputs), (experts, outputs, rank)]
-    update = Update(*(rng.standard_normal(each).astype("f4") for each in shapes))
+    update = WeightUpdate(*(rng.standard_normal(each).astype("f4") for each in shapes))
     ratio = 2.0**power
 
-    def product(update: Update) -> Any:
+    def product(update: WeightUpdate) -> Any:
         x, y = update.a.astype(np.float64), update.b.astype(np.float64)
         return y @ x if experts else x @ y
 
@@ -172,7 +172,7 @@ def test_padding_and_folding_keep_the_product_and_are_undone(
     np.testing.assert_array_equal(again.b, update.b)
     if more:
         with pytest.raises(ValueError, match=f"beyond rank {rank}"):
-            Update(np.ones_like(wide.a), np.ones_like(wide.b)).unpadded(rank, ratio)
+            WeightUpdate(np.ones_like(wide.a), np.ones_like(wide.b)).unpadded(rank, ratio)
 
 
 def test_dora_leaves_the_model_as_it_is_before_it_is_trained(folder: Path) -> None:

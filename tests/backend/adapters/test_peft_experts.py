@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mlxtune.backend.adapters.formats import peft_experts
-from mlxtune.backend.adapters.formats.adapter import Update
+from mlxtune.backend.adapters.file_formats import peft_experts
+from mlxtune.backend.adapters.file_formats.adapter import WeightUpdate
 
 EXPERTS, HIDDEN, WIDTH, RANK = 3, 6, 4, 2
 STACK = "model.layers.5.mlp.switch_mlp"
 
 
-def update(outputs: int, inputs: int, seed: int) -> Update:
+def update(outputs: int, inputs: int, seed: int) -> WeightUpdate:
     rng = np.random.default_rng(seed)
     shapes = ((EXPERTS, RANK, inputs), (EXPERTS, outputs, RANK))
-    return Update(*(rng.standard_normal(shape).astype(np.float32) for shape in shapes))
+    return WeightUpdate(*(rng.standard_normal(shape).astype(np.float32) for shape in shapes))
 
 
-def delta(each: Update) -> np.ndarray:
+def delta(each: WeightUpdate) -> np.ndarray:
     return each.b @ each.a
 
 

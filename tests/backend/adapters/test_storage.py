@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxtune.backend.adapters.storage import AS_BASE, PLAIN, add_to_config, layer_like, storages_for
-from mlxtune.backend.models.layers import dequantized_weight
+from mlxtune.backend.models.stored_layers import dequantized_weight
 
 
 def quantized(bits: int, group: int = 64, mode: str = "affine", bias: bool = True) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlxtune.backend.device import device, memory
+from mlxtune.backend.device import allocator, default_device
 from mlxtune.backend.device.retry import retried
 from mlxtune.core.machine.gpu_faults import Fault
 from mlxtune.errors import GpuError, MemoryLimitError
@@ -42,7 +42,7 @@ def test_each_fault_that_may_pass_is_tried_once() -> None:
 
 
 def test_lost_device_and_other_errors_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((device, "finish"), (memory, "release")):
+    for module, name in ((default_device, "finish"), (allocator, "release")):
         monkeypatch.setattr(module, name, pytest.fail)
     with pytest.raises(GpuError, match="no longer serves"):
         run(LOST)
@@ -63,8 +63,8 @@ def test_queue_is_emptied_and_memory_freed_after_the_change(
         events.append("finish")
         raise RuntimeError("Ignored (for causing prior/excessive GPU errors)")
 
-    monkeypatch.setattr(device, "finish", queued_work_fails)
-    monkeypatch.setattr(memory, "release", lambda: events.append("release"))
+    monkeypatch.setattr(default_device, "finish", queued_work_fails)
+    monkeypatch.setattr(allocator, "release", lambda: events.append("release"))
     errors = [RuntimeError(LIMIT)]
 
     def work() -> str:

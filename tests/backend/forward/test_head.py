@@ -17,9 +17,9 @@ from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.head import SplitModel
 from mlxtune.backend.forward.loss import trained_head
 from mlxtune.backend.forward.operations import MLX
-from mlxtune.backend.lora.layers import DropoutKeys
-from mlxtune.backend.models.layers import DEQUANTIZED, QuantizedRows
+from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.models.loading import load_base
+from mlxtune.backend.models.stored_layers import DEQUANTIZED, QuantizedRows
 from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.steps.execution import Execution
 from tests.backend.cpu.compared import assert_close, assert_same_function, random

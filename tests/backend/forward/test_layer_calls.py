@@ -21,7 +21,7 @@ from mlxtune.backend.cpu.kernel_layers import BackwardReads, KernelLayers
 from mlxtune.backend.forward.intercept import Intercepted
 from mlxtune.backend.forward.layer_calls import LayerPasses, Layerwise, Recompute, run_again
 from mlxtune.backend.forward.operations import MLX
-from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.memory.shapes import model_shapes
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlxtune.backend.device import memory
+from mlxtune.backend.device import allocator
 from mlxtune.backend.forward.loss import (
     VocabularyBlocks,
     cross_entropies,
@@ -47,14 +47,14 @@ def test_losses_of_a_head_are_lazy_and_hold_the_logits_of_few_chunks() -> None:
     weight = mx.random.normal((vocabulary, 8), key=mx.random.key(2))
     targets = mx.arange(positions)
     mx.eval(hidden, weight, targets)
-    memory.start_peak()
+    allocator.start_peak()
     before = mx.get_active_memory()
     losses = head_losses(lambda x: x @ weight.T, hidden, targets, 2, softmax_cross_entropies)
     assert mx.get_active_memory() - before < 10_000, "nothing is computed yet"
     found = np.array(losses)
     logits = 4 * positions * vocabulary
     # Each of the 64 chunks allocates its logits and their softmax.
-    assert memory.last_peak_bytes() - before < logits / 3 + queued(64 * 12, 2 * logits)
+    assert allocator.last_peak_bytes() - before < logits / 3 + queued(64 * 12, 2 * logits)
 
     wanted = np.array(hidden, np.float64)[::16] @ np.array(weight, np.float64).T
     right = np.take_along_axis(wanted, np.arange(positions)[::16, None], axis=1)[:, 0]

@@ -14,7 +14,7 @@ from mlxtune.backend.forward import head, packing_trial, side_by_side
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.forward.packing_trial import _LONG, _SHORT, Texts
-from mlxtune.backend.lora.layers import DropoutKeys
+from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.loading import load_base
 from mlxtune.core.steps.execution import Execution

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlxtune.backend.forward.shared_inputs import share_inputs
-from mlxtune.backend.lora.layers import DropoutKeys, LoRALinear
+from mlxtune.backend.lora.lora_layers import DropoutKeys, LoRALinear
 from tests.backend.conftest import random_examples
 from tests.backend.step.executions import PLAIN, SPLIT, assert_same, computed, fresh, model_folder
 

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.lora.apply import apply_lora
-from mlxtune.backend.lora.layers import DropoutKeys, LoRALinear, step_keys
+from mlxtune.backend.lora.lora_layers import DropoutKeys, LoRALinear, step_keys
 from mlxtune.backend.models.loading import open_base
 from mlxtune.config import InstructConfig
 from mlxtune.errors import ModelError

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
-from mlxtune.backend.lora.layers import LoRAExperts
+from mlxtune.backend.lora.lora_layers import LoRAExperts
 from tests.backend.cpu.compared import assert_same_function, random
 from tests.backend.switched import indices
 from tests.long.counts import launches

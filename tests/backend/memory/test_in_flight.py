@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.backend.device import memory
+from mlxtune.backend.device import allocator
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.memory.measure import measure
 from mlxtune.backend.memory.shapes import model_shapes
@@ -37,7 +37,7 @@ IDS = [f"{case['model']}, {case['data']}" for case in STEPS]
 
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory.mx, "device_info", lambda: INFO)
+    monkeypatch.setattr(allocator.mx, "device_info", lambda: INFO)
     for name in ("MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"):
         monkeypatch.delenv(name, raising=False)
 

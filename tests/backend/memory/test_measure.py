@@ -13,8 +13,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu import CPU
-from mlxtune.backend.device import memory
-from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.device import allocator
+from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.memory import measure as measuring
 from mlxtune.backend.memory.measure import measure
@@ -51,10 +51,10 @@ def test_passes_change_nothing_of_what_a_step_computes(tmp_path: Path, operation
     for measures in (False, True):
         pipeline, shapes = started(tmp_path / str(measures), operations)
         if measures:
-            memory.release()
-            peak = memory.peak_bytes()
+            allocator.release()
+            peak = allocator.peak_bytes()
             assert measure(pipeline.engine, shapes, [False, True]) is not None
-            assert memory.peak_bytes() == peak
+            assert allocator.peak_bytes() == peak
         result = pipeline.train_batch(random_examples(3))
         trained = tree_flatten(pipeline.model.trainable_parameters())
         found.append((result.avg_loss, {name: np.array(value) for name, value in trained}))
@@ -107,12 +107,12 @@ def test_factors_are_never_negative_and_bytes_that_are_fixed_are_found() -> None
 
 
 def test_peak_is_beyond_what_is_in_use_and_earlier_peaks_stay() -> None:
-    memory.start_peak()
+    allocator.start_peak()
     mx.eval(mx.zeros(5_000_000) + 1)
     held = mx.zeros(1_000_000)
     mx.eval(held)
-    assert 4e6 <= memory.peak_of(lambda: mx.eval(mx.zeros(1_000_000) + 1)) < 9e6
-    assert memory.peak_bytes() >= 20e6
+    assert 4e6 <= allocator.peak_of(lambda: mx.eval(mx.zeros(1_000_000) + 1)) < 9e6
+    assert allocator.peak_bytes() >= 20e6
 
 
 @pytest.mark.skipif(not on_cpu(), reason="numpy computes for steps on the CPU only")

@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.cpu.kernel_layers import KernelMemory
-from mlxtune.backend.device.device import on_cpu
-from mlxtune.backend.device.memory import peak_of, release
+from mlxtune.backend.device.allocator import peak_of, release
+from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.memory.measure import measure

@@ -19,7 +19,7 @@ from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import Adapted, load_adapted
 from mlxtune.backend.cpu import CPU
-from mlxtune.backend.device import memory
+from mlxtune.backend.device import allocator
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.evaluator import Evaluator, most_tokens
@@ -273,13 +273,13 @@ def test_batch_takes_no_more_memory_than_expected(
     evaluator, examples, load = evaluation(architecture, overrides)
     evaluator.losses(examples)
     before = mx.get_active_memory()
-    memory.start_peak()
+    allocator.start_peak()
     evaluator.losses(examples)
     expected = evaluator._losses._memory.of(load)
 
     # With graphs, the estimate has more buffers in flight than a fast device may hold.
-    least = expected / (3 if memory.graph_limits() is None else 4)
-    assert least < memory.last_peak_bytes() - before <= expected
+    least = expected / (3 if allocator.graph_limits() is None else 4)
+    assert least < allocator.last_peak_bytes() - before <= expected
 
 
 @pytest.mark.parametrize("case", H200["evaluation"], ids=lambda case: case["model_type"])
@@ -287,7 +287,7 @@ def test_batch_took_no_more_memory_on_an_h200_than_expected(
     case: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = {"architecture": "sm_90", "total_memory": 150 * 10**9}
-    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
+    monkeypatch.setattr(allocator.mx, "device_info", lambda: info)
     monkeypatch.setattr("mlxtune.backend.step.evaluator.on_cpu", lambda: False)
     for name in ("MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"):
         monkeypatch.delenv(name, raising=False)
@@ -323,9 +323,9 @@ def test_evaluation_stays_below_the_peak_that_training_is_planned_to_have(
             evaluator._losses.limit_memory(planned)
         evaluator.losses(examples)
         elsewhere = mx.get_active_memory() - weights_of(evaluator)
-        memory.start_peak()
+        allocator.start_peak()
         evaluator.losses(examples)
-        peaks.append(memory.last_peak_bytes() - elsewhere)
+        peaks.append(allocator.last_peak_bytes() - elsewhere)
     assert peaks[0] > 6_000_000 >= peaks[1]
 
 

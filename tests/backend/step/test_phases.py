@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlxtune.backend.device import memory
+from mlxtune.backend.device import allocator
 from mlxtune.backend.forward.head import SplitModel
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.run.profile import PhaseTimer, StepProfile
@@ -116,12 +116,12 @@ def test_profiling_leaves_the_peaks_of_the_run_as_they_are() -> None:
     plain, profiled = (fresh(model_folder("qwen3"), SPLIT, 100_000) for _ in range(2))
     peaks = []
     for pipeline in (plain, profiled):
-        memory.forget_peak()
+        allocator.forget_peak()
         if pipeline is profiled:
             pipeline.phases.timer = PhaseTimer(pipeline.phases.memory)
         pipeline.train_batch(fixed_step())
-        assert memory.last_peak_bytes() == memory.peak_bytes() > 0
-        peaks.append(memory.peak_bytes())
+        assert allocator.last_peak_bytes() == allocator.peak_bytes() > 0
+        peaks.append(allocator.peak_bytes())
     # Profiling resets the peak between phases, which must not lower the step's peak.
     assert peaks[1] == pytest.approx(peaks[0], rel=0.2)
 

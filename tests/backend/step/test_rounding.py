@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtune.backend.device import device
+from mlxtune.backend.device import default_device
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.models.packed import Layout
 from mlxtune.backend.step.evaluator import Evaluator
@@ -106,6 +106,6 @@ def test_width_side_by_side_is_rounded() -> None:
 def test_each_device_has_its_own_rounding(
     gpu: bool, metal: bool, expected: Rounding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "on_cpu", lambda: not gpu)
+    monkeypatch.setattr(default_device, "on_cpu", lambda: not gpu)
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
     assert best_execution(0, kind="gpu").rounding == expected

@@ -19,7 +19,7 @@ from mlx_lm.utils import load
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.adapter_file import AdapterFile
 from mlxtune.backend.adapters.attach import load_adapted
-from mlxtune.backend.device import device
+from mlxtune.backend.device import default_device
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.text import generate
 from mlxtune.backend.text.generate import Generator, Sampling, answers, seed
@@ -295,7 +295,9 @@ except RuntimeError:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not device.on_cpu(), reason="a GPU compiles with no program of the machine's")
+@pytest.mark.skipif(
+    not default_device.on_cpu(), reason="a GPU compiles with no program of the machine's"
+)
 def test_drawing_starts_no_compiler_and_leaves_compiling_on(tmp_path: Path) -> None:
     """MLX would fail with this compiler, which rejects all input."""
     compiler = tmp_path / "g++"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.backend.device import device
+from mlxtune.backend.device import default_device
 from mlxtune.config import InspectConfig
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.order import shuffled_steps
@@ -33,7 +33,7 @@ def test_rounded_lines_of_real_rows_have_at_most_3_percent_more_tokens(
     options = InspectConfig(str(folder), data, max_seq_len=512, val_split=0, no_cache=True)
     corpus = load_dataset(options, Reader(options, folder)).corpus
     assert corpus.num_rows == ROWS[rows]
-    for rounding in (device._METAL, device._CUDA):
+    for rounding in (default_device._METAL, default_device._CUDA):
         how = Execution(GRAPH_OPERATIONS, micro_batch_tokens=2048, rounding=rounding)
         for batch_size in (4, 8):
             groups = []

@@ -68,7 +68,7 @@ def test_one_warning_says_what_to_install_when_there_is_none() -> None:
         "    if path is None: return real(path, *args, **options)\n"
         "    raise OSError('not found')\n"
         "ctypes.CDLL = without\n"
-        "from mlxtune.backend import BLAS\nimport mlxtune.backend.device.memory\n"
+        "from mlxtune.backend import BLAS\nimport mlxtune.backend.device.allocator\n"
         "assert BLAS is None\n"
     )
     assert result.stderr.count("RuntimeWarning") == 1
@@ -77,7 +77,9 @@ def test_one_warning_says_what_to_install_when_there_is_none() -> None:
 
 @linux
 def test_mlx_imported_first_is_said() -> None:
-    result = run("import mlx.core\nimport mlxtune.backend\nimport mlxtune.backend.device.memory\n")
+    result = run(
+        "import mlx.core\nimport mlxtune.backend\nimport mlxtune.backend.device.allocator\n"
+    )
     assert result.stderr.count("put `import mlxtune` above `import mlx`") == 1
 
 

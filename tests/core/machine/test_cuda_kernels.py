@@ -27,7 +27,7 @@ class Watch(importlib.abc.MetaPathFinder):
         if name == "mlx.core":
             print(os.environ.get("MLX_PTX_CACHE_DIR"))
 sys.meta_path.insert(0, Watch())
-import mlxtune.backend.device.device
+import mlxtune.backend.device.default_device
 child = "import mlxtune.backend, os; print(os.environ.get('MLX_PTX_CACHE_DIR'))"
 subprocess.run([sys.executable, "-c", child])
 """

@@ -9,7 +9,7 @@ from functools import cache, partial
 import mlx.core as mx
 import numpy as np
 
-from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.forward.kernels.attention_kernels import (
     AttentionKernels,
     Heads,

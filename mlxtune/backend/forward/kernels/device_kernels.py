@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxtune.backend.device.device import has_metal, on_cpu
+from mlxtune.backend.device.default_device import has_metal, on_cpu
 from mlxtune.errors import one_line
 
 # Takes arrays and returns an array, or several.

@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gated_delta as mlx_lm_gated_delta
 
-from mlxtune.backend.device.device import has_metal
+from mlxtune.backend.device.default_device import has_metal
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.mixers.recurrences import by_blocks
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import rwkv7, ssm
 
-from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.backend.models.replaced import subclasses
 

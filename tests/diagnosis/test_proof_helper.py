@@ -15,7 +15,7 @@ from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
-from mlxtune.diagnosis import worker
+from mlxtune.diagnosis import proof_helper
 from tests.backend.conftest import random_examples
 from tests.models import write_model
 from tests.paths import DATA
@@ -23,7 +23,7 @@ from tests.paths import DATA
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(worker, "_examples", lambda *_: random_examples(5))
+    monkeypatch.setattr(proof_helper, "_examples", lambda *_: random_examples(5))
     return write_model(tmp_path / "tiny", "qwen3", num_hidden_layers=1)
 
 
@@ -31,16 +31,16 @@ def test_each_way_is_compared_with_gradients_that_are_not_zero(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, Any]] = []
-    whole = worker._computed
+    whole = proof_helper._computed
 
     def computed(*arguments: Any) -> Any:
         found = whole(*arguments)
         seen.append(found[0][1])
         return found
 
-    monkeypatch.setattr(worker, "_computed", computed)
-    found = list(worker.gradients(folder, folder))
-    assert [check.name for check in found] == [way.name for way in worker.ways()]
+    monkeypatch.setattr(proof_helper, "_computed", computed)
+    found = list(proof_helper.gradients(folder, folder))
+    assert [check.name for check in found] == [way.name for way in proof_helper.ways()]
     assert {"plain", "gpu", "gpu, recomputed"} <= {check.name for check in found}
     for check in found:
         assert check.passed, check
@@ -72,31 +72,33 @@ def test_one_wrong_entry_is_found(
 ) -> None:
     monkeypatch.setattr(InstructPipeline, "loss_and_gradients", wrong(scale))
     monkeypatch.setattr(
-        worker, "ways", lambda ways=worker.ways: [w for w in ways() if w.dropout == 0][:2]
+        proof_helper,
+        "ways",
+        lambda ways=proof_helper.ways: [w for w in ways() if w.dropout == 0][:2],
     )
-    plain, packed = worker.gradients(folder, folder)
+    plain, packed = proof_helper.gradients(folder, folder)
     assert (plain.passed, packed.passed) == (True, False)
 
 
 def test_gpu_has_none_of_the_ways_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "on_cpu", lambda: False)
-    assert [way.name for way in worker.ways()] == ["plain", "gpu", "gpu, recomputed"]
+    monkeypatch.setattr(proof_helper, "on_cpu", lambda: False)
+    assert [way.name for way in proof_helper.ways()] == ["plain", "gpu", "gpu, recomputed"]
 
 
 def test_dropout_of_the_ways_is_that_of_the_plain_step(folder: Path) -> None:
-    way = next(way for way in worker.ways() if way.dropout)
+    way = next(way for way in proof_helper.ways() if way.dropout)
     assert way.execution.recompute
     examples = random_examples(3)
-    with_dropout, _ = worker._computed(folder, examples, way, "auto")
-    without, _ = worker._computed(folder, examples, replace(way, dropout=0.0), "auto")
+    with_dropout, _ = proof_helper._computed(folder, examples, way, "auto")
+    without, _ = proof_helper._computed(folder, examples, replace(way, dropout=0.0), "auto")
     assert abs(with_dropout[0] - without[0]) > 1e-4
 
 
 def test_memory_is_that_of_each_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "_examples", lambda *_: random_examples(12))
+    monkeypatch.setattr(proof_helper, "_examples", lambda *_: random_examples(12))
     # The larger size runs first; its peak must not count for the next.
-    monkeypatch.setattr(worker, "SIZES", (512, 32))
-    large, small = worker.memory_peaks(folder, folder)
+    monkeypatch.setattr(proof_helper, "SIZES", (512, 32))
+    large, small = proof_helper.memory_peaks(folder, folder)
     assert (small.name, large.name) == ("32 tokens", "512 tokens")
     for key in ("predicted", "measured"):
         assert 0 < small.values[key] < large.values[key]
@@ -106,8 +108,8 @@ def test_steps_are_timed_in_each_choice_of_shapes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     padded = {"as they are": lambda each: each, "padded": lambda each: replace(each, packs=False)}
-    monkeypatch.setattr(worker, "SHAPES", padded)
-    found = list(worker.steps(folder, folder))
+    monkeypatch.setattr(proof_helper, "SHAPES", padded)
+    found = list(proof_helper.steps(folder, folder))
     assert [check.name for check in found] == list(padded)
     assert min(check.values["tokens_per_s"] for check in found) > 0
 
@@ -115,18 +117,18 @@ def test_steps_are_timed_in_each_choice_of_shapes(
 def test_steps_are_timed_with_rounded_shapes_and_without() -> None:
     rounding = Rounding(line=64, width=128)
     execution = Execution(MLX, rounding=rounding)
-    found = {name: change(execution).rounding for name, change in worker.SHAPES.items()}
+    found = {name: change(execution).rounding for name, change in proof_helper.SHAPES.items()}
     assert found == {"shapes as they are": NOT_ROUNDED, "shapes rounded": rounding}
 
 
 def test_base_is_loaded_by_mlx_lm_in_4_bits_and_the_same_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "_CPU_WIDTH", 128)
+    monkeypatch.setattr(proof_helper, "_CPU_WIDTH", 128)
     from mlx_lm.utils import load
 
     for name in ("a", "b"):
-        worker.write_base(DATA / "demo-qwen3", tmp_path / name, quantized=True)
+        proof_helper.write_base(DATA / "demo-qwen3", tmp_path / name, quantized=True)
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")]
     assert files[0] == files[1]
     model, tokenizer = load(str(tmp_path / "a"))

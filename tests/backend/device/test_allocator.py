@@ -11,7 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.device import memory
+from mlxtune.backend.device import allocator
 from mlxtune.backend.device.probe import device_facts
 from mlxtune.core.machine.reservation import Reservation
 from mlxtune.core.steps.memory_in_flight import GraphLimits
@@ -29,7 +29,7 @@ def restore_limits() -> Iterator[None]:
 
 
 def test_limit_is_what_was_asked_for_in_decimal_gb() -> None:
-    limits = memory.set_limits(2.5)
+    limits = allocator.set_limits(2.5)
     assert limits.memory == mx.get_memory_limit() == 2_500_000_000
     assert mx.set_cache_limit(0) == limits.cache
 
@@ -38,8 +38,8 @@ def test_limit_is_what_was_asked_for_in_decimal_gb() -> None:
 def test_cache_is_for_devices_whose_allocator_keeps_none(
     cpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "on_cpu", lambda: cpu)
-    limits = memory.find_limits(4)
+    monkeypatch.setattr(allocator, "on_cpu", lambda: cpu)
+    limits = allocator.find_limits(4)
     assert limits.cache == (0 if cpu else 500_000_000)
     assert ("cache 500 MB" in limits.describe()) == (not cpu)
     assert ("no Metal" in limits.describe()) == cpu
@@ -47,13 +47,13 @@ def test_cache_is_for_devices_whose_allocator_keeps_none(
 
 def test_limit_is_capped_at_what_the_device_recommends(monkeypatch: pytest.MonkeyPatch) -> None:
     info = {"max_recommended_working_set_size": 17_000_000_000, "device_name": "Apple M3"}
-    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
-    limits = memory.set_limits(24)
+    monkeypatch.setattr(allocator.mx, "device_info", lambda: info)
+    limits = allocator.set_limits(24)
     assert limits.memory == mx.get_memory_limit() == 17_000_000_000
     assert "limit 17 GB" in limits.describe()
     assert "Apple M3" in limits.describe()
-    assert "limit 20 MB" in memory.find_limits(0.02).describe()
-    assert memory.set_limits(8).memory == 8_000_000_000
+    assert "limit 20 MB" in allocator.find_limits(0.02).describe()
+    assert allocator.set_limits(8).memory == 8_000_000_000
 
 
 METAL = {"max_recommended_working_set_size": 48_000_000_000, "memory_size": 64_000_000_000}
@@ -69,11 +69,11 @@ CPU = {"device_name": "AMD EPYC", "architecture": "x86_64"}
 def test_device_gives_less_than_it_has(
     monkeypatch: pytest.MonkeyPatch, info: dict[str, int], recommended: int, shared: int
 ) -> None:
-    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
-    assert memory.find_limits(24).memory == min(24_000_000_000, recommended)
-    assert memory.find_limits(24).recommended == recommended
-    assert memory.find_limits(1000).memory == recommended
-    assert memory.capacity() == shared
+    monkeypatch.setattr(allocator.mx, "device_info", lambda: info)
+    assert allocator.find_limits(24).memory == min(24_000_000_000, recommended)
+    assert allocator.find_limits(24).recommended == recommended
+    assert allocator.find_limits(1000).memory == recommended
+    assert allocator.capacity() == shared
     facts = device_facts()
     assert (facts.recommended, facts.limit, facts.capacity) == (
         recommended,
@@ -83,27 +83,27 @@ def test_device_gives_less_than_it_has(
 
 
 def test_cpu_caps_no_limit_and_shares_the_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory.mx, "device_info", lambda: CPU)
-    limits = memory.find_limits(24)
+    monkeypatch.setattr(allocator.mx, "device_info", lambda: CPU)
+    limits = allocator.find_limits(24)
     assert (limits.memory, limits.recommended) == (24_000_000_000, None)
-    assert memory.capacity() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert allocator.capacity() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_memory_that_other_programs_hold_is_not_planned_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     info = CUDA | {"free_memory": 5_000_000_000}
-    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
-    monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 2_000_000_000)
-    monkeypatch.setattr(memory.mx, "get_cache_memory", lambda: 1_000_000_000)
-    assert memory.find_limits(24).memory == 8_000_000_000
+    monkeypatch.setattr(allocator.mx, "device_info", lambda: info)
+    monkeypatch.setattr(allocator.mx, "get_active_memory", lambda: 2_000_000_000)
+    monkeypatch.setattr(allocator.mx, "get_cache_memory", lambda: 1_000_000_000)
+    assert allocator.find_limits(24).memory == 8_000_000_000
     # Memory of other mlxtune runs counts as free, because their reservations already make this run
     # wait or fail.
     ours = Reservation(os.getpid(), 9_000_000_000, "this run")
     other = Reservation(1, 3_000_000_000, "another run")
-    monkeypatch.setattr(memory, "reservations", lambda folder: [ours, other])
-    assert memory.find_limits(24).memory == 11_000_000_000
-    assert memory.capacity() == 14_400_000_000
+    monkeypatch.setattr(allocator, "reservations", lambda folder: [ours, other])
+    assert allocator.find_limits(24).memory == 11_000_000_000
+    assert allocator.capacity() == 14_400_000_000
 
 
 @pytest.mark.parametrize(
@@ -114,34 +114,34 @@ def test_graphs_of_a_cuda_device_end_where_mlx_ends_them(
     architecture: str, operations: int, read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = CUDA | {"architecture": architecture}
-    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
+    monkeypatch.setattr(allocator.mx, "device_info", lambda: info)
     names = "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER"
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    assert memory.graph_limits() == GraphLimits(operations, read * 2**20)
+    assert allocator.graph_limits() == GraphLimits(operations, read * 2**20)
     for name, text in zip(names, ("7", "9 MB"), strict=True):
         monkeypatch.setenv(name, text)
-    assert memory.graph_limits() == GraphLimits(7, 9 * 2**20)
+    assert allocator.graph_limits() == GraphLimits(7, 9 * 2**20)
 
 
 @pytest.mark.parametrize("info", [METAL, CPU], ids=["Metal", "CPU"])
 def test_graphs_are_queued_on_cuda_only(
     info: dict[str, str | int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory.mx, "device_info", lambda: info)
-    assert memory.graph_limits() is None
+    monkeypatch.setattr(allocator.mx, "device_info", lambda: info)
+    assert allocator.graph_limits() is None
 
 
 def test_wired_limit_is_set_on_metal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     wired: list[int] = []
-    monkeypatch.setattr(memory.mx, "set_wired_limit", wired.append)
-    monkeypatch.setattr(memory.mx.metal, "is_available", lambda: False)
-    memory.set_limits(4)
-    monkeypatch.setattr(memory.mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(allocator.mx, "set_wired_limit", wired.append)
+    monkeypatch.setattr(allocator.mx.metal, "is_available", lambda: False)
+    allocator.set_limits(4)
+    monkeypatch.setattr(allocator.mx.metal, "is_available", lambda: True)
     mac = {"device_name": "Apple M1", "max_recommended_working_set_size": 5_000_000_000}
-    monkeypatch.setattr(memory.mx, "device_info", lambda: mac)
+    monkeypatch.setattr(allocator.mx, "device_info", lambda: mac)
     for limit in (4, 24):
-        memory.set_limits(limit)
+        allocator.set_limits(limit)
     assert wired == [4_000_000_000, 4_500_000_000], "a tenth is left to other programs"
 
 
@@ -152,33 +152,33 @@ def test_cache_is_cleared_under_pressure_only(
     monkeypatch: pytest.MonkeyPatch, active: int, cached: int, cleared: int
 ) -> None:
     calls: list[None] = []
-    monkeypatch.setattr(memory.mx, "get_memory_limit", lambda: 100)
-    monkeypatch.setattr(memory.mx, "get_active_memory", lambda: active)
-    monkeypatch.setattr(memory.mx, "get_cache_memory", lambda: cached)
-    monkeypatch.setattr(memory.mx, "clear_cache", lambda: calls.append(None))
-    memory.relieve_pressure()
+    monkeypatch.setattr(allocator.mx, "get_memory_limit", lambda: 100)
+    monkeypatch.setattr(allocator.mx, "get_active_memory", lambda: active)
+    monkeypatch.setattr(allocator.mx, "get_cache_memory", lambda: cached)
+    monkeypatch.setattr(allocator.mx, "clear_cache", lambda: calls.append(None))
+    allocator.relieve_pressure()
     assert len(calls) == cleared
 
 
 def test_peak_stays_the_highest_when_it_is_judged_anew() -> None:
-    memory.set_limits(2)
+    allocator.set_limits(2)
     mx.eval(mx.zeros(3_000_000))
     # A GPU frees an array only once it has reported its work as done.
     mx.synchronize()
-    highest = memory.peak_bytes()
+    highest = allocator.peak_bytes()
     mx.synchronize()  # frees the zeros on CUDA
-    memory.start_peak()
+    allocator.start_peak()
     mx.eval(mx.zeros(1_000_000))
-    assert memory.last_peak_bytes() < highest - 4_000_000
-    assert memory.peak_bytes() == highest
+    assert allocator.last_peak_bytes() < highest - 4_000_000
+    assert allocator.peak_bytes() == highest
 
 
 def test_only_what_was_used_since_the_start_is_judged() -> None:
-    memory.set_limits((mx.get_active_memory() + 10_000_000) / memory.GB)
+    allocator.set_limits((mx.get_active_memory() + 10_000_000) / allocator.GB)
     mx.eval(mx.zeros(3_000_000))
-    assert memory.last_peak_bytes() > mx.get_memory_limit()
-    memory.start_peak()
-    assert memory.last_peak_bytes() <= mx.get_memory_limit()
+    assert allocator.last_peak_bytes() > mx.get_memory_limit()
+    allocator.start_peak()
+    assert allocator.last_peak_bytes() <= mx.get_memory_limit()
 
 
 # Peaks
@@ -190,27 +190,27 @@ def use() -> None:
 
 def test_peak_is_that_since_the_reset() -> None:
     use()
-    memory.forget_peak()
-    before = memory.peak_bytes()
+    allocator.forget_peak()
+    before = allocator.peak_bytes()
     use()
-    assert before + SIZE <= memory.peak_bytes() < before + 3 * SIZE
-    memory.forget_peak()
-    assert memory.peak_bytes() < before + SIZE
+    assert before + SIZE <= allocator.peak_bytes() < before + 3 * SIZE
+    allocator.forget_peak()
+    assert allocator.peak_bytes() < before + SIZE
 
 
 def test_peak_is_kept_when_a_step_has_it_judged_anew() -> None:
-    memory.forget_peak()
+    allocator.forget_peak()
     use()
-    peak = memory.peak_bytes()
-    memory.start_peak()
-    assert memory.peak_bytes() == peak
+    peak = allocator.peak_bytes()
+    allocator.start_peak()
+    assert allocator.peak_bytes() == peak
 
 
 def test_memory_that_is_held_counts_though_nothing_new_is_taken() -> None:
     held = mx.ones(SIZE // 4)
     mx.eval(held)
-    memory.forget_peak()
-    assert memory.peak_bytes() >= SIZE
+    allocator.forget_peak()
+    assert allocator.peak_bytes() >= SIZE
     del held
 
 
@@ -218,18 +218,18 @@ def test_peak_of_the_process_counts_what_mlx_does_not() -> None:
     # The code runs in a separate process, because this process's peak is already higher.
     code = (
         "import numpy as np\n"
-        "from mlxtune.backend.device import memory\n"
-        "before = memory.peak_rss()\n"
+        "from mlxtune.backend.device import allocator\n"
+        "before = allocator.peak_rss()\n"
         "held = np.ones(2 * before // 8)\n"
-        "assert memory.peak_rss() >= before + held.nbytes // 2\n"
+        "assert allocator.peak_rss() >= before + held.nbytes // 2\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_peak_of_the_process_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = memory.peak_rss()
-    monkeypatch.setattr(memory, "read_kernel_file", missing)
-    assert 0.5 < memory.peak_rss() / ours < 2
+    ours = allocator.peak_rss()
+    monkeypatch.setattr(allocator, "read_kernel_file", missing)
+    assert 0.5 < allocator.peak_rss() / ours < 2
 
 
 def missing(path: Path) -> str:

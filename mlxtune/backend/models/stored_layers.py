@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path, tree_unflatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from mlxtune.backend.device.device import on_cpu
+from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.backend.models.autograd import differentiable
 from mlxtune.core.formatting import short_duration
 

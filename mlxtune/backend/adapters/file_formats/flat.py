@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from mlxtune.backend.adapters.files import load_tensors, write_tensors
-from mlxtune.backend.adapters.formats.adapter import Adapter, Matrix, path_in_layer, updates_in
+from mlxtune.backend.adapters.adapter_folder import load_tensors, write_tensors
+from mlxtune.backend.adapters.file_formats.adapter import Adapter, Matrix, path_in_layer, updates_in
 from mlxtune.errors import ModelError
 
 WEIGHTS = "adapter.safetensors"

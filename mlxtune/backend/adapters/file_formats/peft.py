@@ -16,14 +16,19 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.adapters.files import (
+from mlxtune.backend.adapters.adapter_folder import (
     is_valid_scale,
     read_config_file,
     valid_dropout,
     write_tensors,
 )
-from mlxtune.backend.adapters.formats import peft_experts
-from mlxtune.backend.adapters.formats.adapter import Adapter, Matrix, Update, path_in_layer
+from mlxtune.backend.adapters.file_formats import peft_experts
+from mlxtune.backend.adapters.file_formats.adapter import (
+    Adapter,
+    Matrix,
+    WeightUpdate,
+    path_in_layer,
+)
 from mlxtune.backend.models.model_folder import NOT_TEXT, json_object, weight_names
 from mlxtune.core.files.writing import write_json
 from mlxtune.core.formatting import join_few
@@ -106,7 +111,7 @@ def write_peft(adapter: Adapter, base: Path, folder: Path) -> None:
 
 
 def _expert_tensors(
-    experts: Mapping[str, Update], model_type: str, present: Iterable[str]
+    experts: Mapping[str, WeightUpdate], model_type: str, present: Iterable[str]
 ) -> tuple[dict[str, Matrix], dict[str, int]]:
     """Return the experts' tensors, and the rank of each stacked parameter of transformers."""
     tensors: dict[str, Matrix] = {}
@@ -129,7 +134,7 @@ def _expert_tensors(
     return tensors, ranks
 
 
-def _rank_in_use(update: Update) -> int:
+def _rank_in_use(update: WeightUpdate) -> int:
     """Return an update's rank without the padding, where both `a` and `b` are zero."""
     used = np.flatnonzero(update.a.any(axis=0) | update.b.any(axis=1))
     return int(used[-1]) + 1 if len(used) else update.a.shape[1]
@@ -153,11 +158,11 @@ def read_peft(
     parts = _parts(weights, dora=bool(config.get("use_dora")))
     experts = _expert_parts(config, parts, model_type)
     names = _match(sorted(parts.keys() - experts.keys()), modules, "the base model")
-    found: dict[str, tuple[Update, float]] = {}
+    found: dict[str, tuple[WeightUpdate, float]] = {}
     for name, module in names.items():
         a, b = parts[name]["lora_A"], parts[name]["lora_B"]
         _, scale = _rank_and_scale(folder, config, name, len(a))
-        found[module] = Update(a.T, b.T, parts[name].get(_MAGNITUDE)), scale
+        found[module] = WeightUpdate(a.T, b.T, parts[name].get(_MAGNITUDE)), scale
     stacks = peft_experts.stacks(modules) if experts else {}
     for name, (module, parameter) in experts.items():
         a, b = parts[name]["lora_A"], parts[name]["lora_B"]
@@ -342,7 +347,7 @@ def _by_pattern(patterns: Any, name: str, default: Any) -> Any:
     return default
 
 
-def _check_padding(path: Path, updates: Sequence[Update], rank: int) -> None:
+def _check_padding(path: Path, updates: Sequence[WeightUpdate], rank: int) -> None:
     """Raise ModelError if an adapter would be too large when padded to one rank."""
     sizes = [each.a.nbytes + each.b.nbytes for each in updates]
     padded = sum(rank * size // each.rank for each, size in zip(updates, sizes, strict=True))

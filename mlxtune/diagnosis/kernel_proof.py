@@ -16,7 +16,7 @@ import numpy.typing as npt
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, gpt_oss, qwen3
 
-from mlxtune.backend.device.device import has_metal, on_cpu
+from mlxtune.backend.device.default_device import has_metal, on_cpu
 from mlxtune.backend.forward.gates import plain_swiglu
 from mlxtune.backend.forward.kernels.attention_kernels import AttentionKernels, HeadSizes
 from mlxtune.backend.forward.kernels.attention_trial import TRIAL_TOKENS, trial_heads, trial_of

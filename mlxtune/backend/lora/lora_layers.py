@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from mlxtune.backend.models.autograd import differentiable
-from mlxtune.backend.models.layers import (
+from mlxtune.backend.models.stored_layers import (
     dequantized_weight,
     dimensions,
     frozen_gradient,

@@ -18,7 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.backend.adapters.formats.adapter import Adapter, Update, path_in_layer, updates_in
+from mlxtune.backend.adapters.file_formats.adapter import (
+    Adapter,
+    WeightUpdate,
+    path_in_layer,
+    updates_in,
+)
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.core.files.writing import as_output_error
 from mlxtune.core.formatting import join_few
@@ -99,12 +104,12 @@ def read_gguf(folder: Path, modules: Iterable[str], base: BaseModel) -> Adapter:
         if update.of_experts:
             continue
         columns, rows = map(np.argsort, orders(module, update, base))
-        updates[module] = Update(update.a[columns], update.b[:, rows])
+        updates[module] = WeightUpdate(update.a[columns], update.b[:, rows])
     adapter = Adapter(1.0, updates)
     return replace(adapter, scale=alpha / adapter.rank)
 
 
-def orders(module: str, update: Update, base: BaseModel) -> tuple[Order, Order]:
+def orders(module: str, update: WeightUpdate, base: BaseModel) -> tuple[Order, Order]:
     """Return the orders in which llama.cpp stores the columns and rows of a module's weight.
 
     llama.cpp interleaves the halves of each Llama head, because its rotary embeddings pair

@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxtune.backend.adapters.formats.adapter import Adapter
-from mlxtune.backend.adapters.formats.gguf import check_supported, gguf_names, orders
+from mlxtune.backend.adapters.file_formats.adapter import Adapter
+from mlxtune.backend.adapters.file_formats.gguf import check_supported, gguf_names, orders
 from mlxtune.backend.models.loading import open_base
 from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.files.ours import is_ours

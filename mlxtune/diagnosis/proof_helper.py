@@ -1,6 +1,6 @@
 """The process of `mlxtune doctor --prove` that runs the checks which need a model in memory:
 
-    python -m mlxtune.diagnosis.worker RECORDS JOB PATH...
+    python -m mlxtune.diagnosis.proof_helper RECORDS JOB PATH...
 
 Appends each check to the file RECORDS, as a line of JSON.
 """
@@ -18,8 +18,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import qwen3
 
-from mlxtune.backend.device import memory
-from mlxtune.backend.device.device import finish, on_cpu
+from mlxtune.backend.device import allocator
+from mlxtune.backend.device.default_device import finish, on_cpu
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.memory.measure import measure
 from mlxtune.backend.memory.shapes import model_shapes
@@ -38,7 +38,7 @@ from mlxtune.core.steps.memory_terms import load_of
 from mlxtune.core.steps.rounding import NOT_ROUNDED
 from mlxtune.diagnosis import checks
 from mlxtune.diagnosis.checks import ProofCheck, Step
-from mlxtune.diagnosis.kernels import kernel_checks, on_the_cpu, step_of
+from mlxtune.diagnosis.kernel_proof import kernel_checks, on_the_cpu, step_of
 from mlxtune.diagnosis.products import product_checks
 from mlxtune.session.dataset import Reader, load_dataset
 
@@ -146,11 +146,11 @@ def steps(model: Path, data: Path) -> Iterator[ProofCheck]:
 
 def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
     """Compare the predicted and the measured peak memory for each micro-batch size."""
-    memory.set_limits(TrainConfig.memory_limit)
+    allocator.set_limits(TrainConfig.memory_limit)
     examples = _examples(model, data)[:_ROWS]
     margin = checks.MEMORY_MARGIN if on_cpu() else checks.GPU_MEMORY_MARGIN
     for size in SIZES:
-        memory.release()
+        allocator.release()
         base = loading.load_base(model, "auto")
         execution = best_execution(base.parameters, base.dtype, model=base.model)
         execution = replace(execution, micro_batch_tokens=size)
@@ -163,9 +163,9 @@ def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
         shapes = replace(shapes, measured=measure(pipeline.engine, shapes, [execution.recompute]))
         loads = [load_of(group, examples) for group in execution.plan(examples)]
         predicted = max(predict(shapes, execution, load).total for load in loads)
-        memory.forget_peak()
+        allocator.forget_peak()
         pipeline.train_batch(examples)
-        yield checks.check_memory(f"{size:,} tokens", predicted, memory.peak_bytes(), margin)
+        yield checks.check_memory(f"{size:,} tokens", predicted, allocator.peak_bytes(), margin)
 
 
 def write_base(like: Path, folder: Path, *, quantized: bool) -> Sequence[ProofCheck]:

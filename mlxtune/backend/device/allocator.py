@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxtune.backend.device.device import finish, has_metal, on_cpu
+from mlxtune.backend.device.default_device import finish, has_metal, on_cpu
 from mlxtune.config import user_cache
 from mlxtune.core.files.reading import read_kernel_file
 from mlxtune.core.formatting import byte_size

@@ -10,8 +10,8 @@ import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.backend.adapters import files
-from mlxtune.backend.models.layers import dequantized_weight
+from mlxtune.backend.adapters import adapter_folder
+from mlxtune.backend.models.stored_layers import dequantized_weight
 from mlxtune.core.formatting import join_few
 from mlxtune.errors import ModelError
 
@@ -19,7 +19,7 @@ Matrix = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Update:
+class WeightUpdate:
     """A module's LoRA: float32 `a` (in, rank) and `b` (rank, out); `m` (out,) for DoRA.
 
     For experts, `a` is (experts, rank, in) and `b` (experts, out, rank), as in mlx-lm.
@@ -43,22 +43,22 @@ class Update:
     def _rank_axis(self) -> int:
         return 2 if self.of_experts else 0
 
-    def padded(self, rank: int, factor: float) -> "Update":
+    def padded(self, rank: int, factor: float) -> "WeightUpdate":
         """Return the update padded with zeros to a rank, with B multiplied by a factor."""
         b = self.b if factor == 1 else self.b * np.float32(factor)
-        return Update(self._pad(self.a, 1, rank), self._pad(b, self._rank_axis, rank), self.m)
+        return WeightUpdate(self._pad(self.a, 1, rank), self._pad(b, self._rank_axis, rank), self.m)
 
     def _pad(self, x: Matrix, axis: int, rank: int) -> Matrix:
         missing = rank - self.rank
         return np.pad(x, [(0, missing * (axis == i)) for i in range(x.ndim)]) if missing else x
 
-    def unpadded(self, rank: int, factor: float) -> "Update":
+    def unpadded(self, rank: int, factor: float) -> "WeightUpdate":
         """Undo `padded`. Raises ValueError unless all values beyond the rank are zero."""
         a, extra_a = np.split(self.a, [rank], axis=1)
         b, extra_b = np.split(self.b, [rank], axis=self._rank_axis)
         if extra_a.any() or extra_b.any():
             raise ValueError(f"has non-zero values beyond rank {rank}")
-        return Update(a, b if factor == 1 else b / np.float32(factor), self.m)
+        return WeightUpdate(a, b if factor == 1 else b / np.float32(factor), self.m)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Adapter:
     """
 
     scale: float
-    modules: Mapping[str, Update]
+    modules: Mapping[str, WeightUpdate]
     num_layers: int = -1
     dropout: float = 0.0
     model: str = ""
@@ -106,14 +106,14 @@ def path_in_layer(name: str) -> tuple[int, str]:
 
     Raises ModelError for a module outside the layers, such as a head.
     """
-    if (place := files.split_layer(name)) is None:
+    if (place := adapter_folder.split_layer(name)) is None:
         raise ModelError(f"{name}: is not in a layer: mlxtune supports LoRA on layers only")
     return place
 
 
 def updates_in(
     path: Path, tensors: Mapping[str, Any], names: Mapping[str, str]
-) -> dict[str, Update]:
+) -> dict[str, WeightUpdate]:
     """Return the update of each module from a file's tensors.
 
     The tensors of a module are `{name}.lora_a` (rank, in) and `{name}.lora_b` (out, rank), where
@@ -126,7 +126,9 @@ def updates_in(
         if {f"{name}.lora_a", f"{name}.lora_b"} <= rest.keys():
             a, b = (rest.pop(f"{name}.lora_{part}") for part in "ab")
             # The tensors of experts are stored as in mlx-lm.
-            updates[module] = Update(a, b) if a.ndim == 3 else Update(np.array(a.T), np.array(b.T))
+            updates[module] = (
+                WeightUpdate(a, b) if a.ndim == 3 else WeightUpdate(np.array(a.T), np.array(b.T))
+            )
     if rest or not updates:
         raise ModelError(
             f"{path}: has {join_few(rest) or 'no tensors'}, which does not fit the base model"
@@ -156,10 +158,10 @@ def completed(adapter: Adapter, modules: Mapping[str, nn.Module]) -> Adapter:
     return replace(adapter, modules=updates, num_layers=layers - start)
 
 
-def _zero_update(adapter: Adapter, module: nn.Module) -> Update:
+def _zero_update(adapter: Adapter, module: nn.Module) -> WeightUpdate:
     a, b = (np.zeros(shape, np.float32) for shape in shapes_for(module, adapter.rank))
     norms = mx.linalg.norm(dequantized_weight(module), axis=1)
-    return Update(a, b, np.array(norms) if adapter.is_dora else None)
+    return WeightUpdate(a, b, np.array(norms) if adapter.is_dora else None)
 
 
 def shapes_for(module: nn.Module, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -183,7 +185,7 @@ def check_shapes_fit(
         )
 
 
-def check_fits(module: nn.Module | None, update: Update, name: str) -> None:
+def check_fits(module: nn.Module | None, update: WeightUpdate, name: str) -> None:
     """Raise ModelError if an update does not fit `module`; None skips the check of A and B.
 
     DoRA needs one magnitude for each row of the weight.

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mlxtune.backend.adapters.formats.adapter import Matrix, Update, path_in_layer
+from mlxtune.backend.adapters.file_formats.adapter import Matrix, WeightUpdate, path_in_layer
 
 # The path of experts in a layer of transformers, by mlx-lm's model type.
 PLACES = {
@@ -31,12 +31,14 @@ PARAMETERS = ("gate_up_proj", "down_proj")
 _STACKS = ("switch_mlp", "switch_glu", "experts")
 
 
-def joined(modules: Mapping[str, Update], model_type: str) -> dict[tuple[int, str], Update]:
+def joined(
+    modules: Mapping[str, WeightUpdate], model_type: str
+) -> dict[tuple[int, str], WeightUpdate]:
     """Return the updates of experts by layer and parameter, with gate and up joined.
 
     The rank of the joined update is the sum of both ranks: A is stacked, and B is block-diagonal.
     """
-    layers: dict[int, dict[str, Update]] = {}
+    layers: dict[int, dict[str, WeightUpdate]] = {}
     for path, update in modules.items():
         layer, inside = path_in_layer(path)
         layers.setdefault(layer, {})[inside.rsplit(".", 1)[-1]] = _without_padding(update)
@@ -44,18 +46,18 @@ def joined(modules: Mapping[str, Update], model_type: str) -> dict[tuple[int, st
     for layer, named in sorted(layers.items()):
         if "gate_proj" in named or "up_proj" in named:
             one = named.get("gate_proj") or named["up_proj"]
-            none = Update(one.a[:, :0], one.b[..., :0])
+            none = WeightUpdate(one.a[:, :0], one.b[..., :0])
             gate, up = (named.get(name, none) for name in ("gate_proj", "up_proj"))
             b = np.zeros((len(one.b), 2 * one.b.shape[1], gate.rank + up.rank), np.float32)
             first, second = _rows(b.shape[1], model_type)
             b[:, first, : gate.rank], b[:, second, gate.rank :] = gate.b, up.b
-            found[layer, "gate_up_proj"] = Update(np.concatenate([gate.a, up.a], axis=1), b)
+            found[layer, "gate_up_proj"] = WeightUpdate(np.concatenate([gate.a, up.a], axis=1), b)
         if "down_proj" in named:
             found[layer, "down_proj"] = named["down_proj"]
     return found
 
 
-def split(parameter: str, update: Update, model_type: str) -> dict[str, Update]:
+def split(parameter: str, update: WeightUpdate, model_type: str) -> dict[str, WeightUpdate]:
     """Split a parameter's update into updates of mlx-lm's projections, by name."""
     if parameter == "down_proj":
         return {parameter: update}
@@ -71,23 +73,27 @@ def _rows(outputs: int, model_type: str) -> tuple[slice, slice]:
     return slice(0, outputs // 2), slice(outputs // 2, None)
 
 
-def _without_padding(update: Update) -> Update:
+def _without_padding(update: WeightUpdate) -> WeightUpdate:
     """Return an update without the rank-1 terms whose B is zero in all experts."""
     used = update.b.any(axis=(0, 1))
     return (
-        update if used.all() or not used.any() else Update(update.a[:, used], update.b[..., used])
+        update
+        if used.all() or not used.any()
+        else WeightUpdate(update.a[:, used], update.b[..., used])
     )
 
 
-def to_matrices(update: Update) -> tuple[Matrix, Matrix]:
+def to_matrices(update: WeightUpdate) -> tuple[Matrix, Matrix]:
     """Return `lora_A` and `lora_B` in PEFT's layout for experts."""
     a, b = update.a, update.b.transpose(1, 2, 0)
     return a.reshape(-1, a.shape[-1]), b.reshape(len(b), -1)
 
 
-def from_matrices(a: Matrix, b: Matrix, rank: int) -> Update:
+def from_matrices(a: Matrix, b: Matrix, rank: int) -> WeightUpdate:
     """Undo `to_matrices`. Raises ValueError if the shapes do not fit whole experts."""
-    return Update(a.reshape(-1, rank, a.shape[1]), b.reshape(len(b), rank, -1).transpose(2, 0, 1))
+    return WeightUpdate(
+        a.reshape(-1, rank, a.shape[1]), b.reshape(len(b), rank, -1).transpose(2, 0, 1)
+    )
 
 
 def wrapped(module: str, parameters: Iterable[str]) -> dict[str, str]:

@@ -16,8 +16,10 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
-from mlxtune.backend.models import layers, loading
-from mlxtune.backend.models.layers import (
+from mlxtune.backend.models import loading, stored_layers
+from mlxtune.backend.models.loading import load_base, open_base, slow_products, with_products
+from mlxtune.backend.models.quantize import FORMATS
+from mlxtune.backend.models.stored_layers import (
     DequantizedLinear,
     QuantizedRows,
     StoredExperts,
@@ -26,8 +28,6 @@ from mlxtune.backend.models.layers import (
     frozen_product,
     time_products,
 )
-from mlxtune.backend.models.loading import load_base, open_base, slow_products, with_products
-from mlxtune.backend.models.quantize import FORMATS
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.config.data_config import BaseOptions
@@ -125,10 +125,10 @@ def test_auto_is_dequantised_on_the_cpu_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(tmp_path / "model", "llama")
-    monkeypatch.setattr(layers, "on_cpu", lambda: True)
+    monkeypatch.setattr(stored_layers, "on_cpu", lambda: True)
     assert load_base(folder, "auto", BaseOptions(quantize="4")).quantized_compute == "dequantized"
     assert load_base(folder, "auto").quantized_compute is None
-    monkeypatch.setattr(layers, "on_cpu", lambda: False)
+    monkeypatch.setattr(stored_layers, "on_cpu", lambda: False)
     assert load_base(folder, "auto", BaseOptions(quantize="4")).quantized_compute == "quantized"
     # MLX has no product for nf4.
     assert load_base(folder, "auto", BaseOptions(quantize="nf4")).quantized_compute == "dequantized"
@@ -137,7 +137,7 @@ def test_auto_is_dequantised_on_the_cpu_alone(
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load models as on the CPU, whatever the device."""
-    for module in (layers, loading):
+    for module in (stored_layers, loading):
         monkeypatch.setattr(module, "on_cpu", lambda: True)
 
 
@@ -210,7 +210,7 @@ def test_replaced_layers_keep_their_parameters_and_are_still_shared() -> None:
     model = Tied()
     before = dict(tree_flatten(model.parameters()))
 
-    assert layers.compute_quantized(model, mx.float32, "dequantized") == "dequantized"
+    assert stored_layers.compute_quantized(model, mx.float32, "dequantized") == "dequantized"
 
     after = dict(tree_flatten(model.parameters()))
     assert list(after) == list(before)
@@ -224,7 +224,7 @@ def test_stored_embedding_gives_float32_of_what_mlx_gives() -> None:
     plain = nn.Embedding(10, 4)
     plain.weight = plain.weight.astype(mx.bfloat16)
     tokens = mx.array([[1, 7, 3]])
-    found = layers.StoredEmbedding(plain)(tokens)
+    found = stored_layers.StoredEmbedding(plain)(tokens)
     assert found.dtype == mx.float32
     assert mx.array_equal(found, plain(tokens).astype(mx.float32))
 
@@ -277,7 +277,7 @@ def test_experts_stay_in_16_bits_where_the_cpu_computes_in_float32(tmp_path: Pat
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """A quantised model, opened as on a GPU."""
     folder = write_model(tmp_path / "model", "llama", quantize=4)
-    monkeypatch.setattr(layers, "on_cpu", lambda: False)
+    monkeypatch.setattr(stored_layers, "on_cpu", lambda: False)
     return open_base(folder, "float32").model
 
 
@@ -333,7 +333,7 @@ def test_products_timed_are_those_of_the_largest_matrix_and_of_training(
 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
 def test_stand_ins_compute_the_same_in_both_forms(mode: str) -> None:
-    forms = layers._stand_ins(nn.QuantizedLinear(64, 32, bias=True, mode=mode))
+    forms = stored_layers._stand_ins(nn.QuantizedLinear(64, 32, bias=True, mode=mode))
     x = mx.random.normal((3, 64), key=mx.random.key(0))
     one, other = (np.array(form(x)) for form in forms)
     assert np.abs(one).max() > 0
@@ -361,7 +361,7 @@ def test_model_changes_its_form_in_place(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(tmp_path / "model", architecture, quantize=4)
-    for module in (layers, "mlxtune.backend.models.loading"):
+    for module in (stored_layers, "mlxtune.backend.models.loading"):
         name = module if isinstance(module, str) else module.__name__
         monkeypatch.setattr(f"{name}.on_cpu", lambda: False)
     before, after = open_base(folder, "float32"), load_base(folder, "float32")

@@ -19,7 +19,7 @@ from mlx_lm.utils import make_shards, save_config
 
 from mlxtune.backend.adapters.certificate import WeightCheck
 from mlxtune.backend.adapters.compare_logits import coarsest
-from mlxtune.backend.adapters.formats.adapter import Adapter, Update, check_fits
+from mlxtune.backend.adapters.file_formats.adapter import Adapter, WeightUpdate, check_fits
 from mlxtune.backend.adapters.storage import (
     AS_BASE,
     PLAIN,
@@ -29,10 +29,10 @@ from mlxtune.backend.adapters.storage import (
     storages_for,
 )
 from mlxtune.backend.lora.targets import PROJECTIONS
-from mlxtune.backend.models.layers import dequantized_weight
 from mlxtune.backend.models.loading import load_lazily
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import quantize_lazily, quantized_config
+from mlxtune.backend.models.stored_layers import dequantized_weight
 from mlxtune.config.data_config import AS_STORED, BaseOptions
 from mlxtune.config.limits import TooLarge, limits_of
 from mlxtune.core.files.reading import check_file
@@ -214,7 +214,7 @@ def _projection(modules: Mapping[str, nn.Module], name: str, folder: Path) -> nn
     return module
 
 
-def _updated(name: str, module: nn.Module, update: Update, scale: float) -> mx.array:
+def _updated(name: str, module: nn.Module, update: WeightUpdate, scale: float) -> mx.array:
     weight = _weight(name, module)
     a, b = mx.array(update.a), mx.array(update.b)
     if update.of_experts:

@@ -11,8 +11,8 @@ import pytest
 
 from mlxtune.backend.forward.head import SplitModel
 from mlxtune.backend.forward.kernels.gate_kernels import GateKernels
-from mlxtune.diagnosis import kernels, worker
-from mlxtune.diagnosis.kernels import KERNELS, kernel_checks
+from mlxtune.diagnosis import kernel_proof, proof_helper
+from mlxtune.diagnosis.kernel_proof import KERNELS, kernel_checks
 from tests.backend.conftest import random_examples
 from tests.backend.forward.kernels.test_gate_kernels import FakeDevice
 from tests.models import write_model
@@ -31,9 +31,9 @@ def test_kernels_equal_the_cpu(dtype: str) -> None:
 
 def only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove all kernels but one."""
-    chosen = tuple(each for each in kernels.KERNELS if each.name == name)
+    chosen = tuple(each for each in kernel_proof.KERNELS if each.name == name)
     assert chosen
-    monkeypatch.setattr(kernels, "KERNELS", chosen)
+    monkeypatch.setattr(kernel_proof, "KERNELS", chosen)
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [("float32", 1.001), ("bfloat16", 1.05)])
@@ -41,16 +41,16 @@ def test_wrong_swiglu_kernel_is_found(
     monkeypatch: pytest.MonkeyPatch, dtype: str, factor: float
 ) -> None:
     only("SwiGLU", monkeypatch)
-    monkeypatch.setattr(kernels, "on_cpu", lambda: False)
+    monkeypatch.setattr(kernel_proof, "on_cpu", lambda: False)
     for made, names in ((1.0, []), (factor, ["SwiGLU"])):
         gates = GateKernels(FakeDevice(made).make, metal=True)
-        monkeypatch.setattr(kernels, "device_kernels", lambda gates=gates: gates)
+        monkeypatch.setattr(kernel_proof, "device_kernels", lambda gates=gates: gates)
         assert [name.partition(",")[0] for name in failed(dtype)] == names
 
 
 def test_swiglu_kernel_that_does_not_compile_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     only("SwiGLU", monkeypatch)
-    monkeypatch.setattr(kernels, "on_cpu", lambda: False)
+    monkeypatch.setattr(kernel_proof, "on_cpu", lambda: False)
     # There is no GPU to compile for.
     (found,) = kernel_checks("float32")
     assert (found.name, found.passed) == ("SwiGLU", False)
@@ -62,9 +62,9 @@ def test_wrong_kernel_around_attention_is_found(
     monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
     only("norms and rotary embedding around attention", monkeypatch)
-    monkeypatch.setattr(kernels, "on_cpu", lambda: False)
+    monkeypatch.setattr(kernel_proof, "on_cpu", lambda: False)
     device = FakeDevice(factor)
-    monkeypatch.setattr(kernels, "device_language", lambda: (device.language, device.make))
+    monkeypatch.setattr(kernel_proof, "device_language", lambda: (device.language, device.make))
     assert bool(failed()) is (factor != 1.0)
 
 
@@ -86,7 +86,7 @@ def test_wrong_gated_delta_rule_is_found(
 @pytest.mark.slow
 def test_card_has_no_gated_delta_rule_to_prove(monkeypatch: pytest.MonkeyPatch) -> None:
     only("gated delta rule", monkeypatch)
-    monkeypatch.setattr(kernels, "on_cpu", lambda: False)
+    monkeypatch.setattr(kernel_proof, "on_cpu", lambda: False)
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     assert next(iter(kernel_checks("float32")), None)
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
@@ -100,7 +100,7 @@ def test_kernel_that_raises_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(mx.fast, "gated_delta_update", raising)
     last = KERNELS[0]
     rule = next(each for each in KERNELS if each.name == "gated delta rule")
-    monkeypatch.setattr(kernels, "KERNELS", (rule, last))
+    monkeypatch.setattr(kernel_proof, "KERNELS", (rule, last))
     broken, fine = kernel_checks("float32")
     assert (broken.name, broken.passed) == ("gated delta rule", False)
     assert "Impacting Interactivity" in broken.found
@@ -142,8 +142,8 @@ def test_sink_of_the_wrong_sign_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 def check_16_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, Any]]:
     """A function that returns the checks of a small model in 16 bits, by name."""
     model = write_model(tmp_path / "model", "qwen3", dtype="bfloat16")
-    monkeypatch.setattr(worker, "_examples", lambda *_: random_examples(4))
-    return lambda: {check.name: check for check in worker.dtype(model, tmp_path)}
+    monkeypatch.setattr(proof_helper, "_examples", lambda *_: random_examples(4))
+    return lambda: {check.name: check for check in proof_helper.dtype(model, tmp_path)}
 
 
 def test_wrong_product_in_16_bits_is_found(

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from mlxtune.backend.device import device, memory
+from mlxtune.backend.device import allocator, default_device
 from mlxtune.benchmark.peers import MlxLm
 from mlxtune.benchmark.result import TimedStep
 from mlxtune.config import TrainConfig
@@ -116,7 +116,7 @@ class OurSide:
 
     def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
         """Compute the first step's gradients or, on a GPU, take all steps and undo them."""
-        if device.on_cpu():
+        if default_device.on_cpu():
             self.pipeline.loss_and_gradients(steps[0])
             return None
         with scratch_folder("bench") as folder:
@@ -177,21 +177,21 @@ def run_job(job: Job, opened: Callable[[Job], BenchSide] = open_side) -> Iterato
     """Run a job; yield each step, then the run, as the fields of TimedStep and BenchmarkRun."""
     started = time.perf_counter()
     side = opened(job)
-    device.finish()
+    default_device.finish()
     loaded = time.perf_counter()
     side.start(job.adapter, job.steps)
     ready, process_s = time.perf_counter(), time.time() - job.started
     steps = side.refer(job.steps) if isinstance(side, OurSide) else job.steps
-    device.finish()
+    default_device.finish()
     referred = time.perf_counter()
     # On a GPU, this compiles kernels and caches memory for every shape of the steps.
     with_pads = side.warm_up(steps)
-    device.finish()
+    default_device.finish()
     warm = time.perf_counter()
     for step in _timed_steps(side, steps):
         yield {"step": asdict(step)}
-    peak_rss, large_cache_s = memory.peak_rss(), None
-    if isinstance(side, OurSide) and not device.on_cpu():
+    peak_rss, large_cache_s = allocator.peak_rss(), None
+    if isinstance(side, OurSide) and not default_device.on_cpu():
         large_cache_s = _time_with_large_cache(side, steps)
     yield {
         "run": {
@@ -216,7 +216,7 @@ def _time_with_large_cache(side: OurSide, steps: Sequence[Sequence[Example]]) ->
     before = mx.set_cache_limit(mx.get_memory_limit())
     try:
         side.warm_up(steps)
-        device.finish()
+        default_device.finish()
         return math.fsum(step.seconds for step in side.overlapped(steps))
     finally:
         mx.set_cache_limit(before)
@@ -224,16 +224,16 @@ def _time_with_large_cache(side: OurSide, steps: Sequence[Sequence[Example]]) ->
 
 def _timed_steps(side: BenchSide, steps: Sequence[Sequence[Example]]) -> Iterator[TimedStep]:
     """Take the steps, and time each until the device has finished it."""
-    memory.forget_peak()
-    if isinstance(side, OurSide) and not device.on_cpu():
+    allocator.forget_peak()
+    if isinstance(side, OurSide) and not default_device.on_cpu():
         yield from side.overlapped(steps)
         return
     for number, examples in enumerate(steps, 1):
-        memory.forget_peak()
+        allocator.forget_peak()
         started = time.perf_counter()
         loss = side.step(number, examples)
-        device.finish()
-        yield _timed(side, examples, time.perf_counter() - started, loss, memory.peak_bytes())
+        default_device.finish()
+        yield _timed(side, examples, time.perf_counter() - started, loss, allocator.peak_bytes())
 
 
 def _timed(

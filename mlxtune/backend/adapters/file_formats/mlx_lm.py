@@ -11,11 +11,11 @@ import numpy as np
 from mlx_lm.tuner.utils import load_adapters
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.adapters.files import LEAVES, OWN_CONFIG, write_tensors
-from mlxtune.backend.adapters.formats.adapter import (
+from mlxtune.backend.adapters.adapter_folder import LEAVES, OWN_CONFIG, write_tensors
+from mlxtune.backend.adapters.file_formats.adapter import (
     Adapter,
     Matrix,
-    Update,
+    WeightUpdate,
     check_fits,
     check_shapes_fit,
     path_in_layer,
@@ -42,7 +42,7 @@ def read_mlx_lm(file: AdapterFile, modules: Mapping[str, nn.Module] = _NONE) -> 
         check_shapes_fit(modules.get(name), a, b, name)
     tensors = file.read_tensors()
     updates = {
-        name: Update(*(np.array(tensors[f"{name}.{leaf}"]) for leaf in LEAVES[info.kind]))
+        name: WeightUpdate(*(np.array(tensors[f"{name}.{leaf}"]) for leaf in LEAVES[info.kind]))
         for name in names
     }
     for name, update in updates.items():
@@ -57,7 +57,7 @@ def read_mlx_lm(file: AdapterFile, modules: Mapping[str, nn.Module] = _NONE) -> 
     )
 
 
-def tensors_of(modules: Mapping[str, Update]) -> dict[str, Matrix]:
+def tensors_of(modules: Mapping[str, WeightUpdate]) -> dict[str, Matrix]:
     """Return the tensors of all updates by their mlx-lm names."""
     tensors: dict[str, Matrix] = {}
     for name, update in modules.items():
