@@ -188,7 +188,7 @@ def losses(logits: mx.array, targets: mx.array) -> mx.array:
     def run(logits: mx.array) -> mx.array:
         rows = matrix(copied(logits))
         right = rows[at, wanted]
-        softmax = _BlockwiseSoftmax(len(rows))
+        softmax = _OnlineSoftmax(len(rows))
         softmax.take(rows)
         return mx.array(softmax.log_sums() - right)
 
@@ -203,7 +203,7 @@ def losses(logits: mx.array, targets: mx.array) -> mx.array:
     return differentiable(run, gradient)(logits)
 
 
-class _BlockwiseSoftmax:
+class _OnlineSoftmax:
     """The softmax of each row, whose logits arrive in blocks."""
 
     def __init__(self, rows: int) -> None:
@@ -219,7 +219,7 @@ class _BlockwiseSoftmax:
         return self.highest + np.log(self.total)
 
 
-class _HeadSoftmax(_BlockwiseSoftmax):
+class _HeadSoftmax(_OnlineSoftmax):
     """The softmax of the head's logits (P, V); if `expects`, also a weighted sum of head rows."""
 
     def __init__(self, hidden: Floats, *, expects: bool) -> None:
