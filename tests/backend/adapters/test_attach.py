@@ -13,10 +13,8 @@ import pytest
 
 from mlxtune import TrainConfig, train
 from mlxtune.backend.adapters.adapter_file import AdapterFile
-from mlxtune.backend.adapters.adapter_folder import find_adapter
 from mlxtune.backend.adapters.attach import load_adapted
 from mlxtune.backend.models.loading import load_base
-from mlxtune.core.run.checkpoint import write_checkpoint
 from mlxtune.errors import ModelError
 from tests.experts import EXPERTS
 from tests.models import sums, write_adapter_config, write_chat, write_model
@@ -82,17 +80,6 @@ def test_adapter_is_taken_off_and_put_back(trained: tuple[Path, Path]) -> None:
     assert np.abs(on - plain).max() > 0.01
 
 
-def test_adapter_is_found_by_file_folder_and_run(
-    trained: tuple[Path, Path], tmp_path: Path
-) -> None:
-    _, adapter = trained
-    file = adapter / "adapters.safetensors"
-    assert find_adapter(str(file)) == find_adapter(str(adapter)) == file
-    checkpoints = Path(shutil.copytree(adapter / "checkpoints", tmp_path / "checkpoints"))
-    best = checkpoints / "best" / "adapters.safetensors"
-    assert find_adapter(str(checkpoints)) == find_adapter(str(tmp_path)) == best
-
-
 def test_adapter_may_be_links_as_in_the_cache_of_hugging_face(
     trained: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -102,32 +89,6 @@ def test_adapter_may_be_links_as_in_the_cache_of_hugging_face(
     ours = load_adapted(load_base(model, "float32"), AdapterFile.find(str(tmp_path)))
     theirs = load_adapted(load_base(model, "float32"), AdapterFile.find(str(adapter)))
     np.testing.assert_array_equal(logits(ours.model), logits(theirs.model))
-
-
-def test_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"has no adapters\.safetensors: --adapter takes"):
-        find_adapter(str(tmp_path))
-
-
-def test_path_without_an_adapter_is_named_with_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="x: no such file or folder: check --init-adapter"):
-        find_adapter(str(tmp_path / "x"), "--init-adapter")
-    run = tmp_path / "my run" / "checkpoints"
-    for step in (9, 12):
-        write_checkpoint(run / f"step-{step}", save_adapter, {"step": step})
-    for path in (run, run.parent):
-        with pytest.raises(ModelError, match=r"not finished: .*my run', or .*/step-12'$"):
-            find_adapter(str(path))
-    (run / "result.json").touch()
-    with pytest.raises(ModelError, match=r"has no adapters.safetensors: use --adapter '.*step-12'"):
-        find_adapter(str(run.parent))
-    (tmp_path / "adapter_model.safetensors").touch()
-    with pytest.raises(ModelError, match=r"convert it with mlxtune import .* --output imported"):
-        find_adapter(str(tmp_path))
-
-
-def save_adapter(folder: Path) -> None:
-    (folder / "adapters.safetensors").touch()
 
 
 @pytest.mark.parametrize(
