@@ -93,7 +93,7 @@ def measured(
     Raises MlxTuneError if mlxtune's own process reports an error or is killed.
     """
     if peer is None and config.against is not None:
-        peer = config.against, worker_command
+        peer = config.against, helper_command
     ours, theirs = _alternate(config.repeats, job, peer, console)
     return Benchmark(
         model=config.model_path,
@@ -150,7 +150,7 @@ def _alternate(
 
     A peer that fails is not run again. Raises MlxTuneError if mlxtune fails.
     """
-    commands: list[tuple[Side, Command]] = [(Side(OURS), worker_command)]
+    commands: list[tuple[Side, Command]] = [(Side(OURS), helper_command)]
     if peer is not None:
         commands.append((Side(peer[0]), peer[1]))
     ours, theirs = commands[0][0], commands[1][0] if peer else None
@@ -187,7 +187,7 @@ def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> 
     writing.write_file(path, [pickle.dumps(replace(job, started=time.time()))])
     steps: list[TimedStep] = []
     with scratch_file() as errors:
-        # stdin stays open without input: the worker ends when this process closes the pipe.
+        # stdin stays open without input: the helper ends when this process closes the pipe.
         process = processes.start(
             command(path), stdin=processes.PIPE, stdout=processes.PIPE, stderr=errors
         )
@@ -208,8 +208,8 @@ def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> 
     raise MlxTuneError(_describe_end(job, status, len(steps), output))
 
 
-def worker_command(job: Path) -> list[str]:
-    """Return the command line of the worker that runs the job in a file."""
+def helper_command(job: Path) -> list[str]:
+    """Return the command line of the helper that runs the job in a file."""
     run = "from mlxtune.benchmark.bench_helper import main; main()"
     return [sys.executable, "-c", run, str(job)]
 

@@ -1,1 +1,1 @@
-"""Diagnosis of a machine: facts, checks and proofs, with their worker process and view."""
+"""Diagnosis of a machine: facts, checks and proofs, with their helper process and view."""

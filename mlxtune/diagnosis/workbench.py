@@ -16,7 +16,7 @@ from mlxtune.core.files.writing import write_file
 from mlxtune.diagnosis.checks import ProofCheck
 
 QWEN, GEMMA = "demo-qwen3", "demo-gemma3"
-# The base models, and the jobs of the worker that make them.
+# The base models, and the jobs of the helper that make them.
 BASE, DENSE = "4-bit base", "16-bit base"
 _MADE = {BASE: "base", DENSE: "dense"}
 # Several threads would slow down the matrix products of such small models.
@@ -69,7 +69,7 @@ class Workbench:
         return self._write("step.jsonl", [*lines, lines[-1]])
 
     def measure(self, job: str, *paths: Path) -> Iterator[ProofCheck]:
-        """Run a job of the worker, and yield its checks.
+        """Run a job of the helper, and yield its checks.
 
         Raises ChildError if the job fails or takes too long, after the checks that it has made.
         """

@@ -361,7 +361,7 @@ def command_of_peer(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code
         ours = pickle.loads(job.read_bytes()).side == bench_worker.OURS
         return [sys.executable, "-S", "-c", f"print({told!r})" if ours else code]
 
-    monkeypatch.setattr(bench_recipe, "worker_command", command)
+    monkeypatch.setattr(bench_recipe, "helper_command", command)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_our_process_that_is_killed_is_an_error_with_a_remedy(
 ) -> None:
     code = "import os; os.kill(os.getpid(), 9)"
     monkeypatch.setattr(
-        "mlxtune.benchmark.bench.worker_command", lambda job: [sys.executable, "-c", code]
+        "mlxtune.benchmark.bench.helper_command", lambda job: [sys.executable, "-c", code]
     )
     error = bench("--quiet").error
     assert error.startswith("killed (signal 9) before its first step")
@@ -409,7 +409,7 @@ def test_bug_in_our_process_keeps_its_traceback(
     model: Path, chat: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mlxtune.benchmark.bench.worker_command", lambda job: [sys.executable, "-c", "1 / 0"]
+        "mlxtune.benchmark.bench.helper_command", lambda job: [sys.executable, "-c", "1 / 0"]
     )
     with pytest.raises(RuntimeError, match=r"(?s)Traceback.*ZeroDivisionError"):
         run_bench(BenchConfig(str(model), (str(chat),), quiet=True))
