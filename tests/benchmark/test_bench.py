@@ -22,8 +22,7 @@ import pytest
 
 from mlxtune.backend.device.default_device import on_cpu
 from mlxtune.benchmark import bench as bench_recipe
-from mlxtune.benchmark import bench_helper as bench_worker
-from mlxtune.benchmark import peers
+from mlxtune.benchmark import bench_helper, peers
 from mlxtune.benchmark.bench import bench as run_bench
 from mlxtune.benchmark.bench import first_steps
 from mlxtune.benchmark.result import BenchmarkRun, TimedStep
@@ -56,8 +55,8 @@ def bench(cli: Cli, model: Path, chat: Path) -> Cli:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the jobs of a benchmark in this process, which has already loaded mlx."""
 
-    def done(job: bench_worker.Job, *_: object) -> BenchmarkRun:
-        *steps, run = bench_worker.run_job(job)
+    def done(job: bench_helper.Job, *_: object) -> BenchmarkRun:
+        *steps, run = bench_helper.run_job(job)
         return BenchmarkRun([TimedStep(**each["step"]) for each in steps], **run["run"])
 
     monkeypatch.setattr(bench_recipe, "_run_process", done)
@@ -121,17 +120,17 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
 
         monkeypatch.setattr(side, name, step)
 
-    counted(bench_worker.OurSide, "_start")
-    counted(bench_worker.MlxLm, "step")
-    real_warm_up = bench_worker.MlxLm.warm_up
+    counted(bench_helper.OurSide, "_start")
+    counted(bench_helper.MlxLm, "step")
+    real_warm_up = bench_helper.MlxLm.warm_up
 
     def warm_up(self: Any, *arguments: Any) -> Any:
         # Set earlier, this would make `start` compile a step, which takes a minute on the CPU.
         monkeypatch.setattr(peers, "on_cpu", lambda: False)
         return real_warm_up(self, *arguments)
 
-    monkeypatch.setattr(bench_worker.MlxLm, "warm_up", warm_up)
-    finish = bench_worker.device.finish
+    monkeypatch.setattr(bench_helper.MlxLm, "warm_up", warm_up)
+    finish = bench_helper.device.finish
     limits: list[int] = []
     set_limit = mx.set_cache_limit
 
@@ -142,7 +141,7 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
 
     monkeypatch.setattr(mx, "set_cache_limit", set_cache_limit)
     gpu = SimpleNamespace(on_cpu=lambda: False, finish=finish)
-    monkeypatch.setattr(bench_worker, "default_device", gpu)
+    monkeypatch.setattr(bench_helper, "default_device", gpu)
     path = tmp_path / "gpu.json"
     work = ["--steps", 3, "--max-seq-len", 64, "--lr", 0.01, "--against", "mlx-lm"]
     write_chat(chat, sums(20))
@@ -358,7 +357,7 @@ def command_of_peer(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code
     told = "\n".join(json.dumps(record) for record in ({"step": step}, {"run": run}))
 
     def command(job: Path) -> list[str]:
-        ours = pickle.loads(job.read_bytes()).side == bench_worker.OURS
+        ours = pickle.loads(job.read_bytes()).side == bench_helper.OURS
         return [sys.executable, "-S", "-c", f"print({told!r})" if ours else code]
 
     monkeypatch.setattr(bench_recipe, "helper_command", command)
