@@ -130,7 +130,7 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
         return real_warm_up(self, *arguments)
 
     monkeypatch.setattr(bench_helper.MlxLm, "warm_up", warm_up)
-    finish = bench_helper.device.finish
+    finish = bench_helper.default_device.finish
     limits: list[int] = []
     set_limit = mx.set_cache_limit
 

@@ -138,7 +138,7 @@ def test_first_worker_of_a_machine_reads_data_before_the_others(
     monkeypatch.setattr(dataset, "encode_file", read)
     options = TrainConfig(str(model), (str(chat),), auto=True)
     worker_run = WorkerRun(workers, options, RunConsole(quiet=True), first_on_machine=first)
-    session = RunSession(worker_run, (), None)
+    session = RunSession(worker_run, (), None, None)
     settle_auto(session)
     session.load()
     assert order == events
