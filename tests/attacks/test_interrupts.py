@@ -18,7 +18,7 @@ from mlxtune.commands import runs as runs_recipe
 from mlxtune.config import user_cache
 from mlxtune.core.run.verification import verify_files
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.session.unfinished import noted, remove_unfinished
+from mlxtune.session.proof import noted, remove_unfinished
 from tests.command import Cli, finish, start
 from tests.models import sums, write_chat
 from tests.slow import slow
