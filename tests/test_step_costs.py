@@ -1,4 +1,4 @@
-"""tests/long/step_costs.py on a tiny model, and the environment of Unsloth's side."""
+"""tests/long/step_costs.py on a tiny model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ from typing import Any
 
 import pytest
 
-from mlxtune.config import BenchConfig
-from mlxtune.errors import MlxTuneError
-from mlxtune.views.console import RunConsole
-from tests.long.bench_unsloth import measure
 from tests.models import sums, write_chat
 from tests.paths import ROOT
-from tests.slow import slow
 
 
 @pytest.fixture(scope="module")
@@ -47,27 +42,3 @@ def test_costs_of_both_sides_are_those_of_the_same_steps(costs: dict[str, Any]) 
     spent = sum(step["seconds"] for step in ours["runs"][0]["steps"])
     floor = sum(sum(kinds.values()) for kinds in ours["products"])
     assert costs["step_efficiency"] == pytest.approx(floor / spent)
-
-
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        slow(f'#!/bin/sh\nexec {sys.executable} -I "$@"', "No package metadata was found for"),
-        (None, "is not a program"),
-    ],
-)
-def test_unsloth_runs_in_the_environment_that_is_named(
-    model: Path, chat: Path, tmp_path: Path, script: str | None, said: str
-) -> None:
-    python = tmp_path / "python"
-    config = BenchConfig(str(model), (str(chat),), steps=1, repeats=1, quiet=True)
-    console = RunConsole(quiet=True)
-    if script is None:
-        with pytest.raises(MlxTuneError, match=said):
-            measure(config, str(python), console)
-        return
-    python.write_text(script)
-    python.chmod(0o755)
-    theirs = measure(config, str(python), console).theirs
-    assert theirs is not None
-    assert said in str(theirs.failed)
