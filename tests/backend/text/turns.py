@@ -1,7 +1,4 @@
-"""Compare turns under every template of ../shared with transformers' prompts.
-
-Used by test_chat_template.py and tests/long/check_templates.py.
-"""
+"""Compare turns under every template of ../shared with transformers' prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The BLAS of the Linux CPU; tests/long/check_blas.py measures its speed."""
+"""The BLAS of the Linux CPU."""
 
 from __future__ import annotations
 
