@@ -17,6 +17,7 @@ import pytest
 from mlxtune.config import ObjectiveConfig
 from mlxtune.core.data.conversation import CHOSEN
 from mlxtune.core.objectives.objective import Objective, with_references
+from tests.backend.text.turns import write_folders
 from tests.interop.test_family_peft import give, parameters, tensor_of
 from tests.interop.trl_rows import compare_logps, compare_rows, compare_texts, generated
 from tests.interop.trl_steps import (
@@ -32,6 +33,7 @@ from tests.interop.trl_steps import (
 )
 from tests.models import CHATML, THINKING, write_model
 from tests.paths import SHARED
+from tests.slow import long
 
 torch = pytest.importorskip("torch", reason="compares with TRL, which needs torch")
 pytest.importorskip("trl", reason="compares with TRL")
@@ -203,17 +205,21 @@ def test_twenty_steps_give_the_adapter_of_trl(family: str, name: str) -> None:
     assert max(wrong.values()) <= 1e-3
 
 
+@pytest.mark.parametrize("count", [100, long(3334)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pairs_and_their_log_probabilities_are_those_of_trl(family: str, tmp_path: Path) -> None:
-    folder, rows = write_model(tmp_path / family, family), generated(100, longest=10)
+def test_pairs_and_their_log_probabilities_are_those_of_trl(
+    family: str, count: int, tmp_path: Path
+) -> None:
+    folder, rows = write_model(tmp_path / family, family), generated(count, longest=10)
     (folder / "chat_template.jinja").write_text(CHATML if family == "llama" else THINKING)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     # The answers have no thinking, so thinking is off.
     thinking = None if family == "llama" else False
     counts, same = compare_rows(folder, tokenizer, rows, tmp_path / "pairs.jsonl", thinking)
-    assert counts == {"pairs": 100, "same": 200, "tails": 200} and len(same) == 100
-    assert compare_texts(folder, rows, tmp_path / "pairs.jsonl") > 50
-    found = compare_logps(family, same[:40])
+    assert counts == {"pairs": count, "same": 2 * count, "tails": 2 * count}
+    assert len(same) == count
+    assert compare_texts(folder, rows, tmp_path / "pairs.jsonl") > count / 2
+    found = compare_logps(family, same if count > 100 else same[:40])
     print(f"\npairs, {family}: log-probabilities {found:.1e}", end="")
     assert found <= 1e-4
 
@@ -227,3 +233,16 @@ def test_pairs_of_a_real_vocabulary_are_those_of_trl(tmp_path: Path) -> None:
     counts, same = compare_rows(folder, tokenizer, generated(200), tmp_path / "pairs.jsonl")
     assert counts["same"] + counts["crossing"] == 400
     assert counts["crossing"] > 50 and len(same) > 100
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared")
+def test_pairs_in_every_real_template_and_thinking_mode_are_those_of_trl(tmp_path: Path) -> None:
+    for seed, folder in enumerate(write_folders(SHARED, tmp_path).values()):
+        # Gemma's template accepts no system message.
+        rows = generated(1250, seed=seed, system=folder.path.name != "gemma.jinja")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder.path)
+        for thinking in (True, False) if folder.template.asks_for_thinking else (None,):
+            data = tmp_path / "pairs.jsonl"
+            counts, _ = compare_rows(folder.path, tokenizer, rows, data, thinking)
+            assert counts["same"] + counts["crossing"] == 2 * len(rows)
