@@ -1,20 +1,8 @@
-"""Compare all optimisations with the plain path, on tiny random models of many architectures.
-
-    python -m tests.long.check_architectures [NAME ...]
-
-Prints for each architecture which optimisations apply, and how far loss and gradients are from the
-plain path's. tests/backend/step/test_execution_architectures.py tests some architectures.
-
-Results: tests/long/README.md.
-"""
+"""Compare all optimisations with the plain path, on tiny random models of many architectures."""
 
 from __future__ import annotations
 
-import sys
-import tempfile
-import traceback
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +11,6 @@ import numpy as np
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.core.steps.execution import Execution
-from mlxtune.errors import ModelError
 from tests.backend.step.executions import fixed_step, fresh, gradients_of
 from tests.long.architectures import ARCHITECTURES
 from tests.models import write_model
@@ -74,34 +61,3 @@ def check(name: str, folder: Path, **config: Any) -> Result:
         "line": fast.forward.execution.packs,
     }
     return Result(gets, loss_distance, distance)
-
-
-def main() -> int:
-    """Print a line for each architecture; return the number that differ or fail.
-
-    LoRA is first on all projections, then only on q_proj and v_proj, for which a layer's backward
-    pass reads the fewest values.
-    """
-    failed = 0
-    for name, targets in product(sys.argv[1:] or ARCHITECTURES, (("all",), ("q_proj", "v_proj"))):
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                result = check(name, Path(folder), targets=targets)
-            except ModelError:  # the model has no such projections
-                continue
-            except Exception as error:  # noqa: BLE001
-                failed += 1
-                frame = traceback.extract_tb(error.__traceback__)[-1]
-                where = f"{Path(frame.filename).name}:{frame.lineno}"
-                print(f"{name:18} FAILS {type(error).__name__}: {str(error)[:150]} ({where})")
-                continue
-        failed += not result.same
-        gets = " ".join(key if value else f"no-{key}" for key, value in result.gets.items())
-        verdict = "same" if result.same else "DIFFERS"
-        apart = f"loss {result.loss:.0e} grad {result.gradient:.0e}"
-        print(f"{name:18} {targets[0]:6} {verdict:8} {apart}  {gets}")
-    return failed
-
-
-if __name__ == "__main__":
-    sys.exit(min(main(), 1))

@@ -1,4 +1,4 @@
-"""More architectures, some of which restrict the execution; see also check_architectures."""
+"""More architectures, some of which restrict the execution."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxtune.errors import ModelError
+from tests.long.architectures import ARCHITECTURES
 from tests.long.check_architectures import check
 from tests.slow import slow_except
 
@@ -36,4 +38,16 @@ def test_everything_on_equals_the_plain_path(name: str, tmp_path: Path) -> None:
 def test_layers_in_which_nothing_is_trained(tmp_path: Path) -> None:
     """In this model, only the attention layers have a q_proj."""
     result = check("lfm2 (attention first)", tmp_path / "m", targets=("q_proj",))
+    assert result.same
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("targets", [("all",), ("q_proj", "v_proj")], ids=str)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture(name: str, targets: tuple[str, ...], tmp_path: Path) -> None:
+    try:
+        result = check(name, tmp_path / "m", targets=targets)
+    except ModelError as error:
+        pytest.skip(f"it has no such projections: {error}")
+    print(f"\n{name} {targets[0]}: {result}", end="")
     assert result.same
