@@ -1,4 +1,4 @@
-"""One case of fuzz.py: its files, its command, and the check of how the command ended."""
+"""One case of tests/test_fuzz.py: its files, its command, and the check of how that ended."""
 
 from __future__ import annotations
 
@@ -280,16 +280,16 @@ def _data_options(rng: Random, path: Path) -> list[object]:
     return options
 
 
-def run_case(place: Place, seed: int, name: str, *, show: bool = False) -> dict[str, Any]:
+def run_case(place: Place, seed: int, name: str) -> dict[str, Any]:
     """Run a case; return the exit code, the duration and the problem, if any.
 
     A slow case runs again, because the machine may have been busy.
     """
-    found = run_once(place, seed, name, show=show)
-    return run_once(place, seed, name, show=show) if found["seconds"] > SECONDS else found
+    found = run_once(place, seed, name)
+    return run_once(place, seed, name) if found["seconds"] > SECONDS else found
 
 
-def run_once(place: Place, seed: int, name: str, *, show: bool) -> dict[str, Any]:
+def run_once(place: Place, seed: int, name: str) -> dict[str, Any]:
     kind = name.partition(":")[0]
     around, folder = place.case(name), place.case(name) / "here"
     shutil.rmtree(around, ignore_errors=True)
@@ -313,20 +313,12 @@ def run_once(place: Place, seed: int, name: str, *, show: bool) -> dict[str, Any
         problem = f"{arguments[0]} changed files in its folder"
     if not problem and code != 0 and writes == ("out",) and (folder / "out").exists():
         problem = f"{arguments[0]} failed and left something"
-    if show:
-        print(f"mlxtune {' '.join(map(str, arguments))}\nexit {code}\n{out}{said}")
     # A folder that the case made unreadable stays.
     os.chdir(place.cases)
-    if not problem and not show:
+    if not problem:
         shutil.rmtree(around, ignore_errors=True)
-    error = next((line for line in said.splitlines() if line.startswith(_ERROR)), "")
-    return {
-        "code": code,
-        "seconds": seconds,
-        "problem": problem,
-        "said": said[-3000:],
-        "error": error,
-    }
+    how = f"mlxtune {' '.join(map(str, arguments))}\n{said[-3000:]}"
+    return {"code": code, "seconds": seconds, "problem": problem, "said": how}
 
 
 def _touched(folder: Path, before: dict[str, tuple[int, ...]], writes: tuple[str, ...]) -> bool:
