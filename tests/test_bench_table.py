@@ -22,15 +22,6 @@ def test_page_has_the_tables_of_the_measurements(page: Path) -> None:
     assert text == filled(text, sections()), "run python -m tests.long.measured_pages"
 
 
-def test_both_shapes_are_measured_in_both_ways() -> None:
-    for execution in EXECUTIONS:
-        cases = [each for each in CASES.values() if each.execution == execution]
-        pairs = {(each.shape, each.data) for each in cases}
-        assert len(pairs) >= 4
-        steps = {each.data: each.batch_size for each in cases if each.shape == "small"}
-        assert steps == {"lf_alpaca_en_demo": 4, "wikisql_train": 8}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("execution", long_except(EXECUTIONS, "gpu"))
 def test_case_is_measured_and_its_row_made(

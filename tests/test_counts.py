@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlxtune.core.data.encode import Example
 from tests.long.counts import (
-    StepCounts,
     Traced,
     _fused,
-    count_steps,
     counted_evaluations,
     flops,
     launches,
@@ -35,16 +31,6 @@ def test_products_of_a_gradient_are_counted_with_their_shapes() -> None:
     assert flops(gradient, X) == {"products": 3 * 2 * 15 * 8 * 16}
 
 
-def test_products_that_nothing_reads_are_not_counted() -> None:
-    stands_in = mx.zeros((5, 16))
-
-    def gradient(x: mx.array) -> Traced:
-        real, unread = x[0] @ W, x[1] @ W
-        return [mx.exp(stands_in + x[0, 0, 0])], [(stands_in, real), (mx.array(0.0), unread)]
-
-    assert flops(gradient, X) == {"products": 2 * 5 * 8 * 16}
-
-
 def test_attention_is_apart_from_products_with_weights() -> None:
     heads = mx.ones((2, 4, 7, 8))
 
@@ -55,17 +41,6 @@ def test_attention_is_apart_from_products_with_weights() -> None:
         "attention": 2 * 2 * (2 * 4 * 7 * 7 * 8),
         "products": 2 * (2 * 4 * 7) * 8 * 16,
     }
-
-
-def test_experts_and_quantised_weights_count_what_they_multiply() -> None:
-    experts, chosen = mx.ones((4, 64, 32)), mx.array([0, 2, 3])
-    packed = mx.quantize(mx.ones((96, 64)))
-
-    def products(x: mx.array) -> Traced:
-        chosen_products = mx.gather_mm(x[:, None], experts, rhs_indices=chosen)
-        return [chosen_products, mx.quantized_matmul(x, *packed)], []
-
-    assert flops(products, mx.ones((3, 64))) == {"products": 2 * 3 * 64 * (32 + 96)}
 
 
 @pytest.mark.parametrize(
@@ -112,50 +87,3 @@ def test_evaluations_are_counted_and_take_place() -> None:
     assert count == [2]
     assert mx.eval is own
     assert not launches(x)
-
-
-class Fake:
-    """A benchmark side with one product per step."""
-
-    def lazy_step(self, examples: Sequence[Example]) -> Any:
-        made = mx.exp(mx.ones((len(examples[0]), 8))) @ W
-        mx.eval(made)  # suppressed while counting
-        return made
-
-    def gradients(self, examples: Sequence[Example]) -> Iterator[Any]:
-        yield lambda x: ([x @ W], []), mx.ones((len(examples[0]), 8))
-
-    def heads(self, examples: Sequence[Example]) -> Iterator[Any]:
-        mx.eval(x := mx.ones((2, 8)))
-        yield x @ W
-
-
-def of_lengths(*lengths: int) -> list[list[Example]]:
-    return [[Example(1, list(range(n)), [1] * n)] for n in lengths]  # type: ignore[arg-type]
-
-
-def test_products_and_launches_are_summed_over_the_steps() -> None:
-    found = count_steps(Fake(), of_lengths(5, 6, 5))
-    assert found.matmul_flops == 2 * 16 * 8 * 16
-    assert found.attention_flops == 0
-    # Each step creates its input with Full.
-    assert found.launches == {"Full": 3, "Exp": 3, "Matmul": 3}
-    assert found.head_launches == 3
-
-
-def test_what_cannot_be_exported_is_left_out() -> None:
-    class Opaque(Fake):
-        def gradients(self, examples: Sequence[Example]) -> Iterator[Any]:
-            yield lambda x: [mx.array(memoryview(x))], X
-
-    found = count_steps(Opaque(), of_lengths(5))
-    assert found.matmul_flops is None
-    assert found.launches == {"Full": 1, "Exp": 1, "Matmul": 1}
-
-    class Untraceable(Fake):
-        def lazy_step(self, examples: Sequence[Example]) -> Any:
-            raise RuntimeError("no graph")
-
-        gradients = Opaque.gradients
-
-    assert count_steps(Untraceable(), of_lengths(5)) == StepCounts()

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from tests.long import gpu
-from tests.long.gpu_material import CASES, Machine, write_long_rows
 from tests.long.gpu_parts import Parts, Skip
 from tests.long.gpu_processes import CaseProcesses
 from tests.long.gpu_timing import compared
-from tests.paths import SHARED
 
 
 def report(path: Path) -> dict[str, Any]:
@@ -100,27 +98,6 @@ def test_equality_has_no_tf32_and_all_processes_share_compiled_kernels(
     assert {each["MLX_PTX_CACHE_DIR"] for each in environments} == {"/kernels"}
 
 
-def test_measurements_fit_the_time_and_failures_of_the_first_card_come_first(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    limits = {}
-    parts = Parts(tmp_path / "gpu.json", {"parts": {"card": {}}})
-    monkeypatch.setattr(parts, "run", lambda name, limit_s, part: limits.update({name: limit_s}))
-    gpu.run_all(parts, Machine(tmp_path, tmp_path, tiny=False))
-    names = list(limits)
-    assert names[:3] == ["card", "attention with sinks", "4 bits"]
-    measurements = names[: names.index("kernels") + 1]
-    assert {"mlxtune", "settings", "mlx-lm", "PEFT"} < set(measurements)
-    assert sum(limits[name] for name in measurements) <= gpu.TOTAL_S < 600
-
-
-def test_only_named_parts_run(tmp_path: Path) -> None:
-    parts = Parts(tmp_path / "gpu.json", {"parts": {}}, only=["one"])
-    for name in ("one", "other"):
-        parts.run(name, 10, lambda _: {})
-    assert list(report(parts.path)) == ["one"]
-
-
 # Stands in for gpu_steps: case "dies" ends the process, "hangs" never ends, others have a figure.
 FAKE = """
 import json, sys, time
@@ -157,17 +134,6 @@ def test_case_that_ends_its_process_fails_alone_and_one_without_end_is_stopped(
     assert found["three"]["skipped"] == "no time was left"
 
 
-def test_process_that_cannot_start_fails_all_cases_once(tmp_path: Path) -> None:
-    starts: list[Sequence[str]] = []
-    found: dict[str, Any] = {}
-    processes = CaseProcesses(
-        "no_such_module", tmp_path / "x", lambda _, names: starts.append(names)
-    )
-    processes.run(["one", "two"], 60, found.__setitem__)
-    assert len(starts) == 1
-    assert all("No module named no_such_module" in found[name]["failed"] for name in ("one", "two"))
-
-
 def test_rates_count_the_faster_pass_and_losses_are_compared_with_ours() -> None:
     case = {
         "tokens": 800,
@@ -181,16 +147,3 @@ def test_rates_count_the_faster_pass_and_losses_are_compared_with_ours() -> None
     assert values["losses_agree"] is True
     assert compared(found | {"losses": [3.0]}, case, {})["losses_agree"] is False
     assert compared({"failed": "no kernel"}, case, {}) == {}
-
-
-def test_machine_without_the_material_says_so(tmp_path: Path) -> None:
-    with pytest.raises(Skip, match="--shared"):
-        Machine(tmp_path, tmp_path / "nowhere", tiny=False).model(CASES[0])
-
-
-@pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs {SHARED}")
-def test_long_rows_are_about_as_long_as_the_limit(tmp_path: Path) -> None:
-    rows = write_long_rows(tmp_path / "long.jsonl", SHARED).read_text().splitlines()
-    assert len(rows) >= 16
-    for row in map(json.loads, rows):
-        assert 3400 * 4.5 < len(row["messages"][0]["content"]) < 4400 * 4.5
