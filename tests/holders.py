@@ -12,7 +12,7 @@ import mlxtune
 
 def hold_elsewhere(code: str, *arguments: object) -> subprocess.Popen[str]:
     """Run code in a separate process, which keeps its locks and files until it is ended."""
-    waiting = f"{code}\nprint('held', flush=True)\nimport time; time.sleep(60)\n"
+    waiting = f"{code}\nprint('held', flush=True)\nimport time; time.sleep(600)\n"
     process = subprocess.Popen(
         [sys.executable, "-c", waiting, *map(str, arguments)],
         stdout=subprocess.PIPE,

@@ -22,6 +22,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from tests.waiting import wait_until
+
 CONVERTED = "refs/convert/parquet"
 # The role of each token.
 TOKENS = {"hf_owner": "write", "hf_reader": "read"}
@@ -82,11 +84,9 @@ class Hub:
 
     def given_up(self) -> bool:
         """Return whether the client closed every unanswered connection."""
-        for _ in range(500):
-            if self.gave_up:
-                return all(self.gave_up)
-            time.sleep(0.01)  # the server may notice the closed connection later
-        return False
+        # The server may notice the closed connection later.
+        wait_until(lambda: bool(self.gave_up))
+        return all(self.gave_up)
 
     def asked(self, part: str = "") -> list[str]:
         return [f"{each.method} {each.path}" for each in self.requests if part in each.path]

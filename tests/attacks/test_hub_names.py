@@ -17,6 +17,7 @@ from mlxtune.hub.datasets import fetch
 from mlxtune.hub.names import dataset_name
 from tests.attacks.test_files import snapshot
 from tests.hub_server import Dataset, Handler, Hub, Model, commit_of
+from tests.waiting import SECONDS, wait_until
 
 FILES = {"config.json": b'{"model_type": "qwen3"}', "tokenizer.json": b"{}"}
 ROWS = {"train.jsonl": b'{"prompt": "a", "completion": "b"}\n'}
@@ -146,16 +147,14 @@ def test_hub_that_never_answers_does_not_hang_a_model(
         return part in path
 
     hub.faults.append(fault)
-    started = time.monotonic()
     with pytest.raises(ModelError, match="downloading it failed"):
         model()
-    assert time.monotonic() - started < 20
     assert hub.given_up()
 
 
 def test_hub_that_trickles_does_not_hang_a_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses, "SILENCE", 0.15)
-    ended: list[float] = []
+    closed: list[bool] = []
 
     def fault(handler: Handler, method: str, path: str) -> bool:
         if "/tree/" not in path:
@@ -163,22 +162,21 @@ def test_hub_that_trickles_does_not_hang_a_model(hub: Hub, monkeypatch: pytest.M
         handler.send_response(200)
         handler.send_header("Content-Length", "1000000")
         handler.end_headers()
-        started = time.monotonic()
         try:
-            while time.monotonic() - started < 5:
+            for _ in range(50 * SECONDS):
                 handler.wfile.write(b" ")
                 time.sleep(0.02)
+            closed.append(False)
         except OSError:
-            pass
-        ended.append(time.monotonic() - started)
+            closed.append(True)
         handler.close_connection = True
         return True
 
     hub.faults.append(fault)
     with pytest.raises(ModelError, match="downloading it failed"):
         model()
-    assert ended
-    assert max(ended) < 4
+    wait_until(lambda: bool(closed))
+    assert all(closed)
 
 
 @pytest.mark.parametrize("wait", ["1000000000", "61"])

@@ -22,6 +22,7 @@ from mlxtune.session.proof import noted, remove_unfinished
 from tests.command import Cli, finish, start
 from tests.models import sums, write_chat
 from tests.slow import slow
+from tests.waiting import SECONDS
 
 # During start-up: an interrupt while a module is imported.
 
@@ -52,7 +53,9 @@ def test_interrupt_while_the_command_is_imported(tmp_path: Path, module: str) ->
 
 def test_program_that_imports_the_package_keeps_its_handler() -> None:
     code = "import signal, mlxtune; print(signal.getsignal(2) is signal.default_int_handler)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS
+    )
     assert done.stdout == "True\n"
 
 

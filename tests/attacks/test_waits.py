@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.attacks.limits import limited
 from tests.command import Cli
 from tests.models import CHATML
 from tests.paths import DATA, ROOT
@@ -34,10 +34,9 @@ def test_row_of_very_many_turns_is_skipped_and_counted(
 ) -> None:
     data = tmp_path / "many.jsonl"
     data.write_text(f"{row(2)}\n{row(20_000, text)}\n")
-    started = time.monotonic()
     options = ["--model-path", templated, "--val-split", 0, "--json"]
-    outcome = inspect("--data", data, *options)
-    assert time.monotonic() - started < 40
+    with limited():
+        outcome = inspect("--data", data, *options)
     assert outcome.code == 0, outcome.err
     (ledger,) = json.loads(outcome.out)["files"]
     assert ledger["rows_skipped"] == {"it has too many turns to render": 1}

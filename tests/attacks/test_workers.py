@@ -15,6 +15,7 @@ from mlxtune.core.run.run_folder import LOCK
 from tests.cli.test_workers import arguments, patched
 from tests.launch import free_port, needs_ring, run
 from tests.slow import long
+from tests.waiting import SECONDS
 
 pytestmark = [needs_ring, pytest.mark.slow]
 
@@ -51,7 +52,7 @@ def attacked(folder: Path, worker: int, place: str, act: str, command: list[obje
     script = Path(str(patched(folder, worker, patch)[0]))
     shorter = "import mlxtune.backend.workers.watch as watch\nwatch._MEETING_SECONDS = 3.0\n"
     script.write_text(shorter + script.read_text())
-    return lines(run(2, [script, *command[2:]], folder / "log", timeout=120))
+    return lines(run(2, [script, *command[2:]], folder / "log", timeout=SECONDS))
 
 
 def started_apart(folder: Path, first: list[object], second: list[object]) -> list[str]:
@@ -59,7 +60,7 @@ def started_apart(folder: Path, first: list[object], second: list[object]) -> li
     script = folder / "start.sh"
     commands = (" ".join(map(str, [sys.executable, *each])) for each in (second, first))
     script.write_text('if [ "$MLX_RANK" = 1 ]; then exec {}; else exec {}; fi\n'.format(*commands))
-    return lines(run(2, ["bash", script], folder / "log", timeout=120))
+    return lines(run(2, ["bash", script], folder / "log", timeout=SECONDS))
 
 
 @pytest.mark.parametrize("place", ["encoding", long("loading"), "first step"])
@@ -123,7 +124,7 @@ def full(*arguments, **options):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 tempfile.mkdtemp = full"""
     script, *_ = patched(tmp_path, 1, patch)
-    said = lines(run(2, [script, *options[2:]], tmp_path / "log", timeout=120))
+    said = lines(run(2, [script, *options[2:]], tmp_path / "log", timeout=SECONDS))
     assert "worker 1: " in said[0]
     assert "cannot be written: No space left on device: " in said[0]
     assert "choose another TMPDIR" in said[0]
@@ -133,7 +134,7 @@ def test_second_launch_into_a_folder_ends(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     lock = Lock(tmp_path / "checkpoints" / LOCK)
     try:
-        said = lines(run(2, arguments(tmp_path), tmp_path / "log", timeout=120))
+        said = lines(run(2, arguments(tmp_path), tmp_path / "log", timeout=SECONDS))
     finally:
         lock.release()
     assert said[0].endswith("wait until it ends, or choose another --checkpoint-dir")
@@ -170,7 +171,7 @@ def test_ranks_and_hosts_that_lie_end_in_a_line(
     environment = {**os.environ, "MLX_RANK": rank, "MLX_HOSTFILE": str(file)}
     command = [sys.executable, *arguments(tmp_path, model_path=tmp_path / "none")]
     ended = subprocess.run(
-        [*map(str, command)], env=environment, capture_output=True, text=True, timeout=60
+        [*map(str, command)], env=environment, capture_output=True, text=True, timeout=SECONDS
     )
     assert ended.returncode in (1, 2)
     (line,) = lines(ended.stderr)

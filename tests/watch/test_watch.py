@@ -20,6 +20,7 @@ from mlxtune.watch.live import Live
 from mlxtune.watch.watch import PageOpener, has_browser, show, start_server
 from tests.command import Cli, start
 from tests.runs import write_run
+from tests.waiting import SECONDS
 
 
 def test_next_server_of_a_folder_has_the_same_address_by_whatever_path(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_train_opens_the_page_in_a_process_of_its_own(
             assert b"mlxtune watch" in page.read()
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(60)
+        process.wait(SECONDS)
 
 
 def test_page_that_cannot_be_opened_is_a_warning(
@@ -127,6 +128,6 @@ def test_ctrl_c_ends_the_server(tmp_path: Path) -> None:
         page.sendall(f"GET /{token}/events HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
         assert page.recv(10)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
     assert err == "mlxtune: interrupted\n"
