@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from mlxtune.config import user_cache
+from mlxtune.core.files.lock import Lock
+from mlxtune.core.machine import reservation
 from mlxtune.core.machine.reservation import reservations, reserve
 from tests.command import Cli
 
@@ -49,25 +51,22 @@ def test_plan_and_dry_run_reserve_nothing_and_are_not_refused(train: Cli, full: 
 def test_second_run_that_waits_trains_when_the_first_has_ended(
     train: Cli, output: Path, full: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import time
+    reserve, tries = reservation.reserve, 0
 
-    waited: list[float] = []
+    def end_first_run_before_third_try(*arguments: Any) -> Lock:
+        nonlocal tries
+        tries += 1
+        if tries == 3:
+            for path in full.glob("*.run"):
+                path.unlink()
+        return reserve(*arguments)
 
-    def sleep(seconds: float) -> None:
-        waited.append(seconds)
-        for path in full.glob("*.run"):
-            path.unlink()
-
-    # `sleep` is a default argument, so patching time.sleep would have no effect.
-    from mlxtune.core.machine import reservation
-
-    whole = reservation.reserve_when_free
-    monkeypatch.setattr(reservation, "reserve_when_free", lambda *args: whole(*args, sleep=sleep))
-    assert time.sleep is not sleep
+    monkeypatch.setattr(reservation, "reserve", end_first_run_before_third_try)
+    monkeypatch.setattr(reservation, "POLL_SECONDS", 0.01)
     outcome = train("--wait")
     assert outcome.code == 0
-    assert len(waited) == 1
-    assert "warning: waiting: this run needs" in outcome.err
+    assert tries == 3
+    assert outcome.err.count("warning: waiting: this run needs") == 1
     assert output.is_file()
 
 

@@ -96,10 +96,16 @@ def test_kind_of_a_file_is_known_by_its_name(name: str, kind: Limits) -> None:
     assert limits_of(name) is kind
 
 
-def test_childs_limit_of_control_tokens_is_that_of_the_table() -> None:
+def test_trial_of_a_tokenizer_has_the_limit_of_control_tokens() -> None:
     from mlxtune.backend.text import tokenizer_child
 
-    assert tokenizer_child._CONTROL_TOKENS == limits.CONTROL_TOKENS
+    tokenizer = {"added_tokens": [{}] * limits.CONTROL_TOKENS}
+    assert tokenizer_child._problem(tokenizer) is None
+    tokenizer["added_tokens"].append({})
+    problem = tokenizer_child._problem(tokenizer)
+    assert (
+        problem == f"adds {limits.CONTROL_TOKENS + 1:,} tokens to its vocabulary, more than 50,000"
+    )
 
 
 @pytest.mark.parametrize("digits", ["1e999", "-1e999", "1" * 99 + "e300"])
