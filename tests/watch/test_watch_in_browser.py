@@ -17,8 +17,7 @@ from mlxtune.watch.asking import Asker, Question
 from mlxtune.watch.live import Live
 from mlxtune.watch.server import PageServer
 from mlxtune.watch.watch import start_server
-from tests.browser import needs_browser
-from tests.devtools import Tab, browsing
+from tests.browser import Tab, browsing, needs_browser
 from tests.runs import EVALUATION, as_lines, step_line, write_run
 from tests.views.pages.test_run_page import hostile
 from tests.waiting import wait_until

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from mlxtune.core.run.run import read_run
 from mlxtune.views.pages.run_page import render_runs
-from tests.browser import browse, drive, needs_browser
+from tests.browser import Browser, browsing, drive, needs_browser
 from tests.runs import EVALUATION, as_lines, step_line, write_run
 from tests.views.pages.test_run_page import HOSTILE, hostile
 
@@ -120,8 +121,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(folder: Path) -> dict[str, Any]:
-    return drive(folder, STEPS)
+def browser(folder: Path) -> Iterator[Browser]:
+    with browsing(folder) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def seen(browser: Browser, folder: Path) -> dict[str, Any]:
+    return drive(browser, folder, STEPS)
 
 
 def test_page_never_scrolls_sideways_and_no_label_leaves_its_chart(seen: dict[str, Any]) -> None:
@@ -165,8 +172,9 @@ def test_runs_can_be_hidden_and_shown_again(seen: dict[str, Any]) -> None:
     assert seen["again"] == seen["all"]
 
 
-def test_hostile_page_neither_runs_nor_loads_nor_speaks(folder: Path) -> None:
-    visit = browse(folder, "hostile.html")
-    assert visit.said == []
-    assert visit.dom.count("<script") == 2
-    assert "<img" not in visit.dom
+def test_hostile_page_neither_runs_nor_loads_nor_speaks(browser: Browser, folder: Path) -> None:
+    tab = browser.new_tab()
+    tab.open(f"file://{folder}/hostile.html")
+    assert tab.dom.count("<script") == 2
+    assert "<img" not in tab.dom
+    assert tab.said == []
