@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.paths import ROOT
+from tests.sources import PACKAGE
 
 LARGE = 120
 # Modules whose tests are in files named for the behaviour.
@@ -60,12 +61,11 @@ EXCEPTIONS = {
 
 
 def test_large_module_has_a_test_file_of_its_name() -> None:
-    package = ROOT / "mlxtune"
     missing = {
-        path.relative_to(package).as_posix()
-        for path in package.rglob("[!_]*.py")
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("[!_]*.py")
         if len(path.read_text(encoding="utf-8").splitlines()) > LARGE
-        and not (ROOT / "tests" / path.parent.relative_to(package) / f"test_{path.name}").exists()
+        and not (ROOT / "tests" / path.parent.relative_to(PACKAGE) / f"test_{path.name}").exists()
     }
     assert missing - EXCEPTIONS == set()
     assert EXCEPTIONS - missing == set(), "these are no exceptions any more"

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.paths import ROOT
+from tests.sources import PACKAGE, tree_of
 
-PACKAGE = ROOT / "mlxtune"
 MOST_MODULES = 16
 FEWEST_LINES = 80
 # Folders that may have short modules, as each command, format or tracker has its own file.
@@ -30,7 +30,7 @@ def test_no_folder_has_too_many_modules() -> None:
 
 def imported(path: Path) -> Iterator[Path]:
     """Yield the package's files that a file imports, including imports within functions."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
