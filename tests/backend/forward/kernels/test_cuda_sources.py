@@ -87,6 +87,7 @@ def test_sources_compile(architecture: str) -> None:
     assert compiled(architecture).startswith(b"\x7fELF")
 
 
+@pytest.mark.slow
 def test_name_that_only_metal_has_is_an_error() -> None:
     source = recorded()[0]
     text = program([replace(source, text=source.text.replace("unsigned int", "uint"))])
