@@ -8,11 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.long import bench_table
-from tests.long.bench_table import CASES, EXECUTIONS, Case, measure, tables
 from tests.long.measured import Card, read_cards
 from tests.long.measured_pages import PAGES, card_table, filled, machines, sections, summary
-from tests.slow import long_except
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -20,24 +17,6 @@ def test_page_has_the_tables_of_the_measurements(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert "<!-- measured: " in text
     assert text == filled(text, sections()), "run python -m tests.long.measured_pages"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("execution", long_except(EXECUTIONS, "gpu"))
-def test_case_is_measured_and_its_row_made(
-    execution: str, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape = {**bench_table.SHAPES["small"], "hidden_size": 64, "num_hidden_layers": 2}
-    monkeypatch.setitem(bench_table.SHAPES, "tiny", shape)
-    case = Case("tiny shape", "tiny", "wikisql_train", 2, 2, 4, execution=execution, target=3)
-    monkeypatch.setitem(CASES, "tiny", case)
-    measure("tiny", tmp_path, tmp_path)
-    assert json.loads((tmp_path / "tiny.json").read_text())["options"]["execution"] == execution
-    (table,) = tables(tmp_path).values()
-    header, _, row = table.splitlines()
-    assert EXECUTIONS[execution] in header
-    assert row.startswith("| tiny shape | ")
-    assert header.count("|") == row.count("|")
 
 
 def card(name: str, date: str, **cases: dict[str, Any]) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def test_proof_passes_here_and_needs_no_network(
     assert not any(each["passed"] is False for each in shared["checks"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_demo_is_trained_judged_and_benched_without_a_network(
     no_network: dict[str, str], tmp_path: Path
 ) -> None:
