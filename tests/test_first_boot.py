@@ -178,6 +178,7 @@ def test_a_run_is_planned_with_metal_and_without(
     assert json.loads(outcome.out)["data"]["steps"] > 0
 
 
+@pytest.mark.slow
 def test_half_the_memory_makes_smaller_micro_batches_and_no_other_step(cli: Cli) -> None:
     def plan(limit: float) -> dict[str, object]:
         more = ("--targets", "all", "--no-cache", "--json", "--memory-limit", limit)

@@ -326,6 +326,7 @@ def test_page_of_nothing_is_a_page() -> None:
     assert shown.of("output") == ["0 of 0 shown"]
 
 
+@pytest.mark.slow
 def test_large_page_stays_below_three_megabytes() -> None:
     pieces = tuple(Piece(f" wor{i % 10}", 1, False, i > 250) for i in range(500))
     shown = tuple(example(row, pieces=pieces) for row in range(300))

@@ -173,6 +173,7 @@ def test_skipped_steps_are_named_with_their_rows_and_drawn(tmp_path: Path) -> No
     assert 'id="skipped"' not in page(read_run(write_run(tmp_path / "other"))).html
 
 
+@pytest.mark.slow
 def test_page_of_tens_of_thousands_of_steps_stays_light_and_keeps_the_spike(
     tmp_path: Path,
 ) -> None:
