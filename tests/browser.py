@@ -163,7 +163,8 @@ def browsing(folder: Path) -> Iterator[Browser]:
             *("--disable-background-networking", "--no-first-run", "--disable-sync"),
             *("--disable-component-update", "--disable-extensions", "--hide-scrollbars"),
             # Neither a page nor the browser itself may reach another machine.
-            *("--host-resolver-rules=MAP * ~NOTFOUND", "--allow-file-access-from-files"),
+            "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+            "--allow-file-access-from-files",
             *("--remote-debugging-pipe", f"--user-data-dir={folder / 'profile'}"),
             "about:blank",
         ],

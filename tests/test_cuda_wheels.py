@@ -111,6 +111,7 @@ def test_extra_brings_the_headers_of_mlxs_kernels(wheels: Wheels) -> None:
     wheels.compile_includes()
 
 
+@pytest.mark.long
 def test_kernels_for_hopper_need_crt(wheels: Wheels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.path", [str(wheels.site)])
     # NVIDIA's packages for CUDA 12 have it in a folder where MLX does not look.

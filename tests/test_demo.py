@@ -17,14 +17,14 @@ from mlx_lm.utils import load_tokenizer as load_with_mlx_lm
 from mlxtune import TrainConfig, train
 from mlxtune.backend.text.tokenizer import load_tokenizer
 from tests.paths import DATA
-from tests.slow import long
+from tests.slow import long, slow
 
 MODELS = ("demo-qwen3", "demo-gemma3")
 ROWS = (DATA / "bookings.jsonl").read_text(encoding="utf-8").splitlines()
 TEST_ROWS = (DATA / "bookings_test.jsonl").read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.parametrize(("name", "steps"), [("demo-qwen3", 12), long("demo-gemma3", 40)])
+@pytest.mark.parametrize(("name", "steps"), [slow("demo-qwen3", 12), long("demo-gemma3", 40)])
 def test_demo_model_learns_in_a_few_steps(name: str, steps: int, tmp_path: Path) -> None:
     result = train(
         TrainConfig(

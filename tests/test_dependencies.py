@@ -16,6 +16,7 @@ import pytest
 
 from mlxtune.core.machine.facts import MLX_LIBRARIES
 from tests.paths import ROOT
+from tests.slow import long
 
 # All extras that a Mac user may choose.
 EXTRAS = ("parquet", "trackio", "tensorboard", "wandb", "gguf")
@@ -52,7 +53,7 @@ def resolve(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
+@pytest.mark.parametrize("python", ["3.11", long("3.12"), long("3.13"), "3.14"])
 def test_dependencies_resolve_for_apple_silicon(python: str) -> None:
     extras = [option for name in (*EXTRAS, *LIBRARIES, "test") for option in ("--extra", name)]
     resolved = resolve("--python-version", python, *extras)

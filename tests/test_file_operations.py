@@ -5,13 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import pytest
 
-import mlxtune
+from tests.sources import PACKAGE, tree_of
 
-PACKAGE = Path(mlxtune.__file__).parent
 ROOM = PACKAGE / "core" / "files"
 
 # Modules whose functions all count, except functions that neither change nor open a file.
@@ -103,8 +101,8 @@ def test_only_core_files_opens_links_locks_or_removes_files() -> None:
         (str(path.relative_to(PACKAGE)), operation)
         for path in PACKAGE.rglob("*.py")
         if not path.is_relative_to(ROOM)
-        if MENTIONED.search(text := path.read_text(encoding="utf-8"))
-        for operation in operations(ast.parse(text))
+        if MENTIONED.search(path.read_text(encoding="utf-8"))
+        for operation in operations(tree_of(path))
     }
     assert sorted(found - EXCEPTIONS.keys()) == []
     # An exception that is no longer needed must be removed.

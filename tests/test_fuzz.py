@@ -30,7 +30,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return made
 
 
-CASES = [("data", 12), *((kind, 2) for kind in FOLDERS)]
+CASES = [("data", 12), *((kind, 1) for kind in FOLDERS)]
 
 
 @pytest.mark.parametrize(("kind", "count"), CASES)

@@ -52,33 +52,6 @@ def test_part_gets_the_time_that_is_left_or_none(tmp_path: Path) -> None:
     assert found["longer"]["skipped"].endswith("s are left")
 
 
-def test_report_of_a_proof_that_failed_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(arguments: list[str], seconds: float) -> None:
-        Path(arguments[-1]).write_text('{"passed": false}')
-        raise RuntimeError("1 of 42 checks failed")
-
-    monkeypatch.setattr(gpu, "command", failing)
-    parts = Parts(tmp_path / "gpu.json", {"parts": {}})
-    parts.run("doctor --prove", 10, lambda seconds: gpu.proof(seconds, tmp_path))
-    found = report(parts.path)["doctor --prove"]
-    assert found["report"] == {"passed": False}
-    assert found["failed"] == "1 of 42 checks failed"
-    assert parts.failed == ["doctor --prove"]
-
-
-def test_failure_with_sinks_is_tried_again_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(arguments: list[str], seconds: float, **variables: str) -> Any:
-        if variables.get("MLX_USE_CUDA_GRAPHS") == "0":
-            return subprocess.CompletedProcess(arguments, 0, stdout="4 passed")
-        raise RuntimeError("cuGraphAddKernelNode failed")
-
-    monkeypatch.setattr(gpu, "command", run)
-    found = gpu.sinks(10)
-    assert found == {"failed": "cuGraphAddKernelNode failed", "without_graphs": "4 passed"}
-
-
 def test_equality_has_no_tf32_and_all_processes_share_compiled_kernels(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -16,7 +16,8 @@ import pytest
 from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import ConfigCommand
 from tests.long import check_guide
-from tests.long.check_guide import ROOT, blocks
+from tests.long.check_guide import blocks
+from tests.sources import PACKAGE, tree_of
 
 GUIDE = check_guide.GUIDE.read_text(encoding="utf-8")
 BY_NAME = {str(command.name): command for command in COMMANDS}
@@ -105,8 +106,8 @@ def test_block_that_fails_is_found_out(
 def said_by_the_code() -> list[str]:
     """Every string in the package's code, with … in place of values."""
     texts = []
-    for path in sorted((ROOT / "mlxtune").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.JoinedStr):
                 parts = (p.value if isinstance(p, ast.Constant) else "…" for p in node.values)
                 texts.append("".join(map(str, parts)))

@@ -61,7 +61,13 @@ def killed_within(process: int, seconds: float) -> bool:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "more", [[], ["--objective", "dpo"], ["--init", "pissa", "--target-rank", "q_proj=4"]], ids=str
+    "more",
+    [
+        [],
+        ["--objective", "dpo", "--max-seq-len", "448"],
+        ["--init", "pissa", "--target-rank", "q_proj=4"],
+    ],
+    ids=str,
 )
 def test_killed_run_is_resumed_to_the_same_result(
     shared: Path, tmp_path: Path, more: list[str]

@@ -46,6 +46,7 @@ def test_page_in_the_docs_shows_what_is_recorded() -> None:
     assert (DOCS / "models.md").read_text(encoding="utf-8") == page(records)
 
 
+@pytest.mark.slow
 def test_models_with_experts_or_recurrences_get_no_kernels_and_dense_ones_do(
     tmp_path: Path,
 ) -> None:

@@ -43,6 +43,7 @@ def has_taken(shown: Shown, step: int) -> bool:
     return any(match and int(match[1]) >= step for match in found)
 
 
+@pytest.mark.slow
 def test_run_has_a_live_line_and_a_result_with_its_curve(
     opened: Kernel, model: Path, tmp_path: Path
 ) -> None:
@@ -65,6 +66,7 @@ def test_run_has_a_live_line_and_a_result_with_its_curve(
     assert len(result["text/plain"]) < 1500
 
 
+@pytest.mark.slow
 def test_interrupt_of_the_kernel_saves_and_says_how_to_resume(
     opened: Kernel, model: Path, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from mlxtune.cli import COMMANDS
 from mlxtune.cli.options import ConfigCommand
 from mlxtune.config.fields import flag
 from tests.paths import ROOT
+from tests.sources import PACKAGE, tree_of
 
 AGAIN = "out of date: run python docs/make_reference.py"
 
@@ -72,8 +73,8 @@ def test_architecture_lists_every_module_once_and_no_other(maker: ModuleType) ->
 
 
 def test_every_module_has_a_docstring() -> None:
-    for path in (ROOT / "mlxtune").rglob("*.py"):
-        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    for path in PACKAGE.rglob("*.py"):
+        docstring = ast.get_docstring(tree_of(path))
         assert docstring, f"{path}: has no docstring"
 
 

@@ -28,6 +28,7 @@ def answer(python: Path, code: str, **variables: str) -> Any:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_hidden_packages_and_proc_are_absent_in_every_process(tmp_path: Path) -> None:
     python = make_environment(tmp_path, hidden=True, device=None)
     code = (

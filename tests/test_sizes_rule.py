@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-import mlxtune
+from tests.sources import PACKAGE, tree_of
 
-PACKAGE = Path(mlxtune.__file__).parent
 # Calls that read a whole file, or build objects from its content.
 READS = {
     *("json.load", "json.loads", "np.load", "numpy.load", "pickle.load", "pickle.loads"),
@@ -77,9 +75,9 @@ def _dotted(node: ast.expr) -> str:
     return f"{_dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else "?"
 
 
-def reads_in(source: str) -> Iterator[tuple[int, str]]:
+def reads_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield the line and name of each unbounded read, called or passed as a function."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and _dotted(node) in READS:
             yield node.lineno, _dotted(node)
         elif isinstance(node, ast.Call):
@@ -102,7 +100,7 @@ def test_every_read_is_bounded_or_has_a_reason() -> None:
     problems = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
-        for line, call in reads_in(path.read_text(encoding="utf-8")):
+        for line, call in reads_in(tree_of(path)):
             found.setdefault(name, set()).add(call)
             if call not in ALLOWED.get(name, {}):
                 problems.append(f"{name}:{line}: {call}: use core/files/reading.py")
@@ -130,6 +128,6 @@ reading.read_text(path, limits)
 read_text(path, limits)
 read_bytes(path)
 """
-    found = sorted(name for _, name in reads_in(source))
+    found = sorted(name for _, name in reads_in(ast.parse(source)))
     expected = ["json.loads"] * 2 + ["mx.load", "read"]
     assert found == [*expected, "read_bytes", "read_bytes", "read_text", "safe_open"]

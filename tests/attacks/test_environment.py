@@ -195,10 +195,11 @@ def test_files_that_may_not_be_large(
     assert not output.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
-        slow({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
         {
             "PYTHONIOENCODING": "ascii:strict",
             "COLUMNS": "-5",
@@ -207,8 +208,8 @@ def test_files_that_may_not_be_large(
             "TZ": "/dev/zero",
             "XDG_CACHE_HOME": "/dev/full",
         },
-        slow({"HOME": "/none/such", "XDG_CACHE_HOME": "", "COLUMNS": "99999999999"}),
-        slow({"PYTHONIOENCODING": "latin-1:strict", "XDG_CACHE_HOME": "relative"}),
+        {"HOME": "/none/such", "XDG_CACHE_HOME": "", "COLUMNS": "99999999999"},
+        {"PYTHONIOENCODING": "latin-1:strict", "XDG_CACHE_HOME": "relative"},
     ],
     ids=["C locale", "ascii", "no home", "latin-1"],
 )

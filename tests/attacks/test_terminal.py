@@ -17,8 +17,8 @@ from mlxtune import TrainConfig, train
 from mlxtune.core.run import checkpoint
 from tests.command import Cli, Outcome
 from tests.models import sums, write_chat
-from tests.paths import ROOT
 from tests.slow import long_except
+from tests.sources import PACKAGE, tree_of
 
 TITLE = "\x1b]0;owned\x07\x9b2J"
 
@@ -122,11 +122,10 @@ TEXTS = {
 
 def modules(containing: str) -> Iterator[tuple[str, ast.AST]]:
     """Yield the path and the syntax tree of each module whose text matches `containing`."""
-    folder = ROOT / "mlxtune"
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if re.search(containing, text):
-            yield str(path.relative_to(folder)), ast.parse(text)
+            yield str(path.relative_to(PACKAGE)), tree_of(path)
 
 
 def writes(node: ast.AST) -> bool:

@@ -103,6 +103,7 @@ def test_tokenizer_that_expands_text_is_refused_before_it_is_loaded(
     _assert_refused(outcome.error, path, said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", long_except(TEMPLATES, "2 million new lines"))
 def test_template_that_renders_millions_of_characters_is_refused(
     broken: Path, inspect: Cli, name: str

@@ -12,8 +12,9 @@ import pytest
 from tests.attacks.limits import limited
 from tests.command import Cli
 from tests.models import CHATML
-from tests.paths import DATA, ROOT
+from tests.paths import DATA
 from tests.slow import long_except, slow
+from tests.sources import PACKAGE, tree_of
 
 
 def row(turns: int, text: str = "Hi") -> str:
@@ -108,13 +109,12 @@ def waits(tree: ast.AST) -> Iterator[str]:
 
 
 def test_no_process_or_connection_is_waited_for_without_a_limit() -> None:
-    folder = ROOT / "mlxtune"
     found = set()
-    for path in sorted(folder.rglob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "process" in text or "socket" in text or "urlopen" in text:
-            name = str(path.relative_to(folder))
-            found |= {(name, function) for function in waits(ast.parse(text))}
+            name = str(path.relative_to(PACKAGE))
+            found |= {(name, function) for function in waits(tree_of(path))}
     assert found == PATIENT.keys()
 
 
@@ -123,11 +123,11 @@ GLOBS = {"glob", "iglob"}
 
 def test_no_glob_takes_a_folder_for_a_pattern() -> None:
     """Path.glob takes only its argument as a pattern; glob.glob takes the folder as part of it."""
-    for path in sorted((ROOT / "mlxtune").rglob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "glob" not in text:
             continue
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 if node.func.attr not in (*GLOBS, "rglob"):
                     continue
@@ -143,10 +143,10 @@ def test_no_glob_takes_a_folder_for_a_pattern() -> None:
 def test_only_the_hubs_folder_and_the_model_folder_ask_a_hub() -> None:
     asks = {"snapshot_download", "hf_hub_download", "HfApi", "get_session"}
     found = set()
-    for path in sorted((ROOT / "mlxtune").rglob("*.py")):
+    for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if any(name in text for name in asks):
-            found.add(str(path.relative_to(ROOT / "mlxtune")))
+            found.add(str(path.relative_to(PACKAGE)))
     assert found == {
         "hub/client.py",
         "hub/datasets.py",

@@ -63,7 +63,7 @@ def started_apart(folder: Path, first: list[object], second: list[object]) -> li
     return lines(run(2, ["bash", script], folder / "log", timeout=SECONDS))
 
 
-@pytest.mark.parametrize("place", ["encoding", long("loading"), "first step"])
+@pytest.mark.parametrize("place", [long("encoding"), long("loading"), "first step"])
 @pytest.mark.parametrize("worker", [long(0), 1])
 def test_worker_that_is_killed_before_anything_is_saved_is_named(
     tmp_path: Path, worker: int, place: str
@@ -91,7 +91,7 @@ def test_worker_that_joins_and_says_nothing_is_not_waited_for(
     assert f"worker {worker} does not answer, or has ended: start all workers again" in line
 
 
-@pytest.mark.parametrize("change", ["--resume", "--parallel tensor"])
+@pytest.mark.parametrize("change", ["--resume", long("--parallel tensor")])
 @pytest.mark.parametrize("worker", [long(0), 1])
 def test_workers_that_began_otherwise_are_told_apart_at_once(
     tmp_path: Path, worker: int, change: str
@@ -130,6 +130,7 @@ tempfile.mkdtemp = full"""
     assert "choose another TMPDIR" in said[0]
 
 
+@pytest.mark.long
 def test_second_launch_into_a_folder_ends(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     lock = Lock(tmp_path / "checkpoints" / LOCK)
@@ -155,10 +156,10 @@ HOSTS = '[["127.0.0.1:PORT"],["127.0.0.1:NEXT"]]'
         long("0", "[1, 2]", "the other workers cannot be reached: "),
         long("0", "1", "the other workers cannot be reached: "),
         long("0", '{"a": ["127.0.0.1:PORT"]}', "the other workers cannot be reached: "),
-        ("0", "[[], []]", "the other workers cannot be reached: "),
+        long("0", "[[], []]", "the other workers cannot be reached: "),
         long("0", '[["127.0.0.1"], ["127.0.0.1:1"]]', "the other workers cannot be reached"),
         # Without hosts, this process is alone.
-        ("0", "[]", "no such folder"),
+        long("0", "[]", "no such folder"),
         long("0", "{}", "no such folder"),
     ],
 )

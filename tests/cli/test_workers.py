@@ -280,6 +280,7 @@ def test_doctor_looks_at_all_workers(tmp_path: Path) -> None:
     assert said.count("mlxtune cannot train here: 1 problem") == 1
 
 
+@pytest.mark.slow
 def test_workers_that_never_come_are_not_waited_for(
     tmp_path: Path,
 ) -> None:

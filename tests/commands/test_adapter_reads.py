@@ -92,7 +92,9 @@ def _fuse(home: Path, target: Path) -> None:
     fuse(FuseConfig(str(home / "out"), output=str(target), quiet=True))
 
 
-@pytest.mark.parametrize("use", [slow(_evaluate), slow(_generate), _export, slow(_copy), _fuse])
+@pytest.mark.parametrize(
+    "use", [slow(_evaluate), slow(_generate), _export, slow(_copy), slow(_fuse)]
+)
 def test_command_reads_an_adapter_once(
     home: Path, tmp_path: Path, reads: Reads, use: Callable[[Path, Path], None]
 ) -> None:

@@ -354,6 +354,7 @@ def read_until(terminal: int, pattern: bytes) -> bytes:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs terminals")
 def test_ctrl_c_stops_the_answer_and_not_the_program_and_ctrl_d_ends_it() -> None:
     # With this seed, the answer is long enough.

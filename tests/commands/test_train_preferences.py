@@ -123,6 +123,7 @@ def test_pairs_of_several_files_have_losses_and_verdicts_by_file(
     assert "preferred before" in (tmp_path / "out" / "checkpoints" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_kto_learns_from_labels(folder: Path, tmp_path: Path) -> None:
     result = train(config(folder, tmp_path / "out", "kto", epochs=3))
     found = records(tmp_path / "out")
@@ -176,6 +177,7 @@ def test_resume_needs_the_reference_and_the_same_objective(folder: Path, tmp_pat
         resume(tmp_path / "out", quiet=True)
 
 
+@pytest.mark.slow
 def test_replay_from_a_checkpoint_needs_no_cache(folder: Path, tmp_path: Path) -> None:
     train(config(folder, tmp_path / "out", "dpo", epochs=2, no_cache=True))
     verification = verify(tmp_path / "out", replay=True)

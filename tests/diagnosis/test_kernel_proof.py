@@ -24,6 +24,7 @@ def failed(dtype: str = "float32") -> list[str]:
     return [check.name for check in kernel_checks(dtype) if check.passed is False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", long("bfloat16"), long("float16")])
 def test_kernels_equal_the_cpu(dtype: str) -> None:
     assert failed(dtype) == []

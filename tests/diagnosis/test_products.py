@@ -111,6 +111,7 @@ def test_columns_that_are_never_written_are_found(monkeypatch: pytest.MonkeyPatc
     assert names == {"4 bits, group 32", "8 bits, group 32"}
 
 
+@pytest.mark.slow
 def test_tail_of_the_inner_size_that_is_read_wrongly_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,7 +17,7 @@ from tests.backend.step.executions import (
     pipeline,
     plain_step,
 )
-from tests.slow import slow
+from tests.slow import long, slow
 
 FAMILY: dict[str, dict[str, Any]] = {
     "DoRA": {"dora": True},
@@ -37,7 +37,8 @@ FEW = ("in one line with recompute", "cpu kernels in one line", "all")
     ("member", "way"),
     [("DoRA", way) if way in FEW else slow("DoRA", way) for way in WAYS]
     + [("DoRA with dropout", "all"), ("PiSSA", "all"), ("ranks", "all")]
-    + [slow(member, way) for member in FAMILY if member != "DoRA" for way in FEW],
+    + [slow(member, FEW[0]) for member in FAMILY if member != "DoRA"]
+    + [long(member, way) for member in FAMILY if member != "DoRA" for way in FEW[1:]],
 )
 def test_step_equals_the_plain_one(member: str, way: str) -> None:
     options = FAMILY[member]

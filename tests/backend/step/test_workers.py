@@ -11,7 +11,7 @@ from tests.slow import long, slow
 
 
 @needs_ring
-@pytest.mark.parametrize(("workers", "cases"), [(2, ()), slow(2, ("all",)), long(3, ("all",))])
+@pytest.mark.parametrize(("workers", "cases"), [slow(2, ("all",)), long(3, ("all",))])
 def test_several_workers_compute_what_one_does(
     workers: int, cases: tuple[str, ...], tmp_path: Path
 ) -> None:

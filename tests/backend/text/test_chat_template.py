@@ -24,7 +24,7 @@ from tests.backend.text.turns import (
     turns_of,
     write_folders,
 )
-from tests.slow import long
+from tests.slow import long, slow_except
 
 ASKED = [{"role": "user", "content": "Hi"}]
 every_template = pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
@@ -237,7 +237,12 @@ def some_chat(
     return write_rows(tmp_path_factory.mktemp("chat") / "chat.jsonl", *chosen)
 
 
-@every_template
+# The goldens cover the other templates by default.
+@pytest.mark.parametrize(
+    "template",
+    slow_except(TEMPLATES.values(), *(TEMPLATES[f"{name}.jinja"] for name in ("qwen3", "gemma3"))),
+    ids=TEMPLATES.keys(),
+)
 def test_turns_follow_the_prompts_that_transformers_gives(
     folders: dict[str, Folder], some_chat: Path, template: Template
 ) -> None:

@@ -247,6 +247,7 @@ def _write_often(cache: Path, key: str) -> None:
         (cache / key / "tokens").unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_two_writers_of_one_entry_both_get_what_they_encoded(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=_write_often, args=(tmp_path, "key")) for _ in range(2)]

@@ -149,6 +149,7 @@ def test_folder_of_another_user_or_a_link_is_not_used(
     assert folder().problem == f"{kept}: it is not a folder"
 
 
+@pytest.mark.slow
 def test_doctor_shows_the_folder(nvidia: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = KernelCache("/here", "/cache: other users may write to it")
     for shown in (found, None):

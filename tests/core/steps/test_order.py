@@ -165,6 +165,7 @@ def test_epoch_order_differs_by_epoch_by_seed_and_from_the_file() -> None:
 LENGTHS = [i * 7 % 20 + 1 for i in range(20)]
 
 
+@pytest.mark.slow
 def test_orders_and_split_are_the_same_in_another_process() -> None:
     program = (
         "from mlxtune.core.steps import order\n"

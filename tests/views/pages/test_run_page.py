@@ -136,6 +136,7 @@ def test_skipped_steps_are_listed_with_their_rows_and_drawn(tmp_path: Path) -> N
     assert 'id="skipped"' not in page(written(tmp_path / "other")).html
 
 
+@pytest.mark.slow
 def test_page_of_20_000_steps_stays_small_and_keeps_spikes(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "out", epochs=1, per_epoch=10)
     lines = [step_line(step, 30_000) for step in range(1, 20_001)]

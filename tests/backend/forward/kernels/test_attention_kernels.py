@@ -17,7 +17,7 @@ from mlxtune.backend.forward.kernels.attention_trial import trial_heads, trial_o
 from mlxtune.backend.forward.kernels.device_kernels import CUDA, METAL, TOLERANCES, Language, Trial
 from tests.backend.forward.kernels.kernel_compilers import FakeDevice
 from tests.backend.models.test_packed import FOREST
-from tests.slow import slow
+from tests.slow import long, slow
 
 WHOLE = HeadSizes(queries=2, keys=1, size=128, rotated=128)
 PARTLY_ROTATED = HeadSizes(queries=3, keys=1, size=64, rotated=32)
@@ -46,9 +46,11 @@ def differences(tried: Trial, dtype: mx.Dtype) -> list[float]:
     [
         slow(METAL, WHOLE, True),
         slow(CUDA, PARTLY_ROTATED, True),
-        *(slow(CUDA, sizes, True) for sizes in (WHOLE, WIDE, ODD, NARROW)),
+        *(slow(CUDA, sizes, True) for sizes in (WHOLE, ODD)),
+        *(long(CUDA, sizes, True) for sizes in (WIDE, NARROW)),
         slow(CUDA, NARROW, False),
-        *(slow(METAL, sizes, False) for sizes in (PARTLY_ROTATED, WIDE, ODD)),
+        slow(METAL, ODD, False),
+        *(long(METAL, sizes, False) for sizes in (PARTLY_ROTATED, WIDE)),
     ],
     ids=lambda value: getattr(value, "name", None) or getattr(value, "size", None),
 )

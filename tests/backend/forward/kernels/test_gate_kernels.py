@@ -19,7 +19,7 @@ from mlxtune.backend.forward.kernels.device_kernels import CUDA, METAL, Chooser,
 from mlxtune.backend.forward.kernels.gate_kernels import GROUP, GateKernels, plain_swiglu
 from tests.backend.forward.kernels.kernel_compilers import FakeDevice
 from tests.long.counts import launches
-from tests.slow import long
+from tests.slow import long, slow_except
 
 DTYPES = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 BOTH = ["mlxtune_swiglu", "mlxtune_swiglu_vjp"]
@@ -70,7 +70,7 @@ def as_on_gpu(
     monkeypatch.setattr(mx.fast, "metal_kernel" if metal else "cuda_kernel", make)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_except(DTYPES, mx.float32))
 def test_kernels_are_swiglu_and_its_gradient(dtype: mx.Dtype, device: FakeDevice) -> None:
     assert gate_kernels.gate_kernels(dtype) is not None
     assert gate_kernels.gate_kernels_problem() == ""

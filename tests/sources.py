@@ -1,0 +1,16 @@
+"""The modules of the package, each parsed once in a test process."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+from tests.paths import ROOT
+
+PACKAGE = ROOT / "mlxtune"
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
