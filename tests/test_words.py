@@ -1,0 +1,188 @@
+"""One word for one thing: names follow the glossary in docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.paths import DOCS, ROOT
+
+PACKAGE = ROOT / "mlxtune"
+# Modules may have the same name if it is a command's, or if one is the interface of the other.
+MOST_TWIN_MODULES = 6
+
+
+class Name(NamedTuple):
+    """A name that the package gives, and its file below the package."""
+
+    text: str
+    file: str
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word of the glossary: the files and names in which it may stand."""
+
+    text: str
+    rooms: tuple[str, ...]
+    names: tuple[str, ...]
+
+    def allows(self, name: Name) -> bool:
+        return name.file.startswith(self.rooms) or any(
+            fnmatchcase(name.text, each) for each in self.names
+        )
+
+
+def sections() -> dict[str, list[list[str]]]:
+    """Return the cells of the tables under "Words", by the table's second heading."""
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    words = text.partition("\n## Words\n")[2].partition("\n## ")[0]
+    tables: dict[str, list[list[str]]] = {}
+    for block in re.findall(r"(?:^\|.*\n)+", words, re.MULTILINE):
+        head, _, *rows = [
+            [cell.strip() for cell in line.strip().strip("|").split("|")]
+            for line in block.splitlines()
+        ]
+        tables[head[1]] = rows
+    return tables
+
+
+def glossary() -> list[Word]:
+    """Return the words whose third cell names the rooms and names that may use them."""
+    return [Word(text, *allowed(where)) for text, _, where in sections()["meaning"] if where]
+
+
+def avoided() -> list[Word]:
+    """Return the words that no name has, except where the third cell says so."""
+    return [
+        Word(text, *allowed(where))
+        for cell, _, where in sections()["say"]
+        for text in re.findall(r"\w+", cell)
+    ]
+
+
+def allowed(cell: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the rooms and the names in a cell."""
+    quoted = re.findall(r"`([^`]+)`", cell)
+    rooms = tuple(each for each in quoted if "/" in each or each.endswith(".py"))
+    return rooms, tuple(each for each in quoted if each not in rooms)
+
+
+def parts(name: str) -> set[str]:
+    """Return the words in a name, in lower case and in the singular."""
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    words = {word for word in snake.split("_") if word}
+    return words | {word.removesuffix("s") for word in words}
+
+
+def functions(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    """Yield the names of a public function and of its parameters."""
+    if node.name.startswith("_") and not node.name.startswith("__"):
+        return
+    yield node.name
+    taken = node.args
+    every = [*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg]
+    yield from (each.arg for each in every if each is not None)
+
+
+def defined(node: ast.AST, *, public: bool = True) -> Iterator[str]:
+    """Yield the names of classes, and of public functions, parameters, methods and fields."""
+    for child in getattr(node, "body", []):
+        if isinstance(child, ast.If | ast.Try):
+            yield from defined(child, public=public)
+        elif isinstance(child, ast.ClassDef):
+            yield child.name
+            yield from defined(child, public=public and not child.name.startswith("_"))
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and public:
+            yield from functions(child)
+        elif isinstance(child, ast.AnnAssign) and isinstance(node, ast.ClassDef) and public:
+            field = child.target
+            if isinstance(field, ast.Name) and not field.id.startswith("_"):
+                yield field.id
+
+
+def names_in(source: str, file: str) -> list[Name]:
+    stem = Path(file).stem
+    modules = [] if stem.startswith("__") else [stem]
+    return [Name(each, file) for each in [*modules, *defined(ast.parse(source))]]
+
+
+def names() -> list[Name]:
+    return [
+        name
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for name in names_in(path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).as_posix())
+    ]
+
+
+def misused(word: Word, names: list[Name]) -> list[str]:
+    return sorted(
+        {
+            f"{name.file}: {name.text}"
+            for name in names
+            if word.text in parts(name.text) and not word.allows(name)
+        }
+    )
+
+
+@pytest.mark.parametrize("word", glossary() + avoided(), ids=lambda word: word.text)
+def test_name_uses_word_as_glossary_defines_it(word: Word) -> None:
+    assert misused(word, names()) == [], f"see `{word.text}` in docs/architecture.md, Words"
+
+
+def test_every_exception_of_the_glossary_is_in_use() -> None:
+    every = names()
+    unused = [
+        f"{word.text}: {pattern}"
+        for word in glossary() + avoided()
+        for pattern in word.names
+        if not any(fnmatchcase(each.text, pattern) for each in every)
+    ] + [
+        f"{word.text}: {room}"
+        for word in glossary() + avoided()
+        for room in word.rooms
+        if not any(each.file.startswith(room) for each in every)
+    ]
+    assert unused == []
+
+
+@pytest.mark.parametrize(
+    ("word", "source"),
+    [
+        ("row", "class SplitRows: ..."),
+        ("line", "class _Lines: ..."),
+        ("run", "class Plan:\n    run_share: float"),
+        ("group", "def load_of(group): ..."),
+        ("share", "def padding_share(): ..."),
+        ("side", "class BenchSide: ..."),
+    ],
+)
+def test_misuse_of_a_word_is_found(word: str, source: str) -> None:
+    rule = next(each for each in glossary() + avoided() if each.text == word)
+    assert misused(rule, names_in(source, "backend/step/new.py"))
+
+
+def test_class_name_occurs_once() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(path.relative_to(PACKAGE).as_posix())
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+def test_module_name_rarely_occurs_twice() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        if not path.stem.startswith("__"):
+            homes[path.stem].append(path.relative_to(PACKAGE).as_posix())
+    twins = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
+    assert len(twins) <= MOST_TWIN_MODULES, twins
