@@ -94,8 +94,8 @@ def test_plan_of_a_model_on_the_hub_without_a_network_is_one_line(
     )
 
 
-# Runs one check of each kind on one model. tests/diagnosis/test_kernel_proof.py proves the kernels in 16
-# bits, and many tests that equal runs write equal bytes.
+# Runs one check of each kind on one model. tests/diagnosis/test_kernel_proof.py proves the kernels in
+# 16 bits, and many tests that equal runs write equal bytes.
 SHORT_PROOF = """
 import sys
 from mlxtune.cli import main
