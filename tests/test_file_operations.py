@@ -38,7 +38,7 @@ EXCEPTIONS = {
     ("cli/__init__.py", "open"): "an object for the stream that is open already",
     ("benchmark/bench_helper.py", "os.fdopen"): "a copy of stdout",
     ("cli/__init__.py", "io.FileIO"): "the same",
-    ("backend/text/tokenizer_child.py", "Path(...).read_bytes"): "a script of a limited process, "
+    ("backend/text/tokenizer_helper.py", "Path(...).read_bytes"): "a script of a limited process, "
     "which imports nothing of mlxtune",
 }
 

@@ -94,8 +94,8 @@ def test_plan_of_a_model_on_the_hub_without_a_network_is_one_line(
     )
 
 
-# Runs one check of each kind on one model. tests/diagnosis/test_kernel_proof.py proves the kernels in
-# 16 bits, and many tests that equal runs write equal bytes.
+# Runs one check of each kind on one model. Kernels in 16 bits are proved by
+# tests/diagnosis/test_kernel_proof.py, and many tests show that equal runs write equal bytes.
 SHORT_PROOF = """
 import sys
 from mlxtune.cli import main
@@ -175,7 +175,7 @@ def test_a_run_is_planned_with_metal_and_without(
     monkeypatch.setattr(default_device, "on_cpu", lambda: cpu)
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
     rounding = default_device.rounding()
-    assert (rounding.line, rounding.width) == ((1, 1) if cpu else (64, 32 if metal else 128))
+    assert (rounding.length, rounding.width) == ((1, 1) if cpu else (64, 32 if metal else 128))
     outcome = cli("plan", "--model-path", QWEN, "--data", ROWS, "--no-cache", "--json")
     assert outcome.code == 0
     assert json.loads(outcome.out)["data"]["steps"] > 0

@@ -16,7 +16,7 @@ from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora import apply
-from mlxtune.backend.lora.vectors import ROW, LoRAVectors
+from mlxtune.backend.lora.vectors import MULTIPLE, LoRAVectors
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from tests.backend.step.executions import PLAIN, fresh, model_folder
@@ -34,7 +34,7 @@ _SHARED = 48 * 1024
 _ROWS, _COLUMNS, _INNER = (16, 256), 128, 64
 _BEST = best_execution(0, kind="gpu")
 # MLX cannot export the separate heads of some architectures.
-EXECUTIONS = {"plain": PLAIN, "whole head": replace(_BEST, split_head=False), "best": _BEST}
+EXECUTIONS = {"plain": PLAIN, "whole head": replace(_BEST, head_apart=False), "best": _BEST}
 
 
 def short_step() -> list[Example]:
@@ -99,7 +99,7 @@ def test_no_launch_joins_an_empty_array() -> None:
     vectors, matrices = LoRAVectors(model, apart=False), model.trainable_parameters()
     (joined,) = vectors.join(matrices)
     # A (64, 16) and B (16, 64) of two layers.
-    assert joined.size == 4 * 64 * 16 == 4 * ROW
+    assert joined.size == 4 * 64 * 16 == 4 * MULTIPLE
 
     def join(scale: mx.array) -> Traced:
         return vectors.join(tree_map(lambda value: value * scale, matrices)), []

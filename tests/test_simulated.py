@@ -65,5 +65,5 @@ def test_device_answers_and_the_code_takes_a_gpus_ways(tmp_path: Path, device: s
     if metal:
         assert limit == DEVICES[device]["max_recommended_working_set_size"]
     else:
-        # CUDA recommends no limit: a share of the GPU's memory is used, below the free memory.
+        # CUDA recommends no limit: a fraction of the GPU's memory is used, below the free memory.
         assert 0.8 * 140 * 2**30 < limit < 139 * 2**30

@@ -43,8 +43,10 @@ ALLOWED: dict[str, dict[str, str]] = {
     # Other processes
     "core/data/sources/rows.py": {"json.loads": LINE},
     "backend/text/chat_template.py": {"json.loads": LINE},
-    "backend/text/template_child.py": {"json.loads": LIMITED_PROCESS},
-    "backend/text/tokenizer_child.py": dict.fromkeys(("json.loads", "read_bytes"), LIMITED_PROCESS),
+    "backend/text/template_helper.py": {"json.loads": LIMITED_PROCESS},
+    "backend/text/tokenizer_helper.py": dict.fromkeys(
+        ("json.loads", "read_bytes"), LIMITED_PROCESS
+    ),
     "benchmark/bench.py": dict.fromkeys(("json.loads", "read"), OWN_CHILD),
     "benchmark/bench_helper.py": dict.fromkeys(("pickle.loads", "read_bytes"), OWN_CHILD),
     "core/files/processes.py": {"read_bytes": OWN_CHILD},
@@ -64,7 +66,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     # The machine
     "commands/train.py": {"read_text": PACKAGED},
     "core/machine/blas.py": {"read_text": PACKAGED},
-    "core/files/limited_child.py": {"read_text": SYSTEM},
+    "core/files/limited_helper.py": {"read_text": SYSTEM},
     "backend/workers/environment.py": {"read_text": SYSTEM},
 }
 

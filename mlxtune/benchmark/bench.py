@@ -19,7 +19,14 @@ from mlxtune.backend.device import default_device
 from mlxtune.backend.models import loading
 from mlxtune.benchmark import peers
 from mlxtune.benchmark.bench_helper import OURS, Job
-from mlxtune.benchmark.result import Agreement, Benchmark, BenchmarkRun, Side, Spread, TimedStep
+from mlxtune.benchmark.result import (
+    Agreement,
+    Benchmark,
+    BenchmarkRun,
+    Contestant,
+    Spread,
+    TimedStep,
+)
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files import processes, writing
@@ -30,7 +37,7 @@ from mlxtune.core.machine.facts import versions
 from mlxtune.errors import MlxTuneError
 from mlxtune.session.arguments import takes_options
 from mlxtune.session.dataset import Dataset
-from mlxtune.session.planning import choose_plan, first_epoch, planned_work
+from mlxtune.session.planning import choose_plan, first_epoch, sampled_work
 from mlxtune.session.prepared_run import prepare_base
 from mlxtune.session.session import Session
 from mlxtune.session.trained_model import await_result
@@ -79,7 +86,7 @@ def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
         base = loading.open_base(session.folder, training.dtype, training.loading())
         base = prepare_base(training, base, console)
         console.say("Model", base.describe())
-        choose_plan(training, base, planned_work(training, steps), config.execution)
+        choose_plan(training, base, sampled_work(training, steps), config.execution)
         peers.write_start(base, training.lora(), adapter)
         training = config.training(base.dtype)
         yield Job(OURS, session.folder, training, adapter, steps, count_rows, config.execution)
@@ -145,35 +152,35 @@ def _report_work(
 
 def _alternate(
     repeats: int, job: Job, peer: tuple[str, Command] | None, console: RunConsole
-) -> tuple[Side, Side | None]:
+) -> tuple[Contestant, Contestant | None]:
     """Run mlxtune and the peer in turn, one process at a time, `repeats` times each.
 
     A peer that fails is not run again. Raises MlxTuneError if mlxtune fails.
     """
-    commands: list[tuple[Side, Command]] = [(Side(OURS), helper_command)]
+    commands: list[tuple[Contestant, Command]] = [(Contestant(OURS), helper_command)]
     if peer is not None:
-        commands.append((Side(peer[0]), peer[1]))
+        commands.append((Contestant(peer[0]), peer[1]))
     ours, theirs = commands[0][0], commands[1][0] if peer else None
     steps = len(job.steps)
-    for repeat, (side, command) in product(range(1, repeats + 1), commands):
-        if side.failed:
+    for repeat, (contestant, command) in product(range(1, repeats + 1), commands):
+        if contestant.failed:
             continue
 
-        def show_step(done: int, run: str = f"{side.name}, run {repeat}") -> None:
+        def show_step(done: int, run: str = f"{contestant.name}, run {repeat}") -> None:
             console.show(f"{run}: step {done}/{steps}")
 
         show_step(0)
         await_result(console)
         try:
-            run = _run_process(replace(job, side=side.name), command, show_step)
+            run = _run_process(replace(job, contestant=contestant.name), command, show_step)
         except MlxTuneError as error:
-            if side is ours:
+            if contestant is ours:
                 raise
-            side.failed = str(error)
-            console.warn(f"{side.name} failed: {error}")
+            contestant.failed = str(error)
+            console.warn(f"{contestant.name} failed: {error}")
             continue
-        side.runs.append(run)
-        console.say("Run", f"{repeat}/{repeats} {run_line(side.name, run)}")
+        contestant.runs.append(run)
+        console.say("Run", f"{repeat}/{repeats} {run_line(contestant.name, run)}")
     return ours, theirs
 
 
@@ -218,9 +225,9 @@ def _describe_end(job: Job, status: int, steps: int, output: str) -> str:
     where = f"after {steps} steps" if steps else "before its first step"
     if status < 0:
         likely = ", probably for lack of memory" if status == -9 else ""
-        remedy = ": lower --batch-size or --max-seq-len" if job.side == OURS else ""
+        remedy = ": lower --batch-size or --max-seq-len" if job.contestant == OURS else ""
         return f"killed (signal {-status}) {where}{likely}{remedy}"
-    if job.side == OURS:
+    if job.contestant == OURS:
         raise RuntimeError(f"the process that measures mlxtune ended {where}:\n{output}")
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
     return f"exit {status} {where}: {last.strip()}"
@@ -243,24 +250,35 @@ def show_benchmark(benchmark: Benchmark, console: Console) -> None:
         console.print(shown(line), soft_wrap=True)
 
 
-def run_line(side: str, run: BenchmarkRun) -> str:
+def run_line(contestant: str, run: BenchmarkRun) -> str:
     """Return a line with the speed, memory and start-up time of a run."""
     step = Spread.of(step.seconds for step in run.steps).median
     return (
-        f"{side}: {run.real_tokens_per_s:,.0f} tokens/s, {short_duration(step)} a step, "
+        f"{contestant}: {run.real_tokens_per_s:,.0f} tokens/s, {short_duration(step)} a step, "
         f"peak {byte_size(run.peak_memory)}, {short_duration(run.startup_s)} to start"
     )
 
 
 def table(benchmark: Benchmark) -> list[tuple[str, ...]]:
     """Return the table's rows, the header first; with a peer, the last column has the ratios."""
-    sides = [side for side in (benchmark.ours, benchmark.theirs) if side is not None]
+    contestants = [
+        contestant for contestant in (benchmark.ours, benchmark.theirs) if contestant is not None
+    ]
     ratios = benchmark.ratios()
-    rows = [("", *(side.name for side in sides), *(["ratio"] if len(sides) > 1 else []))]
+    rows = [
+        (
+            "",
+            *(contestant.name for contestant in contestants),
+            *(["ratio"] if len(contestants) > 1 else []),
+        )
+    ]
     for name, key, show in _QUANTITIES:
-        cells = [show(side.spread(key)) if side.runs else "failed" for side in sides]
+        cells = [
+            show(contestant.spread(key)) if contestant.runs else "failed"
+            for contestant in contestants
+        ]
         ratio = _range(ratios[key], "{:#.3g}".format) if key in ratios else ""
-        rows.append((name, *cells, *([ratio] if len(sides) > 1 else [])))
+        rows.append((name, *cells, *([ratio] if len(contestants) > 1 else [])))
     return rows
 
 

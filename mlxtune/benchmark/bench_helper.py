@@ -22,7 +22,7 @@ from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.reading import read_bytes
 from mlxtune.core.files.scratch import scratch_folder
-from mlxtune.core.steps.batch import predicted_tokens
+from mlxtune.core.steps.batch import supervised_tokens
 from mlxtune.errors import MlxTuneError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 OURS = "mlxtune"
 
 
-class BenchSide(Protocol):
+class BenchContestant(Protocol):
     """A trainer whose steps can be timed; `loss_function` names its loss."""
 
     loss_function: str
@@ -61,7 +61,7 @@ class Job:
     --execution. `started` is the time at which the side's process was started.
     """
 
-    side: str
+    contestant: str
     folder: Path
     config: TrainConfig
     adapter: Path
@@ -71,7 +71,7 @@ class Job:
     started: float = 0.0
 
 
-class OurSide:
+class OurTrainer:
     """mlxtune's side: the steps of `train`, set up as in `commands.train`.
 
     The methods import mlxtune's libraries, so that a peer's process neither loads nor measures
@@ -95,11 +95,11 @@ class OurSide:
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Build the pipeline and load the adapter that both sides start from."""
-        from mlxtune.session.planning import plan_run, planned_work
+        from mlxtune.session.planning import plan_run, sampled_work
         from mlxtune.session.prepared_run import build_pipeline
 
         config, base = self._config, self.base
-        work = planned_work(config, steps)
+        work = sampled_work(config, steps)
         self.base, plan, _ = plan_run(config, base, work, self._execution)
         self.pipeline, _ = build_pipeline(config, self.base, work, plan, self._console)
         self.pipeline.load(adapter)
@@ -111,8 +111,8 @@ class OurSide:
         if not self.pipeline.objective.needs_reference:
             return list(steps)
         examples = [example for step in steps for example in step]
-        found = dict(zip(map(id, examples), self.pipeline.logps(examples), strict=True))
-        return [with_references(step, [found[id(each)] for each in step]) for step in steps]
+        logp_of = dict(zip(map(id, examples), self.pipeline.logps(examples), strict=True))
+        return [with_references(step, [logp_of[id(each)] for each in step]) for step in steps]
 
     def warm_up(self, steps: Sequence[Sequence[Example]]) -> float | None:
         """Compute the first step's gradients or, on a GPU, take all steps and undo them."""
@@ -166,33 +166,35 @@ class OurSide:
         return "plain" if self._execution == "plain" else ours
 
 
-def open_side(job: Job) -> BenchSide:
+def open_contestant(job: Job) -> BenchContestant:
     """Return the side of a job, with the model's weights read."""
-    if job.side == OURS:
-        return OurSide(job.folder, job.config, job.execution)
+    if job.contestant == OURS:
+        return OurTrainer(job.folder, job.config, job.execution)
     return MlxLm(job.folder, job.config)
 
 
-def run_job(job: Job, opened: Callable[[Job], BenchSide] = open_side) -> Iterator[dict[str, Any]]:
+def run_job(
+    job: Job, opened: Callable[[Job], BenchContestant] = open_contestant
+) -> Iterator[dict[str, Any]]:
     """Run a job; yield each step, then the run, as the fields of TimedStep and BenchmarkRun."""
     started = time.perf_counter()
-    side = opened(job)
+    contestant = opened(job)
     default_device.finish()
     loaded = time.perf_counter()
-    side.start(job.adapter, job.steps)
+    contestant.start(job.adapter, job.steps)
     ready, process_s = time.perf_counter(), time.time() - job.started
-    steps = side.refer(job.steps) if isinstance(side, OurSide) else job.steps
+    steps = contestant.refer(job.steps) if isinstance(contestant, OurTrainer) else job.steps
     default_device.finish()
     referred = time.perf_counter()
     # On a GPU, this compiles kernels and caches memory for every shape of the steps.
-    with_pads = side.warm_up(steps)
+    with_pads = contestant.warm_up(steps)
     default_device.finish()
     warm = time.perf_counter()
-    for step in _timed_steps(side, steps):
+    for step in _timed_steps(contestant, steps):
         yield {"step": asdict(step)}
     peak_rss, large_cache_s = allocator.peak_rss(), None
-    if isinstance(side, OurSide) and not default_device.on_cpu():
-        large_cache_s = _time_with_large_cache(side, steps)
+    if isinstance(contestant, OurTrainer) and not default_device.on_cpu():
+        large_cache_s = _time_with_large_cache(contestant, steps)
     yield {
         "run": {
             "process_s": process_s,
@@ -201,57 +203,61 @@ def run_job(job: Job, opened: Callable[[Job], BenchSide] = open_side) -> Iterato
             "reference_s": referred - ready,
             "warm_up_s": warm - referred,
             "peak_rss": peak_rss,
-            "loss_function": side.loss_function,
+            "loss_function": contestant.loss_function,
             "loss_with_pad_targets": with_pads,
-            "execution": side.execution,
+            "execution": contestant.execution,
             "large_cache_s": large_cache_s,
         }
     }
 
 
-def _time_with_large_cache(side: OurSide, steps: Sequence[Sequence[Example]]) -> float:
+def _time_with_large_cache(contestant: OurTrainer, steps: Sequence[Sequence[Example]]) -> float:
     """Return the time of all steps while MLX's cache may grow to the memory limit."""
     import mlx.core as mx
 
     before = mx.set_cache_limit(mx.get_memory_limit())
     try:
-        side.warm_up(steps)
+        contestant.warm_up(steps)
         default_device.finish()
-        return math.fsum(step.seconds for step in side.overlapped(steps))
+        return math.fsum(step.seconds for step in contestant.overlapped(steps))
     finally:
         mx.set_cache_limit(before)
 
 
-def _timed_steps(side: BenchSide, steps: Sequence[Sequence[Example]]) -> Iterator[TimedStep]:
+def _timed_steps(
+    contestant: BenchContestant, steps: Sequence[Sequence[Example]]
+) -> Iterator[TimedStep]:
     """Take the steps, and time each until the device has finished it."""
     allocator.forget_peak()
-    if isinstance(side, OurSide) and not default_device.on_cpu():
-        yield from side.overlapped(steps)
+    if isinstance(contestant, OurTrainer) and not default_device.on_cpu():
+        yield from contestant.overlapped(steps)
         return
     for number, examples in enumerate(steps, 1):
         allocator.forget_peak()
         started = time.perf_counter()
-        loss = side.step(number, examples)
+        loss = contestant.step(number, examples)
         default_device.finish()
-        yield _timed(side, examples, time.perf_counter() - started, loss, allocator.peak_bytes())
+        yield _timed(
+            contestant, examples, time.perf_counter() - started, loss, allocator.peak_bytes()
+        )
 
 
 def _timed(
-    side: BenchSide, examples: Sequence[Example], seconds: float, loss: float, peak: int
+    contestant: BenchContestant, examples: Sequence[Example], seconds: float, loss: float, peak: int
 ) -> TimedStep:
-    run, padding = side.tokens(examples)
+    forward, padding = contestant.tokens(examples)
     return TimedStep(
         seconds=seconds,
         tokens=sum(map(len, examples)),
-        supervised_tokens=sum(map(predicted_tokens, examples)),
-        tokens_run=run,
+        supervised_tokens=sum(map(supervised_tokens, examples)),
+        tokens_run=forward,
         padding=padding,
         loss=loss,
         peak_memory=peak,
     )
 
 
-def main(opened: Callable[[Job], BenchSide] = open_side) -> None:
+def main(opened: Callable[[Job], BenchContestant] = open_contestant) -> None:
     """Run the job in the file that the command line names."""
     records = _claim_stdout()
     threading.Thread(target=_end_with_parent, daemon=True).start()

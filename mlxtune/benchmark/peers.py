@@ -24,7 +24,7 @@ from mlxtune.config import InstructConfig, TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.writing import make_folder
 from mlxtune.core.run.checkpoint import ADAPTER
-from mlxtune.core.steps.batch import run_length
+from mlxtune.core.steps.batch import forward_tokens
 
 
 class MlxLm:
@@ -101,7 +101,7 @@ class MlxLm:
         for batch in self.batches(examples):
             tokens, *_ = self.batch(batch)
             run += tokens.shape[0] * (tokens.shape[1] - 1)
-        return run, run - sum(map(run_length, examples))
+        return run, run - sum(map(forward_tokens, examples))
 
     def batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Return the examples of a step in batches, sorted by length as in mlx-lm."""

@@ -68,7 +68,7 @@ class BenchmarkRun:
 
     @property
     def cache_ratio(self) -> float | None:
-        """The speed as a share of the speed with a large cache; None if that was not timed."""
+        """The speed as a fraction of the speed with a large cache; None if that was not timed."""
         return None if self.large_cache_s is None else self.large_cache_s / self.seconds
 
     @property
@@ -93,7 +93,7 @@ class BenchmarkRun:
 
     @property
     def padding_share(self) -> float:
-        """The share of padding in the tokens that the model processed."""
+        """The fraction of padding in the tokens that the model processed."""
         run = sum(step.tokens_run for step in self.steps)
         return sum(step.padding for step in self.steps) / run
 
@@ -129,7 +129,7 @@ class Spread:
 
 
 @dataclass
-class Side:
+class Contestant:
     """A trainer and its runs; `failed` is the error that stopped further runs."""
 
     name: str
@@ -199,8 +199,8 @@ class Benchmark:
     rows: int
     examples: int
     batch_size: int
-    ours: Side
-    theirs: Side | None
+    ours: Contestant
+    theirs: Contestant | None
     options: dict[str, Any]
     versions: dict[str, str]
 
@@ -211,7 +211,7 @@ class Benchmark:
 
     @property
     def pairs(self) -> list[tuple[BenchmarkRun, BenchmarkRun]]:
-        """Pairs of a run of mlxtune and the peer's run right after it."""
+        """Each run of mlxtune, paired with the peer's run that followed it."""
         return list(zip(self.ours.runs, self.theirs.runs, strict=False)) if self.theirs else []
 
     def ratios(self) -> dict[str, Spread]:

@@ -205,7 +205,7 @@ def _text(raw: io.FileIO, before: TextIO | None) -> TextIO:
 
 
 class _Stream(io.FileIO):
-    """Standard output, whose failures are reported, or standard error, whose failures are not."""
+    """Standard output or standard error; only failures of standard output are reported."""
 
     def write(self, data: Any, /) -> int:
         """Write bytes. Raises OutputError, or BrokenPipeError if nobody reads stdout."""

@@ -93,7 +93,7 @@ def _doctor(prove: bool, share: str | None, as_json: bool, **under_launch: Any) 
     if prove:
         from mlxtune.diagnosis.prove import show as show_proofs
 
-        return show_proofs(as_json=as_json, share=None if share is None else as_path(share))
+        return show_proofs(as_json=as_json, anonymous=None if share is None else as_path(share))
     from mlxtune.diagnosis.doctor import show
 
     return show(as_json=as_json, **under_launch)

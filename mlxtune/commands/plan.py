@@ -8,11 +8,11 @@ import numpy as np
 from mlxtune.backend.device import allocator, default_device
 from mlxtune.backend.lora.apply import apply_lora
 from mlxtune.backend.lora.model_facts import ModelFacts
-from mlxtune.backend.workers.split import PlannedGroup, split_base
+from mlxtune.backend.workers.shards import PlaceholderGroup, shard_base
 from mlxtune.config import PlanConfig
 from mlxtune.core.run.run_plan import RunPlan, read_speed
 from mlxtune.core.steps import order
-from mlxtune.core.steps.scaling import Scaling, dearest_items, dearest_share
+from mlxtune.core.steps.scaling import Scaling, dearest_fraction, dearest_items
 from mlxtune.core.training.schedule import count_steps
 from mlxtune.session import planning
 from mlxtune.session.arguments import takes_options
@@ -40,7 +40,7 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
     steps = planning.first_steps(config, dataset)
     costs = [ModelFacts(base.model).costs(examples) for examples in steps]
     if config.parallel == "tensor":
-        base = split_base(base, PlannedGroup(config.workers))
+        base = shard_base(base, PlaceholderGroup(config.workers))
     elif config.workers > 1:
         steps = [
             [examples[i] for i in dearest_items(each, config.workers)]
@@ -49,8 +49,8 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
     longest = planning.longest_example(config, base, config.lora()) if config.longest else None
     if longest and dataset is None:
         config = replace(config, max_seq_len=max(longest.recomputed, 2))
-    work = planning.planned_work(config, steps, dataset)
-    if dataset is not None and (line := planning.cut_loss_line(config, base, work, dataset)):
+    work = planning.sampled_work(config, steps, dataset)
+    if dataset is not None and (line := planning.truncation_loss_line(config, base, work, dataset)):
         console.warn(line)
     chosen = planning.choose_plan(config, base, work)
     adapter = apply_lora(base.model, config.lora())
@@ -114,7 +114,9 @@ def _on_workers(planned: RunPlan, config: PlanConfig, costs: Sequence[Sequence[f
         step_s = planned.tokens / planned.steps_per_epoch / planned.speed.tokens_per_s
     # Workers exchange gradients in float32.
     gradients = 4 * planned.trainable_parameters
-    scaling = Scaling(config.workers, config.link, dearest_share(costs, config.workers), gradients)
+    scaling = Scaling(
+        config.workers, config.link, dearest_fraction(costs, config.workers), gradients
+    )
     if config.parallel == "tensor":
         # Workers sum hidden states twice in each pass of a layer: forward, backward and
         # recomputation.

@@ -13,8 +13,8 @@ from mlxtune.core.run.stored_run import Run, read_run, run_folder_at
 from mlxtune.core.run.summary import (
     RunView,
     differing_options,
-    measured_shares,
-    planned_shares,
+    measured_fractions,
+    predicted_fractions,
     validated_alike,
 )
 from mlxtune.errors import ConfigError, OutputError
@@ -78,8 +78,8 @@ def _as_dict(runs: Sequence[Run]) -> dict[str, Any]:
         "runs": [
             {
                 **RunView.of(run).as_dict(),
-                "planned": planned_shares(run),
-                "measured": measured_shares(run),
+                "planned": predicted_fractions(run),
+                "measured": measured_fractions(run),
                 "epochs_ended": [record_values(epoch) for epoch in run.progress.epochs],
                 "validations": [
                     {"step": each.step, "loss": each.val_loss} for each in run.progress.validations

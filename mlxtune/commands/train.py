@@ -429,7 +429,7 @@ def write_adapter(
         make_folder(output.parent)
         copy_mlx_lm(AdapterFile(trainer.best_folder / ADAPTER), output)
     else:
-        # The checkpoint may be a stranger's, name the model's old folder, or be on worker 0 alone.
+        # The checkpoint may be untrusted, name the model's old folder, or be on worker 0 alone.
         pipeline.load(trainer.best_folder)
         pipeline.write(output)
 

@@ -153,21 +153,23 @@ def is_mlx_lm_file(entries: Mapping[Any, Any], own: Collection[str]) -> bool:
 def translate(entries: Mapping[Any, Any]) -> Translation:
     """Return our options for the entries of an mlx-lm file; report unknown entries as problems."""
     named = {str(key).replace("-", "_"): value for key, value in entries.items()}
-    found = Translation()
+    translation = Translation()
     for name, value in named.items():
         if (convert := _ENTRIES.get(name)) is None:
-            found.problems.append(f"{shorten(name)} is not an option of mlx-lm or mlxtune")
+            translation.problems.append(f"{shorten(name)} is not an option of mlx-lm or mlxtune")
             continue
         try:
             options, why = ({}, "not set") if value is None else convert(value, named)
         except _Impossible as problem:
-            found.problems.append(f"{name}: {shorten(str(value))}: {problem}")
+            translation.problems.append(f"{name}: {shorten(str(value))}: {problem}")
             continue
-        found.options |= options
-        found.lines.append(_line(name, value, options, why))
+        translation.options |= options
+        translation.lines.append(_line(name, value, options, why))
     if absent := [f"{name} ({ours})" for name, ours in _DEFAULTS.items() if name not in named]:
-        found.lines.append(f"not in the file, so mlxtune's default applies: {', '.join(absent)}")
-    return found
+        translation.lines.append(
+            f"not in the file, so mlxtune's default applies: {', '.join(absent)}"
+        )
+    return translation
 
 
 def _line(name: str, value: Any, options: Options, why: str) -> str:

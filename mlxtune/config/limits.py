@@ -32,7 +32,7 @@ class Limits:
     depth: int = 64
 
 
-# Files of models, tokenizers and adapters, which may come from strangers.
+# Files of models, tokenizers and adapters, which are untrusted.
 CONFIG = Limits(16 * _MB, values=500_000, entries=100_000, text=10_000)
 # Each control token takes time at every load; the time for a list of tokens is quadratic in its
 # length.
@@ -61,7 +61,7 @@ RECORD = Limits(_MB, values=20_000, entries=20_000)
 RECORDS = Limits(256 * _MB)
 # The maximum number of validations, epochs and skipped steps; other steps are kept as columns.
 OTHER_RECORDS = 200_000
-HUB_ANSWER = Limits(32 * _MB, values=1_000_000, entries=500_000, text=_MB)
+HUB_RESPONSE = Limits(32 * _MB, values=1_000_000, entries=500_000, text=_MB)
 # A config file: almost no limit on digits or nesting, because each option reports its own errors.
 OPTIONS = Limits(64 * 1024, values=40_000, entries=20_000, digits=100_000, depth=200)
 

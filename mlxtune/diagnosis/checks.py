@@ -13,15 +13,15 @@ import numpy.typing as npt
 from mlxtune.core.formatting import byte_size
 
 SCHEMA_VERSION = 1
-# The largest accepted differences from the plain path in float32: of the loss, as a share of the
-# plain path's, and of gradients, as a share of their largest entry.
+# The largest accepted differences from the plain path in float32: of the loss, relative to the
+# plain path's, and of gradients, relative to their largest entry.
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 # In 16 bits, the lowest accepted cosine between a matrix's gradient and its float32 gradient, and
 # the largest accepted deviation from 1 of the ratio of their norms.
 COSINE_TOLERANCE, NORM_TOLERANCE = 0.999, 0.03
 # The largest accepted error of a product, as a multiple of the error that rounding explains.
 PRODUCT_TOLERANCE = 1.0
-# The largest accepted excess of a measured peak, as a share of its prediction; the share for GPUs
+# The largest accepted excess of a measured peak, as a fraction of its prediction; that for GPUs
 # is a guess, not based on measurements.
 MEMORY_MARGIN, GPU_MEMORY_MARGIN = 0.15, 0.5
 # Kinds of checks.
@@ -116,7 +116,7 @@ def compare(
 
 
 def _largest_difference(found: Gradients, expected: Gradients) -> float:
-    """Return the largest difference as a share of the largest expected entry."""
+    """Return the largest difference, relative to the largest expected entry."""
     largest = max(np.abs(value).max() for value in expected.values())
     # Unlike NumPy's max, Python's may ignore a NaN.
     apart = np.max([np.abs(found[name] - value).max() for name, value in expected.items()])
@@ -168,21 +168,21 @@ def check_dtype(name: str, cosine: float, norm: float, packing_problem: str = ""
     )
 
 
-def check_product(name: str, ratio: float, rows: int, inner: int, columns: int) -> ProofCheck:
+def check_product(name: str, ratio: float, tokens: int, inner: int, columns: int) -> ProofCheck:
     """Judge a product by `ratio`, its largest error as a multiple of what rounding explains.
 
-    The factors are a (`rows`, `inner`) and an (`inner`, `columns`) matrix.
+    The factors are a (`tokens`, `inner`) and an (`inner`, `columns`) matrix.
     """
     return ProofCheck(
         kind=PRODUCTS,
         name=name,
         expected=f"≤ {PRODUCT_TOLERANCE:g} x rounding",
-        found=f"{ratio:.1g}, {rows} x {inner}",
+        found=f"{ratio:.1g}, {tokens} x {inner}",
         # A NaN is never within a tolerance.
         passed=ratio <= PRODUCT_TOLERANCE,
         values={
             **{"rounding_ratio": _finite(ratio)},
-            **{"rows": rows, "inner": inner, "columns": columns},
+            **{"rows": tokens, "inner": inner, "columns": columns},
         },
     )
 
@@ -209,7 +209,7 @@ def check_bytes(
 
 
 def check_memory(name: str, predicted: int, measured: int, margin: float) -> ProofCheck:
-    """Judge a measured peak in bytes, which may exceed the prediction by the share `margin`."""
+    """Judge a measured peak in bytes, which may exceed the prediction by the fraction `margin`."""
     return ProofCheck(
         kind=MEMORY,
         name=name,

@@ -17,7 +17,7 @@ from mlxtune.core.machine import facts
 from mlxtune.core.machine.blas import load_blas
 from mlxtune.core.machine.conditions import Sensors
 from mlxtune.core.machine.cuda import kernel_cache, missing_headers
-from mlxtune.core.machine.facts import MLX_LIBRARIES, Package, probe_device
+from mlxtune.core.machine.facts import MLX_LIBRARIES, Package, read_device
 from mlxtune.core.machine.machine_checks import Diagnosis, check_lines, diagnose
 from mlxtune.core.machine.reservation import reservations
 from mlxtune.views.output import print_json, print_line
@@ -62,7 +62,7 @@ def show(*, as_json: bool, model_path: str | None, data: Sequence[str]) -> bool:
 
 def read_machine() -> facts.Machine:
     """Return the facts of this machine: its system, packages, device, folders and conditions."""
-    device, problem = probe_device()
+    device, problem = read_device()
     sensors = Sensors()
     return facts.Machine(
         system=platform.system(),

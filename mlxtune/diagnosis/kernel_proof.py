@@ -189,7 +189,7 @@ def _around_attention(kind: str, *projected: mx.array) -> mx.array:
 
 
 def _projections(rng: np.random.Generator) -> Arrays:
-    """Draw queries, keys and values of a packed line whose examples share a prefix."""
+    """Draw queries, keys and values of a packed sequence whose examples share a prefix."""
     return [rng.standard_normal((1, TRIAL_TOKENS, count * _HEADS.size)) for count in _HEADS.counts]
 
 

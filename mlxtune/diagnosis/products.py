@@ -42,7 +42,7 @@ _DEVIATIONS = 8
 class Size(NamedTuple):
     """The size of a product of a (rows, inner) and an (inner, columns) matrix."""
 
-    rows: int
+    tokens: int
     inner: int
     columns: int
 
@@ -71,12 +71,12 @@ _CPU_EXPERTS = Sizes((Size(64, 256, 128),), (Size(64, 64, 64),))
 class Product:
     """A kind of product, such as one with a quantised matrix.
 
-    `group` is the unit of its odd sizes. `bits` is 0 if the matrix is not quantised. With
+    `group_size` is the unit of its odd sizes. `bits` is 0 if the matrix is not quantised. With
     `experts`, each row has its own matrix, and the rows are sorted by matrix.
     """
 
     name: str
-    group: int
+    group_size: int
     bits: int = 0
     experts: int = 0
 
@@ -87,7 +87,7 @@ class Product:
         else:
             sizes = _GPU_EXPERTS if self.experts else _GPU
         odd = [*sizes.odd] if self.bits or on_cpu() else [*sizes.odd, _SPLIT]
-        more = self.group
+        more = self.group_size
         return [*sizes.even, *(Size(rows, inner + more, n + more) for rows, inner, n in odd)]
 
     @property
@@ -120,18 +120,18 @@ class Product:
         """Draw factors that all dtypes, and TF32, hold exactly; the product of them is NumPy's."""
         rng = np.random.default_rng(0)
         shape = (size.columns, size.inner) if transposed else (size.inner, size.columns)
-        shapes = ((size.rows, size.inner), (self.experts, *shape) if self.experts else shape)
+        shapes = ((size.tokens, size.inner), (self.experts, *shape) if self.experts else shape)
         drawn = [rng.standard_normal(each, dtype=np.float32) for each in shapes]
-        owners = np.sort(rng.integers(0, max(self.experts, 1), size.rows))
+        owners = np.sort(rng.integers(0, max(self.experts, 1), size.tokens))
         with on_the_cpu():
             x, w = (mx.array(each).astype(mx.bfloat16) for each in drawn)
             scales: tuple[mx.array, ...] = ()
             plain = w.astype(mx.float32)
             if self.bits:
-                w, *found = mx.quantize(plain, self.group, self.bits)
-                scales = tuple(each.astype(mx.bfloat16) for each in found)
+                w, *parameters = mx.quantize(plain, self.group_size, self.bits)
+                scales = tuple(each.astype(mx.bfloat16) for each in parameters)
                 scale, bias = (each.astype(mx.float32) for each in scales)
-                plain = mx.dequantize(w, scale, bias, self.group, self.bits)
+                plain = mx.dequantize(w, scale, bias, self.group_size, self.bits)
             rows, matrices = np.array(x.astype(mx.float32)), np.array(plain)
         matrices = matrices if self.experts else matrices[None]
         matrices = np.swapaxes(matrices, -1, -2) if transposed else matrices
@@ -143,13 +143,13 @@ class Product:
     def _compare(self, size: Size, factors: "ProductFactors", dtype: str) -> ProofCheck:
         name = f"{self.name}, {dtype}"
         try:
-            found = self._compute(factors, getattr(mx, dtype))
+            result = self._compute(factors, getattr(mx, dtype))
         except Exception as error:  # noqa: BLE001
             # Any error fails the check of this product.
             return failed_check(PRODUCTS, name, one_line(error))
         bound = factors.bound(dtype, size.inner, quantized=self.bits > 0)
         # Unlike Python's max, NumPy's keeps a NaN.
-        ratio = float((np.abs(found - factors.expected) / bound).max())
+        ratio = float((np.abs(result - factors.expected) / bound).max())
         return check_product(name, ratio, *size)
 
     def _compute(self, factors: "ProductFactors", dtype: mx.Dtype) -> Matrix:
@@ -160,7 +160,7 @@ class Product:
             product = x @ (w.T if transposed else w)
         else:
             w, (scale, bias) = factors.w, (each.astype(dtype) for each in factors.scales)
-            how: dict[str, Any] = {"group_size": self.group, "bits": self.bits}
+            how: dict[str, Any] = {"group_size": self.group_size, "bits": self.bits}
             how["transpose"] = transposed
             if self.experts:
                 owners = mx.array(factors.owners.astype(np.uint32))
@@ -188,7 +188,7 @@ class ProductFactors(NamedTuple):
         A sum of n products a·b with the norms |a| and |b| has rounding errors of about
         √n·u·|a|·|b|, and errors of its factors add about u·|a|·|b|/√n, if they are random (Higham
         and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019). Truncation also
-        shrinks the result by a share of itself.
+        shrinks the result by a fraction of itself.
         """
         of_weights = _WEIGHT_ROUNDINGS * _OF_WEIGHTS[dtype] if quantized else 0.0
         of_result = _ROUNDINGS * _OF_RESULTS[dtype] + of_weights

@@ -161,7 +161,9 @@ def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
         plain_head = shapes.plain_head and pipeline.forward.plain_head
         shapes = replace(shapes, plain_head=plain_head)
         shapes = replace(shapes, measured=measure(pipeline.engine, shapes, [execution.recompute]))
-        loads = [load_of(group, examples) for group in execution.plan(examples)]
+        loads = [
+            load_of(micro_batch, examples) for micro_batch in execution.micro_batches(examples)
+        ]
         predicted = max(predict(shapes, execution, load).total for load in loads)
         allocator.forget_peak()
         pipeline.train_batch(examples)

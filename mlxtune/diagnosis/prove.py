@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from mlxtune.core.files import writing
-from mlxtune.core.files.processes import ChildTimeoutError
+from mlxtune.core.files.processes import HelperTimeoutError
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.core.formatting import count
 from mlxtune.diagnosis import checks
@@ -70,7 +70,7 @@ def prove(
 
     Raises ModelError if MLX does not start; other failures are in the checks.
     """
-    began, found = time.monotonic(), []
+    began, checks = time.monotonic(), []
     machine = read_machine()
     device = machine.device
     if device is None:
@@ -81,12 +81,12 @@ def prove(
         late = on_late if device.kind != "CPU" else lambda: None
         for check in carry_out(parts(bench, device.kind), on_progress, lambda: FirstResult(late)):
             on_check(check)
-            found.append(check)
+            checks.append(check)
     # Keeps the version numbers only: a Linux kernel's builder chooses the text after them.
     numbers = re.match(r"[\d.]*", machine.release)
     names = (machine.name, numbers and numbers[0].rstrip("."))
     return MachineProof(
-        checks=found,
+        checks=checks,
         machine={
             "system": " ".join(filter(None, names)),
             "processor": machine.chip or machine.processor,
@@ -99,14 +99,15 @@ def prove(
     )
 
 
-def show(*, as_json: bool, share: Path | None = None) -> bool:
+def show(*, as_json: bool, anonymous: Path | None = None) -> bool:
     """Print the table, and JSON on request; return whether no check failed.
 
-    If no live progress line can be shown, print each check when it ends. `share` is a file to write
-    the result to, without names and paths. Raises OutputError if `share` cannot be written.
+    If no live progress line can be shown, print each check when it ends. `anonymous` is a file to
+    write the result to, without names and paths. Raises OutputError if `anonymous` cannot be
+    written.
     """
-    if share is not None:
-        writing.check_outputs([share], [], "--share")
+    if anonymous is not None:
+        writing.check_outputs([anonymous], [], "--share")
     with closing(RunConsole()) as console:
 
         def say(check: ProofCheck) -> None:
@@ -117,19 +118,19 @@ def show(*, as_json: bool, share: Path | None = None) -> bool:
         if as_json:
             print_json(proof.as_dict())
         show_proof(proof, result_console(stderr=as_json))
-        if share is not None:
-            writing.write_json(share, shareable(proof, _names()))
-            console.say("Share", f"{share} has no names or paths: attach it to an issue")
+        if anonymous is not None:
+            writing.write_json(anonymous, shareable(proof, _names()))
+            console.say("Share", f"{anonymous} has no names or paths: attach it to an issue")
     return proof.passed
 
 
 def _names() -> list[str]:
     """Return the names of the host, the user and the home folder, if there are any."""
-    found = [platform.node(), Path.home().name]
+    names = [platform.node(), Path.home().name]
     # A container's user may have no name.
     with suppress(OSError, KeyError, ImportError):
-        found.append(getpass.getuser())
-    return found
+        names.append(getpass.getuser())
+    return names
 
 
 def parts(bench: Workbench, device: str) -> list[Part]:
@@ -203,7 +204,7 @@ def carry_out(
                 yield check if check.seconds else check.taking(time.monotonic() - began)
         except Exception as error:  # noqa: BLE001
             # Reports any error as a check, so that the other parts still run.
-            late = isinstance(error, ChildTimeoutError)
+            late = isinstance(error, HelperTimeoutError)
             ended = checks.unfinished_check if late else checks.failed_check
             yield ended(kind, name, one_line(error)).taking(time.monotonic() - began)
         finally:
@@ -253,12 +254,12 @@ def shareable(proof: MachineProof, names: Sequence[str]) -> dict[str, Any]:
     The value has no hashes, no paths and none of the `names` (of the host, the user and the home
     folder), not even in errors. No text contains a path separator.
     """
-    found = proof.as_dict()
-    for check in found["checks"]:
+    content = proof.as_dict()
+    for check in content["checks"]:
         check["found"] = _PATH.sub("…", _without(check["found"], names))
         numbers = check["values"].items()
         check["values"] = {key: value for key, value in numbers if not isinstance(value, str)}
-    return _anonymous(found, names)
+    return _anonymous(content, names)
 
 
 def _anonymous(value: Any, names: Sequence[str]) -> Any:

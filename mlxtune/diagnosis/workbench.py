@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.trial_config import DATA, demo_file
-from mlxtune.core.files.processes import ChildError, Children, ChildTimeoutError, describe_end
+from mlxtune.core.files.processes import HelperError, Helpers, HelperTimeoutError, describe_end
 from mlxtune.core.files.reading import file_hash, read_bytes, read_json, read_text
 from mlxtune.core.files.scratch import lasting_folder
 from mlxtune.core.files.writing import write_file
@@ -71,7 +71,7 @@ class Workbench:
     def measure(self, job: str, *paths: Path) -> Iterator[ProofCheck]:
         """Run a job of the helper, and yield its checks.
 
-        Raises ChildError if the job fails or takes too long, after the checks that it has made.
+        Raises HelperError if the job fails or takes too long, after the checks that it has made.
         """
         folder = lasting_folder("job", self.scratch)
         records = folder / "records"
@@ -79,8 +79,8 @@ class Workbench:
         variables = ({} if job in _LARGE else _QUICK) | ({} if job in _AS_TRAINED else _EXACT)
         late, status = None, 0
         try:
-            status = Children(self.scratch).run(arguments, folder, variables=variables)
-        except ChildTimeoutError as error:
+            status = Helpers(self.scratch).call(arguments, folder, variables=variables)
+        except HelperTimeoutError as error:
             late = error
         if records.exists():
             for line in read_text(records).splitlines():
@@ -122,11 +122,11 @@ class Workbench:
 
         status = self._train(name, folder, until=has_begun, stop=stop)
         if status == 0:
-            raise ChildError("the run ended before it was stopped")
+            raise HelperError("the run ended before it was stopped")
         _expect(status, -9 if stop == signal.SIGKILL else _INTERRUPTED, folder)
         step = read_bytes(metrics).count(b"\n")
         resume = ["-m", "mlxtune", "train", "--resume", "--quiet"]
-        _expect(Children(self.scratch).run(resume, folder), 0, folder)
+        _expect(Helpers(self.scratch).call(resume, folder), 0, folder)
         return file_hash(folder / "adapters.safetensors"), step
 
     def _train(self, name: str, folder: Path, **options: Any) -> int:
@@ -137,7 +137,7 @@ class Workbench:
         """Run a command in a folder, on a model and the rows; return its exit status."""
         data = ("--model-path", str(self.model(name)), "--data", str(self.rows))
         run = ["-m", "mlxtune", command, *data, "--no-cache", "--quiet", *options]
-        return Children(self.scratch).run(run, folder, **settings)
+        return Helpers(self.scratch).call(run, folder, **settings)
 
     def _write(self, name: str, lines: Sequence[str]) -> Path:
         path = self.scratch / name
@@ -147,4 +147,4 @@ class Workbench:
 
 def _expect(status: int, expected: int, folder: Path) -> None:
     if status != expected:
-        raise ChildError(describe_end(status, folder))
+        raise HelperError(describe_end(status, folder))

@@ -32,7 +32,7 @@ _PARQUET_BRANCH = "refs/convert/parquet"
 _MISSING = "dataset"
 # Starts an error about a name that may be a mistyped path.
 _HERE = "no such file or folder here, and "
-# Time limit, in seconds, of an answer that is not a file.
+# The time limit, in seconds, of a response that is not a file.
 _TIMEOUT = 20.0
 _LONGEST_LICENSE = 100
 # Configurations by name, each with the files of its splits.
@@ -171,7 +171,7 @@ def _license(info: huggingface_hub.DatasetInfo) -> str:
     return one_line(text)[:_LONGEST_LICENSE] if text else ""
 
 
-# The hub's answers about a commit never change, and are kept so that a run can resume offline.
+# The hub's responses about a commit never change, and are kept so that a run can resume offline.
 
 
 def _place(name: DatasetName) -> Path:

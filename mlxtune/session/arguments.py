@@ -200,7 +200,7 @@ def _saved(rows: Iterable[Any], name: str, length: int | None) -> Path:
 
 
 def _prune(keep: Path) -> None:
-    """Remove the least recently used files of rows, but not `keep`."""
+    """Evict the least recently used files of rows, but not `keep`."""
     with suppress(OSError):  # another process removed a file
         files = [(file.stat(), file) for file in keep.parent.iterdir() if _NAME.match(file.name)]
         for each in least_used([(at.st_mtime, file, at.st_size) for at, file in files], keep):

@@ -10,7 +10,7 @@ from typing import Any
 from mlxtune.config import OPTIONS, DataConfig, TrainConfig
 from mlxtune.config.fields import flag
 from mlxtune.config.objective_config import DEFAULT_RATE
-from mlxtune.core.data.inspection import cut_loss
+from mlxtune.core.data.inspection import truncation_loss
 from mlxtune.core.formatting import count, short_number
 from mlxtune.core.steps import order
 from mlxtune.session.planning import longest_example
@@ -39,7 +39,7 @@ def settle_auto(session: TrainingSession[T]) -> None:
     dataset = session.read(config.part(DataConfig, max_seq_len=_UNCUT))
     base = session.base
     own = TrainConfig.max_seq_len
-    loss = cut_loss(dataset.files, own, config.cut)
+    loss = truncation_loss(dataset.files, own, config.cut)
     facts = Facts(
         rows=len(order.rows_of_epoch(dataset.rows.train, config.seed, 1)),
         validates=bool(dataset.rows.validation),
@@ -106,7 +106,7 @@ def choose(facts: Facts, config: TrainConfig, given: Collection[str]) -> dict[st
 
 
 def _rate(parameters: int, share: float) -> float:
-    """Return `share` of the peak rate for a model's size, to one significant digit."""
+    """Return a fraction `share` of the peak rate for a model's size, to one significant digit."""
     rate = _RATE * (_RATE_SIZE / max(parameters, 1)) ** _RATE_POWER
     return float(f"{share * min(max(rate, _LOWEST_RATE), _HIGHEST_RATE):.0e}")
 

@@ -237,7 +237,7 @@ class Reader:
             cache=None,
             key="",
         )
-        file.cut(self._config.max_seq_len, at=self._config.cut)
+        file.truncate(self._config.max_seq_len, at=self._config.cut)
         return (unread.problems | file.skipped.problems).get(row)
 
     def rows(self, path: Path, skipped: SkippedRows) -> Iterator[Row]:
@@ -398,7 +398,7 @@ def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None =
     files, cuts = [], []
     for path in paths.all:
         file = reader.encode(path)
-        cut = file.cut(config.max_seq_len, at=config.cut)
+        cut = file.truncate(config.max_seq_len, at=config.cut)
         _check_usable(file, cut, titles[path], config)
         files.append(file)
         cuts.append(cut)
@@ -409,7 +409,7 @@ def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None =
     validation = Corpus(cuts[first:], names[first:]) if given else None
     rows, split_findings = _choose_rows(config, corpus, validation, files)
     _check_vocabulary(config, reader, rows)
-    found = [
+    all_findings = [
         *findings.row_findings(files, corpus, validation),
         *findings.length_findings(corpus),
         *findings.template_findings("".join(reader.template_source.values()), config.thinking),
@@ -421,7 +421,7 @@ def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None =
         rows=rows,
         files=files,
         ledgers=_ledgers(files, rows, [titles[path] for path in paths.all]),
-        findings=findings.by_loss(found),
+        findings=findings.by_loss(all_findings),
         hub=[data.about() for data in source.hub],
     )
 
@@ -450,7 +450,7 @@ def _choose_rows(
     If rows must be held out, but all rows are alike, `inspect` gets a finding, and no validation
     rows; for other commands, raises DataError.
     """
-    if validation is not None or (corpus.groups != corpus.groups[0]).any():
+    if validation is not None or (corpus.clusters != corpus.clusters[0]).any():
         rows = RunRows.of(corpus, validation, config.val_split, config.seed, config.val_rows)
         return rows, []
     alike = "have the same prompt" if corpus.roles.any() else "are all the same"

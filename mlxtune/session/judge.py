@@ -16,7 +16,7 @@ from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.backend.text.generate import Sampling, answers
 from mlxtune.backend.text.tokenizer import ModelTokenizer
-from mlxtune.backend.workers.group import ALONE, Workers
+from mlxtune.backend.workers.workers import ALONE, Workers
 from mlxtune.config import ObjectiveConfig, UseConfig
 from mlxtune.config.limits import RECORD, parse_json
 from mlxtune.core.data.corpus import CorpusRows

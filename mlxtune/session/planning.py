@@ -19,11 +19,11 @@ from mlxtune.backend.memory.shapes import model_shapes
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.workers.group import ALONE, Workers
+from mlxtune.backend.workers.workers import ALONE, Workers
 from mlxtune.config import InstructConfig, TrainConfig, user_cache
 from mlxtune.core.data.cache import key_of
 from mlxtune.core.data.encode import Example
-from mlxtune.core.data.inspection import cut_loss
+from mlxtune.core.data.inspection import truncation_loss
 from mlxtune.core.files.reading import read_json
 from mlxtune.core.machine import reservation
 from mlxtune.core.machine.facts import versions
@@ -33,14 +33,14 @@ from mlxtune.core.run.run_plan import LongestFit, read_measured, save_measured, 
 from mlxtune.core.run.stored_run import mapping
 from mlxtune.core.steps import memory_plan, order
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan, planned
+from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan, sample_steps
 from mlxtune.core.steps.memory_terms import BatchLoad, Measured, ModelShapes
 from mlxtune.errors import MemoryLimitError, MlxTuneError, OutputError
 from mlxtune.session.dataset import Dataset
 from mlxtune.views import plan_text
 from mlxtune.views.console import RunConsole
 
-# A larger micro-batch must save at least this share of time on the CPU, where it rarely does.
+# A larger micro-batch must save at least this fraction of time on the CPU, where it rarely does.
 _CPU_TOLERANCE = 0.05
 # The values of `recompute` that --grad-checkpoint allows.
 _CHECKPOINTING = {"on": (True,), "off": (False,), "auto": (False, True)}
@@ -58,10 +58,12 @@ def first_epoch(config: TrainConfig, dataset: Dataset) -> Iterator[list[Sequence
 def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[Sequence[Example]]:
     if dataset is None:
         return []
-    return planned([each for row in step for each in row] for step in first_epoch(config, dataset))
+    return sample_steps(
+        [each for row in step for each in row] for step in first_epoch(config, dataset)
+    )
 
 
-def planned_work(
+def sampled_work(
     config: TrainConfig, steps: Sequence[Sequence[Example]], dataset: Dataset | None = None
 ) -> DataSample:
     """Return the work to plan: steps, and the single examples that need the most memory.
@@ -101,7 +103,7 @@ def _possible(
 ) -> tuple[Execution, ModelShapes]:
     """Return the model's fastest execution, and the model's shapes with any measured memory."""
     # Our CPU kernels need whole layers, not the parts that --parallel tensor gives a worker.
-    kind = "gpu" if base.parts > 1 else execution
+    kind = "gpu" if base.shards > 1 else execution
     allowed = best_execution(base.parameters, base.dtype, kind, base.model)
     shapes = model_shapes(base, lora, allowed.operations.memory)
     key = memory_key(shapes, allowed, config.dropout, base.dtype)
@@ -140,13 +142,13 @@ def confirm(
     execution = replace(
         plan.execution,
         operations=allowed.operations,
-        split_head=allowed.split_head,
+        head_apart=allowed.head_apart,
         packs=allowed.packs,
     )
     plain = plan.shapes.plain_head and pipeline.forward.plain_head
     shapes = replace(plan.shapes, plain_head=plain)
     known = _agreed(recorded or plan.shapes.measured, workers)
-    if known is None and execution.split_head:
+    if known is None and execution.head_apart:
         modes = _CHECKPOINTING[config.grad_checkpoint]
         known = _agreed(measure(pipeline.engine, shapes, modes), workers)
         if known is not None:
@@ -194,9 +196,11 @@ def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str
     return plan_text.larger_limit_line(plan, larger, most)
 
 
-def cut_loss_line(config: TrainConfig, base: BaseModel, work: DataSample, dataset: Dataset) -> str:
+def truncation_loss_line(
+    config: TrainConfig, base: BaseModel, work: DataSample, dataset: Dataset
+) -> str:
     """Return a line on the supervised tokens that --max-seq-len cuts off; empty if only a few."""
-    loss = cut_loss(dataset.files, config.max_seq_len, config.cut)
+    loss = truncation_loss(dataset.files, config.max_seq_len, config.cut)
     if loss is None:
         return ""
     longest = replace(work, alone=(BatchLoad.single(loss.enough, loss.enough),))
@@ -204,7 +208,7 @@ def cut_loss_line(config: TrainConfig, base: BaseModel, work: DataSample, datase
         peak = choose_plan(config, base, longest).peak.total
     except MemoryLimitError:
         peak = None
-    return plan_text.cut_line(loss, config.max_seq_len, peak)
+    return plan_text.truncated_line(loss, config.max_seq_len, peak)
 
 
 def speed_key(plan: MemoryPlan, dtype: str) -> str:
@@ -295,7 +299,7 @@ def settle_products(
     On a GPU, both ways are timed with as many tokens as a micro-batch can have; a resumed run keeps
     its choice, and worker 0 decides for all workers. The line is empty if nothing was timed.
     """
-    if config.quantized_compute != "auto" or base.quantized_compute is None or workers.split_model:
+    if config.quantized_compute != "auto" or base.quantized_compute is None or workers.shards_model:
         return base, ""
     recorded = recorded_products({} if resume is None else resume.checkpoint.metadata)
     form, line = base.quantized_compute, ""

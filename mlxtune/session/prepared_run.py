@@ -24,8 +24,8 @@ from mlxtune.backend.forward.kernels.gate_kernels import gate_kernels_problem
 from mlxtune.backend.models import loading
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.workers.group import ALONE, Workers
-from mlxtune.backend.workers.split import split_base
+from mlxtune.backend.workers.shards import shard_base
+from mlxtune.backend.workers.workers import ALONE, Workers
 from mlxtune.config import ObjectiveConfig, TrainConfig, user_cache
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.inspection import Distribution
@@ -80,8 +80,8 @@ def prepare(session: RunSession, held: ExitStack | None) -> RunParts:
         other := base_mismatch(session.initial, base, config.loading())
     ):
         console.warn(f"--init-adapter {other}")
-    work = planning.planned_work(config, planning.first_steps(config, dataset), dataset)
-    if line := planning.cut_loss_line(config, base, work, dataset):
+    work = planning.sampled_work(config, planning.first_steps(config, dataset), dataset)
+    if line := planning.truncation_loss_line(config, base, work, dataset):
         console.warn(line)
     base, plan, products = planning.plan_run(
         config, base, work, resume=session.resume, workers=workers
@@ -107,8 +107,8 @@ def prepare_base(
 ) -> BaseModel:
     """Set the memory limits, and return the opened model, or this worker's part of it."""
     console.say("Memory", allocator.set_limits(config.memory_limit).describe())
-    if workers.split_model:
-        base = split_base(base, workers.group)
+    if workers.shards_model:
+        base = shard_base(base, workers.group)
     if slow := loading.slow_products(base):
         console.warn(slow)
     return base
@@ -215,8 +215,8 @@ def _plan(plan: MemoryPlan) -> dict[str, Any]:
     return {
         "micro_batch_tokens": plan.execution.micro_batch_tokens,
         "micro_batches_per_step": round(plan.micro_batches_per_step, 3),
-        "padding_share": round(plan.padding_share, 4),
-        "run_share": round(plan.run_share, 4),
+        "padding_share": round(plan.padding_fraction, 4),
+        "run_share": round(plan.forward_fraction, 4),
         "grad_checkpoint": plan.execution.recompute,
         "loss_chunk": plan.execution.loss_chunk,
         "memory": {"limit": plan.limit, "peak": plan.peak.total, **asdict(plan.peak)},

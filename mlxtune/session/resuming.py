@@ -138,7 +138,7 @@ def run_config(run: Path, checkpoint: Checkpoint, given: Mapping[str, Any]) -> T
     own = metadata.get("config")
     if not isinstance(own, Mapping) or not own.keys() <= fields.keys():
         raise ConfigError([f"{place} holds no options of this version of mlxtune"])
-    # A stranger may have written the run, so it must not choose code to run or places to write.
+    # The run may be untrusted, so it must not choose code to run or places to write.
     own = {name: value for name, value in own.items() if OPTIONS[name].inherited}
     problems = [
         problem

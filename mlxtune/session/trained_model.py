@@ -17,8 +17,8 @@ from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.model_folder import find_folder, is_local, read_config
 from mlxtune.backend.models.quantize import format_name
 from mlxtune.backend.text.generate import Answer, Generator, Sampling, Stream, seed
-from mlxtune.backend.workers.group import ALONE, Workers
-from mlxtune.backend.workers.split import split_base
+from mlxtune.backend.workers.shards import shard_base
+from mlxtune.backend.workers.workers import ALONE, Workers
 from mlxtune.config import (
     AnswerConfig,
     EvalConfig,
@@ -213,8 +213,8 @@ def load_model(
     """
     console.say("Memory", allocator.set_limits(config.memory_limit).describe())
     base = loading.open_base(folder, config.dtype, _base_options(config, adapter, folder))
-    if workers.split_model:
-        base = split_base(base, workers.group)
+    if workers.shards_model:
+        base = shard_base(base, workers.group)
     loading.read_weights(base)
     console.say("Model", base.describe())
     await_result(console)

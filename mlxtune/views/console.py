@@ -265,9 +265,9 @@ def _wrapped(name: Text, message: str) -> Table:
 def _marked(name: Text, message: str) -> Text:
     """Return a message with its verdict in colour."""
     text = Text(message)
-    found = _VERDICT.match(message) if name.plain.strip() == "Verdict" else None
-    if found is not None:
-        text.stylize(_VERDICT_COLOURS[found[1]], *found.span(1))
+    verdict = _VERDICT.match(message) if name.plain.strip() == "Verdict" else None
+    if verdict is not None:
+        text.stylize(_VERDICT_COLOURS[verdict[1]], *verdict.span(1))
     return text
 
 
@@ -293,18 +293,20 @@ class TerminalLine:
         self._progressed = False
         self.progress.start()
 
-    def update(self, text: str, share: float | None = None) -> None:
-        """Show `text`; redraw at once at the first `share`, as the run may end before a refresh."""
-        first = share is not None and not self._progressed
+    def update(self, text: str, fraction: float | None = None) -> None:
+        """Show `text`; redraw at once at the first `fraction`, as the run may end before a
+        refresh.
+        """
+        first = fraction is not None and not self._progressed
         self._progressed = self._progressed or first
-        self.progress.update(self._task, description=text, completed=share, refresh=first)
+        self.progress.update(self._task, description=text, completed=fraction, refresh=first)
 
     def close(self) -> None:
         self.progress.stop()
 
 
 class NotebookLine:
-    """A line in a notebook, with a bar and the time left if the share done is known."""
+    """A line in a notebook, with a bar and the time left if the progress is known."""
 
     def __init__(self) -> None:
         from IPython.display import display
@@ -313,23 +315,23 @@ class NotebookLine:
         self._first: tuple[float, float] | None = None
         self._handle = display(_content(""), raw=True, display_id=True)
 
-    def update(self, text: str, share: float | None = None) -> None:
+    def update(self, text: str, fraction: float | None = None) -> None:
         now = time.monotonic()
         if now - self._shown < _SECONDS_BETWEEN:
             return
         self._shown = now
-        if share is not None:
-            self._first = self._first or (now, share)
+        if fraction is not None:
+            self._first = self._first or (now, fraction)
             started, before = self._first
-            if share > before:
-                text += f"  {duration((now - started) * (1 - share) / (share - before))} left"
-        self._handle.update(_content(text, share), raw=True)
+            if fraction > before:
+                text += f"  {duration((now - started) * (1 - fraction) / (fraction - before))} left"
+        self._handle.update(_content(text, fraction), raw=True)
 
     def close(self) -> None:
         self._handle.update(_content(""), raw=True)
 
 
-def _content(text: str, share: float | None = None) -> dict[str, Any]:
-    bar = "" if share is None else f'<progress max="1" value="{share:.4f}"></progress> '
+def _content(text: str, fraction: float | None = None) -> dict[str, Any]:
+    bar = "" if fraction is None else f'<progress max="1" value="{fraction:.4f}"></progress> '
     html = f'<div style="font-family: monospace">{bar}{escape(text)}</div>' if text else ""
     return {"text/plain": text, "text/html": html}

@@ -102,7 +102,7 @@ def _choose(shown: Sequence[ShownExample]) -> Sequence[ShownExample]:
 
     A pair counts as one example.
     """
-    items = [each.sides if isinstance(each, ShownPair) else (each,) for each in together(shown)]
+    items = [each.answers if isinstance(each, ShownPair) else (each,) for each in together(shown)]
     first = {item[0].kinds: item for item in reversed(items)}
     # Rank the first example of each set of findings first, and among equals those with findings.
     ranked = sorted(items, key=lambda item: (first[item[0].kinds] is not item, not item[0].kinds))
@@ -189,7 +189,7 @@ def _pair(pair: ShownPair, coloured: bool, beside: bool) -> Iterator[Padding | T
     yield _heading(pair.chosen, f"{count(sum(p.tokens for p in common), 'token')} in common")
     yield _example_text(common, coloured)
     sides = []
-    for side in pair.sides:
+    for side in pair.answers:
         facts = f"{side.role}: {side.supervised:,} supervised, {side.differing:,} differ"
         text = _example_text(side.pieces[pair.common :], coloured, side.role)
         sides.append(Text.assemble((facts, "bold"), "\n", text))
@@ -331,7 +331,7 @@ def _articles(inspection: Inspection) -> Iterator[dict[str, Any]]:
     for shown in together(inspection.shown):
         if isinstance(shown, ShownPair):
             example, pieces = shown.chosen, shown.chosen.pieces[: shown.common]
-            sides = [(side, _folded(side.pieces[shown.common :])) for side in shown.sides]
+            sides = [(side, _folded(side.pieces[shown.common :])) for side in shown.answers]
         else:
             example, pieces, sides = shown, shown.pieces, []
         yield {

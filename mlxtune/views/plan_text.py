@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from mlxtune.config import TrainConfig
 from mlxtune.config.objective_config import DEFAULT_RATE
-from mlxtune.core.data.inspection import CutLoss
+from mlxtune.core.data.inspection import TruncationLoss
 from mlxtune.core.formatting import byte_size, count, duration, short_duration
 from mlxtune.core.run.run_plan import LongestFit, RunPlan
 from mlxtune.core.steps.memory_plan import ESTIMATE, MARGIN, MemoryPlan
@@ -16,7 +16,9 @@ def micro_batches_line(plan: MemoryPlan) -> str:
     tokens = plan.execution.micro_batch_tokens
     line = f"micro-batches of {'one example' if tokens == 1 else f'up to {tokens:,} tokens'}"
     if plan.micro_batches_per_step:
-        line += f", {plan.micro_batches_per_step:.1f} a step with {plan.padding_share:.1%} padding"
+        line += (
+            f", {plan.micro_batches_per_step:.1f} a step with {plan.padding_fraction:.1%} padding"
+        )
     kept = "recomputed in the backward pass" if plan.execution.recompute else "kept"
     return f"{line}; activations {kept}"
 
@@ -70,22 +72,22 @@ def few_steps_line(
 
 
 def large_rate_line(rate: float) -> str:
-    """Return a warning about a rate at which adapters hardly learn; empty for lower rates."""
+    """Return a warning about a rate too high for adapters to learn; empty for lower rates."""
     if rate <= _LARGE_RATE:
         return ""
     return f"--lr {rate:g} is far above the usual {DEFAULT_RATE:g}: lower it, or expect bad answers"
 
 
-def cut_line(loss: CutLoss, max_seq_len: int, peak: int | None) -> str:
+def truncated_line(loss: TruncationLoss, max_seq_len: int, peak: int | None) -> str:
     """Return a line on the supervised tokens that --max-seq-len cuts off, and on the length needed.
 
     `peak` is the memory for that length, or None if it does not fit.
     """
     memory = f"in {byte_size(peak)}" if peak else "but does not fit into --memory-limit"
-    what = f"cuts off {loss.share:.0%} of the supervised tokens"
+    what = f"cuts off {loss.fraction:.0%} of the supervised tokens"
     if loss.skipped:
         rows = count(loss.skipped, "preference row")
-        what = f"skips {rows} with {loss.share:.0%} of the supervised tokens"
+        what = f"skips {rows} with {loss.fraction:.0%} of the supervised tokens"
     return (
         f"--max-seq-len {max_seq_len} {what}: "
         f"--max-seq-len {loss.enough} keeps 99% of them, {memory}"
@@ -131,7 +133,8 @@ def plan_lines(run: RunPlan) -> Iterator[tuple[str, str]]:
     yield (
         "Data",
         f"{count(run.rows, 'training row')}: {count(run.tokens, 'token')}, {run.supervised:,} of "
-        f"them supervised; the model reads {plan.run_share:.0%} as many tokens, padding included",
+        f"them supervised; the model reads {plan.forward_fraction:.0%} as many tokens, "
+        "padding included",
     )
     yield "Steps", f"{count(run.steps, 'step')}, {run.steps_per_epoch:,} in an epoch"
     if run.few_steps:

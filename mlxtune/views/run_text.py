@@ -41,8 +41,8 @@ def loss_and_perplexity(value: float, objective: str = "sft") -> str:
     """
     if objective != "sft":
         return f"{value:.4f}"
-    found = perplexity(value)
-    shown = f"{found:.4g}" if found < PERPLEXITY_CAP else f"over {PERPLEXITY_CAP:,.0f}"
+    capped = perplexity(value)
+    shown = f"{capped:.4g}" if capped < PERPLEXITY_CAP else f"over {PERPLEXITY_CAP:,.0f}"
     return f"{value:.4f} (perplexity {shown})"
 
 
@@ -115,8 +115,8 @@ def step_state(record: StepRecord, average: float, peak_gb: float, thermal: str 
 def _preferences(record: StepRecord) -> str:
     """Return the preference metrics to show in a step's line."""
     shown = ("rewards/accuracies", "rewards/margins", "kl")
-    found = ((name, record.metrics[name]) for name in shown if name in record.metrics)
-    return "".join(f"{name} {value:.3g}  " for name, value in found)
+    metrics = ((name, record.metrics[name]) for name in shown if name in record.metrics)
+    return "".join(f"{name} {value:.3g}  " for name, value in metrics)
 
 
 def _heat(thermal: str) -> str:
@@ -182,7 +182,7 @@ def risen_loss_line(
     if len(steps) < 2 * some:
         return None
     start, end = _mean_loss(steps[:some]), _mean_loss(steps[-some:])
-    # Steps have different rows, so a rise within their scatter means nothing.
+    # Steps have different rows, so a rise within their noise is not significant.
     scatter = math.hypot(_scatter(steps[:some]), _scatter(steps[-some:]))
     if end > start + 2 * scatter:
         return (
@@ -192,7 +192,7 @@ def risen_loss_line(
     windows = (steps[i : i + _FEWEST_LOSSES] for i in range(len(steps) - _FEWEST_LOSSES + 1))
     highest = max(windows, key=_mean_loss)
     untrained, jumped = max(steps[0].loss, before or 0), _mean_loss(highest)
-    # Losses of preferences may be near zero, or negative.
+    # Preference losses may be near zero, or negative.
     if config.objective != "sft" or jumped <= _JUMP * untrained:
         return None
     return (
@@ -208,8 +208,13 @@ def _scatter(steps: Sequence[StepRecord]) -> float:
 
 def less_likely_line(evaluation: Evaluation, objective: str) -> str | None:
     """Return a warning if the chosen answers of pairs became less likely by more than 0.1 nats."""
-    difference, found = evaluation.difference, evaluation.preference
-    if found is None or not found.pairs or difference is None or difference.loss <= _LESS_LIKELY:
+    difference, preference = evaluation.difference, evaluation.preference
+    if (
+        preference is None
+        or not preference.pairs
+        or difference is None
+        or difference.loss <= _LESS_LIKELY
+    ):
         return None
     option = {"dpo": "--sft-weight", "orpo": "a lower --beta"}.get(objective, "--cpo-alpha")
     return (

@@ -24,7 +24,7 @@ from mlxtune.errors import ConfigError, MlxTuneError, OutputError
 LONGEST_QUESTION, _LONGEST_ANSWER, _SECONDS = 16_000, 512, 600.0
 # Seconds without a question after which the model is freed.
 _KEPT_SECONDS = 300.0
-_WORKER = "mlxtune.watch.answer_worker"
+_HELPER = "mlxtune.watch.answer_helper"
 
 
 @dataclass
@@ -146,7 +146,7 @@ class Asker:
                 return self._process
         self.close()
         process = start(
-            [sys.executable, "-m", _WORKER, json.dumps(options)],
+            [sys.executable, "-m", _HELPER, json.dumps(options)],
             stdin=PIPE,
             stdout=PIPE,
             environment=own_environment(),

@@ -175,12 +175,12 @@ class Live:
         if time.monotonic() >= self._found:
             started = time.monotonic()
             try:
-                found = [run_folder_at(self.folder)]
+                shown = [run_folder_at(self.folder)]
             except OutputError:
                 every = find_runs(self.folder)
-                found = [run for run in every if previous_number(run.name) is None]
-            found = sorted(sorted(found, key=_changed_at)[-MOST_RUNS:])
-            self._runs = {key_of(run): run for run in found}
+                shown = [run for run in every if previous_number(run.name) is None]
+            shown = sorted(sorted(shown, key=_changed_at)[-MOST_RUNS:])
+            self._runs = {key_of(run): run for run in shown}
             took = time.monotonic() - started
             self._found = time.monotonic() + max(_FIND_EVERY, took / _MOST_READING)
         return self._runs
@@ -292,7 +292,7 @@ def render_runs(runs: Mapping[str, Run], stopping: Set[str]) -> Parts:
 
 
 def run_state(key: str, run: Run, view: RunView, *, stopping: bool) -> dict[str, Any]:
-    """Return a run's state, such as the share done and the time left, as values for a template."""
+    """Return a run's state, such as its progress and the time left, as values for a template."""
     total, running = view.total_steps, view.status == "running"
     left = seconds_left(run, view) if running else None
     limit = number(run.about, "plan", "memory", "limit")

@@ -400,7 +400,7 @@ def test_file_of_the_hub_may_be_larger_than_an_answer(
     from mlxtune.hub.dataset_name import dataset_name
     from mlxtune.hub.datasets import fetch
 
-    monkeypatch.setattr(client, "HUB_ANSWER", Limits(1000))
+    monkeypatch.setattr(client, "HUB_RESPONSE", Limits(1000))
     row = b'{"text": "hello"}\n'
     hub.datasets["org/rows"] = Dataset({"main": {"train.jsonl": row * 500}})
     name = dataset_name("org/rows")

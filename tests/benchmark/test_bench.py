@@ -120,7 +120,7 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
 
         monkeypatch.setattr(side, name, step)
 
-    counted(bench_helper.OurSide, "_start")
+    counted(bench_helper.OurTrainer, "_start")
     counted(bench_helper.MlxLm, "step")
     real_warm_up = bench_helper.MlxLm.warm_up
 
@@ -135,7 +135,7 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
     set_limit = mx.set_cache_limit
 
     def set_cache_limit(limit: int) -> int:
-        if "OurSide" in passes:
+        if "OurTrainer" in passes:
             limits.append(limit)
         return set_limit(limit)
 
@@ -148,7 +148,7 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
     assert bench(*work, "--json", path, "--quiet").code == 0
     found, wanted = json.loads(path.read_text()), compared[1]
     # mlxtune's steps are then timed again, with a large cache.
-    assert passes == ["OurSide"] * 12 + ["MlxLm"] * 6
+    assert passes == ["OurTrainer"] * 12 + ["MlxLm"] * 6
     large, small = limits[:2]
     assert (large, small) == (mx.get_memory_limit(), 0)
     assert found["cache_ratio"] == found["ours"]["runs"][0]["large_cache_s"] / sum(
@@ -357,7 +357,7 @@ def command_of_peer(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code
     told = "\n".join(json.dumps(record) for record in ({"step": step}, {"run": run}))
 
     def command(job: Path) -> list[str]:
-        ours = pickle.loads(job.read_bytes()).side == bench_helper.OURS
+        ours = pickle.loads(job.read_bytes()).contestant == bench_helper.OURS
         return [sys.executable, "-S", "-c", f"print({told!r})" if ours else code]
 
     monkeypatch.setattr(bench_recipe, "helper_command", command)

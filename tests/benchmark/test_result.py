@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from mlxtune.benchmark.result import Side, Spread, agreement
+from mlxtune.benchmark.result import Contestant, Spread, agreement
 from tests.core.run.benchmarks import benchmark, run, step
 
 
@@ -39,7 +39,7 @@ def test_padding_is_a_share_of_all_that_ran() -> None:
 
 
 def test_seconds_of_a_step_are_spread_over_all_steps_of_all_runs() -> None:
-    side = Side("x", [run(step(1.0), step(2.0)), run(step(9.0))])
+    side = Contestant("x", [run(step(1.0), step(2.0)), run(step(9.0))])
     assert side.spread("seconds_per_step") == Spread(2.0, 1.0, 9.0)
 
 
@@ -47,7 +47,7 @@ def test_seconds_of_a_step_are_spread_over_all_steps_of_all_runs() -> None:
     ("theirs", "agree"),
     [
         ([2.0, 2.0], True),
-        ([2.0001, 2.0], True),  # a share of the loss
+        ([2.0001, 2.0], True),  # a fraction of the loss
         ([2.0003, 2.0], False),
         ([2.0, 2.0019], True),
         ([2.0, 2.0021], False),

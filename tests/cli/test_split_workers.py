@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from mlxtune import TrainConfig, train
 from mlxtune.backend.models.loading import open_base
-from mlxtune.backend.workers import split
+from mlxtune.backend.workers import shards
 from mlxtune.errors import ConfigError, ModelError
 from tests.cli.test_workers import adapter, arguments, has_ended, resumed, steps_in
 from tests.launch import launched, needs_ring, pid_of, run
@@ -100,12 +100,12 @@ def test_a_model_that_cannot_be_split_is_named_before_its_weights_are_read(tmp_p
 def test_a_model_that_workers_cannot_share_is_named(tmp_path: Path) -> None:
     model = write_model(tmp_path / "gemma", "gemma3_text")
     with pytest.raises(ModelError, match=r"cannot split models of type gemma3_text, only glm4_moe"):
-        split._check(open_base(model, "float32"), 2)
+        shards._check(open_base(model, "float32"), 2)
     model = write_model(tmp_path / "qwen", "qwen3")
     with pytest.raises(
         ModelError, match=r"over 3 workers: its \w+ is \d+: start a number of workers"
     ):
-        split._check(open_base(model, "float32"), 3)
+        shards._check(open_base(model, "float32"), 3)
 
 
 def test_options_that_do_not_go_with_a_split_model_are_refused(tmp_path: Path) -> None:

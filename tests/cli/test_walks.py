@@ -28,7 +28,7 @@ import numpy as np
 import pytest
 
 import mlxtune
-from mlxtune.backend.text import template_child
+from mlxtune.backend.text import template_helper
 from mlxtune.backend.text.tokenizer import load_tokenizer
 from mlxtune.config import TrainConfig
 from tests.models import CHATML, sums, write_chat, write_model
@@ -186,7 +186,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     with followed(Row(ANSWER, tokens)) as walked:
         mlxtune.train(config)
     # The child that renders is another process, which is not traced.
-    walked.files.add(str(Path(template_child.__file__).relative_to(PACKAGE)))
+    walked.files.add(str(Path(template_helper.__file__).relative_to(PACKAGE)))
     return walked
 
 

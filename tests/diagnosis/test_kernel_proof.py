@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from mlxtune.backend.forward.head import SplitModel
+from mlxtune.backend.forward.head import TrunkAndHead
 from mlxtune.backend.forward.kernels.gate_kernels import GateKernels
 from mlxtune.diagnosis import kernel_proof, proof_helper
 from mlxtune.diagnosis.kernel_proof import KERNELS, kernel_checks
@@ -163,7 +163,7 @@ def test_wrong_product_in_16_bits_is_found(
 def test_refused_packing_fails(
     check_16_bits: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SplitModel, "packs", lambda self, mixers: False)
+    monkeypatch.setattr(TrunkAndHead, "packs", lambda self, mixers: False)
     found = check_16_bits()
     assert found["bfloat16, plain"].passed is True
     assert found["bfloat16, gpu"].passed is False

@@ -63,7 +63,7 @@ def test_real_sizes_reach_the_kernels_that_were_wrong() -> None:
     assert all(inner % 64 for inner in more)
     rows, inner, columns = products._SPLIT
     assert inner + 32 >= 3 * max(rows, columns + 32)
-    assert any(size.rows == 1 and size.inner >= 1024 for size in gpu.odd)
+    assert any(size.tokens == 1 and size.inner >= 1024 for size in gpu.odd)
 
 
 @pytest.mark.slow

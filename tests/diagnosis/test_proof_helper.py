@@ -51,7 +51,7 @@ def test_each_way_is_compared_with_gradients_that_are_not_zero(
 
 
 def wrong(scale: float) -> Any:
-    """Return a `loss_and_gradients` that changes one entry of one gradient in packed lines."""
+    """Return a `loss_and_gradients` that changes one entry of one gradient in packed sequences."""
     whole = InstructPipeline.loss_and_gradients
 
     def changed(self: InstructPipeline, *arguments: Any, **options: Any) -> Any:
@@ -115,7 +115,7 @@ def test_steps_are_timed_in_each_choice_of_shapes(
 
 
 def test_steps_are_timed_with_rounded_shapes_and_without() -> None:
-    rounding = Rounding(line=64, width=128)
+    rounding = Rounding(length=64, width=128)
     execution = Execution(MLX, rounding=rounding)
     found = {name: change(execution).rounding for name, change in proof_helper.SHAPES.items()}
     assert found == {"shapes as they are": NOT_ROUNDED, "shapes rounded": rounding}

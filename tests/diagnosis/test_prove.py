@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.files.processes import ChildError, ChildTimeoutError
+from mlxtune.core.files.processes import HelperError, HelperTimeoutError
 from mlxtune.core.machine import facts
 from mlxtune.core.machine.facts import Device
 from mlxtune.diagnosis import doctor
@@ -92,7 +92,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     monkeypatch.setattr(Workbench, "trained", lambda self, name, run="": give("trained"))
     monkeypatch.setattr(Workbench, "resumed", lambda self, name, stop: give("resumed"))
     monkeypatch.setattr(Workbench, "bench", lambda self, name, *timed: give("bench"))
-    monkeypatch.setattr(doctor, "probe_device", lambda: give("device"))
+    monkeypatch.setattr(doctor, "read_device", lambda: give("device"))
     monkeypatch.setattr(doctor, "packages", PACKAGES)
     return values
 
@@ -195,7 +195,7 @@ def test_failure_prints_what_it_means_and_what_to_do(cli: Cli, fakes: dict[str, 
 
 @pytest.mark.parametrize("part", ["gradients", "kernels", "trained", "resumed", "memory", "bench"])
 def test_busy_machine_fails_nothing(cli: Cli, fakes: dict[str, Any], part: str) -> None:
-    fakes[part] = ChildTimeoutError("did not end within 300 seconds")
+    fakes[part] = HelperTimeoutError("did not end within 300 seconds")
     fakes["steps"] = [check_speed("shapes as they are", 0.01)]
     outcome = cli("doctor", "--prove", "--json")
     assert outcome.code == 0
@@ -239,7 +239,7 @@ def test_run_that_writes_other_bytes_the_second_time_fails(
 def test_error_fails_its_checks_and_the_others_still_run(
     cli: Cli, fakes: dict[str, Any], part: str, failed: int, passed: int
 ) -> None:
-    fakes[part] = ChildError("killed by signal 6: [METAL] Command buffer failed")
+    fakes[part] = HelperError("killed by signal 6: [METAL] Command buffer failed")
     outcome = cli("doctor", "--prove", "--json")
     assert outcome.code == 1
     proof = json.loads(outcome.out)
@@ -349,7 +349,7 @@ def test_shared_file_holds_neither_names_nor_paths(
     monkeypatch.setattr(recipe.platform, "node", lambda: "annas-macbook.local")
     monkeypatch.setattr(recipe.getpass, "getuser", lambda: "anna")
     monkeypatch.setattr(Path, "home", lambda: Path("/Users/anna"))
-    fakes["memory"] = ChildError("anna: /Users/anna/My models/wedding on annas-macbook.local")
+    fakes["memory"] = HelperError("anna: /Users/anna/My models/wedding on annas-macbook.local")
     path = tmp_path / "proof.json"
     outcome = cli("doctor", "--prove", "--share", path)
     assert outcome.code == 1

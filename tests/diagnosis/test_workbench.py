@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlxtune.core.files.processes import ChildError, Children, ChildTimeoutError
+from mlxtune.core.files.processes import HelperError, Helpers, HelperTimeoutError
 from mlxtune.diagnosis import workbench
 from mlxtune.diagnosis.checks import check_gradients
 from mlxtune.diagnosis.workbench import QWEN, Workbench
@@ -24,7 +24,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
     def replace(*statuses: int, **files: str) -> list[list[str]]:
         started: list[list[str]] = []
 
-        def run(self: Children, arguments: list[str], folder: Path, **_: Any) -> int:
+        def run(self: Helpers, arguments: list[str], folder: Path, **_: Any) -> int:
             folder.mkdir(exist_ok=True)
             (folder / "checkpoints").mkdir(exist_ok=True)
             (folder / "stderr").write_text("mlxtune: error: no\n")
@@ -33,7 +33,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
             started.append(arguments)
             return statuses[min(len(started), len(statuses)) - 1]
 
-        monkeypatch.setattr(Children, "run", run)
+        monkeypatch.setattr(Helpers, "call", run)
         return started
 
     return replace
@@ -57,7 +57,7 @@ def test_straight_run_is_made_once(tmp_path: Path, runs: Any) -> None:
 
 def test_run_that_fails_says_its_last_message(tmp_path: Path, runs: Any) -> None:
     runs(1)
-    with pytest.raises(ChildError, match="exit code 1: mlxtune: error: no"):
+    with pytest.raises(HelperError, match="exit code 1: mlxtune: error: no"):
         Workbench(tmp_path).trained(QWEN)
 
 
@@ -65,7 +65,7 @@ def test_checks_before_a_crash_are_kept(tmp_path: Path, runs: Any) -> None:
     check = check_gradients("plain", 1e-7, 2e-7).taking(1.5)
     runs(-6, records=json.dumps(asdict(check)))
     found = []
-    with pytest.raises(ChildError, match="killed by signal 6"):
+    with pytest.raises(HelperError, match="killed by signal 6"):
         for each in Workbench(tmp_path).measure("gradients", tmp_path):
             found.append(each)
     assert found == [check]
@@ -74,14 +74,14 @@ def test_checks_before_a_crash_are_kept(tmp_path: Path, runs: Any) -> None:
 def test_checks_before_a_timeout_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check = check_gradients("plain", 1e-7, 2e-7).taking(1.5)
 
-    def run(self: Children, arguments: list[str], folder: Path, **_: Any) -> int:
+    def run(self: Helpers, arguments: list[str], folder: Path, **_: Any) -> int:
         Path(arguments[2]).write_text(json.dumps(asdict(check)))
-        raise ChildTimeoutError("did not end within 300 seconds")
+        raise HelperTimeoutError("did not end within 300 seconds")
 
-    monkeypatch.setattr(Children, "run", run)
+    monkeypatch.setattr(Helpers, "call", run)
     found = Workbench(tmp_path).measure("gradients")
     assert next(found) == check
-    with pytest.raises(ChildTimeoutError):
+    with pytest.raises(HelperTimeoutError):
         next(found)
 
 
@@ -105,7 +105,7 @@ def test_run_that_was_not_stopped_is_an_error(
     tmp_path: Path, runs: Any, status: int, error: str
 ) -> None:
     runs(status, checkpoints__metrics_jsonl="")
-    with pytest.raises(ChildError, match=error):
+    with pytest.raises(HelperError, match=error):
         Workbench(tmp_path).resumed(QWEN, signal.SIGINT)
 
 
@@ -120,10 +120,10 @@ def test_products_are_rounded_only_where_training_rounds_them(
 ) -> None:
     seen: dict[str, str] = {}
 
-    def run(self: Children, *_: Any, variables: dict[str, str]) -> int:
+    def run(self: Helpers, *_: Any, variables: dict[str, str]) -> int:
         seen.update(variables)
         return 0
 
-    monkeypatch.setattr(Children, "run", run)
+    monkeypatch.setattr(Helpers, "call", run)
     assert list(Workbench(tmp_path).measure(job)) == []
     assert seen.get("MLX_ENABLE_TF32") == ("0" if exact else None)

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch, which runs transformers' models")
 pytest.importorskip("peft", reason="needs peft, the peer")
 
-from mlxtune.benchmark.bench_helper import open_side
+from mlxtune.benchmark.bench_helper import open_contestant
 from tests.long.gpu_material import TINY, Machine
 from tests.long.gpu_peft import measure, padded
 from tests.long.gpu_timing import peft_case
@@ -29,7 +29,7 @@ def test_both_sides_start_with_the_same_loss(tmp_path: Path) -> None:
         job = machine.job(TINY)
         phases: list[str] = []
         theirs = measure(peft_case("tiny", job), phases.append)
-        side = open_side(job)
+        side = open_contestant(job)
         side.start(job.adapter, job.steps)
         ours = side.step(1, job.steps[0])
     assert theirs["losses"][0] == pytest.approx(ours, rel=1e-5)

@@ -19,8 +19,8 @@ from mlx.utils import tree_map
 from mlxtune.backend.forward import gates, operations
 from mlxtune.backend.forward.kernels.attention_kernels import (
     AttentionKernels,
-    plain_line,
-    plain_side_by_side,
+    plain_packed,
+    plain_padded,
 )
 from mlxtune.backend.forward.kernels.device_kernels import CUDA
 from mlxtune.backend.forward.kernels.gate_kernels import GateKernels
@@ -258,11 +258,11 @@ def compiled_as_on_gpu() -> Iterator[None]:
 class _AttentionKernels(AttentionKernels):
     """The kernels around attention where launches are counted; elsewhere MLX's operations."""
 
-    def side_by_side(self, *args: Any) -> tuple[mx.array, mx.array, mx.array]:
-        return super().side_by_side(*args) if _counts else plain_side_by_side(*args)
+    def padded(self, *args: Any) -> tuple[mx.array, mx.array, mx.array]:
+        return super().padded(*args) if _counts else plain_padded(*args)
 
-    def line(self, layout: Layout, output: mx.array) -> mx.array:
-        return super().line(layout, output) if _counts else plain_line(layout, output)
+    def packed(self, layout: Layout, output: mx.array) -> mx.array:
+        return super().packed(layout, output) if _counts else plain_packed(layout, output)
 
 
 # Not empty while launches are counted.

@@ -42,7 +42,7 @@ from tests.paths import ROOT, SHARED
 import mlx.core as mx  # isort: skip
 
 from mlxtune.backend.device.default_device import device_name, on_cpu
-from mlxtune.core.files.processes import ChildTimeoutError, output_of
+from mlxtune.core.files.processes import HelperTimeoutError, output_of
 from mlxtune.core.machine.facts import versions
 from tests.long.gpu_material import CASES, FOUR_BITS, TINY, Case, Machine
 from tests.long.gpu_parts import Parts
@@ -67,7 +67,7 @@ EQUALITY = [
     "tests/backend/step/test_execution.py",
     "tests/backend/step/test_execution_models.py",
     "tests/backend/forward/test_layer_calls.py",
-    "tests/backend/forward/test_side_by_side.py",
+    "tests/backend/forward/test_packed_mixers.py",
     "tests/backend/forward/test_loss.py",
     "tests/backend/forward/test_head.py",
 ]
@@ -204,7 +204,7 @@ def facts() -> dict[str, Any]:
 
 
 def _output(*command: str) -> str:
-    with suppress(OSError, ChildTimeoutError):
+    with suppress(OSError, HelperTimeoutError):
         return output_of(command, 15, folder=ROOT).stdout
     return ""
 

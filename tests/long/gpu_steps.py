@@ -21,7 +21,7 @@ from typing import Any
 
 import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 from mlxtune.backend.device import allocator, default_device
-from mlxtune.benchmark.bench_helper import BenchSide, Job, OurSide, open_side
+from mlxtune.benchmark.bench_helper import BenchContestant, Job, OurTrainer, open_contestant
 from mlxtune.core.data.encode import Example
 from tests.long.floor import needed_flops
 from tests.long.step_costs import needed_products
@@ -48,7 +48,7 @@ def measure(case: TimedCase, report: Callable[[str], None]) -> dict[str, Any]:
     """Return the seconds of each pass and the peak; `report` is called with each phase's name."""
     allocator.release()
     report("reading the weights")
-    side, steps = open_side(case.job), case.job.steps
+    side, steps = open_contestant(case.job), case.job.steps
     default_device.finish()
     side.start(case.job.adapter, steps)
     report("the warm-up")
@@ -72,11 +72,13 @@ def measure(case: TimedCase, report: Callable[[str], None]) -> dict[str, Any]:
     return found
 
 
-def _counted(side: BenchSide, case: TimedCase, report: Callable[[str], None]) -> dict[str, Any]:
+def _counted(
+    side: BenchContestant, case: TimedCase, report: Callable[[str], None]
+) -> dict[str, Any]:
     """Return the FLOPs that mlxtune's steps need and, if wanted, the times of the kernels."""
     found: dict[str, Any] = {}
     steps = case.job.steps
-    if isinstance(side, OurSide):
+    if isinstance(side, OurTrainer):
         flops = sum(needed_flops(needed_products(side, examples)) for examples in steps)
         found["needed_flops"] = flops
     if case.profiled:
@@ -85,9 +87,9 @@ def _counted(side: BenchSide, case: TimedCase, report: Callable[[str], None]) ->
     return found
 
 
-def take(side: BenchSide, steps: Steps) -> list[float]:
+def take(side: BenchContestant, steps: Steps) -> list[float]:
     """Take all steps, mlxtune's on a GPU as `train` does; return their losses when all is done."""
-    if isinstance(side, OurSide) and not default_device.on_cpu():
+    if isinstance(side, OurTrainer) and not default_device.on_cpu():
         losses = [step.loss for step in side.overlapped(steps)]
     else:
         losses = [side.step(number, examples) for number, examples in enumerate(steps, 1)]

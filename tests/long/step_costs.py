@@ -30,12 +30,12 @@ from statistics import median
 from typing import Any
 
 from mlxtune.benchmark.bench import measured, prepared, show_benchmark
-from mlxtune.benchmark.bench_helper import Job, OurSide, open_side
+from mlxtune.benchmark.bench_helper import Job, OurTrainer, open_contestant
 from mlxtune.benchmark.peers import MlxLm
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.files.writing import make_folder, write_json
-from mlxtune.core.steps.batch import predicted_tokens
+from mlxtune.core.steps.batch import supervised_tokens
 from mlxtune.views.console import RunConsole
 from mlxtune.views.terminal import result_console
 from tests.long.bench_options import run_with_options
@@ -47,11 +47,11 @@ from tests.long.pipeline_graphs import PipelineGraphs
 
 def costs(job: Job) -> dict[str, Any]:
     """Return the costs of a side's steps; for mlxtune, also the products that the steps need."""
-    side = open_side(job)
+    side = open_contestant(job)
     # The CPU has no such kernels, and its own execution is counted without them.
     with kernels_of_a_gpu() if job.execution == "gpu" else nullcontext():
         side.start(job.adapter, job.steps)
-    if not isinstance(side, OurSide):
+    if not isinstance(side, OurTrainer):
         assert isinstance(side, MlxLm)
         return _counted(MlxLmGraphs(side), job.steps)
     # The CPU's kernels compute when called, so there is no graph.
@@ -63,13 +63,13 @@ def costs(job: Job) -> dict[str, Any]:
     return counted | {"products": seconds}
 
 
-def needed_products(side: OurSide, examples: Sequence[Example]) -> Products:
+def needed_products(side: OurTrainer, examples: Sequence[Example]) -> Products:
     """Return the products that one of mlxtune's steps needs."""
     batches = side.pipeline.engine.batches.of(examples)
     return step_products(
         side.pipeline.model,
         [stretch for _, batch in batches for stretch in batch.stretches],
-        sum(map(predicted_tokens, examples)),
+        sum(map(supervised_tokens, examples)),
         vocab_size=side.base.vocab_size,
         hidden_size=side.base.hidden_size,
     )
@@ -97,7 +97,7 @@ def measure(config: BenchConfig, console: RunConsole) -> dict[str, Any]:
         found = benchmark.as_dict()
         for name, side in (("ours", benchmark.ours), ("theirs", benchmark.theirs)):
             if side is not None and side.runs:
-                found[name] |= _apart(replace(job, side=side.name))
+                found[name] |= _apart(replace(job, contestant=side.name))
     ours, theirs = found["ours"], found["theirs"]
     if theirs and "matmul_flops" in theirs:
         # Both sides' steps need the same products.

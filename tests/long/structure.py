@@ -17,7 +17,7 @@ from tests.paths import ROOT
 
 PACKAGE = ROOT / "mlxtune"
 # Files that a process is started with: nothing imports them.
-SCRIPTS = ("worker", "_child", "probe", "__main__")
+SCRIPTS = ("_helper", "__main__")
 
 
 @cache

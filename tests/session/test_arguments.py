@@ -15,8 +15,8 @@ import pytest
 
 import mlxtune
 from mlxtune.backend.workers import launch
-from mlxtune.backend.workers.group import Workers
 from mlxtune.backend.workers.launch import join_run
+from mlxtune.backend.workers.workers import Workers
 from mlxtune.cli import COMMANDS
 from mlxtune.config import DataConfig, TrainConfig
 from mlxtune.core.data import cache, problems

@@ -15,7 +15,7 @@ from mlxtune.backend.models import loading, stored_layers
 from mlxtune.backend.models.loading import BaseModel, open_base, read_weights
 from mlxtune.backend.models.stored_layers import TimedProducts
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.workers.group import Workers
+from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
@@ -26,8 +26,8 @@ from mlxtune.session import planning
 from mlxtune.session.planning import (
     choose_plan,
     confirm,
-    planned_work,
     recorded_memory,
+    sampled_work,
     settle_products,
 )
 from tests.backend.conftest import random_examples
@@ -44,7 +44,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
     monkeypatch.setattr("mlxtune.backend.memory.shapes.graph_limits", lambda: None)
     options: dict[str, Any] = {"rank": 4, "memory_limit": 0.02, "cache_dir": tmp_path / "cache"}
     config = TrainConfig(str(write_model(tmp_path / "model", "qwen3")), ("d",), **options)
-    base, work = opened(config), planned_work(config, [examples()])
+    base, work = opened(config), sampled_work(config, [examples()])
     plan = choose_plan(config, base, work)
     read_weights(base)
     pipeline = InstructPipeline(base.model, config.lora(), execution=plan.execution)

@@ -12,8 +12,8 @@ import pytest
 
 import mlxtune
 from mlxtune.backend.models import loading
-from mlxtune.backend.workers.group import Workers
 from mlxtune.backend.workers.launch import WorkerRun
+from mlxtune.backend.workers.workers import Workers
 from mlxtune.commands import train as recipe
 from mlxtune.config import TrainConfig
 from mlxtune.core.steps import memory_plan

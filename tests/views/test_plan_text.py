@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from mlxtune.config import TrainConfig
-from mlxtune.core.data.inspection import CutLoss
+from mlxtune.core.data.inspection import TruncationLoss
 from mlxtune.core.run.run_plan import LongestFit, RunPlan, Speed
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import MemoryPlan
 from mlxtune.core.steps.memory_terms import Measured, Prediction
 from mlxtune.core.steps.scaling import Scaling
 from mlxtune.views.plan_text import (
-    cut_line,
     few_steps_line,
     free_line,
     large_rate_line,
@@ -24,6 +23,7 @@ from mlxtune.views.plan_text import (
     micro_batches_line,
     peak_line,
     plan_lines,
+    truncated_line,
 )
 from tests.core.steps.shapes import shapes
 
@@ -35,8 +35,8 @@ MEMORY = MemoryPlan(
     estimate=1_700_000_000,
     time=1.0,
     micro_batches_per_step=2.1,
-    padding_share=0.03,
-    run_share=0.8,
+    padding_fraction=0.03,
+    forward_fraction=0.8,
 )
 RECOMPUTED = replace(MEMORY, execution=Execution(None, 256, recompute=True))
 RUN = RunPlan(
@@ -97,14 +97,16 @@ def test_plan_is_compared_with_the_free_memory(free: int | None, line: str) -> N
 
 
 def test_cut_of_supervised_tokens_names_a_limit_and_its_memory() -> None:
-    assert cut_line(CutLoss(0.123, 2048), 512, 3_200_000_000) == (
+    assert truncated_line(TruncationLoss(0.123, 2048), 512, 3_200_000_000) == (
         "--max-seq-len 512 cuts off 12% of the supervised tokens: --max-seq-len 2048 keeps 99% of "
         "them, in 3.2 GB"
     )
-    assert cut_line(CutLoss(0.123, 2048, 120), 512, None).startswith(
+    assert truncated_line(TruncationLoss(0.123, 2048, 120), 512, None).startswith(
         "--max-seq-len 512 skips 120 preference rows with 12% of the supervised tokens: --max-seq"
     )
-    assert cut_line(CutLoss(0.123, 2048), 512, None).endswith("does not fit into --memory-limit")
+    assert truncated_line(TruncationLoss(0.123, 2048), 512, None).endswith(
+        "does not fit into --memory-limit"
+    )
 
 
 def test_too_few_steps_are_warned_of_with_enough_epochs_steps_or_rows() -> None:

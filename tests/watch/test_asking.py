@@ -14,7 +14,7 @@ from mlxtune.core.files.remembered import mark
 from mlxtune.core.run.stored_run import read_run
 from mlxtune.errors import ConfigError, OutputError
 from mlxtune.watch import asking as module
-from mlxtune.watch.answer_worker import answers
+from mlxtune.watch.answer_helper import answers
 from mlxtune.watch.asking import Asker, Question, problem_of
 from tests.models import sums, write_chat
 from tests.runs import write_run
@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Path:
 def asker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An asker with the fake worker."""
     (tmp_path / "fake_answer_worker.py").write_text(WORKER)
-    monkeypatch.setattr(module, "_WORKER", "fake_answer_worker")
+    monkeypatch.setattr(module, "_HELPER", "fake_answer_worker")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
     asker = Asker()
     yield asker

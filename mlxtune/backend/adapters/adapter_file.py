@@ -1,7 +1,6 @@
 """An adapter file in mlx-lm's layout, with its config and the run that wrote it.
 
-A command finds the adapter once and passes the `AdapterFile` on: its parts share one reading of
-each file.
+A command finds the adapter once and passes the `AdapterFile` on, so that each file is read once.
 """
 
 from collections.abc import Mapping

@@ -142,11 +142,11 @@ def check_beside(weights: Path, described: Mapping[str, Any], base: Mapping[str,
 def _same(config: Mapping[str, Any], described: Mapping[str, Any]) -> bool:
     """Return whether a config has all entries of `described`, nested entries included."""
     for name, value in described.items():
-        found = config.get(name)
+        own = config.get(name)
         if isinstance(value, Mapping):
-            if not isinstance(found, Mapping) or not _same(found, value):
+            if not isinstance(own, Mapping) or not _same(own, value):
                 return False
-        elif found != value:
+        elif own != value:
             return False
     return True
 
@@ -285,7 +285,7 @@ def other_base_error(path: Path, base: str, problem: str) -> ModelError:
     )
 
 
-def split_layer(name: str) -> tuple[int, str] | None:
+def layer_and_path(name: str) -> tuple[int, str] | None:
     """Return a module's layer number and its path in the layer; None outside the layers."""
     match = _IN_LAYER.search(name)
     return (int(match[1]), match[2]) if match else None

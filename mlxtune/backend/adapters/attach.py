@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile, training_options
-from mlxtune.backend.adapters.adapter_folder import check_shapes, other_base_error, split_layer
+from mlxtune.backend.adapters.adapter_folder import check_shapes, layer_and_path, other_base_error
 from mlxtune.backend.adapters.checkpoint_tensors import trained_tensors
 from mlxtune.backend.lora.apply import LoRASummary, lora_layer, summarise
 from mlxtune.backend.lora.lora_layers import DoRALinear, DropoutKeys
@@ -78,7 +78,7 @@ def load_adapted(base: BaseModel, adapter: AdapterFile) -> Adapted:
 
 
 def _config_of(adapter: AdapterFile, names: list[str]) -> InstructConfig:
-    places = [place for name in names if (place := split_layer(name))]
+    places = [place for name in names if (place := layer_and_path(name))]
     targets = tuple(sorted({path for _, path in places} or names))
     try:
         return InstructConfig(targets=targets, **training_options(adapter.info))

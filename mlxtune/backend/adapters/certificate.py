@@ -22,7 +22,7 @@ from mlxtune.core.formatting import count
 from mlxtune.errors import OutputError
 
 CERTIFICATE = "certificate.json"
-# If a storage format loses more than this share of the gain, the next format is tried.
+# If a storage format loses more than this fraction of the gain, the next format is tried.
 MOST_LOST = 0.1
 
 Logits = npt.NDArray[np.float32]
@@ -93,7 +93,7 @@ class WeightCheck:
 
 @dataclass(frozen=True)
 class StorageTrial:
-    """A storage format, the value measured with it, and the share of the gain that it loses."""
+    """A storage format, the value measured with it, and the fraction of the gain that it loses."""
 
     storage: str
     value: float
@@ -238,10 +238,10 @@ def check(certificate: Certificate, target: Path) -> None:
         )
 
 
-def share_lost(base: float, trained: float, value: float) -> float:
-    """Return the share of the gain lost by a model whose measure has the value `value`.
+def fraction_lost(base: float, trained: float, value: float) -> float:
+    """Return the fraction of the gain lost by a model whose measure has the value `value`.
 
-    The share is 1 if the value or the gain is not finite, and 0 if there is no gain.
+    The fraction is 1 if the value or the gain is not finite, and 0 if there is no gain.
     """
     gain = base - trained
     if not math.isfinite(value) or not math.isfinite(gain):
@@ -261,7 +261,7 @@ def try_in_order(
     tried: list[StorageTrial] = []
     for storage in storages:
         value = value_of(storage)
-        tried.append(StorageTrial(storage, value, share_lost(base, trained, value)))
+        tried.append(StorageTrial(storage, value, fraction_lost(base, trained, value)))
         if tried[-1].lost <= MOST_LOST:
             break
     return Retention(measure, unit, base, trained, tuple(tried))

@@ -271,7 +271,7 @@ def check_fused(
 
 
 def _errors(module: nn.Module, expected: nn.Module, wanted: mx.array) -> tuple[float, float]:
-    """Return a weight's error and its allowed error, both as shares of the largest wanted entry."""
+    """Return a weight's error and its tolerance, relative to the largest expected entry."""
     off, rounding = (
         mx.abs(dequantized_weight(each) - wanted).max() / mx.abs(wanted).max()
         for each in (module, expected)

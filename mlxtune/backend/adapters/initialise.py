@@ -11,7 +11,7 @@ import numpy.typing as npt
 from mlx.utils import tree_unflatten
 
 from mlxtune.backend.adapters.adapter_file import AdapterFile, AdapterInfo, training_options
-from mlxtune.backend.adapters.adapter_folder import check_shapes, split_layer
+from mlxtune.backend.adapters.adapter_folder import check_shapes, layer_and_path
 from mlxtune.backend.adapters.checkpoint_tensors import adapter_tensors
 from mlxtune.backend.adapters.file_formats.mlx_lm import read_mlx_lm, tensors_of
 from mlxtune.backend.lora.apply import LoRASummary, adapted_modules
@@ -76,7 +76,7 @@ def _other_targets(adapter: AdapterFile, model: nn.Module) -> Iterator[str]:
     theirs, ours = set(adapter.module_names()), set(adapted_modules(model))
     of_this_model = theirs <= {name for name, _ in model.named_modules()}
     targets, given = (
-        sorted({place[1] for place in map(split_layer, names) if place is not None})
+        sorted({place[1] for place in map(layer_and_path, names) if place is not None})
         for names in (theirs, ours)
     )
     if of_this_model and targets != given:
@@ -106,7 +106,7 @@ def with_adapter(given: Mapping[str, Any], adapter: AdapterFile) -> dict[str, An
     """
     info, places = adapter.info, []
     for name in adapter.module_names():
-        if (place := split_layer(name)) is None:
+        if (place := layer_and_path(name)) is None:
             raise ModelError(
                 f"{adapter.path}: has LoRA on {name:.200}, outside the layers, where mlxtune "
                 "cannot train it"

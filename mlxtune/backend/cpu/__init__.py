@@ -73,7 +73,7 @@ class CpuOperations:
         return undo
 
     def attention_kernels(self, dtype: mx.Dtype | None) -> None:
-        """Return None: attention runs on the line itself."""
+        """Return None: attention runs on the sequence itself."""
 
     def cross_entropies(self, logits: mx.array, targets: mx.array) -> mx.array:
         """Return the cross-entropy (P,) of logits (P, V) against targets (P,)."""

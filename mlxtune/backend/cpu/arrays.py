@@ -104,15 +104,15 @@ def computes(*arrays: Any) -> bool:
     return all(isinstance(x, mx.array) and x.dtype == mx.float32 and x.size for x in arrays)
 
 
-def by_rows(
-    kernel: Callable[..., None], x: npt.NDArray[Any], *args: Any, rows: int | None = None
+def in_blocks(
+    kernel: Callable[..., None], x: npt.NDArray[Any], *args: Any, count: int | None = None
 ) -> None:
-    """Call a kernel that takes (start, end, x, *args) for all `rows`, by default the rows of x."""
-    rows = len(x) if rows is None else rows
+    """Call a kernel that takes (start, end, x, *args) for all `count`, by default the rows of x."""
+    count = len(x) if count is None else count
     if x.size < _WORTH_SHARING:
-        kernel(0, rows, x, *args)
+        kernel(0, count, x, *args)
     else:
-        in_parts(lambda _, start, end: kernel(start, end, x, *args), rows)
+        in_parts(lambda _, start, end: kernel(start, end, x, *args), count)
 
 
 def in_parts(work: Callable[[int, int, int], None], count: int) -> None:

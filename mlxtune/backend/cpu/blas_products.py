@@ -19,19 +19,19 @@ from mlxtune.backend.cpu.arrays import (
     THREADS,
     WORTH_MULTIPLYING,
     Floats,
-    by_rows,
     copied,
     empty,
+    in_blocks,
     in_parts,
     matrix,
     multiply,
     view,
 )
 from mlxtune.backend.models.autograd import differentiable
-from mlxtune.backend.models.stored_layers import QuantizedRows
+from mlxtune.backend.models.stored_layers import QuantizedHead
 
 # A frozen matrix (out, in), plain or quantised.
-Weight = mx.array | QuantizedRows
+Weight = mx.array | QuantizedHead
 
 # The number of vocabulary rows that fit in a thread's cache, and the number in a block for all
 # threads.
@@ -48,7 +48,7 @@ class _Scratch(threading.local):
 
     weight = np.empty(0, dtype=np.uint32)
 
-    def rows(self, shape: tuple[int, ...]) -> npt.NDArray[np.uint32]:
+    def widened(self, shape: tuple[int, ...]) -> npt.NDArray[np.uint32]:
         """Return the buffer for a matrix; the next call overwrites it."""
         size = math.prod(shape)
         if self.weight.size < size:
@@ -61,7 +61,7 @@ _scratch = _Scratch()
 
 def in_float32(weight: Weight) -> Floats:
     """Return a weight (m, n) in float32; the next call on this thread may overwrite it."""
-    if isinstance(weight, QuantizedRows):
+    if isinstance(weight, QuantizedHead):
         return view(weight[:])
     stored = _stored(weight)
     return view(weight.astype(mx.float32)) if stored is None else widened(stored)
@@ -69,7 +69,7 @@ def in_float32(weight: Weight) -> Floats:
 
 def _stored(weight: Weight) -> npt.NDArray[Any] | None:
     """Return a weight's matrix in a form that `widened` accepts; None if only MLX can cast it."""
-    if isinstance(weight, QuantizedRows) or weight.dtype not in (mx.float32, mx.bfloat16):
+    if isinstance(weight, QuantizedHead) or weight.dtype not in (mx.float32, mx.bfloat16):
         return None
     return view(weight) if weight.dtype == mx.float32 else view(weight.view(mx.uint16))
 
@@ -81,11 +81,11 @@ def widened(narrow: npt.NDArray[Any]) -> Floats:
     """
     if narrow.dtype == np.float32:
         return narrow
-    wide = _scratch.rows(narrow.shape)
+    wide = _scratch.widened(narrow.shape)
     if narrow.size < _SHARED:
         numba_kernels.widen(0, len(narrow), narrow, wide)
     else:
-        by_rows(numba_kernels.widen, narrow, wide)
+        in_blocks(numba_kernels.widen, narrow, wide)
     return wide.view(np.float32)
 
 
@@ -138,7 +138,7 @@ def add_update(y: mx.array, x: mx.array, a: mx.array, b: mx.array, scale: float)
     """Add scale * (x A) B to y (..., out), in place; A is (in, r), B (r, out)."""
     low = matrix(x) @ view(a)
     low *= np.float32(scale)
-    by_rows(numba_kernels.add_product_, matrix(y), low, view(b))
+    in_blocks(numba_kernels.add_product_, matrix(y), low, view(b))
 
 
 def update_gradients(
@@ -149,7 +149,7 @@ def update_gradients(
     d_x = backward(cotangent, weight)
     d_low = d @ up.T
     d_low *= np.float32(scale)
-    by_rows(numba_kernels.add_product_, matrix(d_x), d_low, np.ascontiguousarray(down.T))
+    in_blocks(numba_kernels.add_product_, matrix(d_x), d_low, np.ascontiguousarray(down.T))
     low = rows @ down
     low *= np.float32(scale)
     return d_x, mx.array(rows.T @ d_low), mx.array(low.T @ d)
@@ -195,7 +195,7 @@ def losses(logits: mx.array, targets: mx.array) -> mx.array:
     def gradient(logits: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         made = copied(logits)
         out = matrix(made)
-        by_rows(numba_kernels.softmax_, out, 1, False)
+        in_blocks(numba_kernels.softmax_, out, 1, False)
         out[at, wanted] -= 1
         out *= view(cotangent)[:, None]
         return made
@@ -212,7 +212,7 @@ class _OnlineSoftmax:
 
     def take(self, logits: Floats) -> None:
         """Add a block of logits, and replace each logit with exp(logit - the highest so far)."""
-        by_rows(numba_kernels.online_softmax_, logits, self.highest, self.total, self.correction)
+        in_blocks(numba_kernels.online_softmax_, logits, self.highest, self.total, self.correction)
 
     def log_sums(self) -> Floats:
         """Return the logarithm of each row's sum of exp(logit)."""
@@ -228,7 +228,7 @@ class _HeadSoftmax(_OnlineSoftmax):
         self.expected = np.zeros(hidden.shape if expects else (0, 0), dtype=np.float32)
         self._logits, self._product = np.empty(0, np.float32), np.empty_like(hidden)
 
-    def take_rows(self, block: Floats) -> None:
+    def take_block(self, block: Floats) -> None:
         """Add a block (v, H) of the head's weight."""
         size = len(self._hidden) * len(block)
         if self._logits.size < size:
@@ -275,11 +275,11 @@ def _take_stored(
     stored: npt.NDArray[Any], heads: list[_HeadSoftmax], part: int, start: int, end: int
 ) -> None:
     for at in range(start, end, _ROWS):
-        heads[part].take_rows(widened(stored[at : min(at + _ROWS, end)]))
+        heads[part].take_block(widened(stored[at : min(at + _ROWS, end)]))
 
 
 def _share(block: Floats, heads: list[_HeadSoftmax]) -> None:
-    in_parts(lambda part, start, end: heads[part].take_rows(block[start:end]), len(block))
+    in_parts(lambda part, start, end: heads[part].take_block(block[start:end]), len(block))
 
 
 def _right(weight: Weight, hidden: Floats, targets: mx.array) -> tuple[Floats, Floats]:

@@ -21,7 +21,7 @@ from mlxtune.backend.models.replaced import Replacements, subclasses
 from mlxtune.backend.models.stored_layers import (
     DequantizedEmbedding,
     DequantizedLinear,
-    QuantizedRows,
+    QuantizedHead,
     StoredEmbedding,
     StoredLinear,
 )
@@ -60,7 +60,7 @@ def _product_with_update(x: mx.array, layer: LoRALinear) -> mx.array:
 
 def _frozen_weight(module: nn.Module) -> blas_products.Weight:
     # Quantised weights are unpacked for each use: MLX's quantised products take 30 times as long.
-    return QuantizedRows(module) if hasattr(module, "unpacked") else module["weight"]
+    return QuantizedHead(module) if hasattr(module, "unpacked") else module["weight"]
 
 
 class _Linear(FrozenProduct):

@@ -12,9 +12,9 @@ from mlxtune.backend.cpu import numba_kernels
 from mlxtune.backend.cpu.arrays import (
     THREADS,
     Floats,
-    by_rows,
     computes,
     empty,
+    in_blocks,
     in_parts,
     matrix,
     multiplied,
@@ -30,7 +30,7 @@ from mlxtune.backend.cpu.kernel_layers import (
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable
 
-# Table lengths for packed lines are rounded up to a multiple of this, so that few tables are
+# Table lengths for packed sequences are rounded up to a multiple of this, so that few tables are
 # needed.
 _LENGTH_MULTIPLE = 256
 
@@ -53,13 +53,13 @@ def _with_gradient(
         if not is_read:
             return unread(*arrays[0].shape)
         made = empty(*arrays[0].shape)
-        by_rows(kernel, *map(matrix, (*arrays, made)), *constants)
+        in_blocks(kernel, *map(matrix, (*arrays, made)), *constants)
         return made
 
     def gradient(primals: Any, cotangent: mx.array, output: Any) -> Any:
         primals = primals if isinstance(primals, tuple | list) else (primals,)
         made = [empty(*x.shape) for x in primals]
-        by_rows(gradient_kernel, *map(matrix, (*primals, cotangent, *made)), *constants)
+        in_blocks(gradient_kernel, *map(matrix, (*primals, cotangent, *made)), *constants)
         return tuple(made) if len(made) > 1 else made[0]
 
     return differentiable(run, gradient)(*inputs)
@@ -139,14 +139,14 @@ def rope(
     def run(x: mx.array) -> mx.array:
         source = np.ascontiguousarray(view(x).swapaxes(1, 2))
         made, lines = empty(*x.shape), source.shape[0] * source.shape[1]
-        by_rows(numba_kernels.turn, source, cosines, sines, view(made), rows=lines)
+        in_blocks(numba_kernels.turn, source, cosines, sines, view(made), count=lines)
         return made
 
     def gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
         source = np.ascontiguousarray(view(cotangent))
         batch, heads, length, width = source.shape
         made = empty(batch, length, heads, width)
-        by_rows(numba_kernels.turn_back, source, cosines, sines, view(made), rows=batch * length)
+        in_blocks(numba_kernels.turn_back, source, cosines, sines, view(made), count=batch * length)
         return made.transpose(0, 2, 1, 3)
 
     return differentiable(run, gradient)(x)
@@ -154,7 +154,9 @@ def rope(
 
 @dataclass(frozen=True)
 class _AttentionPart:
-    """A block of groups and queries of one line, and the ranges of keys that the queries see."""
+    """A block of groups and queries of one sequence, and the ranges of keys that the queries
+    see.
+    """
 
     line: int
     groups: slice
@@ -212,8 +214,8 @@ class _Attention:
             for line in range(self.batch):
                 yield line, slice(start, end), (slice(0, seen),)
 
-    def for_each_part(self, run: Callable[[_AttentionPart], None]) -> None:
-        """Call `run` for every part. Threads divide the groups if each thread can take one."""
+    def for_each_part(self, compute: Callable[[_AttentionPart], None]) -> None:
+        """Call `compute` for every part. Threads divide the groups if each thread can take one."""
 
         def run_those(_: int, first: int, last: int) -> None:
             for line, queries, keys in self.blocks():
@@ -221,12 +223,12 @@ class _Attention:
                 scores = self.heads // self.groups * whole.count * whole.seen
                 at_once = max(ATTENTION_SCORES // (scores * (THREADS if shared else 1)), 1)
                 for group in range(first, last, at_once):
-                    run(replace(whole, groups=slice(group, min(group + at_once, last))))
+                    compute(replace(whole, groups=slice(group, min(group + at_once, last))))
 
         shared = self.groups >= THREADS
         in_parts(run_those, self.groups) if shared else run_those(0, 0, self.groups)
 
-    def rows(self, x: Floats, part: _AttentionPart) -> Floats:
+    def block_of(self, x: Floats, part: _AttentionPart) -> Floats:
         """Return a part of x (B, G, H / G, T, n) as contiguous (groups, H / G * queries, n)."""
         chosen = x[part.line, part.groups, :, part.queries]
         return np.ascontiguousarray(chosen).reshape(len(chosen), -1, x.shape[-1])
@@ -261,9 +263,9 @@ class _Attention:
         whole = self.by_group(view(made).swapaxes(1, 2))
 
         def run(part: _AttentionPart) -> None:
-            weights = self.scores(self.rows(self.q, part) * self.scale, part)
+            weights = self.scores(self.block_of(self.q, part) * self.scale, part)
             rows = weights.reshape(-1, part.seen)
-            by_rows(numba_kernels.softmax_, rows, part.count, self.causal)
+            in_blocks(numba_kernels.softmax_, rows, part.count, self.causal)
             values = multiplied(weights, self.seen(self.v, part))
             target = whole[part.line, part.groups, :, part.queries]
             target[...] = values.reshape(target.shape)
@@ -278,11 +280,11 @@ class _Attention:
         d_v = np.zeros(self.v.shape, dtype=np.float32)
 
         def run(part: _AttentionPart) -> None:
-            q = self.rows(self.q, part) * self.scale
-            weights, part_d = self.scores(q, part), self.rows(d, part)
+            q = self.block_of(self.q, part) * self.scale
+            weights, part_d = self.scores(q, part), self.block_of(d, part)
             d_scores = multiplied(part_d, self.seen(self.v, part).swapaxes(1, 2))
             rows, d_rows = (x.reshape(-1, part.seen) for x in (weights, d_scores))
-            by_rows(numba_kernels.softmax_gradient_, rows, d_rows, part.count, self.causal)
+            in_blocks(numba_kernels.softmax_gradient_, rows, d_rows, part.count, self.causal)
             self.add_seen(d_v, part, multiplied(weights.swapaxes(1, 2), part_d))
             self.add_seen(d_k, part, multiplied(d_scores.swapaxes(1, 2), q))
             target = d_q[part.line, part.groups, :, part.queries]
@@ -306,7 +308,7 @@ def attention(q: mx.array, k: mx.array, v: mx.array, scale: float, mask: Any) ->
     "causal" with the queries aligned to the end of the keys, or an array that broadcasts to
     (B, H, T, S).
     """
-    # The layout is kept, because another line may be running by the time of the backward pass.
+    # The layout is kept, because another sequence may be running by the time of the backward pass.
     layout = packed.layout()
     if not isinstance(mask, str):
         packed.check_not_packed()

@@ -211,7 +211,7 @@ class KernelMemory:
     def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
         """Return the working entries of the head; a split single-product head holds no logits."""
         positions, hidden = head_states(shapes, settings, load)
-        if settings.split_head and shapes.plain_head:
+        if settings.head_apart and shapes.plain_head:
             return hidden + (_BLOCKS * _VOCABULARY_BLOCK * shapes.hidden if shapes.head_cast else 0)
         copies = _CPU_LOGITS if shapes.stored_itemsize else LOGITS
         return hidden + shapes.head_cast + copies * held_logits(settings, positions, shapes)

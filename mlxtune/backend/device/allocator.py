@@ -24,14 +24,14 @@ from mlxtune.core.steps.memory_in_flight import GraphLimits
 GB = 10**9
 # Shares of the limit: the size of MLX's cache of freed buffers, and the memory use above which
 # the cache is cleared.
-_CACHE_SHARE = 1 / 8
+_CACHE_FRACTION = 1 / 8
 _PRESSURE = 0.9
-# The share of a CUDA device's memory to use, because CUDA recommends no size. The rest is for the
-# context, the libraries of each process, and fragmentation. MLX's own share on CUDA is 0.95.
-_CUDA_SHARE = 0.9
-# The share of the GPU's memory that is wired. Wiring all of it starves the window server and other
-# programs, which then stall.
-_WIRED_SHARE = 0.9
+# The fraction of a CUDA device's memory to use, because CUDA recommends no size. The rest is for
+# the context, the libraries of each process, and fragmentation. MLX's own default is 0.95.
+_CUDA_FRACTION = 0.9
+# The fraction of the GPU's memory that is wired. Wiring all of it starves the window server and
+# other programs, which then stall.
+_WIRED_FRACTION = 0.9
 # The numbers of operations, and of Mi array entries that they read, at which MLX ends a graph: by
 # CUDA architecture, and otherwise (`get_graph_limits` in mlx/backend/cuda/device.cpp).
 _GRAPHS = {"sm_80": (20, 400), "sm_121": (20, 25)}
@@ -78,7 +78,7 @@ def find_limits(memory_limit_gb: float) -> MemoryLimits:
     device = str(info.get("device_name", "unknown device"))
     # On the CPU, malloc reuses freed memory for arrays of any size. MLX's cache reuses it for
     # similar sizes only, which doubles the memory in use if sizes differ from step to step.
-    cache = 0 if on_cpu() else int(memory * _CACHE_SHARE)
+    cache = 0 if on_cpu() else int(memory * _CACHE_FRACTION)
     return MemoryLimits(memory, cache, recommended, device)
 
 
@@ -123,7 +123,7 @@ def _recommended(info: Mapping[str, str | int]) -> int | None:
     if working_set := info.get("max_recommended_working_set_size"):
         return int(working_set)
     total = info.get("total_memory")
-    return None if total is None else int(_CUDA_SHARE * int(total))
+    return None if total is None else int(_CUDA_FRACTION * int(total))
 
 
 def _reserved_by_others() -> int:
@@ -141,7 +141,7 @@ def set_limits(memory_limit_gb: float) -> MemoryLimits:
     mx.set_cache_limit(limits.cache)
     forget_peak()
     if has_metal() and limits.recommended is not None:
-        mx.set_wired_limit(min(limits.memory, int(_WIRED_SHARE * limits.recommended)))
+        mx.set_wired_limit(min(limits.memory, int(_WIRED_FRACTION * limits.recommended)))
     return limits
 
 

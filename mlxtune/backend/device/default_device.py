@@ -7,7 +7,7 @@ from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 # Metal's fused attention takes blocks of 32 queries (`steel_attention_*_bq32_*` in mlx.metallib).
 # On CUDA, attention's gradient is fused for multiples of 128 only, and cuDNN makes a plan for each
 # new shape (`ScaledDotProductAttentionVJP::use_fallback` in mlx/backend/cuda).
-_METAL, _CUDA = Rounding(line=64, width=32), Rounding(line=64, width=128)
+_METAL, _CUDA = Rounding(length=64, width=32), Rounding(length=64, width=128)
 
 
 def on_cpu() -> bool:

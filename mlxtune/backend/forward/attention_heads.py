@@ -17,15 +17,15 @@ from mlxtune.backend.forward.kernels.attention_kernels import (
     AttentionKernels,
     Heads,
     HeadSizes,
-    plain_line,
-    plain_side_by_side,
+    plain_packed,
+    plain_padded,
     serves,
 )
 from mlxtune.backend.forward.kernels.attention_trial import KernelsFor
 from mlxtune.backend.lora.lora_layers import LoRALinear
 from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.models.mixers.attention import scaled_dot_product_attention
-from mlxtune.backend.models.packed import Layout, LineCache
+from mlxtune.backend.models.packed import Layout, PackedCache
 from mlxtune.backend.models.stored_layers import dimensions
 from mlxtune.core.steps.pack import Segment
 
@@ -46,13 +46,15 @@ class KernelAttention:
     def run(
         self, mixer: nn.Module, layout: Layout, x: mx.array, mask: Any = None, cache: Any = None
     ) -> mx.array | None:
-        """Return the layer's output (1, N, ·) for a line; None if the kernels do not support it."""
+        """Return the layer's output (1, N, ·) for a sequence; None if the kernels do not
+        support it.
+        """
         projected = mixer.q_proj(x), mixer.k_proj(x), mixer.v_proj(x)
         if not serves(self._heads, layout, projected):
             return None
-        q, k, v = self._kernels.side_by_side(self._heads, layout, *projected)
+        q, k, v = self._kernels.padded(self._heads, layout, *projected)
         output = scaled_dot_product_attention(q, k, v, cache, self._scale, mask)
-        found: mx.array = mixer.o_proj(self._kernels.line(layout, output))
+        found: mx.array = mixer.o_proj(self._kernels.packed(layout, output))
         return found
 
 
@@ -121,9 +123,9 @@ def _computed_heads(mixer: nn.Module) -> Heads | None:
     if not heads.sizes.served:
         return None
     alone = Layout([Segment(0, _TOKENS, 0, -1)])
-    q, k, v = plain_side_by_side(heads, alone, *projected)
-    output = scaled_dot_product_attention(q, k, v, LineCache(), mixer.scale, "causal")
-    apart = mx.abs(plain_line(alone, output) - expected).max() / mx.abs(expected).max()
+    q, k, v = plain_padded(heads, alone, *projected)
+    output = scaled_dot_product_attention(q, k, v, PackedCache(), mixer.scale, "causal")
+    apart = mx.abs(plain_packed(alone, output) - expected).max() / mx.abs(expected).max()
     return heads if float(apart) <= _TOLERANCE else None
 
 
@@ -138,7 +140,7 @@ def _with_parts(
     }
     try:
         dict.update(mixer, {**given, "o_proj": lambda x: x, "rope": rope})
-        output: mx.array = mixer(projected[0], "causal", LineCache())
+        output: mx.array = mixer(projected[0], "causal", PackedCache())
         return output
     finally:
         dict.update(mixer, parts)
@@ -153,7 +155,7 @@ def _frequencies(rope: nn.Module) -> tuple[float, ...]:
 
 
 def _norms(mixer: nn.Module) -> mx.array | None:
-    """Return the `norms` of `Heads`. Norms are asked for their weights, which some add to 1."""
+    """Return the `norms` of `Heads`: effective weights, as some norms add 1 to the stored ones."""
     if "q_norm" not in mixer:
         return None
     weights, epsilons = [], []

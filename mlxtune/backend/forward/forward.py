@@ -10,24 +10,24 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxtune.backend.forward.head import SplitModel
+from mlxtune.backend.forward.head import TrunkAndHead
 from mlxtune.backend.forward.layer_calls import Layerwise
 from mlxtune.backend.forward.loss import (
     Losses,
     cross_entropies,
     head_losses,
-    split_cross_entropies,
+    sharded_cross_entropies,
     trained_head,
 )
 from mlxtune.backend.forward.operations import MLX, operations_of
+from mlxtune.backend.forward.packed_mixers import Mixers
 from mlxtune.backend.forward.shared_inputs import share_inputs
-from mlxtune.backend.forward.side_by_side import Mixers
 from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.lora.model_facts import ModelFacts
 from mlxtune.backend.lora.parameters import TrainedParameters
-from mlxtune.backend.models.chosen_rows import ChosenRows
+from mlxtune.backend.models.gather import Gather
 from mlxtune.backend.models.packed import Layout, laid_out
-from mlxtune.core.steps.batch import MicroBatch
+from mlxtune.core.steps.batch import PaddedBatch
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
@@ -61,7 +61,7 @@ class StepInputs:
 
     tokens: mx.array
     targets: mx.array
-    chosen: ChosenRows | None = None
+    chosen: Gather | None = None
     positions: mx.array | None = None
     keys: mx.array | None = None
     layout: Layout | None = None
@@ -95,9 +95,9 @@ class Forward:
         self._undo_operations = operations.prepare(model)
         joins = trains and operations.joins
         self._undo_sharing = share_inputs(model) if joins else lambda: None
-        self._split = split = SplitModel(model)
+        self._trunk_and_head = split = TrunkAndHead(model)
         self.operations = operations if operations.serves(split.dtype) else MLX
-        splits = execution.split_head and split.splits
+        splits = execution.head_apart and split.is_separable
         self.mixers = Mixers(
             model,
             by_segments=self.operations.by_segments,
@@ -107,7 +107,7 @@ class Forward:
         self.execution = replace(
             execution,
             operations=self.operations,
-            split_head=splits,
+            head_apart=splits,
             packs=self._should_pack and splits and split.packs(self.mixers),
         )
         self.layerwise: Layerwise | None = None
@@ -125,7 +125,7 @@ class Forward:
         if split.vocabulary is not None:
             if not splits:
                 raise ModelError("--parallel tensor does not work with this architecture's head")
-            self._entropies = partial(split_cross_entropies, split.vocabulary)
+            self._entropies = partial(sharded_cross_entropies, split.vocabulary)
             self._vocabulary = {"vocabulary": split.vocabulary}
         self._around_head: Callable[[Head, mx.array], Sequence[mx.array]] | None = None
         # The trained parameters, which a step replaces with the arrays of its graph.
@@ -154,7 +154,7 @@ class Forward:
     @property
     def dtype(self) -> mx.Dtype | None:
         """The dtype of the hidden states, None if unknown."""
-        return self._split.dtype
+        return self._trunk_and_head.dtype
 
     @property
     def loss_scale(self) -> float:
@@ -167,19 +167,22 @@ class Forward:
         """The reason why examples cannot be packed; empty if they can, or if packing is off."""
         if self.execution.packs or not self._should_pack:
             return ""
-        return self._split.packing_problem or "the model's head does not run apart from its layers"
+        return (
+            self._trunk_and_head.packing_problem
+            or "the model's head does not run apart from its layers"
+        )
 
     @property
     def plain_head(self) -> bool:
         """Whether the head is a single product."""
-        return self._split.weight is not None
+        return self._trunk_and_head.weight is not None
 
     @cached_property
     def facts(self) -> ModelFacts:
         """The matrices of each layer, and the sizes in the model's config."""
         return ModelFacts(self.model)
 
-    def inputs(self, batch: MicroBatch | Pack, keys: mx.array | None) -> StepInputs:
+    def inputs(self, batch: PaddedBatch | Pack, keys: mx.array | None) -> StepInputs:
         """Return the inputs of a micro-batch.
 
         `keys` are the dropout keys of the micro-batch's examples, uint32 (B,), or None for no
@@ -190,16 +193,16 @@ class Forward:
             return StepInputs(
                 tokens,
                 mx.array(batch.targets),
-                ChosenRows(batch.places, batch.inputs.size),
+                Gather(batch.places, batch.inputs.size),
                 keys=None if keys is None else keys[mx.array(batch.owners)][None],
                 layout=Layout(batch.segments, self.execution.rounding),
             )
         positions = np.flatnonzero(batch.mask)
-        if not self.execution.split_head:
+        if not self.execution.head_apart:
             targets = mx.array(batch.targets)
             return StepInputs(tokens, targets, positions=mx.array(positions), keys=keys)
         targets = mx.array(batch.targets.reshape(-1)[positions])
-        return StepInputs(tokens, targets, ChosenRows(positions, batch.inputs.size), keys=keys)
+        return StepInputs(tokens, targets, Gather(positions, batch.inputs.size), keys=keys)
 
     def scaled_loss(
         self,
@@ -227,7 +230,7 @@ class Forward:
         loss, *values = reduce(losses)
         return loss * scale, *map(mx.stop_gradient, values)
 
-    def losses(self, batch: MicroBatch | Pack, keys: mx.array | None = None) -> mx.array:
+    def losses(self, batch: PaddedBatch | Pack, keys: mx.array | None = None) -> mx.array:
         """Return the cross-entropy of each supervised token, in nats, float32 (P,), not evaluated.
 
         The losses are in the batch's order and have no gradient. Dropout applies only if `keys` are
@@ -240,11 +243,16 @@ class Forward:
             if inputs.chosen is None:
                 return self._whole_losses(inputs)
             hidden, targets = inputs.chosen.of(self._hidden(inputs, caches)), inputs.targets
-            if self._linear_head is not None and (weight := self._split.weight) is not None:
+            if (
+                self._linear_head is not None
+                and (weight := self._trunk_and_head.weight) is not None
+            ):
                 losses = self._linear_head.head_losses(weight, hidden, targets, **self._vocabulary)
             else:
                 chunk = self.execution.loss_chunk
-                losses = head_losses(self._split.logits, hidden, targets, chunk, self._entropies)
+                losses = head_losses(
+                    self._trunk_and_head.logits, hidden, targets, chunk, self._entropies
+                )
         return losses
 
     def running(self) -> AbstractContextManager[None]:
@@ -267,21 +275,21 @@ class Forward:
 
     def _hidden(self, inputs: StepInputs, caches: list[Any] | None) -> mx.array:
         """Return the trunk's output (B T, H)."""
-        hidden = self._split.hidden(inputs.tokens, caches)
+        hidden = self._trunk_and_head.hidden(inputs.tokens, caches)
         return hidden.reshape(-1, hidden.shape[-1])
 
     def _head(self, targets: mx.array) -> Head:
-        if self._linear_head is not None and (weight := self._split.weight) is not None:
+        if self._linear_head is not None and (weight := self._trunk_and_head.weight) is not None:
             losses = partial(self._linear_head.trained_head_losses, weight)
             return lambda hidden: [losses(hidden, targets, **self._vocabulary)]
         chunk = self.execution.loss_chunk
-        return trained_head(self._split.logits, targets, chunk, self._entropies)
+        return trained_head(self._trunk_and_head.logits, targets, chunk, self._entropies)
 
     def _caches(self, inputs: StepInputs) -> list[Any] | None:
-        """Set the dropout keys; return the layers' caches for a packed line, else None."""
+        """Set the dropout keys; return the layers' caches for a packed sequence, else None."""
         keys, layout = inputs.keys, inputs.layout
         if layout is None:
             self._dropout.set(keys, None)
             return None
         self._dropout.set(keys, mx.array(layout.positions.astype(np.uint32)))
-        return self._split.line_caches()
+        return self._trunk_and_head.packed_caches()

@@ -7,18 +7,18 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxtune.backend.forward.packed_mixers import Mixers
 from mlxtune.backend.forward.packing_trial import LayerInputs, trial_texts
-from mlxtune.backend.forward.side_by_side import Mixers
-from mlxtune.backend.models.packed import LineCache, laid_out
+from mlxtune.backend.models.packed import PackedCache, laid_out
 from mlxtune.backend.models.stored_layers import (
     DequantizedEmbedding,
     DequantizedLinear,
-    QuantizedRows,
+    QuantizedHead,
 )
-from mlxtune.backend.workers.split import SplitRows, Vocabulary
+from mlxtune.backend.workers.shards import Vocabulary, VocabularyShard
 from mlxtune.errors import one_line
 
-# The largest difference between logits that rounding explains, as a share of the largest logit.
+# The largest difference between logits that rounding explains, relative to the largest logit.
 _TOLERANCE = 2e-2
 # Hidden states scaled up this much reveal any soft-capping of the logits.
 _LARGE = 1000.0
@@ -53,14 +53,14 @@ class _TrunkSlot:
         return getattr(self._trunk, name)
 
 
-class SplitModel:
+class TrunkAndHead:
     """An mlx-lm model whose head, including any soft-capping, can run on chosen positions alone.
 
-    `splits` tells whether the split works; if not, the model can only run whole. `weight` (V, H) is
-    the weight of a head that is a single product, else None. `dtype` is the dtype of the hidden
-    states, and `logits_dtype` that of the logits. `vocabulary` has the tokens for which this worker
-    computes logits; None means all. `packing_problem` is the reason, found by `packs`, why packed
-    examples do not work; empty if they do.
+    `is_separable` tells whether the split works; if not, the model can only run whole. `weight` (V,
+    H) is the weight of a head that is a single product, else None. `dtype` is the dtype of the
+    hidden states, and `logits_dtype` that of the logits. `vocabulary` has the tokens for which this
+    worker computes logits; None means all. `packing_problem` is the reason, found by `packs`, why
+    packed examples do not work; empty if they do.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,10 +68,12 @@ class SplitModel:
         self._text = getattr(model, "language_model", model)
         self._owner = self._text
         self._name, self._trunk = find_trunk(self._text)
-        parts = [each.vocabulary for each in find_heads(self._text) if isinstance(each, SplitRows)]
+        parts = [
+            each.vocabulary for each in find_heads(self._text) if isinstance(each, VocabularyShard)
+        ]
         self.vocabulary: Vocabulary | None = parts[0] if parts else None
-        self.weight: mx.array | QuantizedRows | None = None
-        self.splits = False
+        self.weight: mx.array | QuantizedHead | None = None
+        self.is_separable = False
         self.packing_problem = ""
         self.dtype: mx.Dtype | None = None
         self.logits_dtype: mx.Dtype | None = None
@@ -81,7 +83,7 @@ class SplitModel:
         if isinstance(self._trunk, nn.Module):
             self._compare()
             stack = _stack(self._trunk)
-            if not self.splits and stack is not None:
+            if not self.is_separable and stack is not None:
                 # Gemma 3n's trunk contains the head, after its last norm.
                 self._owner, self._name, self._trunk = stack, "norm", stack["norm"]
                 self._compare()
@@ -89,7 +91,7 @@ class SplitModel:
     def hidden(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
         """Return the trunk's output (B, T, H) for inputs int32 (B, T).
 
-        `cache` has a LineCache for each layer.
+        `cache` has a PackedCache for each layer.
         """
         # The model's own call runs the head on no positions, which costs nothing.
         slot = _TrunkSlot(self._trunk, positions=0)
@@ -110,18 +112,18 @@ class SplitModel:
 
         If they do not, turns off `mixers.by_segments`, and tries again.
         """
-        if self._runs_in_line():
+        if self._runs_packed():
             return True
         if not mixers.by_segments:
             return False
         mixers.by_segments = False
-        return self._runs_in_line()
+        return self._runs_packed()
 
-    def _runs_in_line(self) -> bool:
+    def _runs_packed(self) -> bool:
         texts, inputs = self._inputs.texts, self._inputs
         try:
             with laid_out(texts.layout()), inputs.compared():
-                line = self.hidden(mx.array([texts.line]), self.line_caches())
+                line = self.hidden(mx.array([texts.packed]), self.packed_caches())
             inputs.compare(self._alone, line)
             self.packing_problem = inputs.problem()
         # Any error may occur: some architectures add positional embeddings, or use other caches.
@@ -129,9 +131,9 @@ class SplitModel:
             self.packing_problem = one_line(f"{type(error).__name__}: {error}")
         return not self.packing_problem
 
-    def line_caches(self) -> list[LineCache]:
-        """Return the layers' caches for a packed line."""
-        return [LineCache() for _ in self.model.layers]
+    def packed_caches(self) -> list[PackedCache]:
+        """Return the layers' caches for a packed sequence."""
+        return [PackedCache() for _ in self.model.layers]
 
     def _call(
         self, slot: _TrunkSlot, inputs: mx.array, cache: Sequence[Any] | None = None
@@ -156,7 +158,9 @@ class SplitModel:
                 self._owner["layers"] = layers
 
     def _compare(self) -> None:
-        """Set `splits`, `weight` and the dtypes by comparing trunk and head with the model."""
+        """Set `is_separable`, `weight` and the dtypes by comparing trunk and head with the
+        model.
+        """
         try:
             slot = _TrunkSlot(self._trunk, positions=_HEAD_POSITIONS)
             with self._inputs.kept():
@@ -167,13 +171,13 @@ class SplitModel:
                 (w for w in self._candidates() if self._is_head(w, logits, hidden)), None
             )
             apart = logits.shape != hidden.shape and _close(logits, self.logits(hidden))
-            self.splits = self.weight is not None or apart
+            self.is_separable = self.weight is not None or apart
         # Any error may occur: a model that cannot be split runs whole.
         except Exception:  # noqa: BLE001
-            self.splits = False
+            self.is_separable = False
 
     def _is_head(
-        self, weight: mx.array | QuantizedRows, logits: mx.array, hidden: mx.array
+        self, weight: mx.array | QuantizedHead, logits: mx.array, hidden: mx.array
     ) -> bool:
         """Return whether the head, for part of the vocabulary, is a product with this weight."""
         if weight.shape != (logits.shape[-1], hidden.shape[-1]):
@@ -183,14 +187,14 @@ class SplitModel:
             self.logits(large)[:, :_PART], large @ part.T
         )
 
-    def _candidates(self) -> Iterator[mx.array | QuantizedRows]:
+    def _candidates(self) -> Iterator[mx.array | QuantizedHead]:
         for head in find_heads(self._text):
             if "bias" in head:
                 continue
             if isinstance(head, nn.Linear | nn.Embedding):
                 yield head.weight
             if isinstance(head, DequantizedLinear | DequantizedEmbedding):
-                yield QuantizedRows(head)
+                yield QuantizedHead(head)
 
 
 def find_trunk(text: nn.Module) -> tuple[str, nn.Module | None]:
@@ -224,7 +228,7 @@ def _close(one: mx.array, other: mx.array) -> bool:
 
 
 def _difference(one: mx.array, other: mx.array) -> float:
-    """Return the largest difference between two arrays as a share of `one`'s largest magnitude."""
+    """Return the largest difference between two arrays, relative to `one`'s largest magnitude."""
     one, other = one.astype(mx.float32), other.astype(mx.float32)
     largest = mx.maximum(mx.abs(one).max(), 1e-6)
     return float(mx.abs(one - other).max() / largest)

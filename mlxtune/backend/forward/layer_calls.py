@@ -123,7 +123,7 @@ class LayerCall:
     def run(self, *inputs: mx.array) -> list[mx.array]:
         """Run the layer on arrays like `inputs`; return the arrays in its output."""
         # Another forward pass may have set other dropout keys since construction.
-        self._dropout.set(self._keys.rows, self._keys.positions)
+        self._dropout.set(self._keys.keys, self._keys.positions)
         self._update(inputs[len(self.given) :])
         args, options = _filled((self._args, self._options), inputs)
         with packed.laid_out(self._layout):

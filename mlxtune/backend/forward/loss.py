@@ -11,8 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxtune.backend.models.autograd import differentiable
-from mlxtune.backend.models.stored_layers import QuantizedRows
-from mlxtune.backend.workers.split import Vocabulary
+from mlxtune.backend.models.stored_layers import QuantizedHead
+from mlxtune.backend.workers.shards import Vocabulary
 from mlxtune.core.steps.graph_memory import vocabulary_block
 
 
@@ -26,7 +26,7 @@ def cross_entropies(model: nn.Module, inputs: mx.array, targets: mx.array) -> mx
 
 
 Losses = Callable[[mx.array, mx.array], mx.array]
-Weight = mx.array | QuantizedRows
+Weight = mx.array | QuantizedHead
 
 
 def softmax_cross_entropies(logits: mx.array, targets: mx.array) -> mx.array:
@@ -51,7 +51,9 @@ def softmax_cross_entropies(logits: mx.array, targets: mx.array) -> mx.array:
     return differentiable(forward, backward)(logits)[0]
 
 
-def split_cross_entropies(vocabulary: Vocabulary, logits: mx.array, targets: mx.array) -> mx.array:
+def sharded_cross_entropies(
+    vocabulary: Vocabulary, logits: mx.array, targets: mx.array
+) -> mx.array:
     """Return the losses, float32 (P,), in nats, from a worker's part (P, v) of the logits.
 
     The gradient is with respect to the worker's logits.

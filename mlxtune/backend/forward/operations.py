@@ -130,7 +130,7 @@ def best_execution(
     `kind` is the value of `bench --execution`: auto, gpu, cpu or plain (the reference).
     """
     if kind == "plain":
-        return Execution(PLAIN, split_head=False, packs=False)
+        return Execution(PLAIN, head_apart=False, packs=False)
     if kind == "gpu" or (kind == "auto" and not on_cpu()):
         return Execution(MLX, fixed_cost=_GPU_COST, rounding=rounding())
     if KERNELS is not None and KERNELS.pay_off(parameters, getattr(mx, dtype), model):

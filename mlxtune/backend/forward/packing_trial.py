@@ -17,15 +17,15 @@ from mlxtune.core.steps.pack import Segment
 # when run separately, as a root mean square relative to that of the separate states. In both runs,
 # random last bits in attention's outputs alone cause up to 0.02 in bfloat16 and 0.0025 in float16.
 _TOLERANCES = {mx.bfloat16: 3e-2, mx.float16: 4e-3, mx.float32: 1e-4}
-# The tolerance for embeddings, which are exact, as a share of the tolerances above. It is low
+# The tolerance for embeddings, which are exact, as a fraction of the tolerances above. It is low
 # enough to detect positional embeddings that add 2% or more.
-_SHARE_OF_EMBEDDINGS = 0.25
+_FRACTION_OF_EMBEDDINGS = 0.25
 
 
 class Texts:
-    """Three texts of equal length, two of which share a prefix, and the same texts in one line.
+    """Three texts of equal length, two of which share a prefix, and the same texts in one sequence.
 
-    `places` maps each token of the line to its index in the concatenated texts.
+    `places` maps each token of the sequence to its index in the concatenated texts.
     """
 
     def __init__(self, length: int, prefix: int) -> None:
@@ -37,7 +37,7 @@ class Texts:
         self.places = [*range(length), *range(length + prefix, 3 * length)]
 
     def layout(self) -> Layout:
-        """Return the line's layout, in which the first two texts share their prefix."""
+        """Return the sequence's layout, in which the first two texts share their prefix."""
         length, prefix = self.length, self.prefix
         end = 2 * length - prefix
         return Layout(
@@ -50,8 +50,8 @@ class Texts:
         )
 
     @property
-    def line(self) -> list[int]:
-        """The tokens of the line."""
+    def packed(self) -> list[int]:
+        """The tokens of the sequence."""
         return [self.tokens[place // self.length][place % self.length] for place in self.places]
 
 
@@ -69,8 +69,9 @@ def trial_texts() -> Texts:
 class LayerInputs:
     """The hidden states that enter each layer of a model, in the order of the calls.
 
-    `alone` has the states (B, T, ...) of the texts run separately. While the packed line runs, each
-    layer gets these states again, and `differences` collects how far its actual inputs deviate.
+    `alone` has the states (B, T, ...) of the texts run separately. While the packed sequence runs,
+    each layer gets these states again, and `differences` collects how far its actual inputs
+    deviate.
     """
 
     def __init__(self, model: nn.Module, texts: Texts) -> None:
@@ -105,23 +106,25 @@ class LayerInputs:
         with self._instead(compare):
             yield
 
-    def compare(self, alone: mx.array, line: mx.array) -> mx.array:
-        """Record how far `line` (1, N, ...) deviates from `alone`; return `alone` as a line."""
+    def compare(self, alone: mx.array, packed: mx.array) -> mx.array:
+        """Record how far `packed` (1, N, ...) deviates from `alone`; return `alone` as a
+        sequence.
+        """
         expected = alone.flatten(0, 1)[mx.array(self.texts.places)][None]
-        self.differences.append(_difference(expected, line))
-        self._dtypes.add(line.dtype)
+        self.differences.append(_difference(expected, packed))
+        self._dtypes.add(packed.dtype)
         return expected
 
     def problem(self) -> str:
         """Return where the states differ by more than rounding; empty if nowhere."""
         tolerance = max(map(_tolerance, self._dtypes))
         tolerances = np.full(len(self.differences), tolerance)
-        tolerances[: len(self.alone) and 1] *= _SHARE_OF_EMBEDDINGS
+        tolerances[: len(self.alone) and 1] *= _FRACTION_OF_EMBEDDINGS
         differences = np.array(mx.stack(self.differences))
-        found = np.flatnonzero(~(differences <= tolerances))
-        if not len(found):
+        beyond = np.flatnonzero(~(differences <= tolerances))
+        if not len(beyond):
             return ""
-        first = int(found[0])
+        first = int(beyond[0])
         where = f"before layer {first}" if first < len(self.alone) else "after the last layer"
         return (
             f"when packed, hidden states differ by {differences[first]:.2g} {where}, "

@@ -12,7 +12,7 @@ from mlxtune.backend.forward.layer_calls import first_trained
 from mlxtune.backend.lora.lora_layers import LoRALinear, summed_products
 from mlxtune.backend.models.autograd import differentiable, exporting
 from mlxtune.backend.models.stored_layers import frozen_gradient, is_plain
-from mlxtune.backend.workers.split import Split
+from mlxtune.backend.workers.shards import ShardedLinear
 
 _TOKENS = 4
 # The called projections of each parent module, in the order of calls, each with its input.
@@ -43,7 +43,7 @@ class SharedInput:
         self._kept: dict[int, mx.array] = {}
 
     @property
-    def runs(self) -> bool:
+    def is_joined(self) -> bool:
         """Whether all projections run together: A matrices are joined, or at most one has LoRA."""
         return len(self.members) < 2 or self.members[0].lora_a.shape[1] == self._columns
 
@@ -149,7 +149,7 @@ def share_inputs(model: nn.Module) -> Callable[[], None]:
 
 
 def _run(shared: SharedInput, number: int, module: nn.Module, x: mx.array) -> mx.array:
-    return shared.output(number, x) if shared.runs else module(x)
+    return shared.output(number, x) if shared.is_joined else module(x)
 
 
 def _tried(model: nn.Module) -> _Calls:
@@ -178,7 +178,9 @@ def _tried(model: nn.Module) -> _Calls:
 def _runs_alone(module: nn.Module) -> bool:
     """Return whether a projection has dropout, PiSSA's factors, or parts on several workers."""
     return isinstance(module, LoRALinear) and (
-        module.has_dropout or module.principal is not None or isinstance(module.linear, Split)
+        module.has_dropout
+        or module.principal is not None
+        or isinstance(module.linear, ShardedLinear)
     )
 
 

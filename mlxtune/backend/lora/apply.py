@@ -25,20 +25,20 @@ from mlxtune.backend.lora.targets import (
     projections,
     rank_of,
 )
-from mlxtune.backend.workers.split import Split, parts_of
+from mlxtune.backend.workers.shards import ShardedLinear, shards_of
 from mlxtune.config import InstructConfig
 from mlxtune.config.lora_config import scale_of, target_ranks
 from mlxtune.core.formatting import count, join_few
 
-# Warn if experts account for more than this share of an adapter's parameters.
+# Warn if experts account for more than this fraction of an adapter's parameters.
 _MOSTLY = 0.5
 
 
 @dataclass(frozen=True)
 class Match:
-    """The projections, alike in experts and in LoRA, at one path within their layers.
+    """All projections that share a path within their layer, a number of experts, and LoRA or none.
 
-    `layers` is the number of these layers, `experts` the number of stacked experts in each
+    `layers` is the number of their layers, `experts` the number of stacked experts in each
     projection (0 if it is plain), and `parameters` the number of LoRA parameters (0 without LoRA).
     """
 
@@ -191,14 +191,16 @@ def summarise(model: nn.Module, config: InstructConfig, dropout_keys: DropoutKey
         scale=scale,
         written_rank=rank,
         trained_as_written=len(written) == 1 and config.init == "lora",
-        alike=frozenset(name for name, m in modules.items() if not isinstance(m.linear, Split)),
-        parts=max(map(parts_of, model.modules()), default=1),
+        alike=frozenset(
+            name for name, m in modules.items() if not isinstance(m.linear, ShardedLinear)
+        ),
+        parts=max(map(shards_of, model.modules()), default=1),
     )
 
 
 def _matches(layers: Sequence[nn.Module]) -> tuple[Match, ...]:
     """Return the projections of these layers, with and without LoRA, grouped by path."""
-    found: dict[tuple[str, int, bool], list[int]] = {}
+    layers_of: dict[tuple[str, int, bool], list[int]] = {}
     for layer in layers:
         adapted = adapted_modules(layer)
         inner = {id(module.linear) for module in adapted.values()}
@@ -207,11 +209,11 @@ def _matches(layers: Sequence[nn.Module]) -> tuple[Match, ...]:
             matrices = module.lora_a if path in adapted else module.weight
             experts = len(matrices) if matrices.ndim == 3 else 0
             trained = tree_flatten(module.trainable_parameters()) if path in adapted else []
-            sizes = found.setdefault((path, experts, bool(trained)), [])
+            sizes = layers_of.setdefault((path, experts, bool(trained)), [])
             sizes.append(sum(value.size for _, value in trained))
     return tuple(
         Match(path, len(sizes), experts, sum(sizes))
-        for (path, experts, _), sizes in sorted(found.items())
+        for (path, experts, _), sizes in sorted(layers_of.items())
     )
 
 

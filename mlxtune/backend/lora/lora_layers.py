@@ -17,7 +17,7 @@ from mlxtune.backend.models.stored_layers import (
     frozen_gradient,
     frozen_product,
 )
-from mlxtune.backend.workers.split import Split
+from mlxtune.backend.workers.shards import ShardedLinear
 from mlxtune.errors import ModelError
 
 # The lower bound of a row's squared norm, so that dividing by a zero row's norm stays finite.
@@ -28,18 +28,18 @@ _SMALLEST_SQUARE = 1e-30
 class DropoutKeys:
     """The dropout keys of the current forward pass, shared by all LoRA layers of a model.
 
-    `rows` is uint32: (B,), a key for each line of the micro-batch, or (B, T), a key for each token;
+    `keys` is uint32: (B,), a key for each example, or (B, T), a key for each token;
     None means no dropout. `positions` is uint32 (T,), or None for 0 to T - 1. A token's mask
     depends only on its key, position and layer, so neither padding nor the split into
     micro-batches changes it.
     """
 
-    rows: mx.array | None = None
+    keys: mx.array | None = None
     positions: mx.array | None = None
 
-    def set(self, rows: mx.array | None, positions: mx.array | None) -> None:
-        """Set the row keys and positions of the next forward pass."""
-        self.rows, self.positions = rows, positions
+    def set(self, keys: mx.array | None, positions: mx.array | None) -> None:
+        """Set the dropout keys and positions of the next forward pass."""
+        self.keys, self.positions = keys, positions
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class LoRALinear(nn.Module):
     ) -> None:
         super().__init__()
         input_dims, output_dims = dimensions(linear)
-        if isinstance(linear, Split):
-            output_dims, input_dims = linear.part.whole(output_dims, input_dims)
+        if isinstance(linear, ShardedLinear):
+            output_dims, input_dims = linear.shard.whole(output_dims, input_dims)
         bound = 1 / math.sqrt(input_dims)
         self.linear = linear
         self.scale = scale
@@ -96,12 +96,12 @@ class LoRALinear(nn.Module):
         self._salt = salt
 
     def __call__(self, x: mx.array) -> mx.array:
-        if self.shared is not None and self.shared.runs:
+        if self.shared is not None and self.shared.is_joined:
             return self.shared.output(self.number, x)
         linear = self.linear
-        if not isinstance(linear, Split):
+        if not isinstance(linear, ShardedLinear):
             return self._run(linear, x)
-        return linear.part.leave(self._run(linear.own_product, linear.part.enter(x)))
+        return linear.shard.leave(self._run(linear.own_product, linear.shard.enter(x)))
 
     def _run(self, product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
         if self.drops():
@@ -123,8 +123,8 @@ class LoRALinear(nn.Module):
 
     def own_factors(self) -> tuple[mx.array, mx.array]:
         """Return A and B for the part of the frozen layer that this worker holds."""
-        if isinstance(self.linear, Split):
-            return self.linear.part.factors(self.lora_a, self.lora_b)
+        if isinstance(self.linear, ShardedLinear):
+            return self.linear.shard.factors(self.lora_a, self.lora_b)
         return self.factors()
 
     def lora_update(self, x: mx.array) -> mx.array:
@@ -148,11 +148,11 @@ class LoRALinear(nn.Module):
 
     def drops(self) -> bool:
         """Return whether dropout applies to the current forward pass."""
-        return self._dropout_keys.rows is not None and self.has_dropout
+        return self._dropout_keys.keys is not None and self.has_dropout
 
     def _drop(self, x: mx.array) -> mx.array:
         """Zero entries of x (B, T, in) with probability p and scale the rest by 1 / (1 - p)."""
-        rows, positions = self._dropout_keys.rows, self._dropout_keys.positions
+        rows, positions = self._dropout_keys.keys, self._dropout_keys.positions
         if rows is None or x.ndim != 3 or x.shape[0] != rows.shape[0]:
             raise ModelError("--dropout does not work with this architecture: set it to 0")
         batch, length, _ = x.shape
@@ -170,8 +170,8 @@ class LoRALinear(nn.Module):
         keep_probability = 1 - self._dropout
         draw = mx.vmap(lambda key: mx.random.bernoulli(keep_probability, (width,), key=key))
         keep = draw(keys).reshape(batch, length, width)
-        if isinstance(self.linear, Split):
-            keep = self.linear.part.inputs(keep)
+        if isinstance(self.linear, ShardedLinear):
+            keep = self.linear.shard.inputs(keep)
         return mx.where(keep, x / keep_probability, 0).astype(x.dtype)
 
 
@@ -310,9 +310,9 @@ def _unsorted_products(x: mx.array, matrices: mx.array, experts: mx.array) -> mx
     return made
 
 
-def step_keys(seed: int, step: int, rows: tuple[int, ...]) -> mx.array:
+def step_keys(seed: int, step: int, row_ids: tuple[int, ...]) -> mx.array:
     """Return uint32 (B,): the dropout key of each row at a step, independent of earlier steps."""
-    return mx.array([hash_of(f"{seed}/{step}/{row}", 4) for row in rows], dtype=mx.uint32)
+    return mx.array([hash_of(f"{seed}/{step}/{row_id}", 4) for row_id in row_ids], dtype=mx.uint32)
 
 
 def hash_of(text: str, size: int) -> int:

@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlxtune.backend.lora.targets import experts_per_token, projections
 from mlxtune.backend.models.stored_layers import dimensions
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import predicted_tokens, run_length
+from mlxtune.core.steps.batch import forward_tokens, supervised_tokens
 
 # The numbers of attention heads, and of experts per token, assumed if a model's config lacks them.
 _HEADS, _EXPERTS = 64, 8
@@ -63,7 +63,7 @@ class ModelFacts:
         """Return the number of multiplications by weights for each example, to balance workers."""
         trunk = float(sum(m.inputs * m.width for layer in self.layers for m in layer.values()))
         head = float(self.vocab * self._hidden)
-        return [trunk * run_length(each) + head * predicted_tokens(each) for each in examples]
+        return [trunk * forward_tokens(each) + head * supervised_tokens(each) for each in examples]
 
 
 def _matrix(module: nn.Module, used: int) -> Matrix:

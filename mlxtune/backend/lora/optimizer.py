@@ -10,14 +10,14 @@ import mlx.optimizers as optim
 from mlx.utils import tree_map, tree_unflatten
 
 from mlxtune.backend.device.default_device import compiles
-from mlxtune.backend.lora.vectors import ROW, LoRAVectors
+from mlxtune.backend.lora.vectors import MULTIPLE, LoRAVectors
 from mlxtune.config import InstructConfig
 
 # Added to the norm before dividing by it, as in mlx.optimizers.clip_grad_norm.
 _SMALLEST_NORM = 1e-6
 
 
-class Update(NamedTuple):
+class OptimizerUpdate(NamedTuple):
     """The result of an update, not yet computed: the `parameters` by name, and the rest.
 
     `norm` is the gradient's norm before clipping. If `finite` is false, the `parameters`, the
@@ -65,15 +65,15 @@ class LoRAOptimizer:
         self._compiled = mx.compile(self._take)
 
     def adopt(self, model: nn.Module) -> None:
-        """Make a model's parameters slices of the vectors that the next update starts from."""
+        """Replace a model's parameters with slices of the vectors of the next update."""
         self._vectors = self._layout.join(model.trainable_parameters())
         mx.eval(self._vectors)
-        adopted = self._layout.split(self._vectors)
+        adopted = self._layout.matrices(self._vectors)
         self._parts = adopted
         model.update(tree_unflatten(list(adopted.items())))
 
     def vectors(
-        self, parameters: Mapping[str, mx.array], after: Update | None = None
+        self, parameters: Mapping[str, mx.array], after: OptimizerUpdate | None = None
     ) -> list[mx.array]:
         """Return the vectors of an uncommitted update, if given, or else of the parameters."""
         if after is not None:
@@ -86,8 +86,8 @@ class LoRAOptimizer:
         gradients: list[mx.array],
         loss: mx.array,
         rate: float,
-        after: Update | None = None,
-    ) -> Update:
+        after: OptimizerUpdate | None = None,
+    ) -> OptimizerUpdate:
         """Return the update of vectors by their gradients, at learning rate `rate`.
 
         The update is `finite` only if `loss` is too. It continues from the uncommitted `after`, if
@@ -96,9 +96,9 @@ class LoRAOptimizer:
         state = after.state if after else self.state
         step = self._compiled if compiles() else self._take
         vectors, state, norm, finite = step(vectors, gradients, loss, state, mx.array(rate))
-        return Update(self._layout.split(vectors), vectors, state, norm, finite)
+        return OptimizerUpdate(self._layout.matrices(vectors), vectors, state, norm, finite)
 
-    def commit(self, update: Update) -> None:
+    def commit(self, update: OptimizerUpdate) -> None:
         """Make the next update start from the result of this update."""
         self.state, self._vectors = update.state, update.vectors
         self._parts = update.parameters
@@ -134,7 +134,9 @@ class LoRAOptimizer:
         rate: mx.array,
     ) -> tuple[list[mx.array], dict[str, Any], mx.array, mx.array]:
         # Summing each row first reduces rounding errors.
-        squares = [mx.square(vector).reshape(-1, ROW).sum(axis=1).sum() for vector in gradients]
+        squares = [
+            mx.square(vector).reshape(-1, MULTIPLE).sum(axis=1).sum() for vector in gradients
+        ]
         norm = mx.sqrt(sum(squares[1:], squares[0]))
         scale = mx.minimum(self._max_norm / (norm + _SMALLEST_NORM), 1.0)
         step = state["step"] + 1

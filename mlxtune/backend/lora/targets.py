@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from mlxtune.backend.models.stored_layers import dimensions
-from mlxtune.backend.workers.split import Split
+from mlxtune.backend.workers.shards import ShardedLinear
 from mlxtune.config import InstructConfig
 from mlxtune.config.lora_config import pattern_of, target_ranks
 from mlxtune.errors import ModelError
@@ -91,7 +91,7 @@ def rank_of(name: str, config: InstructConfig) -> int:
 
 def check_trainable(name: str, module: nn.Module, config: InstructConfig) -> None:
     """Raise ModelError if an option does not work with a projection."""
-    if isinstance(module, Split) and (config.dora or config.init != "lora"):
+    if isinstance(module, ShardedLinear) and (config.dora or config.init != "lora"):
         option = "--dora" if config.dora else f"--init {config.init}"
         raise ModelError(f"{option} does not work with --parallel tensor: leave one of them out")
     if hasattr(module, "split_in_place"):

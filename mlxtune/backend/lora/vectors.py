@@ -14,8 +14,8 @@ from mlx.utils import tree_flatten
 from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.lora.lora_layers import LoRALinear
 
-# Vectors are padded with zeros to whole rows of this many entries.
-ROW = 1024
+# Vectors are padded with zeros to a multiple of this many entries.
+MULTIPLE = 1024
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class LoRAVectors:
             for parts in self._parts
         ]
 
-    def split(self, vectors: Sequence[mx.array]) -> dict[str, mx.array]:
+    def matrices(self, vectors: Sequence[mx.array]) -> dict[str, mx.array]:
         """Return the matrices that vectors hold, by name."""
         arrays: dict[str, mx.array] = {}
         for parts, vector in zip(self._parts, vectors, strict=True):
@@ -127,7 +127,7 @@ class LoRAVectors:
         """Return vectors in a file's order."""
         if self._lie_as_in_file:
             return list(vectors)
-        arrays = self.split(vectors)
+        arrays = self.matrices(vectors)
         return [_joined([arrays[name] for name in names]) for names in self._names]
 
     def from_file(self, vectors: Sequence[mx.array]) -> list[mx.array]:
@@ -180,9 +180,9 @@ def _beside(arrays: Sequence[mx.array]) -> mx.array:
 
 
 def _joined(arrays: Sequence[mx.array]) -> mx.array:
-    """Join arrays into one vector, padded to whole rows, and cast it to float32."""
+    """Join arrays into one vector, pad it to a multiple of the row size, and cast it to float32."""
     flat = [array.reshape(-1) for array in arrays]
-    padding = -sum(part.size for part in flat) % ROW
+    padding = -sum(part.size for part in flat) % MULTIPLE
     # Some of CUDA's kernels cannot take empty arrays.
     if padding or not flat:
         flat.append(mx.zeros(padding, flat[0].dtype if flat else mx.float32))

@@ -23,10 +23,10 @@ from mlxtune.backend.forward.layer_calls import first_trained
 from mlxtune.backend.step.engine import Engine
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import MicroBatch
+from mlxtune.core.steps.batch import PaddedBatch
 from mlxtune.core.steps.memory_terms import Entries, Factors, Measured, ModelShapes, load_of
 from mlxtune.core.steps.pack import Pack
-from mlxtune.core.steps.padded_groups import Group
+from mlxtune.core.steps.padded_batches import MicroBatch
 
 # The numbers of tokens in the passes. A lazy graph is built ahead of the device, so short passes
 # hold relatively more memory than long ones. With kernels that run immediately, short passes do
@@ -56,19 +56,19 @@ def measure(engine: Engine, shapes: ModelShapes, modes: Sequence[bool]) -> Measu
     """
     if shapes.graphs is not None:
         return None
-    began, found = engine.forward.execution.recompute, Measured()
+    began, measured = engine.forward.execution.recompute, Measured()
     try:
         with allocator.peaks_kept():
             for recompute in modes:
                 engine.forward.recompute(recompute)
-                found = _measured(engine, replace(shapes, measured=None), found)
+                measured = _measured(engine, replace(shapes, measured=None), measured)
     # Any error may occur: layers may need unusual arguments, or not fit in memory.
     except Exception:  # noqa: BLE001
         return None
     finally:
         engine.forward.recompute(began)
         allocator.release()
-    return found
+    return measured
 
 
 def _measured(engine: Engine, shapes: ModelShapes, found: Measured) -> Measured:
@@ -80,9 +80,12 @@ def _measured(engine: Engine, shapes: ModelShapes, found: Measured) -> Measured:
     few *= _covering(list(engine.forward.model.layers)[-shapes.layers :])
     few = min(few, _MOST_LAYERS, shapes.layers)
     many = min(few if execution.recompute else 2 * few, shapes.layers)
-    groups = [_group(engine, each) for each in lengths]
-    size, loads = shapes.itemsize, [load_of(group, step) for group, _, step in groups]
-    given = [engine.inputs(batch, 1) for _, batch, _ in groups]
+    micro_batches = [_group(engine, each) for each in lengths]
+    size, loads = (
+        shapes.itemsize,
+        [load_of(micro_batch, step) for micro_batch, _, step in micro_batches],
+    )
+    given = [engine.inputs(batch, 1) for _, batch, _ in micro_batches]
     kept = [operations.memory.kept(shapes.with_layers(1), execution, load) for load in loads]
     working = [operations.memory.in_layer(shapes, execution, load) for load in loads]
     peaks = _peaks(engine, many, given)
@@ -170,7 +173,7 @@ def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, 
         undo()
 
 
-def _group(engine: Engine, tokens: int) -> tuple[Group, MicroBatch | Pack, list[Example]]:
+def _group(engine: Engine, tokens: int) -> tuple[MicroBatch, PaddedBatch | Pack, list[Example]]:
     """Return two examples of about `tokens` tokens in total, with their group and micro-batch.
 
     The examples share a prefix of a quarter of the tokens, and only their last tokens are
@@ -182,8 +185,8 @@ def _group(engine: Engine, tokens: int) -> tuple[Group, MicroBatch | Pack, list[
     start = np.arange(prefix, dtype=np.int32) % 10
     ends = [(np.arange(own + 1, dtype=np.int32) + shift) % 10 for shift in (3, 7)]
     step = [Example(row, np.concatenate([start, end]), mask) for row, end in enumerate(ends)]
-    ((group, batch),) = MicroBatches(engine.forward, 2 * tokens).of(step)
-    return group, batch, step
+    ((micro_batch, batch),) = MicroBatches(engine.forward, 2 * tokens).of(step)
+    return micro_batch, batch, step
 
 
 def _fitted(
@@ -197,11 +200,11 @@ def _fitted(
     # The estimate's ratio of tokens to scores applies where the passes do not determine it.
     rows = np.vstack([terms, prior / ratio * np.eye(2, 3)])
     wanted = np.concatenate([peaks * weights, [prior, prior]])
-    free, found = np.ones(3, dtype=bool), np.full(3, -1.0)
-    while (found < 0).any():
-        free &= found >= 0 if (found >= 0).any() else free
-        found = np.zeros(3)
+    free, solution = np.ones(3, dtype=bool), np.full(3, -1.0)
+    while (solution < 0).any():
+        free &= solution >= 0 if (solution >= 0).any() else free
+        solution = np.zeros(3)
         scale = np.maximum(np.abs(rows[:, free]).max(axis=0), 1e-12)
-        found[free] = np.linalg.lstsq(rows[:, free] / scale, wanted, rcond=None)[0] / scale
-    tokens, scores = (ceil(each / _FACTOR - _NOISE) * _FACTOR for each in found[:2])
-    return Factors(tokens, scores, ceil(found[2] / _BYTES - _NOISE) * _BYTES)
+        solution[free] = np.linalg.lstsq(rows[:, free] / scale, wanted, rcond=None)[0] / scale
+    tokens, scores = (ceil(each / _FACTOR - _NOISE) * _FACTOR for each in solution[:2])
+    return Factors(tokens, scores, ceil(solution[2] / _BYTES - _NOISE) * _BYTES)

@@ -18,7 +18,7 @@ from mlxtune.backend.lora.model_facts import Matrix, ModelFacts
 from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.models.mixers.recurrences import BLOCK
 from mlxtune.backend.models.stored_layers import QUANTIZED
-from mlxtune.backend.workers.split import Split
+from mlxtune.backend.workers.shards import ShardedLinear
 from mlxtune.config import InstructConfig
 from mlxtune.core.steps.graph_memory import GraphMemory
 from mlxtune.core.steps.memory_terms import MemoryUse, ModelShapes
@@ -127,7 +127,7 @@ def _stored(
     quantized, unpacked = "scales" in module, hasattr(module, "unpacked")
     casts, shape = memory.casts_quantized, (matrix.outputs, matrix.inputs)
     narrow = unpacked and casts if quantized else module.weight.dtype != dtype
-    whole = module.part.whole(*shape) if isinstance(module, Split) else shape
+    whole = module.shard.whole(*shape) if isinstance(module, ShardedLinear) else shape
     return _StoredMatrix(
         **asdict(matrix),
         rank=rank,
@@ -179,7 +179,7 @@ def _attention(base: BaseModel, layers: int) -> dict[str, Any]:
         # The fused kernel does not support masks of a sliding window.
         window = text.get("sliding_window") or 1 << 40
     kept, held = (2, 5) if added else (1, 3)
-    heads //= base.parts
+    heads //= base.shards
     return {
         "heads": heads,
         "head_size": size,

@@ -58,7 +58,7 @@ class BaseModel:
     `text_config` is the language model's part of config.json. `quantization` describes quantised
     weights, `quantize` is the format they were quantised to while loading, and `quantized_compute`
     how they are multiplied; each is None if it does not apply. `passed_over` counts the tensors for
-    images and sound, which mlx-lm does not load. `parts` is the number of workers that share the
+    images and sound, which mlx-lm does not load. `shards` is the number of workers that share the
     model; each computes the logits of `own_vocab` tokens.
     """
 
@@ -76,7 +76,7 @@ class BaseModel:
     double_quant: bool = False
     quantized_compute: str | None = None
     passed_over: int = 0
-    parts: int = 1
+    shards: int = 1
     own_vocab: int = 0
 
     def describe(self) -> str:
@@ -92,7 +92,7 @@ class BaseModel:
         unpacked = ", matrices dequantised for each use"
         return (
             f"{self.model_type}, {self.num_layers} layers, {short_number(self.parameters)} "
-            f"parameters{f' over {self.parts} workers' if self.parts > 1 else ''}, "
+            f"parameters{f' over {self.shards} workers' if self.shards > 1 else ''}, "
             f"{quantization}computing in {self.dtype}"
             f"{unpacked if self.quantized_compute == DEQUANTIZED else ''}"
             f"{others if self.passed_over else ''}"
@@ -243,7 +243,7 @@ def read_weights(base: BaseModel) -> None:
         if base.quantize is not None:
             read_one_by_one(base.model)
         arrays = [value for _, value in tree_flatten(base.model.parameters())]
-        if base.parts > 1:
+        if base.shards > 1:
             # A worker reads whole arrays but keeps parts, so it reads the largest first, while
             # memory is free.
             for array in sorted(arrays, key=lambda array: array.nbytes, reverse=True):

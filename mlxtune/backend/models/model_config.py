@@ -77,7 +77,7 @@ def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _senseless(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problems of factors and epsilons at any depth: wrong types and wrong values."""
+    """Yield the problems of factors and epsilons at any depth: invalid types and values."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _senseless(value)
@@ -108,7 +108,7 @@ def _senseless_number(name: str, value: Any) -> str | None:
 def counts(config: Mapping[str, Any], names: re.Pattern[str]) -> Iterator[tuple[str, int]]:
     """Yield the counts under keys with matching names, at any depth: numbers or lengths of lists.
 
-    A pattern of layers may be text, with a character for each layer; a number may be text too.
+    A pattern of layers may be a string, with a character for each layer, and so may a number.
     """
     for name, value in config.items():
         if isinstance(value, Mapping) and name.endswith("config"):

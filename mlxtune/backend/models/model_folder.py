@@ -20,7 +20,7 @@ from mlxtune.core.files import reading
 from mlxtune.core.files.scratch import linked_folder
 from mlxtune.core.files.tensor_files import TensorInfo, read_header
 from mlxtune.errors import ModelError, one_line
-from mlxtune.hub.client import check_answers, reason
+from mlxtune.hub.client import check_responses, reason
 
 # The files that tokenizers and templates need.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py"]
@@ -67,7 +67,7 @@ def find_folder(model_path: str, *, weights: bool = True) -> Path:
         raise ModelError(f"{model_path}: no such folder: check --model-path")
     patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS if weights else _SMALL_FILES
     try:
-        check_answers()
+        check_responses()
         # mlx-lm's downloader, which uses ModelScope if the user has enabled it.
         return Path(mlx_lm_utils.snapshot_download(model_path, allow_patterns=patterns))
     except Exception as error:
@@ -217,10 +217,10 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
 
     Without these checks, mlx-lm could crash, or create layers until memory runs out.
     """
-    found = _tensors(folder)
-    if not (tensors := len(found)):
+    headers = _tensors(folder)
+    if not (tensors := len(headers)):
         raise ModelError(f"{folder}: has no weights (model*.safetensors): download it again")
-    if problem := next(weight_problems(found, config), None):
+    if problem := next(weight_problems(headers, config), None):
         raise ModelError(f"{folder}: its weights are broken: {problem}: download it again")
     for name, count in counts(config, LAYERS):
         if count > tensors:
@@ -280,17 +280,17 @@ def _tensors(folder: Path) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for path in sorted(folder.glob("model*.safetensors")):
         try:
-            found = read_header(path).tensors
+            header = read_header(path).tensors
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"{path}: cannot be read: {one_line(error)}: download it again"
             ) from error
-        if twice := tensors.keys() & found.keys():
+        if twice := tensors.keys() & header.keys():
             raise ModelError(
                 f"{path}: has {min(twice):.100}, which another weight file beside it has too: "
                 "remove the file that does not belong to the model"
             )
-        tensors |= found
+        tensors |= header
     return tensors
 
 

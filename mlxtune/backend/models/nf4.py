@@ -54,9 +54,11 @@ class NF4Linear(DequantizedLinear):
             self.bias = linear.bias
         self.freeze()
 
-    def unpacked(self, dtype: mx.Dtype, after: mx.array | None = None, rows: Any = ...) -> mx.array:
+    def unpacked(
+        self, dtype: mx.Dtype, after: mx.array | None = None, index: Any = ...
+    ) -> mx.array:
         """Return the weight (out, in) in a dtype, or some of its rows, computed after `after`."""
-        codes, scales = self["weight"][rows], self.plain_scales()[rows]
+        codes, scales = self["weight"][index], self.plain_scales()[index]
         if after is not None:
             codes = mx.depends([codes], [after])[0]
         return dequantize(codes, scales).astype(dtype)

@@ -1,4 +1,6 @@
-"""The layout of the current line, which holds a micro-batch's examples end to end, and masks."""
+"""The layout of the current sequence, which holds a micro-batch's examples end to end, and
+masks.
+"""
 
 import weakref
 from collections.abc import Iterator, Sequence
@@ -12,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models import base
 
-from mlxtune.backend.models.chosen_rows import ChosenRows
+from mlxtune.backend.models.gather import Gather
 from mlxtune.core.steps.pack import Segment
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
@@ -26,9 +28,9 @@ class CannotPackError(Exception):
 
 
 class Layout:
-    """The segments of a line; `positions` int32 (T,) is each token's position in its example.
+    """The segments of a sequence; `positions` int32 (T,) is each token's position in its example.
 
-    `rounding` rounds the width of `rows`.
+    `rounding` rounds the width of `padded_indices`.
     """
 
     def __init__(self, segments: Sequence[Segment], rounding: Rounding = NOT_ROUNDED) -> None:
@@ -42,7 +44,7 @@ class Layout:
         return int(self.positions.max()) + 1
 
     def before(self, segment: Segment) -> list[slice]:
-        """Return, in order, the slices of the line that precede a segment in its example."""
+        """Return, in order, the slices of the sequence that precede a segment in its example."""
         slices: list[slice] = []
         while segment.parent >= 0:
             segment = self.segments[segment.parent]
@@ -50,23 +52,23 @@ class Layout:
         return slices[::-1]
 
     @cached_property
-    def rows(self) -> mx.array:
+    def padded_indices(self) -> mx.array:
         """The examples as rows, int32 (B, T).
 
-        Each entry is a token's place in the line. Shorter examples are padded with place 0.
+        Each entry is a token's place in the sequence. Shorter examples are padded with place 0.
         """
-        return mx.array(np.maximum(self._side_by_side[0], 0))
+        return mx.array(np.maximum(self._padded[0], 0))
 
     @cached_property
     def shape(self) -> tuple[int, int]:
-        """The shape (B, T) of `rows`."""
-        rows, width = self._side_by_side[0].shape
+        """The shape (B, T) of `padded_indices`."""
+        rows, width = self._padded[0].shape
         return rows, width
 
     @cached_property
     def places(self) -> mx.array:
-        """A place in the flattened `rows` of each token of the line: int32 (N,)."""
-        return mx.array(self._side_by_side[1])
+        """A place in the flattened `padded_indices` of each token of the sequence: int32 (N,)."""
+        return mx.array(self._padded[1])
 
     @cached_property
     def token_positions(self) -> mx.array:
@@ -75,23 +77,23 @@ class Layout:
 
     @cached_property
     def owners(self) -> mx.array:
-        """The token of each place in the flattened `rows`, int32 (B * T,).
+        """The token of each place in the flattened `padded_indices`, int32 (B * T,).
 
         -1 for padding, and for all but one place of a token that several rows share.
         """
-        rows, first = self._side_by_side
+        rows, first = self._padded
         owners = np.full(rows.size, -1, dtype=np.int32)
         owners[first] = np.arange(len(first), dtype=np.int32)
         return mx.array(owners)
 
     @cached_property
     def real(self) -> mx.array:
-        """Whether each entry of `rows` is a token and not padding, bool (B, T)."""
-        return mx.array(self._side_by_side[0] >= 0)
+        """Whether each entry of `padded_indices` is a token and not padding, bool (B, T)."""
+        return mx.array(self._padded[0] >= 0)
 
     @cached_property
     def every_place(self) -> tuple[mx.array, mx.array]:
-        """All places of each token in the flattened `rows`.
+        """All places of each token in the flattened `padded_indices`.
 
         The places of token n are the entries `starts[n]` to `starts[n + 1]` of the second array;
         `starts` is int32 (N + 1,).
@@ -100,19 +102,22 @@ class Layout:
         return mx.array(starts), mx.array(places)
 
     @cached_property
-    def chosen(self) -> ChosenRows:
-        """Selects the line's tokens from the flattened `rows`, in the order of the line."""
-        rows, places = self._side_by_side
-        return ChosenRows(places, rows.size)
+    def to_packed(self) -> Gather:
+        """Selects the sequence's tokens from the flattened `padded_indices`, in the order of
+        the sequence.
+        """
+        rows, places = self._padded
+        return Gather(places, rows.size)
 
     @cached_property
     def shared(self) -> tuple[mx.array, mx.array] | None:
-        """The tokens that several rows share, int32 (S,), and places in the flattened `rows`.
+        """The tokens that several rows share, int32 (S,), and places in the flattened
+        `padded_indices`.
 
         The second array, int32 (N + S * R,), is `places`, then R places for each shared token,
         padded at the end if fewer than R rows share it. None if no token is shared.
         """
-        rows, first = self._side_by_side
+        rows, first = self._padded
         starts, order = self._places_by_token
         counts = np.diff(starts)
         tokens = np.flatnonzero(counts > 1).astype(np.int32)
@@ -128,15 +133,15 @@ class Layout:
     @cached_property
     def _places_by_token(self) -> tuple[Ints, Ints]:
         """`every_place` as arrays of numpy's."""
-        flat = self._side_by_side[0].reshape(-1)
+        flat = self._padded[0].reshape(-1)
         counts = np.bincount(flat[flat >= 0], minlength=len(self.positions))
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         order = np.argsort(flat, kind="stable")[np.count_nonzero(flat < 0) :]
         return starts, order.astype(np.int32)
 
     @cached_property
-    def _side_by_side(self) -> tuple[Ints, Ints]:
-        """`rows`, with -1 for padding, and `places`."""
+    def _padded(self) -> tuple[Ints, Ints]:
+        """`padded_indices`, with -1 for padding, and `places`."""
         continued = {segment.parent for segment in self.segments}
         ends = [segment for i, segment in enumerate(self.segments) if i not in continued]
         lines = []
@@ -160,19 +165,21 @@ _current: ContextVar[Layout | None] = ContextVar("layout", default=None)
 
 
 def layout() -> Layout | None:
-    """Return the layout of the current line; None if each line is one example."""
+    """Return the layout of the current sequence; None if each sequence is one example."""
     return _current.get()
 
 
 def check_not_packed() -> None:
-    """Raise CannotPackError if the current line holds several examples."""
+    """Raise CannotPackError if the current sequence holds several examples."""
     if layout() is not None:
         raise CannotPackError
 
 
 @contextmanager
 def laid_out(layout: Layout | None) -> Iterator[None]:
-    """Set the layout of the current line inside the block; None for one example in each line."""
+    """Set the layout of the current sequence inside the block; None for one example in each
+    sequence.
+    """
     token = _current.set(layout)
     try:
         yield
@@ -180,8 +187,8 @@ def laid_out(layout: Layout | None) -> Iterator[None]:
         _current.reset(token)
 
 
-class LineCache:
-    """Replaces a layer's cache in an mlx-lm model while a line runs, and stores nothing.
+class PackedCache:
+    """Replaces a layer's cache in an mlx-lm model while a sequence runs, and stores nothing.
 
     Attention uses it as an empty KV cache, convolutions and recurrences as an empty cache of
     arrays.
@@ -202,7 +209,7 @@ class LineCache:
         if not options:
             return None
         line = layout()
-        width = length if line is None else line.rows.shape[1]
+        width = length if line is None else line.padded_indices.shape[1]
         window = options.get("window_size")
         if window is not None and width > window:
             return window_mask(width, window)
@@ -219,7 +226,7 @@ class LineCache:
         pass
 
     def advance(self, tokens: int) -> None:
-        """Do nothing: no token follows the line."""
+        """Do nothing: no token follows the sequence."""
 
 
 def window_mask(length: int, window: int) -> mx.array:

@@ -21,7 +21,7 @@ from mlxtune.core.formatting import short_duration
 QUANTIZED, DEQUANTIZED = "quantized", "dequantized"
 # The numbers of untimed and of timed runs of each form; the second is odd, for the median.
 _WARMUPS, _RUNS = 2, 5
-# A dequantised matrix takes memory, so its products must be faster by this share.
+# A dequantised matrix takes memory, so its products must be faster by this fraction.
 _GAIN = 0.05
 
 
@@ -77,9 +77,11 @@ class StoredExperts(SwitchLinear):
 class _Dequantized(nn.Module):
     """A quantised layer whose weight is dequantised for each product."""
 
-    def unpacked(self, dtype: mx.Dtype, after: mx.array | None = None, rows: Any = ...) -> mx.array:
+    def unpacked(
+        self, dtype: mx.Dtype, after: mx.array | None = None, index: Any = ...
+    ) -> mx.array:
         """Return the weight (out, in) in a dtype, or some of its rows, computed after `after`."""
-        return _dequantize(self, dtype, after, rows)
+        return _dequantize(self, dtype, after, index)
 
 
 class DequantizedLinear(_Dequantized, nn.QuantizedLinear):
@@ -108,7 +110,7 @@ class QuantizedEmbedding(nn.QuantizedEmbedding):
         self.compute_dtype = compute_dtype
 
     def __call__(self, x: mx.array) -> mx.array:
-        return _dequantize(self, self.compute_dtype, rows=x)
+        return _dequantize(self, self.compute_dtype, index=x)
 
 
 class DequantizedEmbedding(_Dequantized, QuantizedEmbedding):
@@ -134,7 +136,7 @@ def dimensions(module: nn.Module) -> tuple[int, int]:
     return (inputs * 32 // module.bits if "scales" in module else inputs), outputs
 
 
-class QuantizedRows:
+class QuantizedHead:
     """A quantised matrix whose rows are dequantised to float32 when indexed."""
 
     dtype = mx.float32
@@ -145,8 +147,8 @@ class QuantizedRows:
         self.shape = (rows, inputs)
         self.size = rows * inputs
 
-    def __getitem__(self, rows: Any) -> mx.array:
-        return self._module.unpacked(mx.float32, rows=rows)
+    def __getitem__(self, index: Any) -> mx.array:
+        return self._module.unpacked(mx.float32, index=index)
 
 
 def dequantized_weight(module: nn.Module) -> mx.array:
@@ -212,11 +214,11 @@ def _product(x: mx.array, unpack: Callable[[mx.Dtype, mx.array], mx.array]) -> m
 
 
 def _dequantize(
-    module: Any, dtype: mx.Dtype = mx.float32, after: mx.array | None = None, rows: Any = ...
+    module: Any, dtype: mx.Dtype = mx.float32, after: mx.array | None = None, index: Any = ...
 ) -> mx.array:
     """Return the weight, or some of its rows, of a module quantised in one of MLX's formats."""
-    weight, scales = module["weight"][rows], module["scales"][rows]
-    biases = module["biases"][rows] if "biases" in module else None
+    weight, scales = module["weight"][index], module["scales"][index]
+    biases = module["biases"][index] if "biases" in module else None
     if after is not None:
         weight = mx.depends([weight], [after])[0]
     if mx.issubdtype(scales.dtype, mx.floating):

@@ -25,16 +25,16 @@ from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
 from mlxtune.backend.step.phases import Phases
 from mlxtune.backend.step.runner import GraphRunner
 from mlxtune.backend.step.step_loss import StepLoss, cuts_rows, loss_of_step, training_examples
-from mlxtune.backend.workers.group import Workers
+from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.metrics import InstructBatchResult
-from mlxtune.core.steps.batch import MicroBatch, rows_of
+from mlxtune.core.steps.batch import PaddedBatch, rows_of
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.pack import Pack
-from mlxtune.core.steps.padded_groups import Group
+from mlxtune.core.steps.padded_batches import MicroBatch
 from mlxtune.errors import NonFiniteLossError
 
 # The remedy that an error names if memory is too small for one example.
@@ -72,7 +72,7 @@ class Engine:
             forward,
             forward.execution.micro_batch_tokens,
             keyed=config.dropout > 0,
-            run_alike=workers.split_model,
+            keeps_limit=workers.shards_model,
             whole_rows=objective.keeps_rows_whole,
         )
         parameters = lora.total_parameters
@@ -159,11 +159,11 @@ class Engine:
         parameters = self.vectors.matrices_of_step(vectors)
         total = StepGradients(self._loss(step))
         try:
-            for group, batch in self.batches.of(step.own):
+            for micro_batch, batch in self.batches.of(step.own):
                 if total.micro_batches:
                     # The device computes a micro-batch while the next one is built.
                     self.runner.start(total.graph)
-                self.build(step, total, parameters, group, batch)
+                self.build(step, total, parameters, micro_batch, batch)
         finally:
             # Tracing has replaced the model's parameters with arrays of the trace.
             forward.trained.assign(own)
@@ -181,23 +181,23 @@ class Engine:
         step: OptimizerStep,
         total: StepGradients,
         parameters: Mapping[str, mx.array],
-        group: Group,
-        batch: MicroBatch | Pack,
+        micro_batch: MicroBatch,
+        batch: PaddedBatch | Pack,
     ) -> None:
         """Build the graph of a micro-batch's gradients, and add them to the step's `total`."""
         inputs = self.inputs(batch, step.number)
         scale = mx.array(self.forward.loss_scale / total.whole.divisor)
-        reduce = total.whole.reduce([step.places[i] for i in group.examples], batch)
+        reduce = total.whole.reduce([step.places[i] for i in micro_batch.examples], batch)
         self.phases.end("data", inputs.arrays)
-        self.runner.note_outputs(group.tokens)
+        self.runner.note_outputs(micro_batch.tokens)
         compute = self.phases.gradients if self.phases.timer else self.forward.gradients
         # NumPy need not warn: `commit` reports a loss that is not finite.
         with np.errstate(all="ignore"):
             values, gradients = compute(parameters, inputs, scale, reduce)
         total.add(values, self.vectors.join_gradients(gradients))
-        total.count(group, step.own)
+        total.count(micro_batch, step.own)
         total.graph = self.runner.graph(
-            group.tokens, gradients, total.loss, total.gradients, total.values
+            micro_batch.tokens, gradients, total.loss, total.gradients, total.values
         )
         allocator.relieve_pressure()
 
@@ -236,7 +236,7 @@ class Engine:
             with attempt:
                 computed = self._compute(step)
         computed.loss = float(computed.loss)
-        computed.gradients = self.vectors.split(computed.gradients)
+        computed.gradients = self.vectors.matrices(computed.gradients)
         return computed
 
     def _compute(self, step: OptimizerStep) -> StepGradients:
@@ -262,7 +262,7 @@ class Engine:
         allocator.relieve_pressure()
         self.phases.end("optimizer")
         loss, grad_norm = float(computed.loss), float(update.norm)
-        counts = [computed.micro_batches, computed.run_tokens, computed.padding]
+        counts = [computed.micro_batches, computed.forward_tokens, computed.padding]
         if computed.counts is not None:
             *counts, stop, save = map(round, computed.counts.tolist())
             self._workers.agree((stop, save))
@@ -284,13 +284,13 @@ class Engine:
 
     # The parts of a step
 
-    def inputs(self, batch: MicroBatch | Pack, number: int) -> StepInputs:
+    def inputs(self, batch: PaddedBatch | Pack, number: int) -> StepInputs:
         """Return the model's inputs for a micro-batch, with the dropout keys of step `number`."""
         return self.forward.inputs(batch, self._keys(number, batch))
 
-    def _keys(self, number: int, batch: MicroBatch | Pack) -> mx.array | None:
+    def _keys(self, number: int, batch: PaddedBatch | Pack) -> mx.array | None:
         keyed = self._config.dropout and self.forward.model.training
-        return step_keys(self._config.seed, number, batch.rows) if keyed else None
+        return step_keys(self._config.seed, number, batch.row_ids) if keyed else None
 
     def _loss(self, step: OptimizerStep) -> StepLoss:
         """Return a step's loss, after the forward passes that must come first."""
@@ -304,9 +304,9 @@ class Engine:
 
     def _cuts_rows(self, step: OptimizerStep) -> bool:
         """Return whether any worker cuts a row into several micro-batches."""
-        groups = [group.examples for group in self.batches.plan(step.own)]
+        divided = [micro_batch.examples for micro_batch in self.batches.divided(step.own)]
         found = np.zeros(self._workers.size)
-        found[self._workers.index] = cuts_rows(step.own, groups)
+        found[self._workers.index] = cuts_rows(step.own, divided)
         return bool(self._workers.merge(found).any())
 
     # Workers
@@ -317,9 +317,9 @@ class Engine:
             return list(range(len(examples)))
         costs = self.forward.facts.costs(examples)
         if not self.objective.keeps_rows_whole:
-            return self._workers.share(costs)
+            return self._workers.own_items(costs)
         rows = rows_of(examples)
-        mine = self._workers.share([sum(costs[i] for i in row) for row in rows])
+        mine = self._workers.own_items([sum(costs[i] for i in row) for row in rows])
         return sorted(i for row in mine for i in rows[row])
 
     def _sum_over_workers(self, total: StepGradients, vectors: list[mx.array]) -> None:
@@ -341,10 +341,10 @@ class Engine:
 
     def _summed(self, total: StepGradients) -> list[Any]:
         """Return the loss, the gradients and the counts of all workers."""
-        counts = [total.micro_batches, total.run_tokens, total.padding]
-        if not self._workers.split_model:
+        counts = [total.micro_batches, total.forward_tokens, total.padding]
+        if not self._workers.shards_model:
             return self._workers.sum_step(total.loss, total.gradients, counts, ())
         # Sums by name, because the gradients that all workers compute (`alike`) count only once.
-        named = self.vectors.split(total.gradients)
+        named = self.vectors.matrices(total.gradients)
         loss, named, counts = self._workers.sum_step(total.loss, named, counts, self._lora.alike)
         return [loss, self.vectors.join(named), counts]

@@ -17,16 +17,16 @@ from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.runner import GraphRunner
-from mlxtune.backend.workers.group import ALONE, Workers
+from mlxtune.backend.workers.workers import ALONE, Workers
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import MicroBatch, rows_of
+from mlxtune.core.steps.batch import PaddedBatch, rows_of
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import vocabulary_block
 from mlxtune.core.steps.memory_in_flight import QueuedWork
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
 from mlxtune.core.steps.pack import Pack
-from mlxtune.core.steps.padded_groups import AT_ONCE, Group
+from mlxtune.core.steps.padded_batches import AT_ONCE, MicroBatch
 
 # The maximum number of tokens in a batch, the number of operations per parameter and token, and the
 # maximum number of operations in a batch. Such a batch takes about a second on a fast GPU, or ten
@@ -40,7 +40,7 @@ _PRODUCTS, _SCORES, _LOGITS = 4, 2, 5
 # counted in the graph of Qwen3.
 _KERNELS, _READ = 35, 2
 
-Keys = Callable[[MicroBatch | Pack], mx.array | None]
+Keys = Callable[[PaddedBatch | Pack], mx.array | None]
 
 
 class ExampleLosses:
@@ -91,7 +91,7 @@ class ExampleLosses:
         rows = sorted(rows_of(examples), key=lambda row: max(len(examples[i]) for i in row))
         if workers.size > 1:
             costs = self._forward.facts.costs(examples)
-            mine = workers.share([sum(costs[i] for i in row) for row in rows])
+            mine = workers.own_items([sum(costs[i] for i in row) for row in rows])
             rows = [rows[row] for row in mine]
         order = [i for row in rows for i in row]
         show = lambda done: on_progress(min(done * workers.size, len(examples)))  # noqa: E731
@@ -121,8 +121,10 @@ class ExampleLosses:
         tokens, least = self._most, min(self._training.max_tokens, self._lowered)
         while tokens > least:
             batches = replace(self._training, max_tokens=tokens)
-            groups = batches.plan(examples)
-            if all(self._memory.fits(load_of(group, examples)) for group in groups):
+            micro_batches = batches.divided(examples)
+            if all(
+                self._memory.fits(load_of(micro_batch, examples)) for micro_batch in micro_batches
+            ):
                 return batches
             tokens //= 2
         return replace(self._training, max_tokens=least)
@@ -137,22 +139,22 @@ class ExampleLosses:
     ) -> None:
         done, waiting = 0, None
 
-        def read(group: Group, batch: MicroBatch | Pack, each: mx.array) -> None:
+        def read(micro_batch: MicroBatch, batch: PaddedBatch | Pack, each: mx.array) -> None:
             nonlocal done
-            losses[list(group.examples)] = _sums(batch, np.array(each, dtype=np.float64))
-            done += len(group.examples)
+            losses[list(micro_batch.examples)] = _sums(batch, np.array(each, dtype=np.float64))
+            done += len(micro_batch.examples)
             allocator.relieve_pressure()
             on_progress(done)
 
-        for group, batch in batches.of(examples):
-            self._runner.note_outputs(group.tokens)
+        for micro_batch, batch in batches.of(examples):
+            self._runner.note_outputs(micro_batch.tokens)
             each = self._forward.losses(batch, keys(batch))
-            graph = self._runner.graph(group.tokens, {}, each)
+            graph = self._runner.graph(micro_batch.tokens, {}, each)
             # This waits for the previous batch.
             self._runner.start(graph)
             if waiting is not None:
                 read(*waiting)
-            waiting = group, batch, each
+            waiting = micro_batch, batch, each
         if waiting is not None:
             self._runner.finish(graph)
             read(*waiting)
@@ -164,7 +166,7 @@ def most_tokens(parameters: int) -> int:
     return min(_MOST_TOKENS, int(operations / (_OPERATIONS * parameters)))
 
 
-def _sums(batch: MicroBatch | Pack, each: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _sums(batch: PaddedBatch | Pack, each: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return the sum of each example's losses; `each` holds the losses of a batch's tokens."""
     sums = np.zeros(len(batch.counts))
     np.add.at(sums, np.repeat(np.arange(len(sums)), batch.counts), each)
@@ -188,7 +190,7 @@ class EvaluationMemory:
         self._in_blocks = forward.plain_head and forward.dtype == mx.float32
         self._held = weights + held
         self._free = mx.get_memory_limit() / (1 + MARGIN) - self._held
-        self._splits_head = execution.split_head
+        self._splits_head = execution.head_apart
         lazy = forward.operations.lazy and not on_cpu()
         self._graphs = allocator.graph_limits() if lazy else None
 
@@ -205,7 +207,7 @@ class EvaluationMemory:
 
     def of(self, load: BatchLoad) -> int:
         """Estimate how many bytes a padded batch takes, with attention's scores kept."""
-        tokens = max(load.tokens, load.lines * load.width)
+        tokens = max(load.tokens, load.examples * load.width)
         entries = _PRODUCTS * self._facts.widest_layer * tokens
         entries += _SCORES * self._facts.heads * load.scores
         logits = self._forward.execution.loss_chunk * self._facts.vocab
@@ -241,7 +243,7 @@ class Evaluator:
         workers: Workers = ALONE,
     ) -> None:
         model.eval()
-        kind = "gpu" if workers.split_model else "auto"
+        kind = "gpu" if workers.shards_model else "auto"
         execution = execution or best_execution(parameters, kind=kind, model=model)
         self.forward = Forward(model, DropoutKeys(), execution, trains=False)
         remedy = "lower --max-seq-len, or use a quantised base"

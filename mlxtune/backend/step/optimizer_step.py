@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx.utils import tree_map
 
-from mlxtune.backend.lora.optimizer import Update
+from mlxtune.backend.lora.optimizer import OptimizerUpdate
 from mlxtune.backend.step.runner import Graph
 from mlxtune.backend.step.step_loss import StepLoss
 from mlxtune.core.data.encode import Example
 from mlxtune.core.run.metrics import InstructBatchResult
-from mlxtune.core.steps.padded_groups import Group
+from mlxtune.core.steps.padded_batches import MicroBatch
 from mlxtune.errors import NonFiniteLossError
 
 
@@ -23,11 +23,11 @@ class StepGradients:
     """The loss and gradients of a step, summed over its micro-batches, and the resulting update.
 
     `loss` is in nats per supervised token, or that of preferences, as defined by `whole`. The
-    gradients are float32: vectors or, from `loss_and_gradients`, a tree of parameters. `run_tokens`
-    counts the tokens, `padding` included, that run in all `micro_batches`. `graph` computes the
-    last micro-batch and the `update`, if any. With several workers, loss, gradients and the loss's
-    `values` are sums over all workers, as is `counts`, float32 (5,): the numbers of micro-batches,
-    run tokens, padding, and requests to stop and to save.
+    gradients are float32: vectors or, from `loss_and_gradients`, a tree of parameters.
+    `forward_tokens` counts the tokens, `padding` included, that run in all `micro_batches`. `graph`
+    computes the last micro-batch and the `update`, if any. With several workers, loss, gradients
+    and the loss's `values` are sums over all workers, as is `counts`, float32 (5,): the numbers of
+    micro-batches, run tokens, padding, and requests to stop and to save.
     """
 
     def __init__(self, whole: StepLoss) -> None:
@@ -36,9 +36,9 @@ class StepGradients:
         self.values = whole.zeros()
         self.gradients: Any = None
         self.graph = Graph(0, 1, [], {}, self.loss)
-        self.micro_batches = self.run_tokens = self.padding = 0
+        self.micro_batches = self.forward_tokens = self.padding = 0
         self.counts: Any = None
-        self.update: Update | None = None
+        self.update: OptimizerUpdate | None = None
 
     @property
     def tokens(self) -> int:
@@ -53,11 +53,11 @@ class StepGradients:
         first = self.gradients is None
         self.gradients = gradients if first else tree_map(mx.add, self.gradients, gradients)
 
-    def count(self, group: Group, examples: Sequence[Example]) -> None:
+    def count(self, micro_batch: MicroBatch, examples: Sequence[Example]) -> None:
         """Count a micro-batch of this worker's `examples`, and its tokens."""
         self.micro_batches += 1
-        self.run_tokens += group.tokens
-        self.padding += group.padding(examples)
+        self.forward_tokens += micro_batch.tokens
+        self.padding += micro_batch.padding(examples)
 
 
 class _Engine(Protocol):

@@ -21,7 +21,7 @@ from mlxtune.backend.step.engine import Engine
 from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
 from mlxtune.backend.step.phases import Phases
 from mlxtune.backend.step.step_loss import count_tokens, training_examples
-from mlxtune.backend.workers.group import ALONE, Workers
+from mlxtune.backend.workers.workers import ALONE, Workers
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.outcome import perplexity

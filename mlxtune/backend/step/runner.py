@@ -30,7 +30,7 @@ from mlxtune.errors import one_line
 _SECONDS = 1.0
 _METAL_SPEED = 1e12
 _OPERATIONS = 6
-# The share of the forward pass in a micro-batch's time.
+# The fraction of a micro-batch's time that the forward pass takes.
 _FORWARD = 1 / 3
 
 
@@ -49,15 +49,15 @@ class Graph:
 
     def parts(self) -> list[Sequence[Any]]:
         """Return the arrays of each stage, and clear `outputs`."""
-        found: list[Sequence[Any]] = []
+        stages: list[Sequence[Any]] = []
         if self.stages > 1:
             forward = max(int(self.stages * _FORWARD), 1)
-            found += _divided(self.outputs, forward)
+            stages += _divided(self.outputs, forward)
             self.outputs.clear()
             # The backward pass runs from the last layer to the first.
             gradients = [array for _, array in tree_flatten(self.gradients)]
-            found += _divided(gradients[::-1], max(self.stages - forward, 1))
-        return [*found, [self.arrays]]
+            stages += _divided(gradients[::-1], max(self.stages - forward, 1))
+        return [*stages, [self.arrays]]
 
 
 class GraphRunner:
@@ -186,7 +186,7 @@ class GraphRunner:
         Raises MemoryLimitError or GpuError if nothing is left to change.
         """
         what = fault.meaning
-        if batches.run_alike:
+        if batches.keeps_limit:
             out = fault is Fault.OUT_OF_MEMORY
             raise fault_error(fault, text, "on this worker", "lower --memory-limit" if out else "")
         if not fault.asks_for_less:

@@ -20,7 +20,7 @@ from mlxtune.backend.forward.forward import Reduce, summed
 from mlxtune.core.data.conversation import MISMATCHED
 from mlxtune.core.data.encode import Example
 from mlxtune.core.objectives.objective import AnswerLayout, Objective, Totals
-from mlxtune.core.steps.batch import MicroBatch, predicted_tokens
+from mlxtune.core.steps.batch import PaddedBatch, supervised_tokens
 from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
 
@@ -53,7 +53,7 @@ class StepLoss:
     def zeros(self) -> list[mx.array]:
         return []
 
-    def reduce(self, members: Sequence[int], batch: MicroBatch | Pack) -> Reduce:
+    def reduce(self, members: Sequence[int], batch: PaddedBatch | Pack) -> Reduce:
         """Return the loss of a micro-batch as a function; `members` are its examples' indices."""
         return summed
 
@@ -90,10 +90,10 @@ class PreferenceLoss(StepLoss):
     def zeros(self) -> list[mx.array]:
         return [mx.zeros(len(self.examples))]
 
-    def reduce(self, members: Sequence[int], batch: MicroBatch | Pack) -> Reduce:
+    def reduce(self, members: Sequence[int], batch: PaddedBatch | Pack) -> Reduce:
         """Return the function from a micro-batch's losses to its share of the step's loss.
 
-        With `weights`, it is the share of `sum(w * logp)`.
+        With `weights`, it is the fraction of `sum(w * logp)`.
         """
         own = self._own_weights(members) if self.weights is not None else self._own_loss(members)
         owners = mx.array(np.repeat(np.arange(len(members)), batch.counts))
@@ -186,18 +186,18 @@ def training_examples(examples: Sequence[Example]) -> list[Example]:
 
 def count_tokens(examples: Sequence[Example]) -> int:
     """Return the number of predicted supervised tokens. Raises ValueError if it is 0."""
-    if tokens := sum(map(predicted_tokens, examples)):
+    if tokens := sum(map(supervised_tokens, examples)):
         return tokens
     raise ValueError(
         "no example has a supervised token after its first token: nothing is predicted"
     )
 
 
-def cuts_rows(examples: Sequence[Example], groups: Iterable[Sequence[int]]) -> bool:
+def cuts_rows(examples: Sequence[Example], micro_batches: Iterable[Sequence[int]]) -> bool:
     """Return whether the examples of any row are in several groups of indices."""
     seen: set[int] = set()
-    for group in groups:
-        keys = {examples[i].key for i in group}
+    for indices in micro_batches:
+        keys = {examples[i].key for i in indices}
         if seen & keys:
             return True
         seen |= keys

@@ -3,8 +3,8 @@
 A chat template is an untrusted program. transformers' sandbox keeps it from accessing files and
 other code, but not from running forever or filling the memory, so it runs in a limited process.
 
-Parent and child exchange lines of JSON. The parent sends one header, then a line for each request;
-the child answers with one line of all replies.
+Parent and helper exchange lines of JSON. The parent sends one header, then a line for each request;
+the helper answers with one line of all replies.
 """
 
 import atexit
@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mlxtune.backend.text import template_child
-from mlxtune.backend.text.template_child import INVALID, REFUSED, TEXT, UNSTEADY, Reply
+from mlxtune.backend.text import template_helper
+from mlxtune.backend.text.template_helper import INVALID, REFUSED, TEXT, UNSTEADY, Reply
 from mlxtune.config.limits import TEMPLATE, TOKENIZER_CONFIG
 from mlxtune.core.data.problems import BadRow
 from mlxtune.core.files.processes import LimitedProcess, ProcessEnded
@@ -78,7 +78,7 @@ class ChatTemplate:
         return TemplateRequest(name, self._sources[name], line)
 
     def start(self, requests: Iterable["TemplateRequest"]) -> None:
-        """Start requests in the child process, without waiting; if they are long, only the first.
+        """Start requests in the helper process, without waiting; if they are long, only the first.
 
         Raises ModelError if the previous start found that a template is harmful or that its output
         is not deterministic.
@@ -142,8 +142,8 @@ class TemplateRequest:
         problem = text if kind == UNSTEADY else ""
         # Most Python objects print with their address in memory, which differs in each run.
         if kind == TEXT and " at 0x" in text and " at 0x" not in self.line:
-            found = _ADDRESS.search(text)
-            problem = f"writes a Python object ({one_line(found.group())})" if found else ""
+            match = _ADDRESS.search(text)
+            problem = f"writes a Python object ({one_line(match.group())})" if match else ""
         if problem:
             raise ModelError(
                 f"the model's chat template ({self.name}) {problem}, so that training and "
@@ -153,7 +153,7 @@ class TemplateRequest:
 
 
 def start_together(requests: Sequence[TemplateRequest]) -> None:
-    """Start requests with the same template in one exchange with the child process."""
+    """Start requests with the same template in one exchange with the helper process."""
     replies = _process().submit(requests[0].source, [each.line for each in requests])
     for index, request in enumerate(requests):
         request._replies, request._index = replies, index
@@ -176,9 +176,9 @@ class Harmful(Exception):
 
 
 class TemplateProcess:
-    """The child process, which is started on first use, and again after it has ended.
+    """The helper process, which is started on first use, and again after it has ended.
 
-    A rendering may take `seconds` of CPU time, or more for a long request. The child may use
+    A rendering may take `seconds` of CPU time, or more for a long request. The helper may use
     `memory` bytes.
     """
 
@@ -217,7 +217,7 @@ class TemplateProcess:
     def _exchange(self, source: str, requests: Sequence[str]) -> list[Reply]:
         child = self._child = self._child or self._new()
         seconds = self._seconds * (1 + max(map(len, requests)) / _CHARACTERS_AGAIN)
-        # The child keeps the last source.
+        # The helper keeps the last source.
         changed = json.dumps(None if source == self._source else source)
         self._source = source
         header = f"[{seconds}, {len(requests)}, {changed}]"
@@ -234,18 +234,18 @@ class TemplateProcess:
         return replies
 
     def close(self) -> None:
-        """End the child."""
+        """End the helper."""
         if self._child is not None:
             self._child.close()
         self._child = self._source = None
 
     def start(self) -> None:
-        """Start the child if there is none, without waiting for it."""
+        """Start the helper if there is none, without waiting for it."""
         with self._lock:
             self._child = self._child or self._new()
 
     def _new(self) -> LimitedProcess:
-        return LimitedProcess(Path(template_child.__file__), self._memory)
+        return LimitedProcess(Path(template_helper.__file__), self._memory)
 
 
 def _whole(kind: str, text: str) -> Reply:

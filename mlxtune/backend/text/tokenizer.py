@@ -21,7 +21,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging as transformers_logging
 
 from mlxtune.backend.models.model_folder import check_auto_map, check_files, json_object
-from mlxtune.backend.text import tokenizer_child
+from mlxtune.backend.text import tokenizer_helper
 from mlxtune.config.limits import CONTROL_TOKENS
 from mlxtune.core.data.encode import OffsetEncoding
 from mlxtune.core.files.processes import LimitedProcess, ProcessEnded
@@ -243,14 +243,14 @@ def _tokenizer_files(folder: Path) -> list[Path]:
 def _trial_key(path: Path) -> str:
     """Return a hash of a trial's inputs: the file, the script, its limit and library versions."""
     versions = map(importlib.metadata.version, ("tokenizers", "sentencepiece"))
-    script = file_hash(Path(tokenizer_child.__file__))
+    script = file_hash(Path(tokenizer_helper.__file__))
     parts = (file_hash(path), script, str(CONTROL_TOKENS), *versions)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 def _problem_of(path: Path) -> str | None:
     arguments = str(path.absolute()), str(CONTROL_TOKENS)
-    with closing(LimitedProcess(Path(tokenizer_child.__file__), _MEMORY, *arguments)) as process:
+    with closing(LimitedProcess(Path(tokenizer_helper.__file__), _MEMORY, *arguments)) as process:
         try:
             problem: str | None = json.loads(process.read_line(_LONGEST))
         except ProcessEnded as error:

@@ -58,7 +58,7 @@ class WorkerReport:
 
 @dataclass(frozen=True)
 class Link:
-    """The times, in seconds, to sum one number over all workers, and to sum `size` bytes."""
+    """The times, in seconds, to all-reduce one float and to all-reduce `size` bytes."""
 
     one_s: float
     many_s: float
@@ -78,10 +78,12 @@ def judge_workers(reports: Sequence[WorkerReport], link: Link) -> Iterator[Check
     yield Check(OK, "workers", f"{len(reports)} on {count(machines, 'machine')}")
     for worker, report in enumerate(others, 1):
         if differ := difference(report.versions, first.versions):
-            found = f"worker {worker} has {differ}"
-            yield Check(PROBLEM, "versions", found, "use the same versions everywhere", stops=True)
-        for found, remedy in report.problems:
-            yield Check(PROBLEM, "worker", f"worker {worker}: {found}", remedy)
+            problem = f"worker {worker} has {differ}"
+            yield Check(
+                PROBLEM, "versions", problem, "use the same versions everywhere", stops=True
+            )
+        for problem, remedy in report.problems:
+            yield Check(PROBLEM, "worker", f"worker {worker}: {problem}", remedy)
     for path, expected in first.files.items():
         yield _file(path, [report.files.get(path) for report in reports], expected)
     yield _network(link, len(reports))

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mlxtune.backend.workers.group import Workers
+from mlxtune.backend.workers.workers import Workers
 from mlxtune.core.files.reading import read_text
 from mlxtune.core.machine.facts import machine_id
 from mlxtune.errors import (

@@ -27,8 +27,8 @@ from mlxtune.backend.workers.environment import (
     launched_several,
     launched_worker,
 )
-from mlxtune.backend.workers.group import Workers
 from mlxtune.backend.workers.heartbeat import watched
+from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import OPTIONS, TrainConfig, user_cache
 from mlxtune.config.option import Affects
 from mlxtune.core.files.hashing import model_hash
@@ -100,24 +100,24 @@ def from_worker_0(find: Callable[[], tuple[Path, ResumePoint]]) -> tuple[Path, R
     workers = join()
     if workers.size == 1:
         return find()
-    packed, run, found = io.BytesIO(), Path(), None
+    packed, run, resume_point = io.BytesIO(), Path(), None
     with watched(workers, "--resume"):
         if workers.index == 0:
-            run, found = find()
+            run, resume_point = find()
             with zipfile.ZipFile(packed, "w", strict_timestamps=False) as files:
-                for folder in dict.fromkeys([found.checkpoint.folder, run / BEST]):
+                for folder in dict.fromkeys([resume_point.checkpoint.folder, run / BEST]):
                     for path in folder.glob("*"):
                         files.write(path, path.relative_to(run))
         content = workers.bytes_from_first(packed.getvalue())
         run = Path(workers.texts(str(run))[0])
-        if found is None:
+        if resume_point is None:
             with as_output_error(Path(tempfile.gettempdir()), "TMPDIR"):
                 copy = lasting_folder("resumed")
                 with zipfile.ZipFile(io.BytesIO(content)) as files:
                     files.extractall(copy)
-            found = find_resume_point(copy)
-            assert found is not None
-    return run, found
+            resume_point = find_resume_point(copy)
+            assert resume_point is not None
+    return run, resume_point
 
 
 class _Log:
@@ -305,14 +305,14 @@ def check_workers(
 
 
 def _seconds_to_add(workers: Workers, size: int) -> float:
-    """Return the shortest time to sum `size` bytes of float32 numbers over the workers."""
-    found = []
+    """Return the shortest time to all-reduce `size` bytes of float32 numbers."""
+    times = []
     for _ in range(_TIMES):
         workers.wait()
         started = time.perf_counter()
         workers.add_zeros(size // 4)
-        found.append(time.perf_counter() - started)
-    return min(found)
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 def _hash_of_data(path: Path) -> str | None:

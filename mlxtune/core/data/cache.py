@@ -26,7 +26,7 @@ from mlxtune.core.files.scratch import PREFIX, scratch_folder
 from mlxtune.core.files.writing import as_output_error, make_folder, mark_used, new_file
 
 ACCOUNT, CHECKSUMS = "account.json", "mlxtune-checksums.json"
-# The maximum size of all entries together; the least recently used entries are removed first.
+# The maximum size of all entries together; the least recently used entries are evicted first.
 MAX_BYTES = 10 * 10**9
 _ABANDONED_SECONDS = 86_400.0
 
@@ -74,7 +74,7 @@ def _writable(cache: Path | None) -> Path | None:
 
 
 def _prune(cache: Path, keep: Path) -> None:
-    """Remove the least recently used entries beyond MAX_BYTES, and leftovers of killed runs."""
+    """Evict the least recently used entries beyond MAX_BYTES, and leftovers of killed runs."""
     for left in cache.glob(f"{PREFIX}*"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
@@ -89,7 +89,7 @@ def _prune(cache: Path, keep: Path) -> None:
 
 
 def least_used(entries: Iterable[tuple[float, Path, int]], keep: Path) -> Iterator[Path]:
-    """Yield paths of the least recently used (last use, path, size) entries beyond MAX_BYTES."""
+    """Yield the paths to evict, least recently used first, until the cache fits MAX_BYTES."""
     oldest = sorted(entries)
     total = sum(size for _, _, size in oldest)
     for _, entry, size in oldest:

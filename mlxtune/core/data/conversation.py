@@ -128,7 +128,7 @@ class Pair:
         return self.chosen.row
 
     @property
-    def sides(self) -> tuple[Conversation, Conversation]:
+    def answers(self) -> tuple[Conversation, Conversation]:
         return self.chosen, self.rejected
 
 

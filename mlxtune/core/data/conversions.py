@@ -194,7 +194,9 @@ def parsed_list(content: JsonObject, key: str) -> Any:
 
 def from_pair(row: int, content: JsonObject) -> Pair:
     """Convert a row with `chosen` and `rejected`. Raises BadRow."""
-    chosen, rejected = (_side(content[key], key, _to_message) for key in ("chosen", "rejected"))
+    chosen, rejected = (
+        _answer_messages(content[key], key, _to_message) for key in ("chosen", "rejected")
+    )
     prompt = _prompt(content)
     if prompt is None:
         prompt = _common(chosen, rejected)
@@ -217,7 +219,8 @@ def from_preferred(row: int, content: JsonObject) -> Pair:
     if not isinstance(messages, list):
         raise BadRow("'input' has no list of messages", json_type(messages))
     sides = (
-        _side(content[f"{kind}preferred_output"], f"{kind}preferred_output") for kind in _KINDS
+        _answer_messages(content[f"{kind}preferred_output"], f"{kind}preferred_output")
+        for kind in _KINDS
     )
     return _pair(row, given, messages, *sides)
 
@@ -249,14 +252,14 @@ def _pair(
         raise BadRow("chosen and rejected are the same")
     context = as_context(prompt)
 
-    def side(name: str, messages: list[Any], role: int) -> Conversation:
+    def answer(name: str, messages: list[Any], role: int) -> Conversation:
         try:
             parsed = parse_conversation(row, {**content, "messages": context + messages})
         except BadRow as problem:
             raise BadRow(problem.kind, f"{name}: {problem.detail}".rstrip(": ")) from problem
         return replace(parsed, role=role)
 
-    return Pair(side("chosen", chosen, CHOSEN), side("rejected", rejected, REJECTED))
+    return Pair(answer("chosen", chosen, CHOSEN), answer("rejected", rejected, REJECTED))
 
 
 def _prompt(content: JsonObject) -> list[Any] | None:
@@ -266,7 +269,9 @@ def _prompt(content: JsonObject) -> list[Any] | None:
     return None
 
 
-def _side(value: Any, key: str, to_message: ToMessage = lambda entry, where: entry) -> list[Any]:
+def _answer_messages(
+    value: Any, key: str, to_message: ToMessage = lambda entry, where: entry
+) -> list[Any]:
     messages = _messages(value, key, "assistant", to_message)
     if not messages:
         raise BadRow("empty answer", key)

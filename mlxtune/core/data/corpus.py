@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mlxtune.core.data.conversation import ANSWER, MISMATCHED, WHOLE
 from mlxtune.core.data.encode import Example
-from mlxtune.core.data.encoded_file import ExampleArrays, identity, starts_of_runs
+from mlxtune.core.data.encoded_file import ExampleArrays, identity, starts_of_equal_keys
 from mlxtune.core.data.problems import where
 
 RowExamples = tuple[Example, ...]
@@ -68,7 +68,9 @@ class Corpus(Sequence[Example]):
         self._file, self._start, self.lengths, self.supervised, self.row_numbers, *columns = columns
         self.roles, identities = columns
         # Row numbers repeat from file to file.
-        self._first_of_row = starts_of_runs(self.row_numbers + (self._file.astype(np.int64) << 40))
+        self._first_of_row = starts_of_equal_keys(
+            self.row_numbers + (self._file.astype(np.int64) << 40)
+        )
         self.row_of_example = np.repeat(np.arange(self.num_rows), np.diff(self._first_of_row))
         self.identities: npt.NDArray[np.uint64] = identities[self._first_of_row[:-1]]
 
@@ -78,7 +80,7 @@ class Corpus(Sequence[Example]):
         if isinstance(examples, Corpus):
             return examples
         files = (list(group) for _, group in groupby(examples, key=lambda example: example.file))
-        return cls([ExampleArrays.of(group).cut() for group in files])
+        return cls([ExampleArrays.of(group).truncate() for group in files])
 
     def __len__(self) -> int:
         return len(self._start)
@@ -112,7 +114,7 @@ class Corpus(Sequence[Example]):
         return file
 
     @cached_property
-    def groups(self) -> npt.NDArray[np.uint64]:
+    def clusters(self) -> npt.NDArray[np.uint64]:
         """uint64 (R,): the group of each row; a group is never both trained on and held out.
 
         Equal rows are in one group, as are preference rows with the same prompt.
@@ -192,7 +194,7 @@ def _kept(number: int, file: ExampleArrays) -> tuple[npt.NDArray[Any], ...]:
     """Return the file, start, length, supervised count, row, role and identity of kept examples."""
     kept = np.flatnonzero(file.supervised)
     identities = np.repeat(file.identities, np.diff(file.first_of_row))[kept]
-    starts = file.ends[kept] - file.full_lengths[kept] + file.skipped[kept]
+    starts = file.ends[kept] - file.full_lengths[kept] + file.dropped_at_start[kept]
     numbers = np.full(len(kept), number, dtype=np.int32)
     values = file.lengths[kept], file.supervised[kept], file.rows[kept], file.roles[kept]
     return numbers, starts, *values, identities

@@ -139,8 +139,8 @@ def _texts(row: Row) -> Iterator[str]:
         yield row.text
         return
     if isinstance(row, Pair):
-        for side in row.sides:
-            yield from _texts(side)
+        for answer in row.answers:
+            yield from _texts(answer)
         return
     for message in row.messages:
         yield to_json(message.fields) if len(message.fields) > 2 else message.content
@@ -156,7 +156,7 @@ EncodedRows = list[list[Example]]
 
 def _conversations(row: Row) -> Sequence[Conversation]:
     if isinstance(row, Pair):
-        return row.sides
+        return row.answers
     return [row] if isinstance(row, Conversation) else []
 
 
@@ -284,7 +284,7 @@ class Encoder:
         return Rendering(row.row, (text,))
 
     def _render_pair(self, pair: Pair, pending: Iterator[PendingRendering]) -> Rendering:
-        chosen, rejected = (self._render_row(side, pending) for side in pair.sides)
+        chosen, rejected = (self._render_row(answer, pending) for answer in pair.answers)
         if [text.text for text in chosen.texts] == [text.text for text in rejected.texts]:
             raise BadRow("the template renders chosen and rejected alike")
         notes = {**rejected.notes, **chosen.notes}
@@ -431,7 +431,7 @@ def _chunks(items: Iterable[T], length: Callable[[T], int]) -> Iterator[list[T]]
 
 
 def _check_surrogates(text: str) -> None:
-    """Raise BadRow for half a surrogate pair, which comes from a JSON escape or a bad byte."""
+    """Raise BadRow for a lone surrogate, which comes from a JSON escape or a bad byte."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

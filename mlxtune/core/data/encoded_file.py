@@ -45,7 +45,7 @@ class _Kept(NamedTuple):
 
     lengths: npt.NDArray[np.int32]
     supervised: npt.NDArray[np.int32]
-    skipped: npt.NDArray[np.int32]
+    dropped_at_start: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,9 +57,9 @@ class ExampleArrays:
     row. `identities` is uint64 (R,), one for each row with examples; rows with equal tokens, masks
     and roles have equal identities. All of these are before truncation.
 
-    `lengths`, `supervised` and `skipped` are int32 (E,): the number of tokens of each example that
-    are kept, that are kept and supervised, and that are skipped at its start. A cut example with no
-    supervised token left keeps no token.
+    `lengths`, `supervised` and `dropped_at_start` are int32 (E,): the number of tokens of each
+    example that are kept, that are kept and supervised, and that are skipped at its start. A cut
+    example with no supervised token left keeps no token.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -106,7 +106,7 @@ class ExampleArrays:
     @cached_property
     def first_of_row(self) -> npt.NDArray[np.int64]:
         """int64 (R + 1,): the first example of each row, then the number of examples."""
-        return starts_of_runs(self.rows)
+        return starts_of_equal_keys(self.rows)
 
     @cached_property
     def full_lengths(self) -> npt.NDArray[np.int32]:
@@ -128,11 +128,13 @@ class ExampleArrays:
         return self._supervised_within(self.full_lengths, np.zeros_like(self.full_lengths))
 
     @property
-    def skipped(self) -> npt.NDArray[np.int32]:
-        return np.zeros_like(self.full_lengths) if self._kept is None else self._kept.skipped
+    def dropped_at_start(self) -> npt.NDArray[np.int32]:
+        return (
+            np.zeros_like(self.full_lengths) if self._kept is None else self._kept.dropped_at_start
+        )
 
     @property
-    def tokens_cut(self) -> npt.NDArray[np.int32]:
+    def tokens_truncated(self) -> npt.NDArray[np.int32]:
         """int32 (E,): the number of tokens that each example loses."""
         return self.full_lengths - self.lengths
 
@@ -142,9 +144,9 @@ class ExampleArrays:
         return self.per_row(self.lengths) > 0
 
     @property
-    def rows_cut(self) -> npt.NDArray[np.bool_]:
+    def rows_truncated(self) -> npt.NDArray[np.bool_]:
         """Bool (R,): whether each row loses tokens."""
-        return self.per_row(self.tokens_cut) > 0
+        return self.per_row(self.tokens_truncated) > 0
 
     @property
     def plain_text(self) -> bool:
@@ -152,7 +154,7 @@ class ExampleArrays:
         starts = self.ends - self.full_lengths
         return bool(self.mask[np.minimum(starts + 1, self.ends - 1)].all())
 
-    def cut(self, max_seq_len: int | None = None, *, at: str = "end") -> ExampleArrays:
+    def truncate(self, max_seq_len: int | None = None, *, at: str = "end") -> ExampleArrays:
         """Cut every whole example to `max_seq_len` tokens, at its `end` or at its `start`."""
         full = self.full_lengths
         lengths = full if max_seq_len is None else np.minimum(full, max_seq_len)
@@ -166,15 +168,17 @@ class ExampleArrays:
         supervised = self._supervised_within(lengths, skipped)
         # Preference rows are kept whole or dropped.
         incomplete = (self.roles != ANSWER) & (lengths < full)
-        lost = np.repeat(self.per_row(incomplete) > 0, np.diff(self.first_of_row))
-        supervised = np.where(lost, 0, supervised)
+        incomplete_rows = np.repeat(self.per_row(incomplete) > 0, np.diff(self.first_of_row))
+        supervised = np.where(incomplete_rows, 0, supervised)
         kept = np.where(supervised > 0, lengths, 0)
         return replace(self, max_seq_len=max_seq_len, _kept=_Kept(kept, supervised, skipped))
 
     def _supervised_within(
         self, lengths: npt.NDArray[np.int32], skipped: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:
-        """Return int32 (E,): how many of the `lengths` tokens after `skipped` are supervised."""
+        """Return int32 (E,): how many of the `lengths` tokens after `dropped_at_start` are
+        supervised.
+        """
         counts = np.zeros(len(lengths), dtype=np.int32)
         # Sum block by block: numpy would convert the whole array first.
         blocks = np.searchsorted(self.ends, np.arange(0, len(self.mask), _AT_ONCE), side="right")
@@ -242,7 +246,7 @@ def write_arrays(folder: Path, chunks: Iterable[Sequence[Sequence[Example]]]) ->
                 file.write(getattr(arrays, name).tobytes())
 
 
-def starts_of_runs(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def starts_of_equal_keys(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return the start of each run of equal keys, and the end of the last run."""
     changes = np.flatnonzero(np.diff(keys)) + 1
     first = [0] if len(keys) else []
@@ -261,24 +265,24 @@ def _map(path: Path, kind: str) -> npt.NDArray[Any]:
 class EncodedFile:
     """One data file as examples before truncation, with the skipped rows and the notes.
 
-    `answer_tokens_cut` counts the supervised tokens that truncation cut from kept rows.
+    `answer_tokens_truncated` counts the supervised tokens that truncation cut from kept rows.
     """
 
     arrays: ExampleArrays
     skipped: SkippedRows
     notes: RowTally
-    answer_tokens_cut: int = 0
+    answer_tokens_truncated: int = 0
 
-    def cut(self, max_seq_len: int | None = None, *, at: str = "end") -> ExampleArrays:
+    def truncate(self, max_seq_len: int | None = None, *, at: str = "end") -> ExampleArrays:
         """Cut every example to `max_seq_len` tokens, at its `end` or at its `start`.
 
         Call this once: it adds notes for truncated answers, and skips rows with no supervised
         token.
         """
-        arrays, cut = self.arrays, self.arrays.cut(max_seq_len, at=at)
+        arrays, cut = self.arrays, self.arrays.truncate(max_seq_len, at=at)
         kept_rows = cut.rows_kept
         lost = arrays.per_row(arrays.supervised - cut.supervised)
-        self.answer_tokens_cut, cut_answers = int(lost[kept_rows].sum()), lost > 0
+        self.answer_tokens_truncated, cut_answers = int(lost[kept_rows].sum()), lost > 0
         for index in np.flatnonzero(~kept_rows):
             self._skip(int(index), cut)
         numbers = arrays.rows[arrays.first_of_row[:-1]]
@@ -306,12 +310,12 @@ class EncodedFile:
             rows_train=kept - rows_validation,
             rows_validation=rows_validation,
             rows_skipped=self.skipped.counts,
-            rows_truncated=int(cut.rows_cut.sum()),
+            rows_truncated=int(cut.rows_truncated.sum()),
             examples=int((cut.supervised > 0).sum()),
             tokens=int(arrays.lengths.sum()),
             tokens_supervised=supervised,
             tokens_context=int(cut.lengths.sum()) - supervised,
-            tokens_truncated=int(cut.tokens_cut.sum()),
+            tokens_truncated=int(cut.tokens_truncated.sum()),
             notes=self.notes.counts,
             weight=weight,
         )

@@ -117,7 +117,7 @@ def _note_duplicates(files: Sequence[EncodedFile], corpus: Corpus) -> None:
 def _note_leaks(files: Sequence[EncodedFile], corpus: Corpus, validation: Corpus) -> None:
     same = np.isin(validation.identities, corpus.identities)
     # Without preferences, rows are in one group only if they are equal.
-    prompt = np.isin(validation.groups, corpus.groups) & ~same
+    prompt = np.isin(validation.clusters, corpus.clusters) & ~same
     for kind, found in ((LEAK, same), (LEAKED_PROMPT, prompt)):
         for index in np.flatnonzero(found):
             file, row = validation.place_of(int(index))
@@ -198,7 +198,7 @@ def _findings(
 def _lost(file: EncodedFile, tally: RowTally, kind: str) -> int:
     """Return the number of supervised tokens that a kind of problem costs in a file."""
     if kind == TRUNCATED_ANSWER:
-        return file.answer_tokens_cut
+        return file.answer_tokens_truncated
     if tally is file.skipped and len(file.arrays.supervised):
         return int(tally.counts[kind] * file.arrays.supervised.mean())
     return 0

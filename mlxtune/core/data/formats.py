@@ -44,7 +44,7 @@ from mlxtune.core.data.problems import BadRow, SkippedRows, json_type, shown, wh
 from mlxtune.core.data.sources.rows import read_objects
 from mlxtune.errors import DataError, shorten
 
-# This many bad rows, if they exceed this share of all rows, mean a wrong file or format.
+# This many bad rows, if they exceed this fraction of all rows, mean a wrong file or format.
 _MANY, _MOST_BAD = 100_000, 0.99
 # Other tools' keys for a prompt, for an answer, and for texts that belong to a prompt.
 _ASKS = ("instruction", "question", "query", "prompt", "input")

@@ -27,7 +27,7 @@ SCHEMA_VERSION = 1
 _SHORTEST_LIMIT = 128
 # In pairs with more pieces than this, the most frequent pieces are not compared, to save time.
 _EXACTLY = 1000
-# The share of the supervised tokens that may be cut off without a warning.
+# The fraction of the supervised tokens that may be truncated without a warning.
 _MOST_CUT = 0.01
 
 
@@ -129,7 +129,7 @@ class ShownPair:
         return _common(self.chosen.pieces, self.rejected.pieces)
 
     @property
-    def sides(self) -> tuple[ShownExample, ShownExample]:
+    def answers(self) -> tuple[ShownExample, ShownExample]:
         return self.chosen, self.rejected
 
 
@@ -137,14 +137,14 @@ def together(shown: Sequence[ShownExample]) -> list[ShownExample | ShownPair]:
     """Group examples for display: the two sides of a pair together, other examples alone."""
     roles = ROLE_NAMES[CHOSEN], ROLE_NAMES[REJECTED]
     by_place = {(each.path, each.row, each.part, each.role): each for each in shown}
-    found: list[ShownExample | ShownPair] = []
+    grouped: list[ShownExample | ShownPair] = []
     for (path, row, part, role), example in by_place.items():
         chosen, rejected = (by_place.get((path, row, part, each)) for each in roles)
         if role not in roles or chosen is None or rejected is None:
-            found.append(example)
+            grouped.append(example)
         elif example is chosen:
-            found.append(ShownPair(chosen, rejected))
-    return found
+            grouped.append(ShownPair(chosen, rejected))
+    return grouped
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class InspectedExamples:
         self._validates = np.isin(self._corpus.row_of_example, held_out)
         # Lengths before truncation, dropped examples included.
         self.lengths = np.concatenate([each.full_lengths for each in files])
-        self.supervised = np.concatenate([each.cut().supervised for each in files])
+        self.supervised = np.concatenate([each.truncate().supervised for each in files])
 
     def __len__(self) -> int:
         return len(self._corpus)
@@ -296,7 +296,7 @@ def _marked(pair: ShownPair) -> tuple[ShownExample, ShownExample]:
     """Return the sides of a pair; pieces that the other side lacks are marked."""
     start = pair.common
     one, other = (
-        [(piece.text, piece.control) for piece in side.pieces[start:]] for side in pair.sides
+        [(piece.text, piece.control) for piece in side.pieces[start:]] for side in pair.answers
     )
     matcher = SequenceMatcher(None, one, other, autojunk=len(one) > _EXACTLY)
     blocks = matcher.get_matching_blocks()
@@ -316,37 +316,39 @@ def _marked(pair: ShownPair) -> tuple[ShownExample, ShownExample]:
 
 
 @dataclass(frozen=True)
-class CutLoss:
-    """The share of supervised tokens that --max-seq-len cuts off, and a limit that keeps 99%.
+class TruncationLoss:
+    """The fraction of supervised tokens that --max-seq-len truncates, and a limit that keeps 99%.
 
     `skipped` counts preference rows that are longer: they are not cut but skipped.
     """
 
-    share: float
+    fraction: float
     enough: int
     skipped: int = 0
 
 
-def cut_loss(files: Sequence[EncodedFile], max_seq_len: int, at: str) -> CutLoss | None:
+def truncation_loss(
+    files: Sequence[EncodedFile], max_seq_len: int, at: str
+) -> TruncationLoss | None:
     """Return what a --max-seq-len cuts off, or None if it is at most 1% of the supervised tokens.
 
     `enough` is a power of two, or halfway between two powers.
     """
-    most, share = 1 - _MOST_CUT, _supervised_share(files, max_seq_len, at)
-    if share >= most:
+    most, fraction = 1 - _MOST_CUT, _supervised_fraction(files, max_seq_len, at)
+    if fraction >= most:
         return None
     longest = max(int(file.arrays.lengths.max(initial=0)) for file in files)
     powers = [2**k for k in range(1, longest.bit_length() + 1)]
     sizes = sorted({*powers, *(3 * power // 2 for power in powers)})
     sizes = [size for size in sizes if size > max_seq_len]
-    found = bisect_left(sizes, most, key=lambda size: _supervised_share(files, size, at))
+    first = bisect_left(sizes, most, key=lambda size: _supervised_fraction(files, size, at))
     paired = [file.arrays for file in files if (file.arrays.roles != ANSWER).any()]
-    skipped = sum(int((~each.cut(max_seq_len, at=at).rows_kept).sum()) for each in paired)
-    return CutLoss(1 - share, sizes[found], skipped)
+    skipped = sum(int((~each.truncate(max_seq_len, at=at).rows_kept).sum()) for each in paired)
+    return TruncationLoss(1 - fraction, sizes[first], skipped)
 
 
-def _supervised_share(files: Sequence[EncodedFile], max_seq_len: int, at: str) -> float:
-    kept = sum(int(file.arrays.cut(max_seq_len, at=at).supervised.sum()) for file in files)
+def _supervised_fraction(files: Sequence[EncodedFile], max_seq_len: int, at: str) -> float:
+    kept = sum(int(file.arrays.truncate(max_seq_len, at=at).supervised.sum()) for file in files)
     return kept / max(sum(int(file.arrays.supervised.sum()) for file in files), 1)
 
 
@@ -366,12 +368,12 @@ def limits(files: Sequence[EncodedFile], current: int, at: str) -> tuple[LengthL
 
 
 def _limit(files: Sequence[EncodedFile], size: int, at: str) -> LengthLimit:
-    cuts = [file.arrays.cut(size, at=at) for file in files]
+    cuts = [file.arrays.truncate(size, at=at) for file in files]
     return LengthLimit(
         max_seq_len=size,
-        rows_cut=sum(int(each.rows_cut.sum()) for each in cuts),
+        rows_cut=sum(int(each.rows_truncated.sum()) for each in cuts),
         rows_lost=sum(int((~each.rows_kept).sum()) for each in cuts),
-        tokens_cut=sum(int(each.tokens_cut.sum()) for each in cuts),
+        tokens_cut=sum(int(each.tokens_truncated.sum()) for each in cuts),
         supervised_cut=sum(
             int((file.arrays.supervised - each.supervised).sum())
             for file, each in zip(files, cuts, strict=True)

@@ -173,11 +173,11 @@ def parse_json(text: str | bytes, kind: str = "not valid JSON") -> Any:
 
 
 def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
         raise BadRow("a key twice in one object", f"{shorten(twice)}: keep one")
-    return found
+    return values
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_keys_once)

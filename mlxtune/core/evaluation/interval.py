@@ -51,20 +51,20 @@ def paired_difference(
     acceleration = _acceleration(change, tokens)
     levels = []
     tail = _tail(len(change))
-    for share in (tail, 1 - tail):
-        z = bias + normal.inv_cdf(share)
+    for fraction in (tail, 1 - tail):
+        z = bias + normal.inv_cdf(fraction)
         divisor = 1 - acceleration * z
         # The correction diverges if, for example, a single row differs; then it is skipped.
-        levels.append(normal.cdf(bias + z / divisor) if divisor > 0 else share)
+        levels.append(normal.cdf(bias + z / divisor) if divisor > 0 else fraction)
     low, high = np.quantile(drawn, levels).tolist()
-    share = observed * float(tokens.sum()) / float(base.sum()) if base.any() else 0.0
-    return Difference(observed, share, low, high, CONFIDENCE, resamples, seed)
+    fraction = observed * float(tokens.sum()) / float(base.sum()) if base.any() else 0.0
+    return Difference(observed, fraction, low, high, CONFIDENCE, resamples, seed)
 
 
 def _tail(rows: int) -> float:
-    """Return the share of resamples to leave out on each side.
+    """Return the fraction of resamples to leave out in each tail.
 
-    This share makes the bootstrap's interval of a mean as wide as Student's. Source: Hesterberg,
+    This fraction makes the bootstrap's interval of a mean as wide as Student's. Source: Hesterberg,
     What Teachers Should Know About the Bootstrap, The American Statistician 69 (2015), expanded
     percentiles; Abramowitz and Stegun, 26.7.5, for the quantile of Student's distribution.
     """
@@ -98,10 +98,10 @@ def _acceleration(change: Floats, tokens: npt.NDArray[np.int64]) -> float:
     return float((deviation**3).sum()) / (6 * spread**1.5) if spread > 0 else 0.0
 
 
-def paired_share_interval(
+def paired_fraction_interval(
     before: npt.NDArray[np.bool_], after: npt.NDArray[np.bool_]
 ) -> tuple[float, float]:
-    """Return the interval of the change in the share of true rows, as two numbers from -1 to 1.
+    """Return the interval of the change in the fraction of true rows, as two numbers from -1 to 1.
 
     If few rows change, resampled rows vary too little. Source: Newcombe, Statistics in Medicine 17
     (1998), 2635-2650, method 10.
@@ -125,16 +125,16 @@ def paired_share_interval(
     )
 
 
-def _wilson(share: float, rows: int) -> tuple[float, float]:
-    """Return the interval of a share of this many rows. Source: Wilson, JASA 22 (1927), 209-212."""
+def _wilson(fraction: float, rows: int) -> tuple[float, float]:
+    """Return the interval of a proportion of this many rows. Source: Wilson, JASA 22 (1927)."""
     z = NormalDist().inv_cdf(1 - _TAIL)
-    centre, scale = share + z * z / (2 * rows), 1 + z * z / rows
-    width = z * math.sqrt(share * (1 - share) / rows + z * z / (4 * rows * rows))
+    centre, scale = fraction + z * z / (2 * rows), 1 + z * z / rows
+    width = z * math.sqrt(fraction * (1 - fraction) / rows + z * z / (4 * rows * rows))
     return (centre - width) / scale, (centre + width) / scale
 
 
 def rank_interval(area: float, good: int, bad: int) -> tuple[float, float]:
-    """Return the interval of the share of pairs in which the good answer gained more.
+    """Return the interval of the fraction of pairs in which the good answer gained more.
 
     Pairs share answers, so they are not independent. Source: Newcombe, Statistics in Medicine 25
     (2006), method 5, with the variance of Hanley and McNeil, Radiology 143 (1982).
@@ -143,9 +143,9 @@ def rank_interval(area: float, good: int, bad: int) -> tuple[float, float]:
         return 0.0, 1.0
     z, rows = NormalDist().inv_cdf((1 + CONFIDENCE) / 2), (good + bad) / 2
 
-    def is_outside(share: float) -> bool:
-        spread = 1 + (rows - 1) * ((1 - share) / (2 - share) + share / (1 + share))
-        return (area - share) ** 2 > z**2 * share * (1 - share) * spread / (good * bad)
+    def is_outside(fraction: float) -> bool:
+        spread = 1 + (rows - 1) * ((1 - fraction) / (2 - fraction) + fraction / (1 + fraction))
+        return (area - fraction) ** 2 > z**2 * fraction * (1 - fraction) * spread / (good * bad)
 
     def bound(outside: float) -> float:
         """Find the interval's bound between the area and `outside`, by bisection."""

@@ -29,7 +29,7 @@ class Loss:
 class Difference:
     """The adapted model's loss minus another model's, and the interval of this difference.
 
-    A difference below 0 is better. `share` is the difference as a share of the other model's loss.
+    A difference below 0 is better. `share` is the difference relative to the other model's loss.
     """
 
     loss: float
@@ -139,10 +139,10 @@ class Misjudged:
 
 @dataclass(frozen=True)
 class PreferenceDifference:
-    """The share of pairs whose chosen answer a model prefers, before and after training.
+    """The fraction of pairs whose chosen answer a model prefers, before and after training.
 
-    For answers with a label (`pairs` is false), `after` is the share of all pairs of a good and a
-    bad answer in which the good answer gained more, and `before` is 0.5, the share by chance. `low`
+    For answers with a label (`pairs` is false), `after` is the fraction of pairs of a good and a
+    bad answer in which the good answer gained more, and `before` is 0.5, the value at random. `low`
     and `high` are the interval of the difference. Margins are means, in nats per token. `fewest`
     counts pairs, or the answers with the rarer label.
     """
@@ -172,8 +172,8 @@ class Evaluation:
     for the worse.
 
     Under a preference objective, the losses are those of the good answers, the verdict is about
-    `preference`, and without an adapter `preferred` is the share of pairs whose chosen answer the
-    base model prefers.
+    `preference`, and without an adapter `preferred` is the fraction of pairs whose chosen answer
+    the base model prefers.
 
     `left_out` counts rows that are left out because they were also trained on; with `only_trained`,
     no other rows remained, and all rows were evaluated. `files` has a verdict on each file, if

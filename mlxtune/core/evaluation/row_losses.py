@@ -11,7 +11,7 @@ from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.interval import Floats
 from mlxtune.core.evaluation.outcome import Loss, perplexity
-from mlxtune.core.steps.batch import predicted_tokens
+from mlxtune.core.steps.batch import supervised_tokens
 
 # Returns the summed loss of each example, float64 (B,), and reports progress.
 ComputeLosses = Callable[[Sequence[Example], Callable[[int], None]], Floats]
@@ -45,7 +45,7 @@ def sums_of(
     places = [place for place, row in enumerate(rows) for _ in row]
     totals, tokens = np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
     np.add.at(totals, places, losses(chosen, lambda done: on_progress(done, len(chosen))))
-    np.add.at(tokens, places, list(map(predicted_tokens, chosen)))
+    np.add.at(tokens, places, list(map(supervised_tokens, chosen)))
     return Sums(totals, tokens)
 
 
@@ -83,12 +83,12 @@ def answer_sums(
         if example.role in (CHOSEN, REJECTED, DESIRABLE, UNDESIRABLE)
     ]
     chosen = [example for _, example in examples]
-    found = losses(chosen, lambda done: on_progress(done, len(chosen)))
+    losses_of = losses(chosen, lambda done: on_progress(done, len(chosen)))
     totals, tokens = np.zeros((2, len(rows))), np.zeros((2, len(rows)), dtype=np.int64)
     labels = np.ones(len(rows))
-    for (place, example), loss in zip(examples, found, strict=True):
-        side = int(example.role == REJECTED)
-        totals[side, place] += loss
-        tokens[side, place] += predicted_tokens(example)
+    for (place, example), loss in zip(examples, losses_of, strict=True):
+        column = int(example.role == REJECTED)
+        totals[column, place] += loss
+        tokens[column, place] += supervised_tokens(example)
         labels[place] = example.role != UNDESIRABLE
     return AnswerSums(Sums(totals[0], tokens[0]), Sums(totals[1], tokens[1]), labels)

@@ -19,7 +19,7 @@ from mlxtune.core.evaluation.interval import (
     CONFIDENCE,
     Floats,
     paired_difference,
-    paired_share_interval,
+    paired_fraction_interval,
     rank_interval,
 )
 from mlxtune.core.evaluation.outcome import (
@@ -38,7 +38,7 @@ from mlxtune.core.evaluation.row_losses import AnswerSums, Sums
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.errors import NonFiniteLossError
 
-# A change below this share of the loss hardly matters, however certain it is.
+# A change below this fraction of the loss hardly matters, however certain it is.
 _HARDLY = 0.01
 # The number of rows to report of each kind: most improved, most worsened, and misjudged.
 _TOP_ROWS = 5
@@ -197,9 +197,9 @@ def verdict_of(difference: Difference, rows: int) -> str:
     return HELPED if difference.high < 0 else HURT
 
 
-def is_hardly(verdict: str, share: float) -> bool:
+def is_hardly(verdict: str, fraction: float) -> bool:
     """Return whether a verdict rests on a negligible relative difference."""
-    return verdict != CANNOT_TELL and abs(share) < _HARDLY
+    return verdict != CANNOT_TELL and abs(fraction) < _HARDLY
 
 
 def _compare_preferences(
@@ -241,7 +241,7 @@ def _compare_pairs(
     rows: CorpusRows, before: AnswerSums, adapted: AnswerSums
 ) -> PreferenceDifference:
     won, wins = (each.margins > 0 for each in (before, adapted))
-    bounds = paired_share_interval(won, wins)
+    bounds = paired_fraction_interval(won, wins)
     shares = float(won.mean()), float(wins.mean())
     return _difference(rows, shares, bounds, before.margins, adapted.margins, len(rows))
 
@@ -257,8 +257,8 @@ def _compare_labelled(
     # Each answer's gain is compared with the mean gain of the answers with the other label.
     margins = np.zeros(len(good)), _against_others(gains, good)
     fewest = min(count, len(good) - count)
-    found = _difference(rows, (0.5, share), (low - 0.5, high - 0.5), *margins, fewest)
-    return replace(found, pairs=False)
+    difference = _difference(rows, (0.5, share), (low - 0.5, high - 0.5), *margins, fewest)
+    return replace(difference, pairs=False)
 
 
 def _difference(
@@ -269,7 +269,7 @@ def _difference(
     after: Floats,
     fewest: int,
 ) -> PreferenceDifference:
-    """Build the result from two shares, their difference's bounds, and the margins (R,)."""
+    """Build the result from two fractions, the bounds of their difference, and the margins (R,)."""
     return PreferenceDifference(
         objective="",
         pairs=True,
@@ -290,7 +290,7 @@ def _difference(
 
 
 def _ranks(gains: Floats, good: npt.NDArray[np.bool_]) -> Floats:
-    """Return, for each answer (R,), the share of its pairs in which the good answer gained more."""
+    """Return, for each answer (R,), the fraction of pairs in which the good answer gained more."""
     if good.all() or not good.any():
         return np.full(len(gains), 0.5)
 
@@ -310,5 +310,5 @@ def _against_others(gains: Floats, good: npt.NDArray[np.bool_]) -> Floats:
         return np.zeros(len(gains))
     others = np.where(good, gains[~good].mean(), gains[good].mean())
     signs = np.where(good, 1.0, -1.0)
-    found: Floats = signs * (gains - others)
-    return found
+    margins: Floats = signs * (gains - others)
+    return margins

@@ -11,7 +11,7 @@ from mlxtune.core.evaluation.outcome import (
 )
 from mlxtune.core.formatting import count
 
-# With fewer answers, a share says little.
+# With fewer answers, a percentage says little.
 _FEWEST_ANSWERS = 10
 
 
@@ -86,8 +86,13 @@ def _verdict_line(evaluation: Evaluation, evidence: str) -> str:
     if evaluation.verdict != CANNOT_TELL:
         return f"the adapter {'hardly ' * evaluation.hardly}{evaluation.verdict}: {evidence}"
     few = f"; at least {FEWEST_ROWS} rows are needed" * (evaluation.rows < FEWEST_ROWS)
-    found = evaluation.preference
-    if found and not found.pairs and found.fewest is not None and found.fewest < FEWEST_ROWS:
+    preference = evaluation.preference
+    if (
+        preference
+        and not preference.pairs
+        and preference.fewest is not None
+        and preference.fewest < FEWEST_ROWS
+    ):
         few = f"; at least {FEWEST_ROWS} answers of each label are needed"
     if evaluation.only_trained:
         few = "; all of these rows were also trained on"
@@ -104,15 +109,15 @@ def _amount(difference: Difference, other: str = "") -> str:
     if difference.is_alike:
         interval = "no interval: all rows changed alike"
     return (
-        f"it {verb} {_share(abs(difference.share))} {direction} the loss{other}, "
+        f"it {verb} {_percentage(abs(difference.share))} {direction} the loss{other}, "
         f"{abs(difference.loss):.4f} nats per token ({interval})"
     )
 
 
-def _share(share: float) -> str:
-    if 0.995 <= share < 1:
+def _percentage(fraction: float) -> str:
+    if 0.995 <= fraction < 1:
         return "more than 99%"
-    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+    return f"{fraction:.0%}" if fraction >= 0.1 else f"{fraction:.1%}"
 
 
 def _answers(evaluation: Evaluation) -> str:

@@ -128,7 +128,7 @@ def _check_parents(path: Path) -> None:
 
 
 def _on_the_way(path: Path) -> Iterator[Path]:
-    """Yield the existing folders and links through which a path leads, those of links included."""
+    """Yield the existing folders and links that a path passes through, following links."""
     folder, parts, links = Path(path.absolute().anchor), list(path.absolute().parts[1:]), 0
     while parts:
         yield folder
@@ -163,7 +163,7 @@ def entries(folder: Path) -> list[Path]:
 
 def contents(folder: Path) -> dict[str, Path]:
     """Return all files and links below a folder, by relative path. Raises NotOurs or OSError."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     level = [folder]
     for _ in range(_MOST_LEVELS):
         below = []
@@ -171,9 +171,9 @@ def contents(folder: Path) -> dict[str, Path]:
             if is_folder(path):
                 below.append(path)
             else:
-                found[path.relative_to(folder).as_posix()] = path
+                files[path.relative_to(folder).as_posix()] = path
         if not below:
-            return dict(sorted(found.items()))
+            return dict(sorted(files.items()))
         level = below
     raise NotOurs(folder, _TOO_DEEP)
 

@@ -99,12 +99,12 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 def _fingerprints(folder: Path) -> _Known:
-    found = {}
+    fingerprints = {}
     with suppress(OSError):
         for name, path in contents(folder).items():
             status = path.lstat()
-            found[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
-    return found
+            fingerprints[name] = (status.st_ino, status.st_size, status.st_mtime_ns)
+    return fingerprints
 
 
 def _check_apart(target: Path, sources: Iterable[Path]) -> None:
@@ -148,11 +148,11 @@ def _is_remembered(manifest: Path) -> bool:
 def _check_written(target: Path, files: Mapping[str, Any]) -> None:
     """Raise OutputError unless a folder holds only `files`, each with the SHA-256 given, if any."""
     remedy = "move it away, or choose another --output"
-    found = contents(target)
-    if others := [name for name in found if name not in files or not is_ours(found[name])]:
+    written = contents(target)
+    if others := [name for name in written if name not in files or not is_ours(written[name])]:
         raise OutputError(
             f"{target}: holds {join_few(others, 3)}, not written by mlxtune: {remedy}"
         )
-    for name, path in found.items():
+    for name, path in written.items():
         if files[name] is not None and file_hash(path) != files[name]:
             raise OutputError(f"{path}: was changed after mlxtune wrote it: {remedy}")

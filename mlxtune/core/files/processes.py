@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from mlxtune.core.files import limited_child
+from mlxtune.core.files import limited_helper
 from mlxtune.core.files.reading import read_bytes
 from mlxtune.core.files.writing import make_folder, open_to_write
 from mlxtune.errors import MlxTuneError
@@ -28,11 +28,11 @@ _LOOK_EVERY = 0.2
 _PIECE = 2**16
 
 
-class ChildError(MlxTuneError):
+class HelperError(MlxTuneError):
     """A process ended unexpectedly."""
 
 
-class ChildTimeoutError(ChildError):
+class HelperTimeoutError(HelperError):
     """A process did not end in time."""
 
 
@@ -101,7 +101,7 @@ def output_of(
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Output:
-    """Run a process to its end. Raises OSError, and ChildTimeoutError after `seconds`."""
+    """Run a process to its end. Raises OSError, and HelperTimeoutError after `seconds`."""
     # Without `apart`, Python starts a program given by its path with posix_spawn, not with fork,
     # which copies the page tables of a training process.
     with start(
@@ -110,7 +110,7 @@ def output_of(
         try:
             stdout, stderr = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            raise ChildTimeoutError(f"no answer within {seconds:.0f} seconds") from None
+            raise HelperTimeoutError(f"no answer within {seconds:.0f} seconds") from None
         finally:
             process.kill()
     texts = (each.decode(errors="replace") for each in (stdout, stderr))
@@ -125,7 +125,7 @@ def own_environment(**variables: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Children:
+class Helpers:
     """Starts Python with this package; all temporary files go to `scratch`.
 
     Processes that run longer than `limit` seconds are killed.
@@ -134,7 +134,7 @@ class Children:
     scratch: Path
     limit: float = 300.0
 
-    def run(
+    def call(
         self,
         arguments: Sequence[str],
         folder: Path,
@@ -145,7 +145,7 @@ class Children:
     ) -> int:
         """Run Python in a folder, made if missing; write its output there, and return the status.
 
-        Once `until` returns true, the process gets the signal `stop`. Raises ChildTimeoutError if
+        Once `until` returns true, the process gets the signal `stop`. Raises HelperTimeoutError if
         the process takes too long. However this call ends, the process and its children end too.
         """
         make_folder(folder)
@@ -164,7 +164,7 @@ class Children:
                         process.send_signal(stop)
                         stopped = True
                     if time.monotonic() > deadline:
-                        raise ChildTimeoutError(f"did not end within {self.limit:.0f} seconds")
+                        raise HelperTimeoutError(f"did not end within {self.limit:.0f} seconds")
                     time.sleep(_POLL_SECONDS)
                 return process.returncode
             finally:
@@ -181,8 +181,8 @@ def describe_end(status: int, folder: Path) -> str:
 class LimitedProcess:
     """Runs a script that may take `memory` bytes in addition to the memory of its imports.
 
-    Libraries that read a stranger's file may run forever or fill the memory, and nothing interrupts
-    them in the middle of an operation. A separate process can be killed at any time.
+    Libraries that read an untrusted file may run forever or exhaust memory, and cannot be
+    interrupted in the middle of an operation. A separate process can be killed at any time.
     limited_child.py describes the script.
     """
 
@@ -190,7 +190,7 @@ class LimitedProcess:
         self._memory = memory
         self._unread = bytearray()
         # -P: modules next to a script have common names, and must not shadow other modules.
-        command = [sys.executable, "-P", limited_child.__file__, str(memory), str(script)]
+        command = [sys.executable, "-P", limited_helper.__file__, str(memory), str(script)]
         self._process = start([*command, *arguments], stdin=PIPE, stdout=PIPE, stderr=None)
         self.pid = self._process.pid
 
@@ -211,7 +211,7 @@ class LimitedProcess:
         while (found := self._unread.find(b"\n", searched)) < 0 and len(self._unread) < longest:
             searched = len(self._unread)
             while not select.select([output], [], [], _LOOK_EVERY)[0]:
-                if not limited_child.LIMITS_ITSELF and resident_memory(self.pid) > self._memory:
+                if not limited_helper.LIMITS_ITSELF and resident_memory(self.pid) > self._memory:
                     raise ProcessEnded("memory")
             if not (piece := os.read(output, _PIECE)):
                 break
@@ -226,7 +226,7 @@ class LimitedProcess:
     def why_ended(self) -> str:
         """Return the reason why the process has ended: `time`, `memory` or an exit status."""
         status = self._process.wait()
-        known = {-signal.SIGPROF: "time", limited_child.OUT_OF_MEMORY: "memory"}
+        known = {-signal.SIGPROF: "time", limited_helper.OUT_OF_MEMORY: "memory"}
         return known.get(status, f"exit status {status}")
 
     def close(self) -> None:

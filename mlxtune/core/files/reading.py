@@ -103,7 +103,7 @@ def read_kernel_file(path: Path) -> str:
 def check_stored(path: Path) -> None:
     """Raise TooLarge, naming the file, if nearly all of its declared size is missing on disk.
 
-    A hole of terabytes costs its maker nothing, but its reader time and memory. Raises OSError.
+    A sparse file of terabytes costs nothing to make, but time and memory to read. Raises OSError.
     """
     with open_regular(path) as file:
         check_open(path.name, file)

@@ -1,9 +1,9 @@
 """What this user made on this machine, remembered by ids and hashes in the user's cache.
 
-A stranger's run could request downloads and trackers. A run's folder has a mark, a file with a
+An untrusted run could request downloads and trackers. A run's folder has a mark, a file with a
 random id, and the list in the cache has that id with the inode of the folder, as a run that was
 sent away may come back changed. What is not listed, because it was copied or the cache was emptied,
-counts as a stranger's.
+counts as untrusted.
 """
 
 import re
@@ -22,7 +22,7 @@ _MAX_LINES = 20_000
 
 
 def remember(line: str) -> None:
-    """Add a line to the list in the user's cache; if that fails, nothing is remembered."""
+    """Add a line to the list in the user's cache; failures are ignored."""
     with suppress(OSError, ValueError):
         path = user_cache() / "runs"
         make_folder(path.parent)

@@ -126,7 +126,7 @@ def write_json(target: Path, value: Any, *, private: bool = False) -> None:
 
 
 def append_line(target: Path, line: str) -> None:
-    """Append a whole line, or nothing, to a text file, new or not. Raises OutputError."""
+    """Append a line to a text file, new or not; undo a partial write. Raises OutputError."""
     with as_output_error(target, "file"), open_to_append(target) as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(end - 1, 0))

@@ -22,9 +22,8 @@ from mlxtune.core.machine.facts import tool_output
 
 # macOS's kern.memorystatus_vm_pressure_level.
 _MAC_WARN, _MAC_CRITICAL = 2, 4
-# The shares of the last 10 s, in percent, that some programs and all programs spent waiting for
-# memory: from these shares on, pressure counts as a warning and as critical. systemd-oomd kills
-# programs at 60.
+# The percentages of the last 10 s in which some programs, and all programs, were stalled on memory.
+# At these values, pressure counts as a warning and as critical. systemd-oomd kills programs at 60.
 _SOME_WARN, _FULL_CRITICAL = 10.0, 20.0
 # NSProcessInfo.thermalState, which can be read without root. pmset reports heat for Intel chips
 # only.
@@ -53,7 +52,7 @@ class Pressure(IntEnum):
 class Conditions:
     """One reading of the conditions.
 
-    `on_battery` is None if unknown; `thermal` is empty if heat does not slow the machine, or if
+    `on_battery` is None if unknown; `thermal` is empty without thermal throttling, or if
     unknown.
     """
 
@@ -104,7 +103,7 @@ class Sensors:
         return None if mode is None else mode[1] == "1"
 
     def thermal(self) -> str:
-        """Return in a few words how heat slows the machine, or an empty string if heat does not."""
+        """Describe thermal throttling in a few words; return an empty string if there is none."""
         if self.system != "Darwin":
             return "hot" if _is_hot() else ""
         speed = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", tool_output("pmset", "-g", "therm"))

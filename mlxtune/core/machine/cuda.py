@@ -72,9 +72,9 @@ def missing_headers() -> dict[str, str]:
 
 
 def header_in(text: str) -> str:
-    """Return the header that a compiler's message misses; an example if it misses all."""
-    found = _MISSING.search(text)
-    return found[1] if found else RUNTIME
+    """Return the header that a compiler reports as missing; an example if it names none."""
+    match = _MISSING.search(text)
+    return match[1] if match else RUNTIME
 
 
 def header_remedy(header: str) -> str:

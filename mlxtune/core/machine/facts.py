@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config import as_path, user_cache
-from mlxtune.core.files.processes import ChildTimeoutError, output_of, own_environment
+from mlxtune.core.files.processes import HelperTimeoutError, output_of, own_environment
 from mlxtune.core.files.reading import read_kernel_file
 from mlxtune.errors import one_line
 
@@ -103,8 +103,8 @@ class Machine:
 
     `libraries` are the installed packages with MLX's own library. `mlx_first` says whether mlx was
     imported before mlxtune, `translated` whether Python runs through Rosetta. `wired_limit_mb` is
-    macOS's limit on GPU memory, 0 for the default. `thermal` describes how heat slows the machine,
-    and is empty if it does not. `offline` is the variable that forbids downloads, if any.
+    macOS's limit on GPU memory, 0 for the default. `thermal` describes thermal throttling, and is
+    empty if there is none. `offline` is the variable that forbids downloads, if any.
     `missing_headers` are CUDA's that MLX needs, each with its remedy.
     """
 
@@ -132,21 +132,21 @@ class Machine:
     missing_headers: Mapping[str, str] = field(default_factory=dict)
 
 
-def probe_device() -> tuple[Device | None, str]:
+def read_device() -> tuple[Device | None, str]:
     """Return MLX's device, or None and the reason why MLX does not start."""
     # A separate process survives a crash of MLX.
-    command = [sys.executable, "-m", "mlxtune.backend.device.probe"]
+    command = [sys.executable, "-m", "mlxtune.backend.device.device_helper"]
     try:
         # Files in the current folder could shadow libraries.
-        found = output_of(command, _MLX_SECONDS, folder=Path("/"), environment=own_environment())
-    except ChildTimeoutError as error:
+        output = output_of(command, _MLX_SECONDS, folder=Path("/"), environment=own_environment())
+    except HelperTimeoutError as error:
         return None, str(error)
-    if found.status < 0:
-        return None, f"it was killed by signal {-found.status}"
-    if found.status:
-        lines = found.stderr.split("\n\n")[-1].strip().splitlines()
+    if output.status < 0:
+        return None, f"it was killed by signal {-output.status}"
+    if output.status:
+        lines = output.stderr.split("\n\n")[-1].strip().splitlines()
         return None, one_line(RuntimeError(lines[-1] if lines else "it failed without a message"))
-    return Device(**json.loads(found.stdout)), ""
+    return Device(**json.loads(output.stdout)), ""
 
 
 def read_system() -> dict[str, Any]:
@@ -271,6 +271,6 @@ def tool_output(*command: str) -> str:
     """Return the output of a system tool; empty if the tool is missing, slow or cannot start."""
     if (path := shutil.which(command[0])) is None:
         return ""
-    with suppress(OSError, ChildTimeoutError):
+    with suppress(OSError, HelperTimeoutError):
         return output_of([path, *command[1:]], _TOOL_SECONDS).stdout
     return ""

@@ -12,7 +12,7 @@ from mlxtune.core.machine.facts import Device, Machine
 
 GB = 10**9
 OK, NOTE, PROBLEM = "ok", "note", "problem"
-_SWAP_SHARE, _LITTLE_MEMORY = 0.1, 0.15
+_SWAP_FRACTION, _LITTLE_MEMORY = 0.1, 0.15
 _FULL, _NEARLY_FULL = GB // 2, 10 * GB
 # The oldest macOS that MLX's wheels support.
 _OLDEST_MACOS = 14
@@ -202,7 +202,7 @@ def _memory(m: Machine) -> Iterator[Check]:
         free = "" if available is None else f", {_gb(available)} available"
         remedy = "close other programs before training" if little else ""
         yield _check("memory", f"{_gb(total)}{free}", remedy)
-        if swap is not None and swap > _SWAP_SHARE * total:
+        if swap is not None and swap > _SWAP_FRACTION * total:
             remedy = "close other programs, or restart: swapping slows training down"
             yield _check("swap", f"{_gb(swap)} used", remedy)
     if m.device is not None:

@@ -28,7 +28,7 @@ POLL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Reservation:
-    """The number of bytes that another process has reserved, and a description of its run."""
+    """The memory, in bytes, that another process has reserved, and a description of its run."""
 
     pid: int
     size: int

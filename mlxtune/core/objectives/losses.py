@@ -1,7 +1,7 @@
 """Preference losses as formulas over log-probabilities.
 
-Each function takes the `Sides` of a step's rows and the options, and returns the loss of each row.
-`xp` is the array module: numpy, or mlx.core if a gradient is needed.
+Each function takes the `AnswerLogps` of a step's rows and the options, and returns the loss of each
+row. `xp` is the array module: numpy, or mlx.core if a gradient is needed.
 
 Sources: TRL 1.16 (`DPOTrainer`, `KTOTrainer`, `CPOTrainer` and `ORPOTrainer`) and the papers that
 it cites; the losses have TRL's names.
@@ -16,7 +16,7 @@ from mlxtune.config.objective_config import ObjectiveConfig
 
 
 @dataclass(frozen=True)
-class Sides:
+class AnswerLogps:
     """The log-probabilities of a step's rows, as arrays (R,).
 
     A row has a chosen and a rejected answer, or only the answer in `chosen`, with the label 1 or 0
@@ -54,7 +54,7 @@ class Sides:
         return chosen - self.rejected_ratio / self.count_rejected
 
 
-Loss = Callable[[Sides, ObjectiveConfig, Any], Any]
+Loss = Callable[[AnswerLogps, ObjectiveConfig, Any], Any]
 
 
 def _log_sigmoid(xp: Any, x: Any) -> Any:
@@ -66,7 +66,7 @@ def _sigmoid(xp: Any, x: Any) -> Any:
 
 
 def _smoothed(xp: Any, x: Any, smoothing: float) -> Any:
-    """Return -log sigmoid(x), averaged as if a share `smoothing` of the labels were swapped."""
+    """Return -log sigmoid(x), smoothed as if a fraction `smoothing` of the labels were swapped."""
     loss = -_log_sigmoid(xp, x)
     return loss if not smoothing else (1 - smoothing) * loss - smoothing * _log_sigmoid(xp, -x)
 
@@ -74,19 +74,19 @@ def _smoothed(xp: Any, x: Any, smoothing: float) -> Any:
 # DPO
 
 
-def _sigmoid_loss(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _sigmoid_loss(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     return -_log_sigmoid(xp, o.strength * s.delta)
 
 
-def _hinge(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _hinge(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     return xp.maximum(1 - o.strength * s.delta, 0.0)
 
 
-def _ipo(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _ipo(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     return xp.square(s.mean_delta - 1 / (2 * o.strength))
 
 
-def _exo_pair(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _exo_pair(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     x, smoothing = o.strength * s.delta, o.label_smoothing
     wins, loses = _log_sigmoid(xp, x), _log_sigmoid(xp, -x)
     return xp.exp(wins) * (wins - math.log1p(-smoothing)) + xp.exp(loses) * (
@@ -94,40 +94,40 @@ def _exo_pair(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
     )
 
 
-def _nca_pair(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _nca_pair(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     chosen, rejected = o.strength * s.chosen_ratio, o.strength * s.rejected_ratio
     unlikely = _log_sigmoid(xp, -chosen) + _log_sigmoid(xp, -rejected)
     return -_log_sigmoid(xp, chosen) - 0.5 * unlikely
 
 
-def _robust(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _robust(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     x, smoothing = o.strength * s.delta, o.label_smoothing
     clean = -(1 - smoothing) * _log_sigmoid(xp, x)
     return (clean + smoothing * _log_sigmoid(xp, -x)) / (1 - 2 * smoothing)
 
 
-def _sppo_hard(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _sppo_hard(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     half = 0.5 / o.strength
     return xp.square(s.chosen_ratio - half) + xp.square(s.rejected_ratio + half)
 
 
-def _apo_zero(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _apo_zero(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     rejected = _sigmoid(xp, o.strength * s.rejected_ratio)
     return 1 - _sigmoid(xp, o.strength * s.chosen_ratio) + rejected
 
 
-def _apo_down(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _apo_down(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     chosen = _sigmoid(xp, o.strength * s.chosen_ratio)
     return chosen + 1 - _sigmoid(xp, o.strength * s.delta)
 
 
-def _aot(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _aot(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     policy = xp.sort(s.chosen - s.rejected)
     reference = xp.sort(s.reference_chosen - s.reference_rejected)
     return _smoothed(xp, o.strength * (policy - reference), o.label_smoothing)
 
 
-def _aot_unpaired(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _aot_unpaired(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     delta = xp.sort(s.chosen_ratio) - xp.sort(s.rejected_ratio)
     return _smoothed(xp, o.strength * delta, o.label_smoothing)
 
@@ -136,24 +136,24 @@ def _aot_unpaired(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
 _DISCOPOP_TAU = 0.05
 
 
-def _discopop(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _discopop(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     x = o.strength * s.delta
     blend = _sigmoid(xp, x / _DISCOPOP_TAU)
     return -_log_sigmoid(xp, x) * (1 - blend) + xp.exp(-x) * blend
 
 
-def _sigmoid_norm(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _sigmoid_norm(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     return -_log_sigmoid(xp, o.strength * s.mean_delta)
 
 
 # Without a reference
 
 
-def _orpo(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _orpo(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     return -o.strength * _log_sigmoid(xp, log_odds_ratio(s, xp))
 
 
-def log_odds_ratio(s: Sides, xp: Any) -> Any:
+def log_odds_ratio(s: AnswerLogps, xp: Any) -> Any:
     """Return log(odds(chosen) / odds(rejected)) per token; Hong et al. 2024, equation 4."""
     chosen, rejected = s.chosen / s.count_chosen, s.rejected / s.count_rejected
     return (chosen - rejected) - (_log1mexp(xp, chosen) - _log1mexp(xp, rejected))
@@ -164,11 +164,11 @@ def _log1mexp(xp: Any, x: Any) -> Any:
     return xp.log(-xp.expm1(x))
 
 
-def _cpo(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _cpo(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     return _smoothed(xp, o.strength * (s.chosen - s.rejected), o.label_smoothing)
 
 
-def _simpo(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _simpo(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     delta = s.chosen / s.count_chosen - s.rejected / s.count_rejected
     return _smoothed(xp, o.strength * delta - o.gamma, o.label_smoothing)
 
@@ -176,15 +176,15 @@ def _simpo(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
 # Answers with a label
 
 
-def _kto(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _kto(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     return _unpaired(s, o, xp, s.kl)
 
 
-def _apo_zero_unpaired(s: Sides, o: ObjectiveConfig, xp: Any) -> Any:
+def _apo_zero_unpaired(s: AnswerLogps, o: ObjectiveConfig, xp: Any) -> Any:
     return _unpaired(s, o, xp, 0.0)
 
 
-def _unpaired(s: Sides, o: ObjectiveConfig, xp: Any, kl: Any) -> Any:
+def _unpaired(s: AnswerLogps, o: ObjectiveConfig, xp: Any, kl: Any) -> Any:
     gain = o.strength * (s.chosen_ratio - kl)
     good = o.desirable_weight * (1 - _sigmoid(xp, gain))
     bad = o.undesirable_weight * (1 - _sigmoid(xp, -gain))

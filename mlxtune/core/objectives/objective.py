@@ -30,11 +30,11 @@ from mlxtune.core.objectives.losses import (
     DPO_LOSSES,
     KTO_LOSSES,
     OTHER_LOSSES,
+    AnswerLogps,
     Loss,
-    Sides,
     log_odds_ratio,
 )
-from mlxtune.core.steps.batch import predicted_tokens
+from mlxtune.core.steps.batch import supervised_tokens
 
 _Floats = npt.NDArray[np.float64]
 # The index of each role's column in arrays (columns, R) of a step's log-probabilities.
@@ -44,7 +44,7 @@ _COLUMNS = 4
 
 @dataclass(frozen=True, eq=False)
 class AnswerLayout:
-    """The layout of rows' answers in arrays (columns, R), and the place of each example in them.
+    """How rows' answers are laid out in arrays (columns, R), and where each example's goes.
 
     `slots` is int64 (E,): the index of each example's answer in such an array, flattened; an answer
     of several turns has several examples. `references` and `counts` are (columns, R): each answer's
@@ -70,7 +70,7 @@ class AnswerLayout:
 
 @dataclass(frozen=True)
 class Totals:
-    """Totals over all rows of a step; the loss of each part of the rows depends on these totals.
+    """Totals over all rows of a step, on which the loss of any subset of the rows depends.
 
     `tokens` counts the tokens whose cross-entropy is added to the loss; `kl` is the divergence.
     """
@@ -115,7 +115,7 @@ class Objective:
 
     @property
     def needs_kl(self) -> bool:
-        """Whether a step needs the divergence, estimated from prompts with other rows' answers."""
+        """Whether the loss needs a KL estimate, from prompts paired with other rows' answers."""
         return self.name in LABELLED and self.options.kto_loss == "kto"
 
     @property
@@ -149,7 +149,7 @@ class Objective:
         slots = columns * len(rows) + np.array(index, dtype=np.int64)
         references, counts = np.zeros(_COLUMNS * len(rows)), np.zeros(_COLUMNS * len(rows))
         np.add.at(references, slots, [example.reference for example in examples])
-        np.add.at(counts, slots, [predicted_tokens(example) for example in examples])
+        np.add.at(counts, slots, [supervised_tokens(example) for example in examples])
         desirable = np.zeros(len(rows))
         for example, row in zip(examples, index, strict=True):
             desirable[row] = example.role == DESIRABLE
@@ -176,7 +176,7 @@ class Objective:
         `sums` (columns, R) has the log-probabilities of the rows' answers, as an array of the
         module `xp`.
         """
-        losses = self._loss(self._sides(sums, layout, totals, xp), self.options, xp)
+        losses = self._loss(self._answer_logps(sums, layout, totals, xp), self.options, xp)
         loss = losses.sum() / totals.rows
         if weight := self.options.chosen_weight:
             loss = loss - (weight / totals.tokens) * sums[self._nll_column].sum()
@@ -187,7 +187,7 @@ class Objective:
     ) -> tuple[float, dict[str, float]]:
         """Return the loss and metrics of rows from their examples' log-probabilities (E,)."""
         if self.is_sft:
-            return -float(logps.sum()) / sum(map(predicted_tokens, examples)), {}
+            return -float(logps.sum()) / sum(map(supervised_tokens, examples)), {}
         mismatched = np.array([example.role == MISMATCHED for example in examples])
         rows = [example for example in examples if example.role != MISMATCHED]
         layout, kl = self.lay_out(rows), 0.0
@@ -201,16 +201,16 @@ class Objective:
     def metrics(self, logps: _Floats, layout: AnswerLayout, kl: float = 0.0) -> dict[str, float]:
         """Return TRL's metrics of rows from their examples' log-probabilities (E,)."""
         sums = layout.sums(logps)
-        sides = self._sides(sums, layout, self.totals(layout, kl), np)
+        logps_of = self._answer_logps(sums, layout, self.totals(layout, kl), np)
         if not self.has_pairs:
-            return self._label_metrics(sides)
-        chosen, rejected = sides.chosen, sides.rejected
+            return self._label_metrics(logps_of)
+        chosen, rejected = logps_of.chosen, logps_of.rejected
         if self.name in ("orpo", "simpo"):
-            chosen, rejected = chosen / sides.count_chosen, rejected / sides.count_rejected
+            chosen, rejected = chosen / logps_of.count_chosen, rejected / logps_of.count_rejected
         strength = self.options.strength
-        rewards = strength * (chosen - sides.reference_chosen)
-        others = strength * (rejected - sides.reference_rejected)
-        found = {
+        rewards = strength * (chosen - logps_of.reference_chosen)
+        others = strength * (rejected - logps_of.reference_rejected)
+        values = {
             "rewards/chosen": rewards.mean(),
             "rewards/rejected": others.mean(),
             "rewards/accuracies": (rewards > others).mean(),
@@ -220,23 +220,26 @@ class Objective:
         }
         if self.options.chosen_weight:
             tokens = layout.counts[self._nll_column].sum()
-            found["nll_loss"] = -sums[self._nll_column].sum() / tokens
+            values["nll_loss"] = -sums[self._nll_column].sum() / tokens
         if self.name == "orpo":
-            odds = log_odds_ratio(sides, np)
-            found["log_odds_ratio"] = -np.logaddexp(0, -odds).mean()
-            found["log_odds_chosen"] = odds.mean()
-        return {name: float(value) for name, value in found.items()}
+            odds = log_odds_ratio(logps_of, np)
+            values["log_odds_ratio"] = -np.logaddexp(0, -odds).mean()
+            values["log_odds_chosen"] = odds.mean()
+        return {name: float(value) for name, value in values.items()}
 
-    def _label_metrics(self, sides: Sides) -> dict[str, float]:
-        rewards = self.options.strength * sides.chosen_ratio
-        found = {"kl": sides.kl} if self.needs_kl else {}
-        for name, rows in (("chosen", sides.desirable == 1), ("rejected", sides.desirable == 0)):
+    def _label_metrics(self, logps_of: AnswerLogps) -> dict[str, float]:
+        rewards = self.options.strength * logps_of.chosen_ratio
+        values = {"kl": logps_of.kl} if self.needs_kl else {}
+        for name, rows in (
+            ("chosen", logps_of.desirable == 1),
+            ("rejected", logps_of.desirable == 0),
+        ):
             if rows.any():
-                found[f"rewards/{name}"] = rewards[rows].mean()
-                found[f"logps/{name}"] = sides.chosen[rows].mean()
-        if {"rewards/chosen", "rewards/rejected"} <= found.keys():
-            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-        return {name: float(value) for name, value in found.items()}
+                values[f"rewards/{name}"] = rewards[rows].mean()
+                values[f"logps/{name}"] = logps_of.chosen[rows].mean()
+        if {"rewards/chosen", "rewards/rejected"} <= values.keys():
+            values["rewards/margins"] = values["rewards/chosen"] - values["rewards/rejected"]
+        return {name: float(value) for name, value in values.items()}
 
     def expected_first_loss(self, layout: AnswerLayout) -> float | None:
         """Return the loss before the first update, when the model equals its reference.
@@ -247,14 +250,16 @@ class Objective:
             return None
         return float(self.loss(layout.references, layout, self.totals(layout)))
 
-    def _sides(self, sums: Any, layout: AnswerLayout, totals: Totals, xp: Any) -> Sides:
+    def _answer_logps(
+        self, sums: Any, layout: AnswerLayout, totals: Totals, xp: Any
+    ) -> AnswerLogps:
         # Zeros replace a missing second answer or reference; no loss reads them.
         counts = np.maximum(layout.counts, 1)
         references, labels = layout.references, layout.desirable
         given: list[Any] = [references[0], references[1], counts[0], counts[1], labels]
         if xp is not np:
             given = [xp.array(each.astype(np.float32)) for each in given]
-        return Sides(*(sums[0], sums[1], *given, totals.kl))
+        return AnswerLogps(*(sums[0], sums[1], *given, totals.kl))
 
 
 SFT = Objective(ObjectiveConfig())

@@ -81,7 +81,7 @@ class PreferenceRows(CorpusRows):
 
 
 def reference_key(model: Mapping[str, Any], rows: Sequence[PreferenceRows]) -> str:
-    """Return a hash of what decides the log-probabilities: the starting model and the examples."""
+    """Return a hash of all that determines the log-probabilities: starting model and examples."""
     parts = {**model, "examples": [each.digest() for each in rows]}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -90,9 +90,9 @@ def read_references(places: Sequence[Path], key: str, examples: int) -> list[flo
     """Return the log-probabilities stored under a key; None if no valid file has them all."""
     for path in places:
         with suppress(OSError, ValueError):
-            found = read_json(path, REFERENCES)
-            values: list[float] = from_json(list[float], found.get("logps"))
-            if found != _content(key, values) or len(values) != examples:
+            content = read_json(path, REFERENCES)
+            values: list[float] = from_json(list[float], content.get("logps"))
+            if content != _content(key, values) or len(values) != examples:
                 continue
             # A log-probability is at most 0, up to rounding.
             if max(values) < 1:
@@ -102,9 +102,9 @@ def read_references(places: Sequence[Path], key: str, examples: int) -> list[flo
 
 def check_references(path: Path) -> str:
     """Describe a file's content for `verify`. Raises OSError, or ValueError for a damaged file."""
-    found = read_json(path, REFERENCES)
-    values: list[float] = from_json(list[float], found.get("logps"))
-    if found != _content(str(found.get("key")), values):
+    content = read_json(path, REFERENCES)
+    values: list[float] = from_json(list[float], content.get("logps"))
+    if content != _content(str(content.get("key")), values):
         raise ValueError("is damaged: its hash differs")
     return f"{len(values):,} log-probabilities"
 

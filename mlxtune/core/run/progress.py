@@ -126,7 +126,7 @@ class Progress:
         return next((each.val_loss for each in self.validations if each.step == 0), None)
 
     @property
-    def skipped_in_a_row(self) -> int:
+    def consecutive_skips(self) -> int:
         """The number of steps skipped since the last applied step."""
         recent = takewhile(lambda record: not isinstance(record, StepRecord), reversed(self))
         return sum(isinstance(record, SkippedStep) for record in recent)

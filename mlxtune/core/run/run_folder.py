@@ -277,8 +277,8 @@ def adapters_in(run: Path) -> Iterator[Path]:
 
 def previous_number(name: str) -> int | None:
     """Return an earlier run's number from its folder's name; None for any other name."""
-    found = _PREVIOUS.fullmatch(name)
-    return int(found[1] or 0) if found else None
+    match = _PREVIOUS.fullmatch(name)
+    return int(match[1] or 0) if match else None
 
 
 def archive_previous_run(run: Path) -> Path | None:

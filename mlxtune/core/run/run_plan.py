@@ -116,8 +116,8 @@ class RunPlan:
             "steps_per_epoch": self.steps_per_epoch,
             "steps": self.steps,
             "micro_batches_per_step": round(self.memory.micro_batches_per_step, 3),
-            "padding_share": round(self.memory.padding_share, 4),
-            "run_share": round(self.memory.run_share, 4),
+            "padding_share": round(self.memory.padding_fraction, 4),
+            "run_share": round(self.memory.forward_fraction, 4),
         }
 
 

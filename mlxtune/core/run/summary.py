@@ -215,8 +215,8 @@ def _judged(evaluation: Evaluation | None) -> Verdict | None:
 def hub_data(run: Run) -> list[Mapping[str, Any]]:
     """Return a run's records about its data sets from the hub."""
     recorded = run.about.get("hub")
-    found = recorded if isinstance(recorded, list) else []
-    return [each for each in found if isinstance(each, Mapping)]
+    entries = recorded if isinstance(recorded, list) else []
+    return [each for each in entries if isinstance(each, Mapping)]
 
 
 def data_names(run: Run) -> tuple[str, ...]:
@@ -358,15 +358,17 @@ def validated_alike(runs: Sequence[Run]) -> bool:
     return len(validated_on) < 2
 
 
-def planned_shares(run: Run) -> dict[str, float | None]:
+def predicted_fractions(run: Run) -> dict[str, float | None]:
     names = ("micro_batches_per_step", "padding_share", "run_share")
     return {name: number(run.about, "plan", name) for name in names} | {
         "micro_batch_tokens": whole(run.about, "plan", "micro_batch_tokens")
     }
 
 
-def measured_shares(run: Run) -> dict[str, float | None]:
-    """Return measured values under the keys of `planned_shares`; a value is None if unmeasured."""
+def measured_fractions(run: Run) -> dict[str, float | None]:
+    """Return measured values under the keys of `predicted_fractions`; a value is None if
+    unmeasured.
+    """
     micro_batches = [number for number in run.column("micro_batches") if number]
     tokens, tokens_run = sum(run.column("tokens")), sum(run.column("run_tokens"))
     return {

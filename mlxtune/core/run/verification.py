@@ -74,35 +74,35 @@ class Verification:
 def verify_files(run: Path) -> tuple[Verification, list[Checkpoint]]:
     """Check the files of a run; return the intact checkpoints too, the newest first."""
     good, bad = find_checkpoints(run)
-    found = Verification(str(run), step=good[0].step if good else 0)
+    verification = Verification(str(run), step=good[0].step if good else 0)
     for each in sorted(good, key=lambda each: each.step):
-        found.attempt(each.folder.name, partial(_check_checkpoint, each))
+        verification.attempt(each.folder.name, partial(_check_checkpoint, each))
     for folder, problem in sorted(bad.items()):
-        found.add(folder.name, problem, "")
+        verification.add(folder.name, problem, "")
     if not good and not bad:
-        found.add("checkpoints", "none found", "")
+        verification.add("checkpoints", "none found", "")
     progress = None
     try:
         progress = Progress.from_jsonl(read_own(run / METRICS))
     except (OSError, ValueError) as error:
-        found.add(METRICS, str(error), "")
+        verification.add(METRICS, str(error), "")
     else:
-        found.attempt(METRICS, partial(_check_metrics, progress, found.step))
+        verification.attempt(METRICS, partial(_check_metrics, progress, verification.step))
         if progress.best is not None:
-            found.attempt("best step", partial(_check_best, progress.best, good))
-    found.attempt(LEDGER, partial(_check_ledger, run))
+            verification.attempt("best step", partial(_check_best, progress.best, good))
+    verification.attempt(LEDGER, partial(_check_ledger, run))
     if good and (run / ABOUT).exists():
         newest = max(good, key=lambda each: each.step)
-        found.attempt(ABOUT, partial(_check_options, run, newest))
-    _verify_result(found, run, progress)
+        verification.attempt(ABOUT, partial(_check_options, run, newest))
+    _verify_result(verification, run, progress)
     if os.path.lexists(run / TRAINED_ROWS):  # earlier versions wrote none
-        found.attempt(TRAINED_ROWS, partial(check_trained_rows, run))
+        verification.attempt(TRAINED_ROWS, partial(check_trained_rows, run))
     options = mapping(good[0].metadata, "config") if good else {}
     if os.path.lexists(run / REFERENCE) or options.get("objective") in ("dpo", "kto"):
-        found.attempt(REFERENCE, partial(check_references, run / REFERENCE))
+        verification.attempt(REFERENCE, partial(check_references, run / REFERENCE))
     if (run / EVALUATION).exists():  # a run without validation has none
-        found.attempt(EVALUATION, partial(_check_evaluation, run))
-    return found, good
+        verification.attempt(EVALUATION, partial(_check_evaluation, run))
+    return verification, good
 
 
 def _check_checkpoint(checkpoint: Checkpoint) -> str:

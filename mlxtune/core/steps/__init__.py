@@ -1,1 +1,1 @@
-"""How steps are planned: the order of rows, padded groups, packed lines, memory and workers."""
+"""How steps are planned: the order of rows, padded groups, packed sequences, memory and workers."""

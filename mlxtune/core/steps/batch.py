@@ -10,18 +10,18 @@ from mlxtune.core.data.encode import Example
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
+class PaddedBatch:
     """Examples padded on the right to one width, with targets shifted by one token.
 
     `inputs` and `targets` are int32 of shape (B, T), `mask` is float32 of shape (B, T) and 1 where
-    the target carries loss. `rows` has the row key of each example, which seeds the example's
+    the target carries loss. `row_ids` has the row key of each example, which seeds the example's
     random numbers; `lengths` has each example's number of tokens without padding.
     """
 
     inputs: npt.NDArray[np.int32]
     targets: npt.NDArray[np.int32]
     mask: npt.NDArray[np.float32]
-    rows: tuple[int, ...]
+    row_ids: tuple[int, ...]
     lengths: tuple[int, ...]
 
     @property
@@ -38,7 +38,7 @@ class MicroBatch:
         return [(length, 0) for length in self.lengths]
 
 
-def run_length(example: Example) -> int:
+def forward_tokens(example: Example) -> int:
     """Return how many tokens the model must process: those before the last supervised token.
 
     Later tokens predict nothing that carries loss. The result is at least 1.
@@ -55,12 +55,12 @@ def rows_of(examples: Sequence[Example]) -> list[list[int]]:
     return list(rows.values())
 
 
-def predicted_tokens(example: Example) -> int:
+def supervised_tokens(example: Example) -> int:
     """Return the number of supervised tokens after the first token, which nothing predicts."""
     return int(example.assistant_mask[1:].sum())
 
 
-def collate(examples: Sequence[Example], width: int | None = None) -> MicroBatch:
+def collate(examples: Sequence[Example], width: int | None = None) -> PaddedBatch:
     """Pad examples and shift them: each position predicts the token after it.
 
         tokens           a b c d e      inputs   a b c
@@ -73,14 +73,14 @@ def collate(examples: Sequence[Example], width: int | None = None) -> MicroBatch
 
     Raises ValueError when an example is wider than `width`.
     """
-    runs = [run_length(example) for example in examples]
-    shape = (len(examples), max(runs) if width is None else width)
+    lengths = [forward_tokens(example) for example in examples]
+    shape = (len(examples), max(lengths) if width is None else width)
     inputs, targets = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
     mask = np.zeros(shape, dtype=np.float32)
-    for i, (example, run) in enumerate(zip(examples, runs, strict=True)):
-        after = slice(1, min(run + 1, len(example)))  # a lone token predicts nothing
-        inputs[i, :run] = example.tokens[:run]
+    for i, (example, length) in enumerate(zip(examples, lengths, strict=True)):
+        after = slice(1, min(length + 1, len(example)))  # a lone token predicts nothing
+        inputs[i, :length] = example.tokens[:length]
         targets[i, : after.stop - 1] = example.tokens[after]
         mask[i, : after.stop - 1] = example.assistant_mask[after]
-    rows = tuple(example.key for example in examples)
-    return MicroBatch(inputs, targets, mask, rows, tuple(runs))
+    row_ids = tuple(example.key for example in examples)
+    return PaddedBatch(inputs, targets, mask, row_ids, tuple(lengths))

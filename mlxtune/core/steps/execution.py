@@ -8,8 +8,8 @@ from typing import Protocol
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.memory_terms import BatchLoad, MemoryUse
-from mlxtune.core.steps.pack import plan_packs
-from mlxtune.core.steps.padded_groups import Group, plan_step
+from mlxtune.core.steps.pack import packed_batches
+from mlxtune.core.steps.padded_batches import MicroBatch, padded_batches
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 
@@ -24,30 +24,32 @@ class Execution:
     """How a step is computed. No field changes the step's loss or gradient beyond float rounding.
 
     `operations` compute the step. `micro_batch_tokens` limits the number of tokens that run through
-    the model together. `split_head` runs the head on supervised positions only, `loss_chunk` at a
+    the model together. `head_apart` runs the head on supervised positions only, `loss_chunk` at a
     time. `packs` lays examples end to end instead of padding them, and runs shared prefixes once.
     `recompute` keeps only the input of each layer, and runs the layer again in the backward pass.
     `fixed_cost` is the cost of a micro-batch beyond its tokens, in units of one token's time.
-    `rounding` is applied to packed lines.
+    `rounding` is applied to packed sequences.
     """
 
     operations: StepOperations
     micro_batch_tokens: int = 2048
-    split_head: bool = True
+    head_apart: bool = True
     packs: bool = True
     recompute: bool = False
     loss_chunk: int = 256
     fixed_cost: int = 32
     rounding: Rounding = NOT_ROUNDED
 
-    def plan(self, examples: Sequence[Example], *, keyed: bool = False) -> list[Group]:
+    def micro_batches(
+        self, examples: Sequence[Example], *, keyed: bool = False
+    ) -> list[MicroBatch]:
         if self.packs:
             tokens, fixed, rounding = self.micro_batch_tokens, self.fixed_cost, self.rounding
-            return plan_packs(examples, tokens, fixed, keyed=keyed, rounding=rounding)
-        return plan_step(examples, self.micro_batch_tokens, self.fixed_cost)
+            return packed_batches(examples, tokens, fixed, keyed=keyed, rounding=rounding)
+        return padded_batches(examples, self.micro_batch_tokens, self.fixed_cost)
 
     def rounded(self, load: BatchLoad) -> BatchLoad:
-        """Return the load of one example, with the padding of its line."""
+        """Return the load of one example, with the padding of its sequence."""
         if not self.packs:
             return load
         added = self.rounding.padding(load.tokens, self.micro_batch_tokens)

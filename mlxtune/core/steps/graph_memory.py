@@ -64,7 +64,7 @@ def in_flight(shapes: ModelShapes, load: BatchLoad) -> int:
 
 def head_in_flight(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
     """Return the bytes that a head's queued operations hold; 0 without a limit of graphs."""
-    if shapes.graphs is None or not settings.split_head:
+    if shapes.graphs is None or not settings.head_apart:
         return 0
     positions, _ = head_states(shapes, settings, load)
     logits, weights = shapes.vocab * positions, shapes.vocab * shapes.hidden
@@ -83,9 +83,9 @@ def _kept_in_full(shapes: ModelShapes, load: BatchLoad) -> Entries:
     # Products, functions of products, inputs and residuals.
     width = _COPIES * shapes.products + shapes.scaled + _WIDTHS * shapes.inputs
     tokens = load.tokens * (width + shapes.gathered + shapes.mixed)
-    tokens += load.beside * shapes.looped
+    tokens += load.padded_tokens * shapes.looped
     # Recurrences keep some of these arrays with examples side by side, padding included.
-    tokens += _MIXED_COPIES * shapes.mixed * (load.beside - load.tokens)
+    tokens += _MIXED_COPIES * shapes.mixed * (load.padded_tokens - load.tokens)
     scores = load.scores if shapes.holds_scores(load) else 0
     return Entries(0, tokens, shapes.scores * scores)
 
@@ -104,11 +104,11 @@ class GraphMemory:
         """Return the working entries of a layer's backward pass, in addition to kept entries."""
         gradients = GRADIENTS * (shapes.widest_product + shapes.hidden)
         gradients += _GATHERED * shapes.layer_gathered
-        mixed = load.beside * _MIXED * shapes.layer_mixed
+        mixed = load.padded_tokens * _MIXED * shapes.layer_mixed
         scores = shapes.layer_scores * load.scores if shapes.holds_scores(load) else 0
         if mixed > scores:
             # The layer has a recurrence, which sees all examples side by side, and no attention.
-            load, scores = replace(load, tokens=load.beside), 0
+            load, scores = replace(load, tokens=load.padded_tokens), 0
         tokens = load.tokens * gradients + (0 if scores else mixed)
         if settings.recompute:
             again = _kept_in_full(shapes.with_layers(1), load)
@@ -120,14 +120,14 @@ class GraphMemory:
         """Return the number of the head's unfreed entries, which passes without a head omit."""
         positions, _ = head_states(shapes, settings, load)
         logits = held_logits(settings, positions, shapes)
-        if settings.split_head and not self.holds_logits(shapes):
+        if settings.head_apart and not self.holds_logits(shapes):
             logits = min(logits, vocabulary_block(positions) * positions)
         return _IN_FLIGHT * logits
 
     def in_head(self, shapes: ModelShapes, settings: Settings, load: BatchLoad) -> int:
         """Return the number of working entries of the head, in addition to kept entries."""
         positions, hidden = head_states(shapes, settings, load)
-        if settings.split_head and not self.holds_logits(shapes):
+        if settings.head_apart and not self.holds_logits(shapes):
             rows = vocabulary_block(positions)
             casts = min(_CASTS * rows, shapes.vocab) if shapes.head_cast else 0
             logits = min(_LOGIT_BLOCKS * rows, _LINEAR_LOGITS * shapes.vocab)

@@ -7,7 +7,7 @@ from itertools import product
 
 from mlxtune.core.data.encode import Example
 from mlxtune.core.formatting import byte_size
-from mlxtune.core.steps.batch import run_length
+from mlxtune.core.steps.batch import forward_tokens
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import head_in_flight, in_flight
 from mlxtune.core.steps.memory_terms import (
@@ -19,10 +19,10 @@ from mlxtune.core.steps.memory_terms import (
     load_of,
 )
 
-# The largest expected error of a prediction, as a share: plans leave this share of the predicted
+# The largest expected relative error of a prediction: plans leave this fraction of the predicted
 # peak free if they can.
 MARGIN = 0.15
-# The range of the real peak, as shares of an estimate from sizes only.
+# The range of the real peak, relative to an estimate from sizes only.
 ESTIMATE = (0.7, 1.4)
 # The numbers to try of tokens in a micro-batch, and of supervised positions in a chunk of the head.
 _TOKENS = [1, *sorted(base << power for base in (64, 96) for power in range(14))]
@@ -35,9 +35,9 @@ _RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
 _SHORTEST = 16
 # The number of bits of a weight with --quantize 4, and the number of weights that share a scale and
 # a bias.
-_BITS, _GROUP = 4, 64
+_BITS, _QUANTIZATION_GROUP = 4, 64
 # The largest number of examples in the sample from which a plan is chosen.
-_PLANNED = 256
+_SAMPLED = 256
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class MemoryPlan:
     """A plan of how to run a step, and the step's cost.
 
     `limit` and `estimate`, the peak estimated from sizes only, are in bytes; `time` is in units of
-    one token's time. The other fields describe the planned steps: `padding_share` is the padding's
-    share of the tokens that run; `run_share` is the number of tokens that run, divided by the
-    data's number of tokens.
+    one token's time. The other fields describe the planned steps: `padding_fraction` is the
+    fraction of padding in the tokens that run; `forward_fraction` is the number of tokens that run,
+    divided by the data's number of tokens.
     """
 
     shapes: ModelShapes
@@ -57,8 +57,8 @@ class MemoryPlan:
     estimate: int
     time: float
     micro_batches_per_step: float
-    padding_share: float
-    run_share: float
+    padding_fraction: float
+    forward_fraction: float
 
 
 def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Prediction:
@@ -83,14 +83,14 @@ def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Predi
     )
 
 
-def planned(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
+def sample_steps(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
     """Return the first steps, or part of a large step, as a sample for the choice of a plan."""
     chosen: list[Sequence[Example]] = []
     count = 0
     for examples in steps:
-        chosen.append(examples if chosen else examples[:_PLANNED])
+        chosen.append(examples if chosen else examples[:_SAMPLED])
         count += len(examples)
-        if count >= _PLANNED:
+        if count >= _SAMPLED:
             break
     return chosen
 
@@ -109,7 +109,7 @@ class DataSample:
 
 def _candidates(work: DataSample) -> list[int]:
     longest = max(load.tokens for load in work.alone)
-    largest = max([longest, *(sum(map(run_length, step)) for step in work.steps)])
+    largest = max([longest, *(sum(map(forward_tokens, step)) for step in work.steps)])
     enough = next((tokens for tokens in _TOKENS if tokens >= largest), _TOKENS[-1])
     # Without steps, only single examples are planned.
     return [tokens for tokens in _TOKENS if tokens <= enough] if work.steps else [enough]
@@ -131,12 +131,15 @@ def _plans(
     chunks, unmeasured = _chunks(shapes, base), replace(shapes, measured=None)
     for tokens in _candidates(work):
         sized = replace(base, micro_batch_tokens=tokens)
-        steps = [(step, sized.plan(step, keyed=work.keyed)) for step in work.steps]
-        groups = [(group, step) for step, planned in steps for group in planned]
-        loads = {*(load_of(group, step) for group, step in groups), *map(sized.rounded, work.alone)}
-        time = sum(group.tokens + base.fixed_cost for group, _ in groups) or 1
-        run = sum(group.tokens for group, _ in groups)
-        padding = sum(group.padding(step) for group, step in groups)
+        steps = [(step, sized.micro_batches(step, keyed=work.keyed)) for step in work.steps]
+        micro_batches = [(micro_batch, step) for step, divided in steps for micro_batch in divided]
+        loads = {
+            *(load_of(micro_batch, step) for micro_batch, step in micro_batches),
+            *map(sized.rounded, work.alone),
+        }
+        time = sum(micro_batch.tokens + base.fixed_cost for micro_batch, _ in micro_batches) or 1
+        forward = sum(micro_batch.tokens for micro_batch, _ in micro_batches)
+        padding = sum(micro_batch.padding(step) for micro_batch, step in micro_batches)
         tokens_of_data = sum(len(example) for step in work.steps for example in step)
         for recompute, (smaller, chunk) in product(checkpointing, enumerate(chunks)):
             execution = replace(sized, recompute=recompute, loss_chunk=chunk)
@@ -150,9 +153,9 @@ def _plans(
                 estimate=max(estimates),
                 time=time * (_RECOMPUTE if recompute else 1) * _SMALLER_CHUNK**smaller,
                 # Without data all counts are 0.
-                micro_batches_per_step=len(groups) / max(len(steps), 1),
-                padding_share=padding / max(run, 1),
-                run_share=run / max(tokens_of_data, 1),
+                micro_batches_per_step=len(micro_batches) / max(len(steps), 1),
+                padding_fraction=padding / max(forward, 1),
+                forward_fraction=forward / max(tokens_of_data, 1),
             )
 
 
@@ -170,9 +173,9 @@ def choose(
     Measured memory decides whether a plan fits. The estimate from sizes ranks the plans, because
     measurements vary a little from run to run, and a different plan rounds differently.
 
-    `limit` is in bytes; a share MARGIN of the predicted peak stays free if possible.
+    `limit` is in bytes; a fraction MARGIN of the predicted peak stays free if possible.
     `checkpointing` has the allowed values of `recompute`. A plan may be slower than the fastest by
-    the share `tolerance`. Returns None if nothing fits. The choice depends on the arguments only.
+    the fraction `tolerance`. Returns None if nothing fits. Deterministic for given arguments.
     """
     plans = list(_plans(shapes, work, base, limit, checkpointing))
     for bound in (limit / (1 + MARGIN), limit):
@@ -196,8 +199,8 @@ def longest(
 ) -> int:
     """Return the length of the longest example that fits if all its tokens are supervised.
 
-    Leaves a share MARGIN of the predicted peak free. Returns at most `most` tokens; 0 if not even
-    one token fits.
+    Leaves a fraction MARGIN of the predicted peak free. Returns at most `most` tokens; 0 if not
+    even one token fits.
     """
 
     def needs(tokens: int) -> int:
@@ -249,7 +252,7 @@ def remedies(
     if layers := _most(fewer, shapes.layers, limit):
         changes.append(f"--num-layers {layers}")
     if shapes.stored_itemsize:
-        each = _BITS / 8 + 2 * shapes.itemsize / _GROUP
+        each = _BITS / 8 + 2 * shapes.itemsize / _QUANTIZATION_GROUP
         smaller = replace(shapes, weights=int(shapes.weights * each / shapes.stored_itemsize))
         needed = least(smaller, execution, load).total
         fits = "" if needed <= limit else ", still too much"

@@ -16,9 +16,9 @@ from math import ceil
 from typing import Any, NamedTuple, Protocol
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import predicted_tokens
+from mlxtune.core.steps.batch import supervised_tokens
 from mlxtune.core.steps.memory_in_flight import GraphLimits
-from mlxtune.core.steps.padded_groups import Group
+from mlxtune.core.steps.padded_batches import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -143,10 +143,10 @@ class ModelShapes:
 class BatchLoad:
     """The load of a micro-batch: `tokens` run through the model, `positions` through its head.
 
-    Operations that mix tokens, such as attention, run `lines` examples padded to `width` tokens.
+    Operations that mix tokens, such as attention, run `examples` examples padded to `width` tokens.
     """
 
-    lines: int
+    examples: int
     width: int
     positions: int
     tokens: int
@@ -157,29 +157,29 @@ class BatchLoad:
 
     @property
     def scores(self) -> int:
-        return self.lines * self.width**2
+        return self.examples * self.width**2
 
     @property
-    def beside(self) -> int:
+    def padded_tokens(self) -> int:
         """The number of tokens of the examples side by side, padding included."""
-        return self.lines * self.width
+        return self.examples * self.width
 
     @property
     def repeated(self) -> int:
         """The number of tokens that side-by-side examples add: repeated prefixes and padding."""
-        return max(self.lines * self.width - self.tokens, 0)
+        return max(self.examples * self.width - self.tokens, 0)
 
 
-def load_of(group: Group, examples: Sequence[Example]) -> BatchLoad:
-    positions = sum(predicted_tokens(examples[i]) for i in group.examples)
-    return BatchLoad(len(group.examples), group.width, positions, group.tokens)
+def load_of(micro_batch: MicroBatch, examples: Sequence[Example]) -> BatchLoad:
+    positions = sum(supervised_tokens(examples[i]) for i in micro_batch.examples)
+    return BatchLoad(len(micro_batch.examples), micro_batch.width, positions, micro_batch.tokens)
 
 
 class Settings(Protocol):
     """The options of an `Execution` that its memory depends on."""
 
     @property
-    def split_head(self) -> bool: ...
+    def head_apart(self) -> bool: ...
 
     @property
     def recompute(self) -> bool: ...
@@ -190,13 +190,13 @@ class Settings(Protocol):
 
 def head_states(shapes: ModelShapes, settings: Settings, load: BatchLoad) -> tuple[int, int]:
     """Return how many positions a head has, and how many entries its states and gradients take."""
-    positions = load.positions if settings.split_head else load.tokens
+    positions = load.positions if settings.head_apart else load.tokens
     return positions, shapes.hidden * (3 * load.tokens + 4 * positions)
 
 
 def held_logits(settings: Settings, positions: int, shapes: ModelShapes) -> int:
     """Return the number of logits that a head holds at the same time."""
-    held = min(positions, settings.loss_chunk) if settings.split_head else positions
+    held = min(positions, settings.loss_chunk) if settings.head_apart else positions
     return shapes.vocab * held
 
 

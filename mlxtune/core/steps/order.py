@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mlxtune.core.data.corpus import Corpus, CorpusRows, rows_used
 
-# Sorting by length may swap rows whose lengths differ by up to this share.
+# Sorting by length may swap rows whose lengths differ by up to this fraction.
 _LENGTH_NOISE = 0.1
 
 
@@ -37,7 +37,7 @@ class RunRows:
         if validation is not None:
             return cls(corpus.select(), validation.select())
         train, held_out = hold_out_rows(
-            corpus.groups, val_split, seed, val_rows, corpus.file_of_row
+            corpus.clusters, val_split, seed, val_rows, corpus.file_of_row
         )
         return cls(corpus.select(train), corpus.select(held_out))
 
@@ -55,7 +55,7 @@ class RunRows:
 
 
 def hold_out_rows(
-    groups: Sequence[int] | npt.NDArray[np.uint64],
+    clusters: Sequence[int] | npt.NDArray[np.uint64],
     val_split: float,
     seed: int,
     val_rows: int,
@@ -64,13 +64,13 @@ def hold_out_rows(
     """Return the training rows and the held-out rows, as ascending indices.
 
     ceil(n * val_split) of n rows are held out, at most `val_rows`, with at least one row on each
-    side. `files` gives each row's file; the same share of each file is then held out. Rows of one
-    group stay on one side, so fewer rows may be held out. The choice depends on the arguments only.
+    side. `files` gives each row's file; the same fraction of each file is then held out. Duplicates
+    stay together, so fewer rows may be held out. Deterministic for given arguments.
 
     Raises ValueError if all rows are in one group.
     """
     _, first, which, copies = np.unique(
-        np.asarray(groups, dtype=np.uint64),
+        np.asarray(clusters, dtype=np.uint64),
         return_index=True,
         return_inverse=True,
         return_counts=True,
@@ -79,7 +79,7 @@ def hold_out_rows(
     if len(copies) < 2:
         raise ValueError("a split needs at least two rows that differ")
     files = np.zeros(len(which), dtype=np.int32) if files is None else files
-    left = _shares(np.bincount(files), val_split, val_rows)
+    left = _held_out_counts(np.bincount(files), val_split, val_rows)
     chosen = np.zeros(len(copies), dtype=bool)
     rows_of = np.argsort(which, kind="stable")
     ends = np.cumsum(copies)
@@ -100,17 +100,19 @@ def hold_out_rows(
     return np.flatnonzero(~held_out).tolist(), np.flatnonzero(held_out).tolist()
 
 
-def _shares(rows: npt.NDArray[np.int64], val_split: float, val_rows: int) -> npt.NDArray[np.int64]:
+def _held_out_counts(
+    rows: npt.NDArray[np.int64], val_split: float, val_rows: int
+) -> npt.NDArray[np.int64]:
     """Return the number of held-out rows of each file; `rows` has each file's number of rows."""
     wanted: npt.NDArray[np.int64] = np.ceil(rows * val_split).astype(np.int64)
     wanted = np.minimum(wanted, np.maximum(rows - 1, 0))
     if (total := int(wanted.sum())) <= val_rows:
         return wanted
     # Each file gets its share of the maximum, rounded down; the largest remainders get the rest.
-    shares: npt.NDArray[np.int64] = wanted * val_rows // total
-    for file in np.argsort(-(wanted * val_rows % total), kind="stable")[: val_rows - shares.sum()]:
-        shares[file] += 1
-    return shares
+    counts: npt.NDArray[np.int64] = wanted * val_rows // total
+    for file in np.argsort(-(wanted * val_rows % total), kind="stable")[: val_rows - counts.sum()]:
+        counts[file] += 1
+    return counts
 
 
 def rows_of_epoch(rows: CorpusRows, seed: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -135,7 +137,7 @@ def rows_of_epoch(rows: CorpusRows, seed: int, epoch: int) -> npt.NDArray[np.int
 def shuffled_steps(rows: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
     """Return the rows of each step of an epoch, in random order; the last step may be smaller.
 
-    The order depends on the arguments only.
+    Deterministic for given arguments.
     """
     order = _permutation(rows, f"{seed}/epoch/{epoch}")
     return [order[start : start + batch_size] for start in range(0, rows, batch_size)]
@@ -147,7 +149,7 @@ def steps_by_length(
     """Return the rows of each step of an epoch: alike in length, with steps in random order.
 
     `lengths` counts the tokens of each row. If the rows do not fill all steps, one step, chosen at
-    random, is smaller. The order depends on the arguments only.
+    random, is smaller. Deterministic for given arguments.
     """
     draw = random.Random(f"{seed}/length/{epoch}")
     # Lengths grow a little at random, so that batches differ from epoch to epoch.

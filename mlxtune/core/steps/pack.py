@@ -1,7 +1,7 @@
-"""Examples laid end to end in one line: no example is padded, and a shared prefix runs once.
+"""Examples laid end to end in one sequence: no example is padded, and a shared prefix runs once.
 
     tokens           a b c d e      a b x y      p q r
-    in one line      a b c d   x    p q          the last token of each is predicted, not run
+    in one sequence      a b c d   x    p q          the last token of each is predicted, not run
     segments         [a b] [c d] [x] [p q]       c and x continue a b, p continues none
 
 Positions count from the start of each example. A token attends to earlier tokens of its segment and
@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import run_length
-from mlxtune.core.steps.padded_groups import AT_ONCE, Group, cheapest_cut
+from mlxtune.core.steps.batch import forward_tokens
+from mlxtune.core.steps.padded_batches import AT_ONCE, MicroBatch, cheapest_cut
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 _Ints = npt.NDArray[np.int32]
@@ -26,7 +26,7 @@ _Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The tokens `start` to `end` of a line, which continue the segment `parent`.
+    """The tokens `start` to `end` of a sequence, which continue the segment `parent`.
 
     `parent` is the index of an earlier segment, or -1. `position` is the first token's position in
     its example: the number of tokens in the segment's ancestors.
@@ -43,13 +43,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """Examples packed into one line, with the targets that their tokens predict.
+    """Examples packed into one sequence, with the targets that their tokens predict.
 
-    `inputs` is int32 (1, T). `places` int32 (P,) are the positions in the line that predict
+    `inputs` is int32 (1, T). `places` int32 (P,) are the positions in the sequence that predict
     `targets` int32 (P,), one for each supervised token; `counts` gives the number of targets of
-    each example. `rows` has each example's row key, which seeds the example's random numbers, and
-    `owners` int32 (T,) each token's example. With `is_rounded`, the last segment is padding, which
-    no token sees.
+    each example. `row_ids` has each example's row key, which seeds the example's random numbers,
+    and `owners` int32 (T,) each token's example. With `is_rounded`, the last segment is padding,
+    which no token sees.
     """
 
     inputs: _Ints
@@ -57,7 +57,7 @@ class Pack:
     places: _Ints
     targets: _Ints
     counts: tuple[int, ...]
-    rows: tuple[int, ...]
+    row_ids: tuple[int, ...]
     owners: _Ints
     is_rounded: bool = False
 
@@ -72,36 +72,36 @@ class Pack:
         return [(len(segment), segment.position) for segment in real]
 
 
-def plan_packs(
+def packed_batches(
     examples: Sequence[Example],
     max_tokens: int,
     fixed: int,
     *,
     keyed: bool = False,
     rounding: Rounding = NOT_ROUNDED,
-) -> list[Group]:
-    """Pack the examples of a step into lines of at most `max_tokens` tokens, the largest first.
+) -> list[MicroBatch]:
+    """Pack the examples of a step into sequences of at most `max_tokens` tokens, the largest first.
 
-    `fixed` is the cost of a line beyond its tokens, in units of one token's time. An example longer
-    than `max_tokens` gets a separate line. A prefix that examples of a line share counts once; with
-    `keyed`, only if the examples have the same `key`. Lengths are rounded after packing. The packs
-    depend on the arguments only.
+    `fixed` is the cost of a sequence beyond its tokens, in units of one token's time. An example
+    longer than `max_tokens` gets a separate sequence. A prefix that examples of a sequence share
+    counts once; with `keyed`, only if the examples have the same `key`. Lengths are rounded after
+    packing. Deterministic for given arguments.
     """
     texts = [_run(example) for example in examples]
-    packs: list[Group] = []
+    batches: list[MicroBatch] = []
     for chosen, shared in _neighbours(examples, texts, keyed):
-        lines = _Lines([len(texts[i]) for i in chosen], shared, max_tokens)
-        for line in lines.least(fixed):
-            members = tuple(chosen[place] for place in line)
-            tokens, longest = lines.tokens(line), max(len(texts[i]) for i in members)
+        packer = _SequencePacker([len(texts[i]) for i in chosen], shared, max_tokens)
+        for sequence in packer.least(fixed):
+            members = tuple(chosen[place] for place in sequence)
+            tokens, longest = packer.tokens(sequence), max(len(texts[i]) for i in members)
             added = rounding.padding(tokens, max_tokens)
-            width = rounding.rounded_width(max(longest, lines.shortest(line) + added))
-            packs.append(Group(members, width, tokens + added, added))
-    return sorted(packs, key=lambda pack: (-pack.tokens, pack.examples))
+            width = rounding.rounded_width(max(longest, packer.shortest(sequence) + added))
+            batches.append(MicroBatch(members, width, tokens + added, added))
+    return sorted(batches, key=lambda pack: (-pack.tokens, pack.examples))
 
 
 def _run(example: Example) -> _Ints:
-    return example.tokens[: run_length(example)]
+    return example.tokens[: forward_tokens(example)]
 
 
 def _neighbours(
@@ -115,8 +115,8 @@ def _neighbours(
     keys = [example.key if keyed else 0 for example in examples]
     # As big-endian bytes, tokens sort by value, and a prefix comes before its continuations.
     bytes_of = [text.astype(">u4").tobytes() for text in texts]
-    runs = [run_length(example) for example in examples]
-    order = sorted(range(len(examples)), key=lambda i: (keys[i], bytes_of[i], -runs[i], i))
+    lengths = [forward_tokens(example) for example in examples]
+    order = sorted(range(len(examples)), key=lambda i: (keys[i], bytes_of[i], -lengths[i], i))
     for start in range(0, len(order), AT_ONCE):
         chosen = order[start : start + AT_ONCE]
         yield (
@@ -135,88 +135,98 @@ def _common_tokens(a: _Ints, b: _Ints) -> int:
     return int(differs.argmax()) if differs.any() else shortest
 
 
-class _Lines:
-    """Distributes examples over lines. A place is an example's index in the sorted order.
+class _SequencePacker:
+    """Distributes examples over sequences. A place is an example's index in the sorted order.
 
     `runs` has the length of each example, and `neighbours` the length of its common prefix with the
     next example.
     """
 
-    def __init__(self, runs: list[int], neighbours: list[int], max_tokens: int) -> None:
-        self._runs = runs
+    def __init__(self, lengths: list[int], neighbours: list[int], max_tokens: int) -> None:
+        self._lengths = lengths
         self._max_tokens = max_tokens
         # The number of tokens that places i and j > i share, as [i][j - i - 1].
-        self._shared = [list(accumulate(neighbours[i:], min)) for i in range(len(runs))]
+        self._shared = [list(accumulate(neighbours[i:], min)) for i in range(len(lengths))]
 
     def least(self, fixed: int) -> list[list[int]]:
-        """Return the cheapest distribution: for each line, its places in order.
+        """Return the cheapest distribution: for each sequence, its places in order.
 
-        A line costs its tokens plus `fixed`. Compares the best cut of the sorted order with greedy
-        fillings of as few lines as possible, of one line more, and so on up to the number of lines
-        in that cut.
+        A sequence costs its tokens plus `fixed`. Compares the best cut of the sorted order with
+        greedy fillings of as few sequences as possible, of one sequence more, and so on up to the
+        number of sequences in that cut.
         """
         options = [self._cut(fixed)]
-        beyond = sum(max(run - self._max_tokens, 0) for run in self._runs)
-        fewest = -(-(self.tokens(range(len(self._runs))) - beyond) // self._max_tokens)
+        beyond = sum(max(length - self._max_tokens, 0) for length in self._lengths)
+        fewest = -(-(self.tokens(range(len(self._lengths))) - beyond) // self._max_tokens)
         for count in range(max(fewest, 1), len(options[0]) + 1):
             filled = (self._fill(count, sharing_first=first) for first in (True, False))
-            options += [lines for lines in filled if lines is not None]
-        return min(options, key=lambda lines: sum(fixed + self.tokens(line) for line in lines))
+            options += [sequences for sequences in filled if sequences is not None]
+        return min(
+            options,
+            key=lambda sequences: sum(fixed + self.tokens(sequence) for sequence in sequences),
+        )
 
-    def tokens(self, line: Sequence[int]) -> int:
-        return sum(self._runs[i] for i in line) - sum(self._common(i, j) for i, j in pairwise(line))
+    def tokens(self, sequence: Sequence[int]) -> int:
+        return sum(self._lengths[i] for i in sequence) - sum(
+            self._common(i, j) for i, j in pairwise(sequence)
+        )
 
-    def shortest(self, line: Sequence[int]) -> int:
+    def shortest(self, sequence: Sequence[int]) -> int:
         """Return the length of the shortest example that is not a prefix of the next example."""
-        ends = [self._runs[i] for i, j in pairwise(line) if self._common(i, j) < self._runs[i]]
-        return min([*ends, self._runs[line[-1]]])
+        ends = [
+            self._lengths[i] for i, j in pairwise(sequence) if self._common(i, j) < self._lengths[i]
+        ]
+        return min([*ends, self._lengths[sequence[-1]]])
 
     def _common(self, i: int, j: int) -> int:
         return self._shared[i][j - i - 1]
 
-    def _added(self, line: Sequence[int], place: int) -> int:
-        added, at = self._runs[place], bisect(line, place)
+    def _added(self, sequence: Sequence[int], place: int) -> int:
+        added, at = self._lengths[place], bisect(sequence, place)
         if at:
-            added -= self._common(line[at - 1], place)
-        if at < len(line):
-            added -= self._common(place, line[at])
-        if 0 < at < len(line):
-            added += self._common(line[at - 1], line[at])
+            added -= self._common(sequence[at - 1], place)
+        if at < len(sequence):
+            added -= self._common(place, sequence[at])
+        if 0 < at < len(sequence):
+            added += self._common(sequence[at - 1], sequence[at])
         return added
 
     def _cut(self, fixed: int) -> list[list[int]]:
-        """Cut the sorted order, in which neighbours share the longest prefixes, into lines."""
+        """Cut the sorted order, in which neighbours share the longest prefixes, into sequences."""
 
         def costs(start: int) -> Iterator[int]:
             tokens = 0
-            for end, run in enumerate(self._runs[start:], start):
-                tokens += run - (self._common(end - 1, end) if end > start else 0)
+            for end, length in enumerate(self._lengths[start:], start):
+                tokens += length - (self._common(end - 1, end) if end > start else 0)
                 if tokens > self._max_tokens and end > start:
                     return
                 yield fixed + tokens
 
-        return [list(part) for part in cheapest_cut(len(self._runs), costs)]
+        return [list(part) for part in cheapest_cut(len(self._lengths), costs)]
 
     def _fill(self, count: int, *, sharing_first: bool) -> list[list[int]] | None:
-        """Put each example, the longest first, into the line where it adds the fewest tokens.
+        """Put each example, the longest first, into the sequence where it adds the fewest tokens.
 
-        Without `sharing_first`, choose the emptiest line. Returns None if the lines are too few.
+        Without `sharing_first`, choose the emptiest sequence. Returns None if the sequences are too
+        few.
         """
-        lines: list[list[int]] = [[] for _ in range(count)]
+        sequences: list[list[int]] = [[] for _ in range(count)]
         tokens = [0] * count
-        for place in sorted(range(len(self._runs)), key=lambda place: (-self._runs[place], place)):
+        for place in sorted(
+            range(len(self._lengths)), key=lambda place: (-self._lengths[place], place)
+        ):
             best: tuple[int, int, int, int] | None = None
-            for number, line in enumerate(lines):
-                added = self._added(line, place)
-                if not line or tokens[number] + added <= self._max_tokens:
+            for number, sequence in enumerate(sequences):
+                added = self._added(sequence, place)
+                if not sequence or tokens[number] + added <= self._max_tokens:
                     rank = (added if sharing_first else 0, tokens[number], number, added)
                     best = rank if best is None else min(best, rank)
             if best is None:
                 return None
             *_, number, added = best
-            insort(lines[number], place)
+            insort(sequences[number], place)
             tokens[number] += added
-        return [line for line in lines if line]
+        return [sequence for sequence in sequences if sequence]
 
 
 def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) -> Pack:
@@ -233,17 +243,17 @@ def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) 
     at = np.zeros(0, dtype=np.int32)
     total = 0
     for i, example in enumerate(examples):
-        run, shared = run_length(example), 0
+        length, shared = forward_tokens(example), 0
         if i and (not keyed or example.key == examples[i - 1].key):
             shared = _common_tokens(_run(examples[i - 1]), _run(example))
-        if run > shared:
+        if length > shared:
             links.append((total, shared, int(at[shared - 1]) if shared else -1))
-        # The place in the line of each token of this example.
-        at = np.append(at[:shared], np.arange(total, total + run - shared, dtype=np.int32))
-        total += run - shared
-        inputs.append(example.tokens[shared:run])
-        owners.append(np.full(run - shared, i, dtype=np.int32))
-        supervised = np.flatnonzero(example.assistant_mask[1 : run + 1])
+        # The place in the sequence of each token of this example.
+        at = np.append(at[:shared], np.arange(total, total + length - shared, dtype=np.int32))
+        total += length - shared
+        inputs.append(example.tokens[shared:length])
+        owners.append(np.full(length - shared, i, dtype=np.int32))
+        supervised = np.flatnonzero(example.assistant_mask[1 : length + 1])
         places.append(at[supervised])
         targets.append(example.tokens[1:][supervised])
     segments = tuple(_segments(links, total))
@@ -257,14 +267,16 @@ def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) 
         places=np.concatenate(places),
         targets=np.concatenate(targets).astype(np.int32),
         counts=tuple(map(len, targets)),
-        rows=tuple(example.key for example in examples),
+        row_ids=tuple(example.key for example in examples),
         owners=np.concatenate(owners),
         is_rounded=padding > 0,
     )
 
 
 def _behind_shortest(segments: Sequence[Segment], length: int) -> Segment:
-    """Return a segment, at the end of a line, that continues the line's shortest example."""
+    """Return a segment, at the end of a sequence, that continues the sequence's shortest
+    example.
+    """
     continued = {segment.parent for segment in segments}
     ends = [i for i in range(len(segments)) if i not in continued]
     parent = min(ends, key=lambda i: segments[i].position + len(segments[i]))
@@ -273,7 +285,7 @@ def _behind_shortest(segments: Sequence[Segment], length: int) -> Segment:
 
 
 def _segments(links: Sequence[tuple[int, int, int]], total: int) -> Iterator[Segment]:
-    """Cut a line where an example's own tokens start, and where another example branches off.
+    """Cut a sequence where an example's own tokens start, and where another example branches off.
 
     A link has the place where an example's own tokens start, the position of the first of them, and
     the place of the token before it, or -1.

@@ -1,33 +1,35 @@
 """Rounds lengths up, so that a GPU runs fewer different shapes, which suit its kernels.
 
-A line and its examples side by side, where each `.` is padding that no token sees:
+A sequence and its examples side by side, where each `.` is padding that no token sees:
 
-    line             a b c d p q . .
+    sequence             a b c d p q . .
     side by side     a b c d . .
                      p q . . . .
 """
 
 from dataclasses import dataclass
 
-# The maximum padding of a line, as a share of its tokens, and the smallest multiple to try.
+# The maximum padding of a sequence, as a fraction of its tokens, and the smallest multiple to try.
 _MOST_PADDING, _LEAST_MULTIPLE = 0.03, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Rounds lines to multiples of `line`, a power of two, and widths to multiples of `width`."""
+    """Rounds sequences to multiples of `length`, a power of two, and widths to multiples of
+    `width`.
+    """
 
-    line: int = 1
+    length: int = 1
     width: int = 1
 
     def padding(self, tokens: int, max_tokens: int) -> int:
-        """Return the number of padding tokens at a line's end.
+        """Return the number of padding tokens at a sequence's end.
 
-        They make the line's length a multiple of `line`, or of half of `line`, a quarter and so on:
-        the first of these multiples that adds at most 3%, as every layer runs the padding. A line
-        never grows beyond `max_tokens`.
+        They make the sequence's length a multiple of `length`, or of half of `length`, a quarter
+        and so on: the first of these multiples that adds at most 3%, as every layer runs the
+        padding. A sequence never grows beyond `max_tokens`.
         """
-        multiple = self.line
+        multiple = self.length
         while multiple >= _LEAST_MULTIPLE:
             added = -tokens % multiple
             if added <= _MOST_PADDING * tokens and (not added or tokens + added <= max_tokens):

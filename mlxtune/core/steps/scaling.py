@@ -12,7 +12,7 @@ _LATENCY = 1e-4
 class Scaling:
     """A step on `workers` machines with links of `gbps` Gbit/s.
 
-    `dearest` is the share of the step's cost that falls on the most loaded machine. `exchanges`
+    `dearest` is the fraction of the step's cost that falls on the most loaded machine. `exchanges`
     all-reduces sum `exchanged` bytes in total: gradients and, if the workers share the model,
     partial results. `step_s` is the time of a step on one machine, if known.
     """
@@ -56,7 +56,7 @@ def deal(costs: Sequence[float], workers: int) -> list[list[int]]:
 
     Items are dealt in order of decreasing cost, each to the worker with the least cost so far
     (Graham, "Bounds on multiprocessing timing anomalies", 1969): the step takes at most 4/3 of the
-    least possible time. The result depends on the arguments only, so that all workers agree.
+    least possible time. The result is deterministic, so that all workers agree.
     """
     dealt: list[list[int]] = [[] for _ in range(workers)]
     totals = [0.0] * workers
@@ -67,8 +67,8 @@ def deal(costs: Sequence[float], workers: int) -> list[list[int]]:
     return [sorted(items) for items in dealt]
 
 
-def dearest_share(steps: Iterable[Sequence[float]], workers: int) -> float:
-    """Return the share of all costs that falls on each step's most loaded worker."""
+def dearest_fraction(steps: Iterable[Sequence[float]], workers: int) -> float:
+    """Return the fraction of all costs that falls on each step's most loaded worker."""
     dearest = total = 0.0
     for costs in steps:
         dearest += max(sum(costs[i] for i in items) for items in deal(costs, workers))

@@ -28,12 +28,15 @@ class PendingStep(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a run. `number` and `epoch` count from 1; `rows` are indices of training rows."""
+    """A step of a run.
+
+    `number` and `epoch` count from 1; `row_indices` are indices of training rows.
+    """
 
     number: int
     epoch: int
     learning_rate: float
-    rows: Sequence[int]
+    row_indices: Sequence[int]
 
     def record(self, result: InstructBatchResult, seconds: float) -> StepRecord:
         return StepRecord(
@@ -45,7 +48,7 @@ class Step:
             perplexity=result.perplexity,
             tokens=result.total_tokens,
             supervised_tokens=result.total_response_tokens,
-            rows=len(self.rows),
+            rows=len(self.row_indices),
             seconds=seconds,
             memory=result.memory,
             micro_batches=result.micro_batches,

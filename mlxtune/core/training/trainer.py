@@ -223,7 +223,7 @@ class InstructTrainer:
         key = preference_rows.reference_key(self.pipeline.reference(), rows)
         own, cached = self._folder / run_folder.REFERENCE, preference_rows.cached(self._cache, key)
         examples = [example for part in parts for example in part]
-        # The cache comes first: a run's folder may be a stranger's, so its values are never cached.
+        # The cache comes first: a run's folder may be untrusted, so its values are never cached.
         known = [*cached, own] if resume is not None else cached
         logps = preference_rows.read_references(known, key, len(examples))
         if logps is None and resume is not None:
@@ -316,7 +316,7 @@ class InstructTrainer:
         try:
             result = taken.pending.result()
         except NonFiniteLossError as error:
-            rows = [self.train_rows.where(i) for i in step.rows]
+            rows = [self.train_rows.where(i) for i in step.row_indices]
             skipped = SkippedStep(step.number, step.epoch, step.learning_rate, str(error), rows)
             self._skip(skipped, error)
             return
@@ -331,7 +331,7 @@ class InstructTrainer:
     def _skip(self, skipped: SkippedStep, error: NonFiniteLossError) -> None:
         self._recorder.add(skipped)
         problem = f"{error}; its rows: {skipped.places()}"
-        in_a_row = self.progress.skipped_in_a_row
+        in_a_row = self.progress.consecutive_skips
         if self.config.on_nonfinite == "stop":
             raise NonFiniteLossError(problem) from error
         if in_a_row >= _MAX_SKIPPED_IN_A_ROW:

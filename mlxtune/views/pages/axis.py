@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# The empty space above and below the values, as a share of their range.
+# The empty space above and below the values, as a fraction of their range.
 _MARGIN = 0.05
-# An axis starts at 0 if the lowest value is below this share of the highest.
+# An axis starts at 0 if the lowest value is below this fraction of the highest.
 _NEAR_ZERO = 0.4
 # The narrowest range with ticks: floats below about 1e-308 lose precision.
 _NARROWEST = 1e-300

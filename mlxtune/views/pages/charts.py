@@ -1,6 +1,6 @@
 """Charts as inline SVG that fits any width, needs no script, and has a description in words.
 
-Positions are shares of the plot, so lines stretch with it while text and strokes do not.
+Positions are fractions of the plot, so lines stretch with it while text and strokes do not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -127,8 +127,8 @@ def _points_at(series: Series, shown: Sequence[int]) -> Series:
 def decimate(values: Sequence[float], points: int = _POINTS) -> list[int]:
     """Return the indices of at most `points` finite values whose curve looks the same.
 
-    Keeps the first and the last value, and the lowest and highest of each stretch, and so all
-    peaks.
+    Keeps the first and the last value, and the minimum and maximum of each bucket, so that no peak
+    is lost.
     """
     every = np.asarray(values, dtype=np.float64)
     finite = np.flatnonzero(np.isfinite(every))
@@ -152,8 +152,8 @@ def _path(series: Series, x_axis: Axis, y_axis: Axis) -> str:
     return "M" + "L".join(points)
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f}%"
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.2f}%"
 
 
 def _data(series: Series) -> dict[str, Any]:

@@ -22,7 +22,7 @@ _LOSS_UNIT = "nats per supervised token"
 
 
 @dataclass(frozen=True)
-class _Measure:
+class _StepMeasure:
     """A value to draw for each step. `averaged` adds its moving average, which is smoother."""
 
     title: str
@@ -33,7 +33,7 @@ class _Measure:
     from_zero: bool = False
 
 
-def _measures(views: Sequence[RunView]) -> tuple[_Measure, ...]:
+def _measures(views: Sequence[RunView]) -> tuple[_StepMeasure, ...]:
     peak = max((view.peak_memory or 0 for view in views), default=0)
     size, unit = (1e9, "GB") if peak >= 1e9 else (1e6, "MB")
 
@@ -44,10 +44,10 @@ def _measures(views: Sequence[RunView]) -> tuple[_Measure, ...]:
     rate, norm = (lambda run: run.column("learning_rate")), (lambda run: run.column("grad_norm"))
     at_peak = f"{unit} at the peak of each step"
     return (
-        _Measure("Learning rate", "", "lr", rate, from_zero=True),
-        _Measure("Gradient norm", "before clipping", "grad", norm, averaged=True),
-        _Measure("Speed", "tokens a second", "speed", _speeds, averaged=True, from_zero=True),
-        _Measure("Memory", at_peak, "memory", memory, from_zero=True),
+        _StepMeasure("Learning rate", "", "lr", rate, from_zero=True),
+        _StepMeasure("Gradient norm", "before clipping", "grad", norm, averaged=True),
+        _StepMeasure("Speed", "tokens a second", "speed", _speeds, averaged=True, from_zero=True),
+        _StepMeasure("Memory", at_peak, "memory", memory, from_zero=True),
     )
 
 
@@ -61,12 +61,12 @@ def _rewards_chart(run: Run) -> Chart:
     """Return the chart of the rewards of chosen and rejected answers, with moving averages."""
     series, last = [], []
     for name, style in (("chosen", "train"), ("rejected", "val")):
-        found = [
+        points = [
             (each.step, each.metrics[f"rewards/{name}"])
             for each in run.progress.steps
             if f"rewards/{name}" in each.metrics
         ]
-        steps, values = [step for step, _ in found], [value for _, value in found]
+        steps, values = [step for step, _ in points], [value for _, value in points]
         series += [
             Series(f"{name}, each step", style, steps, values, "faint"),
             Series(f"{name}, averaged", style, steps, smooth(values)),
@@ -75,7 +75,7 @@ def _rewards_chart(run: Run) -> Chart:
     return Chart("Rewards", "beta times the log-ratio", series, f"Rewards: {'; '.join(last)}")
 
 
-def _chart(run: Run, view: RunView, measure: _Measure) -> Chart:
+def _chart(run: Run, view: RunView, measure: _StepMeasure) -> Chart:
     steps, values, style = run.column("step"), measure.values(run), measure.style
     series, level, name = [Series(measure.title.lower(), style, steps, values)], None, ""
     if measure.averaged:
@@ -135,7 +135,7 @@ def comparison_charts(runs: Sequence[Run], views: Sequence[RunView]) -> list[Cha
     validation = [_validation(*each) for each in named]
     description = f"Validation loss: {'; '.join(best)}"
     charts = [Chart("Validation loss", _LOSS_UNIT, validation, description, large=True)]
-    loss = _Measure("Training loss", _LOSS_UNIT, "train", lambda run: run.column("loss"), True)
+    loss = _StepMeasure("Training loss", _LOSS_UNIT, "train", lambda run: run.column("loss"), True)
     for measure in (loss, *_measures(views)):
         charts.append(
             Chart(
@@ -153,13 +153,13 @@ def comparison_charts(runs: Sequence[Run], views: Sequence[RunView]) -> list[Cha
     return charts
 
 
-def _smoothed(measure: _Measure, run: Run) -> Sequence[float]:
+def _smoothed(measure: _StepMeasure, run: Run) -> Sequence[float]:
     values = measure.values(run)
     return smooth(values) if measure.averaged else values
 
 
 def style_of(place: int) -> str:
-    """Return the CSS classes of the colour and dashes of a run, by its place on the page."""
+    """Return the CSS classes for the colour and dash pattern of the nth run on the page."""
     dashes = place // COLOURS % _DASHES
     return f"c{place % COLOURS}" + (f" d{dashes}" if dashes else "")
 

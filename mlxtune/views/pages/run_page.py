@@ -17,10 +17,10 @@ from mlxtune.core.run.summary import (
     RunView,
     Verdict,
     differing_options,
-    measured_shares,
+    measured_fractions,
     option_text,
     option_texts,
-    planned_shares,
+    predicted_fractions,
     validated_alike,
 )
 from mlxtune.views.pages.charts import Chart, draw, draw_all
@@ -93,8 +93,8 @@ def _run_context(run: Run, view: RunView) -> dict[str, Any]:
             (each.step, each.reason, join_few(each.rows, _MOST_ROWS))
             for each in run.progress.skipped[:_MOST_SKIPPED]
         ],
-        "planned": planned_shares(run),
-        "measured": measured_shares(run),
+        "planned": predicted_fractions(run),
+        "measured": measured_fractions(run),
         "memory_limit": number(plan, "memory", "limit"),
         "recompute": plan.get("grad_checkpoint") is True,
         "memory_parts": [(max(number(plan, "memory", name) or 0.0, 0.0), name) for name in parts],

@@ -16,7 +16,7 @@ from mlxtune.backend.adapters.certificate import (
     Retention,
     WeightCheck,
     check,
-    share_lost,
+    fraction_lost,
     try_in_order,
 )
 from mlxtune.core.files.output_folder import hashes
@@ -138,7 +138,7 @@ STORAGES = ["as the base", "in 6 bits", "in 8 bits", "plain"]
 def test_share_lost_is_that_of_the_gain(
     base: float, trained: float, value: float, lost: float
 ) -> None:
-    assert share_lost(base, trained, value) == pytest.approx(lost)
+    assert fraction_lost(base, trained, value) == pytest.approx(lost)
 
 
 def tried(values: dict[str, float], storages: list[str] = STORAGES) -> Retention:

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlxtune.backend.device import allocator
-from mlxtune.backend.device.probe import device_facts
+from mlxtune.backend.device.device_helper import device_facts
 from mlxtune.core.machine.reservation import Reservation
 from mlxtune.core.steps.memory_in_flight import GraphLimits
 

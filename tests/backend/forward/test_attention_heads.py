@@ -15,12 +15,12 @@ from mlxtune.backend.forward.attention_heads import find_heads
 from mlxtune.backend.forward.kernels.attention_kernels import (
     Heads,
     HeadSizes,
-    plain_line,
-    plain_side_by_side,
+    plain_packed,
+    plain_padded,
 )
 from mlxtune.backend.forward.kernels.attention_trial import KernelsFor
 from mlxtune.backend.forward.operations import MlxOperations
-from mlxtune.backend.forward.side_by_side import Mixers
+from mlxtune.backend.forward.packed_mixers import Mixers
 from mlxtune.backend.models.loading import load_base
 from tests.backend.step.executions import (
     IN_LINE,
@@ -48,11 +48,11 @@ class Counted:
     def __init__(self) -> None:
         self.calls = 0
 
-    def side_by_side(self, *args: Any) -> tuple[mx.array, mx.array, mx.array]:
+    def padded(self, *args: Any) -> tuple[mx.array, mx.array, mx.array]:
         self.calls += 1
-        return plain_side_by_side(*args)
+        return plain_padded(*args)
 
-    line = staticmethod(plain_line)
+    packed = staticmethod(plain_packed)
 
 
 class WithKernels(MlxOperations):

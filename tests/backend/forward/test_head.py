@@ -14,12 +14,12 @@ from mlx.utils import tree_flatten
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward import head
 from mlxtune.backend.forward.forward import Forward
-from mlxtune.backend.forward.head import SplitModel
+from mlxtune.backend.forward.head import TrunkAndHead
 from mlxtune.backend.forward.loss import trained_head
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.models.loading import load_base
-from mlxtune.backend.models.stored_layers import DEQUANTIZED, QuantizedRows
+from mlxtune.backend.models.stored_layers import DEQUANTIZED, QuantizedHead
 from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.steps.execution import Execution
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
@@ -47,8 +47,8 @@ def model_of(
 def test_head_after_trunk_is_the_model(architecture: str, quantize: int | None) -> None:
     model = model_of(architecture, quantize)
     names = [name for name, _ in tree_flatten(model.parameters())]
-    split = SplitModel(model)
-    assert split.splits
+    split = TrunkAndHead(model)
+    assert split.is_separable
     hidden = split.hidden(TOKENS)
     assert hidden.shape == (2, 4, 64)
     logits = split.logits(hidden.reshape(8, 64)[mx.array([6, 1])])
@@ -72,8 +72,8 @@ def test_head_that_is_one_product_is_known(
     architecture: str, overrides: tuple[tuple[str, Any], ...], plain_product: bool
 ) -> None:
     model = model_of(architecture, None, overrides)
-    split = SplitModel(model)
-    assert split.splits
+    split = TrunkAndHead(model)
+    assert split.is_separable
     assert (split.weight is not None) == plain_product
     if split.weight is not None:
         hidden = split.hidden(TOKENS)
@@ -83,15 +83,15 @@ def test_head_that_is_one_product_is_known(
 def test_quantised_head_is_no_plain_product() -> None:
     folder = model_folder("llama", 4)
     native = load_base(folder, "float32", BaseOptions(quantized_compute="quantized")).model
-    assert SplitModel(native).weight is None
+    assert TrunkAndHead(native).weight is None
 
 
 def test_dequantised_head_is_one_product_whose_rows_are_unpacked() -> None:
     for architecture in ("llama", "qwen3"):  # a separate head, and a tied one
         folder = model_folder(architecture, 4)
         model = load_base(folder, "float32", BaseOptions(quantized_compute=DEQUANTIZED)).model
-        split = SplitModel(model)
-        assert isinstance(split.weight, QuantizedRows)
+        split = TrunkAndHead(model)
+        assert isinstance(split.weight, QuantizedHead)
         assert_close(split.hidden(TOKENS) @ split.weight[:].T, model(TOKENS), 1e-5)
 
 
@@ -99,7 +99,7 @@ def test_soft_cap_that_small_logits_hide_is_seen() -> None:
     """These weights' logits are too small for soft-capping to show in a comparison."""
     model = model_of("gemma2")
     model.final_logit_softcapping = 3000.0
-    assert SplitModel(model).weight is None
+    assert TrunkAndHead(model).weight is None
 
 
 class Renamed(nn.Module):  # type: ignore[misc]
@@ -121,8 +121,8 @@ class Renamed(nn.Module):  # type: ignore[misc]
 
 def test_trunk_is_found_by_its_layers() -> None:
     model = Renamed(model_of("qwen3"))
-    split = SplitModel(model)
-    assert split.splits
+    split = TrunkAndHead(model)
+    assert split.is_separable
     assert split.weight is not None
     assert_close(split.logits(split.hidden(TOKENS)[0]), model(TOKENS)[0], 1e-6)
 
@@ -167,7 +167,7 @@ def test_model_whose_trunk_is_not_found_splits_behind_the_last_norm_or_runs_whol
 
     monkeypatch.setattr("tests.backend.step.executions.load_base", Loaded)
     odd = fresh(model_folder("qwen3"), how, 10_000)
-    assert odd.forward.execution.split_head is norm
+    assert odd.forward.execution.head_apart is norm
     assert norm or not odd.forward.execution.packs
     assert_same(computed(odd, fixed_step()), computed(fresh(model_folder("qwen3")), fixed_step()))
 
@@ -175,13 +175,13 @@ def test_model_whose_trunk_is_not_found_splits_behind_the_last_norm_or_runs_whol
 def test_head_is_run_on_supervised_positions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = pipeline("gemma2", Execution(MLX, loss_chunk=5), tokens=10_000)
     counts: list[int] = []
-    plain = SplitModel.logits
+    plain = TrunkAndHead.logits
 
-    def counted(self: SplitModel, hidden: mx.array) -> mx.array:
+    def counted(self: TrunkAndHead, hidden: mx.array) -> mx.array:
         counts.append(len(hidden))
         return plain(self, hidden)
 
-    monkeypatch.setattr(SplitModel, "logits", counted)
+    monkeypatch.setattr(TrunkAndHead, "logits", counted)
     found = computed(fast, fixed_step())
     assert sum(counts) == found.tokens
     assert max(counts) == 5
@@ -245,7 +245,7 @@ def test_model_packs_whichever_kernels_short_texts_run(
 
 def test_refused_packing_has_a_reason() -> None:
     class Positions(nn.Module):  # type: ignore[misc]
-        """Adds positions in the packed line to embeddings, as GPT-2 does."""
+        """Adds positions in the packed sequence to embeddings, as GPT-2 does."""
 
         def __init__(self, embed: nn.Module) -> None:
             super().__init__()

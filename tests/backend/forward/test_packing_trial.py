@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlxtune.backend.forward import head, packing_trial, side_by_side
+from mlxtune.backend.forward import head, packed_mixers, packing_trial
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.operations import MLX
 from mlxtune.backend.forward.packing_trial import _LONG, _SHORT, Texts
@@ -75,7 +75,7 @@ def test_deep_model_packs_though_the_last_bit_of_attention_is_random(
 
 
 class Positions(nn.Module):  # type: ignore[misc]
-    """Adds positions in the packed line to embeddings, scaled to a share of their size."""
+    """Adds positions in the packed sequence to embeddings, scaled to a fraction of their size."""
 
     def __init__(self, embed: nn.Module, share: float) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def test_errors_of_attention_are_seen(
 ) -> None:
     model = deep(4, dtype)
     assert packing_problem(model) == ""
-    beside = packed.Layout.rows.func  # type: ignore[attr-defined]
+    beside = packed.Layout.padded_indices.func  # type: ignore[attr-defined]
 
     def wrong(layout: packed.Layout) -> mx.array:
         """Return the examples side by side, with an error in the last one."""
@@ -120,13 +120,13 @@ def test_errors_of_attention_are_seen(
             rows[-1, :2] = rows[-1, 1::-1].copy()
         return mx.array(rows)
 
-    monkeypatch.setattr(packed.Layout, "rows", property(wrong))
+    monkeypatch.setattr(packed.Layout, "padded_indices", property(wrong))
     assert "hidden states differ" in packing_problem(model)
 
 
 def test_an_error_of_one_layer_is_seen_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = deep(24, "bfloat16"), []
-    run = side_by_side.Mixers._run
+    run = packed_mixers.Mixers._run
 
     def fifth(self: Any, mixer: nn.Module, *args: Any, **options: Any) -> Any:
         output = run(self, mixer, *args, **options)
@@ -135,7 +135,7 @@ def test_an_error_of_one_layer_is_seen_and_named(monkeypatch: pytest.MonkeyPatch
         calls.append(mixer)
         return output * (1.2 if len(calls) % 24 == 5 else 1)
 
-    monkeypatch.setattr(side_by_side.Mixers, "_run", fifth)
+    monkeypatch.setattr(packed_mixers.Mixers, "_run", fifth)
     assert "before layer 5, but" in packing_problem(model)
 
 
@@ -145,18 +145,18 @@ def test_texts_share_what_their_line_shares() -> None:
         assert one[: each.prefix] == other[: each.prefix]
         assert one[each.prefix] != other[each.prefix]
         assert third[0] not in (one[0], other[0])
-        assert each.line == [*one, *other[each.prefix :], *third]
+        assert each.packed == [*one, *other[each.prefix :], *third]
         positions = [*range(each.length), *range(each.prefix, each.length), *range(each.length)]
         assert each.layout().positions.tolist() == positions
-        rows = np.array(each.layout().rows)[:, : each.length]
-        assert np.array(each.line)[rows].tolist() == each.tokens
+        rows = np.array(each.layout().padded_indices)[:, : each.length]
+        assert np.array(each.packed)[rows].tolist() == each.tokens
 
 
 def test_only_a_gpu_tries_long_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing_trial, "on_cpu", lambda: True)
     short = packing_trial.trial_texts()
-    assert sum(map(len, short.tokens)) + len(short.line) == 22
+    assert sum(map(len, short.tokens)) + len(short.packed) == 22
     monkeypatch.setattr(packing_trial, "on_cpu", lambda: False)
     long = packing_trial.trial_texts()
     assert long.length > 32
-    assert len(long.line) > 32
+    assert len(long.packed) > 32

@@ -81,9 +81,9 @@ def test_dropout_zeroes_its_share_and_scales_the_rest() -> None:
 
 def test_dropout_of_a_row_is_the_same_beside_other_rows_and_padding() -> None:
     layer = lora_linear(nn.Linear(32, 4), dropout=0.5)
-    layer._dropout_keys.rows = step_keys(0, 1, (7,))
+    layer._dropout_keys.keys = step_keys(0, 1, (7,))
     alone = layer._drop(mx.ones((1, 5, 32)))
-    layer._dropout_keys.rows = step_keys(0, 1, (3, 7))
+    layer._dropout_keys.keys = step_keys(0, 1, (3, 7))
     padded = layer._drop(mx.ones((2, 9, 32)))
     assert mx.array_equal(alone[0], padded[1, :5])
 
@@ -92,7 +92,7 @@ def test_dropout_of_two_layers_differs_for_the_same_row(make_pipeline: MakePipel
     pipeline = make_pipeline("qwen3", dropout=0.5, targets=("q_proj", "v_proj"))
     first = pipeline.model.layers[0].self_attn
     x = mx.ones((1, 6, first.q_proj.lora_a.shape[0]))
-    first.q_proj._dropout_keys.rows = step_keys(0, 1, (7,))
+    first.q_proj._dropout_keys.keys = step_keys(0, 1, (7,))
     second = pipeline.model.layers[1].self_attn
     masks = [np.array(layer._drop(x)) for layer in (first.q_proj, first.v_proj, second.q_proj)]
     assert not np.array_equal(masks[0], masks[1])

@@ -83,7 +83,7 @@ def test_micro_batches_of_the_measured_steps_come_from_their_data(
     steps = steps[: len(case["lengths"])]
     assert [[len(each) for each in step] for step in steps] == case["lengths"]
     assert [[each.supervised for each in step] for step in steps] == case["supervised"]
-    loads = [load_of(group, step) for step in steps for group in execution.plan(step)]
+    loads = [load_of(group, step) for step in steps for group in execution.micro_batches(step)]
     assert loads == [BatchLoad(*micro_batch) for micro_batch in case["micro_batches"]]
 
 

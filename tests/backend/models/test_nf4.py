@@ -88,5 +88,5 @@ def test_layer_computes_with_the_unpacked_weight(double_quant: bool) -> None:
     theirs = mx.grad(lambda x: ((x @ weight.T + linear.bias) ** 2).sum())(x)
     assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-6)
     # Rows unpacked alone equal the rows of the whole matrix.
-    assert mx.array_equal(layer.unpacked(mx.float32, rows=slice(7, 20)), weight[7:20])
+    assert mx.array_equal(layer.unpacked(mx.float32, index=slice(7, 20)), weight[7:20])
     assert not layer.trainable_parameters()

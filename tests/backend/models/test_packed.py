@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.base import create_attention_mask, create_ssm_mask
 
-from mlxtune.backend.models.packed import CannotPackError, Layout, LineCache, laid_out, layout
+from mlxtune.backend.models.packed import CannotPackError, Layout, PackedCache, laid_out, layout
 from mlxtune.core.steps.pack import Segment
 from tests.backend.cpu.compared import assert_close, assert_same_function, random
 from tests.backend.kernels import kernel_module
@@ -99,7 +99,7 @@ def test_what_knows_of_no_segments_is_refused() -> None:
 
 
 def test_a_cache_of_a_line_keeps_nothing() -> None:
-    cache, x = LineCache(), random(1, 2, 4, 8)
+    cache, x = PackedCache(), random(1, 2, 4, 8)
     assert cache.update_and_fetch(x, x) == (x, x)
     assert cache.offset == 0
     cache[0] = x
@@ -114,8 +114,8 @@ def test_mask_of_a_line_is_the_one_of_its_examples_side_by_side(
 ) -> None:
     expected = create_attention_mask(mx.zeros((4, FOREST.longest, 8)), None, window, as_array)
     with laid_out(FOREST):
-        found = create_attention_mask(mx.zeros((1, TOKENS, 8)), LineCache(), window, as_array)
-        assert create_ssm_mask(mx.zeros((1, TOKENS, 8)), LineCache()) is None
+        found = create_attention_mask(mx.zeros((1, TOKENS, 8)), PackedCache(), window, as_array)
+        assert create_ssm_mask(mx.zeros((1, TOKENS, 8)), PackedCache()) is None
     if isinstance(expected, str):
         assert found == expected
     else:
@@ -123,7 +123,7 @@ def test_mask_of_a_line_is_the_one_of_its_examples_side_by_side(
 
 
 def test_rows_hold_what_each_token_sees_and_places_lead_back() -> None:
-    rows, places = np.array(FOREST.rows), np.array(FOREST.places)
+    rows, places = np.array(FOREST.padded_indices), np.array(FOREST.places)
     assert rows.shape == (4, FOREST.longest)
     assert rows.reshape(-1)[places].tolist() == list(range(TOKENS))
     for token, place in enumerate(places.tolist()):
@@ -147,7 +147,7 @@ def test_the_line_under_way_is_that_of_the_backward_pass() -> None:
 
 
 def test_places_of_tokens_side_by_side_are_listed() -> None:
-    rows = np.array(FOREST.rows)
+    rows = np.array(FOREST.padded_indices)
     real = np.array(FOREST.real)
     starts, places = map(np.array, FOREST.every_place)
     owners = np.array(FOREST.owners)

@@ -21,7 +21,7 @@ from mlxtune.backend.models.loading import load_base, open_base, slow_products, 
 from mlxtune.backend.models.quantize import FORMATS
 from mlxtune.backend.models.stored_layers import (
     DequantizedLinear,
-    QuantizedRows,
+    QuantizedHead,
     StoredExperts,
     StoredLinear,
     TimedProducts,
@@ -153,7 +153,7 @@ def test_slow_products_are_said_with_the_remedy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
 def test_rows_of_a_packed_matrix_are_those_of_the_whole(mode: str) -> None:
     layer = DequantizedLinear(nn.QuantizedLinear(128, 96, bias=False, mode=mode))
-    packed = QuantizedRows(layer)
+    packed = QuantizedHead(layer)
     whole = layer.unpacked(mx.float32)
     assert (packed.shape, packed.size) == (whole.shape, whole.size)
     assert mx.array_equal(packed[:], whole)

@@ -18,8 +18,8 @@ from mlxtune.backend.forward import operations
 from mlxtune.backend.forward.operations import KERNELS, MLX
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.workers.group import ALONE, Workers
-from mlxtune.backend.workers.split import split_base
+from mlxtune.backend.workers.shards import shard_base
+from mlxtune.backend.workers.workers import ALONE, Workers
 from mlxtune.config import InstructConfig
 from mlxtune.config.data_config import BaseOptions
 from mlxtune.core.data.encode import Example
@@ -29,7 +29,7 @@ from tests.backend.conftest import fill_lora_b
 from tests.models import VOCAB_SIZE, write_model
 
 # The reference: the model as mlx-lm runs it, with all logits.
-PLAIN = Execution(operations.PLAIN, split_head=False, packs=False)
+PLAIN = Execution(operations.PLAIN, head_apart=False, packs=False)
 SPLIT = Execution(MLX, packs=False)
 IN_LINE = replace(SPLIT, packs=True)
 # Without backend/cpu, MLX's operations stand in for the CPU's kernels.
@@ -101,8 +101,8 @@ def fresh(
     settings = InstructConfig(**{"lora_rank": 4, "lora_alpha": 8.0, "targets": ("all",), **config})
     options = {"quantized_compute": quantized_compute} if quantized_compute else {}
     base = load_base(folder, "float32", BaseOptions(**options))
-    if workers.split_model:
-        base = split_base(base, workers.group)
+    if workers.shards_model:
+        base = shard_base(base, workers.group)
     made = InstructPipeline(
         base.model,
         settings,
@@ -133,7 +133,7 @@ def computed(by: InstructPipeline, examples: list[Example]) -> Step:
     """Compute a step without an update, and return its results."""
     result = by.loss_and_gradients(examples, step=3)
     gradients = gradients_of(result.gradients)
-    return Step(result.loss, gradients, result.tokens, result.run_tokens)
+    return Step(result.loss, gradients, result.tokens, result.forward_tokens)
 
 
 def assert_same(found: Step, expected: Step) -> None:

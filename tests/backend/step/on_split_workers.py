@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mlxtune.backend.workers.group import Workers
-from mlxtune.backend.workers.split import ARCHITECTURES
+from mlxtune.backend.workers.shards import ARCHITECTURES
+from mlxtune.backend.workers.workers import Workers
 from mlxtune.core.data.encode import Example
 from tests.backend.step.executions import WAYS, assert_same, computed, fixed_step, fresh
 from tests.long.architectures import ARCHITECTURES as TINY

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.workers.group import Workers
+from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import DataConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.run.checkpoint import ADAPTER
@@ -112,7 +112,7 @@ def check_words(workers: Workers) -> None:
     """Check the exchange of texts of unequal length, and of shares of work."""
     assert workers.texts("é" * workers.index) == ["é" * worker for worker in range(workers.size)]
     values = np.zeros(5)
-    mine = workers.share([1.0] * 5)
+    mine = workers.own_items([1.0] * 5)
     values[mine] = np.pi * np.array(mine) + 1e-12
     np.testing.assert_array_equal(workers.merge(values), np.pi * np.arange(5) + 1e-12)
 

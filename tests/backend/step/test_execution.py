@@ -136,7 +136,7 @@ def test_packed_sequence_runs_shared_tokens_once(architecture: str, way: str) ->
     }
     fast = pipeline(architecture, WAYS[way], tokens=10_000)
     result = fast.loss_and_gradients(fixed_step(), step=3)
-    assert result.run_tokens == len(beginnings)
+    assert result.forward_tokens == len(beginnings)
     assert result.padding == 0
 
 

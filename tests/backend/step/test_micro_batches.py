@@ -15,7 +15,7 @@ import safetensors
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.device import allocator
-from mlxtune.backend.forward.head import SplitModel
+from mlxtune.backend.forward.head import TrunkAndHead
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.run.checkpoint import OPTIMIZER
 from mlxtune.core.steps.execution import Execution
@@ -67,14 +67,14 @@ def adapters(pipeline: InstructPipeline) -> dict[str, Any]:
 
 def fail(monkeypatch: pytest.MonkeyPatch, *texts: str, times: int = 1) -> None:
     """Make the second micro-batch and the following ones fail, with these texts in turn."""
-    whole, calls, errors = SplitModel.hidden, iter(range(10**9)), iter(texts * times)
+    whole, calls, errors = TrunkAndHead.hidden, iter(range(10**9)), iter(texts * times)
 
-    def failing(self: SplitModel, *args: Any, **options: Any) -> mx.array:
+    def failing(self: TrunkAndHead, *args: Any, **options: Any) -> mx.array:
         if next(calls) and (text := next(errors, "")):
             raise RuntimeError(text)
         return whole(self, *args, **options)
 
-    monkeypatch.setattr(SplitModel, "hidden", failing)
+    monkeypatch.setattr(TrunkAndHead, "hidden", failing)
 
 
 def test_out_of_memory_equals_a_run_with_the_halved_limit(
@@ -176,7 +176,7 @@ def test_other_errors_pass_through(make: Any, monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("[matmul] shapes")
 
     pipeline, warnings = make(80)
-    monkeypatch.setattr(SplitModel, "hidden", broken)
+    monkeypatch.setattr(TrunkAndHead, "hidden", broken)
     with pytest.raises(RuntimeError, match="shapes"):
         pipeline.train_batch(EXAMPLES)
     assert warnings == []
@@ -315,10 +315,10 @@ def test_step_counts_its_micro_batches_and_their_padding(
     for tokens in (LARGE, 40):
         pipeline.engine.batches.limit(tokens)
         batches = [batch for _, batch in pipeline.engine.batches.of(EXAMPLES)]
-        groups = [group for group, _ in pipeline.engine.batches.of(EXAMPLES)]
+        micro_batches = [micro_batch for micro_batch, _ in pipeline.engine.batches.of(EXAMPLES)]
         found = pipeline.train_batch(EXAMPLES)
         assert found.micro_batches == len(batches)
-        assert found.run_tokens == sum(group.tokens for group in groups)
+        assert found.run_tokens == sum(micro_batch.tokens for micro_batch in micro_batches)
         # The last token of an example predicts nothing, so it does not run.
         assert found.run_tokens - found.padding == sum(len(each) - 1 for each in EXAMPLES)
 
@@ -340,18 +340,18 @@ def test_step_reports_its_own_memory_peak(
 
 
 def test_plan_is_cached_until_the_limit_changes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    (pipeline, _), planned, plan = make(LARGE), list[int](), Execution.plan
+    (pipeline, _), planned, plan = make(LARGE), list[int](), Execution.micro_batches
 
     def counted(self: Execution, examples: Any, **options: Any) -> Any:
         planned.append(self.micro_batch_tokens)
         return plan(self, examples, **options)
 
-    monkeypatch.setattr(Execution, "plan", counted)
+    monkeypatch.setattr(Execution, "micro_batches", counted)
     examples, batches = EXAMPLES, pipeline.engine.batches
-    first = batches.plan(examples)
-    assert batches.plan(list(examples)) == first
+    first = batches.divided(examples)
+    assert batches.divided(list(examples)) == first
     assert len(planned) == 1
     batches.limit(batches.max_tokens // 2)
-    batches.plan(examples)
-    batches.plan(examples[:1])
+    batches.divided(examples)
+    batches.divided(examples[:1])
     assert len(planned) == 3

@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.device import allocator
-from mlxtune.backend.forward.head import SplitModel
+from mlxtune.backend.forward.head import TrunkAndHead
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.core.run.profile import PhaseTimer, StepProfile
 from tests.backend.step.executions import PLAIN, SPLIT, WAYS, fixed_step, fresh, model_folder
@@ -132,14 +132,17 @@ def test_micro_batches_are_halved_in_a_profiled_step_as_in_any_other(
     pipeline = fresh(model_folder("qwen3"), SPLIT, 10_000)
     heard: list[str] = []
     pipeline.engine.runner._warn = heard.append
-    whole, errors = SplitModel.hidden, iter([RuntimeError("[malloc] Unable to allocate 9 bytes.")])
+    whole, errors = (
+        TrunkAndHead.hidden,
+        iter([RuntimeError("[malloc] Unable to allocate 9 bytes.")]),
+    )
 
-    def failing(self: SplitModel, *args: Any) -> Any:
+    def failing(self: TrunkAndHead, *args: Any) -> Any:
         for error in errors:
             raise error
         return whole(self, *args)
 
-    monkeypatch.setattr(SplitModel, "hidden", failing)
+    monkeypatch.setattr(TrunkAndHead, "hidden", failing)
     profiled_step(pipeline, 1)
     assert pipeline.engine.batches.max_tokens < 10_000
     assert len(heard) == 1

@@ -159,7 +159,8 @@ def test_first_token_counts_for_nothing_as_nothing_predicts_it(
     assert evaluated.total_response_tokens == step.total_response_tokens == sum(predicted)
     assert evaluated.avg_loss == pytest.approx(expected, rel=1e-5)
     assert step.avg_loss == pytest.approx(expected, rel=1e-5)
-    # Examples run up to their last supervised token, and a packed line runs a shared prefix once.
+    # Examples run up to their last supervised token, and a packed sequence runs a shared prefix
+    # once.
     beginnings = {
         tuple(one.tokens[: i + 1].tolist())
         for one, run in zip(examples, [3, 5, 5, 5, 1, 3], strict=True)

@@ -32,7 +32,7 @@ from tests.long.architectures import ARCHITECTURES
 from tests.models import write_model
 from tests.slow import slow_except
 
-ROUNDING = Rounding(line=64, width=32)
+ROUNDING = Rounding(length=64, width=32)
 # Models with windows, sinks, experts, and mixers other than attention.
 NAMES = ("qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_5", "mamba2", "lfm2")
 HOW = {
@@ -51,8 +51,8 @@ def assert_rounded(how: Execution, folder: Path, tokens: int = 10_000, **config:
     """Compare a rounded step with the plain path, and check its token counts."""
     made = fresh(folder, how, tokens, **config)
     assert made.forward.execution.packs
-    for group, batch in made.engine.batches.of(fixed_step()):
-        assert batch.inputs.size == group.tokens
+    for micro_batch, batch in made.engine.batches.of(fixed_step()):
+        assert batch.inputs.size == micro_batch.tokens
     found = computed(made, fixed_step())
     assert_same(found, computed(fresh(folder, PLAIN, **config), fixed_step()))
     exact = fresh(folder, replace(how, rounding=Rounding()), tokens, **config)
@@ -88,19 +88,19 @@ def test_evaluation_of_rounded_lines_is_the_same() -> None:
 
 def test_width_side_by_side_is_rounded() -> None:
     segments = [Segment(0, 21, 0, -1), Segment(21, 40, 0, -1)]
-    assert Layout(segments, ROUNDING).rows.shape == (2, 32)
-    assert Layout(segments).rows.shape == (2, 21)
+    assert Layout(segments, ROUNDING).padded_indices.shape == (2, 32)
+    assert Layout(segments).padded_indices.shape == (2, 21)
     # A single example stays in one row of 64 tokens, which need no padding.
     alone = [Segment(0, 60, 0, -1), Segment(60, 64, 60, 0)]
-    assert Layout(alone, ROUNDING).rows.shape == (1, 64)
+    assert Layout(alone, ROUNDING).padded_indices.shape == (1, 64)
 
 
 @pytest.mark.parametrize(
     ("gpu", "metal", "expected"),
     [
         (False, True, Rounding()),
-        (True, True, Rounding(line=64, width=32)),
-        (True, False, Rounding(line=64, width=128)),
+        (True, True, Rounding(length=64, width=32)),
+        (True, False, Rounding(length=64, width=128)),
     ],
 )
 def test_each_device_has_its_own_rounding(

@@ -314,13 +314,13 @@ def test_block_in_the_content_is_written_as_the_channel_of_a_template_that_has_o
     messages = golden(shared, template, "think_multi_turn")["messages"]
     in_field = [_with_thinking_in_field(message) for message in messages]
     assert in_field != messages
-    found = []
+    match = []
     for each in (messages, in_field):
         data = write_rows(tmp_path / "chat.jsonl", {"messages": each})
         examples = folders[template.file].encode(data).corpus
-        found.append([(e.tokens.tolist(), e.assistant_mask.tolist()) for e in examples])
+        match.append([(e.tokens.tolist(), e.assistant_mask.tolist()) for e in examples])
 
-    assert found[0] == found[1]
+    assert match[0] == match[1]
 
 
 def test_turns_last_supervises_only_the_last_turn(

@@ -26,9 +26,9 @@ from mlxtune.backend.text.chat_template import (
     TemplateProcess,
     TemplateRequest,
 )
-from mlxtune.backend.text.template_child import INVALID, REFUSED, TEXT, Reply
+from mlxtune.backend.text.template_helper import INVALID, REFUSED, TEXT, Reply
 from mlxtune.core.data.problems import BadRow
-from mlxtune.core.files import limited_child
+from mlxtune.core.files import limited_helper
 from mlxtune.core.files.processes import resident_memory
 from mlxtune.errors import ModelError
 from tests.slow import long_except, slow
@@ -309,7 +309,7 @@ def test_memory_is_watched_where_the_system_does_not_limit_it(
     assert render(process, "a") == (TEXT, "a")
     # Set a limit below the child's present memory.
     monkeypatch.setattr(process._child, "_memory", 2**20)
-    monkeypatch.setattr(limited_child, "LIMITS_ITSELF", False)
+    monkeypatch.setattr(limited_helper, "LIMITS_ITSELF", False)
     with pytest.raises(Harmful, match="produces more text or values"):
         render(process, LOOP)
 

@@ -38,7 +38,7 @@ def test_rounded_lines_of_real_rows_have_at_most_3_percent_more_tokens(
         for batch_size in (4, 8):
             groups = []
             for step in shuffled_steps(corpus.num_rows, batch_size, 0, 1):
-                groups += how.plan([each for row in step for each in corpus.row(row)])
+                groups += how.micro_batches([each for row in step for each in corpus.row(row)])
             added, tokens = (sum(getattr(g, name) for g in groups) for name in ("added", "tokens"))
             assert 0 < added <= 0.03 * (tokens - added)
             # Rounding must reduce the number of shapes.

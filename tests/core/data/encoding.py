@@ -174,7 +174,7 @@ def encode(
 ) -> tuple[list[Example], Ledger, SkippedRows]:
     rendered = TEMPLATES[template] if isinstance(template, str) else template
     file = encoded_file(tokenizer, rendered, rows)
-    cut = file.cut(max_seq_len)
+    cut = file.truncate(max_seq_len)
     return list(Corpus([cut])), file.ledger(cut), file.skipped
 
 

@@ -81,7 +81,7 @@ def test_file_is_encoded_once_and_then_read_back_whole(tmp_path: Path) -> None:
     assert {file.name for file in (cache / "key").iterdir()} == FILES
     assert names_in(cache) == ["key"]
     # Later counts stay out of the entry.
-    second.cut(1)
+    second.truncate(1)
     assert content(encode(cache, encoding)) == EXPECTED
 
 
@@ -225,7 +225,7 @@ def test_file_without_any_example_is_kept_too(tmp_path: Path) -> None:
         file = encode_file(DATA, nothing, cache=tmp_path, key="key")
         assert file.arrays.num_rows == len(file.arrays.tokens) == 0
         assert file.skipped.total == 1
-        assert file.ledger(file.cut(9)).adds_up()
+        assert file.ledger(file.truncate(9)).adds_up()
 
 
 # Other processes

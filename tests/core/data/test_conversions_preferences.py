@@ -56,12 +56,12 @@ def pair_of(folder: Path, row: Any) -> Pair:
 @pytest.mark.parametrize("layout", PAIRS)
 def test_pair_is_the_same_in_every_layout(tmp_path: Path, layout: str) -> None:
     pair = pair_of(tmp_path, PAIRS[layout])
-    sides = [[(m.role, m.content) for m in side.messages] for side in pair.sides]
+    sides = [[(m.role, m.content) for m in side.messages] for side in pair.answers]
     assert sides == [
         [("user", "Hi"), ("assistant", "Hello!")],
         [("user", "Hi"), ("assistant", "No.")],
     ]
-    assert [side.role for side in pair.sides] == [CHOSEN, REJECTED]
+    assert [side.role for side in pair.answers] == [CHOSEN, REJECTED]
 
 
 def test_answers_after_the_prompt_carry_loss_and_those_within_it_do_not(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_answers_after_the_prompt_carry_loss_and_those_within_it_do_not(tmp_path
 def test_tools_and_system_belong_to_both_sides(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "add"}}
     pair = pair_of(tmp_path, PAIRS["texts"] | {"system": "Be brief.", "tools": [tool]})
-    for side in pair.sides:
+    for side in pair.answers:
         assert side.messages[0].content == "Be brief."
         assert side.tools == (tool,)
 
@@ -193,4 +193,4 @@ def test_real_files_are_read_as_they_are(name: str, objective: str) -> None:
 def test_input_of_a_pair_follows_its_instruction(tmp_path: Path) -> None:
     row = {"instruction": "Sum up.", "input": "A fox.", "chosen": "Fox", "rejected": "Cat"}
     pair = pair_of(tmp_path, row)
-    assert [side.messages[0].content for side in pair.sides] == ["Sum up.\nA fox."] * 2
+    assert [side.messages[0].content for side in pair.answers] == ["Sum up.\nA fox."] * 2

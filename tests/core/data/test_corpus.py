@@ -27,7 +27,7 @@ PlainRow = tuple[int, list[Pairs]]
 
 
 def corpus_of(files: Sequence[ExampleArrays], limit: int | None = None) -> Corpus:
-    return Corpus([file.cut(limit) for file in files])
+    return Corpus([file.truncate(limit) for file in files])
 
 
 def example(row: int, pairs: Pairs, file: int = 0) -> Example:

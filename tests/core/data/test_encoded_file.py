@@ -45,7 +45,7 @@ def test_columns_are_little_endian_as_the_picture_shows(tmp_path: Path) -> None:
     assert (tmp_path / "rows").read_bytes() == struct.pack("<3q", 1, 1, 2)
     assert arrays.per_row(np.array([5, 7, 11])).tolist() == [12, 11]
     assert arrays.supervised.tolist() == [2, 1, 1]
-    assert arrays.cut(3).supervised.tolist() == [1, 1, 1]
+    assert arrays.truncate(3).supervised.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_cut_at_the_start_keeps_the_last_answer(mask: str, limit: int, kept: sli
     pairs = [(i, int(each)) for i, each in enumerate(mask)]
     first = [(1, [[(90, 0), (91, 1)]])]  # not at the start of the arrays
     arrays = in_memory([*first, (2, [pairs])])
-    cut = arrays.cut(limit, at="start")
+    cut = arrays.truncate(limit, at="start")
     corpus = Corpus([cut])
     assert plain(corpus[1]) == pairs[kept]
     assert cut.supervised.tolist() == [1, sum(mask for _, mask in pairs[kept])]
     assert corpus.part_of_example(1) == (1, 1, len(pairs))
     digest = in_memory([*first, (2, [pairs[kept]])])
-    assert corpus.data_hash() == Corpus([digest.cut()]).data_hash()
+    assert corpus.data_hash() == Corpus([digest.truncate()]).data_hash()

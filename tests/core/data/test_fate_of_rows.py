@@ -57,11 +57,11 @@ def runs_of(example: Example) -> list[tuple[list[int], list[int]]]:
 
 def check_ledger(file: EncodedFile, lines: int, limit: int) -> None:
     """Check that each row is kept or skipped, and each token supervised, context or cut."""
-    uncut = Corpus([file.arrays.cut()])
+    uncut = Corpus([file.arrays.truncate()])
     whole = {row: [e.tokens.tolist() for e in uncut if e.row == row] for row in uncut.row_numbers}
-    ledger = file.ledger(file.cut(limit))
+    ledger = file.ledger(file.truncate(limit))
 
-    corpus = Corpus([file.arrays.cut(limit)])
+    corpus = Corpus([file.arrays.truncate(limit)])
     assert ledger.adds_up()
     assert ledger.rows_read == lines
     skipped = [row for places in file.skipped.places.values() for row, _ in places]
@@ -159,7 +159,7 @@ def check_file(
         file = encode_lines(Path(folder), dumped, tokenizer, template, "chat")
         unread = SkippedRows(Path(folder))
         conversations = list(read_rows(Path(folder) / "data.jsonl", unread, format="chat"))
-    corpus = Corpus([file.arrays.cut()])
+    corpus = Corpus([file.arrays.truncate()])
     for conversation in conversations:
         assert isinstance(conversation, Conversation)
         examples = [example for example in corpus if example.row == conversation.row]
@@ -318,12 +318,12 @@ def test_rows_of_plain_text(
     with tempfile.TemporaryDirectory() as folder:
         lines = [json.dumps({"text": text}) for text in written]
         file = encode_lines(Path(folder), lines, tokenizer, TEMPLATES["qwen3"], "text")
-    for example in Corpus([file.arrays.cut()]):
+    for example in Corpus([file.arrays.truncate()]):
         text = written[example.row - 1]
         ids = tokenizer.encode_batch([text])[0].ids
         own_bos = [] if bos is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id]
         assert example.tokens.tolist() == [*own_bos, *ids, tokenizer.eos_id]
         assert example.assistant_mask.tolist() == [0] + [1] * (len(example) - 1)
     if eos is None:
-        assert len(Corpus([file.arrays.cut()])) == 0
+        assert len(Corpus([file.arrays.truncate()])) == 0
     check_ledger(file, len(written), limit)

@@ -30,7 +30,9 @@ def encoded(name: str, tokens: Sequence[int], first: int = 1) -> EncodedFile:
 
 
 def find(train: list[EncodedFile], validation: list[EncodedFile] | None = None) -> list[Finding]:
-    parts = [Corpus([file.arrays.cut() for file in part]) for part in (train, validation or [])]
+    parts = [
+        Corpus([file.arrays.truncate() for file in part]) for part in (train, validation or [])
+    ]
     return findings.row_findings(
         [*train, *(validation or [])], parts[0], None if validation is None else parts[1]
     )
@@ -107,7 +109,7 @@ def test_findings_are_in_the_order_of_the_tokens_that_they_cost() -> None:
         file.skipped.add(number, problems.BadRow("no answer"))
     for number in range(4, 9):
         file.notes.count(number, problems.REFUSAL)
-    cut = file.cut(5)
+    cut = file.truncate(5)
     found = findings.row_findings([file], Corpus([cut]), None) + findings.skip_findings([file])
 
     assert [(each.kind, each.tokens, each.rows) for each in findings.by_loss(found)] == [
@@ -210,7 +212,7 @@ def test_prompt_that_trains_and_validates_is_found_and_pairs_of_both_are_leaks()
 
 def test_answers_of_one_kind_that_are_much_longer_are_found_with_their_means() -> None:
     def lengths(rows: list[tuple[int, Sequence[int], Sequence[int]]]) -> list[Finding]:
-        return list(findings.length_findings(Corpus([paired("a", rows).arrays.cut()])))
+        return list(findings.length_findings(Corpus([paired("a", rows).arrays.truncate()])))
 
     assert lengths([(1, [5] * 4, [6] * 2), (2, [5] * 4, [6] * 4)]) == []
     (found,) = lengths([(1, [5] * 4, [6] * 2), (2, [5] * 6, [6] * 4)])
@@ -220,13 +222,13 @@ def test_answers_of_one_kind_that_are_much_longer_are_found_with_their_means() -
     assert found.kind == "rejected answers much longer than chosen ones"
     assert found.advice.startswith("9 and 1 tokens")
     labelled = [answer(1, DESIRABLE, 1, [5] * 6), answer(2, UNDESIRABLE, 1, [6] * 2)]
-    (found,) = findings.length_findings(Corpus([ExampleArrays.of(labelled).cut()]))
+    (found,) = findings.length_findings(Corpus([ExampleArrays.of(labelled).truncate()]))
     assert found.kind == "desirable answers much longer than undesirable ones"
 
 
 def test_rows_with_one_prompt_are_trained_on_or_held_out_together() -> None:
     file = paired("a.jsonl", [(row % 5, [10 + row], [9]) for row in range(20)])
-    corpus = Corpus([file.arrays.cut()])
+    corpus = Corpus([file.arrays.truncate()])
 
     rows = order.RunRows.of(corpus, None, 0.2, 0, 100)
     train, held_out = rows.train.indices, rows.validation.indices

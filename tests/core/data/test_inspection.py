@@ -20,17 +20,17 @@ from mlxtune.core.data.encoded_file import EncodedFile, ExampleArrays
 from mlxtune.core.data.findings import Finding, Place
 from mlxtune.core.data.inspection import (
     Cost,
-    CutLoss,
     Distribution,
     InspectedExamples,
     LengthLimit,
     Piece,
     ShownExample,
     ShownPair,
-    cut_loss,
+    TruncationLoss,
     limits,
     pieces,
     together,
+    truncation_loss,
 )
 from mlxtune.core.data.problems import RowTally, SkippedRows
 from tests.core.data.encoding import ByteTokenizer, converse, encode, words
@@ -42,7 +42,7 @@ Rows = Sequence[tuple[int, Sequence[Sequence[int]]]]
 def examined(
     files: list[EncodedFile], limit: int | None, validates: list[int]
 ) -> InspectedExamples:
-    cuts = [file.arrays.cut(limit) for file in files]
+    cuts = [file.arrays.truncate(limit) for file in files]
     corpus = Corpus(cuts, [str(file.skipped.path) for file in files])
     return InspectedExamples([corpus], validates)
 
@@ -100,7 +100,7 @@ def test_limit_cuts_what_a_loop_over_rows_would_cut(
         expected["supervised_cut"] += sum(map(sum, masks)) - sum(map(sum, kept))
     assert found == LengthLimit(current, **expected)
     for file, rows in zip([encoded(rows) for rows in files], files, strict=True):
-        ledger = file.ledger(file.cut(current))
+        ledger = file.ledger(file.truncate(current))
         assert ledger.rows_kept == len(rows) - sum(file.skipped.counts.values())
 
 
@@ -177,7 +177,7 @@ def test_cost_is_what_a_loop_over_the_rows_that_train_counts(
     rows: list[tuple[int, list[list[int]]]], data: st.DataObject, batch_size: int, limit: int
 ) -> None:
     file = encoded(rows)
-    corpus = Corpus([file.arrays.cut(limit)])
+    corpus = Corpus([file.arrays.truncate(limit)])
     held_out = data.draw(st.sets(st.integers(0, max(corpus.num_rows - 1, 0))))
 
     found = examined([file], limit, sorted(held_out)).cost(batch_size)
@@ -267,17 +267,17 @@ def test_sides_of_a_pair_are_together_with_what_only_one_of_them_has_marked() ->
     (together_,) = together(found.show(range(2), ByteTokenizer(narrow=False), ()))
 
     assert isinstance(together_, ShownPair)
-    assert [(each.role, each.part, each.parts) for each in together_.sides] == [
+    assert [(each.role, each.part, each.parts) for each in together_.answers] == [
         ("chosen", 1, 1),
         ("rejected", 1, 1),
     ]
     assert together_.common == len("At 8?")
     marked = [
         "".join(piece.text if piece.differs else "." for piece in each.pieces)
-        for each in together_.sides
+        for each in together_.answers
     ]
     assert marked == ["." * 7 + "p" + "." * 9 + "s", "." * 7 + "a" + "." * 9]
-    assert [each.differing for each in together_.sides] == [2, 1]
+    assert [each.differing for each in together_.answers] == [2, 1]
 
 
 def test_side_without_its_other_and_answers_stand_alone() -> None:
@@ -419,28 +419,28 @@ def test_inspection_is_json_with_its_version_and_knows_its_errors() -> None:
 @pytest.mark.parametrize(
     ("length", "limit", "found"),
     [
-        (1000, 512, CutLoss(0.488, 1024)),
-        (600, 512, CutLoss(88 / 600, 768)),
-        (600, 300, CutLoss(0.5, 768)),
-        (770, 512, CutLoss(258 / 770, 768)),
+        (1000, 512, TruncationLoss(0.488, 1024)),
+        (600, 512, TruncationLoss(88 / 600, 768)),
+        (600, 300, TruncationLoss(0.5, 768)),
+        (770, 512, TruncationLoss(258 / 770, 768)),
         (515, 512, None),
         (500, 512, None),
     ],
 )
 def test_loss_of_supervised_tokens_names_the_smallest_round_limit(
-    length: int, limit: int, found: CutLoss | None
+    length: int, limit: int, found: TruncationLoss | None
 ) -> None:
-    loss = cut_loss([encoded([(1, [[1] * length])])], limit, "end")
+    loss = truncation_loss([encoded([(1, [[1] * length])])], limit, "end")
     if loss is None or found is None:
         assert loss is found
     else:
-        assert (loss.share, loss.enough) == (pytest.approx(found.share), found.enough)
+        assert (loss.fraction, loss.enough) == (pytest.approx(found.fraction), found.enough)
 
 
 def test_context_cut_at_its_start_loses_no_supervised_tokens() -> None:
     file = encoded([(1, [[0] * 900 + [1] * 100])])
-    assert cut_loss([file], 512, "end") == CutLoss(1.0, 1024)
-    assert cut_loss([file], 512, "start") is None
+    assert truncation_loss([file], 512, "end") == TruncationLoss(1.0, 1024)
+    assert truncation_loss([file], 512, "start") is None
 
 
 def test_preference_rows_that_are_longer_are_skipped_and_counted() -> None:
@@ -450,4 +450,4 @@ def test_preference_rows_that_are_longer_are_skipped_and_counted() -> None:
         for role in (CHOSEN, REJECTED)
     ]
     file = EncodedFile(ExampleArrays.of(sides), SkippedRows(Path("a.jsonl")), RowTally())
-    assert cut_loss([file], 512, "end") == CutLoss(pytest.approx(12 / 13), 768, 2)
+    assert truncation_loss([file], 512, "end") == TruncationLoss(pytest.approx(12 / 13), 768, 2)

@@ -39,7 +39,7 @@ def encoded(rows: Sequence[tuple[int, list[Mask]]], path: str = "chat.jsonl") ->
 
 def test_held_out_rows_do_not_train() -> None:
     file = encoded([(row, [[0, 1]]) for row in range(5)])
-    ledger = file.ledger(file.cut(), rows_validation=2, weight=0.5, path="data")
+    ledger = file.ledger(file.truncate(), rows_validation=2, weight=0.5, path="data")
 
     assert (ledger.rows_train, ledger.rows_validation, ledger.rows_kept) == (3, 2, 5)
     assert (ledger.path, ledger.weight) == ("data", 0.5)
@@ -99,7 +99,7 @@ def test_ledger_counts_what_a_loop_over_rows_counts(
     for row in range(unread):
         file.skipped.add(100 + row, BadRow("not valid JSON"))
 
-    ledger = file.ledger(file.cut(limit))
+    ledger = file.ledger(file.truncate(limit))
 
     kept, truncated, cut_answers, lost = [], [], [], {}
     counts = Counter({"tokens": 0, "supervised": 0, "context": 0, "examples": 0})
@@ -146,7 +146,7 @@ def test_ledger_counts_what_a_loop_over_rows_counts(
 
 def test_ledger_hears_of_notes_that_are_added_later() -> None:
     file = encoded([(1, [[0, 1]])])
-    ledger = file.ledger(file.cut(10))
+    ledger = file.ledger(file.truncate(10))
 
     file.notes.count(1, problems.DUPLICATE)
 

@@ -14,7 +14,7 @@ from mlxtune.config import ObjectiveConfig
 from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, REJECTED
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
-from mlxtune.core.evaluation.interval import paired_share_interval, rank_interval
+from mlxtune.core.evaluation.interval import paired_fraction_interval, rank_interval
 from mlxtune.core.evaluation.outcome import Evaluation, parse_evaluation
 from mlxtune.core.evaluation.row_losses import AnswerSums, Sums
 from mlxtune.core.evaluation.verdict import JudgedRows, _ranks, evaluate_preferences
@@ -75,11 +75,11 @@ def test_noise_in_pairs_is_seldom_called_a_change(rows: int, share: float) -> No
     draw = np.random.default_rng(7)
     outside = 0
     for _ in range(1000):
-        # The same share of pairs is lost and gained; half of the other pairs are preferred both
+        # The same fraction of pairs is lost and gained; half of the other pairs are preferred both
         # times.
         place = draw.random(rows)
         kept = place >= (1 + 2 * share) / 2
-        low, high = paired_share_interval(
+        low, high = paired_fraction_interval(
             (place < share) | kept, (place >= share) & (place < 2 * share) | kept
         )
         assert -1 <= low <= high <= 1

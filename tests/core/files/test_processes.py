@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.files.processes import ChildError, Children, describe_end
+from mlxtune.core.files.processes import HelperError, Helpers, describe_end
 from tests.waiting import wait_until
 
 SLEEPING = "import time; time.sleep(60)"
@@ -32,15 +32,15 @@ def alive(process: int) -> bool:
 def test_status_and_last_message_are_those_of_the_process(tmp_path: Path) -> None:
     code = "import sys; print('first', file=sys.stderr); print('last\\n', file=sys.stderr)"
     folder = tmp_path / "run"
-    assert Children(tmp_path).run(["-c", f"{code}; sys.exit(3)"], folder) == 3
+    assert Helpers(tmp_path).call(["-c", f"{code}; sys.exit(3)"], folder) == 3
     assert describe_end(3, folder) == "exit code 3: last"
-    assert Children(tmp_path).run(["-c", "import os; os.abort()"], folder) == -6
+    assert Helpers(tmp_path).call(["-c", "import os; os.abort()"], folder) == -6
     assert describe_end(-6, folder).startswith("killed by signal 6")
 
 
 def test_process_imports_this_package_and_keeps_its_files_to_the_folder(tmp_path: Path) -> None:
     code = "import mlxtune, tempfile; open('made', 'w'); print(mlxtune, tempfile.gettempdir())"
-    assert Children(tmp_path).run(["-c", code], tmp_path / "run") == 0
+    assert Helpers(tmp_path).call(["-c", code], tmp_path / "run") == 0
     assert (tmp_path / "run" / "made").exists()
     package, temporary = (tmp_path / "run" / "stdout").read_text().rsplit(" ", 1)
     assert str(Path(__file__).parents[3]) in package
@@ -50,13 +50,13 @@ def test_process_imports_this_package_and_keeps_its_files_to_the_folder(tmp_path
 def test_signal_is_sent_once_the_moment_has_come(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     code = f"open('begun', 'w'); {SLEEPING}"
-    status = Children(tmp_path).run(["-c", code], folder, until=(folder / "begun").exists)
+    status = Helpers(tmp_path).call(["-c", code], folder, until=(folder / "begun").exists)
     assert status == -signal.SIGKILL
 
 
 def test_process_without_end_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ChildError, match="did not end within 0 seconds"):
-        Children(tmp_path, limit=0.1).run(["-c", SLEEPING], tmp_path / "run")
+    with pytest.raises(HelperError, match="did not end within 0 seconds"):
+        Helpers(tmp_path, limit=0.1).call(["-c", SLEEPING], tmp_path / "run")
 
 
 def test_interrupt_ends_the_process_and_what_it_started(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_interrupt_ends_the_process_and_what_it_started(tmp_path: Path) -> None:
         return False
 
     with pytest.raises(KeyboardInterrupt):
-        Children(tmp_path).run(["-c", code], folder, until=interrupt)
+        Helpers(tmp_path).call(["-c", code], folder, until=interrupt)
     processes = [int(each) for each in (folder / "begun").read_text().split()]
     assert len(processes) == 2
     wait_until(lambda: not any(map(alive, processes)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlxtune.benchmark.result import Benchmark, BenchmarkRun, Side, TimedStep
+from mlxtune.benchmark.result import Benchmark, BenchmarkRun, Contestant, TimedStep
 
 
 def step(seconds: float = 1.0, loss: float = 2.0, **changes: Any) -> TimedStep:
@@ -43,5 +43,7 @@ def benchmark(
         "options": {},
         "versions": {},
     }
-    peer = None if theirs is None else Side("mlx-lm", list(theirs))
-    return Benchmark(**fields | {"ours": Side("mlxtune", list(ours)), "theirs": peer} | changes)
+    peer = None if theirs is None else Contestant("mlx-lm", list(theirs))
+    return Benchmark(
+        **fields | {"ours": Contestant("mlxtune", list(ours)), "theirs": peer} | changes
+    )

@@ -67,12 +67,12 @@ def test_what_follows_from_the_records() -> None:
     assert (progress.best, progress.best_epoch) == (validation(2, 3.0), 1)
     assert progress.validations_since_best == 1
     assert progress.initial_val_loss == 4.0
-    assert progress.skipped_in_a_row == 0
+    assert progress.consecutive_skips == 0
 
     early = Progress(whole()[:3])
     assert (early.step, early.best, early.best_epoch, early.epochs) == (2, None, None, [])
     assert early.validations_since_best == 0
-    assert early.skipped_in_a_row == 1
+    assert early.consecutive_skips == 1
     none = Progress()
     assert (none.step, none.best, none.initial_val_loss) == (0, None, None)
 

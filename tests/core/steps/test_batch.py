@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import collate, run_length
+from mlxtune.core.steps.batch import collate, forward_tokens
 
 
 def example(row: int, tokens: list[int], mask: list[int] | None = None) -> Example:
@@ -27,7 +27,7 @@ def test_collated_targets_are_the_next_tokens_as_in_the_picture() -> None:
     assert batch.inputs.tolist() == [[a, b, c], [f, 0, 0]]
     assert batch.targets.tolist() == [[b, c, d], [g, 0, 0]]
     assert batch.mask.tolist() == [[0, 1, 1], [1, 0, 0]]
-    assert batch.rows == (7, 9)
+    assert batch.row_ids == (7, 9)
     kinds = [array.dtype for array in (batch.inputs, batch.targets, batch.mask)]
     assert kinds == [np.int32, np.int32, np.float32]
 
@@ -51,7 +51,7 @@ def test_rows_of_several_files_have_names_of_their_own() -> None:
         for row in (1, 2, 10**6)
     ]
 
-    rows = collate(examples).rows
+    rows = collate(examples).row_ids
 
     assert rows[:3] == (1, 2, 10**6)
     assert len(set(rows)) == 9
@@ -76,7 +76,7 @@ def test_collating_loses_no_supervised_token_and_masks_all_padding(
     batch = collate(examples)
 
     runs = [max([k for k in range(1, len(row)) if row[k][1]], default=1) for row in pairs]
-    assert [run_length(one) for one in examples] == runs
+    assert [forward_tokens(one) for one in examples] == runs
     assert batch.inputs.shape == batch.targets.shape == batch.mask.shape
     assert batch.inputs.shape == (len(pairs), max(runs))
     for i, (row, run) in enumerate(zip(pairs, runs, strict=True)):

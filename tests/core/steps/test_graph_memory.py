@@ -11,7 +11,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import predict
 from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured, load_of
-from mlxtune.core.steps.padded_groups import Group
+from mlxtune.core.steps.padded_batches import MicroBatch
 from tests.core.steps.shapes import GRAPH_OPERATIONS, shapes
 
 GRAPH = Execution(GRAPH_OPERATIONS, 64)
@@ -29,7 +29,7 @@ def test_graph_holds_the_logits_of_a_chunk_in_a_head_of_16_bits() -> None:
     few, many, more = (predict(half, GRAPH, BatchLoad(4, 100, n, 400)) for n in (100, 256, 400))
     assert many.head - few.head == 2 * 156 * (5 * 1000 + 4 * 10)
     assert more.head - many.head == 2 * 144 * 4 * 10
-    whole = predict(half, replace(GRAPH, split_head=False), BatchLoad(4, 100, 4, 400))
+    whole = predict(half, replace(GRAPH, head_apart=False), BatchLoad(4, 100, 4, 400))
     assert whole.head >= 2 * 400 * 5 * 1000
 
 
@@ -66,7 +66,7 @@ def test_what_experts_and_recurrences_hold_is_counted() -> None:
     # A layer with a recurrence has no scores.
     mixed = replace(plain, mixed=2000, layer_mixed=1000)
     more = predict(mixed, GRAPH, load).activations - predict(plain, GRAPH, load).activations
-    # Side by side, there are 20 tokens more than on the line.
+    # Side by side, there are 20 tokens more than on the sequence.
     kept, working = 80 * 2000 + 20 * 5 * 2000, 2 * 50 * 4 * 1000 + 20 * 3 * (30 + 10)
     assert more == 4 * (kept + working - 6 * 2 * 50**2)
 
@@ -119,12 +119,12 @@ def test_load_counts_padding_and_supervised_positions() -> None:
     # The first token is supervised, but nothing predicts it.
     mask = np.array([1, 0, 0, 0, 0, 1, 1, 1], dtype=np.uint8)
     examples = [Example(i, np.arange(8, dtype=np.int32), mask) for i in range(3)]
-    load = load_of(Group((0, 2), 8, 16), examples)
+    load = load_of(MicroBatch((0, 2), 8, 16), examples)
     assert (load.tokens, load.positions, load.scores) == (16, 6, 2 * 8 * 8)
 
 
 def test_load_of_a_line_is_what_stands_in_it_and_its_examples_side_by_side() -> None:
     mask = np.array([0, 1, 1], dtype=np.uint8)
     examples = [Example(i, np.arange(3, dtype=np.int32), mask) for i in range(3)]
-    load = load_of(Group((0, 2), 2, 3), examples)
+    load = load_of(MicroBatch((0, 2), 2, 3), examples)
     assert (load.tokens, load.positions, load.scores) == (3, 4, 2 * 2 * 2)

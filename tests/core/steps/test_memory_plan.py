@@ -18,7 +18,7 @@ from mlxtune.core.steps.memory_plan import (
     MemoryPlan,
     choose,
     longest,
-    planned,
+    sample_steps,
     why_not,
 )
 from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured, ModelShapes
@@ -129,7 +129,7 @@ def test_counts_are_those_of_the_steps() -> None:
     plan = chosen(work(50, 50, 30, steps=3), tolerance=0.0)
     assert plan
     # Tokens after the last supervised one do not run; here, only the last token.
-    assert plan.run_share * 130 * (1 - plan.padding_share) == pytest.approx(127)
+    assert plan.forward_fraction * 130 * (1 - plan.padding_fraction) == pytest.approx(127)
     assert plan.micro_batches_per_step in (1, 2, 3)
 
 
@@ -142,8 +142,8 @@ def test_without_data_one_example_is_planned_for() -> None:
 
 def test_only_the_first_steps_are_planned() -> None:
     steps = [[example(9)] * 100] * 50
-    assert planned(iter(steps)) == steps[:3]
-    assert list(map(len, planned([[example(9)] * 4000] * 2))) == [256]
+    assert sample_steps(iter(steps)) == steps[:3]
+    assert list(map(len, sample_steps([[example(9)] * 4000] * 2))) == [256]
 
 
 def test_remedies_name_values_that_fit() -> None:

@@ -265,7 +265,7 @@ def corpus(counts: list[int], weights: list[float] | None = None) -> Corpus:
         ExampleArrays.of(
             Example(n, np.array([1, n], dtype=np.int32), np.array([0, 1], dtype=np.uint8))
             for n in (next(numbers) for _ in range(count))
-        ).cut()
+        ).truncate()
         for count in counts
     ]
     return Corpus(files, weights=weights or ())

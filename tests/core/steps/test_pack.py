@@ -1,4 +1,4 @@
-"""Examples in one line: laws over any examples, and the pictures of the docs."""
+"""Examples in one sequence: laws over any examples, and the pictures of the docs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import run_length
-from mlxtune.core.steps.pack import Pack, Segment, pack, plan_packs
+from mlxtune.core.steps.batch import forward_tokens
+from mlxtune.core.steps.pack import Pack, Segment, pack, packed_batches
 from mlxtune.core.steps.rounding import Rounding
 
 BOUNDS = st.sampled_from([1, 30, 90, 1000])
@@ -55,7 +55,9 @@ def steps(draw: st.DrawFn, max_size: int = 7) -> list[Example]:
 
 
 def chains(line: Pack) -> list[list[int]]:
-    """Return the places that each place of a line attends to, itself last, from the segments."""
+    """Return the places that each place of a sequence attends to, itself last, from the
+    segments.
+    """
     seen: list[list[int]] = []
     ends: list[list[int]] = []
     for segment in line.segments:
@@ -68,7 +70,7 @@ def chains(line: Pack) -> list[list[int]]:
 
 
 def taught_by(line: Pack) -> Iterator[tuple[int, ...]]:
-    """Yield each target of a line, after the tokens that predict it."""
+    """Yield each target of a sequence, after the tokens that predict it."""
     tokens, seen = line.inputs[0], chains(line)
     for place, target in zip(line.places.tolist(), line.targets.tolist(), strict=True):
         yield (*tokens[seen[place]].tolist(), target)
@@ -104,23 +106,25 @@ def test_segments_cover_a_line_in_order(examples: list[Example]) -> None:
 
 @given(steps())
 def test_a_token_is_run_once_for_all_that_continue_it(examples: list[Example]) -> None:
-    (planned,) = plan_packs(examples, 100_000, 0)
+    (planned,) = packed_batches(examples, 100_000, 0)
     line = pack([examples[i] for i in planned.examples])
     beginnings = {
-        tuple(one.tokens[: i + 1].tolist()) for one in examples for i in range(run_length(one))
+        tuple(one.tokens[: i + 1].tolist()) for one in examples for i in range(forward_tokens(one))
     }
     assert line.inputs.size == planned.tokens == len(beginnings)
 
 
 @given(steps())
 def test_keyed_examples_share_within_their_key(examples: list[Example]) -> None:
-    (planned,) = plan_packs(examples, 100_000, 0, keyed=True)
+    (planned,) = packed_batches(examples, 100_000, 0, keyed=True)
     line = pack([examples[i] for i in planned.examples], keyed=True)
     beginnings = {
-        (one.key, *one.tokens[: i + 1].tolist()) for one in examples for i in range(run_length(one))
+        (one.key, *one.tokens[: i + 1].tolist())
+        for one in examples
+        for i in range(forward_tokens(one))
     }
     assert line.inputs.size == planned.tokens == len(beginnings)
-    owners = [line.rows[owner] for owner in line.owners.tolist()]
+    owners = [line.row_ids[owner] for owner in line.owners.tolist()]
     for segment in line.segments:
         above = line.segments[segment.parent] if segment.parent >= 0 else segment
         assert len({*owners[segment.start : segment.end], owners[above.start]}) == 1
@@ -130,9 +134,9 @@ def test_keyed_examples_share_within_their_key(examples: list[Example]) -> None:
 def test_rounding_adds_padding_that_no_token_sees(
     examples: list[Example], bound: int, fixed: int, keyed: bool
 ) -> None:
-    exact = plan_packs(examples, bound, fixed, keyed=keyed)
-    rounding = Rounding(line=64, width=32)
-    rounded = plan_packs(examples, bound, fixed, keyed=keyed, rounding=rounding)
+    exact = packed_batches(examples, bound, fixed, keyed=keyed)
+    rounding = Rounding(length=64, width=32)
+    rounded = packed_batches(examples, bound, fixed, keyed=keyed, rounding=rounding)
     by_examples = (sorted(each, key=lambda one: one.examples) for each in (exact, rounded))
     for plain, one in zip(*by_examples, strict=True):
         chosen = [examples[i] for i in one.examples]
@@ -156,21 +160,22 @@ def test_rounding_adds_padding_that_no_token_sees(
 def test_each_example_stands_in_one_line_that_is_short_enough(
     examples: list[Example], bound: int, fixed: int, keyed: bool
 ) -> None:
-    planned = plan_packs(examples, bound, fixed, keyed=keyed)
+    planned = packed_batches(examples, bound, fixed, keyed=keyed)
     assert sorted(i for one in planned for i in one.examples) == list(range(len(examples)))
     for one in planned:
         line = pack([examples[i] for i in one.examples], keyed=keyed)
-        assert one.width == max(run_length(examples[i]) for i in one.examples)
+        assert one.width == max(forward_tokens(examples[i]) for i in one.examples)
         assert line.inputs.size == one.tokens
         assert one.tokens <= bound or len(one.examples) == 1
-    assert planned == plan_packs(examples, bound, fixed, keyed=keyed)
+    assert planned == packed_batches(examples, bound, fixed, keyed=keyed)
     assert [one.tokens for one in planned] == sorted((p.tokens for p in planned), reverse=True)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=12))
 def test_lines_are_about_as_few_as_there_can_be(runs: list[int]) -> None:
-    planned = plan_packs(of_lengths(*runs), 100, 50)
-    # Two consecutive lines together exceed one line's bound, so at least half the space is used.
+    planned = packed_batches(of_lengths(*runs), 100, 50)
+    # Two consecutive sequences together exceed one sequence's bound, so at least half the space is
+    # used.
     assert len(planned) <= max(1, -(-2 * sum(runs) // 100))
 
 
@@ -203,7 +208,7 @@ def test_an_example_that_stands_twice_is_run_once() -> None:
 def test_examples_that_share_much_stand_in_one_line() -> None:
     system, other = list(range(100, 300)), list(range(400, 600))
     families = [example(context, [i], row=i) for i in range(6) for context in (system, other)]
-    planned = plan_packs(families, 210, 50)
+    planned = packed_batches(families, 210, 50)
     assert [one.tokens for one in planned] == [200, 200]
 
 
@@ -211,24 +216,24 @@ def test_families_stay_together_where_they_fit() -> None:
     system, other = list(range(100, 150)), list(range(400, 450))
     rests = [range(1000 + 20 * i, 1010 + 20 * i) for i in range(6)]
     examples = [example(other if i % 2 else system, rest, i) for i, rest in enumerate(rests)]
-    planned = plan_packs(examples, 100, 10)
+    planned = packed_batches(examples, 100, 10)
     assert sorted(sorted(one.examples) for one in planned) == [[0, 2, 4], [1, 3, 5]]
     assert [one.tokens for one in planned] == [50 + 3 * 9] * 2
 
 
 def test_a_long_example_stands_alone() -> None:
-    planned = plan_packs(of_lengths(10, 300, 20), 100, 50)
+    planned = packed_batches(of_lengths(10, 300, 20), 100, 50)
     assert [(sorted(one.examples), one.tokens) for one in planned] == [([1], 300), ([0, 2], 30)]
 
 
 def test_more_examples_than_are_planned_at_once() -> None:
-    planned = plan_packs(of_lengths(*[30] * 600), 1000, 50)
+    planned = packed_batches(of_lengths(*[30] * 600), 1000, 50)
     assert sorted(i for one in planned for i in one.examples) == list(range(600))
     assert len(planned) <= 21
 
 
 def test_nothing_to_pack() -> None:
-    assert plan_packs([], 100, 50) == []
+    assert packed_batches([], 100, 50) == []
     with pytest.raises(ValueError):
         pack([])
 

@@ -6,7 +6,7 @@ import pytest
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
-from mlxtune.core.steps.padded_groups import Group
+from mlxtune.core.steps.padded_batches import MicroBatch
 from mlxtune.core.steps.rounding import Rounding
 from tests.core.steps.shapes import GRAPH_OPERATIONS
 
@@ -26,14 +26,14 @@ from tests.core.steps.shapes import GRAPH_OPERATIONS
     ],
 )
 def test_line_is_padded_to_the_largest_multiple_that_costs_little(tokens: int, padded: int) -> None:
-    assert tokens + Rounding(line=64).padding(tokens, 10_000) == padded
+    assert tokens + Rounding(length=64).padding(tokens, 10_000) == padded
 
 
 def test_line_is_not_padded_beyond_the_bound_of_a_micro_batch() -> None:
-    rounding = Rounding(line=64)
+    rounding = Rounding(length=64)
     assert rounding.padding(1000, 1010) == 8
     assert rounding.padding(1000, 1000) == 0
-    # A single longer example is alone on its line, without rounding.
+    # A single longer example is alone on its sequence, without rounding.
     assert rounding.padding(1001, 1000) == 0
 
 
@@ -52,6 +52,6 @@ def test_memory_of_one_example_is_that_of_its_line() -> None:
     tokens, mask = np.zeros(1001, np.int32), np.ones(1001, np.uint8)
     mask[:994] = 0
     examples = [Example(1, tokens, mask)]
-    (group,) = execution.plan(examples)
-    assert group == Group((0,), 1024, 1024, 24)
+    (group,) = execution.micro_batches(examples)
+    assert group == MicroBatch((0,), 1024, 1024, 24)
     assert load_of(group, examples) == execution.rounded(BatchLoad.single(1000, 7))

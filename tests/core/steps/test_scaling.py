@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxtune.core.steps.scaling import Scaling, deal, dearest_items, dearest_share
+from mlxtune.core.steps.scaling import Scaling, deal, dearest_fraction, dearest_items
 
 COSTS = st.lists(st.integers(1, 50), max_size=7)
 
@@ -33,9 +33,9 @@ def test_speedup_is_that_of_the_dearest_share_and_the_exchange() -> None:
 
 def test_dearest_share_is_over_all_steps() -> None:
     # Divided between two workers, the steps cost 5 of 8 and 3 of 4.
-    assert dearest_share([[5, 2, 1], [3, 1]], 2) == pytest.approx(8 / 12)
-    assert dearest_share([[5, 2, 1]], 1) == 1
-    assert dearest_share([], 2) == 1
+    assert dearest_fraction([[5, 2, 1], [3, 1]], 2) == pytest.approx(8 / 12)
+    assert dearest_fraction([[5, 2, 1]], 1) == 1
+    assert dearest_fraction([], 2) == 1
     assert dearest_items([5, 2, 1], 2) == [0]
     assert dearest_items([1, 1, 1], 2) == [0, 2]
 

@@ -309,7 +309,7 @@ def test_three_steps_in_a_row_that_are_not_finite_end_a_run_also_over_a_pause(
     with pytest.raises(NonFiniteLossError):
         again.train(resume=found)
     assert skipped_before == (2 if policy == "skip" else 0)
-    assert again.progress.skipped_in_a_row == (3 if policy == "skip" else 1)
+    assert again.progress.consecutive_skips == (3 if policy == "skip" else 1)
 
 
 def test_epoch_without_a_finite_step_is_an_error_and_no_epoch_of_loss_zero(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_step_that_uses_a_row_twice_tells_the_two_uses_apart(tmp_path: Path) -> 
             keys.extend(example.key for example in examples)
             return super().train_batch(examples, **options)
 
-    corpus = Corpus([ExampleArrays.of(rows(1, 2)).cut()], weights=[3.0])
+    corpus = Corpus([ExampleArrays.of(rows(1, 2)).truncate()], weights=[3.0])
     train(tmp_path, Pipeline(), corpus, validation=[], epochs=1, batch_size=6)
     assert len(set(keys)) == len(keys) == 6
 

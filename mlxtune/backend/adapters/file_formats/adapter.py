@@ -106,7 +106,7 @@ def path_in_layer(name: str) -> tuple[int, str]:
 
     Raises ModelError for a module outside the layers, such as a head.
     """
-    if (place := adapter_folder.split_layer(name)) is None:
+    if (place := adapter_folder.layer_and_path(name)) is None:
         raise ModelError(f"{name}: is not in a layer: mlxtune supports LoRA on layers only")
     return place
 

@@ -142,12 +142,12 @@ def check_merged(folder: Path, adapter: Adapter, options: BaseOptions) -> str:
         tensor = tensors.get(names.get(name, ""))
         if tensor is None:
             raise OutputError(f"{MERGED}: has no weight of {name}, which the adapter changes")
-        found = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        written = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         wanted = np.array(modules[name].weight.astype(mx.float32))
         if not update.of_experts:
             columns, rows = orders(name, update, base)
             wanted = wanted[rows][:, columns]
-        if found.shape != wanted.shape or not np.array_equal(found, wanted):
+        if written.shape != wanted.shape or not np.array_equal(written, wanted):
             raise OutputError(f"{MERGED}: {tensor.name} differs from {name} of the fused model")
         mx.clear_cache()
     fused = count(len(adapter.modules), "fused weight")

@@ -168,7 +168,9 @@ def read_peft(
         a, b = parts[name]["lora_A"], parts[name]["lora_B"]
         rank, scale = _rank_and_scale(folder, config, f"{module}.{parameter}", len(a), stacked=True)
         update, (layer, _) = peft_experts.from_matrices(a, b, rank), path_in_layer(module)
-        for projection, half in peft_experts.split(parameter, update, model_type).items():
+        for projection, half in peft_experts.gate_up_and_down(
+            parameter, update, model_type
+        ).items():
             if (layer, projection) not in stacks:
                 raise ModelError(f"the base model has no experts for {name}.{projection}")
             found[stacks[layer, projection]] = half, scale

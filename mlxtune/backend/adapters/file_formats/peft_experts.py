@@ -57,7 +57,9 @@ def joined(
     return found
 
 
-def split(parameter: str, update: WeightUpdate, model_type: str) -> dict[str, WeightUpdate]:
+def gate_up_and_down(
+    parameter: str, update: WeightUpdate, model_type: str
+) -> dict[str, WeightUpdate]:
     """Split a parameter's update into updates of mlx-lm's projections, by name."""
     if parameter == "down_proj":
         return {parameter: update}

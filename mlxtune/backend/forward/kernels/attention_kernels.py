@@ -1,13 +1,13 @@
 """The work between projections and attention as one kernel each way, for Metal and CUDA.
 
-Projections run on the line of a packed micro-batch, and attention on its examples side by side. One
-kernel moves queries, keys and values between the two, normalises each head of the queries and keys
-if the model does, and applies the rotary embedding:
+Projections run on the sequence of a packed micro-batch, and attention on its examples side by side.
+One kernel moves queries, keys and values between the two, normalises each head of the queries and
+keys if the model does, and applies the rotary embedding:
 
     queries, keys, values    (1, N, ·)          side by side    (B, T, heads, D)
 
 Its gradient is one kernel too, which adds the gradients of a token that several examples share, in
-a fixed order. A third kernel moves attention's output back to the line, and its gradient to the
+a fixed order. A third kernel moves attention's output back to the sequence, and its gradient to the
 examples.
 """
 
@@ -112,7 +112,7 @@ _FORWARD = KernelSource(
 """,
 )
 
-# `starts` and `places` list, for each token of the line, its places side by side.
+# `starts` and `places` list, for each token of the sequence, its places side by side.
 _BACKWARD = KernelSource(
     "mlxtune_heads_vjp",
     (
@@ -262,7 +262,7 @@ class AttentionKernels:
         self._turns: dict[tuple[float, ...], mx.array] = {}
         self._width = language.width
 
-    def side_by_side(
+    def padded(
         self, heads: Heads, layout: Layout, queries: mx.array, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Return queries, keys and values (1, N, ·) as attention takes them, (B, heads, T, D)."""
@@ -276,7 +276,11 @@ class AttentionKernels:
             items = math.prod(layout.shape) * sum(counts)
             shapes = [(*layout.shape, count, sizes.size) for count in counts]
             return self._run(
-                self._heads, [*projected, layout.rows, turns, norms], template, items, shapes
+                self._heads,
+                [*projected, layout.padded_indices, turns, norms],
+                template,
+                items,
+                shapes,
             )
 
         def backward(primals: Any, cotangents: Any, outputs: Any) -> list[mx.array]:
@@ -289,13 +293,13 @@ class AttentionKernels:
                 self._heads_vjp, [*arrays, turns, norms], template, tokens * sum(counts), shapes
             )
 
-        found = differentiable(forward, backward)(queries, keys, values)
+        gathered = differentiable(forward, backward)(queries, keys, values)
         # In memory, heads follow each other within a token, as the kernels read and write them.
-        q, k, v = (each.swapaxes(1, 2) for each in found)
+        q, k, v = (each.swapaxes(1, 2) for each in gathered)
         return q, k, v
 
-    def line(self, layout: Layout, output: mx.array) -> mx.array:
-        """Return attention's output (B, heads, T, D) on the line, (1, N, heads * D)."""
+    def packed(self, layout: Layout, output: mx.array) -> mx.array:
+        """Return attention's output (B, heads, T, D) on the sequence, (1, N, heads * D)."""
         width = output.shape[1] * output.shape[3]
 
         def forward(output: mx.array) -> mx.array:
@@ -322,7 +326,7 @@ class AttentionKernels:
     def _chosen(self, x: mx.array, index: mx.array, width: int, shape: tuple[int, ...]) -> mx.array:
         """Return rows of `width` entries by index in an array of this shape."""
         pack = math.gcd(width, self._width // x.dtype.size)
-        found: mx.array = self._rows(
+        output: mx.array = self._rows(
             inputs=[x, index],
             template=[("T", x.dtype), ("SIZE", width), ("PACK", pack)],
             grid=(len(index) * (width // pack), 1, 1),
@@ -330,7 +334,7 @@ class AttentionKernels:
             output_shapes=[shape],
             output_dtypes=[x.dtype],
         )[0]
-        return found
+        return output
 
     def _run(
         self,
@@ -341,7 +345,7 @@ class AttentionKernels:
         shapes: Sequence[tuple[int, ...]],
     ) -> list[mx.array]:
         dtype = template[0][1]
-        found: list[mx.array] = kernel(
+        result: list[mx.array] = kernel(
             inputs=list(arrays),
             template=template,
             grid=(items * _LANES, 1, 1),
@@ -349,18 +353,18 @@ class AttentionKernels:
             output_shapes=shapes,
             output_dtypes=[dtype] * len(shapes),
         )
-        return found
+        return result
 
 
-def plain_side_by_side(
+def plain_padded(
     heads: Heads, layout: Layout, queries: mx.array, keys: mx.array, values: mx.array
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Return what `AttentionKernels.side_by_side` returns, computed by MLX's operations."""
+    """Return what `AttentionKernels.padded` returns, computed by MLX's operations."""
     sizes, norms = heads.sizes, heads.norms
     periods = 1 / mx.array(heads.frequencies)
 
-    def moved(line: mx.array, count: int) -> mx.array:
-        chosen = line.reshape(-1, line.shape[-1])[layout.rows]
+    def moved(packed: mx.array, count: int) -> mx.array:
+        chosen = packed.reshape(-1, packed.shape[-1])[layout.padded_indices]
         return chosen.reshape(*layout.shape, count, sizes.size)
 
     def rotated(x: mx.array, first: int) -> mx.array:
@@ -378,8 +382,8 @@ def plain_side_by_side(
     )
 
 
-def plain_line(layout: Layout, output: mx.array) -> mx.array:
-    """Return what `AttentionKernels.line` returns, computed by MLX's operations."""
+def plain_packed(layout: Layout, output: mx.array) -> mx.array:
+    """Return what `AttentionKernels.packed` returns, computed by MLX's operations."""
     return output.swapaxes(1, 2).reshape(math.prod(layout.shape), -1)[layout.places][None]
 
 

@@ -14,8 +14,8 @@ from mlxtune.backend.forward.kernels.attention_kernels import (
     AttentionKernels,
     Heads,
     HeadSizes,
-    plain_line,
-    plain_side_by_side,
+    plain_packed,
+    plain_padded,
 )
 from mlxtune.backend.forward.kernels.device_kernels import (
     TOLERANCES,
@@ -93,7 +93,7 @@ def trial_of(kernels: AttentionKernels, heads: Heads) -> Trial:
     many = Layout([Segment(end - n, end, 0, -1) for n, end in zip(lengths, ends, strict=True)])
 
     def case(layout: Layout) -> Case:
-        """Return random projections of a line, and cotangents of their values side by side."""
+        """Return random projections of a sequence, and cotangents of their values side by side."""
         sizes, tokens, counts = heads.sizes, len(layout.positions), heads.sizes.counts
         projected = [(1, tokens, count * sizes.size) for count in counts]
         rows, length = layout.shape
@@ -116,8 +116,8 @@ def trial_of(kernels: AttentionKernels, heads: Heads) -> Trial:
 
     names = "queries", "keys", "values"
     return Trial(
-        {"kernels": form(kernels.side_by_side, kernels.line)},
-        form(plain_side_by_side, plain_line),
+        {"kernels": form(kernels.padded, kernels.packed)},
+        form(plain_padded, plain_packed),
         small=lambda: case(few),
         realistic=lambda: case(many),
         names=[*names, "the output", *(f"the gradient of {each}" for each in names)],

@@ -315,7 +315,7 @@ def seconds(function: Function, case: Case, clock: Callable[[], float]) -> float
 
 
 def _problems(trial: Trial, dtype: mx.Dtype) -> Iterator[str]:
-    """Yield how values or gradients differ from MLX's by more than rounding."""
+    """Describe each value or gradient that differs from MLX's by more than rounding."""
     case = trial.small().astype(dtype)
     expected = case.astype(mx.float32).run(trial.plain)
     for form in trial.forms.values():

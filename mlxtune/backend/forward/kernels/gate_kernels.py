@@ -112,7 +112,7 @@ class GateKernels:
             flat = self._run(kernel, [each.reshape(1, 1, -1) for each in arrays], outputs)
             return [each.reshape(like.shape) for each in flat]
         width = self._language.width // like.dtype.size
-        found: list[mx.array] = kernel(
+        result: list[mx.array] = kernel(
             inputs=list(arrays),
             template=[("T", like.dtype), ("WIDTH", width)],
             grid=(-(-like.size // width), 1, 1),
@@ -120,7 +120,7 @@ class GateKernels:
             output_shapes=[like.shape] * outputs,
             output_dtypes=[like.dtype] * outputs,
         )
-        return found
+        return result
 
 
 def plain_swiglu(gate: mx.array, up: mx.array) -> mx.array:

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base as mlx_lm_base
 
-from mlxtune.backend.models.packed import LineCache, window_of
+from mlxtune.backend.models.packed import PackedCache, window_of
 
 # Up to this many queries, Metal's fused attention has no gradient.
 _FEW = 8
@@ -36,7 +36,7 @@ def scaled_dot_product_attention(
     queries are (B, Hq, T, D), keys and values (B, Hk, S, ·). With a real cache, as in generation,
     mlx-lm's function runs.
     """
-    if cache is not None and not isinstance(cache, LineCache):
+    if cache is not None and not isinstance(cache, PackedCache):
         return mlx_lm_base.scaled_dot_product_attention(
             queries, keys, values, cache, scale, mask, sinks
         )
@@ -143,7 +143,7 @@ def composed_attention(
         mask = mx.arange(seen - length, seen)[:, None] >= mx.arange(seen)[None]
     if mask is not None:
         if mask.ndim > 3:
-            mask = mask.reshape(mask.shape[0], *_split(mask.shape[1], groups), *mask.shape[2:])
+            mask = mask.reshape(mask.shape[0], *_head_axes(mask.shape[1], groups), *mask.shape[2:])
         lowest = mx.finfo(scores.dtype).min
         scores = mx.where(mask, scores, lowest) if mask.dtype == mx.bool_ else scores + mask
     if sinks is not None:
@@ -156,6 +156,6 @@ def composed_attention(
     return (shares @ values[:, :, None]).reshape(rows, heads, length, -1)
 
 
-def _split(heads: int, groups: int) -> tuple[int, int]:
+def _head_axes(heads: int, groups: int) -> tuple[int, int]:
     """Return the lengths of a mask's two head axes, which are 1 if all heads share the mask."""
     return (1, 1) if heads == 1 else (groups, heads // groups)

@@ -23,15 +23,15 @@ _LONGEST = 8
 
 
 def by_blocks(
-    run: Callable[..., tuple[mx.array, mx.array]],
+    compute: Callable[..., tuple[mx.array, mx.array]],
     arrays: Sequence[mx.array],
     state: mx.array,
     tokens: int,
 ) -> tuple[mx.array, mx.array]:
     """Return the outputs (B, T, ...) of a recurrence over arrays (B, T, ...), and its last state.
 
-    `run` takes a block of `tokens` tokens of each array and the state before the block, and returns
-    the block's outputs and the state after it. The arrays and these states are kept for the
+    `compute` takes a block of `tokens` tokens of each array and the state before the block, and
+    returns the block's outputs and the state after it. The arrays and these states are kept for the
     backward pass.
     """
     starts = range(0, arrays[0].shape[1], tokens)
@@ -43,7 +43,7 @@ def by_blocks(
         *whole, first = inputs
         outputs, states = [], [first]
         for start in starts:
-            y, state = run(*block(whole, start), states[-1])
+            y, state = compute(*block(whole, start), states[-1])
             outputs.append(y)
             # Each block waits for the one before it, so that only one is in memory.
             states += mx.depends([state], [y])
@@ -56,7 +56,7 @@ def by_blocks(
         for start, state in reversed(list(zip(starts, [first, *outputs[1:-1]], strict=True))):
             given = [*block(whole, start), state]
             (d_y,) = block([d_outputs], start)
-            found = mx.vjp(lambda *x: list(run(*x)), given, [d_y, d_state])[1]
+            found = mx.vjp(lambda *x: list(compute(*x)), given, [d_y, d_state])[1]
             # One block's gradients run together; otherwise some would wait for other blocks.
             *made, d_state = mx.depends(found, found)
             gradients.append(made)

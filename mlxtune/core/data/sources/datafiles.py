@@ -10,7 +10,7 @@ from mlxtune.core.data.sources.rows import TABLE_ENDINGS, reading
 from mlxtune.core.files.reading import check_stored
 from mlxtune.errors import DataError
 
-# The endings of file names in a data folder: mlx-lm's .jsonl and other formats' suffixes.
+# The suffixes of files in a data folder: mlx-lm's .jsonl, and those of other formats.
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet", *TABLE_ENDINGS)
 # The names of validation files, and of validation splits on the hub.
 VALIDATION = ("validation", "valid", "val", "dev")

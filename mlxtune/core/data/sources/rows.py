@@ -28,7 +28,7 @@ from mlxtune.core.data.problems import (
     parse_json,
     read_head,
 )
-from mlxtune.core.data.sources import parquet_child
+from mlxtune.core.data.sources import parquet_helper
 from mlxtune.core.files.processes import LimitedProcess, ProcessEnded
 from mlxtune.core.files.reading import open_regular, open_zipped
 from mlxtune.core.formatting import byte_size
@@ -314,7 +314,7 @@ def _parquet_rows(path: Path) -> Iterator[NumberedRow]:
         raise DataError(f"{path}: needs pyarrow: pip install 'mlxtune[parquet]'")
     size = path.stat().st_size
     left = _most_bytes(size)
-    process = LimitedProcess(Path(parquet_child.__file__), _PARQUET_MEMORY, str(path.absolute()))
+    process = LimitedProcess(Path(parquet_helper.__file__), _PARQUET_MEMORY, str(path.absolute()))
     number = 0
     with closing(process):
         while True:

@@ -44,7 +44,7 @@ def test_peft_computes_the_updates_of_gate_and_up_where_transformers_has_them(
         expected = delta(named[name]) if name in named else 0
         np.testing.assert_allclose(found[:, rows] - expected, 0, atol=1e-6)
     matrices = peft_experts.to_matrices(joined)
-    back = peft_experts.split(
+    back = peft_experts.gate_up_and_down(
         "gate_up_proj", peft_experts.from_matrices(*matrices, joined.rank), kind
     )
     for name, each in named.items():

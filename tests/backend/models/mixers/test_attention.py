@@ -17,7 +17,7 @@ from mlxtune.backend.models.mixers.attention import (
     composed_attention,
     scaled_dot_product_attention,
 )
-from mlxtune.backend.models.packed import Layout, LineCache, create_attention_mask, laid_out
+from mlxtune.backend.models.packed import Layout, PackedCache, create_attention_mask, laid_out
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.pack import Segment
 from tests.backend.conftest import random_examples
@@ -116,9 +116,9 @@ def test_blocks_are_attention_in_a_window(
 
 
 def in_line(length: int, window: int) -> Any:
-    """Return the mask for the layers of a packed line."""
+    """Return the mask for the layers of a packed sequence."""
     with laid_out(Layout([Segment(0, length, 0, -1)])):
-        return LineCache().make_mask(length, window_size=window)
+        return PackedCache().make_mask(length, window_size=window)
 
 
 def padded(length: int, window: int) -> Any:
@@ -126,7 +126,7 @@ def padded(length: int, window: int) -> Any:
     return create_attention_mask(mx.zeros((1, length, 8)), None, window_size=window)
 
 
-@pytest.mark.parametrize(("make", "cache"), [(in_line, LineCache()), slow(padded, None)])
+@pytest.mark.parametrize(("make", "cache"), [(in_line, PackedCache()), slow(padded, None)])
 def test_long_windows_take_blocks_and_keep_less(make: Callable[..., Any], cache: Any) -> None:
     """Masks are recognised by identity, so a computed copy is not known to be a window."""
     length, window = 3072, 128
@@ -156,7 +156,7 @@ def test_long_windows_take_blocks_and_keep_less(make: Callable[..., Any], cache:
 def test_step_in_windows_takes_blocks(
     way: str, model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Covers padded micro-batches, packed lines, and recomputed layers."""
+    """Covers padded micro-batches, packed sequences, and recomputed layers."""
     monkeypatch.setattr(attention, "_BLOCK", 4)
     folder = model_folder(model_type, overrides=(("sliding_window", 6),))
     wanted = computed(fresh(folder, PLAIN, 10_000), fixed_step())

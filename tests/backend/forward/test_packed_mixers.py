@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mlxtune.backend.cpu import CPU
-from mlxtune.backend.forward.head import SplitModel
+from mlxtune.backend.forward.head import TrunkAndHead
 from mlxtune.backend.forward.operations import MLX, Operations
-from mlxtune.backend.forward.side_by_side import Mixers
+from mlxtune.backend.forward.packed_mixers import Mixers
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.models.packed import Layout, laid_out
 from mlxtune.core.steps.execution import Execution
@@ -46,13 +46,13 @@ def test_hidden_states_of_a_line_are_those_of_each_example(
     config = ARCHITECTURES[architecture] if architecture in HYBRIDS else {}
     folder = write_model(tmp_path / "m", architecture, **config)
     model = load_base(folder, "float32").model
-    split = SplitModel(model)
+    split = TrunkAndHead(model)
     before = [name for name, _ in model.named_modules()]
     alone = [split.hidden(mx.array([text]))[0] for text in TEXTS]
     mixers = Mixers(model, by_segments=False)
     assert [name for name, _ in model.named_modules()] == before
     with laid_out(LAYOUT):
-        line = split.hidden(mx.array([LINE]), split.line_caches())[0]
+        line = split.hidden(mx.array([LINE]), split.packed_caches())[0]
     for own, text in zip([[0, 1, 2, 3], [0, 1, 4], [5, 6]], alone, strict=True):
         assert_close(line[mx.array(own)], text, 1e-5)
     mixers.restore()

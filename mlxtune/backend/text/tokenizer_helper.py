@@ -1,6 +1,6 @@
 """Script that tokenizer.py runs to try a tokenizer file; imports nothing from mlxtune.
 
-core/files/limited_child.py runs it under a memory limit. The script prints the problem as JSON, or
+core/files/limited_helper.py runs it under a memory limit. The script prints the problem as JSON, or
 null.
 """
 

@@ -1,8 +1,8 @@
-"""The child of `processes.LimitedProcess`: limits its own memory, then runs a given script.
+"""The helper of `processes.LimitedProcess`: limits its own memory, then runs a given script.
 
 It imports nothing from mlxtune. The given script has two functions: `prepare()` imports the
 necessary libraries before memory is limited, and `serve(prepared, *arguments)` does the work.
-Parent and child exchange lines. The child ends with its parent, even while it works.
+Parent and helper exchange lines. The helper ends with its parent, even while it works.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Measures the device, for `mlxtune doctor`, which runs this module in a separate process:
 
-    python -m mlxtune.backend.device.probe
+    python -m mlxtune.backend.device.device_helper
 
 A damaged installation of MLX may kill the process without a Python exception, and the doctor must
 survive this. Prints a JSON object.

@@ -42,7 +42,7 @@ _BY_OUTPUTS = (AllToShardedLinear, QuantizedAllToShardedLinear)
 _BY_INPUTS = (ShardedToAllLinear, QuantizedShardedToAllLinear)
 
 
-class PlannedGroup:
+class PlaceholderGroup:
     """A placeholder for a group of workers while planning, when nothing is computed."""
 
     def __init__(self, size: int) -> None:
@@ -74,7 +74,7 @@ class Entrance:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Shard:
     """A worker's part of a projection: the slice `own` of its outputs or its inputs."""
 
     group: Any
@@ -104,19 +104,19 @@ class Part:
         return (outputs * workers, inputs) if self.by_outputs else (outputs, inputs * workers)
 
 
-class Split(nn.Module):
+class ShardedLinear(nn.Module):
     """A worker's part of a linear layer; its class also inherits from the layer's class."""
 
-    part: Part
+    shard: Shard
 
-    def __init__(self, linear: nn.Module, arrays: Mapping[str, mx.array], part: Part) -> None:
+    def __init__(self, linear: nn.Module, arrays: Mapping[str, mx.array], part: Shard) -> None:
         nn.Module.__init__(self)
         self.__dict__.update(vars(linear))
         dict.update(self, {**linear, **arrays})
-        self.part = part
+        self.shard = part
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.part.leave(self.own_product(self.part.enter(x)))
+        return self.shard.leave(self.own_product(self.shard.enter(x)))
 
     def own_product(self, x: mx.array) -> mx.array:
         """Return this worker's part of the outputs, or its term of their sum over the workers."""
@@ -147,26 +147,26 @@ class Vocabulary:
 
     def highest(self, x: mx.array) -> mx.array:
         """Return the maximum of each entry over the workers."""
-        if isinstance(self.group, PlannedGroup):
+        if isinstance(self.group, PlaceholderGroup):
             return x
         return mx.distributed.all_max(x, group=self.group)
 
 
-class SplitRows(nn.Module):
+class VocabularyShard(nn.Module):
     """A worker's rows of a head or of embeddings; `_class_of` adds the original layer's class."""
 
     vocabulary: Vocabulary
 
-    def __init__(self, rows: nn.Module, vocabulary: Vocabulary) -> None:
+    def __init__(self, module: nn.Module, vocabulary: Vocabulary) -> None:
         nn.Module.__init__(self)
-        self.__dict__.update(vars(rows))
+        self.__dict__.update(vars(module))
         end = vocabulary.start + vocabulary.size
-        own = {name: value[vocabulary.start : end] for name, value in rows.items()}
+        own = {name: value[vocabulary.start : end] for name, value in module.items()}
         dict.update(self, {name: mx.contiguous(value) for name, value in own.items()})
         self.vocabulary = vocabulary
 
 
-class SplitEmbedding(SplitRows):
+class ShardedEmbedding(VocabularyShard):
     """A worker's rows of embeddings; a lookup sums the results of all workers."""
 
     def __call__(self, tokens: mx.array) -> mx.array:
@@ -186,7 +186,7 @@ def _class_of(part: type, whole: type) -> Any:
     return _classes[part, whole]
 
 
-def split_base(base: BaseModel, group: Any) -> BaseModel:
+def shard_base(base: BaseModel, group: Any) -> BaseModel:
     """Return this worker's part of an opened base; no weights are read.
 
     Raises ModelError if the base cannot be split over the group.
@@ -205,7 +205,7 @@ def split_base(base: BaseModel, group: Any) -> BaseModel:
     entrance = Entrance(group)
     for path, module in model.named_modules():
         if isinstance(module, (*_BY_OUTPUTS, *_BY_INPUTS)):
-            made[path] = _split_linear(before[path], module, group, entrance)
+            made[path] = _shard_linear(before[path], module, group, entrance)
         elif path in shapes and module.weight.shape != shapes[path]:
             module.split_in_place = True
     rows = {path: module for path, module in before.items() if path.endswith(_ROWS)}
@@ -213,20 +213,20 @@ def split_base(base: BaseModel, group: Any) -> BaseModel:
         size = base.vocab_size // workers
         vocabulary = Vocabulary(group, group.rank() * size, size)
         for path, module in rows.items():
-            part = SplitRows if path.endswith("lm_head") else SplitEmbedding
+            part = VocabularyShard if path.endswith("lm_head") else ShardedEmbedding
             made[path] = _class_of(part, type(module))(module, vocabulary)
         # Stops mlx-lm from gathering all logits, as it does if it has split the head.
         getattr(model, "language_model", model).sharding_group = None
     model.update_modules(tree_unflatten(list(made.items())))
-    return replace(base, parts=workers, own_vocab=base.vocab_size // (workers if even else 1))
+    return replace(base, shards=workers, own_vocab=base.vocab_size // (workers if even else 1))
 
 
-def parts_of(module: nn.Module) -> int:
+def shards_of(module: nn.Module) -> int:
     """Return the number of workers over which a module is split."""
-    return int(module.part.group.size()) if isinstance(module, Split) else 1
+    return int(module.shard.group.size()) if isinstance(module, ShardedLinear) else 1
 
 
-def _split_linear(
+def _shard_linear(
     linear: nn.Module, sharded: nn.Module, group: Any, entrance: Entrance
 ) -> nn.Module:
     by_outputs = isinstance(sharded, _BY_OUTPUTS)
@@ -237,8 +237,8 @@ def _split_linear(
     if not by_outputs and group.rank() and "bias" in arrays:
         # Worker 0 alone adds the bias.
         arrays["bias"] = mx.zeros_like(arrays["bias"])
-    part = Part(group, entrance, by_outputs, slice(start, start + size))
-    return _class_of(Split, type(linear))(linear, arrays, part)
+    part = Shard(group, entrance, by_outputs, slice(start, start + size))
+    return _class_of(ShardedLinear, type(linear))(linear, arrays, part)
 
 
 def _check(base: BaseModel, workers: int) -> None:
@@ -263,4 +263,4 @@ def _refuse(what: str) -> ModelError:
 
 
 def _sum(x: mx.array, group: Any) -> mx.array:
-    return 2 * x if isinstance(group, PlannedGroup) else mx.distributed.all_sum(x, group=group)
+    return 2 * x if isinstance(group, PlaceholderGroup) else mx.distributed.all_sum(x, group=group)

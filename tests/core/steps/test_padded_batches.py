@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import collate, run_length
-from mlxtune.core.steps.padded_groups import Group, plan_step
+from mlxtune.core.steps.batch import collate, forward_tokens
+from mlxtune.core.steps.padded_batches import MicroBatch, padded_batches
 
 COSTS = st.integers(0, 40)
 
@@ -39,7 +39,7 @@ def least(examples: Sequence[Example], max_tokens: int, fixed: int) -> int:
     """Return the cost of the cheapest plan, found by a search over all groups."""
 
     def cost(members: tuple[int, ...]) -> int:
-        width = max(run_length(examples[i]) for i in members)
+        width = max(forward_tokens(examples[i]) for i in members)
         fits = width * len(members) <= max_tokens or len(members) == 1
         return fixed + width * len(members) if fits else 10**9
 
@@ -62,8 +62,8 @@ def least(examples: Sequence[Example], max_tokens: int, fixed: int) -> int:
 @settings(deadline=None)
 @given(steps(), st.integers(1, 300), COSTS)
 def test_no_plan_costs_less(examples: list[Example], max_tokens: int, fixed: int) -> None:
-    plan = plan_step(examples, max_tokens, fixed)
-    found = sum(group.tokens + fixed for group in plan)
+    plan = padded_batches(examples, max_tokens, fixed)
+    found = sum(micro_batch.tokens + fixed for micro_batch in plan)
     assert found == least(examples, max_tokens, fixed)
 
 
@@ -72,15 +72,17 @@ def test_no_plan_costs_less(examples: list[Example], max_tokens: int, fixed: int
 def test_plan_holds_each_example_once_and_keeps_its_bounds(
     examples: list[Example], max_tokens: int, fixed: int
 ) -> None:
-    plan = plan_step(examples, max_tokens, fixed)
+    plan = padded_batches(examples, max_tokens, fixed)
 
-    assert sorted(i for group in plan for i in group.examples) == list(range(len(examples)))
-    for group in plan:
-        runs = [run_length(examples[i]) for i in group.examples]
+    assert sorted(i for micro_batch in plan for i in micro_batch.examples) == list(
+        range(len(examples))
+    )
+    for micro_batch in plan:
+        runs = [forward_tokens(examples[i]) for i in micro_batch.examples]
         assert runs == sorted(runs, reverse=True)
-        assert group.width == max(runs)
-        assert group.tokens <= max_tokens or len(runs) == 1
-    tokens = [group.tokens for group in plan]
+        assert micro_batch.width == max(runs)
+        assert micro_batch.tokens <= max_tokens or len(runs) == 1
+    tokens = [micro_batch.tokens for micro_batch in plan]
     assert tokens == sorted(tokens, reverse=True)
 
 
@@ -90,10 +92,10 @@ def test_padded_targets_equal_those_of_single_examples(
     examples: list[Example], max_tokens: int, fixed: int
 ) -> None:
     taught: Counter[tuple[int, ...]] = Counter()
-    for group in plan_step(examples, max_tokens, fixed):
-        batch = collate([examples[i] for i in group.examples], group.width)
-        assert batch.inputs.shape == (len(group.examples), group.width)
-        assert batch.rows == tuple(examples[i].key for i in group.examples)
+    for micro_batch in padded_batches(examples, max_tokens, fixed):
+        batch = collate([examples[i] for i in micro_batch.examples], micro_batch.width)
+        assert batch.inputs.shape == (len(micro_batch.examples), micro_batch.width)
+        assert batch.row_ids == tuple(examples[i].key for i in micro_batch.examples)
         for inputs, targets, mask in zip(batch.inputs, batch.targets, batch.mask, strict=True):
             taught.update(
                 (*inputs[: i + 1].tolist(), int(targets[i])) for i in np.flatnonzero(mask).tolist()
@@ -109,16 +111,21 @@ def test_padded_targets_equal_those_of_single_examples(
 def test_examples_of_like_length_run_together_where_padding_costs_less_than_a_pass() -> None:
     examples = of_lengths(50, 100, 55, 90)
 
-    assert plan_step(examples, 1000, 32) == [Group((1, 3), 100, 200), Group((2, 0), 55, 110)]
-    assert plan_step(examples, 1000, 500) == [Group((1, 3, 2, 0), 100, 400)]
-    assert [len(group.examples) for group in plan_step(examples, 1000, 0)] == [1] * 4
-    assert plan_step([], 1000, 32) == []
+    assert padded_batches(examples, 1000, 32) == [
+        MicroBatch((1, 3), 100, 200),
+        MicroBatch((2, 0), 55, 110),
+    ]
+    assert padded_batches(examples, 1000, 500) == [MicroBatch((1, 3, 2, 0), 100, 400)]
+    assert [len(micro_batch.examples) for micro_batch in padded_batches(examples, 1000, 0)] == [
+        1
+    ] * 4
+    assert padded_batches([], 1000, 32) == []
 
 
 def test_example_longer_than_the_bound_stands_alone() -> None:
-    assert plan_step(of_lengths(30, 300, 30), 100, 32) == [
-        Group((1,), 300, 300),
-        Group((0, 2), 30, 60),
+    assert padded_batches(of_lengths(30, 300, 30), 100, 32) == [
+        MicroBatch((1,), 300, 300),
+        MicroBatch((0, 2), 30, 60),
     ]
 
 
@@ -126,13 +133,13 @@ def test_tokens_after_the_last_answer_are_not_run() -> None:
     tokens, mask = np.arange(100, dtype=np.int32), np.zeros(100, dtype=np.uint8)
     mask[10:20] = 1
 
-    assert plan_step([Example(1, tokens, mask)], 1000, 32) == [Group((0,), 19, 19)]
+    assert padded_batches([Example(1, tokens, mask)], 1000, 32) == [MicroBatch((0,), 19, 19)]
 
 
 def test_large_step_is_planned_in_parts_and_whole() -> None:
     drawn = np.random.default_rng(0).integers(1, 60, 700).tolist()
-    plan = plan_step(of_lengths(*drawn), 2048, 32)
+    plan = padded_batches(of_lengths(*drawn), 2048, 32)
 
-    assert sorted(i for group in plan for i in group.examples) == list(range(700))
-    assert all(group.tokens <= 2048 for group in plan)
-    assert sum(group.tokens for group in plan) < 1.02 * sum(drawn)
+    assert sorted(i for micro_batch in plan for i in micro_batch.examples) == list(range(700))
+    assert all(micro_batch.tokens <= 2048 for micro_batch in plan)
+    assert sum(micro_batch.tokens for micro_batch in plan) < 1.02 * sum(drawn)

@@ -1,6 +1,6 @@
-"""Reads parquet files in a child process for rows.py, and imports nothing from mlxtune.
+"""Reads parquet files in a helper process for rows.py, and imports nothing from mlxtune.
 
-core/files/limited_child.py calls `prepare` and then `serve`, which writes one JSON line per row:
+core/files/limited_helper.py calls `prepare` and then `serve`, which writes one JSON line per row:
 the object, or `[reason, detail]` if the row has none. The last line is a string: the reason why
 reading failed, or empty.
 """
@@ -79,5 +79,5 @@ def _lines(batch: Any) -> Iterator[bytes]:
 
 
 def _text(value: Any) -> str:
-    # Bytes that are not text become halves of surrogate pairs, which are rejected when used.
+    # Bytes that are not text become lone surrogates, which are rejected when used.
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)

@@ -1,6 +1,6 @@
 """Script that chat_template.py runs to render chat templates; imports nothing from mlxtune.
 
-core/files/limited_child.py runs it under a memory limit.
+core/files/limited_helper.py runs it under a memory limit.
 """
 
 import datetime

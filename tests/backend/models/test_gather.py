@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtune.backend.models.chosen_rows import ChosenRows, rows_of
+from mlxtune.backend.models.gather import Gather, gathered
 from tests.long.counts import launches
 
 PLACES = np.array([1, 3, 3, 0, 3, 5])
@@ -19,7 +19,7 @@ def test_chosen_rows_and_their_gradient_are_those_of_indexing(dtype: mx.Dtype, w
     array = mx.random.normal((6, width), key=mx.random.key(0)).astype(dtype)
     # Sums of these are exact, in any order.
     cotangent = mx.round(8 * mx.random.normal((6, width), key=mx.random.key(1))).astype(dtype)
-    chosen = ChosenRows(PLACES, 6)
+    chosen = Gather(PLACES, 6)
     for _ in range(2):
         found = mx.vjp(chosen.of, [array], [cotangent])
         expected = mx.vjp(lambda x: x[mx.array(PLACES)], [array], [cotangent])
@@ -31,12 +31,12 @@ def test_chosen_rows_and_their_gradient_are_those_of_indexing(dtype: mx.Dtype, w
 def test_row_that_does_not_exist_is_zero() -> None:
     array, index = mx.arange(1, 9).reshape(2, 4).astype(mx.float16), mx.array([1, 0, 1])
     exists = mx.array([[True], [False], [True]])
-    assert rows_of(array, index, exists).tolist() == [[5, 6, 7, 8], [0, 0, 0, 0], [5, 6, 7, 8]]
+    assert gathered(array, index, exists).tolist() == [[5, 6, 7, 8], [0, 0, 0, 0], [5, 6, 7, 8]]
 
 
 def test_gradient_takes_two_launches_if_no_row_is_chosen_twice() -> None:
     array, cotangent = mx.ones((6, 8)), mx.ones((3, 8))
     mx.eval(array, cotangent)
-    chosen = ChosenRows(PLACES[:2], 6)
+    chosen = Gather(PLACES[:2], 6)
     (gradient,) = mx.vjp(chosen.of, [array], [cotangent[:2]])[1]
     assert dict(launches(gradient)) == {"Gather": 1, "Select": 1}

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from mlxtune.backend.models.autograd import differentiable, exporting
 
 
-def rows_of(array: mx.array, index: mx.array, exists: mx.array | None = None) -> mx.array:
+def gathered(array: mx.array, index: mx.array, exists: mx.array | None = None) -> mx.array:
     """Return array[index], (*index, C), for an array (N, C), without a gradient.
 
     A row is zero where `exists`, bool (*index, 1), is false. An NVIDIA H200 gathers words of 64
@@ -20,13 +20,13 @@ def rows_of(array: mx.array, index: mx.array, exists: mx.array | None = None) ->
     # Exported graphs are differentiated, and views of other dtypes have no gradient.
     in_words = array.shape[-1] * dtype.size % mx.uint64.size == 0 and not exporting()
     words = array.view(mx.uint64) if in_words else array
-    found = words[index]
+    values = words[index]
     if exists is not None:
-        found = mx.where(exists, found, mx.array(0, found.dtype))
-    return found.view(dtype) if in_words else found
+        values = mx.where(exists, values, mx.array(0, values.dtype))
+    return values.view(dtype) if in_words else values
 
 
-class ChosenRows:
+class Gather:
     """Selects the rows `places`, ints (P,), of arrays with `count` rows.
 
     MLX's gradient of indexing adds into zeros, on a GPU in any order. This gradient gathers:
@@ -45,13 +45,13 @@ class ChosenRows:
 
         def backward(_: Any, cotangent: mx.array, __: Any) -> mx.array:
             sources, is_chosen, repeated = self._sources
-            found = rows_of(cotangent, sources, is_chosen)
+            found = gathered(cotangent, sources, is_chosen)
             if repeated is not None:
                 rows, each, is_one = repeated
-                found[rows] = rows_of(cotangent, each, is_one).sum(axis=1)
+                found[rows] = gathered(cotangent, each, is_one).sum(axis=1)
             return found
 
-        return differentiable(lambda array: rows_of(array, places), backward)(array)
+        return differentiable(lambda array: gathered(array, places), backward)(array)
 
     @cached_property
     def _index(self) -> mx.array:

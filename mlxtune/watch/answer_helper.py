@@ -17,7 +17,7 @@ from mlxtune.backend.text.generate import Answer
 from mlxtune.config import AnswerConfig
 from mlxtune.config.limits import RECORD, parse_json
 from mlxtune.core.data.prompt import prompt_of
-from mlxtune.core.files.limited_child import end_with
+from mlxtune.core.files.limited_helper import end_with
 from mlxtune.errors import MlxTuneError
 from mlxtune.session.trained_model import Answerers, UseSession, check_prompt_length
 from mlxtune.views.console import RunConsole

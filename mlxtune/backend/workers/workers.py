@@ -26,7 +26,7 @@ class Workers:
 
     def __init__(self, group: Any = None, *, tensor: bool = False) -> None:
         self.group = group
-        self.split_model = tensor and group is not None
+        self.shards_model = tensor and group is not None
         self.index = 0 if group is None else int(group.rank())
         self.size = 1 if group is None else int(group.size())
         self._asked = [False, False]
@@ -44,16 +44,16 @@ class Workers:
 
     def describe(self) -> int | str:
         """Return the number of workers and whether they share the model: results depend on both."""
-        return f"{self.size} workers that share the model" if self.split_model else self.size
+        return f"{self.size} workers that share the model" if self.shards_model else self.size
 
-    def share(self, costs: Sequence[float]) -> list[int]:
+    def own_items(self, costs: Sequence[float]) -> list[int]:
         """Return the indices of this worker's items, ascending; see `deal`."""
-        if self.split_model:
+        if self.shards_model:
             return list(range(len(costs)))
         return deal(costs, self.size)[self.index]
 
     def sum(self, tree: Any) -> Any:
-        """Return the unevaluated sum of a tree of float32 arrays over all workers."""
+        """All-reduce a tree of float32 arrays; return the unevaluated sums."""
         if self.size == 1:
             return tree
         named = tree_flatten(tree)
@@ -76,23 +76,23 @@ class Workers:
         Each worker passes the sums over its examples. Workers that share the model have the same
         loss and counts, and the same gradients of the modules `alike`: these all count once.
         """
-        share = 1 / self.size if self.split_model else 1.0
+        share = 1 / self.size if self.shards_model else 1.0
 
         def weigh(name: str, gradient: mx.array) -> mx.array:
             return gradient * share if name.rpartition(".")[0] in alike else gradient
 
-        if self.split_model:
+        if self.shards_model:
             gradients = tree_map_with_path(weigh, gradients)
         numbers = mx.array([*(share * each for each in counts), *self.asks])
         return self.sum([loss * share, gradients, numbers])
 
     def sum_own(self, values: mx.array) -> mx.array:
         """Merge float32 values; each worker passes zeros in place of the other workers' values."""
-        return values if self.split_model else mx.distributed.all_sum(values, group=self.group)
+        return values if self.shards_model else mx.distributed.all_sum(values, group=self.group)
 
     def merge(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Merge values (n,) exactly; each worker passes zeros in place of the others' values."""
-        if self.size == 1 or self.split_model or not len(values):
+        if self.size == 1 or self.shards_model or not len(values):
             return values
         bits = mx.array(np.ascontiguousarray(values).view(np.uint32))
         summed = mx.distributed.all_sum(bits, group=self.group)
@@ -123,7 +123,7 @@ class Workers:
             )
 
     def add_zeros(self, count: int) -> None:
-        """Sum `count` float32 zeros over all workers, to measure the time."""
+        """All-reduce `count` float32 zeros, to measure the time."""
         mx.eval(mx.distributed.all_sum(mx.zeros(count), group=self.group))
 
     def wait(self) -> None:
@@ -135,14 +135,14 @@ class Workers:
         if self.size == 1:
             return tree
         named = tree_flatten(tree)
-        found = []
+        received = []
         for name, value in named:
             raw = value.reshape(-1).view(mx.uint8) if value.size else value
             mine = raw if self.index == 0 else mx.zeros_like(raw)
             same = mx.distributed.all_sum(mine, group=self.group)
-            found.append((name, same.view(value.dtype).reshape(value.shape)))
-        mx.eval([value for _, value in found])
-        return tree_unflatten(found)
+            received.append((name, same.view(value.dtype).reshape(value.shape)))
+        mx.eval([value for _, value in received])
+        return tree_unflatten(received)
 
     def bytes_from_first(self, own: bytes) -> bytes:
         """Return worker 0's bytes; the other workers' bytes are ignored."""
@@ -183,8 +183,8 @@ class Workers:
         self._gathered += 1
         number = self._gathered.to_bytes(_NUMBER_SIZE, "big")
         mine = mx.array(np.frombuffer(number + own, np.uint8))[None]
-        found = np.array(mx.distributed.all_gather(mine, group=self.group))
-        rows = [row.tobytes() for row in found]
+        gathered = np.array(mx.distributed.all_gather(mine, group=self.group))
+        rows = [row.tobytes() for row in gathered]
         if not all(row.startswith(number) for row in rows):
             raise WorkerError("another worker is gone, or is at a different point in the run")
         return [row[_NUMBER_SIZE:] for row in rows]

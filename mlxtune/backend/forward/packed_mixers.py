@@ -1,10 +1,10 @@
 """Keeps packed examples separate, for any operations and almost any model.
 
-Norms, projections, MLPs and experts compute each token independently, so they run on the line,
+Norms, projections, MLPs and experts compute each token independently, so they run on the sequence,
 without padding. A layer's mixers (attention, convolutions, recurrences) combine tokens, so they run
 on the examples side by side:
 
-    line            a b c d x p q       x continues a b, as c d does
+    sequence            a b c d x p q       x continues a b, as c d does
     side by side    a b c d
                     a b x .
                     p q . .             `.` is padding, which no token before it sees
@@ -27,15 +27,15 @@ from mlxtune.backend.lora.lora_layers import LoRALinear
 from mlxtune.backend.lora.targets import PROJECTIONS
 from mlxtune.backend.models import packed
 from mlxtune.backend.models.autograd import differentiable, exporting
-from mlxtune.backend.models.chosen_rows import rows_of
+from mlxtune.backend.models.gather import gathered
 
 
 class Mixers:
-    """The mixers of one model, which run on the examples of a line side by side.
+    """The mixers of one model, which run on the examples of a sequence side by side.
 
-    With `by_segments`, purely causal attention runs on the line itself, and the operations keep its
-    segments separate. The `kernels` do the work around attention in the layers that they support.
-    `restore` undoes the changes to the model. `count` is the number of mixers.
+    With `by_segments`, purely causal attention runs on the sequence itself, and the operations keep
+    its segments separate. The `kernels` do the work around attention in the layers that they
+    support. `restore` undoes the changes to the model. `count` is the number of mixers.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Mixers:
             output = self._by_kernels[id(mixer)].run(mixer, layout, *args, **options)
             if output is not None:
                 return output
-        sides = _Sides(layout)
+        sides = _Repacking(layout)
         projections = {
             name: child
             for name, child in mixer.children().items()
@@ -90,97 +90,99 @@ class Mixers:
         }
         try:
             for name, projection in projections.items():
-                mixer[name] = _OnLine(projection, sides)
-            args, options = tree_map(sides.beside, (args, options))
+                mixer[name] = _OnPacked(projection, sides)
+            args, options = tree_map(sides.pad, (args, options))
             with packed.laid_out(None):
                 output = mixer(*args, **options)
         finally:
             for name, projection in projections.items():
                 mixer[name] = projection
-        return tree_map(sides.line, output)
+        return tree_map(sides.pack, output)
 
 
 def _by_kernels(mixers: Sequence[nn.Module], kernels: KernelsFor) -> dict[int, KernelAttention]:
     """Return the mixers that kernels can run, by their `id`."""
-    found = {id(mixer): kernel_attention(mixer, kernels) for mixer in mixers}
-    return {key: each for key, each in found.items() if each is not None}
+    kernels_of = {id(mixer): kernel_attention(mixer, kernels) for mixer in mixers}
+    return {key: each for key, each in kernels_of.items() if each is not None}
 
 
 def _find(layer: nn.Module) -> list[nn.Module]:
     """Return the outermost modules in a layer that take a cache."""
-    found: list[nn.Module] = []
+    mixers: list[nn.Module] = []
     for child in layer.children().values():
         for module in child if isinstance(child, list) else [child]:
             if isinstance(module, nn.Module):
                 takes = "cache" in inspect.signature(type(module).__call__).parameters
-                found += [module] if takes else _find(module)
-    return found
+                mixers += [module] if takes else _find(module)
+    return mixers
 
 
-class _OnLine(nn.Module):
-    """Runs a mixer's projection on the line, given inputs that are side by side."""
+class _OnPacked(nn.Module):
+    """Runs a mixer's projection on the sequence, given inputs that are side by side."""
 
-    def __init__(self, projection: nn.Module, sides: _Sides) -> None:
+    def __init__(self, projection: nn.Module, repacking: _Repacking) -> None:
         super().__init__()
         # If the projection were a child, the names of the model's parameters would change.
         object.__setattr__(self, "_projection", projection)
-        object.__setattr__(self, "_sides", sides)
+        object.__setattr__(self, "_repacking", repacking)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self._sides.beside(self._projection(self._sides.line(x)))
+        return self._repacking.pad(self._projection(self._repacking.pack(x)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "_projection"), name)
 
 
-class _Sides:
-    """The arrays of one call of a mixer: on the line (1, N, ·), and side by side (B, T, ·)."""
+class _Repacking:
+    """The arrays of one call of a mixer: on the sequence (1, N, ·), and side by side (B, T, ·)."""
 
     def __init__(self, layout: packed.Layout) -> None:
         self._layout = layout
         self._known: list[tuple[mx.array, mx.array]] = []
 
-    def beside(self, line: Any) -> Any:
-        """Return an array of the line with its examples side by side; other values unchanged."""
+    def pad(self, packed: Any) -> Any:
+        """Return an array of the sequence with its examples side by side; other values
+        unchanged.
+        """
         length = len(self._layout.positions)
-        if not isinstance(line, mx.array) or line.ndim != 3 or line.shape[:2] != (1, length):
-            return line
-        beside = self._gather(line)
-        self._known.append((beside, line))
+        if not isinstance(packed, mx.array) or packed.ndim != 3 or packed.shape[:2] != (1, length):
+            return packed
+        beside = self._gather(packed)
+        self._known.append((beside, packed))
         return beside
 
-    def _gather(self, line: mx.array) -> mx.array:
-        """Return the examples of a line (1, N, C) side by side, (B, T, C).
+    def _gather(self, packed: mx.array) -> mx.array:
+        """Return the examples of a sequence (1, N, C) side by side, (B, T, C).
 
         The gradient gathers too, whereas MLX's own adds into zeros, in varying order on a GPU.
         """
         layout = self._layout
 
-        def gather(line: mx.array) -> mx.array:
-            return rows_of(line.reshape(-1, line.shape[-1]), layout.rows)
+        def gather(packed: mx.array) -> mx.array:
+            return gathered(packed.reshape(-1, packed.shape[-1]), layout.padded_indices)
 
         def gradient(primals: Any, cotangent: mx.array, output: mx.array) -> mx.array:
             flat = cotangent.reshape(-1, cotangent.shape[-1])
             if layout.shared is None:
-                return rows_of(flat, layout.places)[None]
+                return gathered(flat, layout.places)[None]
             tokens, places = layout.shared
             # The gradients of padding are zeros.
-            total, each = mx.split(rows_of(flat, places), [len(layout.positions)])
+            total, each = mx.split(gathered(flat, places), [len(layout.positions)])
             total[tokens] = each.reshape(len(tokens), -1, each.shape[-1]).sum(axis=1)
             return total[None]
 
-        return differentiable(gather, gradient)(line)
+        return differentiable(gather, gradient)(packed)
 
-    def line(self, beside: Any) -> Any:
-        """Return an array of examples side by side as a line; other values unchanged.
+    def pack(self, padded: Any) -> Any:
+        """Return an array of examples side by side as a sequence; other values unchanged.
 
-        An array that `beside` gathered from the line maps back to its source, so that MLX does not
+        An array that `pad` gathered from the sequence maps back to its source, so that MLX does not
         compute the gathered form if nothing else needs it.
         """
         for known, line in self._known:
-            if known is beside:
+            if known is padded:
                 return line
-        rows = self._layout.rows
-        if not isinstance(beside, mx.array) or beside.ndim != 3 or beside.shape[:2] != rows.shape:
-            return beside
-        return self._layout.chosen.of(beside.reshape(rows.size, -1))[None]
+        rows = self._layout.padded_indices
+        if not isinstance(padded, mx.array) or padded.ndim != 3 or padded.shape[:2] != rows.shape:
+            return padded
+        return self._layout.to_packed.of(padded.reshape(rows.size, -1))[None]

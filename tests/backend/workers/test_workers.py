@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxtune.backend.workers.group import Workers
+from mlxtune.backend.workers.workers import Workers
 from mlxtune.errors import WorkerError
 
 
