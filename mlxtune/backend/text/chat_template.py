@@ -72,10 +72,10 @@ class ChatTemplate:
             arguments["enable_thinking"] = enable_thinking
         try:
             # transformers does the same to values that are not JSON.
-            line = json.dumps(arguments, default=lambda value: f"<{type(value).__name__}>")
+            text = json.dumps(arguments, default=lambda value: f"<{type(value).__name__}>")
         except RecursionError as error:
             raise BadRow("the model's template refuses it", one_line(error)) from error
-        return TemplateRequest(name, self._sources[name], line)
+        return TemplateRequest(name, self._sources[name], text)
 
     def start(self, requests: Iterable["TemplateRequest"]) -> None:
         """Start requests in the helper process, without waiting; if they are long, only the first.
@@ -86,7 +86,7 @@ class ChatTemplate:
         started: list[TemplateRequest] = []
         size = 0
         for request in requests:
-            size += len(request.line)
+            size += len(request.arguments)
             if size > _MAX_STARTED:
                 break
             started.append(request)
@@ -101,12 +101,12 @@ class ChatTemplate:
 class TemplateRequest:
     """A request to render messages with the template `name`, and its reply.
 
-    `line` is JSON with the arguments of transformers' render_jinja_template.
+    `arguments` is a line of JSON with the arguments of transformers' render_jinja_template.
     """
 
     name: str
     source: str
-    line: str
+    arguments: str
     # All replies of the exchange that this request is part of, and this request's place in them.
     _replies: Future[list[Reply]] | None = field(default=None, repr=False)
     _index: int = 0
@@ -141,7 +141,7 @@ class TemplateRequest:
             ) from error
         problem = text if kind == UNSTEADY else ""
         # Most Python objects print with their address in memory, which differs in each run.
-        if kind == TEXT and " at 0x" in text and " at 0x" not in self.line:
+        if kind == TEXT and " at 0x" in text and " at 0x" not in self.arguments:
             match = _ADDRESS.search(text)
             problem = f"writes a Python object ({one_line(match.group())})" if match else ""
         if problem:
@@ -154,7 +154,7 @@ class TemplateRequest:
 
 def start_together(requests: Sequence[TemplateRequest]) -> None:
     """Start requests with the same template in one exchange with the helper process."""
-    replies = _process().submit(requests[0].source, [each.line for each in requests])
+    replies = _process().submit(requests[0].source, [each.arguments for each in requests])
     for index, request in enumerate(requests):
         request._replies, request._index = replies, index
 
