@@ -108,7 +108,7 @@ def test_head_is_a_part_of_the_launches(folder: Path) -> None:
     assert chunks.launches.total() - chunks.head_launches == pytest.approx(
         whole.launches.total() - whole.head_launches, abs=4
     )
-    assert counted(folder, split_head=False).head_launches == 0
+    assert counted(folder, head_apart=False).head_launches == 0
 
 
 def test_step_is_one_evaluation(folder: Path) -> None:

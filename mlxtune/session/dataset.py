@@ -28,6 +28,7 @@ from mlxtune.core.data.encode import EncodedRows, Encoder, Row
 from mlxtune.core.data.encoded_file import EncodedFile, ExampleArrays
 from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.formats import read_rows
+from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.model_template import ModelTemplate
 from mlxtune.core.data.problems import NO_END_OF_TURN, BadRow, RowTally, SkippedRows, shown
@@ -35,7 +36,6 @@ from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
 from mlxtune.core.data.template import END_OF_TURN, TEMPLATES, built_in_jinja
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.formatting import count
-from mlxtune.core.steps.order import RunRows
 from mlxtune.errors import DataError, ModelError
 from mlxtune.hub.dataset_name import dataset_name
 from mlxtune.hub.datasets import HubData, fetch

@@ -18,7 +18,7 @@ import pytest
 from mlx_lm.utils import load
 
 from mlxtune import TrainConfig, TrainResult, train
-from mlxtune.core.steps.order import hold_out_rows
+from mlxtune.core.data.held_out import hold_out_rows
 
 STEPS, VAL_ROWS = 5, 4
 FLAGS = (

@@ -109,7 +109,7 @@ def test_measured_loss_is_that_of_the_folder_written(run: Path, tmp_path: Path) 
 
 
 def held_out_rows(run: Path) -> list[int]:
-    from mlxtune.core.steps.order import hold_out_rows
+    from mlxtune.core.data.held_out import hold_out_rows
 
     # All rows differ.
     about = json.loads((run / "out/checkpoints/run.json").read_text())["config"]

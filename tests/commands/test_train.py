@@ -26,12 +26,12 @@ from mlxtune import (
     train,
 )
 from mlxtune.config import DataConfig
+from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.files.hashing import base_fingerprint
 from mlxtune.core.run.checkpoint import write_checkpoint
 from mlxtune.core.run.metrics import StepRecord
 from mlxtune.core.run.run_folder import request_stop
 from mlxtune.core.run.trained_rows import read_trained_rows
-from mlxtune.core.steps.order import RunRows
 from mlxtune.core.training.observer import TrainingObserver
 from mlxtune.session.dataset import Dataset, DataSource, Reader, load_dataset
 from tests.models import sums, write_chat

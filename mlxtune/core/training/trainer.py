@@ -14,6 +14,7 @@ import numpy as np
 from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
+from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.files.writing import make_folder, write_file, write_json
 from mlxtune.core.objectives import preference_rows
@@ -62,7 +63,7 @@ class InstructTrainer:
     def __init__(
         self,
         pipeline: Pipeline,
-        corpus: Sequence[Example] | order.RunRows,
+        corpus: Sequence[Example] | RunRows,
         config: InstructTrainingConfig,
         *,
         validation: Sequence[Example] | None = None,
@@ -382,16 +383,14 @@ class InstructTrainer:
 
 
 def _rows_of(
-    corpus: Sequence[Example] | order.RunRows,
+    corpus: Sequence[Example] | RunRows,
     validation: Sequence[Example] | None,
     config: InstructTrainingConfig,
-) -> order.RunRows:
+) -> RunRows:
     """Return rows that are already chosen unchanged; choose the rows of examples."""
-    if isinstance(corpus, order.RunRows):
+    if isinstance(corpus, RunRows):
         return corpus
     if not corpus:
         raise ValueError("the corpus is empty: there is nothing to train on")
     given = None if validation is None else Corpus.of(validation)
-    return order.RunRows.of(
-        Corpus.of(corpus), given, config.val_split, config.seed, config.val_rows
-    )
+    return RunRows.of(Corpus.of(corpus), given, config.val_split, config.seed, config.val_rows)

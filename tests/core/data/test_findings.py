@@ -16,8 +16,8 @@ from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.encoded_file import EncodedFile, ExampleArrays
 from mlxtune.core.data.findings import Finding, Place
+from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.data.problems import ADVICE, BadRow, RowTally, SkippedRows
-from mlxtune.core.steps import order
 
 
 def encoded(name: str, tokens: Sequence[int], first: int = 1) -> EncodedFile:
@@ -230,7 +230,7 @@ def test_rows_with_one_prompt_are_trained_on_or_held_out_together() -> None:
     file = paired("a.jsonl", [(row % 5, [10 + row], [9]) for row in range(20)])
     corpus = Corpus([file.arrays.truncate()])
 
-    rows = order.RunRows.of(corpus, None, 0.2, 0, 100)
+    rows = RunRows.of(corpus, None, 0.2, 0, 100)
     train, held_out = rows.train.indices, rows.validation.indices
 
     assert len(held_out) == 4 and len({row % 5 for row in held_out}) == 1

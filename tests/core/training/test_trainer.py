@@ -19,8 +19,8 @@ from mlxtune.config import InstructTrainingConfig
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
 from mlxtune.core.data.encoded_file import ExampleArrays
+from mlxtune.core.data.held_out import RunRows
 from mlxtune.core.run.metrics import InstructBatchResult
-from mlxtune.core.steps.order import RunRows
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import NonFiniteLossError
 from tests.core.training.fake_pipeline import (
