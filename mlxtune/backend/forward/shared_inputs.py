@@ -129,12 +129,12 @@ def share_inputs(model: nn.Module) -> Callable[[], None]:
     for module, x in (call for each in calls.values() for call in each):
         # With PiSSA, A and B are joined with float32 factors before the cast, so they stay float32.
         if isinstance(module, LoRALinear) and module.principal is None:
-            module.input_dtype = x.dtype
+            module.expect(x.dtype)
     for group in (group for each in calls.values() for group in _groups(each)):
         shared = SharedInput(group)
         for number, module in enumerate(group):
             if isinstance(module, LoRALinear):
-                module.shared, module.number = shared, number
+                module.join(shared, number)
                 sharing.append(module)
             else:
                 frozen.append((module, partial(_run, shared, number)))
@@ -143,7 +143,7 @@ def share_inputs(model: nn.Module) -> Callable[[], None]:
     def undo() -> None:
         undo_frozen()
         for module in sharing:
-            module.shared = None
+            module.leave()
 
     return undo
 

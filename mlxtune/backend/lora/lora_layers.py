@@ -2,9 +2,9 @@
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -55,6 +55,21 @@ class PrincipalFactors:
     b: mx.array
 
 
+class JoinedLayers(Protocol):
+    """Projections with the same input that run together."""
+
+    @property
+    def members(self) -> Sequence["LoRALinear"]:
+        """The projections with LoRA."""
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the layers run together now."""
+
+    def output(self, number: int, x: mx.array) -> mx.array:
+        """Return the output of projection `number` for x (..., in)."""
+
+
 class LoRALinear(nn.Module):
     """A frozen linear layer plus `scale * (dropout(x) @ lora_a) @ lora_b`.
 
@@ -86,22 +101,34 @@ class LoRALinear(nn.Module):
         self.lora_a = mx.random.uniform(-bound, bound, (input_dims, rank), key=key)
         self.lora_b = mx.zeros((rank, output_dims))
         self.principal: PrincipalFactors | None = None
-        # The dtype of the inputs, if known; the layer's `SharedInput`, if any, and the layer's
-        # index in it.
+        # The dtype of the inputs, if known.
         self.input_dtype: mx.Dtype | None = None
-        self.shared: Any = None
-        self.number = 0
+        # The layers that this layer has joined, if any, and its index among them.
+        self.shared: JoinedLayers | None = None
+        self._number = 0
         self._dropout = dropout
         self._dropout_keys = dropout_keys
         self._salt = salt
 
     def __call__(self, x: mx.array) -> mx.array:
         if self.shared is not None and self.shared.is_joined:
-            return self.shared.output(self.number, x)
+            return self.shared.output(self._number, x)
         linear = self.linear
         if not isinstance(linear, ShardedLinear):
             return self._run(linear, x)
         return linear.shard.leave(self._run(linear.own_product, linear.shard.enter(x)))
+
+    def join(self, shared: JoinedLayers, number: int) -> None:
+        """Compute the output as projection `number` of `shared` from now on."""
+        self.shared, self._number = shared, number
+
+    def leave(self) -> None:
+        """Compute the output alone from now on."""
+        self.shared = None
+
+    def expect(self, dtype: mx.Dtype) -> None:
+        """Record the dtype of the inputs."""
+        self.input_dtype = dtype
 
     def _run(self, product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
         if self.drops():

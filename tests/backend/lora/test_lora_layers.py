@@ -1,4 +1,4 @@
-"""LoRA on experts, against mlx-lm's layer."""
+"""LoRA on experts, against mlx-lm's layer, and layers that run together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
-from mlxtune.backend.lora.lora_layers import LoRAExperts
+from mlxtune.backend.lora.lora_layers import DropoutKeys, LoRAExperts, LoRALinear
 from tests.backend.cpu.compared import assert_same_function, random
 from tests.backend.switched import indices
 from tests.long.counts import launches
@@ -118,3 +118,29 @@ def test_copies_of_matrices_are_not_kept_for_the_backward_pass() -> None:
         mx.set_memory_limit(limit)
     copies = 2 * 60 * rank * width * 4
     assert mx.get_peak_memory() - before < count / 2 * copies
+
+
+class Joined:
+    """Layers whose outputs are made up: the projection's number for each input."""
+
+    is_joined = True
+
+    def __init__(self, *members: LoRALinear) -> None:
+        self.members = members
+
+    def output(self, number: int, x: mx.array) -> mx.array:
+        return mx.full((*x.shape[:-1], OUT), number)
+
+
+def test_layer_that_joins_others_gives_its_output_of_theirs_until_it_leaves() -> None:
+    options = {"key": mx.random.key(0), "dropout_keys": DropoutKeys(), "salt": 0}
+    linear = nn.Linear(IN, OUT)
+    layer, x = LoRALinear(linear, rank=RANK, scale=2.0, dropout=0.0, **options), random(1, 5, IN)
+    joined = Joined(layer)
+    layer.join(joined, 3)
+    assert layer(x).tolist() == mx.full((1, 5, OUT), 3).tolist()
+    joined.is_joined = False
+    assert layer(x).tolist() == linear(x).tolist(), "LoRA's B is zero"
+    joined.is_joined = True
+    layer.leave()
+    assert layer(x).tolist() == linear(x).tolist()
