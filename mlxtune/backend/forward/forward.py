@@ -108,7 +108,7 @@ class Forward:
             execution,
             operations=self.operations,
             head_apart=splits,
-            packs=self._should_pack and splits and split.packs(self.mixers),
+            packs=self._should_pack and splits and split.try_packing(self.mixers),
         )
         self.layerwise: Layerwise | None = None
         if trains:

@@ -59,8 +59,8 @@ class TrunkAndHead:
     `is_separable` tells whether the split works; if not, the model can only run whole. `weight` (V,
     H) is the weight of a head that is a single product, else None. `dtype` is the dtype of the
     hidden states, and `logits_dtype` that of the logits. `vocabulary` has the tokens for which this
-    worker computes logits; None means all. `packing_problem` is the reason, found by `packs`, why
-    packed examples do not work; empty if they do.
+    worker computes logits; None means all. `packing_problem` is the reason, found by `try_packing`,
+    why packed examples do not work; empty if they do.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -107,24 +107,25 @@ class TrunkAndHead:
         # Unlike indexing, squeeze needs no second array of logits for its gradient.
         return logits.squeeze(0)
 
-    def packs(self, mixers: Mixers) -> bool:
-        """Return whether packed examples give the same results as separate examples in a trial.
+    def try_packing(self, mixers: Mixers) -> bool:
+        """Turn off `mixers.by_segments` if packed examples need it; return whether they work.
 
-        If they do not, turns off `mixers.by_segments`, and tries again.
+        They work if they give the same results as separate examples.
         """
-        if self._runs_packed():
+        if self._try_packed():
             return True
         if not mixers.by_segments:
             return False
         mixers.by_segments = False
-        return self._runs_packed()
+        return self._try_packed()
 
-    def _runs_packed(self) -> bool:
+    def _try_packed(self) -> bool:
+        """Run packed texts once; set `packing_problem`, and return whether there is none."""
         texts, inputs = self._inputs.texts, self._inputs
         try:
             with laid_out(texts.layout()), inputs.compared():
-                line = self.hidden(mx.array([texts.packed]), self.packed_caches())
-            inputs.compare(self._alone, line)
+                packed = self.hidden(mx.array([texts.packed]), self.packed_caches())
+            inputs.compare(self._alone, packed)
             self.packing_problem = inputs.problem()
         # Any error may occur: some architectures add positional embeddings, or use other caches.
         except Exception as error:  # noqa: BLE001

@@ -17,6 +17,7 @@ from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.head import TrunkAndHead
 from mlxtune.backend.forward.loss import trained_head
 from mlxtune.backend.forward.operations import MLX
+from mlxtune.backend.forward.packed_mixers import Mixers
 from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.models.stored_layers import DEQUANTIZED, QuantizedHead
@@ -263,3 +264,22 @@ def test_refused_packing_has_a_reason() -> None:
     forward = Forward(model, DropoutKeys(), Execution(MLX), trains=False)
     assert not forward.execution.packs
     assert "hidden states differ by" in forward.packing_problem
+
+
+@pytest.mark.parametrize("only_segments", [True, False])
+def test_packing_that_fails_by_segments_is_tried_without(
+    only_segments: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("qwen3")
+    parts, mixers = TrunkAndHead(model), Mixers(model, by_segments=True)
+    hidden = parts.hidden
+
+    def failing(*given: Any) -> mx.array:
+        if mixers.by_segments or not only_segments:
+            raise ValueError("cannot pack")
+        return hidden(*given)
+
+    monkeypatch.setattr(parts, "hidden", failing)
+    assert parts.try_packing(mixers) == only_segments
+    assert not mixers.by_segments
+    assert ("cannot pack" in parts.packing_problem) != only_segments
