@@ -95,38 +95,38 @@ class Forward:
         self._undo_operations = operations.prepare(model)
         joins = trains and operations.joins
         self._undo_sharing = share_inputs(model) if joins else lambda: None
-        self._trunk_and_head = split = TrunkAndHead(model)
-        self.operations = operations if operations.serves(split.dtype) else MLX
-        splits = execution.head_apart and split.is_separable
+        self._trunk_and_head = parts = TrunkAndHead(model)
+        self.operations = operations if operations.serves(parts.dtype) else MLX
+        head_apart = execution.head_apart and parts.is_separable
         self.mixers = Mixers(
             model,
             by_segments=self.operations.by_segments,
-            kernels=self.operations.attention_kernels(split.dtype),
+            kernels=self.operations.attention_kernels(parts.dtype),
         )
         self._should_pack = execution.packs
         self.execution = replace(
             execution,
             operations=self.operations,
-            head_apart=splits,
-            packs=self._should_pack and splits and split.try_packing(self.mixers),
+            head_apart=head_apart,
+            packs=self._should_pack and head_apart and parts.try_packing(self.mixers),
         )
         self.layerwise: Layerwise | None = None
         if trains:
             self.recompute(execution.recompute)
-        weight = split.weight
-        self._linear_head = None if weight is None else self.operations.linear_head(split.dtype)
+        weight = parts.weight
+        self._linear_head = None if weight is None else self.operations.linear_head(parts.dtype)
         self._vocabulary: dict[str, Any] = {}
         # In 16 bits, MLX's function, which is fused on Metal and CUDA, allocates no float32 logits.
-        dtype = split.logits_dtype
+        dtype = parts.logits_dtype
         in_16_bits = dtype is not None and dtype != mx.float32
         self._entropies: Losses = (
             mx.fast.cross_entropy if in_16_bits else self.operations.cross_entropies
         )
-        if split.vocabulary is not None:
-            if not splits:
+        if parts.vocabulary is not None:
+            if not head_apart:
                 raise ModelError("--parallel tensor does not work with this architecture's head")
-            self._entropies = partial(sharded_cross_entropies, split.vocabulary)
-            self._vocabulary = {"vocabulary": split.vocabulary}
+            self._entropies = partial(sharded_cross_entropies, parts.vocabulary)
+            self._vocabulary = {"vocabulary": parts.vocabulary}
         self._around_head: Callable[[Head, mx.array], Sequence[mx.array]] | None = None
         # The trained parameters, which a step replaces with the arrays of its graph.
         self.trained = TrainedParameters(model)

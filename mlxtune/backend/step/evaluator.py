@@ -190,7 +190,7 @@ class EvaluationMemory:
         self._in_blocks = forward.plain_head and forward.dtype == mx.float32
         self._held = weights + held
         self._free = mx.get_memory_limit() / (1 + MARGIN) - self._held
-        self._splits_head = execution.head_apart
+        self._head_apart = execution.head_apart
         lazy = forward.operations.lazy and not on_cpu()
         self._graphs = allocator.graph_limits() if lazy else None
 
@@ -203,7 +203,7 @@ class EvaluationMemory:
 
         No batch fits if the model computes the logits of all tokens together.
         """
-        return self._splits_head and self.of(load) <= self._free
+        return self._head_apart and self.of(load) <= self._free
 
     def of(self, load: BatchLoad) -> int:
         """Estimate how many bytes a padded batch takes, with attention's scores kept."""
