@@ -186,8 +186,8 @@ class Engine:
     ) -> None:
         """Build the graph of a micro-batch's gradients, and add them to the step's `total`."""
         inputs = self.inputs(batch, step.number)
-        scale = mx.array(self.forward.loss_scale / total.whole.divisor)
-        reduce = total.whole.reduce([step.places[i] for i in micro_batch.examples], batch)
+        scale = mx.array(self.forward.loss_scale / total.step_loss.divisor)
+        reduce = total.step_loss.reduce([step.places[i] for i in micro_batch.examples], batch)
         self.phases.end("data", inputs.arrays)
         self.runner.note_outputs(micro_batch.tokens)
         compute = self.phases.gradients if self.phases.timer else self.forward.gradients
@@ -251,11 +251,11 @@ class Engine:
         self, step: OptimizerStep, computed: StepGradients
     ) -> InstructBatchResult | NonFiniteLossError:
         """Apply an update to the model and the optimizer; return the step's result or its error."""
-        update, whole, dtype = computed.update, computed.whole, self.forward.dtype
+        update, step_loss, dtype = computed.update, computed.step_loss, self.forward.dtype
         assert update is not None
         if step.number == 1 and not self._config.dropout:
-            whole.check_first(computed.values, in_16_bits=dtype is not None and dtype.size == 2)
-        metrics = whole.metrics(computed.values)
+            step_loss.check_first(computed.values, in_16_bits=dtype is not None and dtype.size == 2)
+        metrics = step_loss.metrics(computed.values)
         self.runner.warn_of_limit()
         self.forward.trained.assign(update.parameters)
         self.optimizer.commit(update)
@@ -271,10 +271,10 @@ class Engine:
         self.steps = step.number
         return InstructBatchResult(
             avg_loss=loss,
-            total_response_tokens=whole.tokens,
+            total_response_tokens=step_loss.tokens,
             perplexity=perplexity(loss),
             grad_norm=grad_norm,
-            total_tokens=sum(map(len, whole.examples)),
+            total_tokens=sum(map(len, step_loss.examples)),
             memory=allocator.last_peak_bytes(),
             micro_batches=counts[0],
             run_tokens=counts[1],
@@ -336,7 +336,7 @@ class Engine:
             total.values = [self._workers.sum_own(each) for each in total.values]
             arrays = total.loss, total.gradients, total.counts, total.values
             total.graph = replace(total.graph, arrays=arrays)
-        if (known := total.whole.known) is not None:
+        if (known := total.step_loss.known) is not None:
             total.loss = mx.array(known)
 
     def _summed(self, total: StepGradients) -> list[Any]:

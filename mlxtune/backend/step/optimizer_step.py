@@ -22,7 +22,7 @@ from mlxtune.errors import NonFiniteLossError
 class StepGradients:
     """The loss and gradients of a step, summed over its micro-batches, and the resulting update.
 
-    `loss` is in nats per supervised token, or that of preferences, as defined by `whole`. The
+    `loss` is in nats per supervised token, or that of preferences, as defined by `step_loss`. The
     gradients are float32: vectors or, from `loss_and_gradients`, a tree of parameters.
     `forward_tokens` counts the tokens, `padding` included, that run in all `micro_batches`. `graph`
     computes the last micro-batch and the `update`, if any. With several workers, loss, gradients
@@ -30,10 +30,10 @@ class StepGradients:
     micro-batches, run tokens, padding, and requests to stop and to save.
     """
 
-    def __init__(self, whole: StepLoss) -> None:
-        self.whole = whole
+    def __init__(self, step_loss: StepLoss) -> None:
+        self.step_loss = step_loss
         self.loss: Any = mx.array(0.0)
-        self.values = whole.zeros()
+        self.values = step_loss.zeros()
         self.gradients: Any = None
         self.graph = Graph(0, 1, [], {}, self.loss)
         self.micro_batches = self.forward_tokens = self.padding = 0
@@ -43,13 +43,13 @@ class StepGradients:
     @property
     def tokens(self) -> int:
         """The number of supervised tokens of the step."""
-        return self.whole.tokens
+        return self.step_loss.tokens
 
     def add(self, values: Sequence[mx.array], gradients: list[mx.array]) -> None:
         """Add a micro-batch's loss, with the values that come with it, and its gradients."""
         loss, *rest = values
         self.loss = self.loss + loss
-        self.values = [whole + part for whole, part in zip(self.values, rest, strict=True)]
+        self.values = [total + part for total, part in zip(self.values, rest, strict=True)]
         first = self.gradients is None
         self.gradients = gradients if first else tree_map(mx.add, self.gradients, gradients)
 
