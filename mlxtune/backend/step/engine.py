@@ -87,7 +87,7 @@ class Engine:
         self.optimizer = LoRAOptimizer(self.vectors, forward.model.trainable_parameters(), config)
         # The launched step, if any, and the number of the last committed step.
         self.launched: OptimizerStep | None = None
-        self.steps = 0
+        self.committed_steps = 0
 
     def run_as(self, execution: Execution) -> None:
         """Use an execution's micro-batch size, loss chunks and recomputation from now on."""
@@ -102,7 +102,7 @@ class Engine:
         """
         self.optimizer.adopt(self.forward.model)
         self.optimizer.take_from_file(state)
-        self.steps = steps
+        self.committed_steps = steps
         self.batches.limit(min(max_tokens, self.batches.max_tokens))
 
     def halve(self, examples: Sequence[Example]) -> int | None:
@@ -110,17 +110,17 @@ class Engine:
 
         Returns None if it cannot be halved.
         """
-        own = self.step(examples).own
+        own = self.new_step(examples).own
         return self.batches.max_tokens if self.batches.halve(own) else None
 
     # The states of a step
 
-    def step(
+    def new_step(
         self, examples: Sequence[Example], number: int | None = None, rate: float | None = None
     ) -> OptimizerStep:
         """Return a step that is not built; by default, its number follows the launched step's."""
         if number is None:
-            number = self.steps + (1 if self.launched is None else 2)
+            number = self.committed_steps + (1 if self.launched is None else 2)
         training = training_examples(examples)
         places = self._own_places(training)
         own = [training[i] for i in places]
@@ -268,7 +268,7 @@ class Engine:
             self._workers.agree((stop, save))
         if not update.finite:
             return step.not_finite(loss, grad_norm)
-        self.steps = step.number
+        self.committed_steps = step.number
         return InstructBatchResult(
             avg_loss=loss,
             total_response_tokens=step_loss.tokens,

@@ -128,7 +128,7 @@ class InstructPipeline:
         """
         engine = self.engine
         rate = self.learning_rate if learning_rate is None else learning_rate
-        started = engine.step(examples, step, rate)
+        started = engine.new_step(examples, step, rate)
         if engine.can_build_ahead(started):
             engine.accumulate(started, after=engine.launched)
         if not engine.settle():
@@ -144,7 +144,7 @@ class InstructPipeline:
     def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
         """Return the loss and gradients of a step without an update; `step` seeds the dropout."""
         self.engine.settle()
-        return self.engine.gradients(self.engine.step(examples, step))
+        return self.engine.gradients(self.engine.new_step(examples, step))
 
     def evaluate(
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
@@ -217,8 +217,8 @@ class InstructPipeline:
         """
         engine = self.engine
         engine.settle()
-        self._workers.check_same(self.model.trainable_parameters(), engine.steps)
-        settings = {"step": engine.steps, "micro_batch_tokens": engine.batches.max_tokens}
+        self._workers.check_same(self.model.trainable_parameters(), engine.committed_steps)
+        settings = {"step": engine.committed_steps, "micro_batch_tokens": engine.batches.max_tokens}
         adapter = checkpoint_tensors.adapter_writer(self.model, self.lora, *self._base)
         parameters = checkpoint_tensors.parameters_writer(self.model, self.lora)
         optimizer = checkpoint_tensors.optimizer_writer(engine.optimizer.state_for_file(), settings)

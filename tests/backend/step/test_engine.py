@@ -48,7 +48,7 @@ def test_step_is_built_then_launched_then_committed(monkeypatch: pytest.MonkeyPa
     for name in ("eval", "async_eval"):
         real = getattr(mx, name)
         monkeypatch.setattr(mx, name, lambda *given, real=real: (calls.append(0), real(*given))[1])
-    step = engine.step(STEPS[0], rate=1e-2)
+    step = engine.new_step(STEPS[0], rate=1e-2)
     assert step.number == 1
     assert step.built is None
 
@@ -59,14 +59,14 @@ def test_step_is_built_then_launched_then_committed(monkeypatch: pytest.MonkeyPa
 
     engine.launch(step)
     assert engine.launched is step
-    assert engine.step(STEPS[1], rate=1e-2).number == 2
+    assert engine.new_step(STEPS[1], rate=1e-2).number == 2
     assert calls
-    assert (engine.steps, step.ended) == (0, 0)
+    assert (engine.committed_steps, step.ended) == (0, 0)
 
     result = step.result()
     assert step.result() is result, "a committed step is not taken again"
     assert engine.launched is step.built is None
-    assert engine.steps == 1
+    assert engine.committed_steps == 1
     assert step.ended > 0
     assert adapter(pipeline) != before
 
