@@ -11,15 +11,15 @@ Result = TypeVar("Result")
 
 
 def retried(work: Callable[[], Result], change: Callable[[Fault, str], None]) -> Result:
-    """Return the result of `work`, retried with `tries`. A failed try must change nothing."""
-    for attempt in tries(change):
+    """Return the result of `work`, retried with `attempts`. A failed one must change nothing."""
+    for attempt in attempts(change):
         with attempt:
             result = work()
     return result
 
 
-def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
-    """Yield a context for each try of some work, until a try ends without a GPU fault.
+def attempts(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
+    """Yield a context for each attempt at some work, until one ends without a GPU fault.
 
     After a fault, `change` is called with it and MLX's message, to shrink the work or free memory,
     and the work is tried again. `change` raises an error if nothing is left to change. After each
@@ -41,7 +41,7 @@ def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
         if fault in repeated and not fault.asks_for_less:
             raise fault_error(fault, text, "twice in a row")
         repeated.add(fault)
-        # Work that is queued behind a failed command fails too, and must not make the next try
+        # Work that is queued behind a failed command fails too, and must not make the next attempt
         # fail.
         with suppress(RuntimeError):
             default_device.finish()
@@ -50,7 +50,7 @@ def tries(change: Callable[[Fault, str], None]) -> Iterator["Attempt"]:
 
 
 class Attempt:
-    """A context for one try of work; it suppresses and records GPU faults, but no other errors."""
+    """A context for one attempt; it suppresses and records GPU faults, but no other errors."""
 
     fault: Fault | None = None
     text = ""

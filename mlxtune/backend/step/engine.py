@@ -140,9 +140,9 @@ class Engine:
             return False
         return self.batches.is_one(step.own)
 
-    def tries(self, step: OptimizerStep) -> Iterator[Attempt]:
-        """Yield a context for each try of work on a step; see `GraphRunner.tries`."""
-        return self.runner.tries(self.batches, step.own)
+    def attempts(self, step: OptimizerStep) -> Iterator[Attempt]:
+        """Yield a context for each attempt at work on a step; see `GraphRunner.attempts`."""
+        return self.runner.attempts(self.batches, step.own)
 
     def accumulate(self, step: OptimizerStep, after: OptimizerStep | None = None) -> None:
         """Build a step: the gradients of its micro-batches, then the update.
@@ -209,30 +209,30 @@ class Engine:
             self.runner.start(step.built.graph)
         self.launched = step
 
-    def settle(self) -> bool:
+    def commit_launched(self) -> bool:
         """Commit the launched step, if any; return False if it had to be built again."""
         return self.launched is None or self.commit(self.launched)
 
     def commit(self, step: OptimizerStep) -> bool:
         """Wait for a launched step and apply it; return False if it had to be built again.
 
-        Raises MemoryLimitError or GpuError if all tries fail; the model is then unchanged.
+        Raises MemoryLimitError or GpuError if all attempts fail; the model is then unchanged.
         """
         if step.outcome is not None:
             return True
-        tries = 0
-        for attempt in self.tries(step):
-            tries += 1
+        count = 0
+        for attempt in self.attempts(step):
+            count += 1
             with attempt:
                 computed = self._compute(step)
         self.launched = None
         step.outcome = self._apply(step, computed)
         step.ended = time.perf_counter()
-        return tries == 1
+        return count == 1
 
     def gradients(self, step: OptimizerStep) -> StepGradients:
         """Compute a step that has no rate; its loss becomes a float, and its gradients a tree."""
-        for attempt in self.tries(step):
+        for attempt in self.attempts(step):
             with attempt:
                 computed = self._compute(step)
         computed.loss = float(computed.loss)

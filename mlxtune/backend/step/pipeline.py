@@ -131,10 +131,10 @@ class InstructPipeline:
         started = engine.new_step(examples, step, rate)
         if engine.can_build_ahead(started):
             engine.accumulate(started, after=engine.launched)
-        if not engine.settle():
+        if not engine.commit_launched():
             started.discard()
         allocator.start_peak()
-        for attempt in engine.tries(started):
+        for attempt in engine.attempts(started):
             with attempt:
                 if started.built is None:
                     engine.accumulate(started)
@@ -143,7 +143,7 @@ class InstructPipeline:
 
     def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
         """Return the loss and gradients of a step without an update; `step` seeds the dropout."""
-        self.engine.settle()
+        self.engine.commit_launched()
         return self.engine.gradients(self.engine.new_step(examples, step))
 
     def evaluate(
@@ -173,7 +173,7 @@ class InstructPipeline:
         self, examples: Sequence[Example], on_progress: Callable[[int], None] = lambda done: None
     ) -> npt.NDArray[np.float64]:
         """Return each example's summed log-probability over its supervised tokens, float64 (E,)."""
-        self.engine.settle()
+        self.engine.commit_launched()
         self.model.eval()
         return -self.engine.losses.of(examples, on_progress)
 
@@ -216,7 +216,7 @@ class InstructPipeline:
         mlx-lm's format. The function raises OutputError.
         """
         engine = self.engine
-        engine.settle()
+        engine.commit_launched()
         self._workers.check_same(self.model.trainable_parameters(), engine.committed_steps)
         settings = {"step": engine.committed_steps, "micro_batch_tokens": engine.batches.max_tokens}
         adapter = checkpoint_tensors.adapter_writer(self.model, self.lora, *self._base)
@@ -235,7 +235,7 @@ class InstructPipeline:
 
         Raises ModelError if the adapter does not fit.
         """
-        self.engine.settle()
+        self.engine.commit_launched()
         if self._workers.index == 0:
             checkpoint_tensors.read_parameters(folder, self.model, self.lora)
         self.model.update(self._workers.from_first(self.model.trainable_parameters()))
@@ -251,7 +251,7 @@ class InstructPipeline:
         tokens, steps = settings.get("micro_batch_tokens", 0), settings.get("step", -1)
         if tokens < 1 or steps < 0:
             raise ModelError(f"{path}: has no step or micro-batch size")
-        self.engine.settle()
+        self.engine.commit_launched()
         checkpoint_tensors.read_parameters(folder, self.model, self.lora)
         self.engine.restore(state, steps, tokens)
 

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.device import allocator
 from mlxtune.backend.device.default_device import has_metal, on_cpu
-from mlxtune.backend.device.retry import Attempt, tries
+from mlxtune.backend.device.retry import Attempt, attempts
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.core.data.encode import Example
@@ -171,12 +171,12 @@ class GraphRunner:
                 "lower --memory-limit if the machine swaps"
             )
 
-    def tries(self, batches: MicroBatches, examples: Sequence[Example]) -> Iterator[Attempt]:
-        """Yield a context for each try of a pass over `examples` in `batches`; see `tries`.
+    def attempts(self, batches: MicroBatches, examples: Sequence[Example]) -> Iterator[Attempt]:
+        """Yield a context for each attempt at a pass over `examples` in `batches`.
 
-        Raises MemoryLimitError or GpuError if all tries fail.
+        Raises MemoryLimitError or GpuError if all attempts fail.
         """
-        return tries(partial(self._adapt, batches, examples))
+        return attempts(partial(self._adapt, batches, examples))
 
     def _adapt(
         self, batches: MicroBatches, examples: Sequence[Example], fault: Fault, text: str
