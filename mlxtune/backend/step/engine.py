@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,27 @@ from mlxtune.errors import NonFiniteLossError
 
 # The remedy that an error names if memory is too small for one example.
 _LESS_MEMORY = "lower --max-seq-len or --num-layers, set --grad-checkpoint on, or use --quantize 4"
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that an `engine` has launched, for a caller that waits for its result later."""
+
+    engine: "Engine"
+    step: OptimizerStep
+
+    @property
+    def ended(self) -> float:
+        """The `time.perf_counter` at the end of the step."""
+        return self.step.ended
+
+    def result(self) -> InstructBatchResult:
+        """Wait for the step and return its result.
+
+        Raises NonFiniteLossError, with the model unchanged, if a number of the step is not finite.
+        """
+        self.engine.commit(self.step)
+        return self.step.result()
 
 
 class Engine:
@@ -124,7 +145,7 @@ class Engine:
         training = training_examples(examples)
         places = self._own_places(training)
         own = [training[i] for i in places]
-        return OptimizerStep(self, examples, number, rate, places, own)
+        return OptimizerStep(examples, number, rate, places, own)
 
     def can_build_ahead(self, step: OptimizerStep) -> bool:
         """Return whether a step can be built while the device computes the launched step.
@@ -201,13 +222,14 @@ class Engine:
         )
         allocator.relieve_pressure()
 
-    def launch(self, step: OptimizerStep) -> None:
-        """Make the device compute a built step, without waiting for it."""
+    def launch(self, step: OptimizerStep) -> LaunchedStep:
+        """Make the device compute a built step, and return it without waiting for it."""
         assert step.built is not None
         # `commit` handles errors, and tries again.
         with suppress(RuntimeError, MemoryError):
             self.runner.start(step.built.graph)
         self.launched = step
+        return LaunchedStep(self, step)
 
     def commit_launched(self) -> bool:
         """Commit the launched step, if any; return False if it had to be built again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
@@ -60,10 +60,6 @@ class StepGradients:
         self.padding += micro_batch.padding(examples)
 
 
-class _Engine(Protocol):
-    def commit(self, step: OptimizerStep) -> bool: ...
-
-
 @dataclass(eq=False)
 class OptimizerStep:
     """Step `number` on `examples`, at a learning rate; without a `rate`, it only has gradients.
@@ -74,7 +70,6 @@ class OptimizerStep:
     its end.
     """
 
-    engine: _Engine
     examples: Sequence[Example]
     number: int
     rate: float | None
@@ -95,11 +90,10 @@ class OptimizerStep:
         return built
 
     def result(self) -> InstructBatchResult:
-        """Wait for the step and return its result.
+        """Return the result of a committed step.
 
         Raises NonFiniteLossError, with the model unchanged, if a number of the step is not finite.
         """
-        self.engine.commit(self)
         if isinstance(self.outcome, NonFiniteLossError):
             raise self.outcome
         assert self.outcome is not None

@@ -17,8 +17,8 @@ from mlxtune.backend.device import allocator
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora.apply import LoRASummary, apply_lora
-from mlxtune.backend.step.engine import Engine
-from mlxtune.backend.step.optimizer_step import OptimizerStep, StepGradients
+from mlxtune.backend.step.engine import Engine, LaunchedStep
+from mlxtune.backend.step.optimizer_step import StepGradients
 from mlxtune.backend.step.phases import Phases
 from mlxtune.backend.step.step_loss import count_tokens, training_examples
 from mlxtune.backend.workers.workers import ALONE, Workers
@@ -121,7 +121,7 @@ class InstructPipeline:
         *,
         step: int | None = None,
         learning_rate: float | None = None,
-    ) -> OptimizerStep:
+    ) -> LaunchedStep:
         """Start the step that `train_batch` takes, and return it while it runs.
 
         If possible, builds the step's graph while the device still computes the previous step.
@@ -138,8 +138,7 @@ class InstructPipeline:
             with attempt:
                 if started.built is None:
                     engine.accumulate(started)
-        engine.launch(started)
-        return started
+        return engine.launch(started)
 
     def loss_and_gradients(self, examples: Sequence[Example], step: int = 1) -> StepGradients:
         """Return the loss and gradients of a step without an update; `step` seeds the dropout."""

@@ -14,9 +14,11 @@ from mlxtune.core.run.saving import Snapshot
 
 
 class PendingStep(Protocol):
-    """An optimizer step in progress; `ended` is the `time.perf_counter` at its completion."""
+    """An optimizer step in progress."""
 
-    ended: float
+    @property
+    def ended(self) -> float:
+        """The `time.perf_counter` at the step's completion."""
 
     def result(self) -> InstructBatchResult:
         """Wait for the step and return its result.

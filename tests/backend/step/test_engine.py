@@ -57,17 +57,17 @@ def test_step_is_built_then_launched_then_committed(monkeypatch: pytest.MonkeyPa
     assert calls == [], "nothing is computed"
     assert adapter(pipeline) == before
 
-    engine.launch(step)
+    launched = engine.launch(step)
     assert engine.launched is step
     assert engine.new_step(STEPS[1], rate=1e-2).number == 2
     assert calls
     assert (engine.committed_steps, step.ended) == (0, 0)
 
-    result = step.result()
-    assert step.result() is result, "a committed step is not taken again"
+    result = launched.result()
+    assert launched.result() is result, "a committed step is not taken again"
     assert engine.launched is step.built is None
     assert engine.committed_steps == 1
-    assert step.ended > 0
+    assert launched.ended == step.ended > 0
     assert adapter(pipeline) != before
 
 
