@@ -3,14 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from mlx.utils import tree_map
 
 from mlxtune.backend.device import allocator
 from mlxtune.backend.device.retry import Attempt
@@ -188,13 +187,14 @@ class Engine:
         finally:
             # Tracing has replaced the model's parameters with arrays of the trace.
             forward.trained.assign(own)
-        self._sum_over_workers(total, vectors)
+        total.finish(vectors, forward.loss_scale)
+        if self._workers.size > 1:
+            self._sum_over_workers(total)
+        total.use_known_loss()
         if step.rate is not None:
-            update = self.optimizer.update(vectors, total.gradients, total.loss, step.rate, before)
-            # The whole step is evaluated together, with one wait for the device.
-            computed = total.loss, total.counts, total.values, update
-            total.graph = replace(total.graph, arrays=computed)
-            total.update = update
+            total.set_update(
+                self.optimizer.update(vectors, total.gradients, total.loss, step.rate, before)
+            )
         step.built = total
 
     def build(
@@ -217,8 +217,10 @@ class Engine:
             values, gradients = compute(parameters, inputs, scale, reduce)
         total.add(values, self.vectors.join_gradients(gradients))
         total.count(micro_batch, step.own)
-        total.graph = self.runner.graph(
-            micro_batch.tokens, gradients, total.loss, total.gradients, total.values
+        total.compute_by(
+            self.runner.graph(
+                micro_batch.tokens, gradients, total.loss, total.gradients, total.values
+            )
         )
         allocator.relieve_pressure()
 
@@ -246,9 +248,9 @@ class Engine:
         for attempt in self.attempts(step):
             count += 1
             with attempt:
-                computed = self._compute(step)
+                total = self._compute(step)
         self.launched = None
-        step.outcome = self._apply(step, computed)
+        step.outcome = self._apply(step, total)
         step.ended = time.perf_counter()
         return count == 1
 
@@ -256,37 +258,36 @@ class Engine:
         """Compute a step that has no rate; its loss becomes a float, and its gradients a tree."""
         for attempt in self.attempts(step):
             with attempt:
-                computed = self._compute(step)
-        computed.loss = float(computed.loss)
-        computed.gradients = self.vectors.matrices(computed.gradients)
-        return computed
+                total = self._compute(step)
+        total.read(self.vectors.matrices)
+        return total
 
     def _compute(self, step: OptimizerStep) -> StepGradients:
         """Wait for a step's graph, which is built if it is not yet, or no longer."""
         if step.built is None:
             self.accumulate(step)
-        computed = step.take()
-        self.runner.finish(computed.graph)
-        return computed
+        total = step.take()
+        self.runner.finish(total.graph)
+        return total
 
     def _apply(
-        self, step: OptimizerStep, computed: StepGradients
+        self, step: OptimizerStep, total: StepGradients
     ) -> InstructBatchResult | NonFiniteLossError:
         """Apply an update to the model and the optimizer; return the step's result or its error."""
-        update, step_loss, dtype = computed.update, computed.step_loss, self.forward.dtype
+        update, step_loss, dtype = total.update, total.step_loss, self.forward.dtype
         assert update is not None
         if step.number == 1 and not self._config.dropout:
-            step_loss.check_first(computed.values, in_16_bits=dtype is not None and dtype.size == 2)
-        metrics = step_loss.metrics(computed.values)
+            step_loss.check_first(total.values, in_16_bits=dtype is not None and dtype.size == 2)
+        metrics = step_loss.metrics(total.values)
         self.runner.warn_of_limit()
         self.forward.trained.assign(update.parameters)
         self.optimizer.commit(update)
         allocator.relieve_pressure()
         self.phases.end("optimizer")
-        loss, grad_norm = float(computed.loss), float(update.norm)
-        counts = [computed.micro_batches, computed.forward_tokens, computed.padding]
-        if computed.counts is not None:
-            *counts, stop, save = map(round, computed.counts.tolist())
+        loss, grad_norm = float(total.loss), float(update.norm)
+        counts = total.own_counts
+        if total.counts is not None:
+            *counts, stop, save = map(round, total.counts.tolist())
             self._workers.agree((stop, save))
         if not update.finite:
             return step.not_finite(loss, grad_norm)
@@ -344,29 +345,14 @@ class Engine:
         mine = self._workers.own_items([sum(costs[i] for i in row) for row in rows])
         return sorted(i for row in mine for i in rows[row])
 
-    def _sum_over_workers(self, total: StepGradients, vectors: list[mx.array]) -> None:
-        """Undo float16's loss scale, and add the other workers' shares."""
-        loss_scale = self.forward.loss_scale
-        if total.gradients is None:  # if workers outnumber the examples
-            total.gradients = tree_map(mx.zeros_like, vectors)
-        if loss_scale != 1:
-            total.loss, total.gradients = tree_map(
-                lambda each: each / loss_scale, (total.loss, total.gradients)
-            )
-        if self._workers.size > 1:
-            total.loss, total.gradients, total.counts = self._summed(total)
-            total.values = [self._workers.sum_own(each) for each in total.values]
-            arrays = total.loss, total.gradients, total.counts, total.values
-            total.graph = replace(total.graph, arrays=arrays)
-        if (known := total.step_loss.known) is not None:
-            total.loss = mx.array(known)
-
-    def _summed(self, total: StepGradients) -> list[Any]:
-        """Return the loss, the gradients and the counts of all workers."""
-        counts = [total.micro_batches, total.forward_tokens, total.padding]
-        if not self._workers.shards_model:
-            return self._workers.sum_step(total.loss, total.gradients, counts, ())
-        # Sums by name, because the gradients that all workers compute (`alike`) count only once.
-        named = self.vectors.matrices(total.gradients)
-        loss, named, counts = self._workers.sum_step(total.loss, named, counts, self._lora.alike)
-        return [loss, self.vectors.join(named), counts]
+    def _sum_over_workers(self, total: StepGradients) -> None:
+        """Add the other workers' sums to this worker's."""
+        workers, own = self._workers, total.own_counts
+        if workers.shards_model:
+            # By name, because the gradients that all workers compute (`alike`) count only once.
+            named = self.vectors.matrices(total.gradients)
+            loss, named, counts = workers.sum_step(total.loss, named, own, self._lora.alike)
+            gradients = self.vectors.join(named)
+        else:
+            loss, gradients, counts = workers.sum_step(total.loss, total.gradients, own, ())
+        total.merge(loss, gradients, counts, [workers.sum_own(each) for each in total.values])

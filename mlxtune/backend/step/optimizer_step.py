@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -27,7 +27,7 @@ class StepGradients:
     `forward_tokens` counts the tokens, `padding` included, that run in all `micro_batches`. `graph`
     computes the last micro-batch and the `update`, if any. With several workers, loss, gradients
     and the loss's `values` are sums over all workers, as is `counts`, float32 (5,): the numbers of
-    micro-batches, run tokens, padding, and requests to stop and to save.
+    micro-batches, forward tokens, padding, and requests to stop and to save.
     """
 
     def __init__(self, step_loss: StepLoss) -> None:
@@ -45,6 +45,11 @@ class StepGradients:
         """The number of supervised tokens of the step."""
         return self.step_loss.tokens
 
+    @property
+    def own_counts(self) -> list[int]:
+        """The numbers of micro-batches, forward tokens and padding of this worker."""
+        return [self.micro_batches, self.forward_tokens, self.padding]
+
     def add(self, values: Sequence[mx.array], gradients: list[mx.array]) -> None:
         """Add a micro-batch's loss, with the values that come with it, and its gradients."""
         loss, *rest = values
@@ -58,6 +63,45 @@ class StepGradients:
         self.micro_batches += 1
         self.forward_tokens += micro_batch.tokens
         self.padding += micro_batch.padding(examples)
+
+    def compute_by(self, graph: Graph) -> None:
+        """Set the graph that computes the sums."""
+        self.graph = graph
+
+    def finish(self, vectors: Sequence[mx.array], loss_scale: float) -> None:
+        """Undo float16's loss scale, after all micro-batches of this worker.
+
+        Without micro-batches, as when workers outnumber the examples, the gradients are zeros like
+        `vectors`.
+        """
+        if self.gradients is None:
+            self.gradients = tree_map(mx.zeros_like, vectors)
+        if loss_scale != 1:
+            self.loss, self.gradients = tree_map(
+                lambda each: each / loss_scale, (self.loss, self.gradients)
+            )
+
+    def merge(
+        self, loss: mx.array, gradients: Any, counts: mx.array, values: list[mx.array]
+    ) -> None:
+        """Replace this worker's sums by those over all workers."""
+        self.loss, self.gradients, self.counts, self.values = loss, gradients, counts, values
+        self.graph = replace(self.graph, arrays=(loss, gradients, counts, values))
+
+    def use_known_loss(self) -> None:
+        """Replace the loss by the one that forward passes have shown, if any."""
+        if (known := self.step_loss.known) is not None:
+            self.loss = mx.array(known)
+
+    def set_update(self, update: OptimizerUpdate) -> None:
+        """Set the update, which the graph computes with the sums in one wait for the device."""
+        self.update = update
+        self.graph = replace(self.graph, arrays=(self.loss, self.counts, self.values, update))
+
+    def read(self, matrices: Callable[[list[mx.array]], dict[str, mx.array]]) -> None:
+        """Make the computed loss a float, and the gradients the `matrices` of the vectors."""
+        self.loss = float(self.loss)
+        self.gradients = matrices(self.gradients)
 
 
 @dataclass(eq=False)
