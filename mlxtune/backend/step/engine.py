@@ -96,7 +96,9 @@ class Engine:
             whole_rows=objective.keeps_rows_whole,
         )
         parameters = lora.total_parameters
-        self.runner = GraphRunner(forward, parameters, remedy=_LESS_MEMORY, warn=warn)
+        self.runner = GraphRunner(
+            forward, parameters, remedy=_LESS_MEMORY, warn=warn, retries=not workers.shards_model
+        )
         # AdamW's two moments, in float32.
         moments = 2 * 4 * lora.trainable_parameters
         self.losses = ExampleLosses(
@@ -130,8 +132,7 @@ class Engine:
 
         Returns None if it cannot be halved.
         """
-        own = self.new_step(examples).own
-        return self.batches.max_tokens if self.batches.halve(own) else None
+        return self.batches.halve(self.new_step(examples).own)
 
     # The states of a step
 
@@ -162,7 +163,7 @@ class Engine:
 
     def attempts(self, step: OptimizerStep) -> Iterator[Attempt]:
         """Yield a context for each attempt at work on a step; see `GraphRunner.attempts`."""
-        return self.runner.attempts(self.batches, step.own)
+        return self.runner.attempts(step.own, self.batches.halve)
 
     def accumulate(self, step: OptimizerStep, after: OptimizerStep | None = None) -> None:
         """Build a step: the gradients of its micro-batches, then the update.

@@ -108,7 +108,7 @@ class ExampleLosses:
             allowed = batches.max_tokens
             show = lambda done, start=start: on_progress(start + done)  # noqa: E731
             try:
-                for attempt in self._runner.attempts(batches, chosen):
+                for attempt in self._runner.attempts(chosen, batches.halve):
                     with attempt:
                         self._compute(batches, chosen, losses[start:], show, keys)
             finally:

@@ -61,22 +61,23 @@ class MicroBatches:
             self._last = asked, plan(examples) if whole is None else whole
         return self._last[1]
 
-    def halve(self, examples: Sequence[Example]) -> bool:
+    def halve(self, examples: Sequence[Example]) -> int | None:
         """Set `max_tokens` to half the size of the largest micro-batch of several examples.
 
-        Returns True; without such a micro-batch, or with `keeps_limit`, changes nothing and returns
-        False.
+        Returns the new limit; without such a micro-batch, or with `keeps_limit`, changes nothing
+        and returns None.
         """
         if self.keeps_limit:
-            return False
+            return None
         several = [
             micro_batch.tokens
             for micro_batch in self.divided(examples)
             if len(micro_batch.examples) > 1
         ]
-        if several:
-            self.limit(max(several) // 2)
-        return bool(several)
+        if not several:
+            return None
+        self.limit(max(several) // 2)
+        return self.max_tokens
 
 
 def _whole_row_batches(

@@ -18,7 +18,6 @@ from mlxtune.backend.device import allocator
 from mlxtune.backend.device.default_device import has_metal, on_cpu
 from mlxtune.backend.device.retry import Attempt, attempts
 from mlxtune.backend.forward.forward import Forward
-from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.core.data.encode import Example
 from mlxtune.core.formatting import byte_size
 from mlxtune.core.machine.gpu_faults import Fault, fault_error
@@ -32,6 +31,9 @@ _METAL_SPEED = 1e12
 _OPERATIONS = 6
 # The fraction of a micro-batch's time that the forward pass takes.
 _FORWARD = 1 / 3
+
+# Halves the micro-batches of examples, and returns their new limit in tokens; None if it cannot.
+Halve = Callable[[Sequence[Example]], int | None]
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,8 @@ class GraphRunner:
 
     After a fault of the GPU, a pass is tried again, with micro-batches of half the size if memory
     ran out, or if the GPU stopped a command that took too long and stages cannot be shorter. `warn`
-    is called each time; `remedy` is an error's advice if not even one example fits. If workers
-    share the model, nothing is retried, because the other workers wait for this one within the
-    pass.
+    is called each time; `remedy` is an error's advice if not even one example fits. Without
+    `retries`, a fault is an error: workers that share the model wait for each other within a pass.
     """
 
     def __init__(
@@ -81,8 +82,10 @@ class GraphRunner:
         *,
         remedy: str,
         warn: Callable[[str], None],
+        retries: bool = True,
     ) -> None:
         self._remedy = remedy
+        self._retries = retries
         self._warn = warn
         self._warned_of_limit = False
         self._mixers = forward.mixers
@@ -171,30 +174,28 @@ class GraphRunner:
                 "lower --memory-limit if the machine swaps"
             )
 
-    def attempts(self, batches: MicroBatches, examples: Sequence[Example]) -> Iterator[Attempt]:
-        """Yield a context for each attempt at a pass over `examples` in `batches`.
+    def attempts(self, examples: Sequence[Example], halve: Halve) -> Iterator[Attempt]:
+        """Yield a context for each attempt at a pass over `examples`; `halve` makes it smaller.
 
         Raises MemoryLimitError or GpuError if all attempts fail.
         """
-        return attempts(partial(self._adapt, batches, examples))
+        return attempts(partial(self._adapt, examples, halve))
 
-    def _adapt(
-        self, batches: MicroBatches, examples: Sequence[Example], fault: Fault, text: str
-    ) -> None:
-        """Change settings so that a pass over `examples` in `batches` may succeed after a fault.
+    def _adapt(self, examples: Sequence[Example], halve: Halve, fault: Fault, text: str) -> None:
+        """Change settings so that a pass over `examples` may succeed after a fault.
 
         Raises MemoryLimitError or GpuError if nothing is left to change.
         """
         what = fault.meaning
-        if batches.keeps_limit:
+        if not self._retries:
             out = fault is Fault.OUT_OF_MEMORY
             raise fault_error(fault, text, "on this worker", "lower --memory-limit" if out else "")
         if not fault.asks_for_less:
             self._warn(f"{what} ({one_line(text)}): trying again")
         elif fault is not Fault.OUT_OF_MEMORY and self.shorten():
             self._warn(f"{what}: shorter evaluations from here on; to avoid this, {fault.remedy}")
-        elif batches.halve(examples):
-            self._warn(f"{what}: micro-batches of up to {batches.max_tokens:,} tokens from here on")
+        elif (tokens := halve(examples)) is not None:
+            self._warn(f"{what}: micro-batches of up to {tokens:,} tokens from here on")
         else:
             one = f"with one example of up to {max(map(len, examples)):,} tokens at a time"
             remedy = self._remedy if fault is Fault.OUT_OF_MEMORY else ""

@@ -7,7 +7,8 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxtune.backend.step.pipeline import InstructPipeline
-from mlxtune.backend.step.runner import Graph
+from mlxtune.backend.step.runner import Graph, GraphRunner
+from mlxtune.errors import MemoryLimitError
 from tests.backend.conftest import random_examples
 from tests.backend.step.executions import (
     IN_LINE,
@@ -149,3 +150,35 @@ def test_shorter_stages_are_refused_once_each_layer_has_its_own() -> None:
         counts.append(stages.stages_for(1))
     assert counts == sorted(counts)
     assert 1 < len(counts) < 10
+
+
+@pytest.mark.parametrize(
+    ("retries", "limits", "expected"),
+    [
+        (True, [32, 16], ["micro-batches of up to 32", "micro-batches of up to 16"]),
+        (True, [32, None], ["micro-batches of up to 32", "with one example"]),
+        (False, [], ["on this worker"]),
+    ],
+)
+def test_pass_without_memory_is_halved_by_its_caller_until_it_fits(
+    retries: bool, limits: list[int | None], expected: list[str]
+) -> None:
+    lines: list[str] = []
+    forward = fresh(model_folder("qwen3"), IN_LINE, 10_000).forward
+    runner = GraphRunner(forward, 1, remedy="buy", warn=lines.append, retries=retries)
+    examples, left = random_examples(), list(limits)
+
+    def halve(given: Any) -> int | None:
+        assert given is examples
+        return left.pop(0)
+
+    faults = iter(expected)
+    try:
+        for attempt in runner.attempts(examples, halve):
+            with attempt:
+                if next(faults, None) is not None:
+                    raise MemoryError
+    except MemoryLimitError as error:
+        lines.append(str(error))
+    assert left == []
+    assert all(part in line for part, line in zip(expected, lines, strict=True))
