@@ -178,13 +178,13 @@ def _attention(base: BaseModel, layers: int) -> dict[str, Any]:
     if _is_fused(base, size) and not added:
         # The fused kernel does not support masks of a sliding window.
         window = text.get("sliding_window") or 1 << 40
-    kept, held = (2, 5) if added else (1, 3)
+    kept, in_layer = (2, 5) if added else (1, 3)
     heads //= base.shards
     return {
         "heads": heads,
         "head_size": size,
         "scores": kept * heads * scored,
-        "layer_scores": held * heads,
+        "layer_scores": in_layer * heads,
         "window": int(window),
     }
 
@@ -202,8 +202,8 @@ def _held_scores(base: BaseModel) -> int:
     """Return how many scores per pair of tokens a layer's backward pass holds on the CPU."""
     heads = int(base.text_config.get("num_attention_heads") or 1)
     # No kernel caps scores, or computes the gradient of the scores that latent attention adds.
-    held = _caps(base, attention=True) or base.text_config.get("kv_lora_rank")
-    return _COPIES * heads if held else 0
+    unfused = _caps(base, attention=True) or base.text_config.get("kv_lora_rank")
+    return _COPIES * heads if unfused else 0
 
 
 def _caps(base: BaseModel, *, attention: bool) -> bool:

@@ -102,7 +102,7 @@ class Engine:
         # AdamW's two moments, in float32.
         moments = 2 * 4 * lora.trainable_parameters
         self.losses = ExampleLosses(
-            forward, self.batches, self.runner, parameters, workers, held=moments
+            forward, self.batches, self.runner, parameters, workers, other_bytes=moments
         )
         self.phases = Phases(forward)
         self.vectors = LoRAVectors(forward.model, apart=config.lr_ratio != 1)

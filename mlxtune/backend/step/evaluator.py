@@ -48,8 +48,8 @@ class ExampleLosses:
 
     The device computes a batch while the next is prepared, and never holds two batches. Batches are
     no smaller than `training`, the micro-batches of training, unless memory runs out for those; the
-    limit of training itself never changes. `held` is the number of bytes in use besides the model;
-    `parameters` counts the model's parameters.
+    limit of training itself never changes. `other_bytes` are in use besides the model; `parameters`
+    counts the model's parameters.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ExampleLosses:
         runner: GraphRunner,
         parameters: int,
         workers: Workers = ALONE,
-        held: int = 0,
+        other_bytes: int = 0,
     ) -> None:
         self._workers = workers
         self._forward = forward
@@ -68,7 +68,7 @@ class ExampleLosses:
         self._most = most_tokens(parameters)
         # The largest batch, in tokens, once memory has run out in an evaluation.
         self._lowered = sys.maxsize
-        self._memory = EvaluationMemory(forward, held)
+        self._memory = EvaluationMemory(forward, other_bytes)
 
     def limit_memory(self, most: int) -> None:
         """Limit batches' memory peak to `most` bytes, unless training's micro-batches need more."""
@@ -174,7 +174,7 @@ def _sums(batch: PaddedBatch | Pack, each: npt.NDArray[np.float64]) -> npt.NDArr
 
 
 class EvaluationMemory:
-    """The estimated memory of an evaluation's batches, besides the model and `held` bytes.
+    """The estimated memory of an evaluation's batches, besides the model and `other_bytes`.
 
     `core.steps.memory_plan` predicts training: the values that layers keep, and backward passes,
     for the layers with LoRA. An evaluation keeps nothing, runs all layers, perhaps of a model
@@ -182,21 +182,21 @@ class EvaluationMemory:
     that the batches are always the same.
     """
 
-    def __init__(self, forward: Forward, held: int) -> None:
+    def __init__(self, forward: Forward, other_bytes: int) -> None:
         model, execution = forward.model, forward.execution
         weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         self._itemsize = 4 if forward.dtype is None else forward.dtype.size
         self._forward, self._facts = forward, forward.facts
         self._in_blocks = forward.plain_head and forward.dtype == mx.float32
-        self._held = weights + held
-        self._free = mx.get_memory_limit() / (1 + MARGIN) - self._held
+        self._in_use = weights + other_bytes
+        self._free = mx.get_memory_limit() / (1 + MARGIN) - self._in_use
         self._head_apart = execution.head_apart
         lazy = forward.operations.lazy and not on_cpu()
         self._graphs = allocator.graph_limits() if lazy else None
 
     def limit(self, most: int) -> None:
-        """Limit the total memory to `most` bytes, including the model and the held bytes."""
-        self._free = min(self._free, most - self._held)
+        """Limit the total memory to `most` bytes, including the bytes that are in use already."""
+        self._free = min(self._free, most - self._in_use)
 
     def fits(self, load: BatchLoad) -> bool:
         """Return whether a batch fits in memory.

@@ -267,15 +267,15 @@ def _problem_of(path: Path) -> str | None:
 def _panics_as_errors(folder: str) -> Iterator[None]:
     """Turn a panic of `tokenizers` into ModelError, and drop the lines that Rust prints for it.
 
-    Without a panic, output to stderr is held back and shown afterwards.
+    Without a panic, output to stderr is captured and shown afterwards.
     """
-    with _stderr_lock, scratch_file() as held:
+    with _stderr_lock, scratch_file() as captured:
         _flush_stderr()
         try:
             before = os.dup(_STDERR)
         except OSError:  # stderr is closed, so there is no output to hide
-            before = os.dup(held.fileno())
-        os.dup2(held.fileno(), _STDERR)
+            before = os.dup(captured.fileno())
+        os.dup2(captured.fileno(), _STDERR)
         panicked = False
         try:
             yield
@@ -291,8 +291,8 @@ def _panics_as_errors(folder: str) -> Iterator[None]:
             _flush_stderr()
             os.dup2(before, _STDERR)
             os.close(before)
-            held.seek(0)
-            if not panicked and (text := held.read()):
+            captured.seek(0)
+            if not panicked and (text := captured.read()):
                 os.write(_STDERR, text)
 
 
