@@ -117,16 +117,16 @@ class MlxLm:
         """Return a function that sums batches' gradients and, in the last batch, updates LoRA."""
 
         def step(
-            tokens: mx.array, supervised: mx.array, share: mx.array, before: Any, last: bool
+            tokens: mx.array, supervised: mx.array, fraction: mx.array, before: Any, last: bool
         ) -> tuple[mx.array, Any]:
             (value, _), gradients = self.loss_and_gradients(tokens, supervised)
-            gradients = tree_map(lambda gradient: gradient * share, gradients)
+            gradients = tree_map(lambda gradient: gradient * fraction, gradients)
             if before is not None:
                 gradients = tree_map(mx.add, before, gradients)
             if last:
                 self._optimizer.update(self._model, gradients)
                 gradients = None
-            return value * share, gradients
+            return value * fraction, gradients
 
         return mx.compile(step, inputs=self.state, outputs=self.state) if compiled else step
 
@@ -147,8 +147,8 @@ class MlxLm:
         total = sum(count for _, _, count in batches)
         gradients = None
         for i, (tokens, supervised, count) in enumerate(batches, 1):
-            share, last = mx.array(count / total), i == len(batches)
-            part, gradients = step(tokens, supervised, share, gradients, last)
+            fraction, last = mx.array(count / total), i == len(batches)
+            part, gradients = step(tokens, supervised, fraction, gradients, last)
             yield part, gradients
 
     @contextmanager

@@ -219,7 +219,7 @@ class DataConfig(RowsConfig, _Source):
     _: dataclasses.KW_ONLY
     val_split: float = DATA.option(
         0.2,
-        "Share of the rows held out for validation, up to 0.5; 0 turns validation off.",
+        "Fraction of the rows held out for validation, up to 0.5; 0 turns validation off.",
         RESULT,
         at_least=0,
         at_most=0.5,

@@ -73,7 +73,7 @@ class ObjectiveConfig(RowObjectiveConfig):
     dpo_loss: str = TRAINING.option("sigmoid", "Loss of dpo.", RESULT, choices=_DPO_LOSSES)
     label_smoothing: float = TRAINING.option(
         0.0,
-        "Assumed share of pairs with swapped answers, for cpo, simpo, and dpo with "
+        "Assumed fraction of pairs with swapped answers, for cpo, simpo, and dpo with "
         f"{', '.join(_SMOOTHED)}.",
         RESULT,
         at_least=0,

@@ -88,7 +88,7 @@ class _LoopConfig(Checked):
         choices=("warmup-cosine", "linear-warmup", "constant"),
     )
     warmup_fraction: float = TRAINING.option(
-        0.1, "Share of the steps in which the rate warms up.", RESULT, at_least=0, at_most=1
+        0.1, "Fraction of the steps in which the rate warms up.", RESULT, at_least=0, at_most=1
     )
     lr_min: float = TRAINING.option(
         1e-6, "Learning rate at the end of warmup-cosine.", RESULT, at_least=0

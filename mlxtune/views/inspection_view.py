@@ -292,12 +292,12 @@ def _totals(inspection: Inspection) -> dict[str, str]:
     train = sum(ledger["rows_train"] for ledger in inspection.files)
     read = sum(ledger["rows_read"] for ledger in inspection.files)
     tokens, supervised = inspection.tokens, inspection.supervised
-    share = percent(supervised.total, tokens.total)
+    fraction = percent(supervised.total, tokens.total)
     is_cut = any(ledger["tokens_truncated"] for ledger in inspection.files)
     before = ", before --max-seq-len cuts" if is_cut else ""
     return {
         f"of {count(read, 'row')} read are for training": f"{train:,}",
-        f"supervised tokens, {share} of all{before}": f"{supervised.total:,}",
+        f"supervised tokens, {fraction} of all{before}": f"{supervised.total:,}",
         f"tokens in the longest of {count(inspection.examples, 'example')}": f"{tokens.max:,}",
         f"in an epoch, each of {count(inspection.batch_size, 'row')}": (
             count(inspection.cost.steps, "step")

@@ -27,7 +27,7 @@ def peak_line(plan: MemoryPlan) -> str:
     peak, limit = byte_size(plan.peak.total), byte_size(plan.limit)
     if plan.shapes.measured is not None:
         return f"predicted peak memory {peak} of {limit}"
-    low, high = (byte_size(round(plan.peak.total / share)) for share in reversed(ESTIMATE))
+    low, high = (byte_size(round(plan.peak.total / fraction)) for fraction in reversed(ESTIMATE))
     return f"estimated peak memory {peak} ({low} to {high}) of {limit}"
 
 
@@ -165,16 +165,16 @@ def _workers_line(scaling: Scaling) -> str:
         f"adding {byte_size(scaling.exchanged)} of {what} takes "
         f"{short_duration(scaling.exchange_s)} at {scaling.gbps:g} Gbit/s"
     )
-    share = f"the busiest computes up to {scaling.dearest:.0%} of a step"
+    busiest = f"the busiest computes up to {scaling.dearest:.0%} of a step"
     if scaling.speedup is None or scaling.step_s is None:
-        return f"{scaling.workers}: {share}; {exchange}"
+        return f"{scaling.workers}: {busiest}; {exchange}"
     gain = f"at most {scaling.speedup:.1f} times as fast as one alone"
     if scaling.speedup < 1:
         gain = (
             "slower than one alone: only steps of over "
             f"{short_duration(scaling.least_step_s)} get faster"
         )
-    return f"{scaling.workers}, {gain}: {share} of {short_duration(scaling.step_s)}; {exchange}"
+    return f"{scaling.workers}, {gain}: {busiest} of {short_duration(scaling.step_s)}; {exchange}"
 
 
 def _time(run: RunPlan) -> str:

@@ -357,14 +357,14 @@ class ProfileSummary:
 
 
 def profile_line(profile: StepProfile) -> str:
-    shares = ", ".join(
+    fractions = ", ".join(
         f"{name} {phase.seconds / max(profile.seconds, 1e-12):.0%}"
         for name, phase in profile.phases.items()
     )
     highest = max(profile.phases, key=lambda name: profile.phases[name].peak_bytes)
     peak = byte_size(profile.phases[highest].peak_bytes)
     took = short_duration(profile.seconds)
-    return f"step {profile.step}: {took}: {shares}; peak {peak} in {highest}"
+    return f"step {profile.step}: {took}: {fractions}; peak {peak} in {highest}"
 
 
 def profile_table(summary: ProfileSummary) -> Iterator[str]:
@@ -375,6 +375,6 @@ def profile_table(summary: ProfileSummary) -> Iterator[str]:
         for name in (*PHASES, OTHER):
             if phase := summary.phases.get(name):
                 time = f"{short_duration(phase.seconds / summary.steps):>10}"
-                share = f"{phase.seconds / max(summary.seconds, 1e-12):>8.1%}"
+                fraction = f"{phase.seconds / max(summary.seconds, 1e-12):>8.1%}"
                 memory = f"{byte_size(phase.bytes):>10}{byte_size(phase.peak_bytes):>10}"
-                yield f"{name:<{_PHASE_WIDTH}}{time}{share}{memory}"
+                yield f"{name:<{_PHASE_WIDTH}}{time}{fraction}{memory}"

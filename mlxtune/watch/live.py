@@ -53,7 +53,7 @@ _PARTS = ("problem", "back", "head", "charts", "why_not", "latest", "samples", "
 _RECENT_STEPS = 50
 _FILES = (METRICS, ABOUT, LEDGER, RESULT, EVALUATION, SAMPLES)
 # Seconds between checks of a run's files, seconds between checks for new runs, and the largest
-# share of the time that reading may take.
+# fraction of the time that reading may take.
 _LOOK_EVERY, _FIND_EVERY, _MOST_READING = 1.0, 5.0, 0.1
 # Seconds after which an empty event is sent, to see whether the page is still open.
 _SIGN_OF_LIFE = 10.0

@@ -22,8 +22,8 @@ from mlxtune.core.machine.reservation import reservations
 from mlxtune.core.steps.memory_in_flight import GraphLimits
 
 GB = 10**9
-# Shares of the limit: the size of MLX's cache of freed buffers, and the memory use above which
-# the cache is cleared.
+# Fractions of the limit: the size of MLX's cache of freed buffers, and the memory use above
+# which the cache is cleared.
 _CACHE_FRACTION = 1 / 8
 _PRESSURE = 0.9
 # The fraction of a CUDA device's memory to use, because CUDA recommends no size. The rest is for

@@ -37,16 +37,18 @@ def softmax_cross_entropies(logits: mx.array, targets: mx.array) -> mx.array:
     targets = targets[:, None]
 
     def forward(logits: mx.array) -> list[mx.array]:
-        shares = mx.softmax(logits, axis=-1)
+        probabilities = mx.softmax(logits, axis=-1)
         largest = mx.argmax(logits, axis=-1, keepdims=True)
         # Log-sum-exp is the largest logit minus the log of its probability, which is never 0.
-        total = _at(logits, largest) - mx.log(_at(shares, largest))
-        return [(total - _at(logits, targets))[:, 0], shares]
+        total = _at(logits, largest) - mx.log(_at(probabilities, largest))
+        return [(total - _at(logits, targets))[:, 0], probabilities]
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
-        cotangent, shares = cotangents[0][:, None], outputs[1]
-        shares = mx.put_along_axis(shares, targets, _at(shares, targets) - 1, axis=-1)
-        return shares * cotangent
+        cotangent, probabilities = cotangents[0][:, None], outputs[1]
+        probabilities = mx.put_along_axis(
+            probabilities, targets, _at(probabilities, targets) - 1, axis=-1
+        )
+        return probabilities * cotangent
 
     return differentiable(forward, backward)(logits)[0]
 
@@ -63,16 +65,18 @@ def sharded_cross_entropies(
     def forward(logits: mx.array) -> list[mx.array]:
         logits = logits.astype(mx.float32)
         highest = vocabulary.highest(logits.max(axis=-1, keepdims=True))
-        shares = mx.exp(logits - highest)
+        exponentials = mx.exp(logits - highest)
         own = mx.where(here, _at(logits, places) - highest, 0)
-        sums = mx.concatenate([shares.sum(axis=-1, keepdims=True), own], axis=-1)
+        sums = mx.concatenate([exponentials.sum(axis=-1, keepdims=True), own], axis=-1)
         total, right = mx.split(vocabulary.sum(sums), 2, axis=-1)
-        return [(mx.log(total) - right)[:, 0], shares / total]
+        return [(mx.log(total) - right)[:, 0], exponentials / total]
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
-        cotangent, shares = cotangents[0][:, None], outputs[1]
-        shares = mx.put_along_axis(shares, places, _at(shares, places) - here, axis=-1)
-        return (shares * cotangent).astype(logits.dtype)
+        cotangent, probabilities = cotangents[0][:, None], outputs[1]
+        probabilities = mx.put_along_axis(
+            probabilities, places, _at(probabilities, places) - here, axis=-1
+        )
+        return (probabilities * cotangent).astype(logits.dtype)
 
     return differentiable(forward, backward)(logits)[0]
 
@@ -181,8 +185,8 @@ class VocabularyBlocks:
             for block in _blocks(weight, len(hidden)):
                 # Blocks run one after the other; otherwise the graph would hold several together.
                 rows = mx.depends([hidden], [expected, softmax.total])[0]
-                shares, correction = softmax.take(rows @ block.T)
-                expected = mx.addmm(expected * correction, shares, block)
+                exponentials, correction = softmax.take(rows @ block.T)
+                expected = mx.addmm(expected * correction, exponentials, block)
             right = _weight_rows(weight, targets, vocabulary)
             logits = (hidden * right).sum(axis=1)
             if vocabulary is None:
@@ -225,10 +229,10 @@ class _BlockwiseSoftmax:
     def take(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """Add a block; return exp(logit - highest so far), and a factor to rescale earlier sums."""
         highest = mx.maximum(self._highest, logits.max(axis=1, keepdims=True))
-        shares, correction = mx.exp(logits - highest), mx.exp(self._highest - highest)
-        self.total = self.total * correction + shares.sum(axis=1, keepdims=True)
+        exponentials, correction = mx.exp(logits - highest), mx.exp(self._highest - highest)
+        self.total = self.total * correction + exponentials.sum(axis=1, keepdims=True)
         self._highest = highest
-        return shares, correction
+        return exponentials, correction
 
     def merge(self, vocabulary: Vocabulary) -> mx.array:
         """Merge the other workers' sums; return the factor that rescales this worker's sums."""

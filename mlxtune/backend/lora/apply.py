@@ -100,7 +100,7 @@ class LoRASummary:
     def describe(self) -> str:
         """Return a one-line description of the trained parameters."""
         config = self.config
-        share = self.trainable_parameters / (self.total_parameters * self.parts)
+        fraction = self.trainable_parameters / (self.total_parameters * self.parts)
         ranks = target_ranks(config.target_rank)
         exceptions = ", ".join(f"{name} {rank}" for name, rank in ranks.items())
         scale = scale_of(config.alpha, config.rank, rslora=config.rslora)
@@ -118,7 +118,7 @@ class LoRASummary:
             f"alpha {config.alpha:g} (scale {scale:g}{formula}) on "
             f"{', '.join(config.targets)}: {self.modules} modules in {self.layers} layers"
             f"{f' (with {experts:,} matrices of experts)' if experts else ''}, "
-            f"{self.trainable_parameters:,} trainable parameters ({share:.3%})"
+            f"{self.trainable_parameters:,} trainable parameters ({fraction:.3%})"
             + "".join(f"; {extra}" for extra in extras if extra)
         )
 

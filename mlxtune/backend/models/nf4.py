@@ -107,9 +107,9 @@ def in_parts(
 def _nearest(blocks: mx.array, levels: Floats) -> tuple[mx.array, mx.array]:
     """Return the index of each entry's nearest level, uint8, and the blocks' largest magnitudes."""
     largest = mx.abs(blocks).max(axis=-1)
-    shares = blocks / mx.where(largest == 0, 1, largest)[..., None]
+    scaled = blocks / mx.where(largest == 0, 1, largest)[..., None]
     between = mx.array((levels[:-1] + levels[1:]) / np.float32(2))
-    return mx.searchsorted(between, shares).astype(mx.uint8), largest
+    return mx.searchsorted(between, scaled).astype(mx.uint8), largest
 
 
 def dequantize(codes: mx.array, scales: mx.array) -> mx.array:

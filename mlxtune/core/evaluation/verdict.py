@@ -242,8 +242,8 @@ def _compare_pairs(
 ) -> PreferenceDifference:
     won, wins = (each.margins > 0 for each in (before, adapted))
     bounds = paired_fraction_interval(won, wins)
-    shares = float(won.mean()), float(wins.mean())
-    return _difference(rows, shares, bounds, before.margins, adapted.margins, len(rows))
+    fractions = float(won.mean()), float(wins.mean())
+    return _difference(rows, fractions, bounds, before.margins, adapted.margins, len(rows))
 
 
 def _compare_labelled(
@@ -251,19 +251,19 @@ def _compare_labelled(
 ) -> PreferenceDifference:
     good = adapted.labels == 1
     gains = adapted.margins - before.margins
-    share = float(_ranks(gains, good).mean())
+    fraction = float(_ranks(gains, good).mean())
     count = int(good.sum())
-    low, high = rank_interval(share, count, len(good) - count)
+    low, high = rank_interval(fraction, count, len(good) - count)
     # Each answer's gain is compared with the mean gain of the answers with the other label.
     margins = np.zeros(len(good)), _against_others(gains, good)
     fewest = min(count, len(good) - count)
-    difference = _difference(rows, (0.5, share), (low - 0.5, high - 0.5), *margins, fewest)
+    difference = _difference(rows, (0.5, fraction), (low - 0.5, high - 0.5), *margins, fewest)
     return replace(difference, pairs=False)
 
 
 def _difference(
     rows: CorpusRows,
-    shares: tuple[float, float],
+    fractions: tuple[float, float],
     bounds: tuple[float, float],
     before: Floats,
     after: Floats,
@@ -273,8 +273,8 @@ def _difference(
     return PreferenceDifference(
         objective="",
         pairs=True,
-        before=shares[0],
-        after=shares[1],
+        before=fractions[0],
+        after=fractions[1],
         fewest=fewest,
         low=bounds[0],
         high=bounds[1],
@@ -294,12 +294,12 @@ def _ranks(gains: Floats, good: npt.NDArray[np.bool_]) -> Floats:
     if good.all() or not good.any():
         return np.full(len(gains), 0.5)
 
-    def share(own: float, others: Floats, sign: int) -> float:
+    def fraction(own: float, others: Floats, sign: int) -> float:
         return float(np.mean(sign * (own - others) > 0) + np.mean(others == own) / 2)
 
     return np.array(
         [
-            share(gain, gains[~good], 1) if is_good else share(gain, gains[good], -1)
+            fraction(gain, gains[~good], 1) if is_good else fraction(gain, gains[good], -1)
             for gain, is_good in zip(gains, good, strict=True)
         ]
     )

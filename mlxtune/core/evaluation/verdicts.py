@@ -127,6 +127,6 @@ def _answers(evaluation: Evaluation) -> str:
         return ""
     if generated.rows < _FEWEST_ANSWERS:
         return ""
-    share, earlier = counted.adapted / generated.rows, counted.base / generated.rows
+    fraction, earlier = counted.adapted / generated.rows, counted.base / generated.rows
     how = f"match by {counted.by}" if isinstance(counted, Matches) else "exact"
-    return f"; {share:.0%} of {count(generated.rows, 'answer')} {how}, {earlier:.0%} without it"
+    return f"; {fraction:.0%} of {count(generated.rows, 'answer')} {how}, {earlier:.0%} without it"

@@ -150,10 +150,10 @@ def composed_attention(
         column = sinks.astype(scores.dtype).reshape(1, groups, -1, 1, 1)
         column = mx.broadcast_to(column, (*scores.shape[:-1], 1))
         scores = mx.concatenate([column, scores], axis=-1)
-    shares = mx.softmax(scores, axis=-1, precise=True)
+    probabilities = mx.softmax(scores, axis=-1, precise=True)
     if sinks is not None:
-        shares = shares[..., 1:]
-    return (shares @ values[:, :, None]).reshape(rows, heads, length, -1)
+        probabilities = probabilities[..., 1:]
+    return (probabilities @ values[:, :, None]).reshape(rows, heads, length, -1)
 
 
 def _head_axes(heads: int, groups: int) -> tuple[int, int]:
