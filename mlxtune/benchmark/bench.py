@@ -1,4 +1,4 @@
-"""`mlxtune bench`: each side takes the same steps, and every run has its own process.
+"""`mlxtune bench`: both contestants take the same steps, and every run has its own process.
 
 The result is a table and remarks.
 """
@@ -23,7 +23,7 @@ from mlxtune.benchmark.result import (
     Agreement,
     Benchmark,
     BenchmarkRun,
-    Contestant,
+    ContestantResult,
     Spread,
     TimedStep,
 )
@@ -68,10 +68,10 @@ def bench(config: BenchConfig) -> Benchmark:
 
 @contextmanager
 def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
-    """Read the data, write the adapter that both sides start from, and yield mlxtune's job.
+    """Read the data, write the adapter that both contestants start from, and yield mlxtune's job.
 
-    A peer's job differs only in `side`. No weights are read. Raises a subclass of MlxTuneError,
-    such as MemoryLimitError if not even one example fits.
+    A peer's job differs only in `contestant_name`. No weights are read. Raises a subclass of
+    MlxTuneError, such as MemoryLimitError if not even one example fits.
     """
     session = Session(config, console)
     config = session.config
@@ -152,14 +152,14 @@ def _report_work(
 
 def _alternate(
     repeats: int, job: Job, peer: tuple[str, Command] | None, console: RunConsole
-) -> tuple[Contestant, Contestant | None]:
+) -> tuple[ContestantResult, ContestantResult | None]:
     """Run mlxtune and the peer in turn, one process at a time, `repeats` times each.
 
     A peer that fails is not run again. Raises MlxTuneError if mlxtune fails.
     """
-    commands: list[tuple[Contestant, Command]] = [(Contestant(OURS), helper_command)]
+    commands: list[tuple[ContestantResult, Command]] = [(ContestantResult(OURS), helper_command)]
     if peer is not None:
-        commands.append((Contestant(peer[0]), peer[1]))
+        commands.append((ContestantResult(peer[0]), peer[1]))
     ours, theirs = commands[0][0], commands[1][0] if peer else None
     steps = len(job.steps)
     for repeat, (contestant, command) in product(range(1, repeats + 1), commands):
@@ -172,7 +172,7 @@ def _alternate(
         show_step(0)
         await_result(console)
         try:
-            run = _run_process(replace(job, contestant=contestant.name), command, show_step)
+            run = _run_process(replace(job, contestant_name=contestant.name), command, show_step)
         except MlxTuneError as error:
             if contestant is ours:
                 raise
@@ -225,9 +225,9 @@ def _describe_end(job: Job, status: int, steps: int, output: str) -> str:
     where = f"after {steps} steps" if steps else "before its first step"
     if status < 0:
         likely = ", probably for lack of memory" if status == -9 else ""
-        remedy = ": lower --batch-size or --max-seq-len" if job.contestant == OURS else ""
+        remedy = ": lower --batch-size or --max-seq-len" if job.contestant_name == OURS else ""
         return f"killed (signal {-status}) {where}{likely}{remedy}"
-    if job.contestant == OURS:
+    if job.contestant_name == OURS:
         raise RuntimeError(f"the process that measures mlxtune ended {where}:\n{output}")
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
     return f"exit {status} {where}: {last.strip()}"

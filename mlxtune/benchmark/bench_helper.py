@@ -1,4 +1,4 @@
-"""One process of a benchmark: takes the steps of one side, and writes the measurements.
+"""One process of a benchmark: takes one contestant's steps, and writes the measurements.
 
 Each line on stdout is a JSON object with one entry: a step, the run as a whole, or an error.
 """
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 OURS = "mlxtune"
 
 
-class BenchContestant(Protocol):
+class BenchTrainer(Protocol):
     """A trainer whose steps can be timed; `loss_function` names its loss."""
 
     loss_function: str
 
     @property
     def execution(self) -> str:
-        """The name of the side's execution: gpu, cpu, plain, compiled or eager."""
+        """The name of the trainer's execution: gpu, cpu, plain, compiled or eager."""
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Attach the adapter to the model, and prepare the steps. Raises MlxTuneError."""
@@ -55,13 +55,13 @@ class BenchContestant(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """The steps of a side, with `rows` rows in total.
+    """The steps of a contestant, with `rows` rows in total.
 
-    `adapter` is the folder of the adapter that both sides start from. `execution` is the value of
-    --execution. `started` is the time at which the side's process was started.
+    `adapter` is the folder of the adapter that both contestants start from. `execution` is the
+    value of --execution. `started` is the time at which the contestant's process was started.
     """
 
-    contestant: str
+    contestant_name: str
     folder: Path
     config: TrainConfig
     adapter: Path
@@ -72,7 +72,7 @@ class Job:
 
 
 class OurTrainer:
-    """mlxtune's side: the steps of `train`, set up as in `commands.train`.
+    """mlxtune as a contestant: the steps of `train`, set up as in `commands.train`.
 
     The methods import mlxtune's libraries, so that a peer's process neither loads nor measures
     them.
@@ -94,7 +94,7 @@ class OurTrainer:
         loading.read_weights(self.base)
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
-        """Build the pipeline and load the adapter that both sides start from."""
+        """Build the pipeline and load the adapter that both contestants start from."""
         from mlxtune.session.planning import plan_run, sampled_work
         from mlxtune.session.prepared_run import build_pipeline
 
@@ -166,35 +166,35 @@ class OurTrainer:
         return "plain" if self._execution == "plain" else ours
 
 
-def open_contestant(job: Job) -> BenchContestant:
-    """Return the side of a job, with the model's weights read."""
-    if job.contestant == OURS:
+def open_trainer(job: Job) -> BenchTrainer:
+    """Return the trainer of a job, with the model's weights read."""
+    if job.contestant_name == OURS:
         return OurTrainer(job.folder, job.config, job.execution)
     return MlxLm(job.folder, job.config)
 
 
 def run_job(
-    job: Job, opened: Callable[[Job], BenchContestant] = open_contestant
+    job: Job, opened: Callable[[Job], BenchTrainer] = open_trainer
 ) -> Iterator[dict[str, Any]]:
     """Run a job; yield each step, then the run, as the fields of TimedStep and BenchmarkRun."""
     started = time.perf_counter()
-    contestant = opened(job)
+    trainer = opened(job)
     default_device.finish()
     loaded = time.perf_counter()
-    contestant.start(job.adapter, job.steps)
+    trainer.start(job.adapter, job.steps)
     ready, process_s = time.perf_counter(), time.time() - job.started
-    steps = contestant.refer(job.steps) if isinstance(contestant, OurTrainer) else job.steps
+    steps = trainer.refer(job.steps) if isinstance(trainer, OurTrainer) else job.steps
     default_device.finish()
     referred = time.perf_counter()
     # On a GPU, this compiles kernels and caches memory for every shape of the steps.
-    with_pads = contestant.warm_up(steps)
+    with_pads = trainer.warm_up(steps)
     default_device.finish()
     warm = time.perf_counter()
-    for step in _timed_steps(contestant, steps):
+    for step in _timed_steps(trainer, steps):
         yield {"step": asdict(step)}
     peak_rss, large_cache_s = allocator.peak_rss(), None
-    if isinstance(contestant, OurTrainer) and not default_device.on_cpu():
-        large_cache_s = _time_with_large_cache(contestant, steps)
+    if isinstance(trainer, OurTrainer) and not default_device.on_cpu():
+        large_cache_s = _time_with_large_cache(trainer, steps)
     yield {
         "run": {
             "process_s": process_s,
@@ -203,49 +203,45 @@ def run_job(
             "reference_s": referred - ready,
             "warm_up_s": warm - referred,
             "peak_rss": peak_rss,
-            "loss_function": contestant.loss_function,
+            "loss_function": trainer.loss_function,
             "loss_with_pad_targets": with_pads,
-            "execution": contestant.execution,
+            "execution": trainer.execution,
             "large_cache_s": large_cache_s,
         }
     }
 
 
-def _time_with_large_cache(contestant: OurTrainer, steps: Sequence[Sequence[Example]]) -> float:
+def _time_with_large_cache(trainer: OurTrainer, steps: Sequence[Sequence[Example]]) -> float:
     """Return the time of all steps while MLX's cache may grow to the memory limit."""
     import mlx.core as mx
 
     before = mx.set_cache_limit(mx.get_memory_limit())
     try:
-        contestant.warm_up(steps)
+        trainer.warm_up(steps)
         default_device.finish()
-        return math.fsum(step.seconds for step in contestant.overlapped(steps))
+        return math.fsum(step.seconds for step in trainer.overlapped(steps))
     finally:
         mx.set_cache_limit(before)
 
 
-def _timed_steps(
-    contestant: BenchContestant, steps: Sequence[Sequence[Example]]
-) -> Iterator[TimedStep]:
+def _timed_steps(trainer: BenchTrainer, steps: Sequence[Sequence[Example]]) -> Iterator[TimedStep]:
     """Take the steps, and time each until the device has finished it."""
     allocator.forget_peak()
-    if isinstance(contestant, OurTrainer) and not default_device.on_cpu():
-        yield from contestant.overlapped(steps)
+    if isinstance(trainer, OurTrainer) and not default_device.on_cpu():
+        yield from trainer.overlapped(steps)
         return
     for number, examples in enumerate(steps, 1):
         allocator.forget_peak()
         started = time.perf_counter()
-        loss = contestant.step(number, examples)
+        loss = trainer.step(number, examples)
         default_device.finish()
-        yield _timed(
-            contestant, examples, time.perf_counter() - started, loss, allocator.peak_bytes()
-        )
+        yield _timed(trainer, examples, time.perf_counter() - started, loss, allocator.peak_bytes())
 
 
 def _timed(
-    contestant: BenchContestant, examples: Sequence[Example], seconds: float, loss: float, peak: int
+    trainer: BenchTrainer, examples: Sequence[Example], seconds: float, loss: float, peak: int
 ) -> TimedStep:
-    forward, padding = contestant.tokens(examples)
+    forward, padding = trainer.tokens(examples)
     return TimedStep(
         seconds=seconds,
         tokens=sum(map(len, examples)),
@@ -257,7 +253,7 @@ def _timed(
     )
 
 
-def main(opened: Callable[[Job], BenchContestant] = open_contestant) -> None:
+def main(opened: Callable[[Job], BenchTrainer] = open_trainer) -> None:
     """Run the job in the file that the command line names."""
     records = _claim_stdout()
     threading.Thread(target=_end_with_parent, daemon=True).start()

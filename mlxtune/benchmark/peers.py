@@ -31,9 +31,9 @@ class MlxLm:
     """mlx-lm's trainer: its batches, loss, LoRA and step, with mlxtune's optimizer settings.
 
     mlx-lm's spans of supervised tokens end one token after the row, on a token of padding. In this
-    class the spans end at the last supervised token, so that both sides have equal targets. If a
-    step has more examples than a batch holds, they are sorted by length and run in several batches,
-    and the gradients of all batches are added before the update.
+    class the spans end at the last supervised token, so both contestants have equal targets. If
+    a step has more examples than a batch holds, they are sorted by length and run in several
+    batches, and the gradients of all batches are added before the update.
     """
 
     def __init__(self, folder: Path, config: TrainConfig) -> None:
@@ -205,7 +205,7 @@ def masked_loss(
 
 
 def write_start(base: BaseModel, config: InstructConfig, adapter: Path) -> None:
-    """Write the adapter that both sides start from, initialised as in `train`, to a folder.
+    """Write the adapter that both contestants start from, initialised as in `train`, to a folder.
 
     Attaches LoRA to the model, but reads no weights. Raises ModelError.
     """

@@ -1,8 +1,8 @@
-"""The numbers of a benchmark: steps, runs, sides, ratios, and whether the losses agree.
+"""The numbers of a benchmark: steps, runs, contestants, ratios, and whether the losses agree.
 
-    side      one trainer: this package, or a peer
-    run       one process of a side, which takes all steps
-    step      one optimizer update, timed
+    contestant  one trainer: this package, or a peer
+    run         one process of a contestant, which takes all steps
+    step        one optimizer update, timed
 
 A ratio is mlxtune's number divided by the peer's.
 """
@@ -17,8 +17,9 @@ from typing import Any
 
 SCHEMA_VERSION = 2
 # The largest accepted differences between losses, relative to the greater of 1 and the loss: at the
-# first step, and later. Before the first update, both sides compute the same function of the same
-# numbers; later, AdamW turns a rounding error in a gradient near 0 into an update of full size.
+# first step, and later. Before the first update, both contestants compute the same function of
+# the same numbers; later, AdamW turns a rounding error in a gradient near 0 into an update of full
+# size.
 _TOLERANCES = {"float32": (1e-4, 1e-3)}
 # The largest accepted differences in 16 bits: bfloat16 rounds a log-sum-exp of 10 to within 0.03.
 _TOLERANCES_16_BIT = (2e-2, 2e-2)
@@ -43,15 +44,15 @@ class TimedStep:
 
 @dataclass(frozen=True)
 class BenchmarkRun:
-    """The measurements of one process of a side, in seconds and bytes.
+    """The measurements of one process of a contestant, in seconds and bytes.
 
     `process_s` is the time from the start of the process until it is ready to train, and
     `startup_s` the part of that time after the weights are read. `peak_rss` is the largest memory
     of the process. `loss_function` names the loss of a peer, and `loss_with_pad_targets` is the
-    first step's loss with the peer's own targets. `execution` names how the side computes, and
-    `reference_s` is the time for the reference's log-probabilities, if the objective needs them.
-    `large_cache_s` is the time of the same steps on a GPU while MLX's cache of freed memory may
-    grow to the memory limit; None on a CPU and for a peer.
+    first step's loss with the peer's own targets. `execution` names how the contestant computes,
+    and `reference_s` is the time for the reference's log-probabilities, if the objective needs
+    them. `large_cache_s` is the time of the same steps on a GPU while MLX's cache of freed memory
+    may grow to the memory limit; None on a CPU and for a peer.
     """
 
     steps: list[TimedStep]
@@ -100,7 +101,7 @@ class BenchmarkRun:
     def as_dict(self) -> dict[str, Any]:
         """Return the content of a run for JSON."""
         entries = asdict(self)
-        # The report names the execution once for each side.
+        # The report names the execution once for each contestant.
         del entries["execution"]
         return entries | {
             "steps": [asdict(step) | {"loss": _finite(step.loss)} for step in self.steps],
@@ -129,7 +130,7 @@ class Spread:
 
 
 @dataclass
-class Contestant:
+class ContestantResult:
     """A trainer and its runs; `failed` is the error that stopped further runs."""
 
     name: str
@@ -143,21 +144,21 @@ class Contestant:
         return Spread.of(getattr(run, quantity) for run in self.runs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of a side for JSON: name, failure, execution, spreads and runs."""
+        """Return the contestant for JSON: name, failure, execution, spreads and runs."""
         execution = {"execution": self.runs[0].execution} if self.runs else {}
         spreads = {name: asdict(self.spread(name)) for name in _SPREADS if self.runs}
         runs = [run.as_dict() for run in self.runs]
         return {"name": self.name, "failed": self.failed, **execution, **spreads, "runs": runs}
 
 
-# The quantities by which sides are compared, and all quantities of a side.
+# The quantities by which contestants are compared, and all quantities of a contestant.
 _COMPARED = ("real_tokens_per_s", "supervised_tokens_per_s", "peak_memory", "peak_rss")
 _SPREADS = (*_COMPARED, "seconds_per_step", "padding_share", "startup_s")
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The differences between two sides' losses, relative to the greater of 1 and the loss.
+    """The differences between two contestants' losses, relative to the greater of 1 and the loss.
 
     `first` is the difference at the first step, and `largest` the largest difference at later
     steps; both are None if a loss is not finite.
@@ -177,7 +178,7 @@ class Agreement:
 
 
 def agreement(ours: Sequence[float], theirs: Sequence[float], dtype: str) -> Agreement:
-    """Compare both sides' losses at the same steps; `dtype` decides the tolerances."""
+    """Compare both contestants' losses at the same steps; `dtype` decides the tolerances."""
     apart = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(ours, theirs, strict=True)]
     finite = all(map(math.isfinite, apart))
     first_tolerance, tolerance = _TOLERANCES.get(dtype, _TOLERANCES_16_BIT)
@@ -199,8 +200,8 @@ class Benchmark:
     rows: int
     examples: int
     batch_size: int
-    ours: Contestant
-    theirs: Contestant | None
+    ours: ContestantResult
+    theirs: ContestantResult | None
     options: dict[str, Any]
     versions: dict[str, str]
 

@@ -66,7 +66,10 @@ class BenchConfig(StepConfig):
         8, "Optimizer steps to time, from the start of an epoch.", COMMAND, at_least=1
     )
     repeats: int = BENCH.option(
-        2, "Number of times to measure each side, each time in a new process.", COMMAND, at_least=1
+        2,
+        "Number of times to measure each contestant, each time in a new process.",
+        COMMAND,
+        at_least=1,
     )
     json: str | None = RUN.option(
         None, "Write the report as JSON to a file, or - for stdout; see docs/bench.md.", COMMAND

@@ -82,7 +82,7 @@ def compared(
 # Measurements
 
 
-def test_both_sides_take_the_same_steps_with_the_same_losses(
+def test_both_contestants_take_the_same_steps_with_the_same_losses(
     compared: tuple[Outcome, dict[str, Any]],
 ) -> None:
     _, found = compared
@@ -95,7 +95,7 @@ def test_both_sides_take_the_same_steps_with_the_same_losses(
             assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
             assert 0 <= one["padding"] < other["padding"]
             assert one["tokens_run"] < other["tokens_run"]
-    executions = [found[side]["execution"] for side in ("ours", "theirs")]
+    executions = [found[contestant]["execution"] for contestant in ("ours", "theirs")]
     assert executions == ["gpu", "eager" if on_cpu() else "compiled"]
     losses = [step["loss"] for step in found["ours"]["runs"][0]["steps"]]
     assert losses[0] > losses[-1]  # the rate is high enough for a difference to show
@@ -111,14 +111,14 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
 ) -> None:
     passes: list[str] = []
 
-    def counted(side: type, name: str) -> None:
-        real = getattr(side, name)
+    def counted(contestant: type, name: str) -> None:
+        real = getattr(contestant, name)
 
         def step(self: Any, *arguments: Any) -> Any:
-            passes.append(side.__name__)
+            passes.append(contestant.__name__)
             return real(self, *arguments)
 
-        monkeypatch.setattr(side, name, step)
+        monkeypatch.setattr(contestant, name, step)
 
     counted(bench_helper.OurTrainer, "_start")
     counted(bench_helper.MlxLm, "step")
@@ -155,8 +155,8 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
         step["seconds"] for step in found["ours"]["runs"][0]["steps"]
     )
     assert found["theirs"]["runs"][0]["large_cache_s"] is None
-    for side in ("ours", "theirs"):
-        (run,), other = found[side]["runs"], wanted[side]["runs"][0]
+    for contestant in ("ours", "theirs"):
+        (run,), other = found[contestant]["runs"], wanted[contestant]["runs"][0]
         losses = [step["loss"] for step in run["steps"]]
         assert losses == pytest.approx([step["loss"] for step in other["steps"]], rel=1e-6)
         assert all(step["seconds"] > 0 and step["peak_memory"] > 0 for step in run["steps"])
@@ -187,8 +187,8 @@ def test_ratios_are_of_the_numbers_that_stand_beside_them(
         ratios.append(seconds[1] / seconds[0])
     assert found["ratio"]["real_tokens_per_s"] == pytest.approx(sum(ratios) / len(ratios))
     peaks = [
-        max(step["peak_memory"] for step in found[side]["runs"][0]["steps"])
-        for side in ("ours", "theirs")
+        max(step["peak_memory"] for step in found[contestant]["runs"][0]["steps"])
+        for contestant in ("ours", "theirs")
     ]
     assert min(peaks) > 100_000  # the weights alone take more
     assert found["ratio"]["peak_memory"] == pytest.approx(peaks[0] / peaks[1], rel=0.2)
@@ -247,9 +247,9 @@ def test_json_has_the_documented_fields(compared: tuple[Outcome, dict[str, Any]]
     check(found["ratio"], "ratio")
     check(found["loss_difference"], "loss_difference")
     assert found["ratio_spread"].keys() == found["ratio"].keys()
-    for side in (found["ours"], found["theirs"]):
-        check(side, "side")
-        for run in side["runs"]:
+    for contestant in (found["ours"], found["theirs"]):
+        check(contestant, "contestant")
+        for run in contestant["runs"]:
             check(run, "run")
             for step in run["steps"]:
                 check(step, "step")
@@ -303,7 +303,7 @@ def test_steps_are_the_first_that_train_takes(
 
 
 @pytest.mark.usefixtures("in_process")
-def test_without_a_peer_only_our_side_is_measured(bench: Cli) -> None:
+def test_without_a_peer_only_mlxtune_is_measured(bench: Cli) -> None:
     outcome = bench("--json", "-", "--quiet", "--steps", 9)
     found = json.loads(outcome.out)
     assert (found["against"], found["ratio"], found["theirs"]) == (None, None, None)
@@ -357,7 +357,7 @@ def command_of_peer(monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code
     told = "\n".join(json.dumps(record) for record in ({"step": step}, {"run": run}))
 
     def command(job: Path) -> list[str]:
-        ours = pickle.loads(job.read_bytes()).contestant == bench_helper.OURS
+        ours = pickle.loads(job.read_bytes()).contestant_name == bench_helper.OURS
         return [sys.executable, "-S", "-c", f"print({told!r})" if ours else code]
 
     monkeypatch.setattr(bench_recipe, "helper_command", command)
@@ -483,7 +483,7 @@ def test_preferences_are_timed_with_their_reference(cli: Cli, model: Path, tmp_p
     (run,) = json.loads(report.read_text())["ours"]["runs"]
     assert run["steps"][0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert run["reference_s"] > 0
-    # The prompt that both sides share runs once.
+    # The prompt that both answers share runs once.
     assert run["steps"][0]["tokens_run"] < run["steps"][0]["tokens"]
     refused = cli("bench", *given, "--against", "mlx-lm")
     assert "--against mlx-lm has no dpo" in refused.err

@@ -10,7 +10,7 @@ OURS = run(step(0.5), step(1.5))
 THEIRS = run(step(3.0), step(5.0), peak_rss=8_000_000_000, loss_function="masked")
 
 
-def test_table_has_both_sides_and_their_ratios() -> None:
+def test_table_has_both_contestants_and_their_ratios() -> None:
     rows = {row[0]: row[1:] for row in bench.table(benchmark([OURS], [THEIRS]))}
     assert rows[""] == ("mlxtune", "mlx-lm", "ratio")
     assert rows["real tokens/s"] == ("110", "28", "4.00")

@@ -1,4 +1,4 @@
-"""mlx-lm's side of a benchmark, against mlx-lm's own trainer."""
+"""mlx-lm as a contestant of a benchmark, against mlx-lm's own trainer."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def adapter(folder: Path, tmp_path: Path) -> Path:
 
 
 def started(folder: Path, adapter: Path, steps: list[list[Example]]) -> MlxLm:
-    side = MlxLm(folder, options(folder))
-    side.start(adapter, steps)
-    return side
+    trainer = MlxLm(folder, options(folder))
+    trainer.start(adapter, steps)
+    return trainer
 
 
 def own_batch(chosen: list[Example]) -> tuple[mx.array, mx.array]:
@@ -108,8 +108,8 @@ def test_loss_with_pad_targets_is_mlx_lms_own(folder: Path, adapter: Path) -> No
 def test_loss_of_a_step_is_that_of_the_supervised_tokens(
     folder: Path, adapter: Path, chosen: list[Example]
 ) -> None:
-    side = started(folder, adapter, [chosen])
-    loss = side.step(1, chosen)
+    trainer = started(folder, adapter, [chosen])
+    loss = trainer.step(1, chosen)
     model, _ = load_model(folder)
     summed = 0.0
     for each in chosen:
@@ -118,16 +118,16 @@ def test_loss_of_a_step_is_that_of_the_supervised_tokens(
         summed += float((losses * mx.array(each.assistant_mask[None, 1:])).sum())
     assert loss == pytest.approx(summed / sum(each.supervised for each in chosen), rel=1e-5)
     run = 4 * (MAX_SEQ_LEN - 1)
-    assert side.tokens(chosen) == (run, run - sum(last for _, _, last in SHAPES))
-    assert side.loss_function == ("masked" if chosen[2].assistant_mask[16] == 0 else "default")
+    assert trainer.tokens(chosen) == (run, run - sum(last for _, _, last in SHAPES))
+    assert trainer.loss_function == ("masked" if chosen[2].assistant_mask[16] == 0 else "default")
 
 
 def test_masked_loss_is_mlx_lms_where_both_can_say_the_same(folder: Path, adapter: Path) -> None:
     model, _ = load_model(folder)
-    side = started(folder, adapter, [examples()])
-    tokens, spans, _ = side.batch(examples())
-    side.loss_function = "masked"
-    _, mask, _ = side.batch(examples())
+    trainer = started(folder, adapter, [examples()])
+    tokens, spans, _ = trainer.batch(examples())
+    trainer.loss_function = "masked"
+    _, mask, _ = trainer.batch(examples())
     by_span, by_mask = default_loss(model, tokens, spans), masked_loss(model, tokens, mask)
     assert [float(x) for x in by_mask] == pytest.approx([float(x) for x in by_span], rel=1e-6)
 
@@ -136,7 +136,7 @@ def test_warm_up_takes_no_step(folder: Path, adapter: Path) -> None:
     chosen = examples()
     cold, warm = (started(folder, adapter, [chosen]) for _ in range(2))
     warm.warm_up([chosen])
-    losses = [[side.step(n, chosen) for n in (1, 2, 3)] for side in (cold, warm)]
+    losses = [[trainer.step(n, chosen) for n in (1, 2, 3)] for trainer in (cold, warm)]
     assert losses[0] == losses[1]
     assert losses[0][2] < losses[0][0]
 
@@ -150,7 +150,7 @@ def test_compiled_step_is_the_plain_one(
     compiled.warm_up([chosen])
     monkeypatch.setattr("mlxtune.benchmark.peers.on_cpu", lambda: True)
     plain = started(folder, adapter, [chosen])
-    losses = [[side.step(n, chosen) for n in (1, 2, 3)] for side in (plain, compiled)]
+    losses = [[trainer.step(n, chosen) for n in (1, 2, 3)] for trainer in (plain, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
@@ -159,10 +159,10 @@ def test_our_steps_have_the_losses_of_theirs(folder: Path, adapter: Path) -> Non
     config = options(folder)
     pipeline = InstructPipeline(load_base(folder, "float32").model, config.lora())
     pipeline.load(adapter)
-    side = started(folder, adapter, steps)
+    trainer = started(folder, adapter, steps)
     for number, chosen in enumerate(steps, 1):
         ours = pipeline.train_batch(chosen, step=number, learning_rate=config.lr).avg_loss
-        assert side.step(number, chosen) == pytest.approx(ours, rel=1e-4)
+        assert trainer.step(number, chosen) == pytest.approx(ours, rel=1e-4)
 
 
 def test_start_is_the_adapter_that_a_pipeline_begins_with(
@@ -186,10 +186,10 @@ def test_peer_has_and_computes_in_the_dtype_that_is_asked_for(tmp_path: Path, dt
 def test_products_run_on_padding_and_the_head_on_all(
     folder: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    side = started(folder, adapter, [examples()])
-    before = [side.step(1, examples())]
-    found = count_steps(MlxLmGraphs(side), [examples()] * 2)
-    padded_tokens = side.tokens(examples())[0]
+    trainer = started(folder, adapter, [examples()])
+    before = [trainer.step(1, examples())]
+    found = count_steps(MlxLmGraphs(trainer), [examples()] * 2)
+    padded_tokens = trainer.tokens(examples())[0]
     hidden, inner, heads, kv_heads, width, rank = 64, 96, 4, 2, 16, 4  # of tests/models.py
     layers = len(load_model(folder, lazy=True)[0].layers)
     layer = hidden * width * (2 * heads + 2 * kv_heads) + 3 * hidden * inner
@@ -202,4 +202,4 @@ def test_products_run_on_padding_and_the_head_on_all(
     # Counting took no step, so the next step is still the second.
     other = started(folder, adapter, [examples()])
     assert before == [other.step(1, examples())]
-    assert side.step(2, examples()) == other.step(2, examples())
+    assert trainer.step(2, examples()) == other.step(2, examples())

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from mlxtune.benchmark.result import Contestant, Spread, agreement
+from mlxtune.benchmark.result import ContestantResult, Spread, agreement
 from tests.core.run.benchmarks import benchmark, run, step
 
 
@@ -39,8 +39,8 @@ def test_padding_is_a_share_of_all_that_ran() -> None:
 
 
 def test_seconds_of_a_step_are_spread_over_all_steps_of_all_runs() -> None:
-    side = Contestant("x", [run(step(1.0), step(2.0)), run(step(9.0))])
-    assert side.spread("seconds_per_step") == Spread(2.0, 1.0, 9.0)
+    contestant = ContestantResult("x", [run(step(1.0), step(2.0)), run(step(9.0))])
+    assert contestant.spread("seconds_per_step") == Spread(2.0, 1.0, 9.0)
 
 
 @pytest.mark.parametrize(

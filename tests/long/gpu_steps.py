@@ -21,7 +21,7 @@ from typing import Any
 
 import mlxtune.backend  # noqa: F401  loads a fast BLAS before mlx
 from mlxtune.backend.device import allocator, default_device
-from mlxtune.benchmark.bench_helper import BenchContestant, Job, OurTrainer, open_contestant
+from mlxtune.benchmark.bench_helper import BenchTrainer, Job, OurTrainer, open_trainer
 from mlxtune.core.data.encode import Example
 from tests.long.floor import needed_flops
 from tests.long.step_costs import needed_products
@@ -48,7 +48,7 @@ def measure(case: TimedCase, report: Callable[[str], None]) -> dict[str, Any]:
     """Return the seconds of each pass and the peak; `report` is called with each phase's name."""
     allocator.release()
     report("reading the weights")
-    side, steps = open_contestant(case.job), case.job.steps
+    side, steps = open_trainer(case.job), case.job.steps
     default_device.finish()
     side.start(case.job.adapter, steps)
     report("the warm-up")
@@ -72,9 +72,7 @@ def measure(case: TimedCase, report: Callable[[str], None]) -> dict[str, Any]:
     return found
 
 
-def _counted(
-    side: BenchContestant, case: TimedCase, report: Callable[[str], None]
-) -> dict[str, Any]:
+def _counted(side: BenchTrainer, case: TimedCase, report: Callable[[str], None]) -> dict[str, Any]:
     """Return the FLOPs that mlxtune's steps need and, if wanted, the times of the kernels."""
     found: dict[str, Any] = {}
     steps = case.job.steps
@@ -87,7 +85,7 @@ def _counted(
     return found
 
 
-def take(side: BenchContestant, steps: Steps) -> list[float]:
+def take(side: BenchTrainer, steps: Steps) -> list[float]:
     """Take all steps, mlxtune's on a GPU as `train` does; return their losses when all is done."""
     if isinstance(side, OurTrainer) and not default_device.on_cpu():
         losses = [step.loss for step in side.overlapped(steps)]

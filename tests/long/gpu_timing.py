@@ -64,7 +64,7 @@ def take_steps(
         reported[name]["sides"][side] = found | compared(found, reported[name], card)
         parts.write()
 
-    jobs = {case.name: replace(machine.job(case), contestant=side) for case in cases}
+    jobs = {case.name: replace(machine.job(case), contestant_name=side) for case in cases}
     if side == PEFT:
         _peft_processes(machine.scratch / "peft.json", jobs).run(list(jobs), seconds, record)
     else:

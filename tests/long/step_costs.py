@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any
 
 from mlxtune.benchmark.bench import measured, prepared, show_benchmark
-from mlxtune.benchmark.bench_helper import Job, OurTrainer, open_contestant
+from mlxtune.benchmark.bench_helper import Job, OurTrainer, open_trainer
 from mlxtune.benchmark.peers import MlxLm
 from mlxtune.config import BenchConfig
 from mlxtune.core.data.encode import Example
@@ -46,32 +46,32 @@ from tests.long.pipeline_graphs import PipelineGraphs
 
 
 def costs(job: Job) -> dict[str, Any]:
-    """Return the costs of a side's steps; for mlxtune, also the products that the steps need."""
-    side = open_contestant(job)
+    """Return the costs of a contestant's steps; for mlxtune, also the products that they need."""
+    trainer = open_trainer(job)
     # The CPU has no such kernels, and its own execution is counted without them.
     with kernels_of_a_gpu() if job.execution == "gpu" else nullcontext():
-        side.start(job.adapter, job.steps)
-    if not isinstance(side, OurTrainer):
-        assert isinstance(side, MlxLm)
-        return _counted(MlxLmGraphs(side), job.steps)
+        trainer.start(job.adapter, job.steps)
+    if not isinstance(trainer, OurTrainer):
+        assert isinstance(trainer, MlxLm)
+        return _counted(MlxLmGraphs(trainer), job.steps)
     # The CPU's kernels compute when called, so there is no graph.
-    source = None if side.execution == "cpu" else PipelineGraphs(side.pipeline)
-    products = [needed_products(side, examples) for examples in job.steps]
+    source = None if trainer.execution == "cpu" else PipelineGraphs(trainer.pipeline)
+    products = [needed_products(trainer, examples) for examples in job.steps]
     counted = _counted(source, job.steps)
     counted["matmul_flops"]["needed"] = sum(map(needed_flops, products))
-    seconds = [product_seconds(each, side.base.dtype) for each in products]
+    seconds = [product_seconds(each, trainer.base.dtype) for each in products]
     return counted | {"products": seconds}
 
 
-def needed_products(side: OurTrainer, examples: Sequence[Example]) -> Products:
+def needed_products(trainer: OurTrainer, examples: Sequence[Example]) -> Products:
     """Return the products that one of mlxtune's steps needs."""
-    batches = side.pipeline.engine.batches.of(examples)
+    batches = trainer.pipeline.engine.batches.of(examples)
     return step_products(
-        side.pipeline.model,
+        trainer.pipeline.model,
         [stretch for _, batch in batches for stretch in batch.stretches],
         sum(map(supervised_tokens, examples)),
-        vocab_size=side.base.vocab_size,
-        hidden_size=side.base.hidden_size,
+        vocab_size=trainer.base.vocab_size,
+        hidden_size=trainer.base.hidden_size,
     )
 
 
@@ -95,12 +95,12 @@ def measure(config: BenchConfig, console: RunConsole) -> dict[str, Any]:
         if not config.quiet:
             show_benchmark(benchmark, result_console(stderr=config.json == "-"))
         found = benchmark.as_dict()
-        for name, side in (("ours", benchmark.ours), ("theirs", benchmark.theirs)):
-            if side is not None and side.runs:
-                found[name] |= _apart(replace(job, contestant=side.name))
+        for name, contestant in (("ours", benchmark.ours), ("theirs", benchmark.theirs)):
+            if contestant is not None and contestant.runs:
+                found[name] |= _apart(replace(job, contestant_name=contestant.name))
     ours, theirs = found["ours"], found["theirs"]
     if theirs and "matmul_flops" in theirs:
-        # Both sides' steps need the same products.
+        # Both contestants' steps need the same products.
         theirs["matmul_flops"]["needed"] = ours["matmul_flops"]["needed"]
     spent = median(run.seconds for run in benchmark.ours.runs)
     floor = math.fsum(sum(kinds.values()) for kinds in ours["products"])
@@ -108,7 +108,7 @@ def measure(config: BenchConfig, console: RunConsole) -> dict[str, Any]:
 
 
 def _apart(job: Job) -> dict[str, Any]:
-    """Return the costs of a side, counted in a fresh process."""
+    """Return the costs of a contestant, counted in a fresh process."""
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         return pool.submit(costs, job).result()
 

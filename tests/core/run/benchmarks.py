@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mlxtune.benchmark.result import Benchmark, BenchmarkRun, Contestant, TimedStep
+from mlxtune.benchmark.result import Benchmark, BenchmarkRun, ContestantResult, TimedStep
 
 
 def step(seconds: float = 1.0, loss: float = 2.0, **changes: Any) -> TimedStep:
@@ -43,7 +43,7 @@ def benchmark(
         "options": {},
         "versions": {},
     }
-    peer = None if theirs is None else Contestant("mlx-lm", list(theirs))
+    peer = None if theirs is None else ContestantResult("mlx-lm", list(theirs))
     return Benchmark(
-        **fields | {"ours": Contestant("mlxtune", list(ours)), "theirs": peer} | changes
+        **fields | {"ours": ContestantResult("mlxtune", list(ours)), "theirs": peer} | changes
     )
