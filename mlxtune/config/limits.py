@@ -44,7 +44,7 @@ GENERATION_CONFIG = Limits(_MB)
 ADAPTER_CONFIG = Limits(8 * _MB, values=200_000, entries=100_000, text=10_000)
 INDEX = Limits(64 * _MB, values=2_000_000, entries=1_000_000, text=1000)
 VOCABULARY = Limits(64 * _MB, values=3_000_000, entries=1_500_000, text=_MB)
-# Loaded in a child process whose memory is limited.
+# Loaded in a helper process whose memory is limited.
 TOKENIZER = Limits(256 * _MB)
 MERGES = Limits(32 * _MB)
 TEMPLATE = Limits(4 * _MB)

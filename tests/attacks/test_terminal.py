@@ -105,12 +105,12 @@ def test_warning_of_a_library_does_not_control_the_terminal(cli: Cli, tmp_path: 
 PRINTS = {
     "views/output.py": "the module itself",
     "cli/__init__.py": "the last line, through printable; makes the streams",
-    "core/files/limited_helper.py": "a child's lines of JSON, for its parent",
-    "core/data/sources/parquet_helper.py": "a child's lines of JSON, for its parent",
-    "backend/text/template_helper.py": "a child's lines of JSON, for its parent",
-    "backend/text/tokenizer_helper.py": "a child's lines of JSON, for its parent",
-    "benchmark/bench_helper.py": "a child's lines of JSON, for its parent",
-    "watch/answer_helper.py": "a child's lines of JSON, for its parent",
+    "core/files/limited_helper.py": "a helper's lines of JSON, for its parent",
+    "core/data/sources/parquet_helper.py": "a helper's lines of JSON, for its parent",
+    "backend/text/template_helper.py": "a helper's lines of JSON, for its parent",
+    "backend/text/tokenizer_helper.py": "a helper's lines of JSON, for its parent",
+    "benchmark/bench_helper.py": "a helper's lines of JSON, for its parent",
+    "watch/answer_helper.py": "a helper's lines of JSON, for its parent",
 }
 TEXTS = {
     "views/output.py": "answers through escape_controls",

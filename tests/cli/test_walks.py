@@ -185,7 +185,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     )
     with followed(Row(ANSWER, tokens)) as walked:
         mlxtune.train(config)
-    # The child that renders is another process, which is not traced.
+    # The helper that renders is another process, which is not traced.
     walked.files.add(str(Path(template_helper.__file__).relative_to(PACKAGE)))
     return walked
 

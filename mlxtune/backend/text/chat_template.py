@@ -184,7 +184,7 @@ class TemplateProcess:
 
     def __init__(self, seconds: float = 10.0, memory: int = 2**30) -> None:
         self._seconds, self._memory = seconds, memory
-        self._child: LimitedProcess | None = None
+        self._helper: LimitedProcess | None = None
         self._source: str | None = None
         self._lock = threading.Lock()
 
@@ -215,16 +215,16 @@ class TemplateProcess:
                 raise
 
     def _exchange(self, source: str, requests: Sequence[str]) -> list[Reply]:
-        child = self._child = self._child or self._new()
+        helper = self._helper = self._helper or self._new()
         seconds = self._seconds * (1 + max(map(len, requests)) / _CHARACTERS_AGAIN)
         # The helper keeps the last source.
         changed = json.dumps(None if source == self._source else source)
         self._source = source
         header = f"[{seconds}, {len(requests)}, {changed}]"
         lines = "\n".join([header, *requests, ""]).encode()
-        child.write(lines)
+        helper.write(lines)
         try:
-            reply = child.read_line(_MAX_RESULT + _GROWTH * len(lines))
+            reply = helper.read_line(_MAX_RESULT + _GROWTH * len(lines))
         except ProcessEnded as error:
             raise Harmful(_why(error.reason, seconds)) from None
         replies = [_whole(str(kind), str(text)) for kind, text in json.loads(reply)]
@@ -235,14 +235,14 @@ class TemplateProcess:
 
     def close(self) -> None:
         """End the helper."""
-        if self._child is not None:
-            self._child.close()
-        self._child = self._source = None
+        if self._helper is not None:
+            self._helper.close()
+        self._helper = self._source = None
 
     def start(self) -> None:
         """Start the helper if there is none, without waiting for it."""
         with self._lock:
-            self._child = self._child or self._new()
+            self._helper = self._helper or self._new()
 
     def _new(self) -> LimitedProcess:
         return LimitedProcess(Path(template_helper.__file__), self._memory)

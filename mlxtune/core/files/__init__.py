@@ -1,1 +1,1 @@
-"""Writes, checks, hashes and locks files, and runs limited child processes."""
+"""Writes, checks, hashes and locks files, and runs limited helper processes."""

@@ -1,4 +1,4 @@
-"""Child processes: started in separate sessions, limited, and ended with all their children."""
+"""Helper processes: in separate sessions, limited, and ended with all their children."""
 
 import os
 import select
@@ -59,8 +59,8 @@ def start(
 ) -> Process:
     """Start a process.
 
-    Ctrl-C reaches only this process, which must `end` the child. Without `apart`, Ctrl-C reaches
-    both processes, and the child inherits open files. Raises OSError.
+    Ctrl-C reaches only this process, which must `end` the helper. Without `apart`, Ctrl-C reaches
+    both processes, and the helper inherits open files. Raises OSError.
     """
     return subprocess.Popen(
         command,
@@ -76,7 +76,7 @@ def start(
 
 def end(process: Process) -> None:
     """Kill a process and its children, and close its pipes."""
-    # Closing flushes lines that the child never read.
+    # Closing flushes lines that the helper never read.
     with suppress(BrokenPipeError), process:
         try:
             os.killpg(process.pid, signal.SIGKILL)
@@ -118,7 +118,7 @@ def output_of(
 
 
 def own_environment(**variables: str) -> dict[str, str]:
-    """Return an environment in which a child imports this copy of the package."""
+    """Return an environment in which a helper imports this copy of the package."""
     paths = (str(_PACKAGE), os.environ.get("PYTHONPATH"))
     path = os.pathsep.join(path for path in paths if path)
     return {**os.environ, "PYTHONPATH": path, **variables}
@@ -183,7 +183,7 @@ class LimitedProcess:
 
     Libraries that read an untrusted file may run forever or exhaust memory, and cannot be
     interrupted in the middle of an operation. A separate process can be killed at any time.
-    limited_child.py describes the script.
+    `limited_helper.py` describes the script.
     """
 
     def __init__(self, script: Path, memory: int, *arguments: str) -> None:

@@ -307,8 +307,8 @@ def test_memory_is_watched_where_the_system_does_not_limit_it(
 ) -> None:
     assert resident_memory(os.getpid()) > 10 * 2**20
     assert render(process, "a") == (TEXT, "a")
-    # Set a limit below the child's present memory.
-    monkeypatch.setattr(process._child, "_memory", 2**20)
+    # Set a limit below the helper's present memory.
+    monkeypatch.setattr(process._helper, "_memory", 2**20)
     monkeypatch.setattr(limited_helper, "LIMITS_ITSELF", False)
     with pytest.raises(Harmful, match="produces more text or values"):
         render(process, LOOP)
@@ -321,13 +321,13 @@ import os, sys
 from mlxtune.backend.text.chat_template import TemplateProcess
 process = TemplateProcess()
 process.render("a", ["{\\"conversations\\": [[]]}"])
-print(process._child.pid, flush=True)
+print(process._helper.pid, flush=True)
 """
 
 
 def _pid(process: TemplateProcess) -> int:
-    assert process._child is not None
-    return process._child.pid
+    assert process._helper is not None
+    return process._helper.pid
 
 
 def _wait_until_gone(pid: int) -> None:

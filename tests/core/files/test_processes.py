@@ -1,4 +1,4 @@
-"""Child processes are ended with all their children, and their ends are described."""
+"""Helper processes are ended with all their children, and their ends are described."""
 
 from __future__ import annotations
 
