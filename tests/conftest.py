@@ -124,7 +124,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
         for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
             monkeypatch.delenv(name, raising=False)
-        # The hub's answers are cached here.
+        # The hub's responses are cached here.
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         yield hub
 

@@ -32,8 +32,9 @@ _ETAGS = ("ETag", "X-Linked-Etag", "X-Xet-Hash")
 _COMMIT = "X-Repo-Commit"
 # A few megabytes of gzip may unpack to gigabytes, so only uncompressed responses are requested.
 _PLAIN = "identity"
-# The part of an address that marks a file. Files are written to disk in pieces, and other answers
-# are read whole. The second name keeps this mark on a request that is redirected elsewhere.
+# The part of an address that marks a file. Files are written to disk in pieces, and other
+# responses are read whole. The second name keeps this mark on a request that is redirected
+# elsewhere.
 _FILE, _IS_FILE = "/resolve/", "mlxtune.is_file"
 _RETRY, _LIMITS = "Retry-After", ("ratelimit", "ratelimit-policy")
 
@@ -154,12 +155,12 @@ def _limit(request: Any) -> None:
 def _check(response: Any) -> None:
     """Check the names in a response, shorten the wait that it requests, and limit its size.
 
-    Raises BadResponseError for an invalid name, and TooLarge for a compressed answer. The answer's
-    stream raises TooLarge if the answer is too long and not a file.
+    Raises BadResponseError for an invalid name, and TooLarge for a compressed response. The stream
+    raises TooLarge if the response is too long and not a file.
     """
     headers = response.headers
     if (packed := headers.get("Content-Encoding", _PLAIN)) != _PLAIN:
-        raise TooLarge(f"the hub's answer is compressed ({packed:.20}), contrary to the request")
+        raise TooLarge(f"the hub's response is compressed ({packed:.20}), contrary to the request")
     if response.request.method == "HEAD":  # the client's request before it downloads a file
         _check_file_headers(headers)
     for name in _LIMITS:
@@ -189,7 +190,7 @@ def _short(wait: str) -> bool:
 def _check_facts(response: Any) -> None:
     """Raise BadResponseError if JSON about a repository has an invalid commit or file name."""
     try:
-        facts = parse_json(response.read(), HUB_RESPONSE, "the hub's answer")
+        facts = parse_json(response.read(), HUB_RESPONSE, "the hub's response")
     except TooLarge:
         raise
     except ValueError:
@@ -221,10 +222,10 @@ def _within_limits(response: Any, most: int | None) -> Any:
             for piece in stream:
                 size += len(piece)
                 if most is not None and size > most:
-                    raise TooLarge(f"the hub's answer has more than {most:,} bytes")
+                    raise TooLarge(f"the hub's response has more than {most:,} bytes")
                 seconds = time.monotonic() - started
                 if seconds > SILENCE and size < SLOWEST * seconds:
-                    raise library.ReadTimeout("the answer trickles", request=response.request)
+                    raise library.ReadTimeout("the response trickles", request=response.request)
                 yield piece
 
         def close(self) -> None:

@@ -372,7 +372,7 @@ def test_hubs_zipped_answer_is_not_unpacked(
     options += ["--output", tmp_path / "a.safetensors"] if command == "train" else []
     with limited(memory=500_000_000):
         error = cli(command, *options).error
-    assert "the hub's answer is compressed (gzip)" in error
+    assert "the hub's response is compressed (gzip)" in error
 
 
 def test_hubs_answer_without_an_end_is_not_read_whole(cli: Cli, hub: Hub, model: Path) -> None:
@@ -389,7 +389,7 @@ def test_hubs_answer_without_an_end_is_not_read_whole(cli: Cli, hub: Hub, model:
     hub.faults.append(fault)
     with limited(memory=500_000_000):
         error = cli("inspect", "--model-path", model, "--data", "evil/data").error
-    assert "the hub's answer has more than" in error
+    assert "the hub's response has more than" in error
 
 
 def test_file_of_the_hub_may_be_larger_than_an_answer(
@@ -416,7 +416,7 @@ def test_models_answer_of_the_hub_is_limited_too(cli: Cli, hub: Hub, chat: Path)
 
     hub.faults.append(fault)
     error = cli("inspect", "--model-path", "evil/model", "--data", chat).error
-    assert "the hub's answer is compressed (gzip)" in error
+    assert "the hub's response is compressed (gzip)" in error
 
 
 def test_model_that_is_whole_is_taken(cli: Cli, model: Path, tmp_path: Path) -> None:
