@@ -26,7 +26,7 @@ def costs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 
 @pytest.mark.slow
-def test_costs_of_both_sides_are_those_of_the_same_steps(costs: dict[str, Any]) -> None:
+def test_costs_of_both_contestants_are_of_the_same_steps(costs: dict[str, Any]) -> None:
     ours, theirs = costs["ours"], costs["theirs"]
     needed = ours["matmul_flops"]["needed"]
     assert needed == theirs["matmul_flops"]["needed"]

@@ -33,7 +33,7 @@ def test_ratio_of_memory_is_that_of_the_largest_steps() -> None:
     assert (ratio["peak_memory"], ratio["peak_rss"]) == (0.5, 0.25)
 
 
-def test_padding_is_a_share_of_all_that_ran() -> None:
+def test_padding_is_a_fraction_of_forward_tokens() -> None:
     made = run(step(tokens_run=70, padding=10), step(tokens_run=30, padding=15))
     assert made.padding_share == pytest.approx(0.25)
 

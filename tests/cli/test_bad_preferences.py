@@ -59,7 +59,7 @@ def test_rows_of_another_objective_are_one_line_that_names_it(
     assert files_in(output.parent) == []
 
 
-def test_sides_that_are_all_too_long_name_the_limit(train: Cli, tmp_path: Path) -> None:
+def test_pairs_that_are_all_too_long_name_the_limit(train: Cli, tmp_path: Path) -> None:
     path = write(tmp_path, PAIRS)
     error = train("--data", path, *DPO, "--max-seq-len", 4).error
     assert f"{path}:1: longer than --max-seq-len 4 (an answer to compare is not cut" in error

@@ -170,7 +170,7 @@ def test_number_in_a_config_file_is_a_format(cli: Cli, model: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_bench_measures_both_sides_on_the_same_quantised_base(
+def test_bench_measures_both_contestants_on_one_quantised_base(
     cli: Cli, model: Path, chat: Path
 ) -> None:
     given = ("--model-path", model, "--data", chat, "--steps", "2", "--repeats", "1", "--quiet")

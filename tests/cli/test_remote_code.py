@@ -102,7 +102,7 @@ def test_code_of_a_tokenizer_runs_only_when_it_is_trusted_and_nobody_is_asked(
 
 
 @pytest.mark.slow
-def test_trust_is_passed_on_to_both_sides_of_a_benchmark(
+def test_trust_is_passed_on_to_both_contestants_of_a_benchmark(
     cli: Cli, with_model_code: Path, chat: Path, marker: Path, tmp_path: Path
 ) -> None:
     work = ["--model-path", with_model_code, "--data", chat, "--steps", 1, "--repeats", 1]

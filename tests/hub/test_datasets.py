@@ -231,7 +231,7 @@ def test_missing_revision_and_split_are_errors() -> None:
         b"\xff\x00",
     ],
 )
-def test_answer_that_makes_no_sense_is_an_error_in_one_line(hub: Hub, answer: bytes) -> None:
+def test_response_that_makes_no_sense_is_an_error_in_one_line(hub: Hub, answer: bytes) -> None:
     def fault(handler: Handler, method: str, path: str) -> bool:
         if "/api/" in path:
             handler.answer(answer)

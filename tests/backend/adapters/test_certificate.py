@@ -135,7 +135,7 @@ STORAGES = ["as the base", "in 6 bits", "in 8 bits", "plain"]
         (math.inf, 5.0, 5.0, 1.0),
     ],
 )
-def test_share_lost_is_that_of_the_gain(
+def test_fraction_lost_is_of_the_gain(
     base: float, trained: float, value: float, lost: float
 ) -> None:
     assert fraction_lost(base, trained, value) == pytest.approx(lost)

@@ -83,7 +83,7 @@ def test_mask_of_truth_values(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("axes", [(), (2, 1), (2, 4), (1, 4)], ids=str)
-def test_mask_for_each_line_and_head(axes: tuple[int, ...]) -> None:
+def test_mask_for_each_row_and_head(axes: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
     mask = rng.random((*axes, 6, 9)) < 0.6
     mask[..., 2] = True  # no query is fully masked

@@ -40,9 +40,7 @@ LAYOUT = Layout(
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gemma3_text", *HYBRIDS])
-def test_hidden_states_of_a_line_are_those_of_each_example(
-    architecture: str, tmp_path: Any
-) -> None:
+def test_hidden_states_of_a_sequence_equal_each_examples(architecture: str, tmp_path: Any) -> None:
     config = ARCHITECTURES[architecture] if architecture in HYBRIDS else {}
     folder = write_model(tmp_path / "m", architecture, **config)
     model = load_base(folder, "float32").model
@@ -85,7 +83,7 @@ def test_gated_delta_rule_starts_anew_with_each_example(
         *(pytest.param(name, CPU, id=f"{name}-cpu") for name in ("lfm2", "mamba2")),
     ],
 )
-def test_examples_of_a_line_give_what_each_gives_by_itself(
+def test_examples_of_a_sequence_compute_as_if_alone(
     architecture: str, operations: Operations, tmp_path: Any
 ) -> None:
     folder = write_model(tmp_path / "m", architecture, **ARCHITECTURES[architecture])

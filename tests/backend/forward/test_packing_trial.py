@@ -139,7 +139,7 @@ def test_an_error_of_one_layer_is_seen_and_named(monkeypatch: pytest.MonkeyPatch
     assert "before layer 5, but" in packing_problem(model)
 
 
-def test_texts_share_what_their_line_shares() -> None:
+def test_texts_share_the_tokens_that_their_sequence_shares() -> None:
     for each in (_SHORT, _LONG):
         one, other, third = each.tokens
         assert one[: each.prefix] == other[: each.prefix]

@@ -70,7 +70,7 @@ def test_quantised_layer_has_the_shapes_of_the_layer_it_was() -> None:
     assert layer(mx.zeros((1, 2, 64))).shape == (1, 2, 32)
 
 
-def test_dropout_zeroes_its_share_and_scales_the_rest() -> None:
+def test_dropout_zeroes_its_fraction_and_scales_the_rest() -> None:
     layer = lora_linear(nn.Linear(1000, 4), dropout=0.25, rows=step_keys(0, 1, (1, 2)))
     dropped = np.array(layer._drop(mx.ones((2, 50, 1000))))
     assert set(np.unique(dropped)) == {np.float32(0), np.float32(1 / 0.75)}
@@ -153,7 +153,7 @@ def test_matrices_of_a_projection_depend_on_the_seed_and_its_name_alone(
     assert not mx.array_equal(matrix(), matrix(seed=1))
 
 
-def test_trainable_parameters_and_their_share_are_counted(make_pipeline: MakePipeline) -> None:
+def test_trainable_parameters_and_their_fraction_are_counted(make_pipeline: MakePipeline) -> None:
     lora = make_pipeline("llama", targets=("q_proj",)).lora
     assert lora.trainable_parameters == 2 * (64 * 4 + 4 * 64)  # layers * (in * rank + rank * out)
     assert f"{lora.trainable_parameters / lora.total_parameters:.3%}" in lora.describe()

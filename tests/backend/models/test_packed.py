@@ -53,12 +53,12 @@ def test_attention_sees_what_a_segment_continues(
     q, k, v = random(1, 4, TOKENS, 8), random(1, 2, TOKENS, 8), random(1, 2, TOKENS, 8, seed=3)
     mask = mx.array(seen())
 
-    def in_line(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
+    def packed(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         with laid_out(FOREST):
             return functions.attention(q, k, v, 0.3, "causal")
 
     assert_same_function(
-        in_line,
+        packed,
         lambda q, k, v: mx.fast.scaled_dot_product_attention(q, k, v, scale=0.3, mask=mask),
         q,
         k,
@@ -71,7 +71,7 @@ def test_positions_are_those_in_the_examples() -> None:
     x = random(1, 3, TOKENS, 8)
     how = {"traditional": False, "base": 1e4, "scale": 1.0}
 
-    def in_line(x: mx.array) -> mx.array:
+    def packed(x: mx.array) -> mx.array:
         with laid_out(FOREST):
             return functions.rope(x, 8, offset=0, **how)
 
@@ -83,7 +83,7 @@ def test_positions_are_those_in_the_examples() -> None:
         return mx.concatenate(turned, axis=2)
 
     assert FOREST.longest == 15
-    assert_same_function(in_line, each, x, tolerance=5e-6)
+    assert_same_function(packed, each, x, tolerance=5e-6)
 
 
 def test_what_knows_of_no_segments_is_refused() -> None:
@@ -98,7 +98,7 @@ def test_what_knows_of_no_segments_is_refused() -> None:
     assert layout() is None
 
 
-def test_a_cache_of_a_line_keeps_nothing() -> None:
+def test_cache_of_a_sequence_keeps_nothing() -> None:
     cache, x = PackedCache(), random(1, 2, 4, 8)
     assert cache.update_and_fetch(x, x) == (x, x)
     assert cache.offset == 0
@@ -109,7 +109,7 @@ def test_a_cache_of_a_line_keeps_nothing() -> None:
 
 @pytest.mark.parametrize("as_array", [False, True])
 @pytest.mark.parametrize("window", [None, 4, 15, 100])
-def test_mask_of_a_line_is_the_one_of_its_examples_side_by_side(
+def test_mask_of_a_sequence_is_the_mask_of_its_padded_examples(
     as_array: bool, window: int | None
 ) -> None:
     expected = create_attention_mask(mx.zeros((4, FOREST.longest, 8)), None, window, as_array)
@@ -132,17 +132,17 @@ def test_rows_hold_what_each_token_sees_and_places_lead_back() -> None:
         assert column == FOREST.positions[token]
 
 
-def test_the_line_under_way_is_that_of_the_backward_pass() -> None:
+def test_backward_pass_uses_the_layout_of_its_forward_pass() -> None:
     """The backward pass uses its forward pass's layout, even if another one is current."""
     q, d = random(1, 2, TOKENS, 8), random(1, 2, TOKENS, 8, seed=9)
 
-    def in_line(q: mx.array) -> mx.array:
+    def packed(q: mx.array) -> mx.array:
         with laid_out(FOREST):
             return functions.attention(q, q, q, 0.3, "causal")
 
-    _, (expected,) = mx.vjp(in_line, [q], [d])
+    _, (expected,) = mx.vjp(packed, [q], [d])
     with laid_out(Layout([Segment(0, TOKENS, 0, -1)])):
-        _, (found,) = mx.vjp(in_line, [q], [d])
+        _, (found,) = mx.vjp(packed, [q], [d])
     assert_close(found, expected, 0)
 
 

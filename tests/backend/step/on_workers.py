@@ -21,7 +21,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.errors import WorkerError
 from mlxtune.session.dataset import Reader, load_dataset
-from tests.backend.step import on_split_workers
+from tests.backend.step import on_sharded_workers
 from tests.backend.step.executions import (
     WAYS,
     assert_same,
@@ -173,7 +173,7 @@ def main() -> None:
     check_unlike(workers)
     if not every:
         # In the same processes, because starting them takes as long as all checks above.
-        on_split_workers.check_all(["qwen3"], few=True)
+        on_sharded_workers.check_all(["qwen3"], few=True)
     print(f"worker {workers.index}: done", flush=True)
 
 

@@ -346,7 +346,7 @@ def test_evaluation_in_stages_gives_the_same_bytes(monkeypatch: pytest.MonkeyPat
     assert count[0] > batches
 
 
-def test_prompts_of_many_pairs_run_once_whatever_their_sides(
+def test_prompts_of_many_pairs_run_once_whatever_their_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Short answers to long prompts are not sorted next to long answers to short prompts."""

@@ -93,9 +93,7 @@ def test_dropout_is_that_of_the_plain_step(way: str) -> None:
 
 @given(examples=steps(), way=st.sampled_from(IN_LINE), architecture=st.sampled_from(ARCHITECTURES))
 @few
-def test_dropout_of_any_step_in_one_line(
-    examples: list[Example], way: str, architecture: str
-) -> None:
+def test_dropout_of_any_packed_step(examples: list[Example], way: str, architecture: str) -> None:
     fast = pipeline(architecture, WAYS[way], tokens=10_000, dropout=0.3)
     plain = pipeline(architecture, dropout=0.3)
     assert_same(computed(fast, examples), computed(plain, examples))

@@ -1,4 +1,4 @@
-"""Lines rounded up for a GPU give equal losses and gradients; the added tokens are padding."""
+"""Sequences rounded up for a GPU give equal losses and gradients; the added tokens are padding."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ HOW = {
 
 
 @pytest.fixture(autouse=True)
-def _short_lines_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_sequences_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allow more than 3% of padding, because these batches are short."""
     monkeypatch.setattr(rounding, "_MOST_PADDING", 1.0)
 
@@ -61,21 +61,21 @@ def assert_rounded(how: Execution, folder: Path, tokens: int = 10_000, **config:
 
 
 @pytest.mark.parametrize("name", slow_except(NAMES, "gpt_oss", "qwen3_5"))
-def test_rounded_line_gives_the_same_step(name: str, tmp_path: Path) -> None:
+def test_rounded_sequence_gives_the_same_step(name: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", name, **ARCHITECTURES.get(name, {}))
     assert_rounded(HOW["in one line"], folder)
 
 
 @pytest.mark.parametrize("way", slow_except(HOW, "all"))
-def test_rounded_line_gives_the_same_step_in_every_way(way: str) -> None:
+def test_rounded_sequence_gives_the_same_step_in_every_way(way: str) -> None:
     assert_rounded(HOW[way], model_folder("gemma3_text"), dropout=0.3)
 
 
-def test_several_rounded_lines_give_the_same_step() -> None:
+def test_several_rounded_sequences_give_the_same_step() -> None:
     assert_rounded(HOW["in one line"], model_folder("qwen3"), tokens=50)
 
 
-def test_evaluation_of_rounded_lines_is_the_same() -> None:
+def test_evaluation_of_rounded_sequences_is_the_same() -> None:
     def losses(how: Execution) -> Any:
         model = fresh(model_folder("qwen3")).model
         each = Evaluator(model, 0, warn=lambda text: None, execution=how)

@@ -28,7 +28,7 @@ def test_several_workers_compute_what_one_does(
 def test_workers_that_share_a_model_compute_what_one_does(
     workers: int, architectures: tuple[str, ...], tmp_path: Path
 ) -> None:
-    command = ["-m", "tests.backend.step.on_split_workers", *architectures]
+    command = ["-m", "tests.backend.step.on_sharded_workers", *architectures]
     said = run(workers, command, tmp_path / "log")
     for worker in range(workers):
         assert f"worker {worker}: done" in said, said

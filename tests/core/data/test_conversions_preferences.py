@@ -72,7 +72,7 @@ def test_answers_after_the_prompt_carry_loss_and_those_within_it_do_not(tmp_path
     assert [m.trained for m in pair.rejected.messages if m.role == "assistant"] == [False, True]
 
 
-def test_tools_and_system_belong_to_both_sides(tmp_path: Path) -> None:
+def test_tools_and_system_belong_to_both_answers(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "add"}}
     pair = pair_of(tmp_path, PAIRS["texts"] | {"system": "Be brief.", "tools": [tool]})
     for side in pair.answers:

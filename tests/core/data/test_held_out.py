@@ -24,7 +24,7 @@ from mlxtune.core.data.held_out import RunRows, hold_out_rows
     seed=st.integers(0, 2**70),
     val_rows=st.integers(1, 300),
 )
-def test_split_holds_out_the_ceiling_of_the_share_within_its_bounds(
+def test_holds_out_the_ceiling_of_the_fraction_within_its_bounds(
     count: int, share: int, seed: int, val_rows: int
 ) -> None:
     # The share is in 64ths, which floats represent exactly, so that integers give the same ceiling.
@@ -68,7 +68,7 @@ def test_split_needs_a_row_for_each_side(identities: list[int]) -> None:
     seed=st.integers(0, 2**70),
     val_rows=st.integers(1, 60),
 )
-def test_split_keeps_identical_rows_on_one_side_and_holds_out_no_more_than_asked(
+def test_identical_rows_stay_together_and_no_more_than_asked_is_held_out(
     identities: list[int], share: int, seed: int, val_rows: int
 ) -> None:
     training, validation = hold_out_rows(identities, share / 64, seed, val_rows)
@@ -93,7 +93,7 @@ def test_row_with_the_fewest_copies_is_held_out_where_all_have_more_than_asked_f
     assert hold_out_rows([1, 1, 1, 9, 5, 5, 9, 9], 0.1, 42, 1000) == ([0, 1, 2, 3, 6, 7], [4, 5])
 
 
-def test_split_with_copies_holds_out_the_share_and_each_row_at_times() -> None:
+def test_with_copies_the_fraction_is_held_out_and_each_row_at_times() -> None:
     identities = [i // 2 if i < 40 else i for i in range(100)]
     counts = np.zeros(100)
     for seed in range(500):
@@ -137,7 +137,7 @@ def corpus(counts: list[int], weights: list[float] | None = None) -> Corpus:
     return Corpus(files, weights=weights or ())
 
 
-def test_split_takes_its_share_of_each_file() -> None:
+def test_held_out_rows_are_a_fraction_of_each_file() -> None:
     rows = corpus([100, 10, 1, 40])
 
     for seed in range(5):

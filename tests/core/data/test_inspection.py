@@ -261,7 +261,7 @@ def examined_pairs(examples: list[Example]) -> InspectedExamples:
     return examined([file], None, [])
 
 
-def test_sides_of_a_pair_are_together_with_what_only_one_of_them_has_marked() -> None:
+def test_answers_of_a_pair_are_together_with_their_differences_marked() -> None:
     found = examined_pairs(pair(3, "8 pm, 4 seats", "8 am, 4 seat"))
 
     (together_,) = together(found.show(range(2), ByteTokenizer(narrow=False), ()))
@@ -280,7 +280,7 @@ def test_sides_of_a_pair_are_together_with_what_only_one_of_them_has_marked() ->
     assert [each.differing for each in together_.answers] == [2, 1]
 
 
-def test_side_without_its_other_and_answers_stand_alone() -> None:
+def test_lone_answers_of_pairs_and_labelled_answers_stand_alone() -> None:
     sides = pair(3, "yes", "no")
     whole = side(3, WHOLE, "At 8?", "yes")
     labelled = side(4, DESIRABLE, "At 8?", "yes")

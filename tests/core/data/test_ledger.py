@@ -175,7 +175,7 @@ def test_every_kind_of_note_has_its_advice_and_errors_are_among_them() -> None:
     assert set(problems.ERRORS) <= kinds
 
 
-def test_pairs_whose_sides_have_two_prompts_are_counted() -> None:
+def test_pairs_whose_answers_have_two_prompts_are_counted() -> None:
     """The template changes the prompt of one of the answers."""
 
     def template(conversation: Conversation) -> Rendering:

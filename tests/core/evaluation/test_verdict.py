@@ -131,7 +131,7 @@ def test_loss_that_is_left_is_not_rounded_away() -> None:
     assert "it takes more than 99% off the loss of the base model" in line
 
 
-def test_verdict_says_the_share_of_answers() -> None:
+def test_verdict_says_the_fraction_of_answers() -> None:
     answers = Generated(12, ExactMatch(1, 9), [])
     (line,) = verdict_lines(replace(evaluated([-1.0] * 40), generated=answers))
     assert line.endswith("; 75% of 12 answers exact, 8% without it")

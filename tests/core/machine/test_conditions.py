@@ -76,7 +76,7 @@ def test_pressure_of_a_mac_is_the_kernels_level(
         ("80.00", "20.00", Pressure.CRITICAL),
     ],
 )
-def test_pressure_of_linux_is_the_share_of_time_that_waited_for_memory(
+def test_pressure_of_linux_is_the_fraction_of_time_waiting_for_memory(
     tmp_path: Path, some: str, full: str, pressure: Pressure
 ) -> None:
     text = "\n".join(

@@ -87,7 +87,7 @@ def test_before_the_first_step_there_is_no_loss() -> None:
         ([0.0, 1.0], None),
     ],
 )
-def test_convergence_rate_is_the_share_of_the_first_loss_that_is_gone(
+def test_convergence_rate_is_the_lost_fraction_of_the_first_loss(
     losses: list[float], expected: float | None
 ) -> None:
     assert history(*losses).convergence_rate() == expected

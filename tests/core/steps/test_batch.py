@@ -32,7 +32,7 @@ def test_collated_targets_are_the_next_tokens_as_in_the_picture() -> None:
     assert kinds == [np.int32, np.int32, np.float32]
 
 
-def test_lines_are_as_wide_as_asked_for() -> None:
+def test_padded_rows_are_as_wide_as_asked_for() -> None:
     a, b, c, d = range(11, 15)
 
     batch = collate([example(1, [a, b, c, d]), example(1, [d, a])], width=4)

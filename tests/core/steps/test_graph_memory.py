@@ -123,7 +123,7 @@ def test_load_counts_padding_and_supervised_positions() -> None:
     assert (load.tokens, load.positions, load.scores) == (16, 6, 2 * 8 * 8)
 
 
-def test_load_of_a_line_is_what_stands_in_it_and_its_examples_side_by_side() -> None:
+def test_load_of_a_sequence_has_its_tokens_and_its_padded_examples() -> None:
     mask = np.array([0, 1, 1], dtype=np.uint8)
     examples = [Example(i, np.arange(3, dtype=np.int32), mask) for i in range(3)]
     load = load_of(MicroBatch((0, 2), 2, 3), examples)

@@ -94,7 +94,7 @@ def test_packed_targets_equal_those_of_single_examples(
 
 
 @given(steps())
-def test_segments_cover_a_line_in_order(examples: list[Example]) -> None:
+def test_segments_cover_a_sequence_in_order(examples: list[Example]) -> None:
     line = pack(examples)
     edges = [edge for segment in line.segments for edge in (segment.start, segment.end)]
     assert edges[0] == 0
@@ -157,7 +157,7 @@ def test_rounding_adds_padding_that_no_token_sees(
 
 
 @given(steps(), BOUNDS, st.integers(0, 100), st.booleans())
-def test_each_example_stands_in_one_line_that_is_short_enough(
+def test_each_example_is_in_one_sequence_that_is_short_enough(
     examples: list[Example], bound: int, fixed: int, keyed: bool
 ) -> None:
     planned = packed_batches(examples, bound, fixed, keyed=keyed)
@@ -172,7 +172,7 @@ def test_each_example_stands_in_one_line_that_is_short_enough(
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=12))
-def test_lines_are_about_as_few_as_there_can_be(runs: list[int]) -> None:
+def test_sequences_are_almost_as_few_as_possible(runs: list[int]) -> None:
     planned = packed_batches(of_lengths(*runs), 100, 50)
     # Two consecutive sequences together exceed one sequence's bound, so at least half the space is
     # used.
@@ -205,7 +205,7 @@ def test_an_example_that_stands_twice_is_run_once() -> None:
     assert line.targets.tolist() == [3, 4, 3, 4]
 
 
-def test_examples_that_share_much_stand_in_one_line() -> None:
+def test_examples_that_share_many_tokens_are_in_one_sequence() -> None:
     system, other = list(range(100, 300)), list(range(400, 600))
     families = [example(context, [i], row=i) for i in range(6) for context in (system, other)]
     planned = packed_batches(families, 210, 50)

@@ -36,7 +36,7 @@ def corpus_of(shared: Path, name: str) -> Corpus:
 
 
 @pytest.mark.parametrize("name", long_except(NAMES, "lf_identity"))
-def test_nothing_in_a_line_is_padding(shared: Path, name: str) -> None:
+def test_nothing_in_a_sequence_is_padding(shared: Path, name: str) -> None:
     corpus = corpus_of(shared, name)
     for step in shuffled_steps(corpus.num_rows, BATCH_SIZE, 42, 1)[:STEPS]:
         examples = [example for row in step for example in corpus.row(row)]

@@ -25,11 +25,13 @@ from tests.core.steps.shapes import GRAPH_OPERATIONS
         (1, 1),
     ],
 )
-def test_line_is_padded_to_the_largest_multiple_that_costs_little(tokens: int, padded: int) -> None:
+def test_sequence_is_padded_to_the_largest_multiple_that_costs_little(
+    tokens: int, padded: int
+) -> None:
     assert tokens + Rounding(length=64).padding(tokens, 10_000) == padded
 
 
-def test_line_is_not_padded_beyond_the_bound_of_a_micro_batch() -> None:
+def test_sequence_is_not_padded_beyond_the_bound_of_a_micro_batch() -> None:
     rounding = Rounding(length=64)
     assert rounding.padding(1000, 1010) == 8
     assert rounding.padding(1000, 1000) == 0
@@ -46,7 +48,7 @@ def test_nothing_is_rounded_by_default() -> None:
     assert Rounding().rounded_width(97) == 97
 
 
-def test_memory_of_one_example_is_that_of_its_line() -> None:
+def test_memory_of_one_example_is_that_of_its_sequence() -> None:
     execution = Execution(GRAPH_OPERATIONS, rounding=Rounding(64, 128))
     assert execution.rounded(BatchLoad.single(1000, 7)) == BatchLoad(1, 1024, 7, 1024)
     tokens, mask = np.zeros(1001, np.int32), np.ones(1001, np.uint8)

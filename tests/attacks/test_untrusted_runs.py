@@ -1,4 +1,4 @@
-"""Strangers' runs decide neither what is downloaded nor who learns of the downloads."""
+"""Untrusted runs decide neither what is downloaded nor who learns of the downloads."""
 
 from __future__ import annotations
 

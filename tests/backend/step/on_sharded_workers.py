@@ -1,6 +1,6 @@
 """Script for test_workers.py: check that workers sharing a model compute a single worker's steps.
 
-python -m tests.backend.step.on_split_workers [ARCHITECTURE ...]
+python -m tests.backend.step.on_sharded_workers [ARCHITECTURE ...]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.backend.step.executions import WAYS, assert_same, computed, fixed_ste
 from tests.long.architectures import ARCHITECTURES as TINY
 from tests.models import write_model
 
-# Sizes that split between workers into whole groups of quantised weights.
+# Sizes that shard into whole groups of quantised weights.
 SIZES = {
     "intermediate_size": 128,
     "moe_intermediate_size": 128,
