@@ -144,7 +144,7 @@ _Config = TypeVar("_Config", bound="Checked")
 
 
 def former_names(**names: str) -> Callable[[type[_Config]], type[_Config]]:
-    """Let programs pass and read options of a config by former names, given with their new ones."""
+    """Accept and expose options under their former names; `names` maps old to new."""
 
     def accept(config: type[_Config]) -> type[_Config]:
         init = config.__init__

@@ -112,7 +112,7 @@ class Product:
                 for dtype in self.dtypes:
                     check = self._compare(size, factors, dtype)
                     known = worst.get(dtype)
-                    if known is None or _badness(check) > _badness(known):
+                    if known is None or _severity(check) > _severity(known):
                         worst[dtype] = check
         yield from worst.values()
 
@@ -196,8 +196,8 @@ class ProductFactors(NamedTuple):
         return np.abs(self.expected) * of_result + _DEVIATIONS * random * self.norms
 
 
-def _badness(check: ProofCheck) -> float:
-    """Return how bad a check is: its ratio; infinity after an error, and for a NaN."""
+def _severity(check: ProofCheck) -> float:
+    """Return a check's severity: its ratio, or infinity for an error or NaN."""
     ratio: float | None = check.values.get("rounding_ratio")
     return float("inf") if ratio is None else ratio
 

@@ -65,7 +65,7 @@ def prove(
     Compares the gradients of every way to compute a step with the plain way's, repeated and resumed
     runs byte for byte, peak memory with its prediction, and speed and losses with mlx-lm's. Takes a
     minute or two. `on_progress` is called with the number and name of each part, `on_check` with
-    each finished check, and `on_late`, in another thread, if a part takes long on a GPU, which
+    each finished check, and `on_late`, in another thread, if a part is slow on a GPU, which
     may be compiling kernels.
 
     Raises ModelError if MLX does not start; other failures are in the checks.

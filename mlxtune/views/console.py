@@ -113,7 +113,7 @@ class RunConsole(TrainingObserver):
         return f"stopping after this step; {again} to stop at once"
 
     def say(self, stage: str, message: str, *, copyable: bool = False) -> None:
-        """Print a message with the name of its stage; print markup in the message as text.
+        """Print a message with the name of its stage, and escape markup in it.
 
         On a terminal, wrap a long message at words, indented, unless it is `copyable`.
         """
@@ -125,7 +125,7 @@ class RunConsole(TrainingObserver):
         self._line(Text("warning: ", "yellow"), message, wrap=True)
 
     def await_result(self) -> None:
-        """From now on, a GPU computes: say so if its first result takes long.
+        """Wait for a GPU's first result, and report that kernels compile if it is late.
 
         A step, a validated example, other progress, or `result_arrived` is a result.
         """

@@ -1,4 +1,4 @@
-"""Says that MLX compiles a GPU's kernels if the first result takes long."""
+"""Reports that MLX compiles a GPU's kernels if the first result is late."""
 
 import threading
 from collections.abc import Callable

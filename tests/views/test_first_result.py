@@ -1,4 +1,4 @@
-"""A line says that kernels are being compiled if a GPU's first result takes long."""
+"""A line reports that kernels are being compiled if a GPU's first result is late."""
 
 from __future__ import annotations
 

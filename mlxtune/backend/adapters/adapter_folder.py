@@ -161,7 +161,7 @@ def _describes_adapter(path: Path) -> bool:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Return the object in an adapter_config.json, of mlx-lm or PEFT. Raises ModelError."""
+    """Parse adapter_config.json as written by mlx-lm or PEFT. Raises ModelError."""
     try:
         # The file may be a link: Hugging Face's cache consists of links.
         return read_json(Path(os.path.realpath(path)), CONFIG_LIMITS)

@@ -24,7 +24,7 @@ from mlxtune.errors import ModelError
 # The relative difference that rounding may cause between an adapter's scale and the scale
 # in the options.
 _SCALE_TOLERANCE = 1e-9
-# Extra random directions, which make the power iteration converge faster.
+# Oversampling for the randomised SVD: extra directions, which improve convergence.
 _OVERSAMPLING = 8
 
 Matrix = npt.NDArray[Any]

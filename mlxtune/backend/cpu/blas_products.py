@@ -215,7 +215,7 @@ class _OnlineSoftmax:
         in_blocks(numba_kernels.online_softmax_, logits, self.highest, self.total, self.correction)
 
     def log_sums(self) -> Floats:
-        """Return the logarithm of each row's sum of exp(logit)."""
+        """Return each row's log-sum-exp."""
         return self.highest + np.log(self.total)
 
 

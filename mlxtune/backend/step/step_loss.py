@@ -91,9 +91,9 @@ class PreferenceLoss(StepLoss):
         return [mx.zeros(len(self.examples))]
 
     def reduce(self, members: Sequence[int], batch: PaddedBatch | Pack) -> Reduce:
-        """Return the function from a micro-batch's losses to its share of the step's loss.
+        """Return the function from a micro-batch's losses to its part of the step's loss.
 
-        With `weights`, it is the fraction of `sum(w * logp)`.
+        With `weights`, this is its part of `sum(w * logp)`.
         """
         own = self._own_weights(members) if self.weights is not None else self._own_loss(members)
         owners = mx.array(np.repeat(np.arange(len(members)), batch.counts))

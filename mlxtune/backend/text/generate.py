@@ -29,7 +29,7 @@ _AT_ONCE = 32
 
 
 def seed(number: int) -> None:
-    """Seed the random numbers that sampling uses."""
+    """Seed the sampler."""
     mx.random.seed(number)
 
 

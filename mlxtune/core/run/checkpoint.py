@@ -141,7 +141,7 @@ def is_checkpoint(folder: Path) -> bool:
         try:
             files = read_json(folder / MANIFEST, MANIFEST_LIMITS).get("files")
         except ValueError:
-            files = dict.fromkeys(_ALWAYS, "whatever its manifest had")
+            files = dict.fromkeys(_ALWAYS)  # their sizes and hashes are lost
             if not all(os.path.lexists(folder / name) for name in _ALWAYS):
                 return False
         if not isinstance(files, dict) or ADAPTER not in files:

@@ -126,7 +126,7 @@ class SkippedStep:
     rows: list[str]
 
     def places(self) -> str:
-        """Return the rows in brief: `chat.jsonl:4, 11, 12 and 5 more`."""
+        """Abbreviate the rows: `chat.jsonl:4, 11, 12 and 5 more`."""
         places, file = [], ""
         for row in self.rows[:_ROWS_SHOWN]:
             path, colon, line = row.rpartition(":")

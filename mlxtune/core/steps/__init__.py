@@ -1,1 +1,1 @@
-"""How steps are planned: the order of rows, padded groups, packed sequences, memory and workers."""
+"""How steps are planned: row order, padded micro-batches, packed sequences, memory, workers."""

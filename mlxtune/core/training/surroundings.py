@@ -99,7 +99,7 @@ class Surroundings:
         if pressure is Pressure.WARN:
             pipeline.relieve_memory()
             self.observer.on_problem(
-                f"the machine is short of memory after step {step}: cached memory is given back"
+                f"the machine is short of memory after step {step}: cached memory was freed"
             )
             return False
         tokens = pipeline.relieve_memory(halve_for=examples)

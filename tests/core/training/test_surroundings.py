@@ -73,7 +73,7 @@ def test_warning_gives_caches_back_once_per_event(tmp_path: Path) -> None:
     pipeline = FakePipeline()
     lines = run(tmp_path, Machine(NORMAL, WARN, WARN, NORMAL, WARN), pipeline)
     assert lines == [
-        f"warning: the machine is short of memory after step {step}: cached memory is given back"
+        f"warning: the machine is short of memory after step {step}: cached memory was freed"
         for step in (1, 4)
     ]
     assert pipeline.releases == [1, 4]

@@ -135,7 +135,7 @@ METAL = Language(
 )
 CUDA = Language(
     "CUDA",
-    # The widest load.
+    # Bytes of the widest vector load.
     16,
     {
         "thread": "(blockIdx.x * blockDim.x + threadIdx.x)",
