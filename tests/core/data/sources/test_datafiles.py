@@ -10,7 +10,7 @@ import pytest
 
 from mlxtune.core.data.sources.datafiles import DataFiles, find_data_files
 from mlxtune.errors import DataError
-from tests.core.data.test_rows import GOOD, read, write
+from tests.core.data.sources.test_rows import GOOD, read, write
 
 # The bytes must not depend on the time, because names of tests contain them.
 packed = functools.partial(gzip.compress, mtime=0)
