@@ -93,13 +93,13 @@ def test_a_model_that_cannot_be_split_is_named_before_its_weights_are_read(tmp_p
     data = write_chat(tmp_path / "data.jsonl", sums(8))
     options = {"model_path": model, "data": data, "max_steps": 1, "parallel": "tensor"}
     said = run(2, arguments(tmp_path, **options), tmp_path / "log")
-    assert "--parallel tensor cannot split models of type gemma3_text, only glm4_moe" in said
+    assert "--parallel tensor cannot shard models of type gemma3_text, only glm4_moe" in said
     assert "Traceback" not in said
 
 
 def test_a_model_that_workers_cannot_share_is_named(tmp_path: Path) -> None:
     model = write_model(tmp_path / "gemma", "gemma3_text")
-    with pytest.raises(ModelError, match=r"cannot split models of type gemma3_text, only glm4_moe"):
+    with pytest.raises(ModelError, match=r"cannot shard models of type gemma3_text, only glm4_moe"):
         shards._check(open_base(model, "float32"), 2)
     model = write_model(tmp_path / "qwen", "qwen3")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Cross-entropy: plain, over a vocabulary split among workers, and in parts that fit in memory.
+"""Cross-entropy: plain, over a vocabulary sharded among workers, and in parts that fit in memory.
 
 A head that is one product runs in blocks of the vocabulary, and any other head in chunks of
 positions.
@@ -157,7 +157,7 @@ class LinearHead(Protocol):
     """The cross-entropy, computed in blocks, of an output head that is one matrix product.
 
     `weight` is (V, H), in any dtype, `hidden` float32 (P, H) and `targets` int32 (P,); the losses
-    are float32 (P,). Workers that split `weight` by rows also pass their parts as `vocabulary`.
+    are float32 (P,). Workers that shard `weight` by rows also pass their parts as `vocabulary`.
     """
 
     def trained_head_losses(self, weight: Weight, hidden: mx.array, targets: mx.array) -> mx.array:

@@ -55,7 +55,7 @@ class LoRASummary:
     `matches` cover the last `num_layers` layers, of which `layers` have LoRA. An adapter file has
     only one rank, the largest (`written_rank`), and the `scale` of that rank. With
     `trained_as_written`, the file contains the trained tensors without padding. `alike` names the
-    modules that are not split among workers.
+    modules that are not sharded among workers.
     """
 
     config: InstructConfig

@@ -94,9 +94,9 @@ def check_trainable(name: str, module: nn.Module, config: InstructConfig) -> Non
     if isinstance(module, ShardedLinear) and (config.dora or config.init != "lora"):
         option = "--dora" if config.dora else f"--init {config.init}"
         raise ModelError(f"{option} does not work with --parallel tensor: leave one of them out")
-    if hasattr(module, "split_in_place"):
+    if hasattr(module, "sharded_in_place"):
         raise ModelError(
-            f"--parallel tensor splits {name} in a way that LoRA does not support: "
+            f"--parallel tensor shards {name} in a way that LoRA does not support: "
             "name other --targets"
         )
     if isinstance(module, EXPERTS):

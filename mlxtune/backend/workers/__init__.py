@@ -1,1 +1,1 @@
-"""Several processes that share a run: they join, agree, split a model, and detect lost workers."""
+"""Several processes that share a run: they join, agree, shard a model, and detect lost workers."""

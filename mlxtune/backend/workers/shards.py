@@ -1,8 +1,8 @@
-"""Splits a model over workers: each has a part of the vocabulary and of every large projection.
+"""Shards a model over workers: each has a part of the vocabulary and of every large projection.
 
 Tensor parallelism, as in Megatron-LM, arXiv:1909.08053, section 3: the first of two successive
-projections is split by outputs, the second by inputs, and a sum over the workers follows.
-mlx-lm's `shard` decides how an architecture is split.
+projections is sharded by outputs, the second by inputs, and a sum over the workers follows.
+mlx-lm's `shard` decides how an architecture is sharded.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ from mlxtune.backend.models.stored_layers import dimensions
 from mlxtune.core.formatting import count
 from mlxtune.errors import ModelError, one_line
 
-# Architectures for which tests found the split model's gradients equal to one worker's. mlx-lm
-# splits some other architectures, for inference only.
+# Architectures for which tests found the sharded model's gradients equal to one worker's. mlx-lm
+# shards some other architectures, for inference only.
 ARCHITECTURES = (
     *("glm4_moe", "gpt_oss", "llama", "ministral3", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe"),
     "qwen3_moe",
@@ -58,7 +58,7 @@ class PlaceholderGroup:
 
 
 class Entrance:
-    """Passes inputs, the same on all workers, to projections that are split by outputs.
+    """Passes inputs, the same on all workers, to projections that are sharded by outputs.
 
     Sums the inputs' gradients over the workers, once for successive projections of the same input.
     """
@@ -83,11 +83,11 @@ class Shard:
     own: slice
 
     def enter(self, x: mx.array) -> mx.array:
-        """Return inputs x; their gradient is summed over the workers if the split is by outputs."""
+        """Return inputs x; their gradient is summed over the workers if sharded by outputs."""
         return self.entrance(x) if self.by_outputs else x
 
     def leave(self, y: mx.array) -> mx.array:
-        """Return outputs y if the split is by outputs, else their sum over the workers."""
+        """Return outputs y if sharded by outputs, else their sum over the workers."""
         return y if self.by_outputs else _sum(y, self.group)
 
     def factors(self, a: mx.array, b: mx.array) -> tuple[mx.array, mx.array]:
@@ -189,7 +189,7 @@ def _class_of(part: type, whole: type) -> Any:
 def shard_base(base: BaseModel, group: Any) -> BaseModel:
     """Return this worker's part of an opened base; no weights are read.
 
-    Raises ModelError if the base cannot be split over the group.
+    Raises ModelError if the base cannot be sharded over the group.
     """
     workers, model = group.size(), base.model
     _check(base, workers)
@@ -207,7 +207,7 @@ def shard_base(base: BaseModel, group: Any) -> BaseModel:
         if isinstance(module, (*_BY_OUTPUTS, *_BY_INPUTS)):
             made[path] = _shard_linear(before[path], module, group, entrance)
         elif path in shapes and module.weight.shape != shapes[path]:
-            module.split_in_place = True
+            module.sharded_in_place = True
     rows = {path: module for path, module in before.items() if path.endswith(_ROWS)}
     if even := base.vocab_size % workers == 0:
         size = base.vocab_size // workers
@@ -215,14 +215,14 @@ def shard_base(base: BaseModel, group: Any) -> BaseModel:
         for path, module in rows.items():
             part = VocabularyShard if path.endswith("lm_head") else ShardedEmbedding
             made[path] = _class_of(part, type(module))(module, vocabulary)
-        # Stops mlx-lm from gathering all logits, as it does if it has split the head.
+        # Stops mlx-lm from gathering all logits, as it does if it has sharded the head.
         getattr(model, "language_model", model).sharding_group = None
     model.update_modules(tree_unflatten(list(made.items())))
     return replace(base, shards=workers, own_vocab=base.vocab_size // (workers if even else 1))
 
 
 def shards_of(module: nn.Module) -> int:
-    """Return the number of workers over which a module is split."""
+    """Return the number of workers over which a module is sharded."""
     return int(module.shard.group.size()) if isinstance(module, ShardedLinear) else 1
 
 
@@ -242,7 +242,7 @@ def _shard_linear(
 
 
 def _check(base: BaseModel, workers: int) -> None:
-    """Raise ModelError if the model's architecture or sizes do not allow a split."""
+    """Raise ModelError if the model's architecture or sizes do not allow sharding."""
     if base.model_type not in ARCHITECTURES:
         raise _refuse(
             f"models of type {base.model_type}, only {', '.join(ARCHITECTURES)}: "
@@ -259,7 +259,7 @@ def _check(base: BaseModel, workers: int) -> None:
 
 
 def _refuse(what: str) -> ModelError:
-    return ModelError(f"--parallel tensor cannot split {what}")
+    return ModelError(f"--parallel tensor cannot shard {what}")
 
 
 def _sum(x: mx.array, group: Any) -> mx.array:
