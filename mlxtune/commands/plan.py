@@ -56,7 +56,7 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
     adapter = apply_lora(base.model, config.lora())
     for warning in adapter.warnings():
         console.warn(warning)
-    planned = RunPlan(
+    run_plan = RunPlan(
         model=base.describe(),
         lora=adapter.describe(),
         trainable_parameters=adapter.trainable_parameters,
@@ -71,21 +71,21 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
         speed=read_speed(config.cache_path, planning.speed_key(chosen, base.dtype)),
     )
     if dataset is None:
-        return planned
-    planned = _with_data(planned, config, dataset, session.chose_epochs)
-    return planned if config.workers == 1 else _on_workers(planned, config, costs)
+        return run_plan
+    run_plan = _with_data(run_plan, config, dataset, session.chose_epochs)
+    return run_plan if config.workers == 1 else _on_workers(run_plan, config, costs)
 
 
 def show(config: PlanConfig) -> None:
-    planned = plan(config)
+    run_plan = plan(config)
     if config.json:
-        print_json(planned.as_dict())
+        print_json(run_plan.as_dict())
         return
-    print_stages(f"{name:<12}{line}" for name, line in plan_lines(planned))
+    print_stages(f"{name:<12}{line}" for name, line in plan_lines(run_plan))
 
 
 def _with_data(
-    planned: RunPlan, config: PlanConfig, dataset: Dataset, chose_epochs: bool
+    run_plan: RunPlan, config: PlanConfig, dataset: Dataset, chose_epochs: bool
 ) -> RunPlan:
     corpus, rows = dataset.corpus, dataset.rows.train
     used = np.asarray(rows.indices)[order.rows_of_epoch(rows, config.seed, 1)]
@@ -95,7 +95,7 @@ def _with_data(
     )
     per_epoch, steps = count_steps(config.training(), len(used))
     return replace(
-        planned,
+        run_plan,
         rows=len(rows),
         steps_per_epoch=per_epoch,
         steps=steps,
@@ -108,21 +108,21 @@ def _with_data(
     )
 
 
-def _on_workers(planned: RunPlan, config: PlanConfig, costs: Sequence[Sequence[float]]) -> RunPlan:
+def _on_workers(run_plan: RunPlan, config: PlanConfig, costs: Sequence[Sequence[float]]) -> RunPlan:
     step_s = None
-    if planned.speed is not None:
-        step_s = planned.tokens / planned.steps_per_epoch / planned.speed.tokens_per_s
+    if run_plan.speed is not None:
+        step_s = run_plan.tokens / run_plan.steps_per_epoch / run_plan.speed.tokens_per_s
     # Workers exchange gradients in float32.
-    gradients = 4 * planned.trainable_parameters
+    gradients = 4 * run_plan.trainable_parameters
     scaling = Scaling(
         config.workers, config.link, dearest_fraction(costs, config.workers), gradients
     )
     if config.parallel == "tensor":
         # Workers sum hidden states twice in each pass of a layer: forward, backward and
         # recomputation.
-        shapes, execution = planned.memory.shapes, planned.memory.execution
+        shapes, execution = run_plan.memory.shapes, run_plan.memory.execution
         sums = shapes.layers * (6 if execution.recompute else 4)
-        hidden = planned.tokens / planned.steps_per_epoch * shapes.hidden * shapes.itemsize
+        hidden = run_plan.tokens / run_plan.steps_per_epoch * shapes.hidden * shapes.itemsize
         scaling = Scaling(
             workers=config.workers,
             gbps=config.link,
@@ -130,4 +130,4 @@ def _on_workers(planned: RunPlan, config: PlanConfig, costs: Sequence[Sequence[f
             exchanged=round(sums * hidden) + gradients,
             exchanges=sums + 1,
         )
-    return replace(planned, scaling=replace(scaling, step_s=step_s))
+    return replace(run_plan, scaling=replace(scaling, step_s=step_s))
