@@ -231,14 +231,14 @@ def check_peer(benchmark: Mapping[str, Any]) -> list[ProofCheck]:
 
     `benchmark` is the JSON of `mlxtune bench`. If mlx-lm failed, the losses are not compared.
     """
-    sides = (benchmark["ours"], benchmark["theirs"])
-    ours, theirs = (side.get("real_tokens_per_s", {}).get("median") for side in sides)
+    contestants = (benchmark["ours"], benchmark["theirs"])
+    ours, theirs = (each.get("real_tokens_per_s", {}).get("median") for each in contestants)
     ratio = theirs and benchmark["ratio"]["real_tokens_per_s"]
     speed = ProofCheck(
         kind=PEER,
         name="real tokens a second",
         expected=f"mlx-lm {theirs:,.0f}" if theirs else "–",
-        found=f"{ours:,.0f} ({ratio:.2f}x)" if theirs else sides[1]["failed"],
+        found=f"{ours:,.0f} ({ratio:.2f}x)" if theirs else contestants[1]["failed"],
         passed=None,
         values={"tokens_per_s": ours, "peer_tokens_per_s": theirs, "ratio": ratio},
     )

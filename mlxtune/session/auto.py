@@ -105,10 +105,10 @@ def choose(facts: Facts, config: TrainConfig, given: Collection[str]) -> dict[st
     return {name: value for name, value in chosen.items() if name not in given}
 
 
-def _rate(parameters: int, share: float) -> float:
-    """Return a fraction `share` of the peak rate for a model's size, to one significant digit."""
+def _rate(parameters: int, fraction: float) -> float:
+    """Return a `fraction` of the peak rate for a model's size, to one significant digit."""
     rate = _RATE * (_RATE_SIZE / max(parameters, 1)) ** _RATE_POWER
-    return float(f"{share * min(max(rate, _LOWEST_RATE), _HIGHEST_RATE):.0e}")
+    return float(f"{fraction * min(max(rate, _LOWEST_RATE), _HIGHEST_RATE):.0e}")
 
 
 def command_line(config: TrainConfig) -> str:

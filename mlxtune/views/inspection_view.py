@@ -188,18 +188,18 @@ def _pair(pair: ShownPair, coloured: bool, beside: bool) -> Iterator[Padding | T
     common = pair.chosen.pieces[: pair.common]
     yield _heading(pair.chosen, f"{count(sum(p.tokens for p in common), 'token')} in common")
     yield _example_text(common, coloured)
-    sides = []
-    for side in pair.answers:
-        facts = f"{side.role}: {side.supervised:,} supervised, {side.differing:,} differ"
-        text = _example_text(side.pieces[pair.common :], coloured, side.role)
-        sides.append(Text.assemble((facts, "bold"), "\n", text))
+    answers = []
+    for answer in pair.answers:
+        facts = f"{answer.role}: {answer.supervised:,} supervised, {answer.differing:,} differ"
+        text = _example_text(answer.pieces[pair.common :], coloured, answer.role)
+        answers.append(Text.assemble((facts, "bold"), "\n", text))
     if not beside:
-        yield from sides
+        yield from answers
         return
     table = Table.grid(padding=(0, 1), expand=True)
-    for _ in sides:
+    for _ in answers:
         table.add_column(ratio=1, overflow="fold")
-    table.add_row(*sides)
+    table.add_row(*answers)
     yield table
 
 
@@ -271,7 +271,7 @@ def render_page(inspection: Inspection) -> str:
         totals=_totals(inspection),
         findings=list(_linked_findings(inspection)),
         examples=(examples := list(_articles(inspection))),
-        pairs=any(len(each["sides"]) > 1 for each in examples),
+        pairs=any(len(each["answers"]) > 1 for each in examples),
     )
 
 
@@ -331,14 +331,14 @@ def _articles(inspection: Inspection) -> Iterator[dict[str, Any]]:
     for shown in together(inspection.shown):
         if isinstance(shown, ShownPair):
             example, pieces = shown.chosen, shown.chosen.pieces[: shown.common]
-            sides = [(side, _folded(side.pieces[shown.common :])) for side in shown.answers]
+            answers = [(answer, _folded(answer.pieces[shown.common :])) for answer in shown.answers]
         else:
-            example, pieces, sides = shown, shown.pieces, []
+            example, pieces, answers = shown, shown.pieces, []
         yield {
             "example": example,
             "kinds": [(kind, kind in errors) for kind in example.kinds],
             "text": _folded(pieces),
-            "sides": sides,
+            "answers": answers,
         }
 
 

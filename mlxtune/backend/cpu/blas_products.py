@@ -261,7 +261,7 @@ def _over_vocabulary(weight: Weight, hidden: Floats, *, expects: bool) -> _HeadS
     stored = _stored(weight)
     if stored is None:
         for at in _blocks(weight):
-            _share(in_float32(weight[at]), heads)
+            _take_block(in_float32(weight[at]), heads)
     else:
         in_parts(partial(_take_stored, stored, heads), len(stored))
     whole, *others = heads
@@ -278,7 +278,7 @@ def _take_stored(
         heads[part].take_block(widened(stored[at : min(at + _ROWS, end)]))
 
 
-def _share(block: Floats, heads: list[_HeadSoftmax]) -> None:
+def _take_block(block: Floats, heads: list[_HeadSoftmax]) -> None:
     in_parts(lambda part, start, end: heads[part].take_block(block[start:end]), len(block))
 
 

@@ -82,22 +82,22 @@ class Mixers:
             output = self._by_kernels[id(mixer)].run(mixer, layout, *args, **options)
             if output is not None:
                 return output
-        sides = _Repacking(layout)
+        repacking = _Repacking(layout)
         projections = {
-            name: child
-            for name, child in mixer.children().items()
-            if isinstance(child, (LoRALinear, *PROJECTIONS))
+            name: part
+            for name, part in mixer.children().items()
+            if isinstance(part, (LoRALinear, *PROJECTIONS))
         }
         try:
             for name, projection in projections.items():
-                mixer[name] = _OnPacked(projection, sides)
-            args, options = tree_map(sides.pad, (args, options))
+                mixer[name] = _OnPacked(projection, repacking)
+            args, options = tree_map(repacking.pad, (args, options))
             with packed.laid_out(None):
                 output = mixer(*args, **options)
         finally:
             for name, projection in projections.items():
                 mixer[name] = projection
-        return tree_map(sides.pack, output)
+        return tree_map(repacking.pack, output)
 
 
 def _by_kernels(mixers: Sequence[nn.Module], kernels: KernelsFor) -> dict[int, KernelAttention]:
@@ -109,8 +109,8 @@ def _by_kernels(mixers: Sequence[nn.Module], kernels: KernelsFor) -> dict[int, K
 def _find(layer: nn.Module) -> list[nn.Module]:
     """Return the outermost modules in a layer that take a cache."""
     mixers: list[nn.Module] = []
-    for child in layer.children().values():
-        for module in child if isinstance(child, list) else [child]:
+    for part in layer.children().values():
+        for module in part if isinstance(part, list) else [part]:
             if isinstance(module, nn.Module):
                 takes = "cache" in inspect.signature(type(module).__call__).parameters
                 mixers += [module] if takes else _find(module)

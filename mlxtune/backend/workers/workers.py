@@ -76,15 +76,15 @@ class Workers:
         Each worker passes the sums over its examples. Workers that share the model have the same
         loss and counts, and the same gradients of the modules `alike`: these all count once.
         """
-        share = 1 / self.size if self.shards_model else 1.0
+        fraction = 1 / self.size if self.shards_model else 1.0
 
         def weigh(name: str, gradient: mx.array) -> mx.array:
-            return gradient * share if name.rpartition(".")[0] in alike else gradient
+            return gradient * fraction if name.rpartition(".")[0] in alike else gradient
 
         if self.shards_model:
             gradients = tree_map_with_path(weigh, gradients)
-        numbers = mx.array([*(share * each for each in counts), *self.asks])
-        return self.sum([loss * share, gradients, numbers])
+        numbers = mx.array([*(fraction * each for each in counts), *self.asks])
+        return self.sum([loss * fraction, gradients, numbers])
 
     def sum_own(self, values: mx.array) -> mx.array:
         """Merge float32 values; each worker passes zeros in place of the other workers' values."""

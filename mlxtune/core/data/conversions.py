@@ -206,7 +206,7 @@ def from_pair(row: int, content: JsonObject) -> Pair:
             raise BadRow("sides whose prompts differ", "they have no first message in common")
     if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    elif any(side and role_of(side[0]) in ("system", "user") for side in (chosen, rejected)):
+    elif any(answer and role_of(answer[0]) in ("system", "user") for answer in (chosen, rejected)):
         raise BadRow("sides that do not begin with the prompt", "omit 'prompt', or add it to both")
     return _pair(row, content, prompt, chosen, rejected)
 
@@ -218,11 +218,11 @@ def from_preferred(row: int, content: JsonObject) -> Pair:
     messages = given.get("messages")
     if not isinstance(messages, list):
         raise BadRow("'input' has no list of messages", json_type(messages))
-    sides = (
+    answers = (
         _answer_messages(content[f"{kind}preferred_output"], f"{kind}preferred_output")
         for kind in _KINDS
     )
-    return _pair(row, given, messages, *sides)
+    return _pair(row, given, messages, *answers)
 
 
 _KINDS = ("", "non_")
@@ -288,7 +288,7 @@ def _messages(value: Any, key: str, role: str, to_message: ToMessage) -> list[An
 
 
 def _common(chosen: list[Any], rejected: list[Any]) -> list[Any]:
-    """Return the messages that both sides start with; each side keeps at least one more."""
+    """Return the messages that both answers start with; each answer keeps at least one more."""
     both = zip(chosen, rejected, strict=False)
     same = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], both)]
     shortest = min(len(chosen), len(rejected))

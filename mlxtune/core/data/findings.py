@@ -130,16 +130,16 @@ def _note_opposites(files: Sequence[EncodedFile], corpus: Corpus) -> None:
     first: dict[tuple[int, ...], int] = {}
     for index in range(corpus.num_rows):
         examples = corpus.row(index)
-        sides = tuple(
+        answers = tuple(
             identity(replace(each, role=ANSWER) for each in examples if each.role == role)
             for role in (CHOSEN, REJECTED)
         )
-        if (other := first.get(sides[::-1])) is not None:
+        if (other := first.get(answers[::-1])) is not None:
             file, row = corpus.place_of(index)
             other_file, other_row = corpus.place_of(other)
             detail = f"the opposite of {where(files[other_file].skipped.path, other_row)}"
             files[file].notes.count(row, OPPOSITE, detail)
-        first.setdefault(sides, index)
+        first.setdefault(answers, index)
 
 
 def length_findings(corpus: Corpus) -> Iterator[Finding]:

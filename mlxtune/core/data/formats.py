@@ -175,9 +175,9 @@ def _check_kind(content: JsonObject, objective: str) -> None:
 _PAIR = "'chosen' and 'rejected'"
 
 
-# Words in other tools' keys for a label, and for the two sides of a pair.
+# Words in other tools' keys for a label, and for the two answers of a pair.
 _LABEL_WORDS = {"label": {"rating", "score", "feedback", "thumbs", "vote", "liked", "good"}}
-_SIDE_WORDS = {
+_ANSWER_WORDS = {
     "chosen": {"good", "better", "best", "preferred", "accepted", "winner", "positive"},
     "rejected": {"bad", "worse", "worst", "dispreferred", "loser", "negative"},
 }
@@ -185,7 +185,7 @@ _SIDE_WORDS = {
 
 def _preference_options(content: JsonObject, formats: Mapping[str, Format]) -> str:
     """Return the --field options for a preference, if one key has a usual word for each field."""
-    words = _SIDE_WORDS if formats is PAIRS else _LABEL_WORDS if formats is LABELS else {}
+    words = _ANSWER_WORDS if formats is PAIRS else _LABEL_WORDS if formats is LABELS else {}
     options = []
     for name, usual in words.items():
         keys = [key for key in content if usual & {*re.findall(r"[^\W_]+", key[:200].lower())}]
@@ -243,9 +243,9 @@ def _missing_keys(
         missing = next(key for key in file_format.keys if renamed.get(key) is None)
         return BadRow(f"no '{fields.get(missing, missing)}'", keys)
     for each in PAIRS.values() if formats is PAIRS else ():
-        sides = [fields.get(key, key) for key in each.keys[-2:] if renamed.get(key) is None]
-        if len(sides) == 1:
-            return BadRow(f"no '{sides[0]}'", f"a pair needs both answers; {keys}")
+        answers = [fields.get(key, key) for key in each.keys[-2:] if renamed.get(key) is None]
+        if len(answers) == 1:
+            return BadRow(f"no '{answers[0]}'", f"a pair needs both answers; {keys}")
     known = (" + ".join(fields.get(k, k) for k in each.keys) for each in formats.values())
     looked = f"looked for: {', '.join(known)}"
     return BadRow("no known format", f"{keys}; {looked}; {_advice(content, formats)}")

@@ -77,7 +77,7 @@ class Cost:
 class Piece:
     """Part of an example's text: one token, or the fewest tokens that form whole characters.
 
-    `differs` says whether the other side of the example's pair lacks the piece.
+    `differs` says whether the other answer of the example's pair lacks the piece.
     """
 
     text: str
@@ -113,13 +113,13 @@ class ShownExample:
 
     @property
     def differing(self) -> int:
-        """The number of tokens that the other side of the example's pair lacks."""
+        """The number of tokens that the other answer of the example's pair lacks."""
         return sum(piece.tokens for piece in self.pieces if piece.differs)
 
 
 @dataclass(frozen=True, slots=True)
 class ShownPair:
-    """The two sides of a pair, whose first `common` pieces are the same."""
+    """The two answers of a pair, whose first `common` pieces are the same."""
 
     chosen: ShownExample
     rejected: ShownExample
@@ -134,7 +134,7 @@ class ShownPair:
 
 
 def together(shown: Sequence[ShownExample]) -> list[ShownExample | ShownPair]:
-    """Group examples for display: the two sides of a pair together, other examples alone."""
+    """Group examples for display: the two answers of a pair together, other examples alone."""
     roles = ROLE_NAMES[CHOSEN], ROLE_NAMES[REJECTED]
     by_place = {(each.path, each.row, each.part, each.role): each for each in shown}
     grouped: list[ShownExample | ShownPair] = []
@@ -293,10 +293,10 @@ def _common(one: Sequence[Piece], other: Sequence[Piece]) -> int:
 
 
 def _marked(pair: ShownPair) -> tuple[ShownExample, ShownExample]:
-    """Return the sides of a pair; pieces that the other side lacks are marked."""
+    """Return the answers of a pair; pieces that the other answer lacks are marked."""
     start = pair.common
     one, other = (
-        [(piece.text, piece.control) for piece in side.pieces[start:]] for side in pair.answers
+        [(piece.text, piece.control) for piece in answer.pieces[start:]] for answer in pair.answers
     )
     matcher = SequenceMatcher(None, one, other, autojunk=len(one) > _EXACTLY)
     blocks = matcher.get_matching_blocks()
@@ -305,14 +305,14 @@ def _marked(pair: ShownPair) -> tuple[ShownExample, ShownExample]:
         {start + block.b + i for block in blocks for i in range(block.size)},
     )
 
-    def side(example: ShownExample, kept: set[int]) -> ShownExample:
+    def marked(example: ShownExample, kept: set[int]) -> ShownExample:
         marked = [
             replace(piece, differs=i >= start and i not in kept)
             for i, piece in enumerate(example.pieces)
         ]
         return replace(example, pieces=tuple(marked))
 
-    return side(pair.chosen, same[0]), side(pair.rejected, same[1])
+    return marked(pair.chosen, same[0]), marked(pair.rejected, same[1])
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ from mlxtune.core.data.template import (
 _END_THINK = "</think>"
 # The tags that open thinking in a generation prompt, and close it before the answer.
 _THINKING = (("<think>", "\n</think>\n\n"), ("<|channel>thought", "\n<channel|>"))
-_PROBE = "mlxtune asks whether this is shown"
+_TEST_CONTENT = "mlxtune asks whether this is shown"
 # Each turn is rendered with all messages before it, so many short turns would take minutes. The
 # maximum number of characters to render in all, and the number to add for each message.
 _MOST_RENDERED, _PER_MESSAGE = 2**27, 64
@@ -120,10 +120,10 @@ class ModelTemplate:
 
     @cached_property
     def _shows_system(self) -> bool:
-        messages = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hi"}]
+        messages = [{"role": "system", "content": _TEST_CONTENT}, {"role": "user", "content": "Hi"}]
         try:
             request = self.renderer.request(messages, add_generation_prompt=True)
-            return _PROBE in request.text()
+            return _TEST_CONTENT in request.text()
         except BadRow:
             return False
 
@@ -135,7 +135,7 @@ class ModelTemplate:
     @cached_property
     def _header(self) -> str:
         """The text that the generation prompt adds; Gemma 4 leaves it out after a tool's result."""
-        question = [{"role": "user", "content": _PROBE}]
+        question = [{"role": "user", "content": _TEST_CONTENT}]
         try:
             before, prompt = (
                 self.renderer.request(question, add_generation_prompt=asks).text()
@@ -328,7 +328,7 @@ class ModelTemplate:
                 at = rest.rfind(content, 0, stop - 1)
         if last:
             return last, ""
-        head, found, tail = rest.rstrip().rpartition(content or _PROBE)
+        head, found, tail = rest.rstrip().rpartition(content or _TEST_CONTENT)
         known = list(filter(None, self.end_tokens))[:4]
         remedy = f": let the template end each answer with {known[0]}" if known else ""
         if found and tail and not message.tool_calls:

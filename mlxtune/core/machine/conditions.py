@@ -79,10 +79,10 @@ class Sensors:
         text = ""
         with suppress(OSError):
             text = read_kernel_file(self.pressure_file)
-        shares = dict(re.findall(r"(?m)^(\w+) avg10=([\d.]+)", text))
-        if float(shares.get("full", 0)) >= _FULL_CRITICAL:
+        percentages = dict(re.findall(r"(?m)^(\w+) avg10=([\d.]+)", text))
+        if float(percentages.get("full", 0)) >= _FULL_CRITICAL:
             return Pressure.CRITICAL
-        return Pressure.WARN if float(shares.get("some", 0)) >= _SOME_WARN else Pressure.NORMAL
+        return Pressure.WARN if float(percentages.get("some", 0)) >= _SOME_WARN else Pressure.NORMAL
 
     def on_battery(self) -> bool | None:
         """Return whether the machine runs on battery; None if unknown, or if it has no battery."""

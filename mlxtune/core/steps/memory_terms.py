@@ -129,9 +129,9 @@ class ModelShapes:
 
     def with_layers(self, layers: int) -> ModelShapes:
         """Return the shapes with LoRA on the last `layers` layers only."""
-        share = layers / self.layers
+        fraction = layers / self.layers
         names = ("trainable", "products", "mixed", "looped", "scaled", "scores", "gathered")
-        fewer: dict[str, Any] = {name: int(getattr(self, name) * share) for name in names}
+        fewer: dict[str, Any] = {name: int(getattr(self, name) * fraction) for name in names}
         return replace(self, layers=layers, **fewer)
 
     def holds_scores(self, load: BatchLoad) -> bool:
