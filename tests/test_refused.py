@@ -11,15 +11,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_map
 from mlx_lm.tuner.lora import LoRASwitchLinear
 
 from mlxtune.backend.forward.operations import best_execution
 from mlxtune.backend.lora import apply
-from mlxtune.backend.lora.vectors import MULTIPLE, LoRAVectors
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
-from tests.backend.step.executions import PLAIN, fresh, model_folder
+from tests.backend.step.executions import PLAIN, fresh
 from tests.long.architectures import ARCHITECTURES
 from tests.long.counts import LAUNCH_NONE, Exported, Traced, exported
 from tests.long.graph_order import Operation
@@ -90,21 +88,6 @@ def test_no_launch_of_a_step_is_refused(name: str, how: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 def test_no_launch_of_a_step_with_a_separate_head_is_refused(name: str, tmp_path: Path) -> None:
     assert not refused_in(name, tmp_path / "m", EXECUTIONS["best"])
-
-
-def test_no_launch_joins_an_empty_array() -> None:
-    """The matrices fill whole rows of their vector, so the vector needs no padding."""
-    config: dict[str, Any] = {"lora_rank": 16, "targets": ("q_proj",)}
-    model = fresh(model_folder("qwen3"), **config).model
-    vectors, matrices = LoRAVectors(model, apart=False), model.trainable_parameters()
-    (joined,) = vectors.join(matrices)
-    # A (64, 16) and B (16, 64) of two layers.
-    assert joined.size == 4 * 64 * 16 == 4 * MULTIPLE
-
-    def join(scale: mx.array) -> Traced:
-        return vectors.join(tree_map(lambda value: value * scale, matrices)), []
-
-    assert not refused(join, mx.array(2.0))
 
 
 def test_launches_on_empty_arrays_are_found() -> None:

@@ -6,23 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
 import pytest
 import safetensors.numpy
-from mlx.utils import tree_flatten
 
 from mlxtune.backend.adapters import checkpoint_tensors, initialise
 from mlxtune.backend.cpu import CPU
 from mlxtune.backend.forward.operations import MLX
-from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.run.checkpoint import PARAMETERS
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import ModelError
-from tests.backend.conftest import random_examples
 from tests.backend.step.test_pipeline_resume import STEPS, STOP, state, take
 from tests.models import write_model
 from tests.slow import slow
@@ -103,44 +98,3 @@ def test_snapshot_is_checked_against_the_model_before_any_weight_is_read(
         safetensors.numpy.save_file(tensors, path)
         with pytest.raises(ModelError, match=f"{name} is missing"):
             checkpoint_tensors.check_adapter(weights, made.model, made.lora)
-
-
-def reference(
-    value: Any, gradients: list[Any], rate: float, decay: float
-) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return a value after updates by AdamW (arXiv:1711.05101, algorithm 2)."""
-    x = np.array(value, np.float64)
-    m, v = np.zeros_like(x), np.zeros_like(x)
-    for t, gradient in enumerate(gradients, 1):
-        g = np.array(gradient, np.float64)
-        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
-        moved = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
-        x = x - rate * (moved + decay * x)
-    return x
-
-
-def test_b_and_sizes_learn_faster_by_the_ratio(folder: Path) -> None:
-    rate, ratio, decay = 1e-3, 16.0, 0.5
-    made = pipeline(
-        folder,
-        Execution(MLX),
-        dora=True,
-        lr_ratio=ratio,
-        learning_rate=rate,
-        weight_decay=decay,
-        gradient_clip_norm=0.0,
-    )
-    for module in adapted_modules(made.model).values():
-        module.lora_b = 0.1 * mx.random.normal(module.lora_b.shape, key=mx.random.key(1))
-    begun = {name: np.array(x) for name, x in tree_flatten(made.model.trainable_parameters())}
-    seen: dict[str, list[Any]] = {name: [] for name in begun}
-    for step in (1, 2, 3):
-        one = random_examples(2, seed=step)
-        gradients = made.loss_and_gradients(one, step).gradients
-        for name, value in tree_flatten(gradients):
-            seen[name].append(np.array(value))
-        made.train_batch(one, step=step)
-    for name, value in tree_flatten(made.model.trainable_parameters()):
-        own = rate if name.endswith("lora_a") else rate * ratio
-        expected = reference(begun[name], seen[name], own, decay)
-        np.testing.assert_allclose(np.array(value), expected, atol=own * 1e-3, err_msg=name)

@@ -266,37 +266,6 @@ def test_validation_after_a_step_runs_the_model_in_evaluation_mode(
     assert pipeline.evaluate(examples).avg_loss == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.05])
-def test_update_is_adamw_with_bias_correction_and_clipping(
-    make_pipeline: MakePipeline, clip: float
-) -> None:
-    """AdamW (arXiv:1711.05101, algorithm 2) in float64, from the pipeline's own gradients."""
-    pipeline = make_pipeline("llama", gradient_clip_norm=clip, weight_decay=0.1)
-    examples = random_examples(3)
-    theta = {
-        name: np.array(value, dtype=np.float64)
-        for name, value in tree_flatten(pipeline.model.trainable_parameters())
-    }
-    m = {name: np.zeros_like(value) for name, value in theta.items()}
-    v = {name: np.zeros_like(value) for name, value in theta.items()}
-    for step, rate in enumerate((1e-2, 5e-3, 2e-2), start=1):
-        gradients = pipeline.loss_and_gradients(examples).gradients
-        g = {name: np.array(value, np.float64) for name, value in tree_flatten(gradients)}
-        norm = np.sqrt(sum((value**2).sum() for value in g.values()))
-        shrink = min(1.0, clip / norm) if clip else 1.0
-
-        result = pipeline.train_batch(examples, step=step, learning_rate=rate)
-
-        assert result.grad_norm == pytest.approx(norm, rel=1e-4)
-        for name in theta:
-            m[name] = 0.9 * m[name] + 0.1 * shrink * g[name]
-            v[name] = 0.999 * v[name] + 0.001 * (shrink * g[name]) ** 2
-            adam = (m[name] / (1 - 0.9**step)) / (np.sqrt(v[name] / (1 - 0.999**step)) + 1e-8)
-            theta[name] = theta[name] - rate * 0.1 * theta[name] - rate * adam
-    for name, value in tree_flatten(pipeline.model.trainable_parameters()):
-        np.testing.assert_allclose(np.array(value), theta[name], atol=2e-5, err_msg=name)
-
-
 @pytest.mark.parametrize("quantize", [None, 4])
 def test_nothing_but_the_lora_matrices_changes(
     make_pipeline: MakePipeline, quantize: int | None
