@@ -15,9 +15,9 @@ from mlxtune.backend.models.stored_layers import TimedProducts
 from mlxtune.config import BenchConfig
 from mlxtune.core.files.reading import file_hash
 from mlxtune.errors import ConfigError, ModelError
-from tests.cli.test_resume import stop_after
 from tests.command import Cli
 from tests.models import write_model
+from tests.session.test_resuming import stop_after
 from tests.slow import slow
 
 STEPS = ("--max-steps", "4", "--targets", "all", "--lr", "1e-2")
