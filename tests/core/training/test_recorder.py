@@ -1,4 +1,4 @@
-"""The trainer's records of a run, and the events that an observer receives."""
+"""A run's records: its metrics, step by step, and the files beside its checkpoints."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from mlxtune.core.files.remembered import MARK
-from mlxtune.core.run.metrics import InstructBatchResult, InstructEpochMetrics, StepRecord
-from mlxtune.core.training.observer import RunStart, TrainingObserver
+from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.training.trainer import InstructTrainer
-from mlxtune.errors import NonFiniteLossError
-from tests.core.training.fake_pipeline import CORPUS, FakePipeline, log_of, options, rows, train
+from tests.core.training.fake_pipeline import CORPUS, FakePipeline, log_of, options, train
 
 
 def test_metrics_file_has_a_line_for_each_step_validation_and_epoch_in_order(
@@ -77,68 +75,3 @@ def test_record_beside_the_checkpoints_is_not_in_them(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run.json").read_text()) == {"a": 1}
     assert (tmp_path / "previous-1" / "run.json").read_text() == "of an earlier run"
     assert not (tmp_path / "epoch-1" / "run.json").exists()
-
-
-class Listener(TrainingObserver):
-    """Records the events."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[Any, ...]] = []
-
-    def on_start(self, run: RunStart, previous: Path | None) -> None:
-        self.heard.append(("start", run.total_steps))
-
-    def on_step(self, record: StepRecord) -> None:
-        self.heard.append(("step", record.step))
-
-    def on_evaluated(self, done: int, total: int) -> None:
-        self.heard.append(("evaluated", done, total))
-
-    def on_validation(self, step: int, loss: float) -> None:
-        self.heard.append(("validation", step))
-
-    def on_epoch(self, metrics: InstructEpochMetrics, best: bool) -> None:
-        self.heard.append(("epoch", metrics.epoch, best))
-
-    def on_checkpoint(self, folder: Path) -> None:
-        self.heard.append(("checkpoint", folder.name))
-
-    def on_end(self) -> None:
-        self.heard.append(("end",))
-
-
-def test_observer_hears_of_everything_in_order(tmp_path: Path) -> None:
-    listener = Listener()
-    train(tmp_path, FakePipeline(val_loss=lambda v: 1.0 + v), epochs=2, observer=listener)
-
-    assert [event for event in listener.heard if event[0] != "evaluated"] == [
-        ("start", 6),
-        ("validation", 0),
-        *(("step", step) for step in (1, 2, 3)),
-        *(("validation", 3), ("epoch", 1, True), ("checkpoint", "best"), ("checkpoint", "epoch-1")),
-        *(("step", step) for step in (4, 5, 6)),
-        *(("validation", 6), ("epoch", 2, False), ("checkpoint", "epoch-2")),
-        ("end",),
-    ]
-
-
-def test_observer_hears_how_many_examples_have_been_evaluated(tmp_path: Path) -> None:
-    listener = Listener()
-    pipeline = FakePipeline()
-    train(tmp_path, pipeline, validation=rows(*range(100, 180)), observer=listener, max_steps=1)
-
-    heard = [event[1:] for event in listener.heard if event[0] == "evaluated"]
-    first = heard[: len(heard) // 2]
-    assert first == heard[len(heard) // 2 :]
-    done = [done for done, _ in first]
-    assert done == sorted(set(done))
-    assert done[0] > 0
-    assert first[-1] == (80, 80)
-
-
-def test_observer_hears_the_end_however_the_run_ends(tmp_path: Path) -> None:
-    listener = Listener()
-    with pytest.raises(NonFiniteLossError):
-        train(tmp_path, FakePipeline(val_loss=lambda v: math.nan), observer=listener)
-
-    assert listener.heard[-1] == ("end",)
