@@ -29,8 +29,8 @@ step of 4 rows of Alpaca, or 1 step of one example of 2,048 tokens. On an NVIDIA
 [Qwen3's shapes](performance.md#on-an-nvidia-gpu) have been measured, and nothing on Metal.
 
 - **WikiSQL, Alpaca, 2,048 tokens**: real tokens per second as a multiple of mlx-lm's own trainer,
-  and peak memory as a share of the trainer's. An empty cell has not been measured.
-- **Efficiency**: the share of a step that its matrix products would take at the BLAS's speed, on
+  and peak memory as a fraction of the trainer's. An empty cell has not been measured.
+- **Efficiency**: the fraction of a step that its matrix products would take at the BLAS's speed, on
   WikiSQL.
 - **Fast paths**: *head split*: logits are computed for supervised positions only; *head in
   blocks*: a block of logits at a time, from a plain product; *packed line*: examples are
