@@ -99,9 +99,9 @@ class OurTrainer:
         from mlxtune.session.prepared_run import build_pipeline
 
         config, base = self._config, self.base
-        work = sampled_work(config, steps)
-        self.base, plan, _ = plan_run(config, base, work, self._execution)
-        self.pipeline, _ = build_pipeline(config, self.base, work, plan, self._console)
+        workload = sampled_work(config, steps)
+        self.base, plan, _ = plan_run(config, base, workload, self._execution)
+        self.pipeline, _ = build_pipeline(config, self.base, workload, plan, self._console)
         self.pipeline.load(adapter)
 
     def refer(self, steps: Sequence[Sequence[Example]]) -> list[Sequence[Example]]:

@@ -49,10 +49,12 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
     longest = planning.longest_example(config, base, config.lora()) if config.longest else None
     if longest and dataset is None:
         config = replace(config, max_seq_len=max(longest.recomputed, 2))
-    work = planning.sampled_work(config, steps, dataset)
-    if dataset is not None and (line := planning.truncation_loss_line(config, base, work, dataset)):
+    workload = planning.sampled_work(config, steps, dataset)
+    if dataset is not None and (
+        line := planning.truncation_loss_line(config, base, workload, dataset)
+    ):
         console.warn(line)
-    chosen = planning.choose_plan(config, base, work)
+    chosen = planning.choose_plan(config, base, workload)
     adapter = apply_lora(base.model, config.lora())
     for warning in adapter.warnings():
         console.warn(warning)
@@ -65,7 +67,7 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
         device=default_device.device_name(),
         max_seq_len=config.max_seq_len,
         memory=chosen,
-        larger_limit=planning.larger_limit(config, chosen, work),
+        larger_limit=planning.larger_limit(config, chosen, workload),
         longest=longest,
         free_memory=allocator.free_now(),
         speed=read_speed(config.cache_path, planning.speed_key(chosen, base.dtype)),

@@ -33,7 +33,7 @@ from mlxtune.core.run.run_plan import LongestFit, read_measured, save_measured, 
 from mlxtune.core.run.stored_run import mapping
 from mlxtune.core.steps import memory_plan, order
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan, sample_steps
+from mlxtune.core.steps.memory_plan import MemoryPlan, Workload, sample_steps
 from mlxtune.core.steps.memory_terms import BatchLoad, Measured, ModelShapes
 from mlxtune.errors import MemoryLimitError, MlxTuneError, OutputError
 from mlxtune.session.dataset import Dataset
@@ -65,7 +65,7 @@ def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[Sequence[E
 
 def sampled_work(
     config: TrainConfig, steps: Sequence[Sequence[Example]], dataset: Dataset | None = None
-) -> DataSample:
+) -> Workload:
     """Return the work to plan: steps, and the single examples that need the most memory.
 
     Looks for these examples in the whole data set or else in the steps. Without data and steps, the
@@ -77,7 +77,7 @@ def sampled_work(
         sizes = list(zip(corpus.lengths.tolist(), corpus.supervised.tolist(), strict=True))
     sizes = sizes or [(config.max_seq_len, config.max_seq_len)]
     extremes = {max(sizes), max(sizes, key=lambda size: size[::-1])}
-    return DataSample(
+    return Workload(
         steps=steps,
         alone=tuple(
             BatchLoad.single(length, supervised) for length, supervised in sorted(extremes)
@@ -87,7 +87,7 @@ def sampled_work(
 
 
 def choose_plan(
-    config: TrainConfig, base: BaseModel, work: DataSample, execution: str = "auto"
+    config: TrainConfig, base: BaseModel, work: Workload, execution: str = "auto"
 ) -> MemoryPlan:
     """Choose how to run the steps within the memory limit.
 
@@ -127,7 +127,7 @@ def confirm(
     config: TrainConfig,
     base: BaseModel,
     pipeline: InstructPipeline,
-    work: DataSample,
+    work: Workload,
     plan: MemoryPlan,
     recorded: Measured | None = None,
     workers: Workers = ALONE,
@@ -175,7 +175,7 @@ def recorded_memory(run: Path) -> Measured | None:
 
 
 def _choose(
-    config: TrainConfig, shapes: ModelShapes, execution: Execution, work: DataSample, limit: int
+    config: TrainConfig, shapes: ModelShapes, execution: Execution, work: Workload, limit: int
 ) -> MemoryPlan:
     allowed = _CHECKPOINTING[config.grad_checkpoint]
     tolerance = _CPU_TOLERANCE if default_device.on_cpu() else 0.0
@@ -186,7 +186,7 @@ def _choose(
     return plan
 
 
-def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str:
+def larger_limit(config: TrainConfig, plan: MemoryPlan, work: Workload) -> str:
     """Return a line on what a larger --memory-limit would gain; empty if it would gain nothing."""
     recommended = allocator.find_limits(config.memory_limit).recommended or 0
     most = recommended // allocator.GB
@@ -197,7 +197,7 @@ def larger_limit(config: TrainConfig, plan: MemoryPlan, work: DataSample) -> str
 
 
 def truncation_loss_line(
-    config: TrainConfig, base: BaseModel, work: DataSample, dataset: Dataset
+    config: TrainConfig, base: BaseModel, work: Workload, dataset: Dataset
 ) -> str:
     """Return a line on the supervised tokens that --max-seq-len cuts off; empty if only a few."""
     loss = truncation_loss(dataset.files, config.max_seq_len, config.cut)
@@ -269,7 +269,7 @@ def reserve_memory(
 def plan_run(
     config: TrainConfig,
     base: BaseModel,
-    work: DataSample,
+    work: Workload,
     execution: str = "auto",
     resume: ResumePoint | None = None,
     workers: Workers = ALONE,
@@ -289,7 +289,7 @@ def plan_run(
 def settle_products(
     config: TrainConfig,
     base: BaseModel,
-    work: DataSample,
+    work: Workload,
     plan: MemoryPlan,
     resume: ResumePoint | None = None,
     workers: Workers = ALONE,
@@ -317,7 +317,7 @@ def recorded_products(metadata: Mapping[str, Any]) -> str:
     return form if form in loading.PRODUCTS else ""
 
 
-def _tokens(work: DataSample, plan: MemoryPlan) -> int:
+def _tokens(work: Workload, plan: MemoryPlan) -> int:
     """Return the largest number of tokens that a micro-batch of the run can have."""
     steps = [[len(example) for example in step] for step in work.steps if step]
     if not steps:

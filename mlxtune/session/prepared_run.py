@@ -36,7 +36,7 @@ from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.metrics import InstructTrainResult
 from mlxtune.core.run.run_folder import ABOUT, ResumePoint
 from mlxtune.core.run.stored_run import text
-from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
+from mlxtune.core.steps.memory_plan import MemoryPlan, Workload
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError
 from mlxtune.session import planning
@@ -117,7 +117,7 @@ def prepare_base(
 def build_pipeline(
     config: TrainConfig,
     base: BaseModel,
-    work: DataSample,
+    work: Workload,
     plan: MemoryPlan,
     console: RunConsole,
     provenance: Callable[[], Mapping[str, Any]] = dict,

@@ -19,7 +19,7 @@ from mlxtune.backend.workers.workers import Workers
 from mlxtune.config import TrainConfig
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.memory_plan import DataSample, MemoryPlan
+from mlxtune.core.steps.memory_plan import MemoryPlan, Workload
 from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured
 from mlxtune.errors import MemoryLimitError
 from mlxtune.session import planning
@@ -35,7 +35,7 @@ from tests.models import write_model
 
 # Kept layers take a thousand times the estimate, recomputed layers the estimate itself.
 HUGE = Measured(kept=Factors(1000.0, 1000.0), working=Factors(1000.0, 1000.0))
-Loaded = tuple[TrainConfig, BaseModel, InstructPipeline, DataSample, MemoryPlan]
+Loaded = tuple[TrainConfig, BaseModel, InstructPipeline, Workload, MemoryPlan]
 
 
 @pytest.fixture
@@ -142,11 +142,11 @@ def plan_of(tokens: int) -> Any:
     return SimpleNamespace(execution=Execution(None, tokens))
 
 
-def work_of(*lengths: list[int]) -> DataSample:
+def work_of(*lengths: list[int]) -> Workload:
     steps = [
         [Example(0, np.zeros(n, np.int32), np.ones(n, np.uint8)) for n in step] for step in lengths
     ]
-    return DataSample(steps=steps, alone=(BatchLoad.single(70, 70),))
+    return Workload(steps=steps, alone=(BatchLoad.single(70, 70),))
 
 
 @pytest.fixture

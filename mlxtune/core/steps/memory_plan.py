@@ -96,8 +96,8 @@ def sample_steps(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
 
 
 @dataclass(frozen=True)
-class DataSample:
-    """A data sample: the first steps, and the loads of the examples that take the most memory.
+class Workload:
+    """A workload to plan: the first steps, and the loads of the examples that take the most memory.
 
     With `keyed`, only examples of the same row share the tokens of a common prefix.
     """
@@ -107,7 +107,7 @@ class DataSample:
     keyed: bool = False
 
 
-def _candidates(work: DataSample) -> list[int]:
+def _candidates(work: Workload) -> list[int]:
     longest = max(load.tokens for load in work.alone)
     largest = max([longest, *(sum(map(forward_tokens, step)) for step in work.steps)])
     enough = next((tokens for tokens in _TOKENS if tokens >= largest), _TOKENS[-1])
@@ -123,7 +123,7 @@ def _chunks(shapes: ModelShapes, execution: Execution) -> tuple[int, ...]:
 
 def _plans(
     shapes: ModelShapes,
-    work: DataSample,
+    work: Workload,
     base: Execution,
     limit: int,
     checkpointing: Sequence[bool],
@@ -161,7 +161,7 @@ def _plans(
 
 def choose(
     shapes: ModelShapes,
-    work: DataSample,
+    work: Workload,
     base: Execution,
     *,
     limit: int,
@@ -204,14 +204,14 @@ def longest(
     """
 
     def needs(tokens: int) -> int:
-        work = DataSample((), (BatchLoad.single(tokens, tokens),))
+        work = Workload((), (BatchLoad.single(tokens, tokens),))
         return min(plan.peak.total for plan in _plans(shapes, work, base, limit, checkpointing))
 
     return _most(needs, most, int(limit / (1 + MARGIN)))
 
 
 def why_not(
-    shapes: ModelShapes, work: DataSample, execution: Execution, limit: int, may_checkpoint: bool
+    shapes: ModelShapes, work: Workload, execution: Execution, limit: int, may_checkpoint: bool
 ) -> str:
     """Return the reason why not even one example fits, with remedies."""
     execution = replace(execution, recompute=may_checkpoint)

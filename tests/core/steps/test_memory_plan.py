@@ -14,8 +14,8 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import (
     MARGIN,
-    DataSample,
     MemoryPlan,
+    Workload,
     choose,
     longest,
     sample_steps,
@@ -34,15 +34,15 @@ def example(length: int, row: int = 1) -> Example:
     return Example(row, (np.arange(length) + row).astype(np.int32), mask)
 
 
-def work(*lengths: int, steps: int = 2) -> DataSample:
+def work(*lengths: int, steps: int = 2) -> Workload:
     """Return steps of examples of these lengths, without shared prefixes."""
     every = [[example(n, 1000 * i) for i, n in enumerate(lengths)] for _ in range(steps)]
     longest = max(lengths)
-    return DataSample(every, (BatchLoad.single(longest, 2),))
+    return Workload(every, (BatchLoad.single(longest, 2),))
 
 
 def chosen(
-    given: DataSample,
+    given: Workload,
     limit: int = AMPLE,
     *,
     execution: Execution | None = None,
@@ -81,7 +81,7 @@ def test_checkpointing_is_for_what_does_not_fit_without() -> None:
     assert chosen(given, tight.limit, checkpointing=(False,)) is None
 
 
-def chosen_least(given: DataSample, recompute: bool) -> MemoryPlan:
+def chosen_least(given: Workload, recompute: bool) -> MemoryPlan:
     found = chosen(given, tolerance=100.0, checkpointing=(recompute,))
     assert found
     return found
@@ -90,7 +90,7 @@ def chosen_least(given: DataSample, recompute: bool) -> MemoryPlan:
 def test_logits_are_held_in_smaller_chunks_where_they_must_be() -> None:
     mask = np.array([0] + [1] * 299, dtype=np.uint8)
     one = Example(1, np.arange(300, dtype=np.int32), mask)
-    given = DataSample([[one]], (BatchLoad.single(300, 299),))
+    given = Workload([[one]], (BatchLoad.single(300, 299),))
     large = shapes(vocab=100_000, itemsize=2)
     free = chosen(given, execution=GRAPH, of=large)
     tight = chosen(given, 30_000_000, execution=GRAPH, of=large)
@@ -134,7 +134,7 @@ def test_counts_are_those_of_the_steps() -> None:
 
 
 def test_without_data_one_example_is_planned_for() -> None:
-    plan = chosen(DataSample([], (BatchLoad.single(512, 512),)))
+    plan = chosen(Workload([], (BatchLoad.single(512, 512),)))
     assert plan
     assert plan.execution.micro_batch_tokens == 512
     assert not plan.execution.recompute
@@ -185,7 +185,7 @@ def test_longest_example_fits_and_one_token_more_does_not(limit: int, recompute:
     found = longest(shapes(), execution, limit, most, [recompute])
 
     def fits(tokens: int) -> bool:
-        given = DataSample((), (BatchLoad.single(tokens, tokens),))
+        given = Workload((), (BatchLoad.single(tokens, tokens),))
         plan = choose(
             shapes(), given, execution, limit=limit, checkpointing=[recompute], tolerance=0.0
         )
