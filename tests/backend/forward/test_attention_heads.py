@@ -23,7 +23,7 @@ from mlxtune.backend.forward.operations import MlxOperations
 from mlxtune.backend.forward.packed_mixers import Mixers
 from mlxtune.backend.models.loading import load_base
 from tests.backend.step.executions import (
-    IN_LINE,
+    PACKED,
     assert_same,
     computed,
     fixed_step,
@@ -128,7 +128,7 @@ def test_layer_that_does_anything_else_is_left_alone(attention: nn.Module) -> No
 @pytest.mark.parametrize("architecture", ["qwen3", slow("llama"), slow("gemma3_text")])
 def test_step_by_kernels_equals_the_plain_one(architecture: str, recompute: bool) -> None:
     folder, operations = model_folder(architecture), WithKernels()
-    how = replace(IN_LINE, operations=operations, recompute=recompute)
+    how = replace(PACKED, operations=operations, recompute=recompute)
     found = computed(fresh(folder, how, 10_000), fixed_step())
     assert_same(found, computed(fresh(folder), fixed_step()))
     assert operations.kernels.calls >= 2
@@ -137,7 +137,7 @@ def test_step_by_kernels_equals_the_plain_one(architecture: str, recompute: bool
 def test_arrays_that_kernels_do_not_serve_run_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_heads, "serves", lambda *_: False)
     folder, operations = model_folder("qwen3"), WithKernels()
-    made = fresh(folder, replace(IN_LINE, operations=operations), 10_000)
+    made = fresh(folder, replace(PACKED, operations=operations), 10_000)
     assert_same(computed(made, fixed_step()), computed(fresh(folder), fixed_step()))
     assert operations.kernels.calls == 0
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxtune.backend.lora.optimizer import LoRAOptimizer
-from tests.backend.step.executions import IN_LINE, fresh, model_folder
+from tests.backend.step.executions import PACKED, fresh, model_folder
 from tests.core.steps.epochs import LENGTHS, epoch_of
 from tests.long.counts import _nothing_evaluated
 from tests.long.pipeline_graphs import PipelineGraphs
@@ -24,7 +24,7 @@ def test_updates_of_all_steps_share_one_signature(
         return take(*args)
 
     monkeypatch.setattr(LoRAOptimizer, "_take", noted)
-    graphs = PipelineGraphs(fresh(model_folder("qwen3"), IN_LINE, 2048))
+    graphs = PipelineGraphs(fresh(model_folder("qwen3"), PACKED, 2048))
     with _nothing_evaluated():
         for examples in epoch_of(name)[:6]:
             graphs.lazy_step(examples)

@@ -31,20 +31,20 @@ from tests.models import VOCAB_SIZE, write_model
 # The reference: the model as mlx-lm runs it, with all logits.
 PLAIN = Execution(operations.PLAIN, head_apart=False, packs=False)
 SPLIT = Execution(MLX, packs=False)
-IN_LINE = replace(SPLIT, packs=True)
+PACKED = replace(SPLIT, packs=True)
 # Without backend/cpu, MLX's operations stand in for the CPU's kernels.
 _CPU = KERNELS or MLX
 WAYS: dict[str, Execution] = {
     "split head": SPLIT,
     "split head in small chunks": replace(SPLIT, loss_chunk=3),
     "recompute": replace(PLAIN, operations=MLX, recompute=True),
-    "in one line": IN_LINE,
-    "in one line with recompute": replace(IN_LINE, recompute=True, loss_chunk=3),
+    "packed": PACKED,
+    "packed with recompute": replace(PACKED, recompute=True, loss_chunk=3),
     "cpu kernels": replace(PLAIN, operations=_CPU),
     "cpu kernels with recompute": replace(PLAIN, operations=_CPU, recompute=True),
     "cpu kernels with split head": replace(SPLIT, operations=_CPU, loss_chunk=3),
-    "cpu kernels in one line": replace(IN_LINE, operations=_CPU, loss_chunk=3),
-    "all": replace(IN_LINE, operations=_CPU, recompute=True, loss_chunk=3),
+    "cpu kernels, packed": replace(PACKED, operations=_CPU, loss_chunk=3),
+    "all": replace(PACKED, operations=_CPU, recompute=True, loss_chunk=3),
 }
 
 Gradients = dict[str, npt.NDArray[Any]]

@@ -32,11 +32,11 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 # Execution, bits of quantisation, and options.
 CASES: list[tuple[str, int | None, dict[str, Any]]] = [
     ("split head", None, {"targets": ATTENTION}),
-    ("in one line", None, {"targets": (*ATTENTION[:3], "up_proj", "down_proj"), "dropout": 0.3}),
-    ("in one line with recompute", 4, {"targets": ("q_proj", "o_proj")}),
+    ("packed", None, {"targets": (*ATTENTION[:3], "up_proj", "down_proj"), "dropout": 0.3}),
+    ("packed with recompute", 4, {"targets": ("q_proj", "o_proj")}),
 ]
 # MLX's quantised products compute the head's logits.
-PACKED_HEAD = ("in one line", 4, {"targets": ATTENTION, "quantized_compute": "quantized"})
+PACKED_HEAD = ("packed", 4, {"targets": ATTENTION, "quantized_compute": "quantized"})
 
 
 def check(workers: Workers, how: str, folder: Path, step: Sequence[Example], **config: Any) -> None:

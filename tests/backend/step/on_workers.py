@@ -36,12 +36,12 @@ from tests.paths import SHARED
 
 # Execution, bits of quantisation, and options.
 CASES = {
-    "in one line": ("in one line", None, {}),
-    "by the CPU's kernels": ("cpu kernels in one line", None, {}),
+    "packed": ("packed", None, {}),
+    "by the CPU's kernels": ("cpu kernels, packed", None, {}),
     "with dropout, padded": ("split head", None, {"dropout": 0.3}),
-    "quantised, recomputed": ("in one line with recompute", 4, {}),
+    "quantised, recomputed": ("packed with recompute", 4, {}),
 }
-FEW = ("in one line", "quantised, recomputed")
+FEW = ("packed", "quantised, recomputed")
 if find_spec("numba") is None:  # a Mac has no numba
     del CASES["by the CPU's kernels"]
 
@@ -70,7 +70,7 @@ def check_preferences(workers: Workers) -> None:
     for name, options in OBJECTIVES:
         objective = objective_of(name, **options)
         together, alone = (
-            fresh(model_folder("qwen3"), WAYS["in one line"], 64, workers=each, objective=objective)
+            fresh(model_folder("qwen3"), WAYS["packed"], 64, workers=each, objective=objective)
             for each in (workers, Workers())
         )
         step = rows_of(objective)
@@ -119,7 +119,7 @@ def check_words(workers: Workers) -> None:
 
 def check_decisions(workers: Workers) -> None:
     """Check that all workers stop after the same step when one of them is interrupted."""
-    pipeline = fresh(model_folder("qwen3"), WAYS["in one line"], 64, workers=workers)
+    pipeline = fresh(model_folder("qwen3"), WAYS["packed"], 64, workers=workers)
     last = workers.size - 1
     decided = []
     for step in range(1, 6):
@@ -131,7 +131,7 @@ def check_decisions(workers: Workers) -> None:
 
 def check_unlike(workers: Workers) -> None:
     """Check that workers detect an adapter that differs on one of them."""
-    pipeline = fresh(model_folder("qwen3"), WAYS["in one line"], 64, workers=workers)
+    pipeline = fresh(model_folder("qwen3"), WAYS["packed"], 64, workers=workers)
     if workers.index == 1:
         tree = pipeline.model.trainable_parameters()
         pipeline.model.update(_changed(tree))
@@ -167,7 +167,7 @@ def main() -> None:
         print(f"worker {workers.index}: {name}", flush=True)
     if SHARED.is_dir() and every:
         folder = SHARED / "models" / "stories260k"
-        check_step(workers, "in one line", folder, real_step(folder), dropout=0.1)
+        check_step(workers, "packed", folder, real_step(folder), dropout=0.1)
     check_preferences(workers)
     check_decisions(workers)
     check_unlike(workers)

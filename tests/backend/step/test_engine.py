@@ -14,7 +14,7 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.runner import GraphRunner
 from mlxtune.core.steps.execution import Execution
 from mlxtune.errors import MemoryLimitError, NonFiniteLossError
-from tests.backend.step.executions import IN_LINE, SPLIT, fixed_step, fresh, model_folder
+from tests.backend.step.executions import PACKED, SPLIT, fixed_step, fresh, model_folder
 
 STEPS = [fixed_step(), fixed_step()[:2], fixed_step()[1:]]
 
@@ -43,7 +43,7 @@ def in_turn(pipeline: InstructPipeline) -> list[float]:
 
 
 def test_step_is_built_then_launched_then_committed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = fresh(model_folder("qwen3"), IN_LINE, 10_000)
+    pipeline = fresh(model_folder("qwen3"), PACKED, 10_000)
     engine, before, calls = pipeline.engine, adapter(pipeline), []
     for name in ("eval", "async_eval"):
         real = getattr(mx, name)
@@ -74,7 +74,7 @@ def test_step_is_built_then_launched_then_committed(monkeypatch: pytest.MonkeyPa
 def test_micro_batch_is_launched_when_the_next_one_is_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pipeline = fresh(model_folder("qwen3"), IN_LINE, 30)
+    pipeline = fresh(model_folder("qwen3"), PACKED, 30)
     events: list[str] = []
     for owner, name in ((Engine, "build"), (GraphRunner, "start")):
         real = getattr(owner, name)
@@ -93,7 +93,7 @@ def test_micro_batch_is_launched_when_the_next_one_is_built(
 
 
 @pytest.mark.parametrize("tokens", [10_000, 60])
-@pytest.mark.parametrize("execution", [IN_LINE, SPLIT], ids=["line", "padded"])
+@pytest.mark.parametrize("execution", [PACKED, SPLIT], ids=["packed", "padded"])
 def test_steps_built_ahead_equal_sequential_steps(execution: Any, tokens: int) -> None:
     one, other = (fresh(model_folder("qwen3"), execution, tokens) for _ in range(2))
     assert ahead(one) == in_turn(other)
@@ -101,7 +101,7 @@ def test_steps_built_ahead_equal_sequential_steps(execution: Any, tokens: int) -
 
 
 def test_next_step_is_built_while_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = fresh(model_folder("qwen3"), IN_LINE, 10_000)
+    pipeline = fresh(model_folder("qwen3"), PACKED, 10_000)
     events: list[str] = []
     build, finish = Engine.build, type(pipeline.engine.runner).finish
     monkeypatch.setattr(Engine, "build", lambda *given: (events.append("build"), build(*given))[1])
@@ -134,7 +134,7 @@ def test_time_of_a_step_ends_before_the_next_one_is_computed(
 
 
 def test_non_finite_step_is_undone_and_the_next_one_stands() -> None:
-    one, other = (fresh(model_folder("qwen3"), IN_LINE, 10_000) for _ in range(2))
+    one, other = (fresh(model_folder("qwen3"), PACKED, 10_000) for _ in range(2))
     first = one.start_batch(STEPS[0], step=1, learning_rate=float("inf"))
     second = one.start_batch(STEPS[1], step=2, learning_rate=1e-2)
     with pytest.raises(NonFiniteLossError, match="step 1"):
@@ -147,7 +147,7 @@ def test_non_finite_step_is_undone_and_the_next_one_stands() -> None:
 def test_out_of_memory_retries_a_step_and_rebuilds_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    one, other = (fresh(model_folder("qwen3"), IN_LINE, 10_000) for _ in range(2))
+    one, other = (fresh(model_folder("qwen3"), PACKED, 10_000) for _ in range(2))
     evaluate, calls = mx.eval, [0]
 
     def failing(*arrays: Any) -> None:
@@ -165,7 +165,7 @@ def test_out_of_memory_retries_a_step_and_rebuilds_the_next(
 
 
 def test_failed_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = fresh(model_folder("qwen3"), IN_LINE, 10_000)
+    pipeline = fresh(model_folder("qwen3"), PACKED, 10_000)
     before = adapter(pipeline)
 
     def failing(*arrays: Any) -> None:

@@ -175,7 +175,7 @@ def evaluator_of(
     return Evaluator(base.model, base.parameters, pytest.fail, execution=execution)
 
 
-@pytest.mark.parametrize("way", ["in one line with recompute", "split head in small chunks"])
+@pytest.mark.parametrize("way", ["packed with recompute", "split head in small chunks"])
 def test_batch_is_evaluated_once(way: str) -> None:
     evaluator = evaluator_of(WAYS[way])
     batches = len(list(evaluator._losses._training.of(fixed_step())))
@@ -188,7 +188,7 @@ def test_batch_is_evaluated_once(way: str) -> None:
 def test_batch_is_prepared_while_the_one_before_computes_and_started_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    evaluator, events = evaluator_of(WAYS["in one line"]), []
+    evaluator, events = evaluator_of(WAYS["packed"]), []
 
     def note(owner: Any, name: str) -> None:
         whole = getattr(owner, name)
@@ -215,9 +215,9 @@ def test_batches_are_as_large_as_the_memory_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     examples = random_examples(60)
-    wanted = evaluator_of(WAYS["in one line"]).losses(examples)
+    wanted = evaluator_of(WAYS["packed"]).losses(examples)
     monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 16384)
-    evaluator = evaluator_of(WAYS["in one line"])
+    evaluator = evaluator_of(WAYS["packed"])
     sizes = []
     for free in (10**12, evaluator._losses._memory.of(BatchLoad(8, 40, 100, 320)), 0):
         monkeypatch.setattr(evaluator._losses._memory, "_free", free)
@@ -244,7 +244,7 @@ def test_evaluation_remembers_the_batch_size_that_ran_out_of_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("mlxtune.backend.step.evaluator.most_tokens", lambda parameters: 16384)
-    evaluator, warnings = evaluator_of(WAYS["in one line"]), []
+    evaluator, warnings = evaluator_of(WAYS["packed"]), []
     batches, whole, largest = evaluator._losses._training, evaluator.forward.losses, []
     evaluator._losses._runner._warn = warnings.append
 
@@ -337,7 +337,7 @@ def weights_of(evaluator: Evaluator) -> int:
 def test_evaluation_in_stages_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     # Simulate Metal, because CUDA always uses one stage.
     monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: True)
-    whole, staged = (evaluator_of(WAYS["in one line"], num_hidden_layers=6) for _ in range(2))
+    whole, staged = (evaluator_of(WAYS["packed"], num_hidden_layers=6) for _ in range(2))
     staged._losses._runner.seconds_per_token = 10.0
     batches = len(list(staged._losses._training.of(fixed_step())))
     wanted = whole.losses(fixed_step())

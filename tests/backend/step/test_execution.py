@@ -26,9 +26,9 @@ from tests.backend.step.executions import (
 from tests.slow import long, slow, slow_except
 
 ARCHITECTURES = ("qwen3", "llama", "gemma2", "gemma3_text")
-IN_LINE = [name for name, how in WAYS.items() if how.packs]
+PACKED = [name for name, how in WAYS.items() if how.packs]
 ALL = WAYS["all"]
-SOME = ("split head", "recompute", "cpu kernels", "in one line", "all")
+SOME = ("split head", "recompute", "cpu kernels", "packed", "all")
 few = settings(
     max_examples=4, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
@@ -76,7 +76,7 @@ def test_any_step_equals_the_plain_one(
     assert_same(computed(fast, examples), computed(plain, examples))
 
 
-@pytest.mark.parametrize("way", ["in one line with recompute", "all"])
+@pytest.mark.parametrize("way", ["packed with recompute", "all"])
 @pytest.mark.parametrize("architecture", slow_except(ARCHITECTURES, "qwen3"))
 def test_quantised_step_equals_the_plain_one(architecture: str, way: str) -> None:
     fast = pipeline(architecture, WAYS[way], tokens=10_000, quantize=4)
@@ -91,7 +91,7 @@ def test_dropout_is_that_of_the_plain_step(way: str) -> None:
     assert abs(found.loss - plain_step("gemma3_text").loss) > 1e-3
 
 
-@given(examples=steps(), way=st.sampled_from(IN_LINE), architecture=st.sampled_from(ARCHITECTURES))
+@given(examples=steps(), way=st.sampled_from(PACKED), architecture=st.sampled_from(ARCHITECTURES))
 @few
 def test_dropout_of_any_packed_step(examples: list[Example], way: str, architecture: str) -> None:
     fast = pipeline(architecture, WAYS[way], tokens=10_000, dropout=0.3)
@@ -109,13 +109,13 @@ def test_dropout_of_any_packed_step(examples: list[Example], way: str, architect
     ],
     ids=str,
 )
-@pytest.mark.parametrize("way", ["in one line with recompute", "cpu kernels"])
+@pytest.mark.parametrize("way", ["packed with recompute", "cpu kernels"])
 def test_whatever_is_trained(way: str, trained: dict[str, Any]) -> None:
     fast = pipeline("gemma3_text", WAYS[way], tokens=10_000, **trained)
     assert_same(computed(fast, fixed_step()), plain_step("gemma3_text", **trained))
 
 
-NAMED = {"in one line": WAYS["in one line"], "all": ALL, "plain": PLAIN}
+NAMED = {"packed": WAYS["packed"], "all": ALL, "plain": PLAIN}
 
 
 @pytest.mark.parametrize("how", NAMED.values(), ids=NAMED)
@@ -126,7 +126,7 @@ def test_micro_batches_of_any_size(how: Execution, tokens: int) -> None:
         assert_same(computed(fast, fixed_step()), plain_step("gemma3_text"))
 
 
-@pytest.mark.parametrize("way", IN_LINE)
+@pytest.mark.parametrize("way", PACKED)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_packed_sequence_runs_shared_tokens_once(architecture: str, way: str) -> None:
     beginnings = {
@@ -139,7 +139,7 @@ def test_packed_sequence_runs_shared_tokens_once(architecture: str, way: str) ->
 
 
 def test_dropout_shares_prefixes_only_within_a_row() -> None:
-    way = WAYS["in one line"]
+    way = WAYS["packed"]
     rows = [replace(example, row=i) for i, example in enumerate(fixed_step())]
     fast = pipeline("gemma3_text", way, tokens=10_000, dropout=0.3)
     shared = computed(fast, fixed_step()).run_tokens
@@ -148,7 +148,7 @@ def test_dropout_shares_prefixes_only_within_a_row() -> None:
     assert_same(apart, computed(pipeline("gemma3_text", dropout=0.3), rows))
 
 
-@pytest.mark.parametrize("way", ["split head", *IN_LINE])
+@pytest.mark.parametrize("way", ["split head", *PACKED])
 def test_evaluation_equals_the_plain_one(way: str) -> None:
     fast = pipeline("gemma3_text", WAYS[way], tokens=100, dropout=0.3)
     result = fast.evaluate(fixed_step())

@@ -30,7 +30,7 @@ FAMILY: dict[str, dict[str, Any]] = {
 MODELS = ("qwen2", "gemma3_text")
 
 
-FEW = ("in one line with recompute", "cpu kernels in one line", "all")
+FEW = ("packed with recompute", "cpu kernels, packed", "all")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_step_equals_the_plain_one(member: str, way: str) -> None:
             assert min(np.abs(v).max() for k, v in found.gradients.items() if k[-2:] == ".m") > 1e-6
 
 
-@pytest.mark.parametrize("way", [slow("in one line with recompute"), slow("cpu kernels"), "all"])
+@pytest.mark.parametrize("way", [slow("packed with recompute"), slow("cpu kernels"), "all"])
 @pytest.mark.parametrize("member", ["DoRA", "PiSSA"])
 def test_quantised_step_equals_the_plain_one(member: str, way: str) -> None:
     options = FAMILY[member]

@@ -47,7 +47,7 @@ def test_other_models_in_the_process_stay_as_they_are(architecture: str) -> None
     kinds = {name: type(part) for name, part in other.model.named_modules()}
     calls = {kind: kind.__call__ for kind in kinds.values()}
     before = computed(other, fixed_step())
-    for how in (ALL, WAYS["recompute"], WAYS["cpu kernels in one line"]):
+    for how in (ALL, WAYS["recompute"], WAYS["cpu kernels, packed"]):
         computed(fresh(folder, how, 10_000), fixed_step())
     assert {name: type(part) for name, part in other.model.named_modules()} == kinds
     assert all(kind.__call__ is call for kind, call in calls.items())
@@ -57,7 +57,7 @@ def test_other_models_in_the_process_stay_as_they_are(architecture: str) -> None
     assert same_bytes(computed(later, fixed_step()), before)
 
 
-@pytest.mark.parametrize("how", [WAYS["in one line"], ALL], ids=["mlx", "all"])
+@pytest.mark.parametrize("how", [WAYS["packed"], ALL], ids=["mlx", "all"])
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "gemma3_text"])
 def test_parameters_keep_their_names_and_order(architecture: str, how: Execution) -> None:
     folder = model_folder(architecture)
@@ -71,7 +71,7 @@ def test_parameters_keep_their_names_and_order(architecture: str, how: Execution
     assert [name for name, _ in tree_flatten(fast.model.trainable_parameters())] == names
 
 
-@pytest.mark.parametrize("how", [WAYS["in one line"], ALL], ids=["mlx", "all"])
+@pytest.mark.parametrize("how", [WAYS["packed"], ALL], ids=["mlx", "all"])
 @pytest.mark.parametrize("quantize", [None, 4])
 def test_model_by_itself_is_that_of_mlx_lm_with_the_adapter(
     how: Execution, quantize: int | None, tmp_path: Path
@@ -122,7 +122,7 @@ print(digest(Path(sys.argv[1])))
 
 def digest(folder: Path) -> str:
     """Return a hash of two steps' losses and gradients, and of the resulting matrices."""
-    made = fresh(folder, WAYS["cpu kernels in one line"], 60, dropout=0.1)
+    made = fresh(folder, WAYS["cpu kernels, packed"], 60, dropout=0.1)
     hashed = hashlib.sha256()
     for _ in range(2):
         step = computed(made, fixed_step())

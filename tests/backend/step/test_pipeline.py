@@ -166,8 +166,8 @@ def test_first_token_counts_for_nothing_as_nothing_predicts_it(
         for one, run in zip(examples, [3, 5, 5, 5, 1, 3], strict=True)
         for i in range(run)
     }
-    in_one_line = micro_batch_tokens > 1
-    assert step.run_tokens == (len(beginnings) if in_one_line else sum([3, 5, 5, 5, 1, 3]))
+    packed = micro_batch_tokens > 1
+    assert step.run_tokens == (len(beginnings) if packed else sum([3, 5, 5, 5, 1, 3]))
     for example, count in zip(examples, predicted, strict=True):
         assert pipeline.evaluate([example]).total_response_tokens == count
 

@@ -19,7 +19,7 @@ from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.pack import Segment
 from mlxtune.core.steps.rounding import Rounding
 from tests.backend.step.executions import (
-    IN_LINE,
+    PACKED,
     PLAIN,
     WAYS,
     assert_same,
@@ -37,7 +37,7 @@ ROUNDING = Rounding(length=64, width=32)
 NAMES = ("qwen3", "gemma3_text", "gpt_oss", "qwen3_moe", "qwen3_5", "mamba2", "lfm2")
 HOW = {
     name: replace(WAYS[name], rounding=ROUNDING)
-    for name in ("in one line", "in one line with recompute", "all")
+    for name in ("packed", "packed with recompute", "all")
 }
 
 
@@ -63,7 +63,7 @@ def assert_rounded(how: Execution, folder: Path, tokens: int = 10_000, **config:
 @pytest.mark.parametrize("name", slow_except(NAMES, "gpt_oss", "qwen3_5"))
 def test_rounded_sequence_gives_the_same_step(name: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", name, **ARCHITECTURES.get(name, {}))
-    assert_rounded(HOW["in one line"], folder)
+    assert_rounded(HOW["packed"], folder)
 
 
 @pytest.mark.parametrize("way", slow_except(HOW, "all"))
@@ -72,7 +72,7 @@ def test_rounded_sequence_gives_the_same_step_in_every_way(way: str) -> None:
 
 
 def test_several_rounded_sequences_give_the_same_step() -> None:
-    assert_rounded(HOW["in one line"], model_folder("qwen3"), tokens=50)
+    assert_rounded(HOW["packed"], model_folder("qwen3"), tokens=50)
 
 
 def test_evaluation_of_rounded_sequences_is_the_same() -> None:
@@ -81,8 +81,8 @@ def test_evaluation_of_rounded_sequences_is_the_same() -> None:
         each = Evaluator(model, 0, warn=lambda text: None, execution=how)
         return each.losses(fixed_step())
 
-    rounded = losses(replace(HOW["in one line"], micro_batch_tokens=10_000))
-    expected = losses(replace(IN_LINE, micro_batch_tokens=10_000))
+    rounded = losses(replace(HOW["packed"], micro_batch_tokens=10_000))
+    expected = losses(replace(PACKED, micro_batch_tokens=10_000))
     np.testing.assert_allclose(rounded, expected, rtol=1e-5)
 
 

@@ -11,7 +11,7 @@ from mlxtune.backend.step.runner import Graph, GraphRunner
 from mlxtune.errors import MemoryLimitError
 from tests.backend.conftest import random_examples
 from tests.backend.step.executions import (
-    IN_LINE,
+    PACKED,
     WAYS,
     fixed_step,
     fresh,
@@ -32,7 +32,7 @@ def trained(pipeline: InstructPipeline) -> list[bytes]:
     return [bytes(value) for _, value in tree_flatten(pipeline.model.trainable_parameters())]
 
 
-@pytest.mark.parametrize("name", ["in one line", "in one line with recompute", "split head"])
+@pytest.mark.parametrize("name", ["packed", "packed with recompute", "split head"])
 @pytest.mark.parametrize("seconds", [slow(0.01), 1.0])
 def test_stages_change_no_byte(name: str, seconds: float) -> None:
     whole, staged = (fresh(model_folder("qwen3"), WAYS[name], 10_000) for _ in range(2))
@@ -42,7 +42,7 @@ def test_stages_change_no_byte(name: str, seconds: float) -> None:
 
 
 def test_stage_takes_about_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = fresh(model_folder("qwen3"), IN_LINE, 10_000)
+    pipeline = fresh(model_folder("qwen3"), PACKED, 10_000)
     stages, evaluations = pipeline.engine.runner, [0]
     stages.seconds_per_token = 0.0625
     assert [stages.stages_for(tokens) for tokens in (1, 16, 17, 40)] == [1, 1, 2, 3]
@@ -61,7 +61,7 @@ def test_stage_takes_about_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 def staged_and_whole(layers: int) -> tuple[InstructPipeline, InstructPipeline]:
     shape = (("num_hidden_layers", layers), ("hidden_size", 64), ("intermediate_size", 128))
     folder = model_folder("qwen3", overrides=shape)
-    how = WAYS["in one line with recompute"]
+    how = WAYS["packed with recompute"]
     staged, whole = (fresh(folder, how, 10_000) for _ in range(2))
     # So slow that each layer's mixer ends a stage.
     staged.engine.runner.seconds_per_token = 1.0
@@ -127,7 +127,7 @@ def test_step_that_compiles_kernels_sets_no_rate(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     clock = iter(range(0, 10_000, 30))
     monkeypatch.setattr("mlxtune.backend.step.runner.time.perf_counter", lambda: next(clock))
-    stages = fresh(model_folder("qwen3"), IN_LINE, 10_000).engine.runner
+    stages = fresh(model_folder("qwen3"), PACKED, 10_000).engine.runner
     guess = stages.seconds_per_token
     for seconds in (guess, 30.0):
         stages.finish(Graph(1, 1, [], {"a": mx.zeros(1)}, mx.zeros(1)))
@@ -137,14 +137,14 @@ def test_step_that_compiles_kernels_sets_no_rate(monkeypatch: pytest.MonkeyPatch
 def test_cuda_uses_one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxtune.backend.step.runner.on_cpu", lambda: False)
     monkeypatch.setattr("mlxtune.backend.step.runner.has_metal", lambda: False)
-    stages = fresh(model_folder("qwen3"), IN_LINE, 10_000).engine.runner
+    stages = fresh(model_folder("qwen3"), PACKED, 10_000).engine.runner
     stages.seconds_per_token = 1.0
     assert stages.stages_for(1000) == 1
     assert not stages.shorten()
 
 
 def test_shorter_stages_are_refused_once_each_layer_has_its_own() -> None:
-    stages = fresh(model_folder("qwen3"), IN_LINE, 10_000).engine.runner
+    stages = fresh(model_folder("qwen3"), PACKED, 10_000).engine.runner
     counts = []
     while stages.shorten():
         counts.append(stages.stages_for(1))

@@ -107,7 +107,7 @@ def formula(
     return nll + beta * sum(map(nls, odds)) / len(rows)
 
 
-SOME = ("in one line", "split head", "all")
+SOME = ("packed", "split head", "all")
 # By default, each objective runs packed, in two micro-batches; dpo and kto also run in other ways.
 CASES = [
     (name, way, tokens)
@@ -117,7 +117,7 @@ CASES = [
     if tokens == 64
     else long(name, way, tokens)
     for name in OBJECTIVES
-    for way in (*SOME, "in one line with recompute", "recompute")
+    for way in (*SOME, "packed with recompute", "recompute")
     for tokens in (10_000, 64, 1)
 ]
 
@@ -134,7 +134,7 @@ def test_step_equals_plain_autograd_however_it_is_split(name: str, way: str, tok
 
 @pytest.mark.parametrize("name", ["dpo", "aot"])
 def test_dropout_of_a_split_step_is_that_of_the_whole(name: str) -> None:
-    folder, how = model_folder("qwen3"), WAYS["in one line"]
+    folder, how = model_folder("qwen3"), WAYS["packed"]
     options: dict[str, Any] = {"objective": OBJECTIVES[name], "dropout": 0.3}
     whole, split = (fresh(folder, how, tokens, **options) for tokens in (10_000, 1))
     step = rows_of(OBJECTIVES[name])
@@ -142,13 +142,13 @@ def test_dropout_of_a_split_step_is_that_of_the_whole(name: str) -> None:
 
 
 def test_prompt_runs_once_and_another_answer_gets_no_gradient() -> None:
-    made = fresh(model_folder("qwen3"), WAYS["in one line"], 10_000, objective=OBJECTIVES["dpo"])
+    made = fresh(model_folder("qwen3"), WAYS["packed"], 10_000, objective=OBJECTIVES["dpo"])
     step = rows_of(OBJECTIVES["dpo"])
     # An answer's last token is only predicted, so it does not run.
     prompts = {each.row: int(each.assistant_mask.argmax()) for each in step}
     answers = sum(each.supervised - 1 for each in step)
     assert computed(made, step).run_tokens == sum(prompts.values()) + answers
-    kto = fresh(model_folder("qwen3"), WAYS["in one line"], 10_000, objective=OBJECTIVES["kto"])
+    kto = fresh(model_folder("qwen3"), WAYS["packed"], 10_000, objective=OBJECTIVES["kto"])
     step = rows_of(OBJECTIVES["kto"])
     trained = [each for each in step if each.role != MISMATCHED]
     assert computed(kto, step).run_tokens == sum(len(each) - 1 for each in trained)
@@ -159,14 +159,14 @@ def test_prompt_runs_once_and_another_answer_gets_no_gradient() -> None:
 
 def test_evaluation_is_the_loss_of_a_step() -> None:
     for name, objective in OBJECTIVES.items():
-        made = fresh(model_folder("qwen3"), WAYS["in one line"], 64, objective=objective)
+        made = fresh(model_folder("qwen3"), WAYS["packed"], 64, objective=objective)
         found = made.evaluate(rows_of(objective))
         assert found.avg_loss == pytest.approx(expected(name)[0], rel=1e-5)
         assert {"logps/chosen", "rewards/chosen"} <= found.metrics.keys()
 
 
 def test_first_step_finds_a_reference_of_another_model() -> None:
-    made = fresh(model_folder("qwen3"), WAYS["in one line"], 10_000, objective=OBJECTIVES["dpo"])
+    made = fresh(model_folder("qwen3"), WAYS["packed"], 10_000, objective=OBJECTIVES["dpo"])
     step = rows_of(OBJECTIVES["dpo"])
     logps = made.logps(step)
     right = [replace(e, reference=float(p)) for e, p in zip(step, logps, strict=True)]

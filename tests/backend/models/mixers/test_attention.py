@@ -22,7 +22,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.pack import Segment
 from tests.backend.conftest import random_examples
 from tests.backend.step.executions import (
-    IN_LINE,
+    PACKED,
     PLAIN,
     SPLIT,
     assert_same_gradients,
@@ -38,8 +38,8 @@ fused = mx.fast.scaled_dot_product_attention
 WINDOW_WAYS = {
     "padded": SPLIT,
     "padded with recompute": replace(SPLIT, recompute=True),
-    "in one line": IN_LINE,
-    "in one line with recompute": replace(IN_LINE, recompute=True),
+    "packed": PACKED,
+    "packed with recompute": replace(PACKED, recompute=True),
 }
 
 
@@ -150,7 +150,7 @@ def test_long_windows_take_blocks_and_keep_less(make: Callable[..., Any], cache:
 
 
 @pytest.mark.parametrize(
-    "way", slow_except(WINDOW_WAYS, "padded", "padded with recompute", "in one line")
+    "way", slow_except(WINDOW_WAYS, "padded", "padded with recompute", "packed")
 )
 @pytest.mark.parametrize("model_type", slow_except(["gemma3_text", "gpt_oss"], "gemma3_text"))
 def test_step_in_windows_takes_blocks(
@@ -199,7 +199,7 @@ SHORT = [Example(i, np.array(tokens, np.int32), np.array([0, 1, 1][: len(tokens)
          for i, tokens in enumerate([[1, 2, 3], [4, 5], [6, 7, 8]], 1)]  # fmt: skip
 
 
-@pytest.mark.parametrize("how", [IN_LINE, SPLIT], ids=["packed", "padded"])
+@pytest.mark.parametrize("how", [PACKED, SPLIT], ids=["packed", "padded"])
 @pytest.mark.parametrize(
     ("model_type", "examples"),
     [("qwen3", SHORT), ("gpt_oss", random_examples(4)), ("gpt_oss", SHORT)],
