@@ -22,7 +22,7 @@ from mlxtune.config.fields import flag
 from mlxtune.config.objective_config import ObjectiveConfig
 from mlxtune.config.option import Affects
 from mlxtune.core.evaluation.outcome import Evaluation, Sample
-from mlxtune.core.evaluation.verdicts import verdict_lines
+from mlxtune.core.evaluation.verdict_text import verdict_lines
 from mlxtune.core.formatting import sentence
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.stored_run import Run, mapping, text

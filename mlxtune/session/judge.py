@@ -32,7 +32,7 @@ from mlxtune.core.evaluation.outcome import (
 )
 from mlxtune.core.evaluation.row_losses import answer_sums, sums_of
 from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_preferences, evaluation_of
-from mlxtune.core.evaluation.verdicts import file_lines, verdict_lines
+from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.core.files.writing import write_json
 from mlxtune.core.formatting import count
 from mlxtune.core.objectives.objective import SFT, Objective

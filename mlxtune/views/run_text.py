@@ -13,7 +13,7 @@ from mlxtune.core.data.findings import Finding
 from mlxtune.core.data.ledger import Ledger
 from mlxtune.core.data.problems import where
 from mlxtune.core.evaluation.outcome import PERPLEXITY_CAP, Evaluation, Sample, perplexity
-from mlxtune.core.evaluation.verdicts import file_lines, verdict_lines
+from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.core.formatting import byte_size, count, duration, loss_text, short_duration
 from mlxtune.core.run.checkpoint import ADAPTER
 from mlxtune.core.run.metrics import InstructEpochMetrics, StepRecord

@@ -17,7 +17,7 @@ from mlxtune.config.fields import flag
 from mlxtune.config.objective_config import default_rate
 from mlxtune.config.option import Affects
 from mlxtune.core.evaluation.outcome import CANNOT_TELL, HELPED, HURT, Evaluation
-from mlxtune.core.evaluation.verdicts import verdict_lines
+from mlxtune.core.evaluation.verdict_text import verdict_lines
 from mlxtune.core.formatting import count, duration, loss_text, sentence
 from mlxtune.core.run.checkpoint import ADAPTER, BEST
 from mlxtune.core.run.metrics import TrainingMetrics

@@ -21,7 +21,7 @@ from mlxtune.core.evaluation.outcome import (
 )
 from mlxtune.core.evaluation.row_losses import Sums
 from mlxtune.core.evaluation.verdict import JudgedRows, evaluation_of, verdict_of
-from mlxtune.core.evaluation.verdicts import file_lines, verdict_lines
+from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.errors import NonFiniteLossError
 from mlxtune.views.run_text import evaluation_lines
 from tests.core.evaluation.evaluations import evaluated, example

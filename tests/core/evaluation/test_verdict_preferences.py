@@ -18,7 +18,7 @@ from mlxtune.core.evaluation.interval import paired_fraction_interval, rank_inte
 from mlxtune.core.evaluation.outcome import Evaluation, parse_evaluation
 from mlxtune.core.evaluation.row_losses import AnswerSums, Sums
 from mlxtune.core.evaluation.verdict import JudgedRows, _ranks, evaluate_preferences
-from mlxtune.core.evaluation.verdicts import file_lines, verdict_lines
+from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.core.objectives.objective import Objective
 
 
