@@ -31,7 +31,7 @@ from mlxtune.core.evaluation.outcome import (
     StepSamples,
 )
 from mlxtune.core.evaluation.row_losses import answer_sums, sums_of
-from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_preferences, evaluation_of
+from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_losses, evaluate_preferences
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.core.files.writing import write_json
 from mlxtune.core.formatting import count
@@ -70,7 +70,7 @@ def compare_losses(
     base, *adapted = _sums(loaded, judged.rows, models, console, workers, objective)
     after = adapted[0] if adapted else None
     if objective.is_sft:
-        return evaluation_of(judged, base, after, seed, start)
+        return evaluate_losses(judged, base, after, seed, start)
     return evaluate_preferences(judged, objective, base, after, seed, start)
 
 

@@ -67,7 +67,7 @@ class JudgedRows:
         return cls(others, len(rows) - len(others), only_trained=False)
 
 
-def evaluation_of(
+def evaluate_losses(
     judged: JudgedRows, base: Sums, adapted: Sums | None, seed: int, start: Sums | None = None
 ) -> Evaluation:
     """Compare the losses of rows under the base model, the adapter, and its starting point, if any.

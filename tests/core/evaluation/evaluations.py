@@ -6,7 +6,7 @@ from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.outcome import Evaluation
 from mlxtune.core.evaluation.row_losses import Sums
-from mlxtune.core.evaluation.verdict import JudgedRows, evaluation_of
+from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_losses
 
 
 def example(row: int, length: int, supervised: int) -> Example:
@@ -26,4 +26,4 @@ def evaluated(
     base = Sums(np.full(len(judged.rows), 8.0), tokens)
     adapted = Sums(base.losses + [changes[i] for i in judged.rows.indices], tokens)
     first = None if start is None else Sums(base.losses + start, tokens)
-    return evaluation_of(judged, base, adapted, 0, first)
+    return evaluate_losses(judged, base, adapted, 0, first)

@@ -20,7 +20,7 @@ from mlxtune.core.evaluation.outcome import (
     parse_evaluation,
 )
 from mlxtune.core.evaluation.row_losses import Sums
-from mlxtune.core.evaluation.verdict import JudgedRows, evaluation_of, verdict_of
+from mlxtune.core.evaluation.verdict import JudgedRows, evaluate_losses, verdict_of
 from mlxtune.core.evaluation.verdict_text import file_lines, verdict_lines
 from mlxtune.errors import NonFiniteLossError
 from mlxtune.views.run_text import evaluation_lines
@@ -172,7 +172,7 @@ def test_each_file_of_several_has_its_verdict() -> None:
     base = Sums(np.full(13, 8.0), tokens)
     adapted = Sums(base.losses + np.array([-0.07] * 9 + [2.0] * 4), tokens)
 
-    found = evaluation_of(JudgedRows.of(corpus.select(), corpus.identities[[]]), base, adapted, 0)
+    found = evaluate_losses(JudgedRows.of(corpus.select(), corpus.identities[[]]), base, adapted, 0)
 
     assert parse_evaluation(json.loads(json.dumps(found.as_dict()))) == found
     assert file_lines(found) == [
