@@ -16,7 +16,7 @@ from mlxtune.core.steps.scaling import Scaling, dearest_fraction, dearest_items
 from mlxtune.core.training.schedule import count_steps
 from mlxtune.session import planning
 from mlxtune.session.arguments import takes_options
-from mlxtune.session.auto import settle_auto
+from mlxtune.session.auto import choose_auto_options
 from mlxtune.session.dataset import Dataset
 from mlxtune.session.session import TrainingSession
 from mlxtune.views.console import RunConsole, print_stages
@@ -34,7 +34,7 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
     console = RunConsole(quiet=config.quiet)
     session = TrainingSession(config, console, given)
     if config.data and config.auto:
-        settle_auto(session)
+        choose_auto_options(session)
     dataset = session.load() if config.data else None
     config, base = session.config, session.base
     steps = planning.first_steps(config, dataset)
@@ -74,7 +74,7 @@ def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
     )
     if dataset is None:
         return run_plan
-    run_plan = _with_data(run_plan, config, dataset, session.chose_epochs)
+    run_plan = _with_data(run_plan, config, dataset, session.auto_chose_epochs)
     return run_plan if config.workers == 1 else _on_workers(run_plan, config, costs)
 
 
@@ -87,7 +87,7 @@ def show(config: PlanConfig) -> None:
 
 
 def _with_data(
-    run_plan: RunPlan, config: PlanConfig, dataset: Dataset, chose_epochs: bool
+    run_plan: RunPlan, config: PlanConfig, dataset: Dataset, auto_chose_epochs: bool
 ) -> RunPlan:
     corpus, rows = dataset.corpus, dataset.rows.train
     used = np.asarray(rows.indices)[order.rows_of_epoch(rows, config.seed, 1)]
@@ -105,7 +105,7 @@ def _with_data(
         supervised=int(supervised),
         all_tokens=round(tokens * steps / per_epoch),
         few_steps=few_steps_line(
-            steps, per_epoch, config.max_steps, config if chose_epochs else None
+            steps, per_epoch, config.max_steps, config if auto_chose_epochs else None
         ),
     )
 

@@ -45,7 +45,7 @@ from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, OutputError, resume_command
 from mlxtune.session.arguments import takes_options, with_rows
-from mlxtune.session.auto import settle_auto
+from mlxtune.session.auto import choose_auto_options
 from mlxtune.session.interrupt import stop_on_interrupt
 from mlxtune.session.judge import ValidationAnswers, judge
 from mlxtune.session.planning import save_run_speed
@@ -133,7 +133,7 @@ def train(
         session = RunSession(worker_run, given, resume, initial)
         check_paths(session)
         if session.config.auto:
-            settle_auto(session)
+            choose_auto_options(session)
         config = session.config
         if not (dry_run or config.allow_sleep) and worker_run.first_on_machine:
             held.enter_context(kept_awake())
@@ -401,7 +401,7 @@ def print_plan(session: RunSession, parts: RunParts, trainer: InstructTrainer) -
     console.say("Plan", run_text.plan_line(trainer))
     plan, steps = parts.plan, (trainer.total_steps, trainer.steps_per_epoch, config.max_steps)
     lines = (
-        plan_text.few_steps_line(*steps, config if session.chose_epochs else None),
+        plan_text.few_steps_line(*steps, config if session.auto_chose_epochs else None),
         plan_text.large_rate_line(config.rate),
         plan_text.micro_batches_line(plan),
         plan_text.peak_line(plan),

@@ -30,7 +30,7 @@ _RATE, _RATE_SIZE, _RATE_POWER = 2e-4, 4e9, 0.35
 _LOWEST_RATE, _HIGHEST_RATE = 5e-5, 5e-3
 
 
-def settle_auto(session: TrainingSession[T]) -> None:
+def choose_auto_options(session: TrainingSession[T]) -> None:
     """Replace a session's options by --auto's choices, and print the equivalent command.
 
     Reads the data in order to choose the other options.

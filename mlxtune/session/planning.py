@@ -276,17 +276,17 @@ def plan_run(
 ) -> tuple[BaseModel, MemoryPlan, str]:
     """Choose the plan of a run, and how to multiply by quantised weights.
 
-    Returns the model with that choice, the plan, and the line of `settle_products`. Raises
+    Returns the model with that choice, the plan, and the line of `choose_products`. Raises
     MemoryLimitError if not even one example fits.
     """
     plan = choose_plan(config, base, work, execution)
-    settled, line = settle_products(config, base, work, plan, resume, workers)
-    if settled is not base:
-        plan = choose_plan(config, settled, work, execution)
-    return settled, plan, line
+    chosen, line = choose_products(config, base, work, plan, resume, workers)
+    if chosen is not base:
+        plan = choose_plan(config, chosen, work, execution)
+    return chosen, plan, line
 
 
-def settle_products(
+def choose_products(
     config: TrainConfig,
     base: BaseModel,
     work: Workload,

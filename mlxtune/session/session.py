@@ -103,7 +103,7 @@ class TrainingSession(Session[T]):
         self.given, self.command = given, ""
 
     @property
-    def chose_epochs(self) -> bool:
+    def auto_chose_epochs(self) -> bool:
         """Whether --auto chose the number of epochs."""
         return bool(self.command) and "epochs" not in self.given
 

@@ -25,10 +25,10 @@ from mlxtune.errors import MemoryLimitError
 from mlxtune.session import planning
 from mlxtune.session.planning import (
     choose_plan,
+    choose_products,
     confirm,
     recorded_memory,
     sampled_work,
-    settle_products,
 )
 from tests.backend.conftest import random_examples
 from tests.models import write_model
@@ -176,7 +176,7 @@ def test_worker_0_decides_for_all(tmp_path: Path, timed: list[int]) -> None:
     lines = set()
     for index in range(2):
         base = quantized(tmp_path)
-        found, line = settle_products(
+        found, line = choose_products(
             CONFIG, base, work_of([8]), plan_of(1), workers=Worker(index, said)
         )
         assert found.quantized_compute == "dequantized"
@@ -187,14 +187,14 @@ def test_worker_0_decides_for_all(tmp_path: Path, timed: list[int]) -> None:
 def test_choice_of_the_options_is_not_timed(tmp_path: Path, timed: list[int]) -> None:
     base = quantized(tmp_path)
     given = replace(CONFIG, quantized_compute="quantized")
-    assert settle_products(given, base, work_of([8]), plan_of(1)) == (base, "")
+    assert choose_products(given, base, work_of([8]), plan_of(1)) == (base, "")
     assert timed == []
 
 
 @pytest.mark.parametrize("form", ["quantized", "dequantized"])
 def test_resumed_run_is_not_timed(tmp_path: Path, timed: list[int], form: str) -> None:
     resume: Any = SimpleNamespace(checkpoint=SimpleNamespace(metadata={"quantized_compute": form}))
-    found, line = settle_products(CONFIG, quantized(tmp_path), work_of([8]), plan_of(1), resume)
+    found, line = choose_products(CONFIG, quantized(tmp_path), work_of([8]), plan_of(1), resume)
     assert (found.quantized_compute, line, timed) == (form, "", [])
 
 
@@ -211,7 +211,7 @@ def test_resumed_run_is_not_timed(tmp_path: Path, timed: list[int], form: str) -
 def test_tokens_are_those_of_a_large_micro_batch(
     tmp_path: Path, timed: list[int], micro_batch: int, steps: list[list[int]], tokens: int
 ) -> None:
-    settle_products(CONFIG, quantized(tmp_path), work_of(*steps), plan_of(micro_batch))
+    choose_products(CONFIG, quantized(tmp_path), work_of(*steps), plan_of(micro_batch))
     assert timed == [tokens]
 
 
@@ -223,4 +223,4 @@ def test_cpu_keeps_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         checkpoint=SimpleNamespace(metadata={"quantized_compute": "quantized"})
     )
     for each in (None, resume):
-        assert settle_products(CONFIG, base, work_of([8]), plan_of(1), each) == (base, "")
+        assert choose_products(CONFIG, base, work_of([8]), plan_of(1), each) == (base, "")

@@ -18,7 +18,7 @@ from mlxtune.commands import train as recipe
 from mlxtune.config import TrainConfig
 from mlxtune.core.steps import memory_plan
 from mlxtune.session import dataset, judge
-from mlxtune.session.auto import settle_auto
+from mlxtune.session.auto import choose_auto_options
 from mlxtune.session.session import RunSession
 from mlxtune.views.console import RunConsole
 from tests.hub_server import Dataset, Hub
@@ -139,6 +139,6 @@ def test_first_worker_of_a_machine_reads_data_before_the_others(
     options = TrainConfig(str(model), (str(chat),), auto=True)
     worker_run = WorkerRun(workers, options, RunConsole(quiet=True), first_on_machine=first)
     session = RunSession(worker_run, (), None, None)
-    settle_auto(session)
+    choose_auto_options(session)
     session.load()
     assert order == events
