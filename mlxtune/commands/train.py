@@ -164,8 +164,7 @@ def train(
         finish(session, parts, trainer, result)
         ended = replace(_result(session), training=result, adapter=config.output_path)
         candidates = sum(each.step > 0 for each in result.validations)
-        judged = JudgedRows.of(trainer.val_rows, trained)
-        judged = replace(judged, candidates=max(candidates, 1))
+        judged = JudgedRows.of(trainer.val_rows, trained, max(candidates, 1))
         # Free the model, because the adapter is judged on a newly loaded one.
         del parts, trainer, session.base
         allocator.release()

@@ -59,12 +59,15 @@ class JudgedRows:
     candidates: int = 1
 
     @classmethod
-    def of(cls, rows: CorpusRows, trained: npt.NDArray[np.uint64]) -> "JudgedRows":
+    def of(
+        cls, rows: CorpusRows, trained: npt.NDArray[np.uint64], candidates: int = 1
+    ) -> "JudgedRows":
         """Leave out of `rows` those with identities in `trained`, unless no rows would remain."""
         others = rows.without(trained)
         if not others:
-            return cls(rows, 0, only_trained=bool(rows))
-        return cls(others, len(rows) - len(others), only_trained=False)
+            return cls(rows, 0, only_trained=bool(rows), candidates=candidates)
+        left_out = len(rows) - len(others)
+        return cls(others, left_out, only_trained=False, candidates=candidates)
 
 
 def evaluate_losses(
