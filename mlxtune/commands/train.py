@@ -383,10 +383,8 @@ def check_run(session: RunSession, parts: RunParts, trainer: InstructTrainer) ->
     check_beside(session.config.output_path, written, base_fingerprint(session.folder))
     if session.resume is not None:
         check_resumed(session.resume, trainer, session.console)
-    hashes = {"data_hash": trainer.data_hash(), "validation_hash": trainer.validation_hash()}
-    step = {"step": session.resume.progress.step if session.resume else 0}
-    described = {**trainer.pipeline.describe(), **hashes, **step}
-    session.worker_run.check_same(asdict(session.config), described)
+    step = session.resume.progress.step if session.resume else 0
+    session.worker_run.check_same(asdict(session.config), {**trainer.describe(), "step": step})
 
 
 def print_plan(session: RunSession, parts: RunParts, trainer: InstructTrainer) -> None:

@@ -240,8 +240,7 @@ def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunCon
     """Print where the run resumes. Raises DataError or ModelError if the inputs have changed."""
     for folder, why in resume.skipped.items():
         console.warn(f"{folder}: cannot be used: {why}")
-    hashes = {"data_hash": trainer.data_hash(), "validation_hash": trainer.validation_hash()}
-    metadata, now = resume.checkpoint.metadata, {**trainer.pipeline.describe(), **hashes}
+    metadata, now = resume.checkpoint.metadata, trainer.describe()
     for name, (error, problem) in _UNCHANGED.items():
         if metadata.get(name) != now.get(name):
             raise error(problem.format(now=now.get(name), before=metadata.get(name)))

@@ -116,8 +116,7 @@ class InstructTrainer:
             total_steps=self.total_steps,
             rate=self._schedule,
             about={
-                "data_hash": self._data_hash,
-                "validation_hash": self.validation_hash(),
+                **self.data_hashes(),
                 "seed": config.seed,
                 "config": dict(run_config) if run_config is not None else asdict(config),
             },
@@ -139,6 +138,14 @@ class InstructTrainer:
         corpus = self.val_rows.corpus
         held_out = bool(self.val_rows) and corpus is self.train_rows.corpus
         return self._data_hash if held_out else corpus.data_hash() if self.val_rows else ""
+
+    def data_hashes(self) -> dict[str, str]:
+        """Return both hashes, by their names in a checkpoint's metadata."""
+        return {"data_hash": self.data_hash(), "validation_hash": self.validation_hash()}
+
+    def describe(self) -> dict[str, Any]:
+        """Return the facts in a checkpoint's metadata that a resumed run must share."""
+        return {**self.pipeline.describe(), **self.data_hashes()}
 
     def train(
         self, records: Mapping[str, Any] | None = None, *, resume: ResumePoint | None = None
