@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mlxtune.backend.forward import operations
-from mlxtune.config import EvalConfig, ObjectiveConfig
+from mlxtune.config import EvalConfig
 from mlxtune.core.data.sources.datafiles import held_out_file
 from mlxtune.core.evaluation.outcome import Evaluation
 from mlxtune.core.evaluation.verdict import JudgedRows
@@ -35,7 +35,7 @@ def evaluate(config: EvalConfig, *, given: Collection[str]) -> Evaluation:
         use = UseSession(config, console, given)
         reading = use.config.reading(data=_data_files(config))
         session = Session(reading, console, use.folder, held_out=True)
-        objective = Objective(use.config.part(ObjectiveConfig))
+        objective = Objective.of(use.config)
         operations.load_ahead(use.folder)
         if not objective.is_sft:
             source = "" if "objective" in given else ", as in training"

@@ -17,7 +17,7 @@ from mlxtune.backend.step.evaluator import Evaluator
 from mlxtune.backend.text.generate import Sampling, answers
 from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.backend.workers.workers import ALONE, Workers
-from mlxtune.config import ObjectiveConfig, UseConfig
+from mlxtune.config import UseConfig
 from mlxtune.config.limits import RECORD, parse_json
 from mlxtune.core.data.corpus import CorpusRows
 from mlxtune.core.data.prompt import last_turn
@@ -191,13 +191,13 @@ def judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     adapter = AdapterFile(config.output_path)
     # The adapter's own config says how the base was quantised.
     use = config.part(UseConfig, adapter=str(adapter.path), quantize=None, double_quant=False)
-    target = config.checkpoint_path / EVALUATION
+    path = config.checkpoint_path / EVALUATION
+    objective = Objective.of(config)
     try:
-        start = _start(session, judged.rows)
+        start = _losses_before_training(session, judged.rows, objective)
         loaded = load_model(use, adapter, session.folder, RunConsole(quiet=True), workers)
-        objective = Objective(config.part(ObjectiveConfig))
         evaluation = compare_losses(loaded, judged, config.seed, console, workers, start, objective)
-        write_json(target, evaluation.as_dict())
+        write_json(path, evaluation.as_dict())
     except MlxTuneError as problem:
         console.warn(f"the adapter was written, but could not be evaluated: {problem}")
         return None
@@ -216,7 +216,7 @@ def judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
             allocator.release()
             generated = answer_rows(loaded, tokenizer, drawn, _LONGEST_SAMPLE, console)
             evaluation = replace(evaluation, generated=generated)
-            write_json(target, evaluation.as_dict())
+            write_json(path, evaluation.as_dict())
             console.say("Samples", f"{count(generated.rows, 'row')} answered, for the report")
         else:
             console.say("Samples", f"none: {_NOTHING_TO_ANSWER}")
@@ -229,7 +229,7 @@ def judge(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     return evaluation
 
 
-def _start(session: RunSession, rows: CorpusRows) -> Any:
+def _losses_before_training(session: RunSession, rows: CorpusRows, objective: Objective) -> Any:
     """Return the losses under the adapter from which training started; None if there was none."""
     config, initial = session.config, session.initial
     if config.init_adapter is None:
@@ -241,7 +241,6 @@ def _start(session: RunSession, rows: CorpusRows) -> Any:
     use = config.part(UseConfig, adapter=config.init_adapter, quantize=quantize)
     quiet, workers = RunConsole(quiet=True), session.workers
     loaded = load_model(use, initial, session.folder, quiet, workers)
-    objective = Objective(config.part(ObjectiveConfig))
     (sums,) = _sums(loaded, rows, (True,), session.console, workers, objective)
     del loaded
     allocator.release()

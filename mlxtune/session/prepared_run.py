@@ -26,7 +26,7 @@ from mlxtune.backend.models.loading import BaseModel
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.shards import shard_base
 from mlxtune.backend.workers.workers import ALONE, Workers
-from mlxtune.config import ObjectiveConfig, TrainConfig, user_cache
+from mlxtune.config import TrainConfig, user_cache
 from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.inspection import Distribution
 from mlxtune.core.files.hashing import hash_in_background
@@ -147,7 +147,7 @@ def build_pipeline(
         base_record=loading.base_record(base) | trained_as(config, plain_text),
         warn=console.warn,
         workers=workers,
-        objective=Objective(config.part(ObjectiveConfig)),
+        objective=Objective.of(config),
     )
     console.say("LoRA", pipeline.lora.describe())
     await_result(console)

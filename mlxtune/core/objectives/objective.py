@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mlxtune.config.fields import Checked
 from mlxtune.config.objective_config import LABELLED, PAIRED, ObjectiveConfig
 from mlxtune.core.data.conversation import (
     CHOSEN,
@@ -85,6 +86,11 @@ class Objective:
     """An objective with its options: computes the loss and the metrics of rows."""
 
     options: ObjectiveConfig
+
+    @classmethod
+    def of(cls, config: Checked) -> Objective:
+        """Return the objective that the options of a command name."""
+        return cls(config.part(ObjectiveConfig))
 
     @property
     def name(self) -> str:
