@@ -1,7 +1,7 @@
 """`mlxtune train`: trains an adapter, in a new run or a resumed run."""
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -142,11 +142,8 @@ def train(
             lock_folder(config, resume, held)
         check_start(session)
         parts = prepare(session, None if dry_run else held)
-        with (
-            stop_on_interrupt(lambda: console.warn(console.stopping)) as asked,
-            ConditionsWatch(Sensors()) as watch,
-        ):
-            trainer = make_trainer(session, parts, asked, stop_after, watch, observers, live)
+        with stop_requests(session) as should_stop, ConditionsWatch(Sensors()) as watch:
+            trainer = make_trainer(session, parts, should_stop, stop_after, watch, observers, live)
             print_plan(session, parts, trainer)
             check_run(session, parts, trainer)
             if dry_run:
@@ -317,10 +314,22 @@ def lock_folder(config: TrainConfig, resume: ResumePoint | None, held: ExitStack
         )
 
 
+@contextmanager
+def stop_requests(session: RunSession) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether Ctrl-C or `mlxtune watch` asked the run to stop."""
+    console = session.console
+    asked_by_watch = run_folder.StopRequest(
+        session.config.checkpoint_path,
+        lambda: console.warn("asked to stop by mlxtune watch: stopping after this step"),
+    )
+    with stop_on_interrupt(lambda: console.warn(console.stopping)) as interrupted:
+        yield lambda: interrupted() or asked_by_watch()
+
+
 def make_trainer(
     session: RunSession,
     parts: RunParts,
-    asked: Callable[[], bool],
+    should_stop: Callable[[], bool],
     stop_after: int | None,
     watch: ConditionsWatch,
     observers: Sequence[TrainingObserver],
@@ -328,14 +337,6 @@ def make_trainer(
 ) -> InstructTrainer:
     config, console, workers = session.config, session.console, session.workers
     rows, pipeline = session.dataset.rows, parts.pipeline
-    requested = run_folder.StopRequest(
-        config.checkpoint_path,
-        lambda: console.warn("asked to stop by mlxtune watch: stopping after this step"),
-    )
-
-    def should_stop() -> bool:
-        return asked() or requested()
-
     trackers = [
         TrackingObserver(each, config, console.warn) for each in dict.fromkeys(config.track)
     ]
@@ -354,19 +355,17 @@ def make_trainer(
             on_problem=observer.on_problem,
         )
     surroundings = Surroundings(
-        lambda: watch.latest, observer, pause_on_battery=config.pause_on_battery, asked=should_stop
+        lambda: watch.latest, observer, config.pause_on_battery, should_stop
     )
-    # Workers can only stop together, after a step.
-    together = partial(workers.decide, should_stop) if workers.size > 1 else None
     return InstructTrainer(
         pipeline,
         rows,
         config.training(),
         run_config=asdict(config),
         observer=observer,
-        should_stop=(lambda: False) if together else should_stop,
+        should_stop=should_stop,
         stop_after=stop_after,
-        decide=together,
+        decide=partial(workers.decide, should_stop) if workers.size > 1 else None,
         profiler=profiler,
         surroundings=surroundings,
         objective=pipeline.objective,

@@ -28,14 +28,15 @@ class Demand:
 class Surroundings:
     """Checks the machine before each step.
 
-    `conditions` returns the latest reading, `asked` whether the run was asked to stop, and `asleep`
-    the number of seconds that the machine has slept so far. `observer` receives the events.
+    `conditions` returns the latest reading, `should_stop` whether the run was asked to stop, and
+    `asleep` the number of seconds that the machine has slept so far. `observer` receives the
+    events.
     """
 
     conditions: Callable[[], Conditions] = Conditions
     observer: TrainingObserver = field(default_factory=TrainingObserver)
     pause_on_battery: bool = False
-    asked: Callable[[], bool] = lambda: False
+    should_stop: Callable[[], bool] = lambda: False
     asleep: Callable[[], float] = seconds_asleep
     wait: Callable[[float], object] = time.sleep
 
@@ -86,12 +87,12 @@ class Surroundings:
             while self._pauses():
                 self.wait(_POLL_SECONDS)
                 self._latest = self.conditions()
-            if not self.asked():
+            if not self.should_stop():
                 self.observer.on_note("Power", "plugged in: training continues")
         return halved
 
     def _pauses(self) -> bool:
-        return self.pause_on_battery and bool(self._latest.on_battery) and not self.asked()
+        return self.pause_on_battery and bool(self._latest.on_battery) and not self.should_stop()
 
     def _relieve(
         self, pressure: Pressure, pipeline: Pipeline, examples: Sequence[Example], step: int

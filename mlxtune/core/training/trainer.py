@@ -52,10 +52,11 @@ class InstructTrainer:
     examples of `validation`, if there are any. `corpus` may also be `RunRows`, whose validation
     rows are already chosen. `run_config` is saved in each checkpoint. The run stops once
     `should_stop`, called after each step and during validation, returns true, or after step
-    `stop_after`. With several workers, `decide` is given whether this worker would save, and
-    returns whether all workers stop, and whether all save. The pipeline minimises `objective`; the
-    reference's log-probabilities are kept in the run's folder and in `cache`. `progress` has the
-    records of the run so far, and `best_folder` the checkpoint of the best validation.
+    `stop_after`. Several workers can stop only together, after a step, so `decide` takes the place
+    of `should_stop`: it is given whether this worker would save, and returns whether all workers
+    stop, and whether all save. The pipeline minimises `objective`; the reference's
+    log-probabilities are kept in the run's folder and in `cache`. `progress` has the records of the
+    run so far, and `best_folder` the checkpoint of the best validation.
 
     Raises ValueError when the corpus is empty or too small to hold rows out.
     """
@@ -101,7 +102,7 @@ class InstructTrainer:
         self._folder = Path(config.checkpoint_dir)
         self.best_folder = self._folder / BEST
         self._observer = observer or TrainingObserver()
-        self._should_stop = should_stop
+        self._should_stop = should_stop if decide is None else lambda: False
         self._stop_after = stop_after
         self._decide = decide or (lambda save: (should_stop(), save))
         self._profiler = profiler
@@ -187,11 +188,11 @@ class InstructTrainer:
                             examples, step=step.number, learning_rate=step.learning_rate
                         )
                         if self._profiler:
-                            # While a step is profiled, no other step may run. `_finish` reports the
-                            # step's error.
+                            # While a step is profiled, no other step may run. The step's error is
+                            # reported when its result is recorded.
                             pending.result()
                     # A step's results are read while the device computes the next step.
-                    self._finish()
+                    self._record_started_step()
                     self._started = StartedStep(step, started, pending)
                 result = self._recorder.finish(self.progress.step < self.total_steps)
                 self._observer.on_result(result)
@@ -266,14 +267,14 @@ class InstructTrainer:
         for number in range(self.progress.step, self.total_steps + 1):
             epoch, place = divmod(number, self.steps_per_epoch)
             if place == 0 or number == self.total_steps or self._validates_within(number):
-                self._finish()
+                self._record_started_step()
                 if self._ends_after(number):
                     return
             rows = steps_of_epoch(epoch + 1)[place]
             examples = [example for row in self.train_rows.draw(rows) for example in row]
             halved = False
             if (demand := self._surroundings.look(number)) is not None:
-                self._finish()
+                self._record_started_step()
                 halved = self._surroundings.answer(demand, self.pipeline, examples, number)
                 if self._should_stop():
                     raise recorder.interrupted()
@@ -284,7 +285,7 @@ class InstructTrainer:
             stopping, saving = self._decide(not due and (halved or saver.is_due(step.number)))
             stopping, saving = stopping or step.number == self._stop_after, saving or due
             if stopping or saving or self._profiler:
-                self._finish()
+                self._record_started_step()
             if stopping:
                 raise recorder.interrupted()
             if saving and not self._validates_within(step.number):
@@ -315,7 +316,7 @@ class InstructTrainer:
         waited = self.progress.validations_since_best
         return waited >= self.config.patience
 
-    def _finish(self) -> None:
+    def _record_started_step(self) -> None:
         """Wait for the step that was started, if there is one, and record it."""
         taken, self._started = self._started, None
         if taken is None:

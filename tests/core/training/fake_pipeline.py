@@ -200,6 +200,7 @@ def train(
     validation: Sequence[Example] | None = None,
     observer: TrainingObserver | None = None,
     should_stop: Callable[[], bool] = lambda: False,
+    decide: Callable[[bool], tuple[bool, bool]] | None = None,
     surroundings: Surroundings | None = None,
     **changes: Any,
 ) -> InstructTrainResult:
@@ -210,6 +211,7 @@ def train(
         validation=validation,
         observer=observer,
         should_stop=should_stop,
+        decide=decide,
         surroundings=surroundings,
     )
     return trainer.train()

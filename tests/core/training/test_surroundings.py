@@ -59,7 +59,8 @@ def run(
 ) -> list[str]:
     """Train with an observer, and return its lines."""
     lines = Lines()
-    choices = {name: options.pop(name) for name in ("asked", "wait", "asleep") if name in options}
+    choices = {name: options.pop(name) for name in ("wait", "asleep") if name in options}
+    choices["should_stop"] = options.get("should_stop", lambda: False)
     choices["pause_on_battery"] = options.pop("pause_on_battery", False)
     surroundings = Surroundings(machine, lines, **choices)
     train(folder, pipeline, observer=lines, surroundings=surroundings, **options)
@@ -182,7 +183,6 @@ def test_ctrl_c_ends_a_pause_and_the_run_with_its_state_saved(tmp_path: Path, st
             pipeline,
             pause_on_battery=True,
             wait=lambda seconds: pressed.append(True),
-            asked=lambda: bool(pressed),
             should_stop=lambda: bool(pressed),
         )
     assert len(pipeline.batches) == caught.value.step == step
@@ -199,7 +199,8 @@ def test_paused_worker_takes_the_step_after_which_all_stop(tmp_path: Path) -> No
         pipeline,
         pause_on_battery=True,
         wait=lambda seconds: pressed.append(True),
-        asked=lambda: bool(pressed),
+        should_stop=lambda: bool(pressed),
+        decide=lambda save: (False, save),
     )
     assert len(pipeline.batches) == STEPS
     assert len(lines) == len(pressed) == 1
