@@ -163,7 +163,7 @@ def train(
         candidates = sum(each.step > 0 for each in result.validations)
         judged = JudgedRows.of(trainer.val_rows, trained, max(candidates, 1))
         # Free the model, because the adapter is judged on a newly loaded one.
-        del parts, trainer, session.base
+        del parts, trainer
         allocator.release()
         evaluation = _judged(session, judged)
         usage = run_text.usage_line(config, plain_text=session.dataset.plain_text)

@@ -75,7 +75,7 @@ def prepare(session: RunSession, held: ExitStack | None) -> RunParts:
         )
 
     # Memory comes next: a run that does not fit ends before its weights are read.
-    base = prepare_base(config, session.base, console, workers)
+    base = prepare_base(config, session.release_base(), console, workers)
     if session.initial is not None and (
         other := base_mismatch(session.initial, base, config.loading())
     ):
@@ -93,8 +93,14 @@ def prepare(session: RunSession, held: ExitStack | None) -> RunParts:
     loading.read_weights(base)
     console.say("Model", base.describe())
     pipeline, plan = build_pipeline(
-        *(config, base, work, plan, console, partial(provenance_of, base, model_hash)),
-        *(session.resume, workers),
+        config,
+        base,
+        work,
+        plan,
+        console,
+        provenance=partial(provenance_of, base, model_hash),
+        resume=session.resume,
+        workers=workers,
         plain_text=dataset.plain_text,
         initial=session.initial,
     )
@@ -120,10 +126,10 @@ def build_pipeline(
     work: Workload,
     plan: MemoryPlan,
     console: RunConsole,
+    *,
     provenance: Callable[[], Mapping[str, Any]] = dict,
     resume: ResumePoint | None = None,
     workers: Workers = ALONE,
-    *,
     plain_text: bool = False,
     initial: AdapterFile | None = None,
 ) -> tuple[InstructPipeline, MemoryPlan]:

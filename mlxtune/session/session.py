@@ -112,6 +112,12 @@ class TrainingSession(Session[T]):
         """The model, of which no weights are read. Raises ModelError."""
         return loading.open_base(self.folder, self.config.dtype, self.config.loading())
 
+    def release_base(self) -> BaseModel:
+        """Return the model to a caller that becomes its only owner, and so can free it."""
+        base = self.base
+        del self.base
+        return base
+
 
 class RunSession(TrainingSession[TrainConfig]):
     """A session of one worker of `train`, which goes on from the checkpoint `resume`, if any."""
