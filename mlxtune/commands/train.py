@@ -128,28 +128,29 @@ def train(
     """
     check_trackers(config.track)
     observers = [*observers, Callbacks(on_step, on_validation)]
-    with join_run(config, _console) as worker_run, ExitStack() as held:
-        console = held.enter_context(closing(worker_run.console))
+    with join_run(config, _console) as worker_run, ExitStack() as cleanup:
+        console = cleanup.enter_context(closing(worker_run.console))
         session = RunSession(worker_run, given, resume, initial)
         check_paths(session)
         if session.config.auto:
             choose_auto_options(session)
         config = session.config
         if not (dry_run or config.allow_sleep) and worker_run.first_on_machine:
-            held.enter_context(kept_awake())
-        # A missing folder is created and locked only just before training starts.
-        if is_locked := not dry_run and config.checkpoint_path.is_dir():
-            lock_folder(config, resume, held)
+            cleanup.enter_context(kept_awake())
+        # A missing folder is created, and locked, only just before training starts.
+        is_new = not config.checkpoint_path.is_dir()
+        if not (dry_run or is_new):
+            lock_folder(session, cleanup)
         check_start(session)
-        parts = prepare(session, None if dry_run else held)
+        parts = prepare(session, cleanup, reserves=not dry_run)
         with stop_requests(session) as should_stop, ConditionsWatch(Sensors()) as watch:
             trainer = make_trainer(session, parts, should_stop, stop_after, watch, observers, live)
             print_plan(session, parts, trainer)
             check_run(session, parts, trainer)
             if dry_run:
                 return _result(session)
-            if not is_locked:  # another run may have created the folder in the meantime
-                lock_folder(config, resume, held)
+            if is_new:  # another run may have created the folder in the meantime
+                lock_folder(session, cleanup)
             own = trained_rows.identities_of(trainer.train_rows)
             trained = np.union1d(own, _trained_before(session))
             records = {
@@ -292,19 +293,20 @@ def check_start(session: RunSession) -> None:
         )
 
 
-def lock_folder(config: TrainConfig, resume: ResumePoint | None, held: ExitStack) -> None:
-    """Lock the run's folder and adapter until `held` closes or this process ends.
+def lock_folder(session: RunSession, cleanup: ExitStack) -> None:
+    """Lock the run's folder and adapter until `cleanup` closes or this process ends.
 
     Raises OutputError if another process trains there, or if a new run finds an unfinished run
     there.
     """
+    config, resume = session.config, session.resume
     folder = config.checkpoint_path
     for new in (config.output_path.parent, folder):
         if not new.exists():
-            held.callback(run_folder.discard_empty, new)
+            cleanup.callback(run_folder.discard_empty, new)
     if (lock := run_folder.lock_output(config.output_path)) is not None:
-        held.callback(lock.release)
-    held.callback(run_folder.lock_run(folder, new=resume is None).release)
+        cleanup.callback(lock.release)
+    cleanup.callback(run_folder.lock_run(folder, new=resume is None).release)
     if resume is None:
         run_folder.check_own(folder)
     if resume is None and not config.overwrite and run_folder.is_unfinished(folder):

@@ -59,11 +59,11 @@ class RunParts:
     notes: tuple[str, str]
 
 
-def prepare(session: RunSession, held: ExitStack | None) -> RunParts:
-    """Read the data, plan the memory, reserve it until `held` closes, and load the model.
+def prepare(session: RunSession, cleanup: ExitStack, *, reserves: bool) -> RunParts:
+    """Read the data, plan the memory, and load the model.
 
-    Without `held`, reserve nothing. With `session.resume`, the trainer later loads the trained
-    LoRA.
+    With `reserves`, reserve the memory until `cleanup` closes. With `session.resume`, the trainer
+    later loads the trained LoRA.
     """
     config, console, workers = session.config, session.console, session.workers
     operations.load_ahead(session.folder)
@@ -86,8 +86,8 @@ def prepare(session: RunSession, held: ExitStack | None) -> RunParts:
     base, plan, products = planning.plan_run(
         config, base, work, resume=session.resume, workers=workers
     )
-    if held is not None:
-        planning.reserve_memory(config, plan, held, console)
+    if reserves:
+        planning.reserve_memory(config, plan, cleanup, console)
 
     model_hash = hash_in_background(session.folder, None if config.no_cache else user_cache())
     loading.read_weights(base)

@@ -20,10 +20,10 @@ def test_folder_that_another_run_makes_meanwhile_is_locked(
     prepare, other = recipe.prepare, output.parent / "checkpoints"
     locks = []
 
-    def overtaken(*arguments: Any) -> Any:
+    def overtaken(*arguments: Any, **options: Any) -> Any:
         other.mkdir(parents=True)
         locks.append(Lock(other / run_folder.LOCK))
-        return prepare(*arguments)
+        return prepare(*arguments, **options)
 
     monkeypatch.setattr(recipe, "prepare", overtaken)
     try:

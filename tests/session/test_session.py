@@ -104,8 +104,8 @@ def test_trained_model_is_freed_before_the_adapter_is_judged(
     trained: list[weakref.ref[Any]] = []
     alive: list[Any] = []
 
-    def remember(*arguments: Any) -> Any:
-        parts = prepare(*arguments)
+    def remember(*arguments: Any, **options: Any) -> Any:
+        parts = prepare(*arguments, **options)
         trained.append(weakref.ref(parts.base.model))
         return parts
 
