@@ -50,7 +50,7 @@ from mlxtune.session.interrupt import stop_on_interrupt
 from mlxtune.session.judge import ValidationAnswers, judge
 from mlxtune.session.planning import save_run_speed
 from mlxtune.session.prepared_run import RunParts, about_result, about_run, prepare
-from mlxtune.session.resuming import check_resumed, find_run
+from mlxtune.session.resuming import check_unchanged, find_run, print_resume
 from mlxtune.session.session import RunSession
 from mlxtune.tracking import TrackingObserver, check_trackers
 from mlxtune.views import plan_text, run_text
@@ -147,8 +147,10 @@ def train(
             trainer = make_trainer(session, parts, should_stop, stop_after, watch, observers, live)
             print_plan(session, parts, trainer)
             check_run(session, parts, trainer)
+            if resume is not None:
+                print_resume(resume, trainer, console)
             if dry_run:
-                return _result(session)
+                return _result_without_training(session)
             if is_new:  # another run may have created the folder in the meantime
                 lock_folder(session, cleanup)
             own = trained_rows.identities_of(trainer.train_rows)
@@ -160,19 +162,24 @@ def train(
             }
             result = trainer.train(records, resume=resume)
         finish(session, parts, trainer, result)
-        ended = replace(_result(session), training=result, adapter=config.output_path)
-        candidates = sum(each.step > 0 for each in result.validations)
-        judged = JudgedRows.of(trainer.val_rows, trained, max(candidates, 1))
+        ended = _result_without_training(session)
+        ended = replace(ended, training=result, adapter=config.output_path)
+        judged = JudgedRows.of(trainer.val_rows, trained, candidates_of(result))
         # Free the model, because the adapter is judged on a newly loaded one.
         del parts, trainer
         allocator.release()
-        evaluation = _judged(session, judged)
+        evaluation = judge_and_report(session, judged)
         usage = run_text.usage_line(config, plain_text=session.dataset.plain_text)
         console.say("Try it", usage, copyable=True)
         return replace(ended, evaluation=evaluation)
 
 
-def _result(session: RunSession) -> TrainResult:
+def candidates_of(result: InstructTrainResult) -> int:
+    """Return the number of adapters from which training chose the best on the validation rows."""
+    return max(sum(each.step > 0 for each in result.validations), 1)
+
+
+def _result_without_training(session: RunSession) -> TrainResult:
     """Return the result of a run that has trained nothing yet."""
     config, ledgers = session.config, session.dataset.ledgers
     peak_gb = allocator.peak_gb()
@@ -181,7 +188,7 @@ def _result(session: RunSession) -> TrainResult:
     )
 
 
-def _judged(session: RunSession, judged: JudgedRows) -> Evaluation | None:
+def judge_and_report(session: RunSession, judged: JudgedRows) -> Evaluation | None:
     """Report whether the adapter helped on the held-out rows, if any, and write the run's page."""
     folder, console = session.config.checkpoint_path, session.console
     try:
@@ -383,13 +390,13 @@ def check_run(session: RunSession, parts: RunParts, trainer: InstructTrainer) ->
     written = parts.pipeline.lora.written_config
     check_beside(session.config.output_path, written, base_fingerprint(session.folder))
     if session.resume is not None:
-        check_resumed(session.resume, trainer, session.console)
+        check_unchanged(session.resume, trainer)
     step = session.resume.progress.step if session.resume else 0
     session.worker_run.check_same(asdict(session.config), {**trainer.describe(), "step": step})
 
 
 def print_plan(session: RunSession, parts: RunParts, trainer: InstructTrainer) -> None:
-    """Print how many rows and tokens are used, and the plan of training."""
+    """Print how many rows and tokens are used, the plan of training, and unusable checkpoints."""
     config, dataset, console = session.config, session.dataset, session.console
     for ledger in dataset.ledgers:
         console.say("Data", run_text.rows_line(ledger))
@@ -408,6 +415,8 @@ def print_plan(session: RunSession, parts: RunParts, trainer: InstructTrainer) -
     )
     for line in filter(None, lines):
         console.say("", line)
+    for folder, why in session.resume.skipped.items() if session.resume else ():
+        console.warn(f"{folder}: cannot be used: {why}")
 
 
 def write_adapter(

@@ -236,14 +236,17 @@ def _has_null(value: Any) -> bool:
     return any(isinstance(text, str) and "\0" in text for text in texts)
 
 
-def check_resumed(resume: ResumePoint, trainer: InstructTrainer, console: RunConsole) -> None:
-    """Print where the run resumes. Raises DataError or ModelError if the inputs have changed."""
-    for folder, why in resume.skipped.items():
-        console.warn(f"{folder}: cannot be used: {why}")
+def check_unchanged(resume: ResumePoint, trainer: InstructTrainer) -> None:
+    """Raise DataError or ModelError if the run's model or data have changed."""
     metadata, now = resume.checkpoint.metadata, trainer.describe()
     for name, (error, problem) in _UNCHANGED.items():
         if metadata.get(name) != now.get(name):
             raise error(problem.format(now=now.get(name), before=metadata.get(name)))
+
+
+def print_resume(resume: ResumePoint, trainer: InstructTrainer, console: RunConsole) -> None:
+    """Print where the run resumes, and warn of workers and versions that have changed."""
+    metadata, now = resume.checkpoint.metadata, trainer.describe()
     if (workers := metadata.get("workers", 1)) != now["workers"]:
         console.warn(
             f"the run was on {_workers(workers)} and goes on with {_workers(now['workers'])}: its "
