@@ -1,6 +1,5 @@
 """`mlxtune eval`: measures whether an adapter helps on rows of data."""
 
-from collections.abc import Collection
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from mlxtune.core.evaluation.outcome import Evaluation
 from mlxtune.core.evaluation.verdict import JudgedRows
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.trained_rows import NO_ROWS, rows_behind
-from mlxtune.session.arguments import takes_options
+from mlxtune.session.arguments import Resolved, takes_resolved
 from mlxtune.session.judge import answer_rows, compare_losses
 from mlxtune.session.session import Session
 from mlxtune.session.trained_model import UseSession
@@ -22,8 +21,8 @@ from mlxtune.views.output import print_json
 from mlxtune.views.run_text import evaluation_lines
 
 
-@takes_options(EvalConfig)
-def evaluate(config: EvalConfig, *, given: Collection[str]) -> Evaluation:
+@takes_resolved(EvalConfig)
+def evaluate(options: Resolved[EvalConfig]) -> Evaluation:
     """Compare a base model without and with its adapter on the supervised tokens of the data.
 
     Leaves out rows that the adapter was trained on, if the adapter's run recorded them, unless no
@@ -31,6 +30,7 @@ def evaluate(config: EvalConfig, *, given: Collection[str]) -> Evaluation:
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
+    config, given = options.config, options.given
     with closing(RunConsole(quiet=config.quiet)) as console:
         use = UseSession(config, console, given)
         reading = use.config.reading(data=_data_files(config))

@@ -1,7 +1,7 @@
 """`mlxtune generate`: answers one prompt or conversation, which may come from standard input."""
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
@@ -11,31 +11,30 @@ from mlxtune.core.data.prompt import MAX_BYTES, check_size, parse_content, promp
 from mlxtune.core.files.reading import read_start
 from mlxtune.errors import DataError
 from mlxtune.session import trained_model
-from mlxtune.session.arguments import takes_options
+from mlxtune.session.arguments import Resolved, takes_resolved
 from mlxtune.views.console import RunConsole
 from mlxtune.views.output import print_answer, print_json, print_line
 
 _STDIN = "standard input"
 
 
-@takes_options(GenerateConfig)
+@takes_resolved(GenerateConfig)
 def generate(
-    config: GenerateConfig,
+    options: Resolved[GenerateConfig],
     on_text: Callable[[str], None] = lambda text: None,
-    *,
-    given: Collection[str],
 ) -> Answer:
     """Answer a prompt or a conversation; `on_text` gets each piece of the answer as it arrives.
 
     Raises a subclass of MlxTuneError for errors in options, files or the model.
     """
+    config = options.config
     with closing(RunConsole(quiet=config.quiet)) as console:
         session = trained_model.UseSession(config, console)
         reader = session.reader
         content, where = _content(config)
         completes = ""
         if config.messages is None and config.system is None:
-            completes = _completes_text(session, named="template" in given)
+            completes = _completes_text(session, named="template" in options.given)
         if completes:
             prompt = text_prompt(reader.encoder, content["messages"][0]["content"], where)
         else:

@@ -1,6 +1,6 @@
 """`mlxtune plan`: predicts the memory, steps and time of a run."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from mlxtune.core.steps import order
 from mlxtune.core.steps.scaling import Scaling, dearest_fraction, dearest_items
 from mlxtune.core.training.schedule import count_steps
 from mlxtune.session import planning
-from mlxtune.session.arguments import takes_options
+from mlxtune.session.arguments import Resolved, takes_resolved
 from mlxtune.session.auto import choose_auto_options
 from mlxtune.session.dataset import Dataset
 from mlxtune.session.session import TrainingSession
@@ -24,15 +24,16 @@ from mlxtune.views.output import print_json
 from mlxtune.views.plan_text import few_steps_line, plan_lines
 
 
-@takes_options(PlanConfig)
-def plan(config: PlanConfig, *, given: Collection[str]) -> RunPlan:
+@takes_resolved(PlanConfig)
+def plan(options: Resolved[PlanConfig]) -> RunPlan:
     """Plan the run of `train` with the same options, without reading any weights.
 
     Raises a subclass of MlxTuneError for errors in options, files or the model, and
     MemoryLimitError if not even one example fits.
     """
+    config = options.config
     console = RunConsole(quiet=config.quiet)
-    session = TrainingSession(config, console, given)
+    session = TrainingSession(config, console, options.given)
     if config.data and config.auto:
         choose_auto_options(session)
     dataset = session.load() if config.data else None

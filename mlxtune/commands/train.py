@@ -1,6 +1,6 @@
 """`mlxtune train`: trains an adapter, in a new run or a resumed run."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -44,7 +44,7 @@ from mlxtune.core.training.observer import Callbacks, Observers, TrainingObserve
 from mlxtune.core.training.surroundings import Surroundings
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, OutputError, resume_command
-from mlxtune.session.arguments import takes_options, with_rows
+from mlxtune.session.arguments import Resolved, takes_options, takes_resolved, with_rows
 from mlxtune.session.auto import choose_auto_options
 from mlxtune.session.interrupt import stop_on_interrupt
 from mlxtune.session.judge import ValidationAnswers, judge
@@ -101,12 +101,10 @@ class TrainResult:
         return ResultCard(run, run_text.python_usage(self.model_path, str(self.adapter)))
 
 
-@takes_options(TrainConfig)
+@takes_resolved(TrainConfig)
 def train(
-    config: TrainConfig,
+    options: Resolved[TrainConfig],
     *,
-    given: Collection[str],
-    initial: AdapterFile | None,
     dry_run: bool = False,
     resume: ResumePoint | None = None,
     stop_after: int | None = None,
@@ -126,11 +124,11 @@ def train(
     Raises a subclass of MlxTuneError for errors in options, files or the model, and
     TrainingInterrupted, with the state saved, after Ctrl-C.
     """
-    check_trackers(config.track)
+    check_trackers(options.config.track)
     observers = [*observers, Callbacks(on_step, on_validation)]
-    with join_run(config, _console) as worker_run, ExitStack() as cleanup:
+    with join_run(options.config, _console) as worker_run, ExitStack() as cleanup:
         console = cleanup.enter_context(closing(worker_run.console))
-        session = RunSession(worker_run, given, resume, initial)
+        session = RunSession(worker_run, options.given, resume, options.initial)
         check_paths(session)
         if session.config.auto:
             choose_auto_options(session)

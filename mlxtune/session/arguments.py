@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 C = TypeVar("C", bound=Checked)
-# The parameters that `takes_options` passes from the resolved options.
-_RESOLVED = ("given", "initial")
 # The largest numbers of rows and of bytes to read from an iterable of unknown length.
 _MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
 # The name of a file of rows: the keyword, and a hash of the content.
@@ -79,45 +77,66 @@ def resolve(config: C) -> Resolved[C]:
 
 
 def takes_options(
-    kind: type[Checked],
+    kind: type[C],
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Let a function that takes a config also take the config's fields as keywords.
 
-    The function gets resolved options and, if it has parameters of these names, `given`, the names
-    of the given options, and `initial`, the adapter that the options name to start from. With
-    keywords, `data` and `val_data` may be rows: dictionaries in a list, another iterable or a
+    With keywords, `data` and `val_data` may be rows: dictionaries in a list, another iterable or a
     `datasets.Dataset`.
     """
 
     def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
-        first, *every = inspect.signature(function).parameters.values()
-        resolving = [each.name for each in every if each.name in _RESOLVED]
-        others = [each for each in every if each.name not in _RESOLVED]
+        @wraps(function)
+        def of_config(options: Resolved[C], *more: Any, **own: Any) -> Result:
+            return function(options.config, *more, **own)
+
+        return takes_resolved(kind)(of_config)
+
+    return decorate
+
+
+def takes_resolved(
+    kind: type[C],
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Let callers of a function that takes `Resolved` options give them as for `takes_options`.
+
+    Only this package passes `Resolved` options itself, to start a run with those of an earlier one.
+    """
+
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+        _, *others = inspect.signature(function).parameters.values()
         own = {each.name for each in others}
 
         @wraps(function)
-        def call(config: Any = None, /, *more: Any, **given: Any) -> Result:
+        def call(config: C | Resolved[C] | None = None, /, *more: Any, **given: Any) -> Result:
             passed = {name: given.pop(name) for name in own & given.keys()}
-            if isinstance(config, str | os.PathLike):
-                required = [name for name, each in options_of(kind).items() if each.required]
-                keywords = ", ".join(f"{name}=…" for name in required)
-                raise ConfigError([f"name the options: {function.__name__}({keywords})"])
-            if config is None:
-                config = kind(**with_rows(given))
-            elif given:
-                names = ", ".join(given)
-                raise ConfigError([f"{names}: give all options in the config, or all as keywords"])
-            resolved = config if isinstance(config, Resolved) else resolve(config)
-            passed |= {name: getattr(resolved, name) for name in resolving}
-            return function(resolved.config, *more, **passed)
+            if isinstance(config, Resolved):
+                return function(config, *more, **passed, **given)
+            resolved = resolve(_config_of(kind, function.__name__, config, given))
+            return function(resolved, *more, **passed)
 
+        either = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        first = inspect.Parameter("config", either, default=None, annotation=kind)
         options = inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD, annotation=Any)
-        optional = first.replace(default=None)
-        signature = inspect.signature(function).replace(parameters=[optional, *others, options])
+        signature = inspect.signature(function).replace(parameters=[first, *others, options])
         call.__signature__ = signature  # type: ignore[attr-defined]
         return call
 
     return decorate
+
+
+def _config_of(kind: type[C], name: str, config: C | None, given: Mapping[str, Any]) -> C:
+    """Return the config that a caller of the function `name` gave, whole or as keywords."""
+    if isinstance(config, str | os.PathLike):
+        required = [option for option, each in options_of(kind).items() if each.required]
+        keywords = ", ".join(f"{option}=…" for option in required)
+        raise ConfigError([f"name the options: {name}({keywords})"])
+    if config is None:
+        return kind(**with_rows(given))
+    if given:
+        names = ", ".join(given)
+        raise ConfigError([f"{names}: give all options in the config, or all as keywords"])
+    return config
 
 
 def with_rows(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from mlxtune.core.data import cache, problems
 from mlxtune.core.data.problems import BadRow, SkippedRows, where
 from mlxtune.errors import ConfigError, DataError
 from mlxtune.session import arguments
-from mlxtune.session.arguments import Resolved, resolve, takes_options, with_rows
+from mlxtune.session.arguments import Resolved, resolve, takes_options, takes_resolved, with_rows
 from mlxtune.views.console import RunConsole
 from tests.configs import config
 from tests.hub_server import Dataset as HubDataset
@@ -222,9 +222,9 @@ def test_rows_of_data_frames_are_read_and_kept_private() -> None:
 # Resolved options
 
 
-@takes_options(TrainConfig)
-def rank_and_given(config: TrainConfig, *, given: frozenset[str]) -> tuple[int, frozenset[str]]:
-    return config.rank, given
+@takes_resolved(TrainConfig)
+def rank_and_given(options: Resolved[TrainConfig]) -> tuple[int, frozenset[str]]:
+    return options.config.rank, options.given
 
 
 def test_command_gets_the_names_of_the_given_options() -> None:
