@@ -13,6 +13,7 @@ from mlxtune.config.objective_config import DEFAULT_RATE
 from mlxtune.core.data.inspection import truncation_loss
 from mlxtune.core.formatting import count, short_number
 from mlxtune.core.steps import order
+from mlxtune.session.dataset import load_rows
 from mlxtune.session.planning import longest_example
 from mlxtune.session.session import T, TrainingSession
 
@@ -36,13 +37,15 @@ def choose_auto_options(session: TrainingSession[T]) -> None:
     Reads the data in order to choose the other options.
     """
     config, console = session.config, session.console
-    dataset = session.read(config.part(DataConfig, max_seq_len=_UNCUT))
+    uncut = config.part(DataConfig, max_seq_len=_UNCUT)
+    with session.reading():
+        files, rows, _ = load_rows(uncut, session.reader, session.source)
     base = session.base
     own = TrainConfig.max_seq_len
-    loss = truncation_loss(dataset.files, own, config.cut)
+    loss = truncation_loss(files, own, config.cut)
     facts = Facts(
-        rows=len(order.rows_of_epoch(dataset.rows.train, config.seed, 1)),
-        validates=bool(dataset.rows.validation),
+        rows=len(order.rows_of_epoch(rows.train, config.seed, 1)),
+        validates=bool(rows.validation),
         parameters=base.parameters,
         needed=own if loss is None else loss.enough,
         fitting=_UNCUT,

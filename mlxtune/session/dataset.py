@@ -384,16 +384,13 @@ def find_data(config: DataConfig, sets: Mapping[str, HubData] | None = None) -> 
     return DataSource(files, hub, own)
 
 
-def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None = None) -> Dataset:
-    """Read and encode the data, choose the validation rows, and look for problems in the data.
+def load_rows(
+    config: DataConfig, reader: Reader, source: DataSource
+) -> tuple[list[EncodedFile], RunRows, list[Finding]]:
+    """Read and encode the files, and choose the validation rows; return problems of that choice.
 
-    `source` is the data that the options name, if it is already found.
-
-    Raises DataError if a file cannot be read or mixes formats, if too few rows are left or, with
-    --strict, if a row is skipped. Raises ModelError if the tokenizer cannot be loaded or does not
-    match the model.
+    Raises the errors of `load_dataset`.
     """
-    source = source or find_data(config)
     paths, titles = source.files, source.titles
     files, cuts = [], []
     for path in paths.all:
@@ -407,20 +404,37 @@ def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None =
     corpus = Corpus(cuts[:first], names[:first], source.weights)
     given = paths.validation or not config.val_split
     validation = Corpus(cuts[first:], names[first:]) if given else None
-    rows, split_findings = _choose_rows(config, corpus, validation, files)
+    rows, problems = _choose_rows(config, corpus, validation, files)
     _check_vocabulary(config, reader, rows)
+    return files, rows, problems
+
+
+def load_dataset(config: DataConfig, reader: Reader, source: DataSource | None = None) -> Dataset:
+    """Read and encode the data, choose the validation rows, and look for problems in the data.
+
+    `source` is the data that the options name, if it is already found.
+
+    Raises DataError if a file cannot be read or mixes formats, if too few rows are left or, with
+    --strict, if a row is skipped. Raises ModelError if the tokenizer cannot be loaded or does not
+    match the model.
+    """
+    source = source or find_data(config)
+    titles = source.titles
+    files, rows, held_out_findings = load_rows(config, reader, source)
+    corpus, *others = rows.corpora
+    validation = others[0] if others else None
     all_findings = [
         *findings.row_findings(files, corpus, validation),
         *findings.length_findings(corpus),
         *findings.template_findings("".join(reader.template_source.values()), config.thinking),
-        *split_findings,
+        *held_out_findings,
     ]
     return Dataset(
         template=reader.describe(),
         template_added=reader.adds_template and not all(each.arrays.plain_text for each in files),
         rows=rows,
         files=files,
-        ledgers=_ledgers(files, rows, [titles[path] for path in paths.all]),
+        ledgers=_ledgers(files, rows, [titles[path] for path in source.files.all]),
         findings=findings.by_loss(all_findings),
         hub=[data.about() for data in source.hub],
     )

@@ -7,8 +7,8 @@ A session opens them in one order, in which it checks them too:
 The first two are opened with the session, the others where a command first asks for them.
 """
 
-from collections.abc import Collection
-from contextlib import closing
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -79,12 +79,14 @@ class Session(Generic[C]):
     @cached_property
     def dataset(self) -> Dataset:
         """The rows, as `load_dataset` reads them."""
-        return self.read(self.config)
+        with self.reading():
+            return load_dataset(self.config, self.reader, self.source)
 
-    def read(self, config: DataConfig) -> Dataset:
-        """Read the data with options that differ in nothing that encodes it."""
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read data in this block, which ends the console's live line."""
         with closing(self.console):
-            return load_dataset(config, self.reader, self.source)
+            yield
 
     def load(self) -> Dataset:
         """Return the rows, and warn of problems. Raises DataError if one rules out training."""
@@ -133,10 +135,11 @@ class RunSession(TrainingSession[TrainConfig]):
         self._initial = initial
         self.worker_run, self.workers, self.resume = worker_run, worker_run.workers, resume
 
-    def read(self, config: DataConfig) -> Dataset:
-        """Read the data once the first worker of this machine has cached it."""
-        with self.worker_run.in_turn():
-            return super().read(config)
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Read data in this block, once the first worker of this machine has cached it."""
+        with self.worker_run.in_turn(), super().reading():
+            yield
 
     @cached_property
     def initial(self) -> AdapterFile | None:
