@@ -255,12 +255,7 @@ class TrainConfig(_LoopConfig, LoraConfig, StepConfig):
 
     def training(self) -> "InstructTrainingConfig":
         """Return the trainer's part of these options."""
-        return self.part(
-            InstructTrainingConfig,
-            # The trainer requires a split above 0; without validation, it gets an empty set.
-            val_split=self.val_split or InstructTrainingConfig.val_split,
-            checkpoint_dir=str(self.checkpoint_path),
-        )
+        return self.part(RunTrainingConfig, checkpoint_dir=str(self.checkpoint_path))
 
 
 def adapter_file(output: str) -> Path:
@@ -291,7 +286,7 @@ class InstructTrainingConfig(_LoopConfig):
     ignored: ClassVar = ("log_interval",)
 
     epochs: int = same(TrainConfig, "epochs")
-    val_split: float = same(TrainConfig, "val_split")
+    val_split: float = same(TrainConfig, "val_split", at_least=None, above=0)
     patience: int = same(TrainConfig, "patience")
     checkpoint_dir: str = same(TrainConfig, "checkpoint_dir", "checkpoints")
     seed: int = same(TrainConfig, "seed")
@@ -304,9 +299,12 @@ class InstructTrainingConfig(_LoopConfig):
     def __post_init__(self, *_: object) -> None:
         super().__post_init__()
 
-    def contradictions(self) -> Iterator[str]:
-        if not self.val_split:
-            yield "--val-split must be above 0, not 0"
+
+@dataclasses.dataclass(frozen=True)
+class RunTrainingConfig(InstructTrainingConfig):
+    """Options of the trainer of a run, whose validation rows, if any, are already chosen."""
+
+    val_split: float = same(TrainConfig, "val_split")
 
 
 @former_names(

@@ -302,4 +302,4 @@ def test_trainer_and_pipeline_get_each_option_of_the_run() -> None:
 
 
 def test_trainer_of_a_run_without_validation_is_made_all_the_same() -> None:
-    assert config(val_split=0).training().epochs == 1
+    assert config(val_split=0).training().val_split == 0
