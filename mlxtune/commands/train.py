@@ -152,24 +152,34 @@ def train(
             if is_new:  # another run may have created the folder in the meantime
                 lock_folder(session, cleanup)
             own = trained_rows.identities_of(trainer.train_rows)
-            trained = np.union1d(own, _trained_before(session))
-            records = {
-                run_folder.LEDGER: [ledger.as_dict() for ledger in session.dataset.ledgers],
-                run_folder.ABOUT: about_run(session, parts, trainer),
-                run_folder.TRAINED_ROWS: trained_rows.as_bytes(trained),
-            }
+            trained = np.union1d(own, trained_before(session))
+            records = records_of(session, parts, trainer, trained)
             result = trainer.train(records, resume=resume)
         finish(session, parts, trainer, result)
         ended = _result_without_training(session)
         ended = replace(ended, training=result, adapter=config.output_path)
         judged = JudgedRows.of(trainer.val_rows, trained, candidates_of(result))
-        # Free the model, because the adapter is judged on a newly loaded one.
+        # Free the model: the adapter is read back from its file and judged on a new one.
         del parts, trainer
         allocator.release()
         evaluation = judge_and_report(session, judged)
         usage = run_text.usage_line(config, plain_text=session.dataset.plain_text)
         console.say("Try it", usage, copyable=True)
         return replace(ended, evaluation=evaluation)
+
+
+def records_of(
+    session: RunSession, parts: RunParts, trainer: InstructTrainer, trained: npt.NDArray[np.uint64]
+) -> dict[str, Any]:
+    """Return the files that a run writes before its first step, by their names.
+
+    `trained` are the identities of all rows that the adapter will have been trained on.
+    """
+    return {
+        run_folder.LEDGER: [ledger.as_dict() for ledger in session.dataset.ledgers],
+        run_folder.ABOUT: about_run(session, parts, trainer),
+        run_folder.TRAINED_ROWS: trained_rows.as_bytes(trained),
+    }
 
 
 def candidates_of(result: InstructTrainResult) -> int:
@@ -245,10 +255,10 @@ def show_demo(config: DemoConfig) -> None:
         console.say("" if number else "Next", line, copyable=True)
 
 
-def _trained_before(session: RunSession) -> npt.NDArray[np.uint64]:
+def trained_before(session: RunSession) -> npt.NDArray[np.uint64]:
     """Return the identities of the rows that the adapter was already trained on."""
     if session.resume is not None:
-        # With another --output, the record is in the folder of the run that goes on.
+        # With another --output, the record is in the folder of the run that is resumed.
         run = session.resume.checkpoint.folder.parent
         return trained_rows.read_trained_rows(run, session.console.warn)
     if session.initial is None:
@@ -342,6 +352,7 @@ def make_trainer(
     observers: Sequence[TrainingObserver],
     live: bool,
 ) -> InstructTrainer:
+    """Connect the pipeline with its rows, the run's observers and the machine's conditions."""
     config, console, workers = session.config, session.console, session.workers
     rows, pipeline = session.dataset.rows, parts.pipeline
     trackers = [
@@ -372,6 +383,7 @@ def make_trainer(
         observer=observer,
         should_stop=should_stop,
         stop_after=stop_after,
+        # Workers stop and save together.
         decide=partial(workers.decide, should_stop) if workers.size > 1 else None,
         profiler=profiler,
         surroundings=surroundings,

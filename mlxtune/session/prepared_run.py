@@ -1,4 +1,4 @@
-"""A run of training: its model, pipeline and trainer, and the records that it writes about itself.
+"""Prepares a run: its model, its plan and its pipeline, and the run's records about itself.
 
 The records serve reports and resuming.
 """
@@ -137,8 +137,8 @@ def build_pipeline(
 
     `provenance` returns the facts about the model that checkpoints record. The new plan uses the
     memory that the resumed run recorded, or else cached or new measurements. Adapters record
-    `plain_text`, which says whether all the data is plain text. `initial` is the adapter that
-    training starts from, if it is open.
+    `plain_text`: whether all the data is plain text. `initial` is the adapter that training starts
+    from, if it is already open.
     """
     resumed = {} if resume is None else resume.checkpoint.metadata
     pipeline = InstructPipeline(

@@ -1,6 +1,6 @@
-"""What a command's options name, each opened once: the folder, the data and the model.
+"""Opens what a command's options name, each once: the model's folder, the data and the model.
 
-A session opens them in one order, in which it checks them too:
+A session opens and checks them in one order:
 
     model folder -> data sets of the hub -> data files -> rows -> model, without weights
 
@@ -122,7 +122,7 @@ class TrainingSession(Session[T]):
 
 
 class RunSession(TrainingSession[TrainConfig]):
-    """A session of one worker of `train`, which goes on from the checkpoint `resume`, if any."""
+    """The session of one worker of `train`, which resumes from the checkpoint `resume`, if any."""
 
     def __init__(
         self,
