@@ -128,6 +128,10 @@ class StepProfiler:
         finally:
             self.backend.timer = None
 
+    def discard(self) -> None:
+        """Forget the last step, which changed nothing, so that it has no record."""
+        self._last = None
+
     def record(self) -> None:
         """Write the record of the last step, if it was profiled."""
         if self._last is None:

@@ -183,14 +183,15 @@ class InstructTrainer:
                 for step, examples in self._steps():
                     started = time.perf_counter()
                     measured = self._profiler.step(step.number) if self._profiler else nullcontext()
-                    with suppress(NonFiniteLossError), measured:
+                    with measured:
                         pending = self.pipeline.start_batch(
                             examples, step=step.number, learning_rate=step.learning_rate
                         )
                         if self._profiler:
                             # While a step is profiled, no other step may run. The step's error is
                             # reported when its result is recorded.
-                            pending.result()
+                            with suppress(NonFiniteLossError):
+                                pending.result()
                     # A step's results are read while the device computes the next step.
                     self._record_started_step()
                     self._started = StartedStep(step, started, pending)
@@ -326,6 +327,8 @@ class InstructTrainer:
             result = taken.pending.result()
         except NonFiniteLossError as error:
             rows = [self.train_rows.where(i) for i in step.row_indices]
+            if self._profiler:
+                self._profiler.discard()
             skipped = SkippedStep(step.number, step.epoch, step.learning_rate, str(error), rows)
             self._skip(skipped, error)
             return

@@ -108,7 +108,10 @@ def test_step_has_its_phases(tmp_path: Path) -> None:
     assert heard.seconds == 2.0
 
 
-def test_step_that_was_not_applied_is_no_profile(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("interval", "profiled"), [(1, [1, 3, 4, 5, 6]), (2, [4, 6])])
+def test_step_that_was_not_applied_is_no_profile(
+    tmp_path: Path, interval: int, profiled: list[int]
+) -> None:
     class Failing(FakePipeline):
         def train_batch(self, examples: Any, *, step: int, learning_rate: float) -> Any:
             found = super().train_batch(examples, step=step, learning_rate=learning_rate)
@@ -116,9 +119,9 @@ def test_step_that_was_not_applied_is_no_profile(tmp_path: Path) -> None:
                 raise NonFiniteLossError("step 2: the loss is nan")
             return found
 
-    run = Profiled(tmp_path, 1, Failing())
+    run = Profiled(tmp_path, interval, Failing())
     run.train()
-    assert run.steps() == [1, 3, 4, 5, 6]
+    assert run.steps() == profiled
     assert run.meter.timer is None
 
 
