@@ -255,7 +255,7 @@ class TrainConfig(_LoopConfig, LoraConfig, StepConfig):
 
     def training(self) -> "InstructTrainingConfig":
         """Return the trainer's part of these options."""
-        return self.part(RunTrainingConfig, checkpoint_dir=str(self.checkpoint_path))
+        return self.part(TrainerConfig, checkpoint_dir=str(self.checkpoint_path))
 
 
 def adapter_file(output: str) -> Path:
@@ -301,8 +301,8 @@ class InstructTrainingConfig(_LoopConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class RunTrainingConfig(InstructTrainingConfig):
-    """Options of the trainer of a run, whose validation rows, if any, are already chosen."""
+class TrainerConfig(InstructTrainingConfig):
+    """Options of a run's trainer, whose validation rows, if any, are already chosen."""
 
     val_split: float = same(TrainConfig, "val_split")
 
