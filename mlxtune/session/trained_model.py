@@ -47,7 +47,7 @@ A = TypeVar("A", bound=AnswerConfig)
 
 
 def await_result(console: RunConsole) -> None:
-    """Make the console say that kernels are being compiled if a GPU's first result takes long."""
+    """Make the console say that kernels are being compiled if a GPU's first result is slow."""
     if not default_device.on_cpu():
         console.await_result()
 
