@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 
 from rich.console import Console
@@ -34,6 +34,7 @@ from mlxtune.core.files.scratch import scratch_file, scratch_folder
 from mlxtune.core.files.writing import check_outputs
 from mlxtune.core.formatting import byte_size, count, short_duration
 from mlxtune.core.machine.facts import versions
+from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import MlxTuneError
 from mlxtune.session.arguments import takes_options
 from mlxtune.session.dataset import Dataset
@@ -77,16 +78,15 @@ def prepared(config: BenchConfig, console: RunConsole) -> Iterator[Job]:
     config = session.config
     if config.json_path is not None:
         check_outputs([config.json_path], session.inputs, "--json")
-    rows = first_steps(config, session.load())
-    steps = [[example for row in step for example in row] for step in rows]
-    count_rows = sum(map(len, rows))
+    steps, count_rows = first_steps(config, session.load())
     _report_work(config, steps, count_rows, console)
     with scratch_folder("bench") as scratch:
         training, adapter = config.training(config.dtype), scratch / "adapter"
         base = loading.open_base(session.folder, training.dtype, training.loading())
         base = prepare_base(training, base, console)
         console.say("Model", base.describe())
-        choose_plan(training, base, sampled_work(training, steps), config.execution)
+        lengths = [StepLengths.of(step, keyed=training.dropout > 0) for step in steps]
+        choose_plan(training, base, sampled_work(training, lengths), config.execution)
         peers.write_start(base, training.lora(), adapter)
         training = config.training(base.dtype)
         yield Job(OURS, session.folder, training, adapter, steps, count_rows, config.execution)
@@ -126,10 +126,10 @@ def show(config: BenchConfig) -> None:
         show_benchmark(result, result_console(stderr=as_json))
 
 
-def first_steps(config: BenchConfig, dataset: Dataset) -> list[list[Sequence[Example]]]:
-    """Return the rows of the first steps of `train`'s first epoch."""
-    epoch = first_epoch(config.training(config.dtype), dataset)
-    return list(islice(epoch, config.steps))
+def first_steps(config: BenchConfig, dataset: Dataset) -> tuple[list[list[Example]], int]:
+    """Return the first steps of `train`'s first epoch, and the number of their rows."""
+    steps = first_epoch(config.training(config.dtype), dataset)[: config.steps]
+    return [dataset.rows.train.draw(step) for step in steps], sum(map(len, steps))
 
 
 def _report_work(

@@ -19,10 +19,9 @@ from mlxtune.backend.device import allocator, default_device
 from mlxtune.benchmark.peers import MlxLm
 from mlxtune.benchmark.result import TimedStep
 from mlxtune.config import TrainConfig
-from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encode import Example, supervised_tokens
 from mlxtune.core.files.reading import read_bytes
 from mlxtune.core.files.scratch import scratch_folder
-from mlxtune.core.steps.batch import supervised_tokens
 from mlxtune.errors import MlxTuneError
 
 if TYPE_CHECKING:
@@ -95,11 +94,13 @@ class OurTrainer:
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Build the pipeline and load the adapter that both contestants start from."""
+        from mlxtune.core.steps.pack import StepLengths
         from mlxtune.session.planning import plan_run, sampled_work
         from mlxtune.session.prepared_run import build_pipeline
 
         config, base = self._config, self.base
-        workload = sampled_work(config, steps)
+        lengths = [StepLengths.of(step, keyed=config.dropout > 0) for step in steps]
+        workload = sampled_work(config, lengths)
         self.base, plan, _ = plan_run(config, base, workload, self._execution)
         self.pipeline, _ = build_pipeline(config, self.base, workload, plan, self._console)
         self.pipeline.load(adapter)

@@ -21,10 +21,9 @@ from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import quantize_lazily, read_one_by_one
 from mlxtune.backend.models.stored_layers import cast_parameters
 from mlxtune.config import InstructConfig, TrainConfig
-from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encode import Example, forward_tokens
 from mlxtune.core.files.writing import make_folder
 from mlxtune.core.run.checkpoint import ADAPTER
-from mlxtune.core.steps.batch import forward_tokens
 
 
 class MlxLm:

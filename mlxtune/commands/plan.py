@@ -39,13 +39,13 @@ def plan(options: Resolved[PlanConfig]) -> RunPlan:
     dataset = session.load() if config.data else None
     config, base = session.config, session.base
     steps = planning.first_steps(config, dataset)
-    costs = [ModelFacts(base.model).costs(examples) for examples in steps]
+    costs = [ModelFacts(base.model).costs(each.forward, each.supervised) for each in steps]
     if config.parallel == "tensor":
         base = shard_base(base, PlaceholderGroup(config.workers))
     elif config.workers > 1:
         steps = [
-            [examples[i] for i in dearest_items(each, config.workers)]
-            for examples, each in zip(steps, costs, strict=True)
+            step.only(dearest_items(each, config.workers))
+            for step, each in zip(steps, costs, strict=True)
         ]
     longest = planning.longest_example(config, base, config.lora()) if config.longest else None
     if longest and dataset is None:

@@ -35,6 +35,7 @@ from mlxtune.core.files.writing import append_line, copy_file, make_folder, writ
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import predict
 from mlxtune.core.steps.memory_terms import load_of
+from mlxtune.core.steps.pack import StepLengths
 from mlxtune.core.steps.rounding import NOT_ROUNDED
 from mlxtune.diagnosis import checks
 from mlxtune.diagnosis.checks import ProofCheck, Step
@@ -161,9 +162,8 @@ def memory_peaks(model: Path, data: Path) -> Iterator[ProofCheck]:
         plain_head = shapes.plain_head and pipeline.forward.plain_head
         shapes = replace(shapes, plain_head=plain_head)
         shapes = replace(shapes, measured=measure(pipeline.engine, shapes, [execution.recompute]))
-        loads = [
-            load_of(micro_batch, examples) for micro_batch in execution.micro_batches(examples)
-        ]
+        lengths = StepLengths.of(examples)
+        loads = [load_of(each, lengths) for each in execution.micro_batches(lengths)]
         predicted = max(predict(shapes, execution, load).total for load in loads)
         allocator.forget_peak()
         pipeline.train_batch(examples)

@@ -6,7 +6,7 @@ Also chooses how to multiply by quantised weights, which takes the largest micro
 import datetime
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +22,6 @@ from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.workers.workers import ALONE, Workers
 from mlxtune.config import InstructConfig, TrainConfig, user_cache
 from mlxtune.core.data.cache import key_of
-from mlxtune.core.data.encode import Example
 from mlxtune.core.data.inspection import truncation_loss
 from mlxtune.core.files.reading import read_json
 from mlxtune.core.machine import reservation
@@ -35,6 +34,7 @@ from mlxtune.core.steps import memory_plan, order
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import MemoryPlan, Workload, sample_steps
 from mlxtune.core.steps.memory_terms import BatchLoad, Measured, ModelShapes
+from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import MemoryLimitError, MlxTuneError, OutputError
 from mlxtune.session.dataset import Dataset
 from mlxtune.views import plan_text
@@ -48,30 +48,29 @@ _CHECKPOINTING = {"on": (True,), "off": (False,), "auto": (False, True)}
 _LONGEST = 1 << 20
 
 
-def first_epoch(config: TrainConfig, dataset: Dataset) -> Iterator[list[Sequence[Example]]]:
-    """Yield the rows of each step of the first epoch, as the trainer takes them."""
+def first_epoch(config: TrainConfig, dataset: Dataset) -> list[list[int]]:
+    """Return the places of the rows of each step of the first epoch, as the trainer takes them."""
     rows = dataset.rows.train
-    for step in order.steps_of(rows, config.batch_size, config.order, config.seed, 1):
-        yield rows.draw(step)
+    return order.steps_of(rows, config.batch_size, config.order, config.seed, 1)
 
 
-def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[Sequence[Example]]:
+def first_steps(config: TrainConfig, dataset: Dataset | None) -> list[StepLengths]:
     if dataset is None:
         return []
-    return sample_steps(
-        [each for row in step for each in row] for step in first_epoch(config, dataset)
-    )
+    rows, keyed = dataset.rows.train, config.dropout > 0
+    epoch = first_epoch(config, dataset)
+    return sample_steps(StepLengths.of(rows.draw(step), keyed=keyed) for step in epoch)
 
 
 def sampled_work(
-    config: TrainConfig, steps: Sequence[Sequence[Example]], dataset: Dataset | None = None
+    config: TrainConfig, steps: Sequence[StepLengths], dataset: Dataset | None = None
 ) -> Workload:
     """Return the work to plan: steps, and the single examples that need the most memory.
 
     Looks for these examples in the whole data set or else in the steps. Without data and steps, the
     work is one example of --max-seq-len tokens.
     """
-    sizes = [(len(example), example.supervised) for step in steps for example in step]
+    sizes = [size for step in steps for size in zip(step.tokens, step.supervised, strict=True)]
     if dataset is not None:
         corpus = dataset.corpus
         sizes = list(zip(corpus.lengths.tolist(), corpus.supervised.tolist(), strict=True))
@@ -82,7 +81,6 @@ def sampled_work(
         alone=tuple(
             BatchLoad.single(length, supervised) for length, supervised in sorted(extremes)
         ),
-        keyed=config.dropout > 0,
     )
 
 
@@ -319,7 +317,7 @@ def recorded_products(metadata: Mapping[str, Any]) -> str:
 
 def _tokens(work: Workload, plan: MemoryPlan) -> int:
     """Return the largest number of tokens that a micro-batch of the run can have."""
-    steps = [[len(example) for example in step] for step in work.steps if step]
+    steps = [step.tokens for step in work.steps if step]
     if not steps:
         return max(plan.execution.micro_batch_tokens, *(load.tokens for load in work.alone))
     longest = max(map(max, steps))

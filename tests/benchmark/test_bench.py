@@ -289,13 +289,14 @@ def test_steps_are_the_first_that_train_takes(
     paths = {"model_path": str(model), "data": str(chat)}
     config = BenchConfig(**paths, order=order, val_split=val_split, steps=3)
     dataset = load_dataset(config, Reader(config, model))
-    steps = first_steps(config, dataset)
+    steps, count = first_steps(config, dataset)
     pipeline = FakePipeline()
     folder = str(tmp_path / "checkpoints")
     training = TrainConfig(**paths, order=order, val_split=val_split, checkpoint_dir=folder)
     InstructTrainer(pipeline, dataset.rows, training.training()).train()
-    taken = [[example.row for row in step for example in row] for step in steps]
+    taken = [[example.row for example in step] for step in steps]
     assert len(taken) == 3
+    assert count == sum(map(len, taken))
     assert taken == pipeline.batches[:3]
 
 

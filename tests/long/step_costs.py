@@ -33,9 +33,8 @@ from mlxtune.benchmark.bench import measured, prepared, show_benchmark
 from mlxtune.benchmark.bench_helper import Job, OurTrainer, open_trainer
 from mlxtune.benchmark.peers import MlxLm
 from mlxtune.config import BenchConfig
-from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encode import Example, supervised_tokens
 from mlxtune.core.files.writing import make_folder, write_json
-from mlxtune.core.steps.batch import supervised_tokens
 from mlxtune.views.console import RunConsole
 from mlxtune.views.terminal import result_console
 from tests.long.bench_options import run_with_options

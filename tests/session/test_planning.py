@@ -21,6 +21,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import MemoryPlan, Workload
 from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured
+from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import MemoryLimitError
 from mlxtune.session import planning
 from mlxtune.session.planning import (
@@ -44,7 +45,7 @@ def loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaded:
     monkeypatch.setattr("mlxtune.backend.memory.shapes.graph_limits", lambda: None)
     options: dict[str, Any] = {"rank": 4, "memory_limit": 0.02, "cache_dir": tmp_path / "cache"}
     config = TrainConfig(str(write_model(tmp_path / "model", "qwen3")), ("d",), **options)
-    base, work = opened(config), sampled_work(config, [examples()])
+    base, work = opened(config), sampled_work(config, [StepLengths.of(examples())])
     plan = choose_plan(config, base, work)
     read_weights(base)
     pipeline = InstructPipeline(base.model, config.lora(), execution=plan.execution)
@@ -144,7 +145,8 @@ def plan_of(tokens: int) -> Any:
 
 def work_of(*lengths: list[int]) -> Workload:
     steps = [
-        [Example(0, np.zeros(n, np.int32), np.ones(n, np.uint8)) for n in step] for step in lengths
+        StepLengths.of([Example(0, np.zeros(n, np.int32), np.ones(n, np.uint8)) for n in step])
+        for step in lengths
     ]
     return Workload(steps=steps, alone=(BatchLoad.single(70, 70),))
 

@@ -27,9 +27,9 @@ from mlxtune.backend.lora.model_facts import ModelFacts
 from mlxtune.backend.lora.parameters import TrainedParameters
 from mlxtune.backend.models.gather import Gather
 from mlxtune.backend.models.packed import Layout, laid_out
-from mlxtune.core.steps.batch import PaddedBatch
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.pack import Pack
+from mlxtune.core.steps.padded_batches import PaddedBatch
 from mlxtune.errors import ModelError
 
 # The factor that multiplies the loss if a model computes in float16, because gradients of single

@@ -1,14 +1,12 @@
 """The matrices of a model's layers and the sizes in its config, for costs and memory plans."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import mlx.nn as nn
 
 from mlxtune.backend.lora.targets import experts_per_token, projections
 from mlxtune.backend.models.stored_layers import dimensions
-from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import forward_tokens, supervised_tokens
 
 # The numbers of attention heads, and of experts per token, assumed if a model's config lacks them.
 _HEADS, _EXPERTS = 64, 8
@@ -59,11 +57,14 @@ class ModelFacts:
         """The summed output width of a layer's products, for the widest layer."""
         return max(sum(m.width for m in layer.values()) for layer in self.layers)
 
-    def costs(self, examples: Sequence[Example]) -> list[float]:
-        """Return the number of multiplications by weights for each example, to balance workers."""
+    def costs(self, forward: Iterable[int], supervised: Iterable[int]) -> list[float]:
+        """Return the number of multiplications by weights for each example, to balance workers.
+
+        `forward` and `supervised` count each example's tokens in the trunk and in the head.
+        """
         trunk = float(sum(m.inputs * m.width for layer in self.layers for m in layer.values()))
         head = float(self.vocab * self._hidden)
-        return [trunk * forward_tokens(each) + head * supervised_tokens(each) for each in examples]
+        return [trunk * run + head * kept for run, kept in zip(forward, supervised, strict=True)]
 
 
 def _matrix(module: nn.Module, used: int) -> Matrix:

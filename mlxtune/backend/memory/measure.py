@@ -23,10 +23,14 @@ from mlxtune.backend.forward.layer_calls import first_trained
 from mlxtune.backend.step.engine import Engine
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import PaddedBatch
-from mlxtune.core.steps.memory_terms import Entries, Factors, Measured, ModelShapes, load_of
-from mlxtune.core.steps.pack import Pack
-from mlxtune.core.steps.padded_batches import MicroBatch
+from mlxtune.core.steps.memory_terms import (
+    BatchLoad,
+    Entries,
+    Factors,
+    Measured,
+    ModelShapes,
+    load_of,
+)
 
 # The numbers of tokens in the passes. A lazy graph is built ahead of the device, so short passes
 # hold relatively more memory than long ones. With kernels that run immediately, short passes do
@@ -81,11 +85,8 @@ def _measured(engine: Engine, shapes: ModelShapes, found: Measured) -> Measured:
     few = min(few, _MOST_LAYERS, shapes.layers)
     many = min(few if execution.recompute else 2 * few, shapes.layers)
     micro_batches = [_group(engine, each) for each in lengths]
-    size, loads = (
-        shapes.itemsize,
-        [load_of(micro_batch, step) for micro_batch, _, step in micro_batches],
-    )
-    given = [engine.inputs(batch, 1) for _, batch, _ in micro_batches]
+    size, loads = shapes.itemsize, [load for load, _ in micro_batches]
+    given = [inputs for _, inputs in micro_batches]
     kept = [operations.memory.kept(shapes.with_layers(1), execution, load) for load in loads]
     working = [operations.memory.in_layer(shapes, execution, load) for load in loads]
     peaks = _peaks(engine, many, given)
@@ -173,8 +174,8 @@ def _alone(model: nn.Module, active: Sequence[nn.Module]) -> Iterator[dict[int, 
         undo()
 
 
-def _group(engine: Engine, tokens: int) -> tuple[MicroBatch, PaddedBatch | Pack, list[Example]]:
-    """Return two examples of about `tokens` tokens in total, with their group and micro-batch.
+def _group(engine: Engine, tokens: int) -> tuple[BatchLoad, StepInputs]:
+    """Return two examples of about `tokens` tokens in total, as a load and as inputs.
 
     The examples share a prefix of a quarter of the tokens, and only their last tokens are
     supervised.
@@ -185,8 +186,9 @@ def _group(engine: Engine, tokens: int) -> tuple[MicroBatch, PaddedBatch | Pack,
     start = np.arange(prefix, dtype=np.int32) % 10
     ends = [(np.arange(own + 1, dtype=np.int32) + shift) % 10 for shift in (3, 7)]
     step = [Example(row, np.concatenate([start, end]), mask) for row, end in enumerate(ends)]
-    ((micro_batch, batch),) = MicroBatches(engine.forward, 2 * tokens).of(step)
-    return micro_batch, batch, step
+    batches = MicroBatches(engine.forward, 2 * tokens)
+    ((micro_batch, batch),) = batches.of(step)
+    return load_of(micro_batch, batches.lengths(step)), engine.inputs(batch, 1)
 
 
 def _fitted(

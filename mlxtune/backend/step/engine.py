@@ -30,10 +30,9 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.metrics import InstructBatchResult
-from mlxtune.core.steps.batch import PaddedBatch, rows_of
 from mlxtune.core.steps.execution import Execution
-from mlxtune.core.steps.pack import Pack
-from mlxtune.core.steps.padded_batches import MicroBatch
+from mlxtune.core.steps.pack import Pack, StepLengths
+from mlxtune.core.steps.padded_batches import MicroBatch, PaddedBatch, rows_of
 from mlxtune.errors import NonFiniteLossError
 
 # The remedy that an error names if memory is too small for one example.
@@ -132,7 +131,7 @@ class Engine:
 
         Returns None if it cannot be halved.
         """
-        return self.batches.halve(self.new_step(examples).own)
+        return self.batches.halve(self.new_step(examples).lengths)
 
     # The states of a step
 
@@ -143,9 +142,10 @@ class Engine:
         if number is None:
             number = self.committed_steps + (1 if self.launched is None else 2)
         training = training_examples(examples)
-        places = self._own_places(training)
+        lengths = self.batches.lengths(training)
+        places = self._own_places(lengths)
         own = [training[i] for i in places]
-        return OptimizerStep(examples, number, rate, places, own)
+        return OptimizerStep(examples, number, rate, places, own, lengths.only(places))
 
     def can_build_ahead(self, step: OptimizerStep) -> bool:
         """Return whether a step can be built while the device computes the launched step.
@@ -159,11 +159,11 @@ class Engine:
         agrees = objective.keeps_rows_whole and self._workers.size > 1
         if not self.forward.operations.lazy or objective.needs_first_pass or agrees:
             return False
-        return self.batches.is_one(step.own)
+        return self.batches.is_one(step.lengths)
 
     def attempts(self, step: OptimizerStep) -> Iterator[Attempt]:
         """Yield a context for each attempt at work on a step; see `GraphRunner.attempts`."""
-        return self.runner.attempts(step.own, self.batches.halve)
+        return self.runner.attempts(step.lengths, self.batches.halve)
 
     def accumulate(self, step: OptimizerStep, after: OptimizerStep | None = None) -> None:
         """Build a step: the gradients of its micro-batches, then the update.
@@ -180,7 +180,7 @@ class Engine:
         parameters = self.vectors.matrices_of_step(vectors)
         total = StepGradients(self._loss(step))
         try:
-            for micro_batch, batch in self.batches.of(step.own):
+            for micro_batch, batch in self.batches.of(step.own, step.lengths):
                 if total.micro_batches:
                     # The device computes a micro-batch while the next one is built.
                     self.runner.start(total.graph)
@@ -209,15 +209,16 @@ class Engine:
         """Build the graph of a micro-batch's gradients, and add them to the step's `total`."""
         inputs = self.inputs(batch, step.number)
         scale = mx.array(self.forward.loss_scale / total.step_loss.divisor)
-        reduce = total.step_loss.reduce([step.places[i] for i in micro_batch.examples], batch)
-        self.phases.end("data", inputs.arrays)
+        reduce = total.step_loss.reduce(
+            [step.places[i] for i in micro_batch.examples], batch.counts
+        )
         self.runner.note_outputs(micro_batch.tokens)
         compute = self.phases.gradients if self.phases.timer else self.forward.gradients
         # NumPy need not warn: `commit` reports a loss that is not finite.
         with np.errstate(all="ignore"):
             values, gradients = compute(parameters, inputs, scale, reduce)
-        total.add(values, self.vectors.join_gradients(gradients))
-        total.count(micro_batch, step.own)
+        padding = micro_batch.padding(step.lengths.forward)
+        total.add(values, self.vectors.join_gradients(gradients), micro_batch.tokens, padding)
         total.compute_by(
             self.runner.graph(
                 micro_batch.tokens, gradients, total.loss, total.gradients, total.values
@@ -298,7 +299,7 @@ class Engine:
             total_response_tokens=step_loss.tokens,
             perplexity=perplexity(loss),
             grad_norm=grad_norm,
-            total_tokens=sum(map(len, step_loss.examples)),
+            total_tokens=step_loss.total_tokens,
             memory=allocator.last_peak_bytes(),
             micro_batches=counts[0],
             run_tokens=counts[1],
@@ -328,21 +329,21 @@ class Engine:
 
     def _cuts_rows(self, step: OptimizerStep) -> bool:
         """Return whether any worker cuts a row into several micro-batches."""
-        divided = [micro_batch.examples for micro_batch in self.batches.divided(step.own)]
+        divided = [micro_batch.examples for micro_batch in self.batches.divided(step.lengths)]
         found = np.zeros(self._workers.size)
-        found[self._workers.index] = cuts_rows(step.own, divided)
+        found[self._workers.index] = cuts_rows(step.lengths.row_ids, divided)
         return bool(self._workers.merge(found).any())
 
     # Workers
 
-    def _own_places(self, examples: Sequence[Example]) -> list[int]:
+    def _own_places(self, lengths: StepLengths) -> list[int]:
         """Return the indices of this worker's examples; rows may have to stay whole."""
         if self._workers.size == 1:
-            return list(range(len(examples)))
-        costs = self.forward.facts.costs(examples)
+            return list(range(len(lengths)))
+        costs = self.forward.facts.costs(lengths.forward, lengths.supervised)
         if not self.objective.keeps_rows_whole:
             return self._workers.own_items(costs)
-        rows = rows_of(examples)
+        rows = rows_of(lengths.row_ids)
         mine = self._workers.own_items([sum(costs[i] for i in row) for row in rows])
         return sorted(i for row in mine for i in rows[row])
 

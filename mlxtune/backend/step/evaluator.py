@@ -1,7 +1,7 @@
 """Computes the losses of examples without keeping values for a backward pass."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -18,15 +18,14 @@ from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.runner import GraphRunner
 from mlxtune.backend.workers.workers import ALONE, Workers
-from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import PaddedBatch, rows_of
+from mlxtune.core.data.encode import Example, forward_tokens, supervised_tokens
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import vocabulary_block
 from mlxtune.core.steps.memory_in_flight import QueuedWork
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
-from mlxtune.core.steps.pack import Pack
-from mlxtune.core.steps.padded_batches import AT_ONCE, MicroBatch
+from mlxtune.core.steps.pack import Pack, StepLengths
+from mlxtune.core.steps.padded_batches import AT_ONCE, MicroBatch, PaddedBatch, rows_of
 
 # The maximum number of tokens in a batch, the number of operations per parameter and token, and the
 # maximum number of operations in a batch. Such a batch takes about a second on a fast GPU, or ten
@@ -88,9 +87,11 @@ class ExampleLosses:
         """
         workers, losses = self._workers, np.zeros(len(examples))
         # Rows stay whole, as their examples may share a prompt. Sorting by length reduces padding.
-        rows = sorted(rows_of(examples), key=lambda row: max(len(examples[i]) for i in row))
+        rows = rows_of(example.key for example in examples)
+        rows.sort(key=lambda row: max(len(examples[i]) for i in row))
         if workers.size > 1:
-            costs = self._forward.facts.costs(examples)
+            counts = (map(each, examples) for each in (forward_tokens, supervised_tokens))
+            costs = self._forward.facts.costs(*counts)
             mine = workers.own_items([sum(costs[i] for i in row) for row in rows])
             rows = [rows[row] for row in mine]
         order = [i for row in rows for i in row]
@@ -104,35 +105,33 @@ class ExampleLosses:
         losses = np.zeros(len(examples))
         for start in range(0, len(examples), AT_ONCE):
             chosen = examples[start : start + AT_ONCE]
-            batches = self._batches_of(chosen)
+            lengths = self._training.lengths(chosen)
+            batches = self._batches_of(lengths)
             allowed = batches.max_tokens
             show = lambda done, start=start: on_progress(start + done)  # noqa: E731
             try:
-                for attempt in self._runner.attempts(chosen, batches.halve):
+                for attempt in self._runner.attempts(lengths, batches.halve):
                     with attempt:
-                        self._compute(batches, chosen, losses[start:], show, keys)
+                        self._compute(batches.of(chosen, lengths), losses[start:], show, keys)
             finally:
                 if batches.max_tokens < allowed:
                     self._most = self._lowered = batches.max_tokens
         return losses
 
-    def _batches_of(self, examples: Sequence[Example]) -> MicroBatches:
+    def _batches_of(self, lengths: StepLengths) -> MicroBatches:
         """Return larger micro-batches than training's, if they fit in memory."""
         tokens, least = self._most, min(self._training.max_tokens, self._lowered)
         while tokens > least:
             batches = replace(self._training, max_tokens=tokens)
-            micro_batches = batches.divided(examples)
-            if all(
-                self._memory.fits(load_of(micro_batch, examples)) for micro_batch in micro_batches
-            ):
+            micro_batches = batches.divided(lengths)
+            if all(self._memory.fits(load_of(each, lengths)) for each in micro_batches):
                 return batches
             tokens //= 2
         return replace(self._training, max_tokens=least)
 
     def _compute(
         self,
-        batches: MicroBatches,
-        examples: Sequence[Example],
+        batches: Iterable[tuple[MicroBatch, PaddedBatch | Pack]],
         losses: npt.NDArray[np.float64],
         on_progress: Callable[[int], None],
         keys: Keys,
@@ -146,7 +145,7 @@ class ExampleLosses:
             allocator.relieve_pressure()
             on_progress(done)
 
-        for micro_batch, batch in batches.of(examples):
+        for micro_batch, batch in batches:
             self._runner.note_outputs(micro_batch.tokens)
             each = self._forward.losses(batch, keys(batch))
             graph = self._runner.graph(micro_batch.tokens, {}, each)

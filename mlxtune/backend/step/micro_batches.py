@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
 from typing import Any
 
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import PaddedBatch, collate, forward_tokens, rows_of
-from mlxtune.core.steps.pack import Pack, pack
-from mlxtune.core.steps.padded_batches import MicroBatch
+from mlxtune.core.steps.pack import Pack, StepLengths, pack
+from mlxtune.core.steps.padded_batches import MicroBatch, PaddedBatch, collate, rows_of
 
 
 @dataclass(eq=False)
@@ -36,32 +34,38 @@ class MicroBatches:
         """Run at most `max_tokens` tokens together from now on."""
         self.max_tokens = max_tokens
 
-    def of(self, examples: Sequence[Example]) -> Iterator[tuple[MicroBatch, PaddedBatch | Pack]]:
-        """Yield the group and the arrays of each micro-batch of examples."""
-        for micro_batch in self.divided(examples):
+    def lengths(self, examples: Sequence[Example]) -> StepLengths:
+        """Return the lengths of examples, by which they are divided."""
+        return StepLengths.of(examples, keyed=self.keyed)
+
+    def of(
+        self, examples: Sequence[Example], lengths: StepLengths | None = None
+    ) -> Iterator[tuple[MicroBatch, PaddedBatch | Pack]]:
+        """Yield the group and the arrays of each micro-batch of examples with these lengths."""
+        for micro_batch in self.divided(lengths or self.lengths(examples)):
             chosen = [examples[i] for i in micro_batch.examples]
             if self.forward.execution.packs:
                 yield micro_batch, pack(chosen, keyed=self.keyed, padding=micro_batch.added)
             else:
                 yield micro_batch, collate(chosen, micro_batch.width)
 
-    def is_one(self, examples: Sequence[Example]) -> bool:
+    def is_one(self, lengths: StepLengths) -> bool:
         """Return whether the examples fit into one micro-batch."""
-        if sum(map(forward_tokens, examples)) > self.max_tokens:
+        if sum(lengths.forward) > self.max_tokens:
             return False
-        return len(self.divided(examples)) == 1
+        return len(self.divided(lengths)) == 1
 
-    def divided(self, examples: Sequence[Example]) -> list[MicroBatch]:
+    def divided(self, lengths: StepLengths) -> list[MicroBatch]:
         """Return the groups of examples that run together."""
         execution = replace(self.forward.execution, micro_batch_tokens=self.max_tokens)
-        asked = execution, list(examples)
+        asked = execution, lengths
         if asked != self._last[0]:
-            plan = partial(execution.micro_batches, keyed=self.keyed)
-            whole = _whole_row_batches(examples, plan) if self.whole_rows else None
-            self._last = asked, plan(examples) if whole is None else whole
+            divide = execution.micro_batches
+            whole = _whole_row_batches(lengths, divide) if self.whole_rows else None
+            self._last = asked, divide(lengths) if whole is None else whole
         return self._last[1]
 
-    def halve(self, examples: Sequence[Example]) -> int | None:
+    def halve(self, lengths: StepLengths) -> int | None:
         """Set `max_tokens` to half the size of the largest micro-batch of several examples.
 
         Returns the new limit; without such a micro-batch, or with `keeps_limit`, changes nothing
@@ -69,11 +73,7 @@ class MicroBatches:
         """
         if self.keeps_limit:
             return None
-        several = [
-            micro_batch.tokens
-            for micro_batch in self.divided(examples)
-            if len(micro_batch.examples) > 1
-        ]
+        several = [each.tokens for each in self.divided(lengths) if len(each.examples) > 1]
         if not several:
             return None
         self.limit(max(several) // 2)
@@ -81,7 +81,7 @@ class MicroBatches:
 
 
 def _whole_row_batches(
-    examples: Sequence[Example], plan: Callable[[Sequence[Example]], list[MicroBatch]]
+    lengths: StepLengths, divide: Callable[[StepLengths], list[MicroBatch]]
 ) -> list[MicroBatch] | None:
     """Put each row, the largest first, into the first micro-batch with enough room.
 
@@ -89,14 +89,14 @@ def _whole_row_batches(
     """
 
     def together(members: Sequence[int]) -> MicroBatch | None:
-        micro_batches = plan([examples[i] for i in members])
+        micro_batches = divide(lengths.only(members))
         if len(micro_batches) > 1:
             return None
         return replace(
             micro_batches[0], examples=tuple(members[i] for i in micro_batches[0].examples)
         )
 
-    alone = [together(row) for row in rows_of(examples)]
+    alone = [together(row) for row in rows_of(lengths.row_ids)]
     filled: list[MicroBatch] = []
     for row in sorted(filter(None, alone), key=lambda micro_batch: -micro_batch.tokens):
         for place, micro_batch in enumerate(filled):

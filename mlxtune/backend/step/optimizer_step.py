@@ -15,7 +15,7 @@ from mlxtune.backend.step.runner import Graph
 from mlxtune.backend.step.step_loss import StepLoss
 from mlxtune.core.data.encode import Example
 from mlxtune.core.run.metrics import InstructBatchResult
-from mlxtune.core.steps.padded_batches import MicroBatch
+from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import NonFiniteLossError
 
 
@@ -50,19 +50,18 @@ class StepGradients:
         """The numbers of micro-batches, forward tokens and padding of this worker."""
         return [self.micro_batches, self.forward_tokens, self.padding]
 
-    def add(self, values: Sequence[mx.array], gradients: list[mx.array]) -> None:
-        """Add a micro-batch's loss, with the values that come with it, and its gradients."""
+    def add(
+        self, values: Sequence[mx.array], gradients: list[mx.array], tokens: int, padding: int
+    ) -> None:
+        """Add a micro-batch: its loss, with the values that come with it, gradients and tokens."""
         loss, *rest = values
         self.loss = self.loss + loss
         self.values = [total + part for total, part in zip(self.values, rest, strict=True)]
         first = self.gradients is None
         self.gradients = gradients if first else tree_map(mx.add, self.gradients, gradients)
-
-    def count(self, micro_batch: MicroBatch, examples: Sequence[Example]) -> None:
-        """Count a micro-batch of this worker's `examples`, and its tokens."""
         self.micro_batches += 1
-        self.forward_tokens += micro_batch.tokens
-        self.padding += micro_batch.padding(examples)
+        self.forward_tokens += tokens
+        self.padding += padding
 
     def compute_by(self, graph: Graph) -> None:
         """Set the graph that computes the sums."""
@@ -109,9 +108,9 @@ class OptimizerStep:
     """Step `number` on `examples`, at a learning rate; without a `rate`, it only has gradients.
 
     This worker computes the gradients of the examples `own`, whose indices among all examples that
-    get a gradient are `places`. `built` is the step's graph until it is computed, or fails. Once
-    the step is committed, `outcome` is its result or error, and `ended` the `time.perf_counter` at
-    its end.
+    get a gradient are `places`; `lengths` are their lengths. `built` is the step's graph until it
+    is computed, or fails. Once the step is committed, `outcome` is its result or error, and `ended`
+    the `time.perf_counter` at its end.
     """
 
     examples: Sequence[Example]
@@ -119,6 +118,7 @@ class OptimizerStep:
     rate: float | None
     places: Sequence[int]
     own: Sequence[Example]
+    lengths: StepLengths
     built: StepGradients | None = None
     outcome: InstructBatchResult | NonFiniteLossError | None = None
     ended: float = 0.0

@@ -1,12 +1,12 @@
 """Measures the phases of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from mlxtune.backend.device import allocator
-from mlxtune.backend.forward.forward import Forward, Head
+from mlxtune.backend.forward.forward import Forward, Head, StepInputs
 from mlxtune.core.run.profile import PhaseTimer
 
 
@@ -32,11 +32,14 @@ class Phases:
                 mx.eval(*arrays)
             self.timer.end(name)
 
-    def gradients(self, *args: Any) -> tuple[tuple[mx.array, ...], dict[str, mx.array]]:
+    def gradients(
+        self, parameters: Mapping[str, mx.array], inputs: StepInputs, *rest: Any
+    ) -> tuple[tuple[mx.array, ...], dict[str, mx.array]]:
         """Return the values and gradients that `Forward.gradients` returns, and time the phases.
 
-        The phases are forward, loss (the head) and backward.
+        The phases are data, which ends here, forward, loss (the head) and backward.
         """
+        self.end("data", inputs.arrays)
         states: list[mx.array] = []
 
         def around(head: Head, hidden: mx.array) -> Sequence[mx.array]:
@@ -51,7 +54,8 @@ class Phases:
             return *values, states
 
         with self._forward.watched(around):
-            (*values, states), gradients = mx.value_and_grad(values_and_states)(*args)
+            compute = mx.value_and_grad(values_and_states)
+            (*values, states), gradients = compute(parameters, inputs, *rest)
         self.end("backward")
         if states:
             self.end("forward", states)

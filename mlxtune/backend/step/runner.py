@@ -18,9 +18,9 @@ from mlxtune.backend.device import allocator
 from mlxtune.backend.device.default_device import has_metal, on_cpu
 from mlxtune.backend.device.retry import Attempt, attempts
 from mlxtune.backend.forward.forward import Forward
-from mlxtune.core.data.encode import Example
 from mlxtune.core.formatting import byte_size
 from mlxtune.core.machine.gpu_faults import Fault, fault_error
+from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import one_line
 
 # The maximum duration of a stage in seconds; the number of operations per second that is assumed
@@ -33,7 +33,7 @@ _OPERATIONS = 6
 _FORWARD = 1 / 3
 
 # Halves the micro-batches of examples, and returns their new limit in tokens; None if it cannot.
-Halve = Callable[[Sequence[Example]], int | None]
+Halve = Callable[[StepLengths], int | None]
 
 
 @dataclass(frozen=True)
@@ -174,15 +174,15 @@ class GraphRunner:
                 "lower --memory-limit if the machine swaps"
             )
 
-    def attempts(self, examples: Sequence[Example], halve: Halve) -> Iterator[Attempt]:
-        """Yield a context for each attempt at a pass over `examples`; `halve` makes it smaller.
+    def attempts(self, lengths: StepLengths, halve: Halve) -> Iterator[Attempt]:
+        """Yield a context for each attempt at a pass over examples; `halve` makes it smaller.
 
         Raises MemoryLimitError or GpuError if all attempts fail.
         """
-        return attempts(partial(self._adapt, examples, halve))
+        return attempts(partial(self._adapt, lengths, halve))
 
-    def _adapt(self, examples: Sequence[Example], halve: Halve, fault: Fault, text: str) -> None:
-        """Change settings so that a pass over `examples` may succeed after a fault.
+    def _adapt(self, lengths: StepLengths, halve: Halve, fault: Fault, text: str) -> None:
+        """Change settings so that a pass over examples may succeed after a fault.
 
         Raises MemoryLimitError or GpuError if nothing is left to change.
         """
@@ -194,10 +194,10 @@ class GraphRunner:
             self._warn(f"{what} ({one_line(text)}): trying again")
         elif fault is not Fault.OUT_OF_MEMORY and self.shorten():
             self._warn(f"{what}: shorter evaluations from here on; to avoid this, {fault.remedy}")
-        elif (tokens := halve(examples)) is not None:
+        elif (tokens := halve(lengths)) is not None:
             self._warn(f"{what}: micro-batches of up to {tokens:,} tokens from here on")
         else:
-            one = f"with one example of up to {max(map(len, examples)):,} tokens at a time"
+            one = f"with one example of up to {max(lengths.tokens):,} tokens at a time"
             remedy = self._remedy if fault is Fault.OUT_OF_MEMORY else ""
             raise fault_error(fault, text, one, remedy)
 

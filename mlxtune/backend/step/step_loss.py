@@ -18,10 +18,8 @@ import numpy.typing as npt
 
 from mlxtune.backend.forward.forward import Reduce, summed
 from mlxtune.core.data.conversation import MISMATCHED
-from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encode import Example, supervised_tokens
 from mlxtune.core.objectives.objective import AnswerLayout, Objective, Totals
-from mlxtune.core.steps.batch import PaddedBatch, supervised_tokens
-from mlxtune.core.steps.pack import Pack
 from mlxtune.errors import ModelError
 
 # Tolerances for rounding: absolute for the first loss, and relative for a log-probability in 32 and
@@ -34,12 +32,13 @@ _Floats = npt.NDArray[np.float64]
 class StepLoss:
     """The loss of a step: the mean cross-entropy of `tokens` supervised tokens.
 
-    `examples` get a gradient. The functions `reduce` of all micro-batches add up to `divisor` times
-    the loss. They also return values, which add up from `zeros`, for metrics.
+    `total_tokens` counts all tokens of the examples that get a gradient. The functions `reduce` of
+    all micro-batches add up to `divisor` times the loss. They also return values, which add up from
+    `zeros`, for metrics.
     """
 
-    examples: Sequence[Example]
     tokens: int
+    total_tokens: int
 
     @property
     def divisor(self) -> int:
@@ -53,8 +52,11 @@ class StepLoss:
     def zeros(self) -> list[mx.array]:
         return []
 
-    def reduce(self, members: Sequence[int], batch: PaddedBatch | Pack) -> Reduce:
-        """Return the loss of a micro-batch as a function; `members` are its examples' indices."""
+    def reduce(self, members: Sequence[int], counts: Sequence[int]) -> Reduce:
+        """Return the loss of a micro-batch as a function.
+
+        `members` are the indices of its examples, `counts` the numbers of their supervised tokens.
+        """
         return summed
 
     def metrics(self, values: Sequence[mx.array]) -> dict[str, float]:
@@ -66,13 +68,14 @@ class StepLoss:
 
 @dataclass(frozen=True)
 class PreferenceLoss(StepLoss):
-    """The loss of a step's preferences.
+    """The loss of a step's preferences, on `examples`, which get a gradient.
 
     `weights` (E,), if not None, are the derivatives of the loss with respect to `logps` (E,), the
     log-probabilities of the examples. The only value of a micro-batch is an array (E,) of the
     log-probabilities of its examples, and of zeros for the others.
     """
 
+    examples: Sequence[Example]
     objective: Objective
     layout: AnswerLayout
     totals: Totals
@@ -90,13 +93,13 @@ class PreferenceLoss(StepLoss):
     def zeros(self) -> list[mx.array]:
         return [mx.zeros(len(self.examples))]
 
-    def reduce(self, members: Sequence[int], batch: PaddedBatch | Pack) -> Reduce:
+    def reduce(self, members: Sequence[int], counts: Sequence[int]) -> Reduce:
         """Return the function from a micro-batch's losses to its part of the step's loss.
 
         With `weights`, this is its part of `sum(w * logp)`.
         """
         own = self._own_weights(members) if self.weights is not None else self._own_loss(members)
-        owners = mx.array(np.repeat(np.arange(len(members)), batch.counts))
+        owners = mx.array(np.repeat(np.arange(len(members)), counts))
         places = mx.array(list(members))
 
         def loss(losses: mx.array) -> tuple[mx.array, ...]:
@@ -164,19 +167,19 @@ def loss_of_step(
     log-probabilities (E,). Both cover all workers. Raises ValueError if no token is supervised.
     """
     training = training_examples(examples)
-    tokens = count_tokens(training)
+    tokens = count_tokens(training), sum(map(len, training))
     if objective.is_sft:
-        return StepLoss(training, tokens)
+        return StepLoss(*tokens)
     layout, kl = objective.lay_out(training), 0.0
     if others := [example for example in examples if example.role == MISMATCHED]:
         between = objective.lay_out(others)
         kl = objective.kl(between, between.sums(logps_of(others)))
     totals = objective.totals(layout, kl)
     if not (objective.is_across_rows or cut):
-        return PreferenceLoss(training, tokens, objective, layout, totals)
+        return PreferenceLoss(*tokens, training, objective, layout, totals)
     logps = logps_of(training)
     weights = _weights(objective, layout, totals, logps)
-    return PreferenceLoss(training, tokens, objective, layout, totals, weights, logps)
+    return PreferenceLoss(*tokens, training, objective, layout, totals, weights, logps)
 
 
 def training_examples(examples: Sequence[Example]) -> list[Example]:
@@ -193,11 +196,11 @@ def count_tokens(examples: Sequence[Example]) -> int:
     )
 
 
-def cuts_rows(examples: Sequence[Example], micro_batches: Iterable[Sequence[int]]) -> bool:
-    """Return whether the examples of any row are in several groups of indices."""
+def cuts_rows(row_ids: Sequence[int], micro_batches: Iterable[Sequence[int]]) -> bool:
+    """Return whether the examples of any row are in several groups of indices of `row_ids`."""
     seen: set[int] = set()
     for indices in micro_batches:
-        keys = {examples[i].key for i in indices}
+        keys = {row_ids[i] for i in indices}
         if seen & keys:
             return True
         seen |= keys

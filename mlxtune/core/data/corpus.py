@@ -267,17 +267,17 @@ class CorpusRows:
     def __iter__(self) -> Iterator[RowExamples]:
         return map(self.corpus.row, self.indices)
 
-    def draw(self, places: Sequence[int]) -> list[Sequence[Example]]:
-        """Return the examples of each row of a step.
+    def draw(self, places: Sequence[int]) -> list[Example]:
+        """Return the examples of the rows of a step.
 
         A step may use a row several times, if the weight of the row's file is above 1. Each use has
         its own `draw`, so that it counts as a separate row in a preference loss and has its own
         dropout.
         """
         used: Counter[int] = Counter()
-        drawn: list[Sequence[Example]] = []
+        drawn: list[Example] = []
         for place in places:
             row, draw = self[place], used[place]
-            drawn.append([replace(each, draw=draw) for each in row] if draw else row)
+            drawn += [replace(each, draw=draw) for each in row] if draw else row
             used[place] += 1
         return drawn

@@ -76,6 +76,20 @@ class Example:
         return self.draw << 80 | self.file << 40 | self.row
 
 
+def forward_tokens(example: Example) -> int:
+    """Return how many tokens the model must process: those before the last supervised token.
+
+    Later tokens predict nothing that carries loss. The result is at least 1.
+    """
+    supervised = example.assistant_mask[:0:-1]
+    return len(supervised) - int(supervised.argmax()) if supervised.any() else 1
+
+
+def supervised_tokens(example: Example) -> int:
+    """Return the number of supervised tokens after the first token, which nothing predicts."""
+    return int(example.assistant_mask[1:].sum())
+
+
 class Encoding(Protocol):
     """A tokenised text."""
 

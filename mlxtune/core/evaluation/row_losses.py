@@ -8,10 +8,9 @@ import numpy.typing as npt
 
 from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, REJECTED, UNDESIRABLE
 from mlxtune.core.data.corpus import CorpusRows
-from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encode import Example, supervised_tokens
 from mlxtune.core.evaluation.interval import Floats
 from mlxtune.core.evaluation.outcome import Loss, perplexity
-from mlxtune.core.steps.batch import supervised_tokens
 
 # Returns the summed loss of each example, float64 (B,), and reports progress.
 ComputeLosses = Callable[[Sequence[Example], Callable[[int], None]], Floats]

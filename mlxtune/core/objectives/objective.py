@@ -25,7 +25,7 @@ from mlxtune.core.data.conversation import (
     UNDESIRABLE,
     WHOLE,
 )
-from mlxtune.core.data.encode import Example
+from mlxtune.core.data.encode import Example, supervised_tokens
 from mlxtune.core.objectives.losses import (
     ACROSS_ROWS,
     DPO_LOSSES,
@@ -35,7 +35,6 @@ from mlxtune.core.objectives.losses import (
     Loss,
     log_odds_ratio,
 )
-from mlxtune.core.steps.batch import supervised_tokens
 
 _Floats = npt.NDArray[np.float64]
 # The index of each role's column in arrays (columns, R) of a step's log-probabilities.

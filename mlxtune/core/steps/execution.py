@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.memory_terms import BatchLoad, MemoryUse
-from mlxtune.core.steps.pack import packed_batches
+from mlxtune.core.steps.pack import StepLengths, packed_batches
 from mlxtune.core.steps.padded_batches import MicroBatch, padded_batches
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
@@ -40,13 +38,10 @@ class Execution:
     fixed_cost: int = 32
     rounding: Rounding = NOT_ROUNDED
 
-    def micro_batches(
-        self, examples: Sequence[Example], *, keyed: bool = False
-    ) -> list[MicroBatch]:
+    def micro_batches(self, lengths: StepLengths) -> list[MicroBatch]:
         if self.packs:
-            tokens, fixed, rounding = self.micro_batch_tokens, self.fixed_cost, self.rounding
-            return packed_batches(examples, tokens, fixed, keyed=keyed, rounding=rounding)
-        return padded_batches(examples, self.micro_batch_tokens, self.fixed_cost)
+            return packed_batches(lengths, self.micro_batch_tokens, self.fixed_cost, self.rounding)
+        return padded_batches(lengths.forward, self.micro_batch_tokens, self.fixed_cost)
 
     def rounded(self, load: BatchLoad) -> BatchLoad:
         """Return the load of one example, with the padding of its sequence."""

@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from mlxtune.core.data.encode import Example
 from mlxtune.core.formatting import byte_size
-from mlxtune.core.steps.batch import forward_tokens
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import head_in_flight, in_flight
 from mlxtune.core.steps.memory_terms import (
@@ -18,6 +16,7 @@ from mlxtune.core.steps.memory_terms import (
     Prediction,
     load_of,
 )
+from mlxtune.core.steps.pack import StepLengths
 
 # The largest expected relative error of a prediction: plans leave this fraction of the predicted
 # peak free if they can.
@@ -83,13 +82,13 @@ def predict(shapes: ModelShapes, execution: Execution, load: BatchLoad) -> Predi
     )
 
 
-def sample_steps(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
+def sample_steps(steps: Iterable[StepLengths]) -> list[StepLengths]:
     """Return the first steps, or part of a large step, as a sample for the choice of a plan."""
-    chosen: list[Sequence[Example]] = []
+    chosen: list[StepLengths] = []
     count = 0
-    for examples in steps:
-        chosen.append(examples if chosen else examples[:_SAMPLED])
-        count += len(examples)
+    for step in steps:
+        chosen.append(step if chosen else step.only(range(len(step))[:_SAMPLED]))
+        count += len(step)
         if count >= _SAMPLED:
             break
     return chosen
@@ -97,19 +96,15 @@ def sample_steps(steps: Iterable[Sequence[Example]]) -> list[Sequence[Example]]:
 
 @dataclass(frozen=True)
 class Workload:
-    """A workload to plan: the first steps, and the loads of the examples that take the most memory.
+    """What to plan for: the first steps, and the loads of the examples that take most memory."""
 
-    With `keyed`, only examples of the same row share the tokens of a common prefix.
-    """
-
-    steps: Sequence[Sequence[Example]]
+    steps: Sequence[StepLengths]
     alone: tuple[BatchLoad, ...]
-    keyed: bool = False
 
 
 def _candidates(work: Workload) -> list[int]:
     longest = max(load.tokens for load in work.alone)
-    largest = max([longest, *(sum(map(forward_tokens, step)) for step in work.steps)])
+    largest = max([longest, *(sum(step.forward) for step in work.steps)])
     enough = next((tokens for tokens in _TOKENS if tokens >= largest), _TOKENS[-1])
     # Without steps, only single examples are planned.
     return [tokens for tokens in _TOKENS if tokens <= enough] if work.steps else [enough]
@@ -131,7 +126,7 @@ def _plans(
     chunks, unmeasured = _chunks(shapes, base), replace(shapes, measured=None)
     for tokens in _candidates(work):
         sized = replace(base, micro_batch_tokens=tokens)
-        steps = [(step, sized.micro_batches(step, keyed=work.keyed)) for step in work.steps]
+        steps = [(step, sized.micro_batches(step)) for step in work.steps]
         micro_batches = [(micro_batch, step) for step, divided in steps for micro_batch in divided]
         loads = {
             *(load_of(micro_batch, step) for micro_batch, step in micro_batches),
@@ -139,8 +134,8 @@ def _plans(
         }
         time = sum(micro_batch.tokens + base.fixed_cost for micro_batch, _ in micro_batches) or 1
         forward = sum(micro_batch.tokens for micro_batch, _ in micro_batches)
-        padding = sum(micro_batch.padding(step) for micro_batch, step in micro_batches)
-        tokens_of_data = sum(len(example) for step in work.steps for example in step)
+        padding = sum(micro_batch.padding(step.forward) for micro_batch, step in micro_batches)
+        tokens_of_data = sum(sum(step.tokens) for step in work.steps)
         for recompute, (smaller, chunk) in product(checkpointing, enumerate(chunks)):
             execution = replace(sized, recompute=recompute, loss_chunk=chunk)
             peaks = [predict(shapes, execution, load) for load in loads]

@@ -10,14 +10,12 @@ Memory peaks either in the head or in the backward pass of a layer, and consists
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, NamedTuple, Protocol
 
-from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import supervised_tokens
 from mlxtune.core.steps.memory_in_flight import GraphLimits
+from mlxtune.core.steps.pack import StepLengths
 from mlxtune.core.steps.padded_batches import MicroBatch
 
 
@@ -170,8 +168,8 @@ class BatchLoad:
         return max(self.examples * self.width - self.tokens, 0)
 
 
-def load_of(micro_batch: MicroBatch, examples: Sequence[Example]) -> BatchLoad:
-    positions = sum(supervised_tokens(examples[i]) for i in micro_batch.examples)
+def load_of(micro_batch: MicroBatch, lengths: StepLengths) -> BatchLoad:
+    positions = sum(lengths.supervised[i] for i in micro_batch.examples)
     return BatchLoad(len(micro_batch.examples), micro_batch.width, positions, micro_batch.tokens)
 
 

@@ -8,6 +8,8 @@ Positions count from the start of each example. A token attends to earlier token
 to the segments that its segment continues, so no token sees tokens of another example.
 """
 
+from __future__ import annotations
+
 from bisect import bisect, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,8 +18,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import forward_tokens
+from mlxtune.core.data.encode import Example, forward_tokens, supervised_tokens
 from mlxtune.core.steps.padded_batches import AT_ONCE, MicroBatch, cheapest_cut
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
@@ -62,38 +63,84 @@ class Pack:
     is_rounded: bool = False
 
     @property
-    def supervised(self) -> int:
-        return len(self.targets)
-
-    @property
     def stretches(self) -> list[tuple[int, int]]:
         """Each segment without padding: its length, and its first token's position."""
         real = self.segments[:-1] if self.is_rounded else self.segments
         return [(len(segment), segment.position) for segment in real]
 
 
+@dataclass(frozen=True, slots=True)
+class StepLengths:
+    """The lengths of a step's examples and of their common prefixes, which decide micro-batches.
+
+    Each example has `tokens`, of which `forward` run through the model, and `supervised` of these
+    have a supervised target. `order` sorts the examples so that neighbours share the longest
+    prefixes, and `shared` counts the tokens that each has in common with the previous, or 0.
+    """
+
+    tokens: tuple[int, ...]
+    forward: tuple[int, ...]
+    supervised: tuple[int, ...]
+    row_ids: tuple[int, ...]
+    order: tuple[int, ...]
+    shared: tuple[int, ...]
+
+    @classmethod
+    def of(cls, examples: Sequence[Example], *, keyed: bool = False) -> StepLengths:
+        """Measure examples; with `keyed`, only examples with the same `key` share a prefix."""
+        texts = [_run(example) for example in examples]
+        row_ids = tuple(example.key for example in examples)
+        keys = row_ids if keyed else (0,) * len(examples)
+        # As big-endian bytes, tokens sort by value, and a prefix comes before its continuations.
+        bytes_of = [text.astype(">u4").tobytes() for text in texts]
+        order = sorted(range(len(examples)), key=lambda i: (keys[i], bytes_of[i], i))
+        shared = [
+            _common_tokens(texts[i], texts[j]) if keys[i] == keys[j] else 0
+            for i, j in pairwise(order)
+        ]
+        return cls(
+            tuple(map(len, examples)),
+            tuple(map(len, texts)),
+            tuple(map(supervised_tokens, examples)),
+            row_ids,
+            tuple(order),
+            (0, *shared)[: len(order)],
+        )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def only(self, chosen: Sequence[int]) -> StepLengths:
+        """Return the lengths of the examples with these indices, which ascend."""
+        places = {i: place for place, i in enumerate(chosen)}
+        order, shared, common = list[int](), list[int](), 0
+        for i, before in zip(self.order, self.shared, strict=True):
+            common = min(common, before)
+            if i in places:
+                order.append(places[i])
+                shared.append(common)
+                common = self.forward[i]
+        columns = (self.tokens, self.forward, self.supervised, self.row_ids)
+        tokens, forward, supervised, row_ids = (tuple(each[i] for i in chosen) for each in columns)
+        return StepLengths(tokens, forward, supervised, row_ids, tuple(order), tuple(shared))
+
+
 def packed_batches(
-    examples: Sequence[Example],
-    max_tokens: int,
-    fixed: int,
-    *,
-    keyed: bool = False,
-    rounding: Rounding = NOT_ROUNDED,
+    lengths: StepLengths, max_tokens: int, fixed: int, rounding: Rounding = NOT_ROUNDED
 ) -> list[MicroBatch]:
     """Pack the examples of a step into sequences of at most `max_tokens` tokens, the largest first.
 
     `fixed` is the cost of a sequence beyond its tokens, in units of one token's time. An example
     longer than `max_tokens` gets a separate sequence. A prefix that examples of a sequence share
-    counts once; with `keyed`, only if the examples have the same `key`. Lengths are rounded after
-    packing. Deterministic for given arguments.
+    counts once. Lengths are rounded after packing. Deterministic for given arguments.
     """
-    texts = [_run(example) for example in examples]
-    batches: list[MicroBatch] = []
-    for chosen, shared in _neighbours(examples, texts, keyed):
-        packer = _SequencePacker([len(texts[i]) for i in chosen], shared, max_tokens)
+    forward, batches = lengths.forward, list[MicroBatch]()
+    for start in range(0, len(lengths), AT_ONCE):
+        chosen, shared = (each[start : start + AT_ONCE] for each in (lengths.order, lengths.shared))
+        packer = _SequencePacker([forward[i] for i in chosen], shared[1:], max_tokens)
         for sequence in packer.least(fixed):
             members = tuple(chosen[place] for place in sequence)
-            tokens, longest = packer.tokens(sequence), max(len(texts[i]) for i in members)
+            tokens, longest = packer.tokens(sequence), max(forward[i] for i in members)
             added = rounding.padding(tokens, max_tokens)
             width = rounding.rounded_width(max(longest, packer.shortest(sequence) + added))
             batches.append(MicroBatch(members, width, tokens + added, added))
@@ -102,30 +149,6 @@ def packed_batches(
 
 def _run(example: Example) -> _Ints:
     return example.tokens[: forward_tokens(example)]
-
-
-def _neighbours(
-    examples: Sequence[Example], texts: Sequence[_Ints], keyed: bool
-) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield a step's examples in parts, sorted so that neighbours share the longest prefixes.
-
-    A part has the indices of its examples, and the number of tokens that each example shares with
-    the next; with `keyed`, 0 if the two have different keys.
-    """
-    keys = [example.key if keyed else 0 for example in examples]
-    # As big-endian bytes, tokens sort by value, and a prefix comes before its continuations.
-    bytes_of = [text.astype(">u4").tobytes() for text in texts]
-    lengths = [forward_tokens(example) for example in examples]
-    order = sorted(range(len(examples)), key=lambda i: (keys[i], bytes_of[i], -lengths[i], i))
-    for start in range(0, len(order), AT_ONCE):
-        chosen = order[start : start + AT_ONCE]
-        yield (
-            chosen,
-            [
-                _common_tokens(texts[i], texts[j]) if keys[i] == keys[j] else 0
-                for i, j in pairwise(chosen)
-            ],
-        )
 
 
 def _common_tokens(a: _Ints, b: _Ints) -> int:
@@ -142,7 +165,7 @@ class _SequencePacker:
     next example.
     """
 
-    def __init__(self, lengths: list[int], neighbours: list[int], max_tokens: int) -> None:
+    def __init__(self, lengths: list[int], neighbours: Sequence[int], max_tokens: int) -> None:
         self._lengths = lengths
         self._max_tokens = max_tokens
         # The number of tokens that places i and j > i share, as [i][j - i - 1].
@@ -274,9 +297,7 @@ def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) 
 
 
 def _behind_shortest(segments: Sequence[Segment], length: int) -> Segment:
-    """Return a segment, at the end of a sequence, that continues the sequence's shortest
-    example.
-    """
+    """Return a segment at the end of a sequence that continues its shortest example."""
     continued = {segment.parent for segment in segments}
     ends = [i for i in range(len(segments)) if i not in continued]
     parent = min(ends, key=lambda i: segments[i].position + len(segments[i]))

@@ -1,4 +1,4 @@
-"""Groups the examples of a step into padded micro-batches if they cannot be packed.
+"""Groups the examples of a step into padded micro-batches, and pads them, if they cannot be packed.
 
 An example runs up to the token before its last supervised token, and is padded to the width of its
 group's widest example.
@@ -10,8 +10,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mlxtune.core.data.encode import Example
-from mlxtune.core.steps.batch import forward_tokens
+import numpy as np
+import numpy.typing as npt
+
+from mlxtune.core.data.encode import Example, forward_tokens
 
 # The number of examples planned together: planning time grows with its square, and planning more
 # examples together gains little.
@@ -32,22 +34,46 @@ class MicroBatch:
     tokens: int
     added: int = 0
 
-    def padding(self, examples: Sequence[Example]) -> int:
-        """Return the number of padding tokens; `examples` are all examples of the step."""
-        without_padding = sum(forward_tokens(examples[i]) for i in self.examples)
+    def padding(self, lengths: Sequence[int]) -> int:
+        """Return the number of padding tokens; `lengths` are those of all examples of the step."""
+        without_padding = sum(lengths[i] for i in self.examples)
         # A sequence runs fewer tokens than its examples have if they share prefixes.
         return max(self.tokens - self.added - without_padding, 0) + self.added
 
 
-def padded_batches(examples: Sequence[Example], max_tokens: int, fixed: int) -> list[MicroBatch]:
-    """Group the examples of a step at minimum cost; the largest group comes first.
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedBatch:
+    """Examples padded on the right to one width, with targets shifted by one token.
+
+    `inputs` and `targets` are int32 of shape (B, T), `mask` is float32 of shape (B, T) and 1 where
+    the target carries loss. `row_ids` has the row key of each example, which seeds the example's
+    random numbers; `lengths` has each example's number of tokens without padding.
+    """
+
+    inputs: npt.NDArray[np.int32]
+    targets: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.float32]
+    row_ids: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(self.mask.sum(axis=1).astype(int).tolist())
+
+    @property
+    def stretches(self) -> list[tuple[int, int]]:
+        """Each example's tokens without padding: their number, and their first position, 0."""
+        return [(length, 0) for length in self.lengths]
+
+
+def padded_batches(lengths: Sequence[int], max_tokens: int, fixed: int) -> list[MicroBatch]:
+    """Group the examples of a step, by their lengths, at minimum cost; the largest comes first.
 
     A group costs its tokens plus `fixed`, in units of one token's time. Each example is in exactly
     one group. A group runs at most `max_tokens` tokens, unless it consists of a single, longer
     example. Deterministic for given arguments.
     """
-    lengths = [forward_tokens(example) for example in examples]
-    order = sorted(range(len(examples)), key=lambda i: (-lengths[i], i))
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     micro_batches: list[MicroBatch] = []
     for begin in range(0, len(order), AT_ONCE):
         chosen = order[begin : begin + AT_ONCE]
@@ -61,12 +87,9 @@ def padded_batches(examples: Sequence[Example], max_tokens: int, fixed: int) -> 
 
         for part in cheapest_cut(len(chosen), costs):
             width = lengths[chosen[part.start]]
-            micro_batches.append(
-                MicroBatch(tuple(chosen[i] for i in part), width, len(part) * width)
-            )
-    return sorted(
-        micro_batches, key=lambda micro_batch: (-micro_batch.tokens, micro_batch.examples)
-    )
+            members = tuple(chosen[i] for i in part)
+            micro_batches.append(MicroBatch(members, width, len(part) * width))
+    return sorted(micro_batches, key=lambda each: (-each.tokens, each.examples))
 
 
 def cheapest_cut(size: int, costs: Callable[[int], Iterable[float]]) -> list[range]:
@@ -85,3 +108,37 @@ def cheapest_cut(size: int, costs: Callable[[int], Iterable[float]]) -> list[ran
         parts.append(range(begin[end], end))
         end = begin[end]
     return parts
+
+
+def rows_of(row_ids: Iterable[int]) -> list[list[int]]:
+    """Return the indices of each row's examples, in order, from the examples' row ids."""
+    rows: dict[int, list[int]] = {}
+    for i, row_id in enumerate(row_ids):
+        rows.setdefault(row_id, []).append(i)
+    return list(rows.values())
+
+
+def collate(examples: Sequence[Example], width: int | None = None) -> PaddedBatch:
+    """Pad examples and shift them: each position predicts the token after it.
+
+        tokens           a b c d e      inputs   a b c
+        assistant_mask   0 0 1 1 0      targets  b c d
+                                        mask     0 1 1
+
+    `pack` lays examples end to end instead. Here, examples are padded to `width`, by default the
+    width of the widest example, with token 0 and mask 0. Under causal attention, no real token sees
+    the padding.
+
+    Raises ValueError when an example is wider than `width`.
+    """
+    lengths = [forward_tokens(example) for example in examples]
+    shape = (len(examples), max(lengths) if width is None else width)
+    inputs, targets = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+    mask = np.zeros(shape, dtype=np.float32)
+    for i, (example, length) in enumerate(zip(examples, lengths, strict=True)):
+        after = slice(1, min(length + 1, len(example)))  # a lone token predicts nothing
+        inputs[i, :length] = example.tokens[:length]
+        targets[i, : after.stop - 1] = example.tokens[after]
+        mask[i, : after.stop - 1] = example.assistant_mask[after]
+    row_ids = tuple(example.key for example in examples)
+    return PaddedBatch(inputs, targets, mask, row_ids, tuple(lengths))

@@ -180,10 +180,11 @@ class InstructTrainer:
                     objective=self.objective.name,
                 )
                 self._observer.on_start(start, previous)
-                for step, examples in self._steps():
+                for step in self._steps():
                     started = time.perf_counter()
                     measured = self._profiler.step(step.number) if self._profiler else nullcontext()
                     with measured:
+                        examples = self.train_rows.draw(step.row_indices)
                         pending = self.pipeline.start_batch(
                             examples, step=step.number, learning_rate=step.learning_rate
                         )
@@ -257,8 +258,8 @@ class InstructTrainer:
         self.train_rows = rows[0].with_references(logps[:count])
         self.val_rows = rows[1].with_references(logps[count:])
 
-    def _steps(self) -> Iterator[tuple[Step, Sequence[Example]]]:
-        """Yield each step to start, and its examples.
+    def _steps(self) -> Iterator[Step]:
+        """Yield each step to start.
 
         Between steps, validate, save, stop, and respond to the machine.
         """
@@ -272,15 +273,15 @@ class InstructTrainer:
                 if self._ends_after(number):
                     return
             rows = steps_of_epoch(epoch + 1)[place]
-            examples = [example for row in self.train_rows.draw(rows) for example in row]
             halved = False
             if (demand := self._surroundings.look(number)) is not None:
                 self._record_started_step()
+                examples = self.train_rows.draw(rows)
                 halved = self._surroundings.answer(demand, self.pipeline, examples, number)
                 if self._should_stop():
                     raise recorder.interrupted()
             step = Step(number + 1, epoch + 1, self._schedule(number + 1), rows)
-            yield step, examples
+            yield step
             due = saver.is_due_by_steps(step.number)
             # Save after halving, so that a resumed run continues with the halved micro-batches.
             stopping, saving = self._decide(not due and (halved or saver.is_due(step.number)))

@@ -21,6 +21,7 @@ from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_in_flight import GraphLimits
 from mlxtune.core.steps.memory_plan import predict
 from mlxtune.core.steps.memory_terms import BatchLoad, ModelShapes, load_of
+from mlxtune.core.steps.pack import StepLengths
 from mlxtune.session.dataset import Reader, load_dataset
 from mlxtune.session.planning import first_epoch
 from tests.backend.queued import queued
@@ -79,11 +80,12 @@ def test_micro_batches_of_the_measured_steps_come_from_their_data(
     options = {"batch_size": case["rows"], "max_seq_len": case["max_seq_len"], "val_split": 0.0}
     config = TrainConfig(str(tmp_path), str(data), no_cache=True, quiet=True, **options)
     dataset = load_dataset(config, Reader(config, tmp_path))
-    steps = [[each for row in step for each in row] for step in first_epoch(config, dataset)]
+    steps = [dataset.rows.train.draw(step) for step in first_epoch(config, dataset)]
     steps = steps[: len(case["lengths"])]
     assert [[len(each) for each in step] for step in steps] == case["lengths"]
     assert [[each.supervised for each in step] for step in steps] == case["supervised"]
-    loads = [load_of(group, step) for step in steps for group in execution.micro_batches(step)]
+    lengths = map(StepLengths.of, steps)
+    loads = [load_of(group, step) for step in lengths for group in execution.micro_batches(step)]
     assert loads == [BatchLoad(*micro_batch) for micro_batch in case["micro_batches"]]
 
 

@@ -33,6 +33,7 @@ from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import GraphMemory
 from mlxtune.core.steps.memory_plan import ESTIMATE, least, predict, remedies
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
+from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import ModelError
 from tests.experts import EXPERTS
 from tests.long.architectures import ARCHITECTURES
@@ -162,7 +163,8 @@ def case_of(base: BaseModel, config: InstructConfig, how: Execution, step: list[
     read_weights(base)
     pipeline = InstructPipeline(base.model, config, execution=how)
     (group,) = [group for group, _ in pipeline.engine.batches.of(step)]
-    found, load = measure(pipeline.engine, shapes, [how.recompute]), load_of(group, step)
+    found = measure(pipeline.engine, shapes, [how.recompute])
+    load = load_of(group, StepLengths.of(step))
     release()
     resident = mx.get_active_memory() - elsewhere
     # The lowest of three peaks, because a busy device lags and keeps more memory.

@@ -26,6 +26,7 @@ from mlxtune.backend.step.evaluator import Evaluator, most_tokens
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
+from mlxtune.core.steps.pack import StepLengths
 from mlxtune.core.steps.padded_batches import AT_ONCE
 from tests.backend.conftest import random_examples
 from tests.backend.step.executions import WAYS, first_supervised, fixed_step, model_folder
@@ -309,7 +310,7 @@ def evaluation(
     ]
     evaluator = evaluator_of(Execution(MLX), 10_000, architecture, **overrides)
     ((micro_batch, _),) = evaluator._losses._training.of(examples)
-    return evaluator, examples, load_of(micro_batch, examples)
+    return evaluator, examples, load_of(micro_batch, StepLengths.of(examples))
 
 
 def test_evaluation_stays_below_the_peak_that_training_is_planned_to_have(

@@ -342,16 +342,16 @@ def test_step_reports_its_own_memory_peak(
 def test_plan_is_cached_until_the_limit_changes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (pipeline, _), planned, plan = make(LARGE), list[int](), Execution.micro_batches
 
-    def counted(self: Execution, examples: Any, **options: Any) -> Any:
+    def counted(self: Execution, lengths: Any) -> Any:
         planned.append(self.micro_batch_tokens)
-        return plan(self, examples, **options)
+        return plan(self, lengths)
 
     monkeypatch.setattr(Execution, "micro_batches", counted)
-    examples, batches = EXAMPLES, pipeline.engine.batches
-    first = batches.divided(examples)
-    assert batches.divided(list(examples)) == first
+    batches = pipeline.engine.batches
+    first = batches.divided(batches.lengths(EXAMPLES))
+    assert batches.divided(batches.lengths(EXAMPLES)) == first
     assert len(planned) == 1
     batches.limit(batches.max_tokens // 2)
-    batches.divided(examples)
-    batches.divided(examples[:1])
+    batches.divided(batches.lengths(EXAMPLES))
+    batches.divided(batches.lengths(EXAMPLES[:1]))
     assert len(planned) == 3

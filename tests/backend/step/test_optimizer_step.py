@@ -29,7 +29,7 @@ class KnownLoss(StepLoss):
 def sums_of(*micro_batches: tuple[float, list[float]], shown: float | None = None) -> StepGradients:
     total = StepGradients(KnownLoss([], 1, shown))
     for loss, gradient in micro_batches:
-        total.add([mx.array(loss), mx.array([loss])], [mx.array(gradient)])
+        total.add([mx.array(loss), mx.array([loss])], [mx.array(gradient)], 10, 1)
     return total
 
 

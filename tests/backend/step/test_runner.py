@@ -8,6 +8,7 @@ from mlx.utils import tree_flatten
 
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.backend.step.runner import Graph, GraphRunner
+from mlxtune.core.steps.pack import StepLengths
 from mlxtune.errors import MemoryLimitError
 from tests.backend.conftest import random_examples
 from tests.backend.step.executions import (
@@ -164,17 +165,17 @@ def test_pass_without_memory_is_halved_by_its_caller_until_it_fits(
     retries: bool, limits: list[int | None], expected: list[str]
 ) -> None:
     lines: list[str] = []
-    forward = fresh(model_folder("qwen3"), IN_LINE, 10_000).forward
+    forward = fresh(model_folder("qwen3"), PACKED, 10_000).forward
     runner = GraphRunner(forward, 1, remedy="buy", warn=lines.append, retries=retries)
-    examples, left = random_examples(), list(limits)
+    lengths, left = StepLengths.of(random_examples()), list(limits)
 
-    def halve(given: Any) -> int | None:
-        assert given is examples
+    def halve(given: StepLengths) -> int | None:
+        assert given is lengths
         return left.pop(0)
 
     faults = iter(expected)
     try:
-        for attempt in runner.attempts(examples, halve):
+        for attempt in runner.attempts(lengths, halve):
             with attempt:
                 if next(faults, None) is not None:
                     raise MemoryError

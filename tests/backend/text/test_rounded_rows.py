@@ -13,6 +13,7 @@ from mlxtune.backend.device import default_device
 from mlxtune.config import InspectConfig
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.order import shuffled_steps
+from mlxtune.core.steps.pack import StepLengths
 from mlxtune.session.dataset import Reader, load_dataset
 from tests.core.steps.shapes import GRAPH_OPERATIONS
 
@@ -38,7 +39,9 @@ def test_rounded_lines_of_real_rows_have_at_most_3_percent_more_tokens(
         for batch_size in (4, 8):
             groups = []
             for step in shuffled_steps(corpus.num_rows, batch_size, 0, 1):
-                groups += how.micro_batches([each for row in step for each in corpus.row(row)])
+                groups += how.micro_batches(
+                    StepLengths.of([each for row in step for each in corpus.row(row)])
+                )
             added, tokens = (sum(getattr(g, name) for g in groups) for name in ("added", "tokens"))
             assert 0 < added <= 0.03 * (tokens - added)
             # Rounding must reduce the number of shapes.

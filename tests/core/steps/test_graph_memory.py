@@ -11,6 +11,7 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import predict
 from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured, load_of
+from mlxtune.core.steps.pack import StepLengths
 from mlxtune.core.steps.padded_batches import MicroBatch
 from tests.core.steps.shapes import GRAPH_OPERATIONS, shapes
 
@@ -119,12 +120,12 @@ def test_load_counts_padding_and_supervised_positions() -> None:
     # The first token is supervised, but nothing predicts it.
     mask = np.array([1, 0, 0, 0, 0, 1, 1, 1], dtype=np.uint8)
     examples = [Example(i, np.arange(8, dtype=np.int32), mask) for i in range(3)]
-    load = load_of(MicroBatch((0, 2), 8, 16), examples)
+    load = load_of(MicroBatch((0, 2), 8, 16), StepLengths.of(examples))
     assert (load.tokens, load.positions, load.scores) == (16, 6, 2 * 8 * 8)
 
 
 def test_load_of_a_sequence_has_its_tokens_and_its_padded_examples() -> None:
     mask = np.array([0, 1, 1], dtype=np.uint8)
     examples = [Example(i, np.arange(3, dtype=np.int32), mask) for i in range(3)]
-    load = load_of(MicroBatch((0, 2), 2, 3), examples)
+    load = load_of(MicroBatch((0, 2), 2, 3), StepLengths.of(examples))
     assert (load.tokens, load.positions, load.scores) == (3, 4, 2 * 2 * 2)

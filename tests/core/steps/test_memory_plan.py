@@ -22,6 +22,7 @@ from mlxtune.core.steps.memory_plan import (
     why_not,
 )
 from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured, ModelShapes
+from mlxtune.core.steps.pack import StepLengths
 from tests.core.steps.shapes import GRAPH_OPERATIONS, LEAN_OPERATIONS, shapes
 
 AMPLE = 10**12
@@ -38,7 +39,7 @@ def work(*lengths: int, steps: int = 2) -> Workload:
     """Return steps of examples of these lengths, without shared prefixes."""
     every = [[example(n, 1000 * i) for i, n in enumerate(lengths)] for _ in range(steps)]
     longest = max(lengths)
-    return Workload(every, (BatchLoad.single(longest, 2),))
+    return Workload(list(map(StepLengths.of, every)), (BatchLoad.single(longest, 2),))
 
 
 def chosen(
@@ -90,7 +91,7 @@ def chosen_least(given: Workload, recompute: bool) -> MemoryPlan:
 def test_logits_are_held_in_smaller_chunks_where_they_must_be() -> None:
     mask = np.array([0] + [1] * 299, dtype=np.uint8)
     one = Example(1, np.arange(300, dtype=np.int32), mask)
-    given = Workload([[one]], (BatchLoad.single(300, 299),))
+    given = Workload([StepLengths.of([one])], (BatchLoad.single(300, 299),))
     large = shapes(vocab=100_000, itemsize=2)
     free = chosen(given, execution=GRAPH, of=large)
     tight = chosen(given, 30_000_000, execution=GRAPH, of=large)
@@ -141,9 +142,10 @@ def test_without_data_one_example_is_planned_for() -> None:
 
 
 def test_only_the_first_steps_are_planned() -> None:
-    steps = [[example(9)] * 100] * 50
+    steps = [StepLengths.of([example(9)] * 100)] * 50
     assert sample_steps(iter(steps)) == steps[:3]
-    assert list(map(len, sample_steps([[example(9)] * 4000] * 2))) == [256]
+    large = StepLengths.of([example(9)] * 4000)
+    assert sample_steps([large] * 2) == [StepLengths.of([example(9)] * 256)]
 
 
 def test_remedies_name_values_that_fit() -> None:

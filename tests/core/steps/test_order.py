@@ -204,7 +204,7 @@ def test_row_that_a_step_uses_twice_is_two_rows_of_a_preference_loss() -> None:
 
     dpo = Objective(ObjectiveConfig(objective="dpo", beta=1.0))
     logps = np.array([3.0, 0.0, 0.0, 0.0, 3.0, 0.0])
-    loss, _ = dpo.evaluate([example for row in drawn for example in row], logps)
+    loss, _ = dpo.evaluate(drawn, logps)
     # -log sigmoid of the margins 3, 0 and 3.
     assert loss == pytest.approx((2 * np.log1p(np.exp(-3.0)) + np.log(2)) / 3, rel=1e-12)
-    assert [[example.draw for example in row] for row in drawn] == [[0, 0], [0, 0], [1, 1]]
+    assert [example.draw for example in drawn] == [0, 0, 0, 0, 1, 1]

@@ -9,10 +9,10 @@ import pytest
 
 from mlxtune.config import InspectConfig
 from mlxtune.core.data.corpus import Corpus
-from mlxtune.core.steps.batch import forward_tokens
+from mlxtune.core.data.encode import forward_tokens
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.order import shuffled_steps
-from mlxtune.core.steps.pack import pack, packed_batches
+from mlxtune.core.steps.pack import StepLengths, pack, packed_batches
 from mlxtune.session.dataset import Reader, load_dataset
 from tests.core.steps.epochs import LENGTHS, epoch_of
 from tests.core.steps.shapes import GRAPH_OPERATIONS
@@ -41,7 +41,7 @@ def test_nothing_in_a_sequence_is_padding(shared: Path, name: str) -> None:
     for step in shuffled_steps(corpus.num_rows, BATCH_SIZE, 42, 1)[:STEPS]:
         examples = [example for row in step for example in corpus.row(row)]
         run = 0
-        for planned in packed_batches(examples, MAX_TOKENS, fixed=80):
+        for planned in packed_batches(StepLengths.of(examples), MAX_TOKENS, fixed=80):
             line = pack([examples[i] for i in planned.examples])
             assert line.inputs.size == planned.tokens == sum(map(len, line.segments))
             run += planned.tokens
@@ -58,7 +58,7 @@ def test_no_work_is_added_to_an_epoch_on_a_gpu(name: str, tokens_at_once: int) -
     execution = Execution(GRAPH_OPERATIONS, micro_batch_tokens=tokens_at_once, fixed_cost=512)
     needed = run = lines = 0
     for step in epoch_of(name):
-        micro_batches = execution.micro_batches(step)
+        micro_batches = execution.micro_batches(StepLengths.of(step))
         run += sum(micro_batch.tokens for micro_batch in micro_batches)
         lines += len(micro_batches)
         # All tokens but the last of each row run; the shared prefix runs once per sequence.

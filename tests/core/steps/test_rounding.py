@@ -6,6 +6,7 @@ import pytest
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
+from mlxtune.core.steps.pack import StepLengths
 from mlxtune.core.steps.padded_batches import MicroBatch
 from mlxtune.core.steps.rounding import Rounding
 from tests.core.steps.shapes import GRAPH_OPERATIONS
@@ -53,7 +54,7 @@ def test_memory_of_one_example_is_that_of_its_sequence() -> None:
     assert execution.rounded(BatchLoad.single(1000, 7)) == BatchLoad(1, 1024, 7, 1024)
     tokens, mask = np.zeros(1001, np.int32), np.ones(1001, np.uint8)
     mask[:994] = 0
-    examples = [Example(1, tokens, mask)]
-    (group,) = execution.micro_batches(examples)
+    lengths = StepLengths.of([Example(1, tokens, mask)])
+    (group,) = execution.micro_batches(lengths)
     assert group == MicroBatch((0,), 1024, 1024, 24)
-    assert load_of(group, examples) == execution.rounded(BatchLoad.single(1000, 7))
+    assert load_of(group, lengths) == execution.rounded(BatchLoad.single(1000, 7))
