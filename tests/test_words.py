@@ -187,6 +187,8 @@ def test_every_exception_of_the_glossary_is_in_use() -> None:
         ("run", "class Plan:\n    run_share: float"),
         ("group", "def load_of(group): ..."),
         ("share", "def padding_share(): ..."),
+        ("target", "def losses(logits, targets): ..."),
+        ("label", "class Label: ..."),
         ("side", "class BenchSide: ..."),
         ("side", "def _draw():\n    for side in (1, 2): ..."),
         ("child", "class _Renderer:\n    def start(self):\n        self._child = None"),

@@ -19,7 +19,7 @@ from mlxtune.backend.device import allocator, default_device
 from mlxtune.benchmark.peers import MlxLm
 from mlxtune.benchmark.result import TimedStep
 from mlxtune.config import TrainConfig
-from mlxtune.core.data.encode import Example, supervised_tokens
+from mlxtune.core.data.encode import Example, predicted_tokens
 from mlxtune.core.files.reading import read_bytes
 from mlxtune.core.files.scratch import scratch_folder
 from mlxtune.errors import MlxTuneError
@@ -246,7 +246,7 @@ def _timed(
     return TimedStep(
         seconds=seconds,
         tokens=sum(map(len, examples)),
-        supervised_tokens=sum(map(supervised_tokens, examples)),
+        supervised_tokens=sum(map(predicted_tokens, examples)),
         tokens_run=forward,
         padding=padding,
         loss=loss,

@@ -30,7 +30,7 @@ class MlxLm:
     """mlx-lm's trainer: its batches, loss, LoRA and step, with mlxtune's optimizer settings.
 
     mlx-lm's spans of supervised tokens end one token after the row, on a token of padding. In this
-    class the spans end at the last supervised token, so both contestants have equal targets. If
+    class the spans end at the last supervised token, so both contestants have equal labels. If
     a step has more examples than a batch holds, they are sorted by length and run in several
     batches, and the gradients of all batches are added before the update.
     """
@@ -96,11 +96,11 @@ class MlxLm:
         return float(loss)
 
     def tokens(self, examples: Sequence[Example]) -> tuple[int, int]:
-        run = 0
+        forward = 0
         for batch in self.batches(examples):
             tokens, *_ = self.batch(batch)
-            run += tokens.shape[0] * (tokens.shape[1] - 1)
-        return run, run - sum(map(forward_tokens, examples))
+            forward += tokens.shape[0] * (tokens.shape[1] - 1)
+        return forward, forward - sum(map(forward_tokens, examples))
 
     def batches(self, examples: Sequence[Example]) -> list[list[Example]]:
         """Return the examples of a step in batches, sorted by length as in mlx-lm."""
@@ -108,7 +108,7 @@ class MlxLm:
         return [by_length[start : start + size] for start in range(0, len(by_length), size)]
 
     def loss_and_gradients(self, tokens: mx.array, supervised: mx.array) -> Any:
-        """Return a batch's loss and number of targets as a pair, and then the batch's gradients."""
+        """Return a batch's loss and number of labels as a pair, and then the batch's gradients."""
         loss = default_loss if self.loss_function == "default" else masked_loss
         return nn.value_and_grad(self._model, loss)(self._model, tokens, supervised)
 
@@ -165,7 +165,7 @@ class MlxLm:
     def batch(
         self, examples: Sequence[Example], *, own: bool = False
     ) -> tuple[mx.array, mx.array, int]:
-        """Return padded tokens (B, L), their supervised spans or mask, and the number of targets.
+        """Return padded tokens (B, L), their supervised spans or mask, and the number of labels.
 
         A span is the pair of the first and the last supervised position. With `own`, the span ends
         one position after the row, as in mlx-lm.
@@ -174,8 +174,8 @@ class MlxLm:
         tokens, own_spans = next(iterate_batches(rows, len(rows), self._max_seq_len))
         if self.loss_function == "masked":
             mask = np.zeros(tokens.shape, dtype=np.bool_)
-            for line, example in zip(mask, examples, strict=True):
-                line[: len(example)] = example.assistant_mask
+            for supervised, example in zip(mask, examples, strict=True):
+                supervised[: len(example)] = example.assistant_mask
             return tokens, mx.array(mask[:, 1:]), int(mask[:, 1:].sum())
         spans = np.array(own_spans)
         if not own:
@@ -192,7 +192,7 @@ def one_span(example: Example) -> bool:
 def masked_loss(
     model: nn.Module, tokens: mx.array, supervised: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Return the mean loss and the number of the targets that a bool mask (B, L - 1) chooses.
+    """Return the mean loss and the number of the labels that a bool mask (B, L - 1) chooses.
 
     For one span per row, the result equals that of mlx-lm's `default_loss`, which supports no other
     masks.

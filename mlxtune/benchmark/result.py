@@ -49,7 +49,7 @@ class BenchmarkRun:
     `process_s` is the time from the start of the process until it is ready to train, and
     `startup_s` the part of that time after the weights are read. `peak_rss` is the largest memory
     of the process. `loss_function` names the loss of a peer, and `loss_with_pad_targets` is the
-    first step's loss with the peer's own targets. `execution` names how the contestant computes,
+    first step's loss with the peer's own labels. `execution` names how the contestant computes,
     and `reference_s` is the time for the reference's log-probabilities, if the objective needs
     them. `large_cache_s` is the time of the same steps on a GPU while MLX's cache of freed memory
     may grow to the memory limit; None on a CPU and for a peer.
@@ -95,8 +95,8 @@ class BenchmarkRun:
     @property
     def padding_share(self) -> float:
         """The fraction of padding in the tokens that the model processed."""
-        run = sum(step.tokens_run for step in self.steps)
-        return sum(step.padding for step in self.steps) / run
+        forward = sum(step.tokens_run for step in self.steps)
+        return sum(step.padding for step in self.steps) / forward
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of a run for JSON."""

@@ -33,7 +33,7 @@ from mlxtune.benchmark.bench import measured, prepared, show_benchmark
 from mlxtune.benchmark.bench_helper import Job, OurTrainer, open_trainer
 from mlxtune.benchmark.peers import MlxLm
 from mlxtune.config import BenchConfig
-from mlxtune.core.data.encode import Example, supervised_tokens
+from mlxtune.core.data.encode import Example, predicted_tokens
 from mlxtune.core.files.writing import make_folder, write_json
 from mlxtune.views.console import RunConsole
 from mlxtune.views.terminal import result_console
@@ -68,7 +68,7 @@ def needed_products(trainer: OurTrainer, examples: Sequence[Example]) -> Product
     return step_products(
         trainer.pipeline.model,
         [stretch for _, batch in batches for stretch in batch.stretches],
-        sum(map(supervised_tokens, examples)),
+        sum(map(predicted_tokens, examples)),
         vocab_size=trainer.base.vocab_size,
         hidden_size=trainer.base.hidden_size,
     )

@@ -75,9 +75,9 @@ class CpuOperations:
     def attention_kernels(self, dtype: mx.Dtype | None) -> None:
         """Return None: attention runs on the sequence itself."""
 
-    def cross_entropies(self, logits: mx.array, targets: mx.array) -> mx.array:
-        """Return the cross-entropy (P,) of logits (P, V) against targets (P,)."""
-        return self.linear_head(mx.float32).losses(logits, targets)
+    def cross_entropies(self, logits: mx.array, labels: mx.array) -> mx.array:
+        """Return the cross-entropy (P,) of logits (P, V) against labels (P,)."""
+        return self.linear_head(mx.float32).losses(logits, labels)
 
     def layer_passes(self, recompute: bool) -> KernelLayers:
         """Return passes that keep each layer's products or, with `recompute`, only its inputs."""

@@ -155,16 +155,16 @@ def update_gradients(
     return d_x, mx.array(rows.T @ d_low), mx.array(low.T @ d)
 
 
-def trained_head_losses(weight: Weight, hidden: mx.array, targets: mx.array) -> mx.array:
+def trained_head_losses(weight: Weight, hidden: mx.array, labels: mx.array) -> mx.array:
     """Return the cross-entropy of each hidden state, float32 (P,), for a single-product head.
 
-    weight is (V, H), hidden float32 (P, H), targets int32 (P,). The losses and their gradients with
+    weight is (V, H), hidden float32 (P, H), labels int32 (P,). The losses and their gradients with
     respect to the hidden states take one pass over blocks of the vocabulary, with an online softmax
     (arXiv:1805.02867), so that each thread holds only one block of logits.
     """
 
     def forward(hidden: mx.array) -> tuple[mx.array, mx.array]:
-        losses, gradient = _losses_and_gradient(weight, view(hidden), targets)
+        losses, gradient = _losses_and_gradient(weight, view(hidden), labels)
         return mx.array(losses, dtype=mx.float32), mx.array(gradient)
 
     def scaled(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
@@ -173,16 +173,16 @@ def trained_head_losses(weight: Weight, hidden: mx.array, targets: mx.array) -> 
     return differentiable(forward, scaled)(hidden)[0]
 
 
-def head_losses(weight: Weight, hidden: mx.array, targets: mx.array) -> mx.array:
+def head_losses(weight: Weight, hidden: mx.array, labels: mx.array) -> mx.array:
     """Return the cross-entropy of each hidden state, float32 (P,), without a gradient."""
     states = view(hidden)
     head = _over_vocabulary(weight, states, expects=False)
-    return mx.array(head.log_sums() - _right(weight, states, targets)[0])
+    return mx.array(head.log_sums() - _right(weight, states, labels)[0])
 
 
-def losses(logits: mx.array, targets: mx.array) -> mx.array:
-    """Return the cross-entropy (P,), in nats, of float32 logits (P, V) against targets (P,)."""
-    wanted = np.array(targets)
+def losses(logits: mx.array, labels: mx.array) -> mx.array:
+    """Return the cross-entropy (P,), in nats, of float32 logits (P, V) against labels (P,)."""
+    wanted = np.array(labels)
     at = np.arange(len(wanted))
 
     def run(logits: mx.array) -> mx.array:
@@ -282,18 +282,16 @@ def _take_block(block: Floats, heads: list[_HeadSoftmax]) -> None:
     in_parts(lambda part, start, end: heads[part].take_block(block[start:end]), len(block))
 
 
-def _right(weight: Weight, hidden: Floats, targets: mx.array) -> tuple[Floats, Floats]:
-    """Return the targets' logits (P,), and the targets' rows (P, H) of the weight."""
-    rows = in_float32(weight[targets])
+def _right(weight: Weight, hidden: Floats, labels: mx.array) -> tuple[Floats, Floats]:
+    """Return the labels' logits (P,), and the labels' rows (P, H) of the weight."""
+    rows = in_float32(weight[labels])
     logits: Floats = np.einsum("ph,ph->p", hidden, rows)
     return logits, rows
 
 
-def _losses_and_gradient(
-    weight: Weight, hidden: Floats, targets: mx.array
-) -> tuple[Floats, Floats]:
+def _losses_and_gradient(weight: Weight, hidden: Floats, labels: mx.array) -> tuple[Floats, Floats]:
     head = _over_vocabulary(weight, hidden, expects=True)
-    right, rows = _right(weight, hidden, targets)
+    right, rows = _right(weight, hidden, labels)
     losses = head.log_sums() - right
     head.expected /= head.total[:, None]
     head.expected -= rows

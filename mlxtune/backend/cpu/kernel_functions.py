@@ -138,8 +138,8 @@ def rope(
     # The projection before the rotation orders memory by token, the attention after it by head.
     def run(x: mx.array) -> mx.array:
         source = np.ascontiguousarray(view(x).swapaxes(1, 2))
-        made, lines = empty(*x.shape), source.shape[0] * source.shape[1]
-        in_blocks(numba_kernels.turn, source, cosines, sines, view(made), count=lines)
+        made, count = empty(*x.shape), source.shape[0] * source.shape[1]
+        in_blocks(numba_kernels.turn, source, cosines, sines, view(made), count=count)
         return made
 
     def gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
@@ -158,7 +158,7 @@ class _AttentionPart:
     see.
     """
 
-    line: int
+    batch_index: int
     groups: slice
     queries: slice
     keys: tuple[slice, ...]
@@ -211,15 +211,15 @@ class _Attention:
             end = min(start + ATTENTION_QUERIES, self.length)
             # Queries are aligned to the end of the keys.
             seen = self.keys - self.length + end if self.causal else self.keys
-            for line in range(self.batch):
-                yield line, slice(start, end), (slice(0, seen),)
+            for batch_index in range(self.batch):
+                yield batch_index, slice(start, end), (slice(0, seen),)
 
     def for_each_part(self, compute: Callable[[_AttentionPart], None]) -> None:
         """Call `compute` for every part. Threads divide the groups if each thread can take one."""
 
         def run_those(_: int, first: int, last: int) -> None:
-            for line, queries, keys in self.blocks():
-                whole = _AttentionPart(line, slice(first, last), queries, keys)
+            for batch_index, queries, keys in self.blocks():
+                whole = _AttentionPart(batch_index, slice(first, last), queries, keys)
                 scores = self.heads // self.groups * whole.count * whole.seen
                 at_once = max(ATTENTION_SCORES // (scores * (THREADS if shared else 1)), 1)
                 for group in range(first, last, at_once):
@@ -230,12 +230,12 @@ class _Attention:
 
     def block_of(self, x: Floats, part: _AttentionPart) -> Floats:
         """Return a part of x (B, G, H / G, T, n) as contiguous (groups, H / G * queries, n)."""
-        chosen = x[part.line, part.groups, :, part.queries]
+        chosen = x[part.batch_index, part.groups, :, part.queries]
         return np.ascontiguousarray(chosen).reshape(len(chosen), -1, x.shape[-1])
 
     def seen(self, x: Floats, part: _AttentionPart) -> Floats:
         """Return the keys of x (B, G, S, n) that a part sees: (groups, keys, n)."""
-        pieces = [x[part.line, part.groups, at] for at in part.keys]
+        pieces = [x[part.batch_index, part.groups, at] for at in part.keys]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
 
     def add_seen(self, into: Floats, part: _AttentionPart, values: Floats) -> None:
@@ -243,7 +243,7 @@ class _Attention:
         start = 0
         for at in part.keys:
             end = start + at.stop - at.start
-            into[part.line, part.groups, at] += values[:, start:end]
+            into[part.batch_index, part.groups, at] += values[:, start:end]
             start = end
 
     def scores(self, q: Floats, part: _AttentionPart) -> Floats:
@@ -254,7 +254,7 @@ class _Attention:
         scores = multiplied(q, self.seen(self.k, part).swapaxes(1, 2))
         if self.mask is not None:
             by_query = scores.reshape(len(scores), -1, part.count, part.seen)
-            by_query += self.mask[part.line, part.groups, :, part.queries]
+            by_query += self.mask[part.batch_index, part.groups, :, part.queries]
         return scores
 
     def forward(self) -> mx.array:
@@ -267,8 +267,8 @@ class _Attention:
             rows = weights.reshape(-1, part.seen)
             in_blocks(numba_kernels.softmax_, rows, part.count, self.causal)
             values = multiplied(weights, self.seen(self.v, part))
-            target = whole[part.line, part.groups, :, part.queries]
-            target[...] = values.reshape(target.shape)
+            block = whole[part.batch_index, part.groups, :, part.queries]
+            block[...] = values.reshape(block.shape)
 
         self.for_each_part(run)
         return made.transpose(0, 2, 1, 3)
@@ -287,8 +287,8 @@ class _Attention:
             in_blocks(numba_kernels.softmax_gradient_, rows, d_rows, part.count, self.causal)
             self.add_seen(d_v, part, multiplied(weights.swapaxes(1, 2), part_d))
             self.add_seen(d_k, part, multiplied(d_scores.swapaxes(1, 2), q))
-            target = d_q[part.line, part.groups, :, part.queries]
-            target[...] = multiplied(d_scores, self.seen(self.k, part)).reshape(target.shape)
+            block = d_q[part.batch_index, part.groups, :, part.queries]
+            block[...] = multiplied(d_scores, self.seen(self.k, part)).reshape(block.shape)
 
         self.for_each_part(run)
         d_q *= self.scale

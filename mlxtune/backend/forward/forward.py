@@ -28,8 +28,8 @@ from mlxtune.backend.lora.parameters import TrainedParameters
 from mlxtune.backend.models.gather import Gather
 from mlxtune.backend.models.packed import Layout, laid_out
 from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.micro_batch import PaddedBatch
 from mlxtune.core.steps.pack import Pack
-from mlxtune.core.steps.padded_batches import PaddedBatch
 from mlxtune.errors import ModelError
 
 # The factor that multiplies the loss if a model computes in float16, because gradients of single
@@ -40,7 +40,7 @@ _RAISED_FLOAT16 = 256.0
 
 # Maps hidden states (P, H) at the supervised positions to their losses (P,), which come first.
 Head = Callable[[mx.array], Sequence[mx.array]]
-# Maps the losses (P,) of a micro-batch to its share of the step's loss, and to values without a
+# Maps the losses (P,) of a micro-batch to its part of the step's loss, and to values without a
 # gradient that the step adds up.
 Reduce = Callable[[mx.array], tuple[mx.array, ...]]
 
@@ -52,7 +52,7 @@ class StepInputs:
     P is the number of supervised positions, those that predict a supervised token.
 
         tokens     int32 (B, T)
-        targets    int32 (P,)    the supervised tokens; with `positions`, all tokens (B, T)
+        labels     int32 (P,)    the supervised tokens; with `positions`, all tokens (B, T)
         chosen     selects the hidden states (P, H) of the supervised positions from (B * T, H)
         positions  int64 (P,)    indices into the losses (B * T,), if the head cannot run apart
         keys       uint32 (B,)   dropout keys; (1, T) for a packed sequence, None for no dropout
@@ -60,7 +60,7 @@ class StepInputs:
     """
 
     tokens: mx.array
-    targets: mx.array
+    labels: mx.array
     chosen: Gather | None = None
     positions: mx.array | None = None
     keys: mx.array | None = None
@@ -69,7 +69,7 @@ class StepInputs:
     @property
     def arrays(self) -> list[mx.array]:
         """The arrays that are on the device before the model runs."""
-        arrays = (self.tokens, self.targets, self.positions, self.keys)
+        arrays = (self.tokens, self.labels, self.positions, self.keys)
         return [array for array in arrays if array is not None]
 
 
@@ -192,17 +192,17 @@ class Forward:
         if isinstance(batch, Pack):
             return StepInputs(
                 tokens,
-                mx.array(batch.targets),
+                mx.array(batch.labels),
                 Gather(batch.places, batch.inputs.size),
                 keys=None if keys is None else keys[mx.array(batch.owners)][None],
                 layout=Layout(batch.segments, self.execution.rounding),
             )
         positions = np.flatnonzero(batch.mask)
         if not self.execution.head_apart:
-            targets = mx.array(batch.targets)
-            return StepInputs(tokens, targets, positions=mx.array(positions), keys=keys)
-        targets = mx.array(batch.targets.reshape(-1)[positions])
-        return StepInputs(tokens, targets, Gather(positions, batch.inputs.size), keys=keys)
+            labels = mx.array(batch.labels)
+            return StepInputs(tokens, labels, positions=mx.array(positions), keys=keys)
+        labels = mx.array(batch.labels.reshape(-1)[positions])
+        return StepInputs(tokens, labels, Gather(positions, batch.inputs.size), keys=keys)
 
     def scaled_loss(
         self,
@@ -224,7 +224,7 @@ class Forward:
                 losses = self._whole_losses(inputs)
             else:
                 hidden = inputs.chosen.of(self._hidden(inputs, caches))
-                head, around = self._head(inputs.targets), self._around_head
+                head, around = self._head(inputs.labels), self._around_head
                 losses = (head(hidden) if around is None else around(head, hidden))[0]
         self.mixers.stop_noting()
         loss, *values = reduce(losses)
@@ -242,16 +242,16 @@ class Forward:
             caches = self._caches(inputs)
             if inputs.chosen is None:
                 return self._whole_losses(inputs)
-            hidden, targets = inputs.chosen.of(self._hidden(inputs, caches)), inputs.targets
+            hidden, labels = inputs.chosen.of(self._hidden(inputs, caches)), inputs.labels
             if (
                 self._linear_head is not None
                 and (weight := self._trunk_and_head.weight) is not None
             ):
-                losses = self._linear_head.head_losses(weight, hidden, targets, **self._vocabulary)
+                losses = self._linear_head.head_losses(weight, hidden, labels, **self._vocabulary)
             else:
                 chunk = self.execution.loss_chunk
                 losses = head_losses(
-                    self._trunk_and_head.logits, hidden, targets, chunk, self._entropies
+                    self._trunk_and_head.logits, hidden, labels, chunk, self._entropies
                 )
         return losses
 
@@ -270,7 +270,7 @@ class Forward:
 
     def _whole_losses(self, inputs: StepInputs) -> mx.array:
         """Return the losses (P,) by a model whose head cannot run apart."""
-        losses = cross_entropies(self.model, inputs.tokens, inputs.targets)
+        losses = cross_entropies(self.model, inputs.tokens, inputs.labels)
         return losses.reshape(-1)[inputs.positions]
 
     def _hidden(self, inputs: StepInputs, caches: list[Any] | None) -> mx.array:
@@ -278,12 +278,12 @@ class Forward:
         hidden = self._trunk_and_head.hidden(inputs.tokens, caches)
         return hidden.reshape(-1, hidden.shape[-1])
 
-    def _head(self, targets: mx.array) -> Head:
+    def _head(self, labels: mx.array) -> Head:
         if self._linear_head is not None and (weight := self._trunk_and_head.weight) is not None:
             losses = partial(self._linear_head.trained_head_losses, weight)
-            return lambda hidden: [losses(hidden, targets, **self._vocabulary)]
+            return lambda hidden: [losses(hidden, labels, **self._vocabulary)]
         chunk = self.execution.loss_chunk
-        return trained_head(self._trunk_and_head.logits, targets, chunk, self._entropies)
+        return trained_head(self._trunk_and_head.logits, labels, chunk, self._entropies)
 
     def _caches(self, inputs: StepInputs) -> list[Any] | None:
         """Set the dropout keys; return the layers' caches for a packed sequence, else None."""

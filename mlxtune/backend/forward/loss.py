@@ -16,51 +16,49 @@ from mlxtune.backend.workers.shards import Vocabulary
 from mlxtune.core.steps.graph_memory import vocabulary_block
 
 
-def cross_entropies(model: nn.Module, inputs: mx.array, targets: mx.array) -> mx.array:
-    """Return each target's cross-entropy, in nats, float32 (B, T).
+def cross_entropies(model: nn.Module, inputs: mx.array, labels: mx.array) -> mx.array:
+    """Return each label's cross-entropy, in nats, float32 (B, T).
 
-    `inputs` and `targets` are int32 (B, T). The logits z come from one forward pass without a KV
-    cache and are cast to float32. The cross-entropy is logsumexp(z) - z[target].
+    `inputs` and `labels` are int32 (B, T). The logits z come from one forward pass without a KV
+    cache and are cast to float32. The cross-entropy is logsumexp(z) - z[label].
     """
-    return nn.losses.cross_entropy(model(inputs).astype(mx.float32), targets)
+    return nn.losses.cross_entropy(model(inputs).astype(mx.float32), labels)
 
 
 Losses = Callable[[mx.array, mx.array], mx.array]
 Weight = mx.array | QuantizedHead
 
 
-def softmax_cross_entropies(logits: mx.array, targets: mx.array) -> mx.array:
-    """Return the losses, float32 (P,), in nats, for float32 logits (P, V) and targets int32 (P,).
+def softmax_cross_entropies(logits: mx.array, labels: mx.array) -> mx.array:
+    """Return the losses, float32 (P,), in nats, for float32 logits (P, V) and labels int32 (P,).
 
     The softmax is computed only once for the loss and its gradient.
     """
-    targets = targets[:, None]
+    labels = labels[:, None]
 
     def forward(logits: mx.array) -> list[mx.array]:
         probabilities = mx.softmax(logits, axis=-1)
         largest = mx.argmax(logits, axis=-1, keepdims=True)
         # Log-sum-exp is the largest logit minus the log of its probability, which is never 0.
         total = _at(logits, largest) - mx.log(_at(probabilities, largest))
-        return [(total - _at(logits, targets))[:, 0], probabilities]
+        return [(total - _at(logits, labels))[:, 0], probabilities]
 
     def backward(primals: Any, cotangents: Any, outputs: Any) -> mx.array:
         cotangent, probabilities = cotangents[0][:, None], outputs[1]
         probabilities = mx.put_along_axis(
-            probabilities, targets, _at(probabilities, targets) - 1, axis=-1
+            probabilities, labels, _at(probabilities, labels) - 1, axis=-1
         )
         return probabilities * cotangent
 
     return differentiable(forward, backward)(logits)[0]
 
 
-def sharded_cross_entropies(
-    vocabulary: Vocabulary, logits: mx.array, targets: mx.array
-) -> mx.array:
+def sharded_cross_entropies(vocabulary: Vocabulary, logits: mx.array, labels: mx.array) -> mx.array:
     """Return the losses, float32 (P,), in nats, from a worker's part (P, v) of the logits.
 
     The gradient is with respect to the worker's logits.
     """
-    places, here = vocabulary.find(targets[:, None])
+    places, here = vocabulary.find(labels[:, None])
 
     def forward(logits: mx.array) -> list[mx.array]:
         logits = logits.astype(mx.float32)
@@ -88,7 +86,7 @@ def _at(array: mx.array, columns: mx.array) -> mx.array:
 def head_losses(
     logits: Callable[[mx.array], mx.array],
     hidden: mx.array,
-    targets: mx.array,
+    labels: mx.array,
     chunk: int,
     losses: Losses,
 ) -> mx.array:
@@ -104,26 +102,26 @@ def head_losses(
         if chunks:
             # Chunks run one after the other; otherwise the device would hold the logits of several.
             rows = mx.depends(rows, chunks[-1])
-        chunks.append(losses(logits(rows), targets[at]).astype(mx.float32))
+        chunks.append(losses(logits(rows), labels[at]).astype(mx.float32))
     return mx.concatenate(chunks)
 
 
 def trained_head(
     logits: Callable[[mx.array], mx.array],
-    targets: mx.array,
+    labels: mx.array,
     chunk: int,
     losses: Losses,
 ) -> Callable[[mx.array], tuple[mx.array, mx.array]]:
     """Return a function from hidden states (P, H) to their cross-entropy, in nats, float32 (P,).
 
     The function also returns an array for its backward pass.
-    `targets` are int32 (P,); `logits` maps (p, H) to (p, V), `losses` maps logits and targets (p,)
+    `labels` are int32 (P,); `logits` maps (p, H) to (p, V), `losses` maps logits and labels (p,)
     to (p,). So that the logits of at most `chunk` positions are in memory at a time, the forward
     pass also computes the gradients of the hidden states, on each of which only one loss depends.
     """
 
-    def chunk_losses(rows: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
-        each = losses(logits(rows), targets).astype(mx.float32)
+    def chunk_losses(rows: mx.array, labels: mx.array) -> tuple[mx.array, mx.array]:
+        each = losses(logits(rows), labels).astype(mx.float32)
         return each.sum(), each
 
     losses_and_gradient = mx.value_and_grad(chunk_losses)
@@ -137,7 +135,7 @@ def trained_head(
             if gradients:
                 # Chunks run one after the other; otherwise the graph would hold all logits.
                 rows = mx.depends(rows, [gradients[-1], found[-1]])
-            (_, each), gradient = losses_and_gradient(rows, targets[at])
+            (_, each), gradient = losses_and_gradient(rows, labels[at])
             found.append(each)
             gradients.append(gradient)
         whole = mx.concatenate(found)
@@ -156,14 +154,14 @@ def trained_head(
 class LinearHead(Protocol):
     """The cross-entropy, computed in blocks, of an output head that is one matrix product.
 
-    `weight` is (V, H), in any dtype, `hidden` float32 (P, H) and `targets` int32 (P,); the losses
+    `weight` is (V, H), in any dtype, `hidden` float32 (P, H) and `labels` int32 (P,); the losses
     are float32 (P,). Workers that shard `weight` by rows also pass their parts as `vocabulary`.
     """
 
-    def trained_head_losses(self, weight: Weight, hidden: mx.array, targets: mx.array) -> mx.array:
+    def trained_head_losses(self, weight: Weight, hidden: mx.array, labels: mx.array) -> mx.array:
         """Return the losses, differentiable with respect to `hidden`."""
 
-    def head_losses(self, weight: Weight, hidden: mx.array, targets: mx.array) -> mx.array:
+    def head_losses(self, weight: Weight, hidden: mx.array, labels: mx.array) -> mx.array:
         """Return the losses, without a gradient."""
 
 
@@ -174,7 +172,7 @@ class VocabularyBlocks:
     def trained_head_losses(
         weight: Weight,
         hidden: mx.array,
-        targets: mx.array,
+        labels: mx.array,
         vocabulary: Vocabulary | None = None,
     ) -> mx.array:
         """Return the losses; the forward pass also computes the gradient of the hidden states."""
@@ -187,7 +185,7 @@ class VocabularyBlocks:
                 rows = mx.depends([hidden], [expected, softmax.total])[0]
                 exponentials, correction = softmax.take(rows @ block.T)
                 expected = mx.addmm(expected * correction, exponentials, block)
-            right = _weight_rows(weight, targets, vocabulary)
+            right = _weight_rows(weight, labels, vocabulary)
             logits = (hidden * right).sum(axis=1)
             if vocabulary is None:
                 return softmax.log_sums() - logits, expected / softmax.total - right
@@ -204,7 +202,7 @@ class VocabularyBlocks:
     def head_losses(
         weight: Weight,
         hidden: mx.array,
-        targets: mx.array,
+        labels: mx.array,
         vocabulary: Vocabulary | None = None,
     ) -> mx.array:
         """Return the losses, without a gradient."""
@@ -212,7 +210,7 @@ class VocabularyBlocks:
         for block in _blocks(weight, len(hidden)):
             rows = mx.depends([hidden], [softmax.total])[0]
             softmax.take(rows @ block.T)
-        logits = (hidden * _weight_rows(weight, targets, vocabulary)).sum(axis=1)
+        logits = (hidden * _weight_rows(weight, labels, vocabulary)).sum(axis=1)
         if vocabulary is not None:
             softmax.merge(vocabulary)
             logits = vocabulary.sum(logits)

@@ -51,8 +51,8 @@ class Operations(Protocol):
     def attention_kernels(self, dtype: mx.Dtype | None) -> KernelsFor | None:
         """Return a function from a layer's heads to kernels around attention; None for none."""
 
-    def cross_entropies(self, logits: mx.array, targets: mx.array) -> mx.array:
-        """Return the losses, float32 (P,), in nats, for logits (P, V) and targets int32 (P,)."""
+    def cross_entropies(self, logits: mx.array, labels: mx.array) -> mx.array:
+        """Return the losses, float32 (P,), in nats, for logits (P, V) and labels int32 (P,)."""
 
     def layer_passes(self, recompute: bool) -> LayerPasses | None:
         """Return an object that runs layers in less memory; None if MLX runs them as usual."""

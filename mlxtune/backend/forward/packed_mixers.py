@@ -179,9 +179,9 @@ class _Repacking:
         An array that `pad` gathered from the sequence maps back to its source, so that MLX does not
         compute the gathered form if nothing else needs it.
         """
-        for known, line in self._known:
+        for known, source in self._known:
             if known is padded:
-                return line
+                return source
         rows = self._layout.padded_indices
         if not isinstance(padded, mx.array) or padded.ndim != 3 or padded.shape[:2] != rows.shape:
             return padded

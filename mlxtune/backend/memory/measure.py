@@ -140,7 +140,7 @@ def _peaks(engine: Engine, count: int, given: Sequence[StepInputs]) -> Floats:
             def compute(inputs: StepInputs = inputs) -> None:
                 mx.eval(mx.grad(loss, argnums=(0, 1))(parameters, zero, inputs))
 
-            mx.eval(zero, inputs.tokens, inputs.targets)
+            mx.eval(zero, inputs.tokens, inputs.labels)
             try:
                 with forward.watched(lambda _, hidden: [hidden.astype(mx.float32).square().sum()]):
                     peaks.append(allocator.peak_of(compute))

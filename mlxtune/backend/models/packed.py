@@ -1,6 +1,4 @@
-"""The layout of the current sequence, which holds a micro-batch's examples end to end, and
-masks.
-"""
+"""The layout of the current sequence, a micro-batch's examples laid end to end, and masks."""
 
 import weakref
 from collections.abc import Iterator, Sequence
@@ -72,7 +70,7 @@ class Layout:
 
     @cached_property
     def token_positions(self) -> mx.array:
-        """`positions` as an array of MLX's."""
+        """`positions` as an mx.array."""
         return mx.array(self.positions)
 
     @cached_property
@@ -103,9 +101,7 @@ class Layout:
 
     @cached_property
     def to_packed(self) -> Gather:
-        """Selects the sequence's tokens from the flattened `padded_indices`, in the order of
-        the sequence.
-        """
+        """Selects the sequence's tokens, in order, from the flattened `padded_indices`."""
         rows, places = self._padded
         return Gather(places, rows.size)
 
@@ -132,7 +128,7 @@ class Layout:
 
     @cached_property
     def _places_by_token(self) -> tuple[Ints, Ints]:
-        """`every_place` as arrays of numpy's."""
+        """`every_place` as numpy arrays."""
         flat = self._padded[0].reshape(-1)
         counts = np.bincount(flat[flat >= 0], minlength=len(self.positions))
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -144,20 +140,20 @@ class Layout:
         """`padded_indices`, with -1 for padding, and `places`."""
         continued = {segment.parent for segment in self.segments}
         ends = [segment for i, segment in enumerate(self.segments) if i not in continued]
-        lines = []
+        unpadded = []
         for segment in ends:
             own = slice(segment.start, segment.end)
-            lines.append(np.concatenate([np.r_[each] for each in (*self.before(segment), own)]))
-        lengths = [len(line) for line in lines]
+            unpadded.append(np.concatenate([np.r_[each] for each in (*self.before(segment), own)]))
+        lengths = [len(row) for row in unpadded]
         # If only some rows share a token, `shared` needs a place with padding.
         may_share = len(ends) > 1 and len(continued) > 1
         width = max(lengths) + (min(lengths) == max(lengths) and may_share)
         width = self.rounding.rounded_width(width)
         rows = np.full((len(ends), width), -1, dtype=np.int32)
         places = np.zeros(len(self.positions), dtype=np.int32)
-        for i, line in enumerate(lines):
-            rows[i, : len(line)] = line
-            places[line] = i * width + np.arange(len(line), dtype=np.int32)
+        for i, row in enumerate(unpadded):
+            rows[i, : len(row)] = row
+            places[row] = i * width + np.arange(len(row), dtype=np.int32)
         return rows, places
 
 
@@ -208,8 +204,8 @@ class PackedCache:
         """
         if not options:
             return None
-        line = layout()
-        width = length if line is None else line.padded_indices.shape[1]
+        current = layout()
+        width = length if current is None else current.padded_indices.shape[1]
         window = options.get("window_size")
         if window is not None and width > window:
             return window_mask(width, window)

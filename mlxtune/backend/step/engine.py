@@ -31,8 +31,8 @@ from mlxtune.core.evaluation.outcome import perplexity
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.metrics import InstructBatchResult
 from mlxtune.core.steps.execution import Execution
+from mlxtune.core.steps.micro_batch import MicroBatch, PaddedBatch, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths
-from mlxtune.core.steps.padded_batches import MicroBatch, PaddedBatch, rows_of
 from mlxtune.errors import NonFiniteLossError
 
 # The remedy that an error names if memory is too small for one example.

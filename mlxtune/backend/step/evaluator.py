@@ -18,14 +18,14 @@ from mlxtune.backend.lora.lora_layers import DropoutKeys
 from mlxtune.backend.step.micro_batches import MicroBatches
 from mlxtune.backend.step.runner import GraphRunner
 from mlxtune.backend.workers.workers import ALONE, Workers
-from mlxtune.core.data.encode import Example, forward_tokens, supervised_tokens
+from mlxtune.core.data.encode import Example, forward_tokens, predicted_tokens
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.graph_memory import vocabulary_block
 from mlxtune.core.steps.memory_in_flight import QueuedWork
 from mlxtune.core.steps.memory_plan import MARGIN
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
+from mlxtune.core.steps.micro_batch import AT_ONCE, MicroBatch, PaddedBatch, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths
-from mlxtune.core.steps.padded_batches import AT_ONCE, MicroBatch, PaddedBatch, rows_of
 
 # The maximum number of tokens in a batch, the number of operations per parameter and token, and the
 # maximum number of operations in a batch. Such a batch takes about a second on a fast GPU, or ten
@@ -90,7 +90,7 @@ class ExampleLosses:
         rows = rows_of(example.key for example in examples)
         rows.sort(key=lambda row: max(len(examples[i]) for i in row))
         if workers.size > 1:
-            counts = (map(each, examples) for each in (forward_tokens, supervised_tokens))
+            counts = (map(each, examples) for each in (forward_tokens, predicted_tokens))
             costs = self._forward.facts.costs(*counts)
             mine = workers.own_items([sum(costs[i] for i in row) for row in rows])
             rows = [rows[row] for row in mine]

@@ -6,8 +6,8 @@ from typing import Any
 
 from mlxtune.backend.forward.forward import Forward
 from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.micro_batch import MicroBatch, PaddedBatch, collate, rows_of
 from mlxtune.core.steps.pack import Pack, StepLengths, pack
-from mlxtune.core.steps.padded_batches import MicroBatch, PaddedBatch, collate, rows_of
 
 
 @dataclass(eq=False)
@@ -27,7 +27,7 @@ class MicroBatches:
     whole_rows: bool = False
 
     def __post_init__(self) -> None:
-        # The last plan, which is asked for again when its step is built, and what it is made from.
+        # The last plan and its arguments: building the step asks for the same plan again.
         self._last: tuple[Any, list[MicroBatch]] = None, []
 
     def limit(self, max_tokens: int) -> None:
@@ -41,7 +41,7 @@ class MicroBatches:
     def of(
         self, examples: Sequence[Example], lengths: StepLengths | None = None
     ) -> Iterator[tuple[MicroBatch, PaddedBatch | Pack]]:
-        """Yield the group and the arrays of each micro-batch of examples with these lengths."""
+        """Yield each micro-batch of examples with these lengths, and its arrays."""
         for micro_batch in self.divided(lengths or self.lengths(examples)):
             chosen = [examples[i] for i in micro_batch.examples]
             if self.forward.execution.packs:
@@ -56,12 +56,12 @@ class MicroBatches:
         return len(self.divided(lengths)) == 1
 
     def divided(self, lengths: StepLengths) -> list[MicroBatch]:
-        """Return the groups of examples that run together."""
+        """Return the micro-batches into which examples are split."""
         execution = replace(self.forward.execution, micro_batch_tokens=self.max_tokens)
         asked = execution, lengths
         if asked != self._last[0]:
             divide = execution.micro_batches
-            whole = _whole_row_batches(lengths, divide) if self.whole_rows else None
+            whole = _whole_row_micro_batches(lengths, divide) if self.whole_rows else None
             self._last = asked, divide(lengths) if whole is None else whole
         return self._last[1]
 
@@ -80,10 +80,10 @@ class MicroBatches:
         return self.max_tokens
 
 
-def _whole_row_batches(
+def _whole_row_micro_batches(
     lengths: StepLengths, divide: Callable[[StepLengths], list[MicroBatch]]
 ) -> list[MicroBatch] | None:
-    """Put each row, the largest first, into the first micro-batch with enough room.
+    """First-fit decreasing: put each row, the largest first, where it first fits.
 
     Returns None if a row does not fit into one micro-batch.
     """

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from mlxtune.backend.forward.forward import Reduce, summed
 from mlxtune.core.data.conversation import MISMATCHED
-from mlxtune.core.data.encode import Example, supervised_tokens
+from mlxtune.core.data.encode import Example, predicted_tokens
 from mlxtune.core.objectives.objective import AnswerLayout, Objective, Totals
 from mlxtune.errors import ModelError
 
@@ -189,7 +189,7 @@ def training_examples(examples: Sequence[Example]) -> list[Example]:
 
 def count_tokens(examples: Sequence[Example]) -> int:
     """Return the number of predicted supervised tokens. Raises ValueError if it is 0."""
-    if tokens := sum(map(supervised_tokens, examples)):
+    if tokens := sum(map(predicted_tokens, examples)):
         return tokens
     raise ValueError(
         "no example has a supervised token after its first token: nothing is predicted"
@@ -197,7 +197,7 @@ def count_tokens(examples: Sequence[Example]) -> int:
 
 
 def cuts_rows(row_ids: Sequence[int], micro_batches: Iterable[Sequence[int]]) -> bool:
-    """Return whether the examples of any row are in several groups of indices of `row_ids`."""
+    """Return whether the examples of any row are in several micro-batches, given as indices."""
     seen: set[int] = set()
     for indices in micro_batches:
         keys = {row_ids[i] for i in indices}

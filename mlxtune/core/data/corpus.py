@@ -79,8 +79,8 @@ class Corpus(Sequence[Example]):
         """Return the examples as a corpus; return a corpus unchanged."""
         if isinstance(examples, Corpus):
             return examples
-        files = (list(group) for _, group in groupby(examples, key=lambda example: example.file))
-        return cls([ExampleArrays.of(group).truncate() for group in files])
+        files = (list(file) for _, file in groupby(examples, key=lambda example: example.file))
+        return cls([ExampleArrays.of(file).truncate() for file in files])
 
     def __len__(self) -> int:
         return len(self._start)
@@ -115,9 +115,9 @@ class Corpus(Sequence[Example]):
 
     @cached_property
     def clusters(self) -> npt.NDArray[np.uint64]:
-        """uint64 (R,): the group of each row; a group is never both trained on and held out.
+        """uint64 (R,): the cluster of each row; a cluster is never both trained on and held out.
 
-        Equal rows are in one group, as are preference rows with the same prompt.
+        Equal rows are in one cluster, as are preference rows with the same prompt.
         """
         if not self.roles.any():
             return self.identities

@@ -85,7 +85,7 @@ def forward_tokens(example: Example) -> int:
     return len(supervised) - int(supervised.argmax()) if supervised.any() else 1
 
 
-def supervised_tokens(example: Example) -> int:
+def predicted_tokens(example: Example) -> int:
     """Return the number of supervised tokens after the first token, which nothing predicts."""
     return int(example.assistant_mask[1:].sum())
 

@@ -58,7 +58,7 @@ class ExampleArrays:
     and roles have equal identities. All of these are before truncation.
 
     `lengths`, `supervised` and `dropped_at_start` are int32 (E,): the number of tokens of each
-    example that are kept, that are kept and supervised, and that are skipped at its start. A cut
+    example that are kept, that are kept and supervised, and that are dropped at its start. A cut
     example with no supervised token left keeps no token.
     """
 
@@ -158,23 +158,23 @@ class ExampleArrays:
         """Cut every whole example to `max_seq_len` tokens, at its `end` or at its `start`."""
         full = self.full_lengths
         lengths = full if max_seq_len is None else np.minimum(full, max_seq_len)
-        skipped = np.zeros_like(full)
+        dropped = np.zeros_like(full)
         if max_seq_len is not None and at == "start":
             for i in np.flatnonzero(full > max_seq_len).tolist():
                 end = int(self.ends[i])
-                skipped[i] = _tokens_to_skip(self.mask[end - int(full[i]) : end], max_seq_len)
-            lengths = np.minimum(lengths, full - skipped)
+                dropped[i] = _tokens_to_drop(self.mask[end - int(full[i]) : end], max_seq_len)
+            lengths = np.minimum(lengths, full - dropped)
             self.release()
-        supervised = self._supervised_within(lengths, skipped)
+        supervised = self._supervised_within(lengths, dropped)
         # Preference rows are kept whole or dropped.
         incomplete = (self.roles != ANSWER) & (lengths < full)
         incomplete_rows = np.repeat(self.per_row(incomplete) > 0, np.diff(self.first_of_row))
         supervised = np.where(incomplete_rows, 0, supervised)
         kept = np.where(supervised > 0, lengths, 0)
-        return replace(self, max_seq_len=max_seq_len, _kept=_Kept(kept, supervised, skipped))
+        return replace(self, max_seq_len=max_seq_len, _kept=_Kept(kept, supervised, dropped))
 
     def _supervised_within(
-        self, lengths: npt.NDArray[np.int32], skipped: npt.NDArray[np.int32]
+        self, lengths: npt.NDArray[np.int32], dropped: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int32]:
         """Return int32 (E,): how many of the `lengths` tokens after `dropped_at_start` are
         supervised.
@@ -185,7 +185,7 @@ class ExampleArrays:
         for first, last in pairwise([*np.unique(blocks).tolist(), len(lengths)]):
             start = int(self.ends[first - 1]) if first else 0
             starts = self.ends[first:last] - self.full_lengths[first:last] - start
-            starts += skipped[first:last]
+            starts += dropped[first:last]
             edges = np.stack([starts, starts + lengths[first:last]], axis=1).reshape(-1)
             mask = self.mask[start : int(self.ends[last - 1])]
             # reduceat rejects an index at the end of the array.
@@ -203,23 +203,23 @@ class ExampleArrays:
                 mapped.madvise(mmap.MADV_DONTNEED)
 
 
-def _tokens_to_skip(mask: npt.NDArray[np.uint8], max_seq_len: int) -> int:
-    """Return how many tokens to skip at the start of an example, to cut it to `max_seq_len`.
+def _tokens_to_drop(mask: npt.NDArray[np.uint8], max_seq_len: int) -> int:
+    """Return how many tokens to drop at the start of an example, to cut it to `max_seq_len`.
 
-    Answers are skipped whole. The last answer and the token before it are not skipped, even if the
-    end of the answer is then cut.
+    Answers are dropped whole. The last answer and the token before it are never dropped, even if
+    the end of the answer is then cut.
 
-    With mask 0 0 1 1 0 0 0 1 1 and `max_seq_len` 6, skip 4, as the first answer does not fit whole.
+    With mask 0 0 1 1 0 0 0 1 1 and `max_seq_len` 6, drop 4, as the first answer does not fit whole.
     """
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
     starts, ends = edges[::2], edges[1::2]
-    skip = len(mask) - max_seq_len
+    count = len(mask) - max_seq_len
     if not len(starts):
-        return skip
-    answer = int(np.searchsorted(starts, skip, side="right")) - 1
-    if answer >= 0 and skip < ends[answer]:
-        skip = int(ends[answer])
-    return min(skip, max(int(starts[-1]) - 1, 0))
+        return count
+    answer = int(np.searchsorted(starts, count, side="right")) - 1
+    if answer >= 0 and count < ends[answer]:
+        count = int(ends[answer])
+    return min(count, max(int(starts[-1]) - 1, 0))
 
 
 def identity(row: Iterable[Example]) -> int:

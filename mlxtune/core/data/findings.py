@@ -116,7 +116,7 @@ def _note_duplicates(files: Sequence[EncodedFile], corpus: Corpus) -> None:
 
 def _note_leaks(files: Sequence[EncodedFile], corpus: Corpus, validation: Corpus) -> None:
     same = np.isin(validation.identities, corpus.identities)
-    # Without preferences, rows are in one group only if they are equal.
+    # Without preferences, rows are in one cluster only if they are equal.
     prompt = np.isin(validation.clusters, corpus.clusters) & ~same
     for kind, found in ((LEAK, same), (LEAKED_PROMPT, prompt)):
         for index in np.flatnonzero(found):

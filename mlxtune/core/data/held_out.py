@@ -28,7 +28,7 @@ class RunRows:
     ) -> RunRows:
         """Hold out a fraction of each file's rows, unless the validation data is given.
 
-        Raises ValueError if rows must be held out, but all rows are in one group.
+        Raises ValueError if rows must be held out, but all rows are in one cluster.
         """
         if validation is not None:
             return cls(corpus.select(), validation.select())
@@ -63,7 +63,7 @@ def hold_out_rows(
     side. `files` gives each row's file; the same fraction of each file is then held out. Duplicates
     stay together, so fewer rows may be held out. Deterministic for given arguments.
 
-    Raises ValueError if all rows are in one group.
+    Raises ValueError if all rows are in one cluster.
     """
     _, first, which, copies = np.unique(
         np.asarray(clusters, dtype=np.uint64),
@@ -80,7 +80,7 @@ def hold_out_rows(
     rows_of = np.argsort(which, kind="stable")
     ends = np.cumsum(copies)
     for i in permutation(len(which), f"{seed}/split"):
-        # Only the first row of a group is drawn, so that copies do not raise the group's chance.
+        # Only the first row of a cluster is drawn, so that copies do not raise its chance.
         if first[which[i]] != i or not left[files[i]]:
             continue
         same = rows_of[ends[which[i]] - copies[which[i]] : ends[which[i]]]
@@ -90,7 +90,7 @@ def hold_out_rows(
             left -= needed
         if not left.any():
             break
-    if not chosen.any():  # each group has too many rows
+    if not chosen.any():  # each cluster has too many rows
         chosen[copies.argmin()] = True
     held_out = chosen[which]
     return np.flatnonzero(~held_out).tolist(), np.flatnonzero(held_out).tolist()

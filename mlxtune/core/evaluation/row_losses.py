@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from mlxtune.core.data.conversation import CHOSEN, DESIRABLE, REJECTED, UNDESIRABLE
 from mlxtune.core.data.corpus import CorpusRows
-from mlxtune.core.data.encode import Example, supervised_tokens
+from mlxtune.core.data.encode import Example, predicted_tokens
 from mlxtune.core.evaluation.interval import Floats
 from mlxtune.core.evaluation.outcome import Loss, perplexity
 
@@ -44,7 +44,7 @@ def sums_of(
     places = [place for place, row in enumerate(rows) for _ in row]
     totals, tokens = np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
     np.add.at(totals, places, losses(chosen, lambda done: on_progress(done, len(chosen))))
-    np.add.at(tokens, places, list(map(supervised_tokens, chosen)))
+    np.add.at(tokens, places, list(map(predicted_tokens, chosen)))
     return Sums(totals, tokens)
 
 
@@ -88,6 +88,6 @@ def answer_sums(
     for (place, example), loss in zip(examples, losses_of, strict=True):
         column = int(example.role == REJECTED)
         totals[column, place] += loss
-        tokens[column, place] += supervised_tokens(example)
+        tokens[column, place] += predicted_tokens(example)
         labels[place] = example.role != UNDESIRABLE
     return AnswerSums(Sums(totals[0], tokens[0]), Sums(totals[1], tokens[1]), labels)

@@ -25,7 +25,7 @@ from mlxtune.core.data.conversation import (
     UNDESIRABLE,
     WHOLE,
 )
-from mlxtune.core.data.encode import Example, supervised_tokens
+from mlxtune.core.data.encode import Example, predicted_tokens
 from mlxtune.core.objectives.losses import (
     ACROSS_ROWS,
     DPO_LOSSES,
@@ -154,7 +154,7 @@ class Objective:
         slots = columns * len(rows) + np.array(index, dtype=np.int64)
         references, counts = np.zeros(_COLUMNS * len(rows)), np.zeros(_COLUMNS * len(rows))
         np.add.at(references, slots, [example.reference for example in examples])
-        np.add.at(counts, slots, [supervised_tokens(example) for example in examples])
+        np.add.at(counts, slots, [predicted_tokens(example) for example in examples])
         desirable = np.zeros(len(rows))
         for example, row in zip(examples, index, strict=True):
             desirable[row] = example.role == DESIRABLE
@@ -192,7 +192,7 @@ class Objective:
     ) -> tuple[float, dict[str, float]]:
         """Return the loss and metrics of rows from their examples' log-probabilities (E,)."""
         if self.is_sft:
-            return -float(logps.sum()) / sum(map(supervised_tokens, examples)), {}
+            return -float(logps.sum()) / sum(map(predicted_tokens, examples)), {}
         mismatched = np.array([example.role == MISMATCHED for example in examples])
         rows = [example for example in examples if example.role != MISMATCHED]
         layout, kl = self.lay_out(rows), 0.0

@@ -370,9 +370,9 @@ def measured_fractions(run: Run) -> dict[str, float | None]:
     unmeasured.
     """
     micro_batches = [number for number in run.column("micro_batches") if number]
-    tokens, tokens_run = sum(run.column("tokens")), sum(run.column("run_tokens"))
+    tokens, forward_tokens = sum(run.column("tokens")), sum(run.column("run_tokens"))
     return {
         "micro_batches_per_step": statistics.fmean(micro_batches) if micro_batches else None,
-        "padding_share": sum(run.column("padding")) / tokens_run if tokens_run else None,
-        "run_share": tokens_run / tokens if tokens_run and tokens else None,
+        "padding_share": sum(run.column("padding")) / forward_tokens if forward_tokens else None,
+        "run_share": forward_tokens / tokens if forward_tokens and tokens else None,
     }

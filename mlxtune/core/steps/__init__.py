@@ -1,1 +1,1 @@
-"""How steps are planned: row order, padded micro-batches, packed sequences, memory, workers."""
+"""How steps are planned: row order, padded and packed micro-batches, memory, workers."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from mlxtune.core.steps.memory_terms import BatchLoad, MemoryUse
-from mlxtune.core.steps.pack import StepLengths, packed_batches
-from mlxtune.core.steps.padded_batches import MicroBatch, padded_batches
+from mlxtune.core.steps.micro_batch import MicroBatch, padded_micro_batches
+from mlxtune.core.steps.pack import StepLengths, packed_micro_batches
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 
@@ -40,8 +40,10 @@ class Execution:
 
     def micro_batches(self, lengths: StepLengths) -> list[MicroBatch]:
         if self.packs:
-            return packed_batches(lengths, self.micro_batch_tokens, self.fixed_cost, self.rounding)
-        return padded_batches(lengths.forward, self.micro_batch_tokens, self.fixed_cost)
+            return packed_micro_batches(
+                lengths, self.micro_batch_tokens, self.fixed_cost, self.rounding
+            )
+        return padded_micro_batches(lengths.forward, self.micro_batch_tokens, self.fixed_cost)
 
     def rounded(self, load: BatchLoad) -> BatchLoad:
         """Return the load of one example, with the padding of its sequence."""

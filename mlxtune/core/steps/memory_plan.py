@@ -30,7 +30,7 @@ _CHUNKS = (256, 64, 16)
 # reduction of the head's chunk to a quarter. So plans use smaller chunks only if needed to fit, and
 # prefer them to recomputing layers.
 _RECOMPUTE, _SMALLER_CHUNK = 4 / 3, 1.15
-# A shorter --max-seq-len is not worth advising.
+# Never suggest a --max-seq-len below this.
 _SHORTEST = 16
 # The number of bits of a weight with --quantize 4, and the number of weights that share a scale and
 # a bias.

@@ -15,8 +15,8 @@ from math import ceil
 from typing import Any, NamedTuple, Protocol
 
 from mlxtune.core.steps.memory_in_flight import GraphLimits
+from mlxtune.core.steps.micro_batch import MicroBatch
 from mlxtune.core.steps.pack import StepLengths
-from mlxtune.core.steps.padded_batches import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from mlxtune.core.data.encode import Example, forward_tokens, supervised_tokens
-from mlxtune.core.steps.padded_batches import AT_ONCE, MicroBatch, cheapest_cut
+from mlxtune.core.data.encode import Example, forward_tokens, predicted_tokens
+from mlxtune.core.steps.micro_batch import AT_ONCE, MicroBatch, cheapest_cut
 from mlxtune.core.steps.rounding import NOT_ROUNDED, Rounding
 
 _Ints = npt.NDArray[np.int32]
@@ -44,10 +44,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """Examples packed into one sequence, with the targets that their tokens predict.
+    """Examples packed into one sequence, with the labels that their tokens predict.
 
     `inputs` is int32 (1, T). `places` int32 (P,) are the positions in the sequence that predict
-    `targets` int32 (P,), one for each supervised token; `counts` gives the number of targets of
+    `labels` int32 (P,), one for each supervised token; `counts` gives the number of labels of
     each example. `row_ids` has each example's row key, which seeds the example's random numbers,
     and `owners` int32 (T,) each token's example. With `is_rounded`, the last segment is padding,
     which no token sees.
@@ -56,7 +56,7 @@ class Pack:
     inputs: _Ints
     segments: tuple[Segment, ...]
     places: _Ints
-    targets: _Ints
+    labels: _Ints
     counts: tuple[int, ...]
     row_ids: tuple[int, ...]
     owners: _Ints
@@ -74,7 +74,7 @@ class StepLengths:
     """The lengths of a step's examples and of their common prefixes, which decide micro-batches.
 
     Each example has `tokens`, of which `forward` run through the model, and `supervised` of these
-    have a supervised target. `order` sorts the examples so that neighbours share the longest
+    predict a supervised token. `order` sorts the examples so that neighbours share the longest
     prefixes, and `shared` counts the tokens that each has in common with the previous, or 0.
     """
 
@@ -101,7 +101,7 @@ class StepLengths:
         return cls(
             tuple(map(len, examples)),
             tuple(map(len, texts)),
-            tuple(map(supervised_tokens, examples)),
+            tuple(map(predicted_tokens, examples)),
             row_ids,
             tuple(order),
             (0, *shared)[: len(order)],
@@ -125,7 +125,7 @@ class StepLengths:
         return StepLengths(tokens, forward, supervised, row_ids, tuple(order), tuple(shared))
 
 
-def packed_batches(
+def packed_micro_batches(
     lengths: StepLengths, max_tokens: int, fixed: int, rounding: Rounding = NOT_ROUNDED
 ) -> list[MicroBatch]:
     """Pack the examples of a step into sequences of at most `max_tokens` tokens, the largest first.
@@ -134,7 +134,7 @@ def packed_batches(
     longer than `max_tokens` gets a separate sequence. A prefix that examples of a sequence share
     counts once. Lengths are rounded after packing. Deterministic for given arguments.
     """
-    forward, batches = lengths.forward, list[MicroBatch]()
+    forward, micro_batches = lengths.forward, list[MicroBatch]()
     for start in range(0, len(lengths), AT_ONCE):
         chosen, shared = (each[start : start + AT_ONCE] for each in (lengths.order, lengths.shared))
         packer = _SequencePacker([forward[i] for i in chosen], shared[1:], max_tokens)
@@ -143,8 +143,10 @@ def packed_batches(
             tokens, longest = packer.tokens(sequence), max(forward[i] for i in members)
             added = rounding.padding(tokens, max_tokens)
             width = rounding.rounded_width(max(longest, packer.shortest(sequence) + added))
-            batches.append(MicroBatch(members, width, tokens + added, added))
-    return sorted(batches, key=lambda pack: (-pack.tokens, pack.examples))
+            micro_batches.append(MicroBatch(members, width, tokens + added, added))
+    return sorted(
+        micro_batches, key=lambda micro_batch: (-micro_batch.tokens, micro_batch.examples)
+    )
 
 
 def _run(example: Example) -> _Ints:
@@ -261,7 +263,7 @@ def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) 
     inputs: list[_Ints] = []
     owners: list[_Ints] = []
     places: list[_Ints] = []
-    targets: list[_Ints] = []
+    labels: list[_Ints] = []
     links: list[tuple[int, int, int]] = []
     at = np.zeros(0, dtype=np.int32)
     total = 0
@@ -278,7 +280,7 @@ def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) 
         owners.append(np.full(length - shared, i, dtype=np.int32))
         supervised = np.flatnonzero(example.assistant_mask[1 : length + 1])
         places.append(at[supervised])
-        targets.append(example.tokens[1:][supervised])
+        labels.append(example.tokens[1:][supervised])
     segments = tuple(_segments(links, total))
     if padding:
         inputs.append(np.zeros(padding, dtype=np.int32))
@@ -288,8 +290,8 @@ def pack(examples: Sequence[Example], *, keyed: bool = False, padding: int = 0) 
         inputs=np.concatenate(inputs).astype(np.int32)[None],
         segments=segments,
         places=np.concatenate(places),
-        targets=np.concatenate(targets).astype(np.int32),
-        counts=tuple(map(len, targets)),
+        labels=np.concatenate(labels).astype(np.int32),
+        counts=tuple(map(len, labels)),
         row_ids=tuple(example.key for example in examples),
         owners=np.concatenate(owners),
         is_rounded=padding > 0,

@@ -24,10 +24,10 @@ def test_product_and_its_gradient(dtype: mx.Dtype) -> None:
 
 @pytest.mark.parametrize("count, size", [(5, 11), (1, 1), (40, 3000)])
 def test_losses_and_gradient(count: int, size: int) -> None:
-    targets = mx.array(np.random.default_rng(0).integers(0, size, count))
+    labels = mx.array(np.random.default_rng(0).integers(0, size, count))
     assert_same_function(
-        lambda logits: blas_products.losses(logits, targets),
-        lambda logits: nn.losses.cross_entropy(logits, targets),
+        lambda logits: blas_products.losses(logits, labels),
+        lambda logits: nn.losses.cross_entropy(logits, labels),
         random(count, size, scale=5),
         tolerance=5e-6,
     )
@@ -35,10 +35,10 @@ def test_losses_and_gradient(count: int, size: int) -> None:
 
 def test_losses_of_extreme_logits() -> None:
     logits = mx.array([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4], [30.0, -np.inf, 29.0]])
-    targets = mx.array([1, 0, 2])
+    labels = mx.array([1, 0, 2])
     assert_same_function(
-        lambda logits: blas_products.losses(logits, targets),
-        lambda logits: nn.losses.cross_entropy(logits, targets),
+        lambda logits: blas_products.losses(logits, labels),
+        lambda logits: nn.losses.cross_entropy(logits, labels),
         logits,
     )
 

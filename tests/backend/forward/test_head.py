@@ -191,10 +191,10 @@ def test_head_is_run_on_supervised_positions_alone(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("chunk", [1, 3, 7, 100])
 def test_loss_by_chunks_is_the_loss(chunk: int) -> None:
-    weight, targets = random(50, 8), mx.array([3, 0, 49, 3, 7, 12, 1])
+    weight, labels = random(50, 8), mx.array([3, 0, 49, 3, 7, 12, 1])
 
     def whole(hidden: mx.array) -> mx.array:
-        losses: mx.array = nn.losses.cross_entropy(mx.tanh(hidden @ weight.T), targets)
+        losses: mx.array = nn.losses.cross_entropy(mx.tanh(hidden @ weight.T), labels)
         return losses.sum()
 
     def in_chunks(hidden: mx.array) -> mx.array:
@@ -202,16 +202,16 @@ def test_loss_by_chunks_is_the_loss(chunk: int) -> None:
             assert len(rows) <= chunk
             return mx.tanh(rows @ weight.T)
 
-        return trained_head(logits, targets, chunk, mx.fast.cross_entropy)(hidden)[0].sum()
+        return trained_head(logits, labels, chunk, mx.fast.cross_entropy)(hidden)[0].sum()
 
     assert_same_function(in_chunks, whole, random(7, 8))
 
 
 def test_loss_scales_with_what_it_is_part_of() -> None:
-    weight, targets, hidden = random(50, 8), mx.array([3, 0]), random(2, 8)
+    weight, labels, hidden = random(50, 8), mx.array([3, 0]), random(2, 8)
 
     def loss(hidden: mx.array, factor: float) -> mx.array:
-        head = trained_head(lambda x: x @ weight.T, targets, 1, mx.fast.cross_entropy)
+        head = trained_head(lambda x: x @ weight.T, labels, 1, mx.fast.cross_entropy)
         return head(hidden)[0].sum() * factor
 
     one, half = (mx.grad(lambda x, f=f: loss(x, f))(hidden) for f in (1.0, 0.5))

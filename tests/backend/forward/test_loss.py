@@ -28,14 +28,14 @@ STORED = [mx.float32, mx.bfloat16, mx.float16]
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
 def test_loss_of_half_precision_logits_is_computed_in_float32(dtype: mx.Dtype) -> None:
     logits = (mx.random.normal((1, 4, 1000), key=mx.random.key(3)) * 8).astype(dtype)
-    targets = mx.array([[1, 20, 300, 999]])
+    labels = mx.array([[1, 20, 300, 999]])
 
-    found = cross_entropies(lambda inputs: logits, mx.zeros((1, 4), mx.int32), targets)
+    found = cross_entropies(lambda inputs: logits, mx.zeros((1, 4), mx.int32), labels)
 
     exact = np.array(logits.astype(mx.float32), dtype=np.float64)[0]
     wanted = [
-        np.log(np.exp(row - row.max()).sum()) + row.max() - row[target]
-        for row, target in zip(exact, [1, 20, 300, 999], strict=True)
+        np.log(np.exp(row - row.max()).sum()) + row.max() - row[label]
+        for row, label in zip(exact, [1, 20, 300, 999], strict=True)
     ]
     assert found.dtype == mx.float32
     np.testing.assert_allclose(np.array(found)[0], wanted, rtol=1e-5)
@@ -45,11 +45,11 @@ def test_losses_of_a_head_are_lazy_and_hold_the_logits_of_few_chunks() -> None:
     positions, vocabulary = 128, 160_000
     hidden = mx.random.normal((positions, 8), key=mx.random.key(1))
     weight = mx.random.normal((vocabulary, 8), key=mx.random.key(2))
-    targets = mx.arange(positions)
-    mx.eval(hidden, weight, targets)
+    labels = mx.arange(positions)
+    mx.eval(hidden, weight, labels)
     allocator.start_peak()
     before = mx.get_active_memory()
-    losses = head_losses(lambda x: x @ weight.T, hidden, targets, 2, softmax_cross_entropies)
+    losses = head_losses(lambda x: x @ weight.T, hidden, labels, 2, softmax_cross_entropies)
     assert mx.get_active_memory() - before < 10_000, "nothing is computed yet"
     found = np.array(losses)
     logits = 4 * positions * vocabulary
@@ -69,9 +69,9 @@ def head(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-def cross_entropy(weight: mx.array, hidden: mx.array, targets: mx.array) -> mx.array:
+def cross_entropy(weight: mx.array, hidden: mx.array, labels: mx.array) -> mx.array:
     logits = hidden @ weight.astype(mx.float32).T
-    losses: mx.array = nn.losses.cross_entropy(logits, targets, reduction="sum")
+    losses: mx.array = nn.losses.cross_entropy(logits, labels, reduction="sum")
     return losses
 
 
@@ -79,24 +79,24 @@ def cross_entropy(weight: mx.array, hidden: mx.array, targets: mx.array) -> mx.a
 @pytest.mark.parametrize("size", [11, 4096, 4097, 9000])
 def test_head_loss_and_gradient(head: Any, size: int, dtype: mx.Dtype) -> None:
     weight = random(size, 16).astype(dtype)
-    targets = mx.array([0, size - 1, size // 2, 3, 3])
+    labels = mx.array([0, size - 1, size // 2, 3, 3])
     assert_same_function(
-        lambda hidden: head.trained_head_losses(weight, hidden, targets).sum(),
-        lambda hidden: cross_entropy(weight, hidden, targets),
+        lambda hidden: head.trained_head_losses(weight, hidden, labels).sum(),
+        lambda hidden: cross_entropy(weight, hidden, labels),
         random(5, 16),
         tolerance=5e-6,
     )
 
 
 def test_each_loss_has_its_own_weight_in_the_gradient(head: Any) -> None:
-    weight, targets = random(9000, 16), mx.array([0, 8999, 4500, 3, 3])
+    weight, labels = random(9000, 16), mx.array([0, 8999, 4500, 3, 3])
     weights = mx.array([1.0, -2.0, 0.0, 0.5, 3.0])
 
     def wanted(hidden: mx.array) -> mx.array:
-        return (nn.losses.cross_entropy(hidden @ weight.T, targets) * weights).sum()
+        return (nn.losses.cross_entropy(hidden @ weight.T, labels) * weights).sum()
 
     assert_same_function(
-        lambda hidden: (head.trained_head_losses(weight, hidden, targets) * weights).sum(),
+        lambda hidden: (head.trained_head_losses(weight, hidden, labels) * weights).sum(),
         wanted,
         random(5, 16),
         tolerance=5e-6,
@@ -104,10 +104,10 @@ def test_each_loss_has_its_own_weight_in_the_gradient(head: Any) -> None:
 
 
 def test_head_loss_of_one_position(head: Any) -> None:
-    weight, targets = random(50, 8), mx.array([7])
+    weight, labels = random(50, 8), mx.array([7])
     assert_same_function(
-        lambda hidden: head.trained_head_losses(weight, hidden, targets).sum(),
-        lambda hidden: cross_entropy(weight, hidden, targets),
+        lambda hidden: head.trained_head_losses(weight, hidden, labels).sum(),
+        lambda hidden: cross_entropy(weight, hidden, labels),
         random(1, 8),
     )
 
@@ -118,10 +118,10 @@ def test_large_logits_do_not_overflow(head: Any, order: int) -> None:
     weight, hidden = random(9000, 16), 2500 * random(4, 16)
     weight = weight[np.argsort(np.array(hidden @ weight.T)[0])[::-order].tolist()]
     assert mx.abs(hidden @ weight.T).max() > 1e4
-    targets = mx.array([0, 8999, 4500, 17])
+    labels = mx.array([0, 8999, 4500, 17])
     assert_same_function(
-        lambda hidden: head.trained_head_losses(weight, hidden, targets).sum(),
-        lambda hidden: cross_entropy(weight, hidden, targets),
+        lambda hidden: head.trained_head_losses(weight, hidden, labels).sum(),
+        lambda hidden: cross_entropy(weight, hidden, labels),
         hidden,
         tolerance=1e-5,
     )
@@ -139,21 +139,21 @@ def test_head_gives_each_position_its_own_loss(head: Any) -> None:
     rng = np.random.default_rng(0)
     # The vocabulary of 5,000 needs more than one block.
     weight, hidden = rng.standard_normal((5000, 8)), rng.standard_normal((7, 8))
-    targets = rng.integers(0, 5000, 7)
+    labels = rng.integers(0, 5000, 7)
     logits = hidden @ weight.T
-    wanted = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(7), targets]
+    wanted = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(7), labels]
     arrays = mx.array(weight.astype(np.float32)), mx.array(hidden.astype(np.float32))
-    found = np.array(head.head_losses(*arrays, mx.array(targets)))
+    found = np.array(head.head_losses(*arrays, mx.array(labels)))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 def test_head_holds_a_few_blocks_of_logits(head: Any) -> None:
     weight, hidden = random(40_000, 32).astype(mx.bfloat16), random(300, 32)
-    targets = mx.arange(300)
-    mx.eval(weight, hidden, targets)
+    labels = mx.arange(300)
+    mx.eval(weight, hidden, labels)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    loss = mx.value_and_grad(lambda each: head.trained_head_losses(weight, each, targets).sum())
+    loss = mx.value_and_grad(lambda each: head.trained_head_losses(weight, each, labels).sum())
     mx.eval(loss(hidden))
     logits = 4 * 300 * 40_000
     # Each of the ten blocks allocates its logits twice.

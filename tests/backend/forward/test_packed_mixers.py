@@ -70,7 +70,7 @@ def test_gated_delta_rule_starts_anew_with_each_example(
     fast, alone = fresh(folder, Execution(operations), 10_000), fresh(folder)
     found = computed(fast, examples)
     assert fast.forward.execution.packs
-    assert found.run_tokens < prefix + 3 + 66 + 5
+    assert found.forward_tokens < prefix + 3 + 66 + 5
     assert_same(found, computed(alone, examples))
     for example in examples:
         assert_same(computed(fast, [example]), computed(alone, [example]))
@@ -94,7 +94,7 @@ def test_examples_of_a_sequence_compute_as_if_alone(
     fast, plain = fresh(folder, Execution(operations), 10_000), fresh(folder)
     assert fast.forward.execution.packs
     found, alone = computed(fast, examples), [computed(plain, [each]) for each in examples]
-    assert found.run_tokens == 20 + 2 + 4 + 8
+    assert found.forward_tokens == 20 + 2 + 4 + 8
     shares = [each.tokens / found.tokens for each in alone]
     loss = sum(share * each.loss for share, each in zip(shares, alone, strict=True))
     gradients = {

@@ -121,12 +121,12 @@ def gradients_of(found: Mapping[str, Any]) -> Gradients:
 
 @dataclass(frozen=True)
 class Step:
-    """A step's loss and gradients, with the numbers of real tokens and of tokens that ran."""
+    """A step's loss and gradients, with the numbers of real tokens and of forward tokens."""
 
     loss: float
     gradients: Gradients
     tokens: int
-    run_tokens: int
+    forward_tokens: int
 
 
 def computed(by: InstructPipeline, examples: list[Example]) -> Step:

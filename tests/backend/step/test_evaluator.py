@@ -26,8 +26,8 @@ from mlxtune.backend.step.evaluator import Evaluator, most_tokens
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
+from mlxtune.core.steps.micro_batch import AT_ONCE
 from mlxtune.core.steps.pack import StepLengths
-from mlxtune.core.steps.padded_batches import AT_ONCE
 from tests.backend.conftest import random_examples
 from tests.backend.step.executions import WAYS, first_supervised, fixed_step, model_folder
 from tests.long.counts import counted_evaluations

@@ -142,9 +142,9 @@ def test_dropout_shares_prefixes_only_within_a_row() -> None:
     way = WAYS["packed"]
     rows = [replace(example, row=i) for i, example in enumerate(fixed_step())]
     fast = pipeline("gemma3_text", way, tokens=10_000, dropout=0.3)
-    shared = computed(fast, fixed_step()).run_tokens
+    shared = computed(fast, fixed_step()).forward_tokens
     apart = computed(fast, rows)
-    assert apart.run_tokens == sum(len(example) - 1 for example in rows) > shared
+    assert apart.forward_tokens == sum(len(example) - 1 for example in rows) > shared
     assert_same(apart, computed(pipeline("gemma3_text", dropout=0.3), rows))
 
 

@@ -32,7 +32,7 @@ def reference(
     """Return loss and gradients of dense weights W + scale (A B)^T, one example at a time.
 
     Uses no padding, no LoRA layers and no mlxtune code: only mlx-lm's own model, an explicit
-    log-softmax, and the sum over supervised targets divided by their number.
+    log-softmax, and the sum over supervised tokens divided by their number.
     """
     model = load_base(folder, "float32").model
     scale = pipeline.config.lora_alpha / pipeline.config.lora_rank

@@ -147,11 +147,11 @@ def test_prompt_runs_once_and_another_answer_gets_no_gradient() -> None:
     # An answer's last token is only predicted, so it does not run.
     prompts = {each.row: int(each.assistant_mask.argmax()) for each in step}
     answers = sum(each.supervised - 1 for each in step)
-    assert computed(made, step).run_tokens == sum(prompts.values()) + answers
+    assert computed(made, step).forward_tokens == sum(prompts.values()) + answers
     kto = fresh(model_folder("qwen3"), WAYS["packed"], 10_000, objective=OBJECTIVES["kto"])
     step = rows_of(OBJECTIVES["kto"])
     trained = [each for each in step if each.role != MISMATCHED]
-    assert computed(kto, step).run_tokens == sum(len(each) - 1 for each in trained)
+    assert computed(kto, step).forward_tokens == sum(len(each) - 1 for each in trained)
     result = kto.train_batch(step, step=2)
     assert result.total_tokens == sum(map(len, trained))
     assert result.metrics["kl"] >= 0

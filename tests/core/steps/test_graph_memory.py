@@ -11,8 +11,8 @@ from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_plan import predict
 from mlxtune.core.steps.memory_terms import BatchLoad, Factors, Measured, load_of
+from mlxtune.core.steps.micro_batch import MicroBatch
 from mlxtune.core.steps.pack import StepLengths
-from mlxtune.core.steps.padded_batches import MicroBatch
 from tests.core.steps.shapes import GRAPH_OPERATIONS, shapes
 
 GRAPH = Execution(GRAPH_OPERATIONS, 64)

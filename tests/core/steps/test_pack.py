@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example, forward_tokens
-from mlxtune.core.steps.pack import Pack, Segment, StepLengths, pack, packed_batches
+from mlxtune.core.steps.pack import Pack, Segment, StepLengths, pack, packed_micro_batches
 from mlxtune.core.steps.rounding import Rounding
 
 BOUNDS = st.sampled_from([1, 30, 90, 1000])
@@ -69,10 +69,10 @@ def chains(line: Pack) -> list[list[int]]:
 
 
 def taught_by(line: Pack) -> Iterator[tuple[int, ...]]:
-    """Yield each target of a sequence, after the tokens that predict it."""
+    """Yield each label of a sequence, after the tokens that predict it."""
     tokens, seen = line.inputs[0], chains(line)
-    for place, target in zip(line.places.tolist(), line.targets.tolist(), strict=True):
-        yield (*tokens[seen[place]].tolist(), target)
+    for place, label in zip(line.places.tolist(), line.labels.tolist(), strict=True):
+        yield (*tokens[seen[place]].tolist(), label)
 
 
 def taught(examples: Sequence[Example]) -> Iterator[tuple[int, ...]]:
@@ -83,9 +83,7 @@ def taught(examples: Sequence[Example]) -> Iterator[tuple[int, ...]]:
 
 
 @given(steps(), st.booleans())
-def test_packed_targets_equal_those_of_single_examples(
-    examples: list[Example], keyed: bool
-) -> None:
+def test_packed_labels_equal_those_of_single_examples(examples: list[Example], keyed: bool) -> None:
     line = pack(examples, keyed=keyed)
     assert Counter(taught_by(line)) == Counter(taught(examples))
     assert sum(tokens for tokens, _ in line.stretches) == line.inputs.size
@@ -104,7 +102,7 @@ def test_segments_cover_a_sequence_in_order(examples: list[Example]) -> None:
 
 @given(steps())
 def test_a_token_is_run_once_for_all_that_continue_it(examples: list[Example]) -> None:
-    (planned,) = packed_batches(StepLengths.of(examples), 100_000, 0)
+    (planned,) = packed_micro_batches(StepLengths.of(examples), 100_000, 0)
     line = pack([examples[i] for i in planned.examples])
     beginnings = {
         tuple(one.tokens[: i + 1].tolist()) for one in examples for i in range(forward_tokens(one))
@@ -114,7 +112,7 @@ def test_a_token_is_run_once_for_all_that_continue_it(examples: list[Example]) -
 
 @given(steps())
 def test_keyed_examples_share_within_their_key(examples: list[Example]) -> None:
-    (planned,) = packed_batches(StepLengths.of(examples, keyed=True), 100_000, 0)
+    (planned,) = packed_micro_batches(StepLengths.of(examples, keyed=True), 100_000, 0)
     line = pack([examples[i] for i in planned.examples], keyed=True)
     beginnings = {
         (one.key, *one.tokens[: i + 1].tolist())
@@ -142,8 +140,8 @@ def test_rounding_adds_padding_that_no_token_sees(
     examples: list[Example], bound: int, fixed: int, keyed: bool
 ) -> None:
     lengths = StepLengths.of(examples, keyed=keyed)
-    exact = packed_batches(lengths, bound, fixed)
-    rounded = packed_batches(lengths, bound, fixed, Rounding(length=64, width=32))
+    exact = packed_micro_batches(lengths, bound, fixed)
+    rounded = packed_micro_batches(lengths, bound, fixed, Rounding(length=64, width=32))
     by_examples = (sorted(each, key=lambda one: one.examples) for each in (exact, rounded))
     for plain, one in zip(*by_examples, strict=True):
         chosen = [examples[i] for i in one.examples]
@@ -167,20 +165,20 @@ def test_rounding_adds_padding_that_no_token_sees(
 def test_each_example_is_in_one_sequence_that_is_short_enough(
     examples: list[Example], bound: int, fixed: int, keyed: bool
 ) -> None:
-    planned = packed_batches(StepLengths.of(examples, keyed=keyed), bound, fixed)
+    planned = packed_micro_batches(StepLengths.of(examples, keyed=keyed), bound, fixed)
     assert sorted(i for one in planned for i in one.examples) == list(range(len(examples)))
     for one in planned:
         line = pack([examples[i] for i in one.examples], keyed=keyed)
         assert one.width == max(forward_tokens(examples[i]) for i in one.examples)
         assert line.inputs.size == one.tokens
         assert one.tokens <= bound or len(one.examples) == 1
-    assert planned == packed_batches(StepLengths.of(examples, keyed=keyed), bound, fixed)
+    assert planned == packed_micro_batches(StepLengths.of(examples, keyed=keyed), bound, fixed)
     assert [one.tokens for one in planned] == sorted((p.tokens for p in planned), reverse=True)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=12))
 def test_sequences_are_almost_as_few_as_possible(runs: list[int]) -> None:
-    planned = packed_batches(StepLengths.of(of_lengths(*runs)), 100, 50)
+    planned = packed_micro_batches(StepLengths.of(of_lengths(*runs)), 100, 50)
     # Two consecutive sequences together exceed one sequence's bound, so at least half the space is
     # used.
     assert len(planned) <= max(1, -(-2 * sum(runs) // 100))
@@ -200,7 +198,7 @@ def test_diagram_in_the_docstring_is_true() -> None:
         Segment(5, 7, 0, -1),
     )
     assert chains(line)[4] == [0, 1, 4]
-    assert line.targets.tolist() == [b, c, d, e, b, x, y, q, r]
+    assert line.labels.tolist() == [b, c, d, e, b, x, y, q, r]
     assert line.places.tolist() == [0, 1, 2, 3, 0, 1, 4, 5, 6]
     assert line.owners.tolist() == [0, 0, 0, 0, 1, 2, 2]
 
@@ -209,13 +207,13 @@ def test_an_example_that_stands_twice_is_run_once() -> None:
     one = example([1, 2], [3, 4])
     line = pack([one, one])
     assert line.inputs.tolist() == [[1, 2, 3]]
-    assert line.targets.tolist() == [3, 4, 3, 4]
+    assert line.labels.tolist() == [3, 4, 3, 4]
 
 
 def test_examples_that_share_many_tokens_are_in_one_sequence() -> None:
     system, other = list(range(100, 300)), list(range(400, 600))
     families = [example(context, [i], row=i) for i in range(6) for context in (system, other)]
-    planned = packed_batches(StepLengths.of(families), 210, 50)
+    planned = packed_micro_batches(StepLengths.of(families), 210, 50)
     assert [one.tokens for one in planned] == [200, 200]
 
 
@@ -223,24 +221,24 @@ def test_families_stay_together_where_they_fit() -> None:
     system, other = list(range(100, 150)), list(range(400, 450))
     rests = [range(1000 + 20 * i, 1010 + 20 * i) for i in range(6)]
     examples = [example(other if i % 2 else system, rest, i) for i, rest in enumerate(rests)]
-    planned = packed_batches(StepLengths.of(examples), 100, 10)
+    planned = packed_micro_batches(StepLengths.of(examples), 100, 10)
     assert sorted(sorted(one.examples) for one in planned) == [[0, 2, 4], [1, 3, 5]]
     assert [one.tokens for one in planned] == [50 + 3 * 9] * 2
 
 
 def test_a_long_example_stands_alone() -> None:
-    planned = packed_batches(StepLengths.of(of_lengths(10, 300, 20)), 100, 50)
+    planned = packed_micro_batches(StepLengths.of(of_lengths(10, 300, 20)), 100, 50)
     assert [(sorted(one.examples), one.tokens) for one in planned] == [([1], 300), ([0, 2], 30)]
 
 
 def test_more_examples_than_are_planned_at_once() -> None:
-    planned = packed_batches(StepLengths.of(of_lengths(*[30] * 600)), 1000, 50)
+    planned = packed_micro_batches(StepLengths.of(of_lengths(*[30] * 600)), 1000, 50)
     assert sorted(i for one in planned for i in one.examples) == list(range(600))
     assert len(planned) <= 21
 
 
 def test_nothing_to_pack() -> None:
-    assert packed_batches(StepLengths.of([]), 100, 50) == []
+    assert packed_micro_batches(StepLengths.of([]), 100, 50) == []
     with pytest.raises(ValueError):
         pack([])
 

@@ -12,7 +12,7 @@ from mlxtune.core.data.corpus import Corpus
 from mlxtune.core.data.encode import forward_tokens
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.order import shuffled_steps
-from mlxtune.core.steps.pack import StepLengths, pack, packed_batches
+from mlxtune.core.steps.pack import StepLengths, pack, packed_micro_batches
 from mlxtune.session.dataset import Reader, load_dataset
 from tests.core.steps.epochs import LENGTHS, epoch_of
 from tests.core.steps.shapes import GRAPH_OPERATIONS
@@ -41,7 +41,7 @@ def test_nothing_in_a_sequence_is_padding(shared: Path, name: str) -> None:
     for step in shuffled_steps(corpus.num_rows, BATCH_SIZE, 42, 1)[:STEPS]:
         examples = [example for row in step for example in corpus.row(row)]
         run = 0
-        for planned in packed_batches(StepLengths.of(examples), MAX_TOKENS, fixed=80):
+        for planned in packed_micro_batches(StepLengths.of(examples), MAX_TOKENS, fixed=80):
             line = pack([examples[i] for i in planned.examples])
             assert line.inputs.size == planned.tokens == sum(map(len, line.segments))
             run += planned.tokens

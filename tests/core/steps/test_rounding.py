@@ -6,8 +6,8 @@ import pytest
 from mlxtune.core.data.encode import Example
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.memory_terms import BatchLoad, load_of
+from mlxtune.core.steps.micro_batch import MicroBatch
 from mlxtune.core.steps.pack import StepLengths
-from mlxtune.core.steps.padded_batches import MicroBatch
 from mlxtune.core.steps.rounding import Rounding
 from tests.core.steps.shapes import GRAPH_OPERATIONS
 

@@ -103,14 +103,14 @@ def trial_of(kernels: AttentionKernels, heads: Heads) -> Trial:
         arrays = [mx.random.normal(shape, key=key) for shape, key in zip(shapes, keys, strict=True)]
         return Case(arrays[:3], arrays[3:])
 
-    def form(side_by_side: Function, line: Function) -> Function:
+    def form(side_by_side: Function, packed: Function) -> Function:
         def run(*projected: mx.array) -> list[mx.array]:
             layout = few if projected[0].shape[1] == TRIAL_TOKENS else many
             moved = side_by_side(heads, layout, *projected)
             rows, length = layout.shape
             # Nothing reads padding in training, so it has no gradient.
             real = layout.real.reshape(rows, 1, length, 1).astype(projected[0].dtype)
-            return [*(each * real for each in moved), line(layout, moved[0])]
+            return [*(each * real for each in moved), packed(layout, moved[0])]
 
         return run
 

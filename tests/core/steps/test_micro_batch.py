@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxtune.core.data.encode import Example, forward_tokens
-from mlxtune.core.steps.padded_batches import MicroBatch, collate, padded_batches
+from mlxtune.core.steps.micro_batch import MicroBatch, collate, padded_micro_batches
 
 COSTS = st.integers(0, 40)
 
@@ -40,7 +40,7 @@ def steps(draw: st.DrawFn, max_size: int = 7) -> list[Example]:
 
 
 def least(examples: Sequence[Example], max_tokens: int, fixed: int) -> int:
-    """Return the cost of the cheapest plan, found by a search over all groups."""
+    """Return the cost of the cheapest plan, found by a search over all micro-batches."""
 
     def cost(members: tuple[int, ...]) -> int:
         width = max(forward_tokens(examples[i]) for i in members)
@@ -66,7 +66,7 @@ def least(examples: Sequence[Example], max_tokens: int, fixed: int) -> int:
 @settings(deadline=None)
 @given(steps(), st.integers(1, 300), COSTS)
 def test_no_plan_costs_less(examples: list[Example], max_tokens: int, fixed: int) -> None:
-    plan = padded_batches(lengths_of(examples), max_tokens, fixed)
+    plan = padded_micro_batches(lengths_of(examples), max_tokens, fixed)
     found = sum(micro_batch.tokens + fixed for micro_batch in plan)
     assert found == least(examples, max_tokens, fixed)
 
@@ -76,7 +76,7 @@ def test_no_plan_costs_less(examples: list[Example], max_tokens: int, fixed: int
 def test_plan_holds_each_example_once_and_keeps_its_bounds(
     examples: list[Example], max_tokens: int, fixed: int
 ) -> None:
-    plan = padded_batches(lengths_of(examples), max_tokens, fixed)
+    plan = padded_micro_batches(lengths_of(examples), max_tokens, fixed)
 
     assert sorted(i for micro_batch in plan for i in micro_batch.examples) == list(
         range(len(examples))
@@ -92,17 +92,17 @@ def test_plan_holds_each_example_once_and_keeps_its_bounds(
 
 @settings(deadline=None)
 @given(steps(12), st.integers(1, 300), COSTS)
-def test_padded_targets_equal_those_of_single_examples(
+def test_padded_labels_equal_those_of_single_examples(
     examples: list[Example], max_tokens: int, fixed: int
 ) -> None:
     taught: Counter[tuple[int, ...]] = Counter()
-    for micro_batch in padded_batches(lengths_of(examples), max_tokens, fixed):
+    for micro_batch in padded_micro_batches(lengths_of(examples), max_tokens, fixed):
         batch = collate([examples[i] for i in micro_batch.examples], micro_batch.width)
         assert batch.inputs.shape == (len(micro_batch.examples), micro_batch.width)
         assert batch.row_ids == tuple(examples[i].key for i in micro_batch.examples)
-        for inputs, targets, mask in zip(batch.inputs, batch.targets, batch.mask, strict=True):
+        for inputs, labels, mask in zip(batch.inputs, batch.labels, batch.mask, strict=True):
             taught.update(
-                (*inputs[: i + 1].tolist(), int(targets[i])) for i in np.flatnonzero(mask).tolist()
+                (*inputs[: i + 1].tolist(), int(labels[i])) for i in np.flatnonzero(mask).tolist()
             )
 
     plain: Counter[tuple[int, ...]] = Counter()
@@ -115,19 +115,22 @@ def test_padded_targets_equal_those_of_single_examples(
 def test_examples_of_like_length_run_together_where_padding_costs_less_than_a_pass() -> None:
     examples = of_lengths(50, 100, 55, 90)
 
-    assert padded_batches(lengths_of(examples), 1000, 32) == [
+    assert padded_micro_batches(lengths_of(examples), 1000, 32) == [
         MicroBatch((1, 3), 100, 200),
         MicroBatch((2, 0), 55, 110),
     ]
-    assert padded_batches(lengths_of(examples), 1000, 500) == [MicroBatch((1, 3, 2, 0), 100, 400)]
+    assert padded_micro_batches(lengths_of(examples), 1000, 500) == [
+        MicroBatch((1, 3, 2, 0), 100, 400)
+    ]
     assert [
-        len(micro_batch.examples) for micro_batch in padded_batches(lengths_of(examples), 1000, 0)
+        len(micro_batch.examples)
+        for micro_batch in padded_micro_batches(lengths_of(examples), 1000, 0)
     ] == [1] * 4
-    assert padded_batches([], 1000, 32) == []
+    assert padded_micro_batches([], 1000, 32) == []
 
 
 def test_example_longer_than_the_bound_stands_alone() -> None:
-    assert padded_batches(lengths_of(of_lengths(30, 300, 30)), 100, 32) == [
+    assert padded_micro_batches(lengths_of(of_lengths(30, 300, 30)), 100, 32) == [
         MicroBatch((1,), 300, 300),
         MicroBatch((0, 2), 30, 60),
     ]
@@ -137,14 +140,14 @@ def test_tokens_after_the_last_answer_are_not_run() -> None:
     tokens, mask = np.arange(100, dtype=np.int32), np.zeros(100, dtype=np.uint8)
     mask[10:20] = 1
 
-    assert padded_batches(lengths_of([Example(1, tokens, mask)]), 1000, 32) == [
+    assert padded_micro_batches(lengths_of([Example(1, tokens, mask)]), 1000, 32) == [
         MicroBatch((0,), 19, 19)
     ]
 
 
 def test_large_step_is_planned_in_parts_and_whole() -> None:
     drawn = np.random.default_rng(0).integers(1, 60, 700).tolist()
-    plan = padded_batches(lengths_of(of_lengths(*drawn)), 2048, 32)
+    plan = padded_micro_batches(lengths_of(of_lengths(*drawn)), 2048, 32)
 
     assert sorted(i for micro_batch in plan for i in micro_batch.examples) == list(range(700))
     assert all(micro_batch.tokens <= 2048 for micro_batch in plan)
@@ -168,10 +171,10 @@ def test_collated_targets_are_the_next_tokens_as_in_the_picture() -> None:
     batch = collate([example(7, [a, b, c, d, e], [0, 0, 1, 1, 0]), example(9, [f, g], [0, 1])])
 
     assert batch.inputs.tolist() == [[a, b, c], [f, 0, 0]]
-    assert batch.targets.tolist() == [[b, c, d], [g, 0, 0]]
+    assert batch.labels.tolist() == [[b, c, d], [g, 0, 0]]
     assert batch.mask.tolist() == [[0, 1, 1], [1, 0, 0]]
     assert batch.row_ids == (7, 9)
-    kinds = [array.dtype for array in (batch.inputs, batch.targets, batch.mask)]
+    kinds = [array.dtype for array in (batch.inputs, batch.labels, batch.mask)]
     assert kinds == [np.int32, np.int32, np.float32]
 
 
@@ -181,7 +184,7 @@ def test_lines_are_as_wide_as_asked_for() -> None:
     batch = collate([example(1, [a, b, c, d]), example(1, [d, a])], width=4)
 
     assert batch.inputs.tolist() == [[a, b, c, 0], [d, 0, 0, 0]]
-    assert batch.targets.tolist() == [[b, c, d, 0], [a, 0, 0, 0]]
+    assert batch.labels.tolist() == [[b, c, d, 0], [a, 0, 0, 0]]
     assert batch.mask.tolist() == [[0, 0, 1, 0], [1, 0, 0, 0]]
     with pytest.raises(ValueError, match="broadcast"):
         collate([example(1, [a, b, c, d])], width=2)
@@ -220,12 +223,12 @@ def test_collating_loses_no_supervised_token_and_masks_all_padding(
 
     runs = [max([k for k in range(1, len(row)) if row[k][1]], default=1) for row in pairs]
     assert [forward_tokens(one) for one in examples] == runs
-    assert batch.inputs.shape == batch.targets.shape == batch.mask.shape
+    assert batch.inputs.shape == batch.labels.shape == batch.mask.shape
     assert batch.inputs.shape == (len(pairs), max(runs))
     for i, (row, run) in enumerate(zip(pairs, runs, strict=True)):
-        predicted = list(zip(batch.targets[i].tolist(), batch.mask[i].tolist(), strict=True))
+        predicted = list(zip(batch.labels[i].tolist(), batch.mask[i].tolist(), strict=True))
         assert predicted[: len(row) - 1][:run] == row[1 : run + 1]
         assert batch.inputs[i, :run].tolist() == [token for token, _ in row[:run]]
         assert batch.mask[i].sum() == sum(one for _, one in row[1:])
         assert not batch.inputs[i, run:].any()
-        assert not batch.targets[i, run:].any()
+        assert not batch.labels[i, run:].any()

@@ -1,7 +1,7 @@
-"""Groups the examples of a step into padded micro-batches, and pads them, if they cannot be packed.
+"""The micro-batches of a step: the examples that run together, and padded ones as arrays.
 
-An example runs up to the token before its last supervised token, and is padded to the width of its
-group's widest example.
+An example runs up to the token before its last supervised token, and is padded to the width of
+the widest example of its micro-batch.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedBatch:
-    """Examples padded on the right to one width, with targets shifted by one token.
+    """Examples padded on the right to one width, with labels shifted by one token.
 
-    `inputs` and `targets` are int32 of shape (B, T), `mask` is float32 of shape (B, T) and 1 where
-    the target carries loss. `row_ids` has the row key of each example, which seeds the example's
+    `inputs` and `labels` are int32 of shape (B, T), `mask` is float32 of shape (B, T) and 1 where
+    the label carries loss. `row_ids` has the row key of each example, which seeds the example's
     random numbers; `lengths` has each example's number of tokens without padding.
     """
 
     inputs: npt.NDArray[np.int32]
-    targets: npt.NDArray[np.int32]
+    labels: npt.NDArray[np.int32]
     mask: npt.NDArray[np.float32]
     row_ids: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -66,12 +66,12 @@ class PaddedBatch:
         return [(length, 0) for length in self.lengths]
 
 
-def padded_batches(lengths: Sequence[int], max_tokens: int, fixed: int) -> list[MicroBatch]:
-    """Group the examples of a step, by their lengths, at minimum cost; the largest comes first.
+def padded_micro_batches(lengths: Sequence[int], max_tokens: int, fixed: int) -> list[MicroBatch]:
+    """Divide examples of these lengths into micro-batches at the least cost, the largest first.
 
-    A group costs its tokens plus `fixed`, in units of one token's time. Each example is in exactly
-    one group. A group runs at most `max_tokens` tokens, unless it consists of a single, longer
-    example. Deterministic for given arguments.
+    A micro-batch costs its tokens plus `fixed`, in units of one token's time. It runs at most
+    `max_tokens` tokens, unless it is a single, longer example. Each example is in exactly one
+    micro-batch. Deterministic for given arguments.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     micro_batches: list[MicroBatch] = []
@@ -122,7 +122,7 @@ def collate(examples: Sequence[Example], width: int | None = None) -> PaddedBatc
     """Pad examples and shift them: each position predicts the token after it.
 
         tokens           a b c d e      inputs   a b c
-        assistant_mask   0 0 1 1 0      targets  b c d
+        assistant_mask   0 0 1 1 0      labels   b c d
                                         mask     0 1 1
 
     `pack` lays examples end to end instead. Here, examples are padded to `width`, by default the
@@ -133,12 +133,12 @@ def collate(examples: Sequence[Example], width: int | None = None) -> PaddedBatc
     """
     lengths = [forward_tokens(example) for example in examples]
     shape = (len(examples), max(lengths) if width is None else width)
-    inputs, targets = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
+    inputs, labels = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
     mask = np.zeros(shape, dtype=np.float32)
     for i, (example, length) in enumerate(zip(examples, lengths, strict=True)):
         after = slice(1, min(length + 1, len(example)))  # a lone token predicts nothing
         inputs[i, :length] = example.tokens[:length]
-        targets[i, : after.stop - 1] = example.tokens[after]
+        labels[i, : after.stop - 1] = example.tokens[after]
         mask[i, : after.stop - 1] = example.assistant_mask[after]
     row_ids = tuple(example.key for example in examples)
-    return PaddedBatch(inputs, targets, mask, row_ids, tuple(lengths))
+    return PaddedBatch(inputs, labels, mask, row_ids, tuple(lengths))
