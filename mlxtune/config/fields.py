@@ -92,6 +92,7 @@ class Checked:
 
     def __new__(cls, *values: Any, **options: Any) -> Self:
         """Report unknown options before Python does. Raises ConfigError."""
+        cls._check_former(options)
         options = {cls.former.get(name, name): value for name, value in options.items()}
         check_names(cls, {k: value for k, value in options.items() if k not in cls.ignored})
         made = super().__new__(cls)
@@ -99,6 +100,17 @@ class Checked:
         passed = frozenset([*positional[: len(values)], *options])
         object.__setattr__(made, "_passed", passed)
         return made
+
+    @classmethod
+    def _check_former(cls, options: Mapping[str, Any]) -> None:
+        """Raise ConfigError if an option is given by both of its names."""
+        # `dataclasses.replace` passes every field, beside the changes.
+        if not options.keys() >= set(options_of(cls)):
+            both = [(old, new) for old, new in cls.former.items() if {old, new} <= options.keys()]
+            if both:
+                raise ConfigError(
+                    [f"{old} is the former name of {new}: give one" for old, new in both]
+                )
 
     def __post_init__(self) -> None:
         problems: list[str] = []

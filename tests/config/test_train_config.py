@@ -156,6 +156,12 @@ def test_former_names_of_options_are_accepted() -> None:
         InstructConfig(lora_rank=0)
 
 
+def test_option_given_by_both_of_its_names_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="lora_rank is the former name of rank: give one"):
+        InstructConfig(rank=4, lora_rank=8)
+    assert dataclasses.replace(InstructConfig(rank=4), lora_rank=8).rank == 8
+
+
 # Laws
 
 
