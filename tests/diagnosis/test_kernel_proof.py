@@ -163,7 +163,7 @@ def test_wrong_product_in_16_bits_is_found(
 def test_refused_packing_fails(
     check_16_bits: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TrunkAndHead, "packs", lambda self, mixers: False)
+    monkeypatch.setattr(TrunkAndHead, "try_packing", lambda self, mixers: False)
     found = check_16_bits()
     assert found["bfloat16, plain"].passed is True
     assert found["bfloat16, gpu"].passed is False
