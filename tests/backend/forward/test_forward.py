@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.long.counts import _nothing_evaluated
 from tests.long.pipeline_graphs import PipelineGraphs
 
 
+@pytest.mark.skipif("MLX_DISABLE_COMPILE" in os.environ, reason="MLX compiles nothing here")
 @pytest.mark.parametrize("name", LENGTHS)
 def test_updates_of_all_steps_share_one_signature(
     name: str, monkeypatch: pytest.MonkeyPatch
