@@ -21,11 +21,10 @@ MOST_MODULES = 16
 FEWEST_LINES = 80
 # Folders that may have short modules, as each command, format or mixer has its own file.
 ONE_FILE_EACH = ("commands/", "backend/adapters/file_formats/", "backend/models/mixers/")
-# Bounds of the counts, to be lowered with them.
-MOST_SINGLE_IMPORTERS = 58
-MOST_TWIN_NAMES = 26
-MOST_TWIN_CLASSES = 6
-MOST_WITHOUT_TESTS = 43
+# Modules with a single importer, unless each is a file of its own: at most so many, none shorter.
+MOST_SINGLE_IMPORTERS, FEWEST_LINES_OF_THESE = 30, 150
+MOST_TWIN_NAMES = 6
+MOST_WITHOUT_TESTS = 42
 
 
 def test_no_folder_has_too_many_modules() -> None:
@@ -49,8 +48,13 @@ def test_short_module_has_several_importers() -> None:
 
 
 def test_few_modules_have_a_single_importer() -> None:
-    single = single_importers()
+    single = {
+        name: lines
+        for name, lines in single_importers().items()
+        if not name.startswith(ONE_FILE_EACH)
+    }
     assert len(single) <= MOST_SINGLE_IMPORTERS, f"merge some of {single} into their importers"
+    assert min(single.values()) >= FEWEST_LINES_OF_THESE
 
 
 def test_name_stands_for_one_module_or_package() -> None:
@@ -59,8 +63,7 @@ def test_name_stands_for_one_module_or_package() -> None:
 
 
 def test_name_stands_for_one_class() -> None:
-    twins = twin_classes()
-    assert len(twins) <= MOST_TWIN_CLASSES, f"rename classes of {twins}"
+    assert twin_classes() == {}
 
 
 def test_most_modules_have_a_test_file_of_their_name() -> None:
