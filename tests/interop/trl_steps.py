@@ -213,8 +213,8 @@ def our_step(family: str, objective: Objective, batch: Mapping[str, Any]) -> Num
         examples = with_references(examples, references.tolist())
     policy = pipeline(family, POLICY, objective)
     found = policy.loss_and_gradients(examples, step=3)
-    assert found.preference is not None
-    metrics = found.preference.metrics(np.array(found.logps, dtype=np.float64))
+
+    metrics = found.step_loss.metrics(found.values)
     evaluated = policy.evaluate(examples)
     # Evaluation must agree with the step.
     assert abs(evaluated.avg_loss - found.loss) <= 1e-5 * max(1.0, abs(found.loss))
