@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 import mlxtune
 from mlxtune.core.data.corpus import Corpus
-from mlxtune.core.data.encode import Example
-from mlxtune.core.data.encoded_file import ExampleArrays
 from mlxtune.core.data.held_out import RunRows, hold_out_rows
+from tests.core.data.corpora import corpus
 
 
 @settings(deadline=None)
@@ -122,19 +121,6 @@ def test_split_holds_out_every_row_about_equally_often() -> None:
 
     assert counts.sum() == 2000 * 10
     assert np.abs(counts - 400).max() < 6 * 18
-
-
-def corpus(counts: list[int], weights: list[float] | None = None) -> Corpus:
-    """Return rows of several files, with numbers that are all different."""
-    numbers = iter(range(1, sum(counts) + 1))
-    files = [
-        ExampleArrays.of(
-            Example(n, np.array([1, n], dtype=np.int32), np.array([0, 1], dtype=np.uint8))
-            for n in (next(numbers) for _ in range(count))
-        ).truncate()
-        for count in counts
-    ]
-    return Corpus(files, weights=weights or ())
 
 
 def test_held_out_rows_are_a_fraction_of_each_file() -> None:

@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 import mlxtune
 from mlxtune.config import ObjectiveConfig
 from mlxtune.core.data.conversation import CHOSEN, REJECTED
-from mlxtune.core.data.corpus import Corpus, CorpusRows, RowExamples
-from mlxtune.core.data.encode import Example
-from mlxtune.core.data.encoded_file import ExampleArrays
+from mlxtune.core.data.corpus import CorpusRows, RowExamples
 from mlxtune.core.data.held_out import hold_out_rows
 from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.steps.order import (
@@ -28,6 +26,7 @@ from mlxtune.core.steps.order import (
     steps_by_length,
     steps_of,
 )
+from tests.core.data.corpora import corpus
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> list[int]:
@@ -148,19 +147,6 @@ def test_steps_by_length_differ_by_epoch_in_their_rows_and_in_their_order() -> N
 
 
 # Files and their weights
-
-
-def corpus(counts: list[int], weights: list[float] | None = None) -> Corpus:
-    """Return rows of several files, with numbers that are all different."""
-    numbers = iter(range(1, sum(counts) + 1))
-    files = [
-        ExampleArrays.of(
-            Example(n, np.array([1, n], dtype=np.int32), np.array([0, 1], dtype=np.uint8))
-            for n in (next(numbers) for _ in range(count))
-        ).truncate()
-        for count in counts
-    ]
-    return Corpus(files, weights=weights or ())
 
 
 def test_weight_says_how_often_an_epoch_uses_the_rows_of_a_file() -> None:
