@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
@@ -120,12 +121,18 @@ class OurTrainer:
         if default_device.on_cpu():
             self.pipeline.loss_and_gradients(steps[0])
             return None
-        with scratch_folder("bench") as folder:
-            self.pipeline.snapshot()(folder)
+        with self.restored():
             for _ in self.overlapped(steps):
                 pass
-            self.pipeline.restore(folder)
         return None
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the adapter and the optimizer's state after the block."""
+        with scratch_folder("bench") as folder:
+            self.pipeline.snapshot()(folder)
+            yield
+            self.pipeline.restore(folder)
 
     def step(self, number: int, examples: Sequence[Example]) -> float:
         """Take a step at the peak learning rate, which stays constant."""
@@ -229,7 +236,10 @@ def _timed_steps(trainer: BenchTrainer, steps: Sequence[Sequence[Example]]) -> I
     """Take the steps, and time each until the device has finished it."""
     allocator.forget_peak()
     if isinstance(trainer, OurTrainer) and not default_device.on_cpu():
-        yield from trainer.overlapped(steps)
+        # The steps are taken again with a large cache, and preferences need the first state.
+        with trainer.restored():
+            allocator.forget_peak()
+            yield from trainer.overlapped(steps)
         return
     for number, examples in enumerate(steps, 1):
         allocator.forget_peak()

@@ -150,7 +150,8 @@ def test_gpu_is_timed_in_a_second_pass_over_the_same_steps(
     # mlxtune's steps are then timed again, with a large cache.
     assert passes == ["OurTrainer"] * 12 + ["MlxLm"] * 6
     large, small = limits[:2]
-    assert (large, small) == (mx.get_memory_limit(), 0)
+    assert large == mx.get_memory_limit()
+    assert small == (0 if on_cpu() else large // 8)
     assert found["cache_ratio"] == found["ours"]["runs"][0]["large_cache_s"] / sum(
         step["seconds"] for step in found["ours"]["runs"][0]["steps"]
     )
@@ -473,7 +474,13 @@ def test_no_process_outlives_a_command_that_is_killed(long_bench: Any) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_preferences_are_timed_with_their_reference(cli: Cli, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpu", [False, True])
+def test_preferences_are_timed_with_their_reference(
+    cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
+    finish = bench_helper.default_device.finish
+    device = SimpleNamespace(on_cpu=lambda: not gpu, finish=finish)
+    monkeypatch.setattr(bench_helper, "default_device", device)
     pairs = tmp_path / "pairs.jsonl"
     row = {"prompt": "2 plus 2", "chosen": "It is 4.", "rejected": "It is 5, I guess."}
     pairs.write_text("\n".join(json.dumps({**row, "prompt": f"{i} plus 2"}) for i in range(8)))
