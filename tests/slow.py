@@ -1,11 +1,15 @@
-"""Markers for the cases of a matrix that do not run by default."""
+"""Markers for cases that do not run by default, or not on every machine."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+# tests/long/simulated.py lets MLX compile nothing.
+compiled = pytest.mark.skipif("MLX_DISABLE_COMPILE" in os.environ, reason="MLX compiles nothing")
 
 
 def slow(*values: Any, id: str | None = None) -> Any:

@@ -15,6 +15,7 @@ from tests.long.counts import (
     flops,
     launches,
 )
+from tests.slow import compiled
 
 X, W = mx.ones((3, 5, 8)), mx.ones((8, 16))
 mx.eval(X, W)
@@ -50,7 +51,9 @@ def test_attention_is_apart_from_products_with_weights() -> None:
         (lambda: X.transpose(2, 0, 1).reshape(8, 15), {"Reshape": 1}),
         (lambda: mx.concatenate([X, X + 1, X * 2]), {"Add": 1, "Multiply": 1, "Concatenate": 3}),
         (lambda: mx.split(X @ W, 2, axis=-1), {"Matmul": 1}),
-        (lambda: mx.compile(lambda x: mx.exp(x) * 2 + 1)(X), {"Compiled": 1}),
+        pytest.param(
+            lambda: mx.compile(lambda x: mx.exp(x) * 2 + 1)(X), {"Compiled": 1}, marks=compiled
+        ),
         (lambda: {"of a tree": [X @ W, "no array"]}, {"Matmul": 1}),
         (lambda: X, {}),
     ],

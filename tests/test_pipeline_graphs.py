@@ -13,10 +13,12 @@ from mlxtune.backend.models.loading import load_base
 from mlxtune.backend.step.pipeline import InstructPipeline
 from mlxtune.config import InstructConfig
 from mlxtune.core.data.encode import Example
+from mlxtune.core.steps.rounding import NOT_ROUNDED
 from tests.benchmark.test_peers import examples
 from tests.long.counts import StepCounts, count_steps, counted_evaluations, kernels_of_a_gpu
 from tests.long.pipeline_graphs import PipelineGraphs
 from tests.models import VOCAB_SIZE, write_model
+from tests.slow import compiled
 
 # The sizes of tests/models.py.
 HIDDEN, INNER, HEADS, KV_HEADS, WIDTH, RANK = 64, 96, 4, 2, 16, 4
@@ -36,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pipeline(folder: Path, dtype: str = "float32", **changes: Any) -> InstructPipeline:
-    execution = replace(best_execution(0, kind="gpu"), **changes)
+    # A device may round lengths up.
+    exact = replace(best_execution(0, kind="gpu"), rounding=NOT_ROUNDED)
+    execution = replace(exact, **changes)
     config = InstructConfig(lora_rank=RANK, targets=("q_proj", "v_proj"))
     return InstructPipeline(load_base(folder, dtype).model, config, execution=execution)
 
@@ -72,6 +76,7 @@ def test_layer_that_runs_again_is_counted_again(folder: Path) -> None:
     assert products[1] - products[0] == 13
 
 
+@compiled
 @pytest.mark.parametrize(
     ("targets", "most"), [(("all",), 2_935), (("q_proj", "v_proj"), 1_780)], ids=str
 )

@@ -266,6 +266,8 @@ def test_good_run_is_plain_lines_on_stderr_when_piped(
     assert "\r" not in outcome.err
     stages = [line.split()[0] for line in outcome.err.splitlines() if not line.startswith(" ")]
     order = ["Memory", "Model", "LoRA", "Data", "Template", "Plan", "Validation", "Training"]
+    # A GPU that cannot use the package's kernels says so.
+    stages = [stage for stage in stages if stage not in ("SwiGLU", "Attention")]
     assert list(dict.fromkeys(stages)) == [*order, "Done", "Verdict", "Samples", "Report", "Try"]
     assert "step 2/2  loss " in outcome.err
     assert outcome.err.splitlines()[-1].endswith(f"mlxtune chat --adapter {output.parent}")

@@ -116,11 +116,16 @@ def test_resumed_run_keeps_the_form_whatever_is_faster_now(
     assert recorded(output) == first
 
 
-def test_cpu_resumes_no_run_of_the_other_form(train: Cli, output: Path) -> None:
+def test_cpu_resumes_no_run_of_the_other_form(
+    train: Cli, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Products are not timed, so that the first run keeps the quantised form.
+    monkeypatch.setattr(loading, "on_cpu", lambda: True)
     with pytest.MonkeyPatch.context() as begun:
         begun.setattr(stored_layers, "on_cpu", lambda: False)
         stop_after(2, begun)
         assert train("--quantize", "4").code == 130
+    monkeypatch.setattr(stored_layers, "on_cpu", lambda: True)
     with pytest.raises(ModelError, match="auto is dequantized on this machine"):
         resume(output.parent, quiet=True)
 
@@ -131,7 +136,8 @@ def test_quantised_folder_is_refused_in_a_line(train: Cli, tmp_path: Path) -> No
     assert "is already quantised: leave out --quantize 8" in error
 
 
-def test_slow_products_are_warned_of(train: Cli) -> None:
+def test_slow_products_are_warned_of(train: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "on_cpu", lambda: True)
     done = train(*STEPS, "--quantize", "4", "--quantized-compute", "quantized")
     assert done.code == 0
     assert "slowly on the CPU: --quantized-compute dequantized" in done.err

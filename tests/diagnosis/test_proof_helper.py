@@ -124,7 +124,8 @@ def test_steps_are_timed_with_rounded_shapes_and_without() -> None:
 def test_base_is_loaded_by_mlx_lm_in_4_bits_and_the_same_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof_helper, "_CPU_WIDTH", 128)
+    for width in ("_CPU_WIDTH", "_GPU_WIDTH"):
+        monkeypatch.setattr(proof_helper, width, 128)
     from mlx_lm.utils import load
 
     for name in ("a", "b"):

@@ -124,6 +124,9 @@ def test_timer_acts_while_the_main_thread_waits() -> None:
     timer.cancel()
 
 
+CPU, GPU = (SimpleNamespace(on_cpu=lambda found=found: found) for found in (True, False))
+
+
 @pytest.mark.parametrize(
     ("name", "waits"),
     # Between loading a model and the first message, chat waits for no result.
@@ -163,10 +166,10 @@ def test_commands_wait_for_their_first_result_only_on_a_gpu(
 
     defaults: Any = RunConsole.__init__.__kwdefaults__
     monkeypatch.setitem(defaults, "start_timer", clock.start)
-    run()
-    assert clock.started == 0
-    monkeypatch.setattr(trained_model, "default_device", SimpleNamespace(on_cpu=lambda: False))
-    run()
+    for device, started in ((CPU, 0), (GPU, waits)):
+        monkeypatch.setattr(trained_model, "default_device", device)
+        run()
+        assert clock.started == started
     assert (clock.started, clock.waiting) == (waits, 0)
 
     wait = FirstResult.wait

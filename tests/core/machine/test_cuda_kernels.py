@@ -25,6 +25,7 @@ import importlib.abc, os, subprocess, sys
 class Watch(importlib.abc.MetaPathFinder):
     def find_spec(self, name, *_):
         if name == "mlx.core":
+            sys.meta_path.remove(self)
             print(os.environ.get("MLX_PTX_CACHE_DIR"))
 sys.meta_path.insert(0, Watch())
 import mlxtune.backend.device.default_device
