@@ -6,12 +6,15 @@ transformers. Importing this package raises ModelError if mlx is installed witho
 library, and ConfigError if too few files may be open.
 """
 
+import os
 import resource
 import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
+from mlxtune.core.files.scratch import use_private_folder
+from mlxtune.core.files.writing import as_output_error
 from mlxtune.core.machine.blas import load_blas
 from mlxtune.core.machine.cuda import keep_kernels
 from mlxtune.core.machine.machine_checks import INSTALL_LIBRARY
@@ -46,6 +49,8 @@ def _check_open_files() -> None:
 
 
 _check_library()
+with as_output_error(Path(os.environ.get("TMPDIR", "/tmp")), "TMPDIR"):
+    use_private_folder()
 keep_kernels()
 BLAS = load_blas().name
 if problem := load_blas().problem:

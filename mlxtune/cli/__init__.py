@@ -5,7 +5,6 @@ import os
 import select
 import signal
 import sys
-import tempfile
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,7 +28,6 @@ from mlxtune.errors import (
 from mlxtune.start import unguard
 
 _STDIN, _STDOUT, _STDERR = range(3)
-_TEMPORARY = ("TMPDIR", "TEMP", "TMP", "TEMPDIR")
 DONE, FAILED, MISUSED = 0, 1, 2
 EXIT_CODES = {
     DONE: "done",
@@ -84,7 +82,6 @@ def _main(arguments: list[str]) -> NoReturn:
         f"warning: {printable(' '.join(str(message).split()))}\n"
     )
     open_streams()
-    set_temporary_folder()
     if request := os.environ.get(_COMPLETE):
         sys.exit(shell_complete(command, {}, "mlxtune", _COMPLETE, request))
     try:
@@ -232,14 +229,3 @@ def check_current_folder() -> None:
         raise OutputError(
             f"the current folder cannot be read: {error.strerror}: change to another one with cd"
         ) from error
-
-
-def set_temporary_folder() -> None:
-    """Make MLX and child processes use Python's folder for temporary files.
-
-    Unlike Python, they fail if the environment names a missing folder.
-    """
-    if any(name in os.environ for name in _TEMPORARY):
-        # If Python finds no usable folder, the code that needs one reports the problem.
-        with suppress(OSError):
-            os.environ["TMPDIR"] = tempfile.gettempdir()

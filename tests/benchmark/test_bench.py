@@ -429,7 +429,7 @@ def test_loss_that_is_not_finite_is_our_own_error(model: Path, chat: Path) -> No
 def long_bench(model: Path, chat: Path, tmp_path: Path) -> Iterator[Any]:
     """A benchmark of very many runs, with a temporary folder for its files."""
     scratch = tmp_path / "scratch"
-    scratch.mkdir()
+    scratch.mkdir(mode=0o700)
     arguments = ["--model-path", model, "--data", chat, "--repeats", 1000, "--steps", 1]
     with start("bench", *arguments, env=os.environ | {"TMPDIR": str(scratch)}) as process:
         process.scratch = scratch  # type: ignore[attr-defined]

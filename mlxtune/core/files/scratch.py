@@ -1,13 +1,17 @@
 """Temporary folders and files, with unpredictable names."""
 
 import atexit
+import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+from mlxtune.core.files.ours import NotOurs, private_folder
 
 # The prefix that identifies a killed process's leftovers.
 PREFIX = ".mlxtune-"
@@ -40,6 +44,38 @@ def lasting_folder(purpose: str = "", parent: Path | None = None) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=_prefix(purpose), dir=parent))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def use_private_folder() -> None:
+    """Make MLX, and the processes started later, use temporary files that only this user may enter.
+
+    On the CPU, MLX compiles functions into `$TMPDIR/mlx/VERSION/cpu/lib….so`, and loads a file of
+    such a name if there is one: in a folder that users share, another user may put it there first.
+    Python's own choice of a folder stays. Raises OSError.
+    """
+    shared = Path(tempfile.gettempdir())
+    os.environ["TMPDIR"] = str(shared if _is_private(shared) else _private_below(shared))
+
+
+def _is_private(folder: Path) -> bool:
+    try:
+        private_folder(folder)
+    except OSError:
+        return False
+    return not stat.S_IMODE(folder.stat().st_mode) & (stat.S_IRWXG | stat.S_IRWXO)
+
+
+def _private_below(shared: Path) -> Path:
+    """Return the user's folder in a shared one, or a new folder if it cannot be trusted."""
+    folder = shared / f"mlxtune-{os.geteuid()}"
+    with suppress(NotOurs):
+        private_folder(folder)
+        folder.chmod(stat.S_IRWXU)
+        with suppress(OSError):  # a file system without locks
+            # systemd-tmpfiles keeps a locked folder, however old its files are.
+            fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH)
+        return folder
+    return lasting_folder("kernels")
 
 
 def scratch_file() -> IO[bytes]:
