@@ -5,7 +5,6 @@ The result is a table and remarks.
 
 import json
 import pickle
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -196,7 +195,11 @@ def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> 
     with scratch_file() as errors:
         # stdin stays open without input: the helper ends when this process closes the pipe.
         process = processes.start(
-            command(path), stdin=processes.PIPE, stdout=processes.PIPE, stderr=errors
+            command(path),
+            stdin=processes.PIPE,
+            stdout=processes.PIPE,
+            stderr=errors,
+            environment=processes.own_environment(),
         )
         try:
             for line in process.stdout or ():
@@ -218,7 +221,7 @@ def _run_process(job: Job, command: Command, on_step: Callable[[int], None]) -> 
 def helper_command(job: Path) -> list[str]:
     """Return the command line of the helper that runs the job in a file."""
     run = "from mlxtune.benchmark.bench_helper import main; main()"
-    return [sys.executable, "-c", run, str(job)]
+    return processes.python("-c", run, str(job))
 
 
 def _describe_end(job: Job, status: int, steps: int, output: str) -> str:

@@ -5,7 +5,6 @@ without a question, when a question is for another run, or when the server ends.
 """
 
 import json
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config.limits import RECORD, parse_json
-from mlxtune.core.files.processes import PIPE, Process, end, own_environment, start
+from mlxtune.core.files.processes import PIPE, Process, end, own_environment, python, start
 from mlxtune.core.files.remembered import is_own
 from mlxtune.core.run.stored_run import Run, read_run
 from mlxtune.core.run.summary import RunView
@@ -146,7 +145,7 @@ class Asker:
                 return self._process
         self.close()
         process = start(
-            [sys.executable, "-m", _HELPER, json.dumps(options)],
+            python("-m", _HELPER, json.dumps(options)),
             stdin=PIPE,
             stdout=PIPE,
             environment=own_environment(),

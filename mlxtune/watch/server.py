@@ -28,7 +28,7 @@ from urllib.parse import parse_qs
 
 from mlxtune.config import as_path, user_cache
 from mlxtune.config.limits import Limits, parse_json
-from mlxtune.core.files.processes import PIPE, Process, end, own_environment, start
+from mlxtune.core.files.processes import PIPE, Process, end, own_environment, python, start
 from mlxtune.core.files.reading import read_json
 from mlxtune.core.files.writing import make_folder, write_json
 from mlxtune.core.training.observer import RunStart, TrainingObserver
@@ -285,7 +285,7 @@ class PageOpener(TrainingObserver):
         """Start the server, which opens the page, and print the page's address."""
         try:
             process = start(
-                [sys.executable, "-m", "mlxtune", "watch", str(self._folder)],
+                python("-m", "mlxtune", "watch", str(self._folder)),
                 stdout=PIPE,
                 environment=own_environment(),
             )

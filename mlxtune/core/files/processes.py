@@ -98,15 +98,12 @@ def output_of(
     command: Sequence[str],
     seconds: float | None = None,
     *,
-    folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Output:
     """Run a process to its end. Raises OSError, and HelperTimeoutError after `seconds`."""
     # Without `apart`, Python starts a program given by its path with posix_spawn, not with fork,
     # which copies the page tables of a training process.
-    with start(
-        command, stdout=PIPE, stderr=PIPE, folder=folder, environment=environment, apart=False
-    ) as process:
+    with start(command, stdout=PIPE, stderr=PIPE, environment=environment, apart=False) as process:
         try:
             stdout, stderr = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
@@ -115,6 +112,12 @@ def output_of(
             process.kill()
     texts = (each.decode(errors="replace") for each in (stdout, stderr))
     return Output(process.returncode, *texts)
+
+
+def python(*arguments: str) -> list[str]:
+    """Return the command line of Python, which imports nothing from the current folder."""
+    # -P: modules in the current folder, or next to a script, would shadow others.
+    return [sys.executable, "-P", *arguments]
 
 
 def own_environment(**variables: str) -> dict[str, str]:
@@ -151,7 +154,7 @@ class Helpers:
         make_folder(folder)
         with open_to_write(folder / "stdout") as out, open_to_write(folder / "stderr") as errors:
             process = start(
-                [sys.executable, *arguments],
+                python(*arguments),
                 stdout=out,
                 stderr=errors,
                 folder=folder,
@@ -189,9 +192,8 @@ class LimitedProcess:
     def __init__(self, script: Path, memory: int, *arguments: str) -> None:
         self._memory = memory
         self._unread = bytearray()
-        # -P: modules next to a script have common names, and must not shadow other modules.
-        command = [sys.executable, "-P", limited_helper.__file__, str(memory), str(script)]
-        self._process = start([*command, *arguments], stdin=PIPE, stdout=PIPE, stderr=None)
+        command = python(limited_helper.__file__, str(memory), str(script), *arguments)
+        self._process = start(command, stdin=PIPE, stdout=PIPE, stderr=None)
         self.pid = self._process.pid
 
     def write(self, lines: bytes) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxtune.config import as_path, user_cache
-from mlxtune.core.files.processes import HelperTimeoutError, output_of, own_environment
+from mlxtune.core.files.processes import HelperTimeoutError, output_of, own_environment, python
 from mlxtune.core.files.reading import read_kernel_file
 from mlxtune.errors import one_line
 
@@ -135,10 +135,9 @@ class Machine:
 def read_device() -> tuple[Device | None, str]:
     """Return MLX's device, or None and the reason why MLX does not start."""
     # A separate process survives a crash of MLX.
-    command = [sys.executable, "-m", "mlxtune.backend.device.device_helper"]
+    command = python("-m", "mlxtune.backend.device.device_helper")
     try:
-        # Files in the current folder could shadow libraries.
-        output = output_of(command, _MLX_SECONDS, folder=Path("/"), environment=own_environment())
+        output = output_of(command, _MLX_SECONDS, environment=own_environment())
     except HelperTimeoutError as error:
         return None, str(error)
     if output.status < 0:

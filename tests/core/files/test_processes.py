@@ -10,8 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from mlxtune.core.files.processes import HelperError, Helpers, describe_end
-from tests.waiting import wait_until
+from mlxtune.backend.text import template_helper
+from mlxtune.benchmark import bench
+from mlxtune.core.files import limited_helper
+from mlxtune.core.files.processes import (
+    HelperError,
+    Helpers,
+    describe_end,
+    end,
+    own_environment,
+    python,
+    start,
+)
+from tests.sources import PACKAGE
+from tests.waiting import SECONDS, wait_until
 
 SLEEPING = "import time; time.sleep(60)"
 
@@ -101,3 +113,39 @@ def test_limited_process_ends_with_its_parent_in_the_middle_of_its_work(tmp_path
     )
     done = subprocess.run([sys.executable, "-c", code, script], stdout=subprocess.PIPE, check=False)
     wait_until(lambda: not alive(int(done.stdout)))
+
+
+# Files that a downloaded folder may have: each says that it ran.
+HOSTILE = ("mlxtune/__init__.py", "click.py", "numpy.py", "json.py", "mlx/__init__.py", "rich.py")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        python("-m", "mlxtune", "watch", "--help"),
+        python("-m", "mlxtune.watch.answer_helper", "no json"),
+        bench.helper_command(Path("missing")),
+        python("-m", "mlxtune.backend.device.device_helper", "--help"),
+        python(limited_helper.__file__, "1000000", template_helper.__file__),
+    ],
+    ids=["page", "question", "bench", "device", "limited"],
+)
+def test_process_imports_nothing_of_the_current_folder(tmp_path: Path, command: list[str]) -> None:
+    for name in HOSTILE:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("open('ran', 'w')\n")
+    process = start(command, folder=tmp_path, environment=own_environment())
+    process.wait(SECONDS)
+    end(process)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_python_is_started_in_one_place() -> None:
+    """The function that knows how: others would import from the current folder."""
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if "sys.executable" in path.read_text(encoding="utf-8")
+    }
+    assert found == {"core/files/processes.py"}
+    assert (PACKAGE / "core/files/processes.py").read_text().count("sys.executable") == 1
