@@ -20,6 +20,7 @@ from mlxtune.backend.models.loading import BaseModel, load_lazily
 from mlxtune.backend.models.model_folder import read_config
 from mlxtune.backend.models.quantize import quantize_lazily, read_one_by_one
 from mlxtune.backend.models.stored_layers import cast_parameters
+from mlxtune.backend.models.token_array import TokenArrays
 from mlxtune.config import InstructConfig, TrainConfig
 from mlxtune.core.data.encode import Example, forward_tokens
 from mlxtune.core.files.writing import make_folder
@@ -52,6 +53,7 @@ class MlxLm:
         if config.quantize is not None:
             read_one_by_one(self._model)
         mx.eval(self._model.parameters())
+        self._ids = TokenArrays(self._model)
 
     def start(self, adapter: Path, steps: Sequence[Sequence[Example]]) -> None:
         """Attach mlx-lm's LoRA to the model, and build the step, compiled except on the CPU."""
@@ -170,7 +172,10 @@ class MlxLm:
         A span is the pair of the first and the last supervised position. With `own`, the span ends
         one position after the row, as in mlx-lm.
         """
-        rows = [(each.tokens.tolist(), int(each.assistant_mask.argmax())) for each in examples]
+        rows = [
+            (self._ids.check(each.tokens).tolist(), int(each.assistant_mask.argmax()))
+            for each in examples
+        ]
         tokens, own_spans = next(iterate_batches(rows, len(rows), self._max_seq_len))
         if self.loss_function == "masked":
             mask = np.zeros(tokens.shape, dtype=np.bool_)

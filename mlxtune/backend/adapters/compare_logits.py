@@ -13,6 +13,7 @@ from mlxtune.backend.adapters.attach import Adapted
 from mlxtune.backend.adapters.certificate import Comparison, Logits
 from mlxtune.backend.lora.apply import adapted_modules
 from mlxtune.backend.lora.targets import PROJECTIONS
+from mlxtune.backend.models.token_array import TokenArrays
 
 NEW_TOKENS = 64
 # The number of positions compared at the end of a sequence, unless the answer is longer.
@@ -76,10 +77,10 @@ def reference_of(
     `rounding` is the dtype of the written tensors. With `everywhere`, the tolerance allows for
     rounding in all projections, otherwise only in projections with LoRA.
     """
-    sequences = []
+    sequences, ids = [], TokenArrays(adapted.model)
     for prompt in prompts:
         # The greedy continuation does not stop at the end of a turn.
-        steps = generate_step(mx.array(list(prompt)), adapted.model, max_tokens=NEW_TOKENS)
+        steps = generate_step(ids.array(list(prompt)), adapted.model, max_tokens=NEW_TOKENS)
         answer = [token for token, _ in steps]
         tokens = [*prompt, *answer]
         logits = _logits(adapted.model, tokens, len(answer))
@@ -112,7 +113,8 @@ def compare(model: nn.Module, reference: Reference) -> Comparison:
 
 def _logits(model: nn.Module, tokens: list[int], generated: int) -> Logits:
     positions = max(_POSITIONS, generated)
-    return np.array(model(mx.array([tokens[:-1]]))[0, -positions:].astype(mx.float32))
+    ids = TokenArrays(model).array([tokens[:-1]])
+    return np.array(model(ids)[0, -positions:].astype(mx.float32))
 
 
 def _products(model: nn.Module) -> dict[str, nn.Module]:

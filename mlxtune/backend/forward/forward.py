@@ -27,6 +27,7 @@ from mlxtune.backend.lora.model_facts import ModelFacts
 from mlxtune.backend.lora.parameters import TrainedParameters
 from mlxtune.backend.models.gather import Gather
 from mlxtune.backend.models.packed import Layout, laid_out
+from mlxtune.backend.models.token_array import TokenArrays
 from mlxtune.core.steps.execution import Execution
 from mlxtune.core.steps.micro_batch import PaddedBatch
 from mlxtune.core.steps.pack import Pack
@@ -90,6 +91,7 @@ class Forward:
         self, model: nn.Module, dropout: DropoutKeys, execution: Execution, *, trains: bool = True
     ) -> None:
         self.model = model
+        self._ids = TokenArrays(model)
         self._dropout = dropout
         operations = operations_of(execution)
         self._undo_operations = operations.prepare(model)
@@ -186,23 +188,23 @@ class Forward:
         """Return the inputs of a micro-batch.
 
         `keys` are the dropout keys of the micro-batch's examples, uint32 (B,), or None for no
-        dropout.
+        dropout. Raises ModelError if the model's embedding has no row for a token.
         """
-        tokens = mx.array(batch.inputs)
+        tokens, labels = self._ids.array(batch.inputs), self._ids.check(batch.labels)
         if isinstance(batch, Pack):
             return StepInputs(
                 tokens,
-                mx.array(batch.labels),
+                mx.array(labels),
                 Gather(batch.places, batch.inputs.size),
                 keys=None if keys is None else keys[mx.array(batch.owners)][None],
                 layout=Layout(batch.segments, self.execution.rounding),
             )
         positions = np.flatnonzero(batch.mask)
         if not self.execution.head_apart:
-            labels = mx.array(batch.labels)
-            return StepInputs(tokens, labels, positions=mx.array(positions), keys=keys)
-        labels = mx.array(batch.labels.reshape(-1)[positions])
-        return StepInputs(tokens, labels, Gather(positions, batch.inputs.size), keys=keys)
+            places = mx.array(positions)
+            return StepInputs(tokens, mx.array(labels), positions=places, keys=keys)
+        chosen = mx.array(labels.reshape(-1)[positions])
+        return StepInputs(tokens, chosen, Gather(positions, batch.inputs.size), keys=keys)
 
     def scaled_loss(
         self,

@@ -18,6 +18,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from mlxtune.backend.device import default_device
 from mlxtune.backend.device.retry import retried
+from mlxtune.backend.models.token_array import TokenArrays
 from mlxtune.backend.text.tokenizer import ModelTokenizer
 from mlxtune.core.data.prompt import Prompt
 from mlxtune.core.data.text_stream import TextStream, text_of
@@ -100,6 +101,7 @@ class Generator:
     def __init__(self, model: nn.Module, tokenizer: ModelTokenizer, vocab_size: int) -> None:
         model.eval()
         self._model, self._tokenizer, self._vocab_size = model, tokenizer, vocab_size
+        self._ids = TokenArrays(model)
         self.forget()
 
     def forget(self) -> None:
@@ -135,7 +137,7 @@ class Generator:
         The generator returns the Answer. `should_stop` is called after each token, and while a long
         prompt is read; if it returns True, the answer ends there. Between two tokens, the caller
         may change the model, but must restore it. Raises MemoryLimitError or GpuError after a fault
-        of the GPU, and ModelError if a logit is NaN.
+        of the GPU, and ModelError if a logit is NaN or a token has no row in the embedding.
         """
         started = time.perf_counter()
         cache, reused = self._prepared(prompt.ids)
@@ -188,7 +190,7 @@ class Generator:
 
         sampler = _CheckedSampler(sampling.sampler(self._vocab_size))
         steps = generate_step(
-            mx.array(list(ids)),
+            self._ids.array(list(ids)),
             self._model,
             max_tokens=sampling.max_new_tokens,
             sampler=sampler,
@@ -280,9 +282,11 @@ def answers(
     After a fault of the GPU, the batch is retried, with fewer prompts if that helps. The `stop`
     texts are ignored.
 
-    Raises MemoryLimitError or GpuError if no retry helps, and ModelError if a logit is NaN.
+    Raises MemoryLimitError or GpuError if no retry helps, and ModelError if a logit is NaN or the
+    model's embedding has no row for a token.
     """
     model.eval()
+    ids = TokenArrays(model)
     answered: dict[int, str] = {}
     # Sorting by length minimises padding.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
@@ -300,7 +304,7 @@ def answers(
             texts = batch_generate(
                 model,
                 used,
-                [list(each.ids) for each in batch()],
+                [ids.check(each.ids).tolist() for each in batch()],
                 max_tokens=sampling.max_new_tokens,
                 sampler=sampler,
             ).texts
