@@ -229,7 +229,7 @@ def test_environment_that_is_odd(
 def test_folder_without_locks_is_named_with_what_helps(
     train: Cli, monkeypatch: pytest.MonkeyPatch, output: Path
 ) -> None:
-    def no_locks(*_: object) -> None:
+    def no_locks(*_: object, **__: object) -> None:
         raise NoLocks(37, "its file system has no file locks")
 
     monkeypatch.setattr(run_folder, "Lock", no_locks)

@@ -19,6 +19,7 @@ import mlxtune
 from mlxtune import (
     ConfigError,
     DataError,
+    MlxTuneError,
     ModelError,
     TrainConfig,
     TrainingInterrupted,
@@ -557,3 +558,22 @@ def test_answers_that_fail_do_not_fail_the_run(
         train(configured, live=True)
     assert configured.output_path.is_file()
     assert not (configured.checkpoint_path / "samples.json").exists()
+
+
+def test_run_whose_folder_moves_stops_and_is_resumed_where_it_is(
+    run: Run, model: Path, chat: Path, tmp_path: Path
+) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+
+    def move(record: StepRecord) -> None:
+        if record.step == 3:
+            folder.rename(moved)
+
+    with pytest.raises(MlxTuneError, match="was moved, removed or replaced during the run"):
+        train(config(model, chat, folder, save_steps=1), on_step=move)
+    assert not folder.exists()
+    with pytest.raises(MlxTuneError, match="no such folder"):
+        mlxtune.resume(folder)
+    result = mlxtune.resume(moved)
+    assert result.adapter is not None
+    assert result.adapter.read_bytes() == (run[0] / ADAPTER).read_bytes()

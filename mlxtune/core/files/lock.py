@@ -12,6 +12,7 @@ from typing import Any
 
 from mlxtune.core.files.ours import NotOurs, open_ours, remove_file
 from mlxtune.core.files.reading import open_regular
+from mlxtune.errors import MlxTuneError
 
 # The largest number of bytes of a holder's note that other processes read.
 _MAX_NOTE_BYTES = 64 * 1024
@@ -19,6 +20,10 @@ _MAX_NOTE_BYTES = 64 * 1024
 _INSTANT, _TRY_SECONDS = 0.1, 0.01
 # Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+# The locks that guard their folders, by their open files.
+_guards: dict[int, Path] = {}
 
 
 class LockHeldError(Exception):
@@ -33,11 +38,16 @@ class NoLocks(OSError):
     """The file system has no locks, or no reliable locks."""
 
 
+class FolderMoved(MlxTuneError):
+    """A locked folder was moved, removed or replaced, so nothing may be written to its path."""
+
+
 class Lock:
     """A file that is locked until `release` is called or this process ends.
 
     The kernel releases the lock when the process dies. `note` is kept in the file, with the process
-    id and the time, for other processes to read.
+    id and the time, for other processes to read. With `guards`, this process writes to the lock's
+    folder only while the folder is in place: see `check_locked`.
 
     Raises LockHeldError if another process still holds the lock after `seconds`, NoLocks if the
     file system has no locks, NotOurs for a file that is not our lock, and OSError if the file
@@ -45,10 +55,17 @@ class Lock:
     """
 
     def __init__(
-        self, path: Path, note: Mapping[str, Any] | None = None, seconds: float = _INSTANT
+        self,
+        path: Path,
+        note: Mapping[str, Any] | None = None,
+        seconds: float = _INSTANT,
+        *,
+        guards: bool = False,
     ) -> None:
         self.path = path
         self._descriptor = _open_locked(path, seconds)
+        if guards:
+            _guards[self._descriptor] = path
         content = {"pid": os.getpid(), "since": time.time(), **(note or {})}
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(content).encode(), 0)
@@ -56,11 +73,34 @@ class Lock:
     def release(self) -> None:
         if self._descriptor < 0:
             return
+        _guards.pop(self._descriptor, None)
         with suppress(OSError):
             if os.path.samestat(self.path.lstat(), os.fstat(self._descriptor)):
                 remove_file(self.path)
         os.close(self._descriptor)
         self._descriptor = -1
+
+
+def check_locked(target: Path) -> None:
+    """Raise FolderMoved if this process locked a folder above `target` that is not there any more.
+
+    Another folder at its path may belong to another run, and a new one would have no lock.
+    """
+    for descriptor, path in list(_guards.items()):
+        if not _absolute(target).is_relative_to(_absolute(path.parent)):
+            continue
+        with suppress(OSError):
+            if os.path.samestat(path.lstat(), os.fstat(descriptor)):
+                continue
+        raise FolderMoved(
+            f"{path.parent}: was moved, removed or replaced during the run: resume it at its new "
+            "place with mlxtune train --resume FOLDER"
+        )
+
+
+def _absolute(path: Path) -> Path:
+    # Unlike Path.resolve, this follows no links.
+    return Path(os.path.abspath(path))  # noqa: PTH100
 
 
 def holder_of(path: Path) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from mlxtune.core.files.lock import check_locked
 from mlxtune.core.files.ours import contents, discard, is_empty, is_folder, is_ours, move
 from mlxtune.core.files.reading import file_hash, read_json
 from mlxtune.core.files.remembered import is_remembered, remember
@@ -53,7 +54,7 @@ def replaced_folder(
 
     Otherwise the target stays as it was. `option` is named in errors. The target moves `aside`
     until the new folder is in place. The target and `aside` change only if `is_known` accepts them.
-    Raises OutputError.
+    Raises OutputError, or FolderMoved if this process locked a folder above that was moved.
     """
     temporary = beside(target)
 
@@ -67,8 +68,10 @@ def replaced_folder(
         clean_up()  # a killed process may have left `aside`
         _check_known(target, option, is_known)
         try:
+            check_locked(target)
             temporary.mkdir(parents=True)
             yield temporary
+            check_locked(target)
             _check_known(target, option, is_known)
             # rename cannot replace a folder that is not empty, so the old folder moves first.
             if target.exists():

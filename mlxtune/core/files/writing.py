@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from mlxtune.core.files import ours
+from mlxtune.core.files.lock import check_locked
 from mlxtune.core.files.ours import NotOurs
 from mlxtune.core.files.reading import open_regular
 from mlxtune.errors import OutputError
@@ -84,6 +85,7 @@ def is_temporary(path: Path) -> bool:
 
 def open_to_append(path: Path) -> BinaryIO:
     """Open a file of ours, new or not, to append to it. Raises NotOurs or OSError."""
+    check_locked(path)
     return os.fdopen(ours.open_ours(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
 
 
@@ -93,6 +95,7 @@ def new_file(path: Path) -> IO[bytes]:
 
 def open_to_write(path: Path) -> IO[bytes]:
     """Open a file of ours, new or emptied, to write it. Raises NotOurs or OSError."""
+    check_locked(path)
     file = os.fdopen(ours.open_ours(path, os.O_RDWR | os.O_CREAT), "r+b")
     file.truncate(0)
     return file
@@ -105,6 +108,7 @@ def write_file(target: Path, content: Iterable[bytes], *, private: bool = False)
     """
     temporary = beside(target)
     with as_output_error(target):
+        check_locked(target)
         ours.check_file(target)
         try:
             with temporary.open("xb") as file:
@@ -216,6 +220,7 @@ def _real(path: Path) -> Path:
 def make_folder(folder: Path, option: str = "path") -> None:
     """Make a folder and its missing parents. Raises OutputError."""
     with as_output_error(folder, option):
+        check_locked(folder)
         ours.ensure_folder(folder)
 
 

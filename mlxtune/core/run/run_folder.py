@@ -142,6 +142,7 @@ def reopen(run: Path) -> None:
 def lock_run(run: Path, *, new: bool = False) -> Lock:
     """Lock a run's folder, created if missing, for the lifetime of this process.
 
+    From then on, this process writes there only while the folder is in place (`check_locked`).
     Raises OutputError if another process trains there, if the run would change files of other
     programs (see `check_own`), or if the folder cannot be written.
     """
@@ -151,7 +152,7 @@ def lock_run(run: Path, *, new: bool = False) -> Lock:
                 raise LockHeldError(holder)
             check_own(run, new=new)
             make_folder(run, "--checkpoint-dir")
-            lock = Lock(run / LOCK)
+            lock = Lock(run / LOCK, guards=True)
         except LockHeldError as held:
             raise _in_use(run, held, "--checkpoint-dir") from held
         except NoLocks as error:

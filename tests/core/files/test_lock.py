@@ -7,12 +7,17 @@ import fcntl
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mlxtune.core.files.lock import Lock, LockHeldError, NoLocks, holder_of
+from mlxtune.core.files import writing
+from mlxtune.core.files.lock import FolderMoved, Lock, LockHeldError, NoLocks, holder_of
 from mlxtune.core.files.ours import NotOurs
+from mlxtune.core.run.checkpoint import ADAPTER, write_checkpoint
+from mlxtune.core.run.progress import MetricsFile, Progress
+from mlxtune.core.run.run_folder import LOCK, lock_run
 from tests.holders import hold_elsewhere
 
 HOLDER = """
@@ -160,3 +165,63 @@ def test_lock_of_another_program_is_refused_and_kept(tmp_path: Path, content: st
     assert path.read_text() == content
     with path.open() as other:  # the file is not locked either
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+# A guarded folder
+
+
+WRITES: dict[str, Callable[[Path], object]] = {
+    "file": lambda folder: writing.write_file(folder / "new", [b"1"]),
+    "json": lambda folder: writing.write_json(folder / "new.json", 1),
+    "line": lambda folder: writing.append_line(folder / "lines", "1"),
+    "append": lambda folder: writing.open_to_append(folder / "lines").close(),
+    "stream": lambda folder: writing.open_to_write(folder / "stream").close(),
+    "folder": lambda folder: writing.make_folder(folder / "below"),
+    "itself": writing.make_folder,
+    "checkpoint": lambda folder: write_checkpoint(folder / "step-1", _adapter, {"step": 1}),
+    "metrics": lambda folder: MetricsFile(folder, print).write(Progress()),
+}
+
+
+def _adapter(folder: Path) -> None:
+    writing.write_file(folder / ADAPTER, [b"adapter"])
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["gone", "replaced"])
+@pytest.mark.parametrize("write", WRITES)
+def test_nothing_is_written_where_a_locked_folder_was(
+    tmp_path: Path, write: str, replaced: bool
+) -> None:
+    run = tmp_path / "run"
+    lock = lock_run(run)
+    try:
+        WRITES[write](run)
+        run.rename(tmp_path / "moved")
+        if replaced:
+            run.mkdir()
+            (run / LOCK).write_text('{"pid": 1}')
+        with pytest.raises(FolderMoved, match=f"{run}: was moved, removed or replaced"):
+            WRITES[write](run)
+        assert run.exists() == replaced
+        if replaced:
+            assert [path.name for path in run.iterdir()] == [LOCK]
+        writing.write_file(tmp_path / "elsewhere", [b"1"])
+    finally:
+        lock.release()
+    # The next run may make the folder again.
+    writing.make_folder(run)
+    WRITES[write](run)
+
+
+def test_checkpoint_is_not_moved_into_another_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    lock = lock_run(run)
+
+    def move(folder: Path) -> None:
+        _adapter(folder)
+        run.rename(tmp_path / "moved")
+
+    with pytest.raises(FolderMoved):
+        write_checkpoint(run / "step-1", move, {"step": 1})
+    lock.release()
+    assert not run.exists()
