@@ -1,10 +1,14 @@
-"""Names of data sets on the hub, as --data takes them: owner/name[/config][@revision][:split]."""
+"""What a value of --data means: a path, or the name of a data set on the hub.
+
+A name is owner/name[/config][@revision][:split].
+"""
 
 import dataclasses
 import os
 import re
 
 from mlxtune.config import as_path
+from mlxtune.config.data_config import weighted
 from mlxtune.core.data.sources.datafiles import ENDINGS
 from mlxtune.core.names import is_commit
 
@@ -36,6 +40,28 @@ class DatasetName:
     def __str__(self) -> str:
         parts = [("/", self.config), ("@", self.revision), (":", self.split)]
         return self.repository + "".join(mark + each for mark, each in parts if each)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataValue:
+    """The meaning of a value of --data or --val-data.
+
+    `text` is the value without its `weight`, and `name` the data set that it names on the hub; None
+    if it is a path.
+    """
+
+    text: str
+    weight: float
+    name: DatasetName | None
+
+
+def data_value(value: str, option: str = "data") -> DataValue:
+    """Return the meaning of an option's value; only values of --data have weights.
+
+    Whoever reads data, and whoever asks first whether a name may be downloaded, decides by this.
+    """
+    text, weight = weighted(value) if option == "data" else (value, 1.0)
+    return DataValue(text, weight, dataset_name(text))
 
 
 def dataset_name(text: str) -> DatasetName | None:

@@ -19,7 +19,7 @@ from mlxtune.backend.text.chat_template import (
 )
 from mlxtune.backend.text.tokenizer import ModelTokenizer, load_tokenizer
 from mlxtune.config import OPTIONS, DataConfig, InspectConfig, as_path
-from mlxtune.config.data_config import is_jinja, parse_fields, weighted
+from mlxtune.config.data_config import is_jinja, parse_fields
 from mlxtune.core.data import findings
 from mlxtune.core.data.cache import encode_file, key_of
 from mlxtune.core.data.conversation import Conversation
@@ -37,7 +37,7 @@ from mlxtune.core.data.template import END_OF_TURN, TEMPLATES, built_in_jinja
 from mlxtune.core.files.reading import file_hash
 from mlxtune.core.formatting import count
 from mlxtune.errors import DataError, ModelError
-from mlxtune.hub.dataset_name import dataset_name
+from mlxtune.hub.dataset_name import DataValue, data_value
 from mlxtune.hub.datasets import HubData, fetch
 from mlxtune.views import run_text
 from mlxtune.views.console import RunConsole
@@ -314,11 +314,11 @@ def with_hub_data(
     """
     sets: dict[str, HubData] = {}
 
-    def pinned(value: str) -> str:
-        plain, _ = weighted(value)
-        if (name := dataset_name(plain)) is None:
+    def pinned(value: str, option: str = "data") -> str:
+        meant = data_value(value, option)
+        if meant.name is None:
             return value
-        data = fetch(name, held_out=held_out, quiet=config.quiet)
+        data = fetch(meant.name, held_out=held_out, quiet=config.quiet)
         sets[str(data.name)] = data
         files = count(sum(map(len, data.files.values())), "file")
         console.say(
@@ -326,16 +326,16 @@ def with_hub_data(
             f"{' and '.join(data.titles.values())}: {files}, commit "
             f"{str(data.name.revision)[:10]}, licence: {data.license or 'not stated'}",
         )
-        return str(data.name) + value.removeprefix(plain)
+        return str(data.name) + value.removeprefix(meant.text)
 
     data = tuple(map(pinned, config.data))
     changes: dict[str, Any] = {"data": data} if data != config.data else {}
     if config.val_data is not None:
-        name = dataset_name(config.val_data)
+        name = data_value(config.val_data, "val_data").name
         if name is not None and name.split is None:
             raise DataError(f"--val-data {name}: name one of its splits, as {name}:validation")
         if name is not None:
-            changes["val_data"] = pinned(config.val_data)
+            changes["val_data"] = pinned(config.val_data, "val_data")
     return (replace(config, **changes) if changes else config), sets
 
 
@@ -361,23 +361,25 @@ def find_data(config: DataConfig, sets: Mapping[str, HubData] | None = None) -> 
     """
     hub: list[HubData] = []
 
-    def files_of(value: str) -> list[Path]:
-        if (name := dataset_name(value)) is None:
-            return [as_path(value)]
-        hub.append((sets or {}).get(str(name)) or fetch(name, quiet=config.quiet))
+    def files_of(value: DataValue) -> list[Path]:
+        if value.name is None:
+            return [as_path(value.text)]
+        hub.append((sets or {}).get(str(value.name)) or fetch(value.name, quiet=config.quiet))
         return hub[-1].train
 
     train: list[Path] = []
     weights: dict[Path, float] = {}
     for value in config.data:
-        name, weight = weighted(value)
-        named = files_of(name)
+        meant = data_value(value)
+        named = files_of(meant)
         train += named
-        weights |= dict.fromkeys(named, weight)
+        weights |= dict.fromkeys(named, meant.weight)
     validation = [path for data in hub for path in data.validation]
     files = find_data_files(train, validation_files=validation)
     if config.val_data is not None:
-        given = find_data_files(files_of(config.val_data), "--val-data").train
+        given = find_data_files(
+            files_of(data_value(config.val_data, "val_data")), "--val-data"
+        ).train
         files = DataFiles(files.train, given)
     # A file from a folder has the folder's weight.
     own = [weights[path if path in weights else path.parent] for path in files.train]

@@ -13,7 +13,6 @@ from mlxtune.backend.models.model_folder import is_local
 from mlxtune.backend.workers.environment import launched_several
 from mlxtune.backend.workers.launch import from_worker_0
 from mlxtune.config import OPTIONS, TrainConfig, as_path
-from mlxtune.config.data_config import weighted
 from mlxtune.config.fields import check_names, field_types, flag
 from mlxtune.config.option import Affects, Option
 from mlxtune.config.train_config import adapter_file
@@ -26,7 +25,7 @@ from mlxtune.core.run.run_folder import ResumePoint, find_resume_point
 from mlxtune.core.run.stored_run import mapping, run_folder_at
 from mlxtune.core.training.trainer import InstructTrainer
 from mlxtune.errors import ConfigError, DataError, MlxTuneError, ModelError, OutputError, shorten
-from mlxtune.hub.dataset_name import dataset_name
+from mlxtune.hub.dataset_name import data_value
 from mlxtune.session.arguments import Resolved
 from mlxtune.views.console import RunConsole
 
@@ -125,7 +124,9 @@ def check_asked_again(
 
 def _is_remote(option: str, value: str, checkpoint: Checkpoint) -> bool:
     there = _from(str(checkpoint.metadata.get("working_directory", "")), value, option)
-    return not is_local(there) if option == "model_path" else dataset_name(there) is not None
+    if option == "model_path":
+        return not is_local(there)
+    return data_value(there, option).name is not None
 
 
 def run_config(run: Path, checkpoint: Checkpoint, given: Mapping[str, Any]) -> TrainConfig:
@@ -223,12 +224,14 @@ def _from(working_directory: str, path: str, name: str) -> str:
     """Resolve a path against the run's working directory; names of downloads stay unchanged."""
     if path.startswith(("~", "/")):
         return path
-    there = Path(working_directory, path)
-    is_name = name == "model_path" or (
-        name in ("data", "val_data") and dataset_name(weighted(path)[0]) is not None
-    )
+    there, text = Path(working_directory, path), path
+    is_name = name == "model_path"
+    if name in ("data", "val_data"):
+        value = data_value(path, name)
+        text, is_name = value.text, value.name is not None
     # Unlike Path.exists, this returns False on every system if the name is invalid.
-    return path if is_name and not os.path.exists(there) else str(there)  # noqa: PTH110
+    exists = any(os.path.exists(Path(working_directory, each)) for each in (path, text))  # noqa: PTH110
+    return path if is_name and not exists else str(there)
 
 
 def _has_null(value: Any) -> bool:

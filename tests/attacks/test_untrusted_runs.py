@@ -122,7 +122,17 @@ def test_strangers_run_names_neither_download_nor_tracker(
     assert downloads == []
 
 
-@pytest.mark.parametrize("options", [{"data": [f"{HUB}:train"]}, {"val_data": HUB}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data": [f"{HUB}:train"]},
+        {"val_data": HUB},
+        {"data": [f"{HUB}=2"]},
+        {"data": [f"{HUB}/main=0.5"]},
+        {"data": [f"{HUB}:train=1e0"]},
+    ],
+    ids=str,
+)
 def test_strangers_run_names_no_data_to_download(
     cli: Cli, hub: Hub, run: Path, options: dict[str, Any]
 ) -> None:
@@ -130,7 +140,9 @@ def test_strangers_run_names_no_data_to_download(
     received = copied(run)
     error = cli("train", "--resume", received).error
     assert "was not made by you on this machine" in error
-    assert error.endswith(("--data evil/model:train", "--val-data evil/model"))
+    ((option, value),) = options.items()
+    asked = value if isinstance(value, str) else value[0]
+    assert error.endswith(f"--{option.replace('_', '-')} {asked}")
     assert "was not made by you" in cli("verify", received, "--replay").out
     assert hub.requests == []
 

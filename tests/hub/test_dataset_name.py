@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
-from mlxtune.hub.dataset_name import DatasetName, dataset_name
+from mlxtune.hub.dataset_name import DatasetName, DataValue, data_value, dataset_name
+from tests.sources import PACKAGE, tree_of
 
 
 @pytest.mark.parametrize(
@@ -56,3 +58,34 @@ def test_only_a_whole_hash_is_a_commit() -> None:
     assert DatasetName("a/b", revision="0123456789" * 4).is_pinned
     assert not DatasetName("a/b", revision="0123456").is_pinned
     assert not DatasetName("a/b", revision="main").is_pinned
+
+
+@pytest.mark.parametrize(
+    ("value", "option", "meaning"),
+    [
+        ("org/a=2", "data", DataValue("org/a", 2.0, DatasetName("org/a"))),
+        ("org/a:b=0.5", "data", DataValue("org/a:b", 0.5, DatasetName("org/a", split="b"))),
+        ("a.jsonl=2", "data", DataValue("a.jsonl", 2.0, None)),
+        ("org/a", "data", DataValue("org/a", 1.0, DatasetName("org/a"))),
+        ("org/a", "val_data", DataValue("org/a", 1.0, DatasetName("org/a"))),
+        ("org/a=2", "val_data", DataValue("org/a=2", 1.0, None)),
+    ],
+)
+def test_value_has_a_name_and_a_weight(value: str, option: str, meaning: DataValue) -> None:
+    assert data_value(value, option) == meaning
+
+
+def test_one_function_decides_what_a_value_of_data_means() -> None:
+    """The question whether data may be downloaded, and the reader, must not differ."""
+    found = {
+        (str(path.relative_to(PACKAGE)), node.func.id)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id in ("weighted", "dataset_name")
+    }
+    assert found == {
+        ("config/data_config.py", "weighted"),
+        ("hub/dataset_name.py", "weighted"),
+        ("hub/dataset_name.py", "dataset_name"),
+    }
