@@ -13,6 +13,7 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
+import mlxtune.hub  # noqa: F401, checks HF_ENDPOINT before mlx-lm imports the client of the hub
 from mlxtune.core.files.scratch import use_private_folder
 from mlxtune.core.files.writing import as_output_error
 from mlxtune.core.machine.blas import load_blas

@@ -6,6 +6,7 @@ response requests. A process has one session of the client, which mlx-lm also us
 
 import importlib
 import importlib.metadata
+import re
 import sys
 import time
 import warnings
@@ -19,7 +20,8 @@ from huggingface_hub.utils import disable_progress_bars, logging
 
 from mlxtune.config.limits import HUB_RESPONSE, TooLarge, parse_json
 from mlxtune.core.names import is_commit, is_file_name, is_relative_path
-from mlxtune.errors import MlxTuneError, one_line
+from mlxtune.errors import ConfigError, MlxTuneError, one_line
+from mlxtune.hub import check_endpoint
 
 _LOG_IN = "log in with hf auth login, or set HF_TOKEN"
 # The longest silence of the hub, and the longest wait that it may request, in seconds. The client
@@ -36,6 +38,7 @@ _PLAIN = "identity"
 # responses are read whole. The second name keeps this mark on a request that is redirected
 # elsewhere.
 _FILE, _IS_FILE = "/resolve/", "mlxtune.is_file"
+_PASSWORD = re.compile(r"//[^/?#\s]*@")
 _RETRY, _LIMITS = "Retry-After", ("ratelimit", "ratelimit-policy")
 
 
@@ -68,7 +71,19 @@ def asking(
         logging.set_verbosity(verbosity)
 
 
+def without_password(text: str) -> str:
+    """Remove the names and passwords from addresses, as HF_ENDPOINT may have them."""
+    return _PASSWORD.sub("//", text)
+
+
 def reason(error: Exception, kind: str, here: str = "") -> str:
+    """Return why a request failed. Raises ConfigError if HF_ENDPOINT is malformed."""
+    if isinstance(error, ConfigError):
+        raise error
+    return without_password(_reason(error, kind, here))
+
+
+def _reason(error: Exception, kind: str, here: str) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     if isinstance(error, errors.OfflineModeIsEnabled):
@@ -130,7 +145,11 @@ class BadResponseError(ValueError):
 
 
 def check_responses() -> None:
-    """Check every response that the hub sends to this process, and limit each wait."""
+    """Check every response that the hub sends to this process, and limit each wait.
+
+    Raises ConfigError if HF_ENDPOINT is malformed.
+    """
+    check_endpoint()
     session = huggingface_hub.get_session()
     hooks = session.event_hooks
     if _check not in hooks["response"]:

@@ -18,6 +18,7 @@ from huggingface_hub import CommitOperationAdd, EvalResult, ModelCard, ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from mlxtune.config import OPTIONS, TrainConfig
+from mlxtune.config.data_config import is_jinja
 from mlxtune.config.fields import flag
 from mlxtune.config.objective_config import ObjectiveConfig
 from mlxtune.config.option import Affects
@@ -28,7 +29,7 @@ from mlxtune.core.objectives.objective import Objective
 from mlxtune.core.run.stored_run import Run, mapping, text
 from mlxtune.core.run.summary import RunView, data_name, data_names, hub_data
 from mlxtune.errors import OutputError, one_line
-from mlxtune.hub.client import asking
+from mlxtune.hub.client import asking, without_password
 from mlxtune.hub.dataset_name import REPOSITORY
 
 _MISSING = "repository"
@@ -84,7 +85,7 @@ def upload(folder: Path, repository: str, *, public: bool, exists: bool) -> str:
                 with suppress(Exception):
                     hub.delete_repo(repository, missing_ok=True)
             raise
-    return str(commit.repo_url)
+    return without_password(str(commit.repo_url))
 
 
 def model_card(run: Run, view: RunView, *, repository: str, base: str, peft: bool) -> str:
@@ -207,11 +208,11 @@ def command_of(run: Run, base: str) -> str:
         own = tuple(value) if isinstance(value, list) else value
         if option is None or name == "model_path" or own == defaults.get(name) or own is None:
             continue
-        texts = [str(each) for each in (own if isinstance(own, tuple) else [own])]
-        if option.affects is Affects.INPUT:
-            texts = [each if each in on_hub else PurePath(each).name for each in texts]
-        elif option.affects not in (Affects.RESULT, Affects.LENGTH):
+        if option.affects not in (Affects.INPUT, Affects.RESULT, Affects.LENGTH):
             continue
+        texts = [str(each) for each in (own if isinstance(own, tuple) else [own])]
+        if option.path or (name == "template" and not is_jinja(texts[0])):
+            texts = [each if each in on_hub else PurePath(each).name for each in texts]
         if own is True:
             words.append(flag(name))
         elif option.several or option.affects is Affects.INPUT:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
+from mlxtune.config import OPTIONS
 from mlxtune.core.run.stored_run import Run, read_run
 from mlxtune.core.run.summary import RunView
 from mlxtune.hub.upload import command_of, model_card, quoted_samples
@@ -216,3 +217,18 @@ def test_metadata_of_forged_records_stays_metadata(tmp_path: Path) -> None:
     assert card.data.datasets is None
     assert card.data.eval_results is None
     assert card.text.strip().startswith("# sums-lora\n")
+
+
+@pytest.mark.parametrize(
+    "name", [*sorted(each for each in OPTIONS if OPTIONS[each].path), "template"]
+)
+def test_card_has_the_path_of_no_option(tmp_path: Path, name: str) -> None:
+    value: Any = "/home/ann/secret/file.jinja"
+    if name == "data":
+        value = [value]
+    assert "ann" not in card(run_with(tmp_path, options={name: value}))
+
+
+def test_card_names_a_templates_file_and_keeps_a_built_in_one(tmp_path: Path) -> None:
+    assert "--template file.jinja" in card(run_with(tmp_path, options={"template": "a/file.jinja"}))
+    assert "--template chatml" in card(run_with(tmp_path / "b", options={"template": "chatml"}))
