@@ -108,10 +108,8 @@ def _short(run: Path) -> Path:
 
 
 def printable(text: str) -> str:
-    """Escape unprintable characters, such as terminal controls, except newlines."""
-    return "".join(
-        c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text
-    )
+    """Return text as one line: escape line breaks, terminal controls and hidden characters."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shorten(text: str) -> str:

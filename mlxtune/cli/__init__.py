@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         unguard()
         _main(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt as interrupt:
-        _exit(_INTERRUPTED, _code_of(interrupt))
+        _exit(_INTERRUPTED, code=_code_of(interrupt))
 
 
 def _main(arguments: list[str]) -> NoReturn:
@@ -93,12 +93,14 @@ def _main(arguments: list[str]) -> NoReturn:
     except click.exceptions.Exit as done:
         sys.exit(done.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
-        _exit(error.format_message(), MISUSED)
+        _exit(*error.format_message().splitlines(), code=MISUSED)
     except (MlxTuneError, click.ClickException) as error:
         if "--debug" in arguments:
             raise
         usage = isinstance(error, ConfigError | click.UsageError)
-        message = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        message = str(error)
+        if isinstance(error, click.ClickException):
+            message = " ".join(error.format_message().split())
         _fail(message, MISUSED if usage else FAILED)
     except BrokenPipeError:
         # The program that reads stdout has closed it.
@@ -106,10 +108,10 @@ def _main(arguments: list[str]) -> NoReturn:
         sys.exit(FAILED)
     except TrainingInterrupted as interrupt:
         said = f"interrupted after step {interrupt.step}; {interrupt.saved}"
-        _exit(f"mlxtune: {said}", _code_of(interrupt))
+        _exit(f"mlxtune: {said}", code=_code_of(interrupt))
     except Exception as error:
         if (behind := _interrupt_behind(error)) is not None:
-            _exit(_INTERRUPTED, _code_of(behind))
+            _exit(_INTERRUPTED, code=_code_of(behind))
         # Training turns faults into errors that name a checkpoint. Faults in other stages, such as
         # loading, arrive here.
         fault = fault_of(error) if isinstance(error, RuntimeError | MemoryError) else None
@@ -134,13 +136,14 @@ def _interrupt_behind(error: BaseException) -> KeyboardInterrupt | None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    _exit(f"mlxtune: error: {' '.join(message.split())}", code)
+    _exit(f"mlxtune: error: {message}", code=code)
 
 
-def _exit(message: str, code: int) -> NoReturn:
+def _exit(*lines: str, code: int) -> NoReturn:
     # Names from files may contain terminal control characters; the terminal may be gone.
     with suppress(OSError):
-        click.echo(printable(message), err=True)
+        for line in lines:
+            click.echo(printable(line), err=True)
     with suppress(OSError):
         flush_results()
     # After a Ctrl-C inside `exec`, such as in a dataclass, `python -m` exits by signal even if the

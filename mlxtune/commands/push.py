@@ -154,7 +154,8 @@ def _name_of(base: Path) -> str:
 
 
 def _print_package(folder: Path) -> None:
-    print_line(read_text(folder / CARD))
+    for line in read_text(folder / CARD).splitlines():
+        print_line(line)
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             size = byte_size(path.stat().st_size)

@@ -1,4 +1,8 @@
-"""Prints results on stdout: JSON for programs, and lines with control characters escaped."""
+"""Prints results on stdout: JSON for programs, and lines with control characters escaped.
+
+Values may have line breaks, which must not start a line that looks like the command's own. So a
+line is printed as one line, and text of several lines is split before values are put into it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ def print_json(value: Any) -> None:
 
 
 def print_line(line: str = "", *, stderr: bool = False, flush: bool = False) -> None:
-    """Print text; newlines stay, and all other control characters are escaped."""
+    """Print one line; line breaks in it and other control characters are escaped."""
     print(printable(line), file=sys.stderr if stderr else sys.stdout, flush=flush)
 
 
@@ -83,17 +87,21 @@ class AnswerConsole:
         return table
 
 
-def render_lines(template: str, show: Callable[[Any], str], **values: Any) -> list[str]:
-    """Fill a text template of this folder; `show` turns the values into text."""
+def render_lines(template: str, show: Callable[[str], str], **values: Any) -> list[str]:
+    """Fill a text template of this folder; `show` marks up the text of a value, one line."""
     # Load Jinja only in commands that need it.
     from jinja2 import Environment, PackageLoader
     from markupsafe import Markup
+
+    from mlxtune.views.visible import escape
 
     environment = Environment(
         loader=PackageLoader("mlxtune", "views"),
         # `show` replaces the HTML escapes of all values.
         autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) else Markup(show(value)),
+        finalize=lambda value: (
+            value if isinstance(value, Markup) else Markup(show(escape(str(value))))
+        ),
         line_statement_prefix="%",
     )
     environment.filters |= {"count": count, "number": "{:,}".format, "percent": "{:.1%}".format}

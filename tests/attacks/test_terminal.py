@@ -1,4 +1,4 @@
-"""Control characters in a stranger's run are shown and never executed."""
+"""Control characters in a stranger's run are shown and never executed, and forge no line."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.models import sums, write_chat
 from tests.slow import long_except
 from tests.sources import PACKAGE, tree_of
 
-TITLE = "\x1b]0;owned\x07\x9b2J"
-
+FORGED = "FORGED"
+TITLE = f"\n{FORGED}\u202e\x1b]0;owned\x07\x9b2J"
 
 COMMANDS = ("runs", "verify", "report", "push")
 RECORDS = ("run.json", "ledger.json", "result.json", "evaluation.json")
@@ -33,7 +33,7 @@ def planted(value: Any) -> Any:
         return {name: planted(each) for name, each in value.items()}
     if isinstance(value, list):
         return [planted(each) for each in value]
-    return f"{TITLE}{value}"[: max(len(value), 20)] if isinstance(value, str) else value
+    return f"{TITLE}{value}"[: max(len(value), 30)] if isinstance(value, str) else value
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,8 @@ def run(made: Path, tmp_path: Path) -> Path:
 
 def is_plain(outcome: Outcome) -> bool:
     assert "Traceback" not in outcome.err
-    return all(c == "\n" or c.isprintable() for c in outcome.out + outcome.err)
+    lines = (outcome.out + outcome.err).split("\n")
+    return all(line.isprintable() and not line.startswith(FORGED) for line in lines)
 
 
 def test_push_shows_a_card_without_acting_on_it(cli: Cli, run: Path) -> None:
@@ -97,7 +98,61 @@ def test_warning_of_a_library_does_not_control_the_terminal(cli: Cli, tmp_path: 
     # The command installs this format for all warnings.
     assert cli("runs", tmp_path).code == 0
     line = warnings.formatwarning(f"{TITLE}\nand more", UserWarning, "file.py", 1)
-    assert line == "warning: \\x1b]0;owned\\x07\\x9b2J and more\n"
+    assert line == f"warning: {FORGED}\\u202e\\x1b]0;owned\\x07\\x9b2J and more\n"
+
+
+# A path with a line break. Each command gets it in all its options that are paths.
+
+
+@pytest.fixture
+def forged(run: Path, tmp_path: Path) -> Path:
+    """A folder whose name has a line break, with data, a run, a model and an adapter in it."""
+    folder = tmp_path / f"x\n{FORGED}"
+    run.parent.rename(folder)
+    write_chat(folder / "chat.jsonl", sums(20))
+    (folder / "bad.jsonl").write_text(
+        '{"messages": 1}\n' * 3 + '{"prompt": "a", "completion": "b"}'
+    )
+    return folder
+
+
+LOOKING: dict[str, list[str]] = {
+    "verify": ["verify", "{}"],
+    "report": ["report", "{}"],
+    "two reports": ["report", "{}", "{}/checkpoints"],
+    "runs": ["runs", "{}"],
+    "no runs": ["runs", "{}/checkpoints/best"],
+    "inspect": ["inspect", "--data", "{}/chat.jsonl", "--html", "{}/page.html"],
+    "a row": ["inspect", "--data", "{}/chat.jsonl", "--row", "3"],
+    "bad rows": ["inspect", "--data", "{}/bad.jsonl"],
+    "no data": ["inspect", "--data", "{}/none.jsonl"],
+    "plan": ["plan", "--data", "{}/bad.jsonl", "--data", "{}/chat.jsonl"],
+    "train": ["train", "--data", "{}/chat.jsonl", "--output", "{}/new/a.safetensors", "--dry-run"],
+    "resume": ["train", "--resume", "{}", "--dry-run"],
+    "push": ["push", "{}", "me/sums", "--dry-run"],
+    "no model": ["generate", "--model-path", "{}/none", "--prompt", "hi"],
+    "no adapter": ["generate", "--adapter", "{}/none", "--prompt", "hi"],
+    "generate": ["generate", "--adapter", "{}", "--prompt", "hi", "--max-new-tokens", "1"],
+    "eval": ["eval", "--adapter", "{}", "--data", "{}/chat.jsonl"],
+    "fuse": ["fuse", "--adapter", "{}/adapters.safetensors", "--output", "{}/fused"],
+    "export": ["export", "--adapter", "{}", "--output", "{}/exported", "--format", "peft"],
+    "import": ["import", "{}/checkpoints/best", "--output", "{}/imported"],
+    "doctor": ["doctor", "--data", "{}/bad.jsonl"],
+}
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_path_forges_no_line(
+    cli: Cli, forged: Path, model: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(forged.parent)
+    arguments = [each.replace("{}", forged.name) for each in LOOKING[command]]
+    if "--data" in arguments and "--adapter" not in arguments:
+        arguments += ["--model-path", str(model)]
+    outcome = cli(*arguments)
+    assert is_plain(outcome)
+    shown = command not in ("doctor", "resume", "push")
+    assert ("x\\nFORGED" in outcome.out + outcome.err) == shown
 
 
 # Code that bypasses mlxtune/views/output.py

@@ -365,4 +365,4 @@ def test_every_error_of_ours_is_one_line_whatever_it_holds(
         raise MlxTuneError("first\n\nsecond\r\n  third")
 
     monkeypatch.setattr("mlxtune.commands.train.train", fail)
-    assert cli("train", "--model-path", "m", "--data", "d").error == "first second third"
+    assert cli("train", "--model-path", "m", "--data", "d").error == r"first\n\nsecond\r\n  third"

@@ -115,7 +115,7 @@ def test_bar_of_a_resumed_run_starts_at_its_step() -> None:
         ("\x1b[2J\x1b]0;title\x07", "\\x1b[2J\\x1b]0;title\\x07"),
         ("a\rb\tc\x00", "a\\rb\\tc\\x00"),
         ("\u202eabc\u2066", "\\u202eabc\\u2066"),
-        ("two\nlines", "two\nlines"),
+        ("two\nlines", "two\\nlines"),
         ("half \ud83d", "half \\ud83d"),
     ],
 )

@@ -24,7 +24,7 @@ def test_json_is_one_document_or_nothing(number: float, capsys: pytest.CaptureFi
 def test_line_and_answer_escape_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     print_line("a\x1b[2Jb\nc → d")
     print_line("warning", stderr=True)
-    assert capsys.readouterr() == ("a\\x1b[2Jb\nc → d\n", "warning\n")
+    assert capsys.readouterr() == ("a\\x1b[2Jb\\nc → d\n", "warning\n")
     print_answer("a\n\tb\x1b[2J")
     assert capsys.readouterr().out == "a\n\tb\\x1b[2J"
 
