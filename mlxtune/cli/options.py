@@ -1,6 +1,7 @@
 """Turns the fields of a config into click options, and flags and a file into a config."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,12 +76,26 @@ class Command(click.Command):
         if problems:
             raise click.UsageError("; ".join(problems), ctx)
         try:
+            if not ctx.resilient_parsing:
+                self._check_given_once(ctx, args)
             return super().parse_args(ctx, args)
         except click.UsageError as error:
             if not error.message.startswith("Got unexpected extra argument"):
                 raise
             remedy = f"write an option before each value{self._such_as(error.message)}"
             raise click.UsageError(f"{error.message}: {remedy}; see --help", ctx) from error
+
+    def _check_given_once(self, ctx: click.Context, args: list[str]) -> None:
+        """Raise UsageError for options that take one value and have several, and name them all."""
+        _, _, given = self.make_parser(ctx).parse_args([*args])
+        times = Counter(each for each in given if isinstance(each, click.Option))
+        problems = [
+            f"{each.opts[0]} is given {'twice' if count == 2 else f'{count} times'}: keep one"
+            for each, count in times.items()
+            if count > 1 and not each.multiple and not each.is_flag
+        ]
+        if problems:
+            raise click.UsageError("; ".join(problems), ctx)
 
     def _such_as(self, message: str) -> str:
         """Return a hint at the option that may be missing before an extra argument."""

@@ -35,7 +35,8 @@ def say(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(command: str, *arguments: object, stdin: str | bytes = "") -> Outcome:
         content = stdin.encode() if isinstance(stdin, str) else stdin
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
-        return cli(command, "--model-path", DEMO, "--max-new-tokens", 20, *arguments)
+        length = () if "--max-new-tokens" in arguments else ("--max-new-tokens", 20)
+        return cli(command, "--model-path", DEMO, *length, *arguments)
 
     return run
 
