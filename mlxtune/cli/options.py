@@ -16,6 +16,7 @@ from mlxtune.config.option import Option, Section
 from mlxtune.errors import ConfigError, shorten
 
 Config = TypeVar("Config", bound=Checked)
+_HELP_ALL = "--help-all"
 # The maximum number of unknown options that a message names.
 _MAX_NAMED = 10
 
@@ -146,12 +147,30 @@ def _plain(name: str) -> str:
 class ConfigCommand(Command):
     """A command with an option for each field of a config, and help in sections.
 
-    The field `argument` is a positional argument instead of an option.
+    The field `argument` is a positional argument instead of an option. If `common` names options,
+    --help shows only these, and --help-all shows all.
     """
 
-    def __init__(self, *args: Any, config: type, argument: str | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        config: type,
+        argument: str | None = None,
+        common: Sequence[str] = (),
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
-        self.config = config
+        self.config, self.common = config, common
+        if common:
+            show_all = click.Option(
+                [_HELP_ALL],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_show_all,
+                help="Show all options and exit.",
+            )
+            self.params.append(show_all)
         fields = (each for each in config_options(config) if each.name != argument)
         self.params = [*fields, *self.params]
         if argument is not None:
@@ -160,9 +179,12 @@ class ConfigCommand(Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options by section; options outside the config are in the section RUN."""
+        shown = () if _HELP_ALL in ctx.meta else self.common
         sections: dict[Section, list[tuple[str, str]]] = {section: [] for section in Section}
         fields = options_of(self.config)
         for each in self.get_params(ctx):
+            if shown and each.name not in shown and not each.is_eager:
+                continue
             section = fields[each.name].section if each.name in fields else Section.RUN
             if isinstance(each, click.Option) and (record := each.get_help_record(ctx)):
                 sections[section].append(record)
@@ -170,6 +192,13 @@ class ConfigCommand(Command):
             if rows:
                 with formatter.section(section.value):
                     formatter.write_dl(rows)
+
+
+def _show_all(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[_HELP_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
 
 
 def _takes(param: click.Parameter | None, following: str) -> bool:

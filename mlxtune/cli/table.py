@@ -1,6 +1,6 @@
 """The table of commands: the options, function, help and example of each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,14 @@ def _command(
     *params: click.Parameter,
     config: type | None = None,
     argument: str | None = None,
+    common: Sequence[str] = (),
 ) -> click.Command:
     """Return a command that calls a function, whose result False means exit status 1.
 
     A function that loads mlx is given by name, because --help must not load mlx. A function given
     by name gets the config built from flags and a file, if the command has a config; a callable
     gets the flags and the path of the file. The config's field `argument` becomes a positional
-    argument.
+    argument. `common` names the options that --help shows, if it leaves others to --help-all.
     """
 
     def run(**values: Any) -> Any:
@@ -47,7 +48,7 @@ def _command(
     if config is None:
         return Command(name, params=[*params, debug], **every)
     file = _option("--config -c", "YAML or TOML file of options; flags win.", type=click.Path())
-    every |= {"config": config, "argument": argument}
+    every |= {"config": config, "argument": argument, "common": common}
     return ConfigCommand(name, params=[*params, file, debug], **every)
 
 
@@ -103,6 +104,11 @@ _JSON = _flag("--json as_json", "Print JSON for programs.")
 _RUN = click.Argument(["run"], metavar="RUN", type=click.Path())
 _MOVED_MODEL = _option(
     "--model-path", "Folder of the base model, if it has moved.", default="", type=click.Path()
+)
+# The options of training that most people need first.
+_COMMON = (
+    *("model_path", "data", "val_data", "output", "max_seq_len", "rank", "epochs", "lr"),
+    *("batch_size", "quantize", "auto", "resume"),
 )
 # In the order of --help.
 COMMANDS: tuple[click.Command, ...] = (
@@ -176,6 +182,7 @@ COMMANDS: tuple[click.Command, ...] = (
         _flag("--dry-run", "Stop before the first step, and print the plan."),
         _flag("--open open_page", "Open the live page of mlxtune watch in the browser."),
         config=TrainConfig,
+        common=_COMMON,
     ),
     _command(
         "watch",

@@ -237,6 +237,6 @@ def test_option_without_its_choice_is_named_with_one(cli: Cli) -> None:
 
 
 def test_numbers_are_not_shown_as_paths(cli: Cli) -> None:
-    shown = cli("train", "--help").out
+    shown = cli("train", "--help-all").out
     for option in ("--lr", "--beta", "--cpo-alpha"):
         assert f"{option} X" in shown

@@ -146,3 +146,18 @@ def test_option_of_one_value_is_not_given_twice(
 def test_option_of_several_values_and_a_switch_may_be_repeated(cli: Cli) -> None:
     outcome = cli("plan", "--data", "a", "--data", "b", "--auto", "--auto", "--quiet")
     assert outcome.error.startswith("--model-path is required")
+
+
+def test_help_of_train_starts_with_what_most_people_need(cli: Cli) -> None:
+    train = next(each for each in COMMANDS if each.name == "train")
+    assert isinstance(train, ConfigCommand)
+    shown, every = cli("train", "--help").out, cli("train", "--help-all").out
+    names = {option.name: option.opts[0] for option in train.params}
+
+    def listed(text: str) -> set[str]:
+        return set(re.findall(r"^ +(?:-\w, )?(--[a-z-]+)", text, re.MULTILINE))
+
+    assert listed(shown) == {*(names[each] for each in train.common), "--help", "--help-all"}
+    assert len(train.common) == 12
+    assert listed(every) == {*names.values(), "--help"}
+    assert "Training:" in shown
