@@ -12,14 +12,50 @@ MlxTuneError
 
 Each message is one line that names the file, line or option and the remedy. Any other exception
 is a bug and keeps its traceback.
+
+Messages are written with flags (`--val-split 0`). The command line shows them so; Python shows
+keywords (`val_split=0`).
 """
 
+import re
 import shlex
 from pathlib import Path
+from typing import ClassVar
+
+# A shell command, whose flags stay, or a flag and its value. A word is a value only if nothing
+# follows it in its clause: in `--data needs a file`, the message goes on.
+_FLAG = re.compile(
+    r"(?P<command>\b(?:mlxtune [a-z]+|hf|pip|mlx[._]\w+|llama-[\w-]+) [^;:]*)"
+    r"|(?<![\w/.='\"-])--(?P<name>[a-z][a-z0-9]*(?:-[a-z0-9]+)*)"
+    r"(?: (?:(?P<number>-?\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?(?![\w.]))|'(?P<quoted>[^']*)'"
+    r"|(?P<word>[\w@-]+(?:[/=:][\w@-]+)+|[A-Z]+|(?!too\b)[a-z][\w-]*(?=$|[,;)]|: | or | and ))))?"
+)
+
+
+def in_keywords(message: str) -> str:
+    """Return a message with Python's keywords in place of flags, except in shell commands."""
+    return _FLAG.sub(_keyword, message)
+
+
+def _keyword(found: re.Match[str]) -> str:
+    if found["command"]:
+        return found[0]
+    name = found["name"].replace("-", "_")
+    if found["number"]:
+        return f"{name}={found['number'].replace(',', '')}"
+    text = found["quoted"] if found["word"] is None else found["word"]
+    return name if text is None else f'{name}="{text}"'
 
 
 class MlxTuneError(Exception):
     """Base of all errors that a user can cause and fix."""
+
+    # Whether messages name options as flags. The command line and its helper processes set this.
+    names_flags: ClassVar[bool] = False
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return text if MlxTuneError.names_flags else in_keywords(text)
 
 
 class ConfigError(MlxTuneError, ValueError):

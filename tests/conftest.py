@@ -43,9 +43,13 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 pytest.register_assert_rewrite("tests.command", "tests.core.training.fake_pipeline")
 
 from mlxtune.cli import main  # noqa: E402
+from mlxtune.errors import MlxTuneError  # noqa: E402
 from tests.command import ROWS, Cli, Outcome  # noqa: E402
 from tests.hub_server import Hub, serving  # noqa: E402
 from tests.models import sums, write_chat, write_model  # noqa: E402
+
+# Tests expect messages as the command line shows them; tests of Python's keywords change this.
+MlxTuneError.names_flags = True
 
 
 def pytest_collection_finish() -> None:

@@ -266,6 +266,7 @@ def _timed(
 
 def main(opened: Callable[[Job], BenchTrainer] = open_trainer) -> None:
     """Run the job in the file that the command line names."""
+    MlxTuneError.names_flags = True
     records = _claim_stdout()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job: Job = pickle.loads(read_bytes(Path(sys.argv[1])))

@@ -81,6 +81,7 @@ def _main(arguments: list[str]) -> NoReturn:
     warnings.formatwarning = lambda message, *_: (
         f"warning: {printable(' '.join(str(message).split()))}\n"
     )
+    MlxTuneError.names_flags = True
     open_streams()
     if request := os.environ.get(_COMPLETE):
         sys.exit(shell_complete(command, {}, "mlxtune", _COMPLETE, request))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from mlxtune.config.known_names import unknown_keyword
+from mlxtune.config.known_names import KNOWN, unknown_keyword
 from mlxtune.config.option import Option
 from mlxtune.errors import ConfigError
 
@@ -69,12 +69,29 @@ def check_names(config: type, options: Mapping[str, Any]) -> None:
     """Raise ConfigError if any of the named options is not in the config."""
     own, flags = options_of(config), flags_of(config)
     problems = [
-        unknown_keyword(name, value, own, flags)
+        unknown_keyword(name, value, own, flags) + _elsewhere(name, own)
         for name, value in options.items()
         if name not in own
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _elsewhere(name: str, own: Mapping[str, Option]) -> str:
+    """Return the end of a message on another tool's option: which config has our equivalent."""
+    known = KNOWN.get(name)
+    ours = [each.partition("=")[0] for each in known.ours] if known else []
+    if any(option in own for option in ours):
+        return ""
+    places = [
+        (kind.__name__, option)
+        for option in ours
+        for kind in _configs()
+        if option in options_of(kind)
+    ]
+    # Most options are options of training.
+    place = next((each for each in places if each[0] == "TrainConfig"), next(iter(places), None))
+    return f", but {place[0]} has {place[1]}" if place else ""
 
 
 _Part = TypeVar("_Part")
@@ -117,8 +134,10 @@ class Checked:
         types = field_types(type(self))
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             option: Option = field.metadata["option"]
+            if (value := getattr(self, field.name)) == "" and self.is_found_later(field.name):
+                continue
             try:
-                if (value := getattr(self, field.name)) is None and option.required:
+                if value is None and option.required:
                     raise ValueError(option.missing)
                 if value is None and field.default not in (None, "", ()):
                     raise ValueError(f"is empty: leave it out for its default, {field.default}")
@@ -136,6 +155,10 @@ class Checked:
     def contradictions(self) -> Iterator[str]:
         """Yield the problems of valid values together; each class yields those of its options."""
         yield from ()
+
+    def is_found_later(self, name: str) -> bool:
+        """Return whether another option leads to the value of a required one."""
+        return False
 
     def default_of(self, name: str) -> Any:
         """Return the value of an option that is not given."""
@@ -189,7 +212,13 @@ def given_options(config: Checked) -> frozenset[str]:
     return frozenset(name for name in every if getattr(config, name) != config.default_of(name))
 
 
-def every_option(config: type = Checked) -> set[str]:
-    """Return the names of a config's options, and of the options of all its subclasses."""
-    own = options_of(config) if config is not Checked else ()
-    return set(own).union(*map(every_option, config.__subclasses__()))
+def every_option() -> set[str]:
+    """Return the names of the options of all configs."""
+    return {name for config in _configs() for name in options_of(config)}
+
+
+def _configs(parent: type = Checked) -> Iterator[type]:
+    config: type
+    for config in parent.__subclasses__():
+        yield config
+        yield from _configs(config)

@@ -50,6 +50,7 @@ def answers(options: dict[str, Any], questions: Iterator[str]) -> Iterator[dict[
 
 def main(out: TextIO) -> None:
     """Answer the questions on stdin."""
+    MlxTuneError.names_flags = True
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     options = parse_json(sys.argv[1].encode(), RECORD, "the options")
     try:

@@ -76,8 +76,16 @@ class AdapterFile:
 
     @classmethod
     def find(cls, path: str, option: str = "--adapter") -> Self:
-        """Return the adapter at a path, as `find_adapter` finds it. Raises ModelError."""
-        return cls(find_adapter(path, option))
+        """Return the adapter at a path, as `find_adapter` finds it, with its header read.
+
+        Raises ModelError, which names the option.
+        """
+        adapter = cls(find_adapter(path, option))
+        try:
+            _ = adapter.header
+        except ModelError as error:
+            raise ModelError(f"{error.args[0]}: check {option}") from error
+        return adapter
 
     @property
     def config_path(self) -> Path:

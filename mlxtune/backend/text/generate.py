@@ -82,6 +82,9 @@ class Answer:
     prompt_seconds: float
     tokens_per_second: float
 
+    def __str__(self) -> str:
+        return self.text
+
 
 # Yields pieces of an answer's text, and returns the whole answer.
 Stream = GeneratorType[str, None, Answer]
